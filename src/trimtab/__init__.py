@@ -1,0 +1,75 @@
+"""Trimtab keeps LLM reinforcement learning stable when its data is off-policy.
+
+    logps = trimtab.PolicyLogps(current=c, behavior=b, mask=m, proximal=p)
+    out = trimtab.objective("token-tis", weight_max=2.0)(logps, trimtab.advantages("grpo", rewards, groups))
+    out.loss.backward()
+
+Names are imported on first use, so that `import trimtab` and the command line start without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab import objectives
+    from trimtab.api import train
+    from trimtab.config import Config, load_config
+    from trimtab.corrections import OPSM, Band, Divergence, Veto, Weight
+    from trimtab.errors import TrimtabError, TrimtabWarning
+    from trimtab.evaluation import pass_at_k
+    from trimtab.objectives import Objective, PolicyLogps, advantages, correct, mismatch, objective
+
+_HOMES = {
+    "trimtab.api": ("train",),
+    "trimtab.config": ("Config", "load_config"),
+    "trimtab.corrections": ("Band", "Divergence", "OPSM", "Veto", "Weight"),
+    "trimtab.errors": ("TrimtabError", "TrimtabWarning"),
+    "trimtab.evaluation": ("pass_at_k",),
+    "trimtab.objectives": (
+        "Objective",
+        "PolicyLogps",
+        "advantages",
+        "correct",
+        "mismatch",
+        "objective",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "OPSM",
+    "Band",
+    "Config",
+    "Divergence",
+    "Objective",
+    "PolicyLogps",
+    "TrimtabError",
+    "TrimtabWarning",
+    "Veto",
+    "Weight",
+    "advantages",
+    "correct",
+    "load_config",
+    "mismatch",
+    "objective",
+    "objectives",
+    "pass_at_k",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # `trimtab.objectives` is a package and, called, the list of presets: the package itself is callable.
+    if name == "objectives":
+        return importlib.import_module("trimtab.objectives")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

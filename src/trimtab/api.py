@@ -1,0 +1,47 @@
+"""Training from Python in one call; the command line does the same with a display."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trimtab.config import Config, load_config
+from trimtab.diagnostics.read import read_run
+from trimtab.diagnostics.report import write_report
+from trimtab.training.observer import Observer, Silent
+from trimtab.training.run import RunResult
+from trimtab.training.run import train as run_training
+from trimtab.types import Problem
+
+
+def train(
+    config: Config | Mapping[str, Any] | str | Path,
+    *,
+    reward: Callable[[str, Problem], float] | None = None,
+    overrides: Sequence[str] = (),
+    out: Path | str | None = None,
+    resume: bool = False,
+    observer: Observer | None = None,
+) -> RunResult:
+    """Train with a recipe (its name, a TOML file, a mapping, or a `Config`) and write `report.html` into the run.
+
+    `reward(completion, problem)` replaces the recipe's rewards; it runs in a child process with a time and memory
+    limit, and a call that fails costs its sample, never the run. `overrides` are `section.key=value` strings.
+
+    Raises `TrimtabError`, in one line, for anything the caller can mend.
+    """
+    resolved = config if isinstance(config, Config) else load_config(config, overrides)
+    watcher = observer or Silent()
+    result = run_training(resolved, reward=reward, out=out, resume=resume, observer=watcher)
+    watcher.finished(_held_out(result.run), write_report(result.run))
+    return result
+
+
+def _held_out(run: Path) -> dict[str, float | str]:
+    """`eval/<task>/before` and `/after`, where they were measured."""
+    summary: dict[str, float | str] = {}
+    for task, found in read_run(run).accuracy().items():
+        ends = {"before": found.before, "after": found.after}
+        summary |= {f"eval/{task}/{moment}": value for moment, value in ends.items() if value is not None}
+    return summary

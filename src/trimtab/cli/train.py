@@ -1,0 +1,97 @@
+"""`trimtab train` and `trimtab sft`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trimtab.cli.output import Json, Sets, print_json, run_directory
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from trimtab.config import Config
+    from trimtab.training.observer import Observer
+
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `trimtab recipes`, or a .toml file.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Run directory. Default: runs/RECIPE.", show_default=False)
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        "train",
+        epilog="Example: [bold]trimtab train quickstart --set trainer.steps=10 --out runs/short[/bold]",
+    )(train)
+    app.command("sft", epilog="Example: [bold]trimtab sft my-task.toml --out runs/warm[/bold]")(sft)
+
+
+def train(
+    recipe: Recipe,
+    sets: Sets = None,
+    out: Out = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run that DIR already holds.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model with a recipe; a recipe with a \\[compare] section trains every objective with every seed."""
+    from trimtab.cli.display import observe
+    from trimtab.config import load_config
+
+    config = load_config(recipe, sets or ())
+    run = run_directory(recipe, out, config.out)
+    with _resumable(recipe, sets or (), run, config), observe(to_stderr=as_json) as observer:
+        if config.compare is not None:
+            result = _compare(config, run, resume, observer)
+        else:
+            from trimtab.api import train as start
+
+            result = start(config, out=run, resume=resume, observer=observer).metrics
+    if as_json:
+        print_json({"run": run, "report": run / "report.html", "metrics": result})
+
+
+def _compare(config: Config, out: Path, resume: bool, observer: Observer) -> dict[str, Any]:
+    from trimtab.diagnostics.compare import held_out, write_comparison
+    from trimtab.lab.grid import run_grid
+
+    if resume:
+        raise TrimtabError("a comparison cannot be resumed: leave --resume out and choose a new --out")
+    result = run_grid(config, out, observer)
+    page = write_comparison(result.runs, out / "report.html")
+    observer.finished(held_out(result.runs), page)
+    return result.metrics
+
+
+def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = False) -> None:
+    """Warm-start a model on the task's own answers (supervised), before reinforcement learning."""
+    from trimtab.cli.display import observe
+    from trimtab.config import load_config
+
+    config = load_config(recipe, sets or ())
+    run = run_directory(recipe, out, config.out)
+    with observe(to_stderr=as_json) as observer:
+        from trimtab.training.sft import warm_start
+
+        result = warm_start(config, out=run, observer=observer)
+    if as_json:
+        print_json({"model": run, "metrics": result.metrics})
+    else:
+        typer.echo(f"model: {run}")
+
+
+@contextmanager
+def _resumable(recipe: str, sets: Sequence[str], run: Path, config: Config) -> Iterator[None]:
+    """On Ctrl-C, say with which words the run continues."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if config.compare is not None:
+            raise KeyboardInterrupt("a comparison cannot be resumed; start it again with a new --out") from None
+        changes = [word for change in sets for word in ("--set", change)]
+        again = shlex.join(["trimtab", "train", recipe, *changes, "--out", str(run), "--resume"])
+        raise KeyboardInterrupt(f"continue with: {again}") from None

@@ -1,0 +1,289 @@
+"""Recipes: TOML in, one frozen and fully checked `Config` out. No torch here, so the command line stays fast.
+
+Sections that belong to a named part (`[objective]`, `[task]`, `[[reward]]`) carry that part's own keywords; the
+part checks them when it is built, which happens before any model is loaded. Every other unknown key is refused here.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from trimtab.errors import TrimtabError, nearest
+
+Dtype = Literal["float32", "bfloat16"]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A closed section: unknown keys are errors, values cannot change after the check."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class NamedPart(BaseModel):
+    """A section that names a part and carries that part's own keywords."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
+    name: str
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class LoraConfig(Section):
+    """Low-rank adapters through peft; rank 0 trains every weight."""
+
+    rank: int = Field(default=0, ge=0)
+    alpha: int = Field(default=16, gt=0)
+    targets: str | list[str] = "all-linear"
+
+
+class ModelConfig(Section):
+    path: str = Field(default="smollm2-135m-instruct", description="HF id, folder, the bundled model, or `laboratory`")
+    dtype: Dtype = Field(default="float32", description="master weights and optimizer state")
+    autocast: Literal["bfloat16", "none"] = Field(default="bfloat16", description="forward precision in the trainer")
+    gradient_checkpointing: bool = False
+    lora: LoraConfig = LoraConfig()
+
+
+class ObjectiveConfig(NamedPart):
+    name: str = "token-tis"
+
+
+class TaskConfig(NamedPart):
+    name: str = "arithmetic"
+
+
+class RewardConfig(NamedPart):
+    """`name` is a built-in reward or a user's own `module:function`."""
+
+    weight: float = 1.0
+    timeout: float = Field(default=5.0, gt=0, description="seconds one call may take")
+
+
+class EngineConfig(Section):
+    type: Literal["embedded", "vllm", "server"] = "embedded"
+    dtype: Dtype = "bfloat16"
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    max_tokens: PositiveInt | None = Field(default=None, description="default: what the task needs")
+
+
+class OptimConfig(Section):
+    lr: float = Field(default=1e-6, gt=0)
+    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), strict=False)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup: int = Field(default=0, ge=0, description="updates of linear warm-up")
+    min_lr: float = Field(default=0.0, ge=0, description="where cosine ends")
+
+
+class TrainerConfig(Section):
+    steps: PositiveInt = 30
+    prompts: PositiveInt = 16
+    samples: PositiveInt = 8
+    minibatches: PositiveInt = Field(default=1, description="optimizer updates per epoch of a batch")
+    epochs: PositiveInt = 1
+    sync_every: PositiveInt | None = Field(
+        default=None, description="updates between publications; default: every step"
+    )
+    max_lag: int | None = Field(default=None, ge=0, description="largest allowed age of a consumed token, in updates")
+    micro_batch_tokens: PositiveInt = Field(default=2048, description="token budget of one forward and backward")
+    dynamic_sampling: bool = Field(default=False, description="replace groups whose rewards are all equal (DAPO)")
+    oversample: float = Field(default=1.0, ge=1, description="groups sampled per missing one; the rest waits")
+    refill_rounds: PositiveInt = Field(default=4, description="how often dynamic sampling may sample again per step")
+    mask_truncated: bool = Field(default=False, description="no loss on responses cut by the length limit")
+    max_bad_steps: PositiveInt = Field(default=3, description="non-finite updates in a row before the run stops")
+
+    @model_validator(mode="after")
+    def _lag_is_possible(self) -> TrainerConfig:
+        if self.max_lag is not None and (self.sync_every or 1) - 1 > self.max_lag:
+            raise ValueError(
+                f"sync_every = {self.sync_every} makes tokens up to {(self.sync_every or 1) - 1} updates old, "
+                f"max_lag allows {self.max_lag}: lower sync_every or raise max_lag"
+            )
+        return self
+
+
+class AdvantageConfig(Section):
+    kind: Literal["grpo", "dr-grpo", "rloo", "optimal"] | None = Field(
+        default=None, description="default: the kind the objective expects"
+    )
+
+
+class EvalConfig(Section):
+    every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only before and after")
+    problems: PositiveInt = 192
+    best: str | None = Field(default=None, description="metric whose best checkpoint is kept (eval/...)")
+
+
+class CheckpointConfig(Section):
+    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep: PositiveInt = 2
+
+
+class LogConfig(Section):
+    trajectories_every: int = Field(default=1, ge=0, description="steps between trajectory files; 0: none")
+    tensorboard: bool = False
+    wandb: str | None = Field(default=None, description="W&B project; needs `pip install trimtab[wandb]`")
+
+
+class SftConfig(Section):
+    """Supervised warm start on the task's gold answers (`trimtab sft`)."""
+
+    steps: PositiveInt = 80
+    batch: PositiveInt = 128
+    lr: float = Field(default=2e-3, gt=0)
+    warmup: int = Field(default=0, ge=0)
+
+
+class CompareConfig(Section):
+    """When present, `trimtab train` runs every objective with every seed and draws them side by side."""
+
+    objectives: list[str] = Field(min_length=1)
+    seeds: list[int] = Field(min_length=1)
+    workers: PositiveInt = 2
+
+
+class Config(Section):
+    """A whole run. The resolved copy is saved as `config.toml` in the run directory."""
+
+    seed: int = Field(default=0, ge=0)
+    out: str | None = Field(default=None, description="run directory; default: runs/<recipe>")
+    description: str = ""
+    numerics: Literal["native", "invariant"] = "native"
+    threads: PositiveInt | None = None
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    reward: list[RewardConfig] = Field(default_factory=list, description="default: the task's own reward")
+    objective: ObjectiveConfig = ObjectiveConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    engine: EngineConfig = EngineConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    optim: OptimConfig = OptimConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    sft: SftConfig = SftConfig()
+    compare: CompareConfig | None = None
+
+    def dump(self) -> str:
+        """The resolved recipe as TOML (absent options are left out, as TOML has no null)."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+def recipe_names() -> list[str]:
+    """Recipes shipped inside the package."""
+    folder = importlib.resources.files("trimtab") / "recipes"
+    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+
+
+def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Resolve a recipe name, a TOML file or a mapping, apply `section.key=value` overrides, and check everything.
+
+    Raises `TrimtabError` with one line that names the offending word and what to do.
+    """
+    if isinstance(recipe, Mapping):
+        data, where = _thaw(recipe), "config"
+    else:
+        data, where = _read(recipe), str(recipe)
+        data.setdefault("out", f"runs/{Path(recipe).stem}")
+    for override in overrides:
+        _override(data, override)
+    return check_config(data, where)
+
+
+def check_config(data: Mapping[str, Any], where: str) -> Config:
+    """Validate already parsed data; `where` names its origin in error messages."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise TrimtabError(f"{where}: {_explain(error)}") from None
+
+
+def _read(recipe: str | Path) -> dict[str, Any]:
+    path = Path(recipe)
+    if path.suffix != ".toml":
+        name = str(recipe)
+        if name not in recipe_names():
+            raise TrimtabError(f"unknown recipe {name!r}{nearest(name, recipe_names())}")
+        text = (importlib.resources.files("trimtab") / "recipes" / f"{name}.toml").read_text()
+    else:
+        try:
+            text = path.read_text()
+        except OSError as error:
+            raise TrimtabError(f"cannot read recipe {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise TrimtabError(f"cannot read recipe {path}: it is not UTF-8 text") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise TrimtabError(f"{recipe}: not valid TOML: {error}") from None
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """`section.key=value` as its dotted key and a TOML value; a bare word is a string, so names need no quotes."""
+    key, equals, raw = override.partition("=")
+    if not equals or not key.strip():
+        raise TrimtabError(f"--set {override!r}: write it as section.key=value")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    return key.strip(), value
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    key, value = parse_override(override)
+    *parents, leaf = key.split(".")
+    if key in ("objective.name", "task.name") and data.get(parents[0], {}).get("name") != value:
+        data[parents[0]] = {}  # another part starts from its own defaults, not from its predecessor's keywords
+    for parent in parents:
+        child = data.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise TrimtabError(f"--set {override!r}: {parent!r} is not a section")
+        data = child
+    data[leaf] = value
+
+
+def _thaw(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _thaw(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        *parents, word = first["loc"]
+        return f"unknown key {place!r}{nearest(str(word), _known_keys(parents))}"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    message = first["msg"].removeprefix("Value error, ")
+    return (
+        f"{place}: {message}, got {first['input']!r}{more}"
+        if first["type"] != "value_error"
+        else f"{place}: {message}{more}"
+    )
+
+
+def _known_keys(parents: Iterable[int | str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for parent in parents:
+        annotation = model.model_fields[str(parent)].annotation if str(parent) in model.model_fields else None
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+    return list(model.model_fields)

@@ -1,0 +1,189 @@
+"""Weight, rejection and statistics of one batch in one sweep over cache-sized blocks of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import add
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from trimtab.corrections.masks import Evidence, Mask
+from trimtab.corrections.ratios import Ratios, log_ratio
+from trimtab.corrections.reduce import Selection, Sequences, narrow_, widen
+from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics, total
+from trimtab.corrections.weights import Weight, WeightStatistics
+
+BLOCK_TOKENS = {"cpu": 1 << 18}
+BLOCK_TOKENS_ELSEWHERE = 1 << 19
+"""Tokens of one block: what a core's cache holds, or what fills an accelerator while bounding the scratch memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """What one sweep found over a batch.
+
+    weight: (batch, time), bounded and not yet normalised; 0 where untrained or masked away; None without a `Weight`.
+    keep: (batch, time) bool inside the mask: what no rule rejected, a weight's own mask included.
+    statistics: mergeable, by metric key.
+    mismatch: statistics of proximal/behavior over the original mask, if asked for.
+    """
+
+    weight: Float[Tensor, "batch time"] | None
+    keep: Bool[Tensor, "batch time"]
+    statistics: dict[str, Mergeable]
+    mismatch: RatioStatistics | None
+
+    @property
+    def weight_statistics(self) -> WeightStatistics | None:
+        found = self.statistics.get("weight")
+        return found if isinstance(found, WeightStatistics) else None
+
+
+def sweep(
+    proximal: Float[Tensor, "batch time"],
+    behavior: Float[Tensor, "batch time"],
+    mask: Bool[Tensor, "batch time"],
+    *,
+    weight: Weight | None = None,
+    masks: Sequence[Mask] = (),
+    current: Float[Tensor, "batch time"] | None = None,
+    advantage: Float[Tensor, "batch #time"] | None = None,
+    sequence_ids: Int[Tensor, "batch time"] | None = None,
+    group: dist.ProcessGroup | None = None,
+    measure: bool = False,
+) -> Sweep:
+    """Weight, keep and statistics of proximal/behavior. Without gradient, without waiting for the device.
+
+    All tensors (batch, time) but `advantage`, which may be (batch, 1). `current` and `advantage` are read by OPSM only.
+    `measure` adds the mismatch statistics to the same sweep. Cost is linear in tokens. A batch with `sequence_ids` or a
+    process group is one block, since its sequences may span all rows. With a group, ranks hold time slices of the same
+    rows: rules see whole sequences, token statistics are of this rank's tokens and merge over ranks with `+`.
+    """
+    rows, time = mask.shape
+    whole = sequence_ids is not None or group is not None
+    size = rows if whole else BLOCK_TOKENS.get(mask.device.type, BLOCK_TOKENS_ELSEWHERE) // max(1, time)
+    size = min(max(1, size), rows)
+    dtype = torch.promote_types(widen(proximal[:0]).dtype, widen(behavior[:0]).dtype)
+    keep = torch.empty_like(mask)
+    weights = None if weight is None else torch.empty(mask.shape, dtype=dtype, device=mask.device)
+    scratch = torch.empty((4, size, time), dtype=dtype, device=mask.device)
+    found = []
+    for start in range(0, max(1, rows), max(1, size)):
+        part = slice(start, start + size)
+        block = _Block(
+            proximal=proximal[part].detach(),
+            behavior=behavior[part].detach(),
+            sequences=Sequences(mask[part], sequence_ids, group),
+            current=None if current is None else current[part].detach(),
+            advantage=None if advantage is None else advantage[part],
+            scratch=scratch[:, : mask[part].shape[0]],
+        )
+        statistics = block.judge(masks, keep[part])
+        if weight is not None and weights is not None:
+            statistics |= block.weigh(weight, weights[part], keep[part])
+        if statistics:
+            statistics |= block.rejected(keep[part])
+        if measure:
+            statistics[""] = block.measure()
+        found.append(statistics)
+    merged = {name: reduce(add, (statistics[name] for statistics in found)) for name in found[0]}
+    mismatch = merged.pop("", None)
+    assert mismatch is None or isinstance(mismatch, RatioStatistics)
+    return Sweep(weights, keep, merged, mismatch)
+
+
+class _Block:
+    """A few rows with buffers that the next block uses again: they stay in cache and no page is touched twice."""
+
+    def __init__(
+        self,
+        proximal: Tensor,
+        behavior: Tensor,
+        sequences: Sequences,
+        current: Tensor | None,
+        advantage: Tensor | None,
+        scratch: Tensor,
+    ) -> None:
+        log, excess, one, two = scratch
+        self.proximal, self.behavior, self.sequences = proximal, behavior, sequences
+        self.selection = Selection(sequences.mask, log.dtype)
+        self.scratch = (one, two)
+        torch.sub(widen(proximal), widen(behavior), out=log)
+        self.mismatch = Ratios(self.selection(log), sequences, excess)
+        policy = None if current is None else Ratios(log_ratio(current, behavior, sequences.mask), sequences)
+        self.evidence = Evidence(self.mismatch, policy, advantage)
+
+    def judge(self, rules: Sequence[Mask], keep: Tensor) -> dict[str, Mergeable]:
+        """Every rule against the original mask; `keep` becomes what passes them all."""
+        keep.copy_(self.sequences.mask)
+        statistics: dict[str, Mergeable] = {}
+        for rule in rules:
+            passed = rule.keep(self.evidence)
+            narrow_(keep, self._at_tokens(passed))
+            statistics[_free(f"reject/{rule.rule}", statistics)] = self._rejection(passed)
+        return statistics
+
+    def weigh(self, weight: Weight, out: Tensor, keep: Tensor) -> dict[str, Mergeable]:
+        """The bounded weight at every token into `out`; `keep` loses what a weight's own mask rejects."""
+        sequences = self.sequences
+        per_token = weight.level == "token"
+        selection = self.selection if per_token else Selection(sequences.trained, out.dtype)
+        ratio = self.mismatch.at(weight.level, out)
+        inside = weight.inside(ratio)
+        bounded = selection(weight.apply_(ratio))
+        raw = self.histogram if per_token else Histogram.of(self.mismatch.log_at(weight.level), selection)
+        statistics: dict[str, Mergeable] = {
+            "weight": WeightStatistics(
+                raw=raw.counts,
+                total=total(bounded),
+                count=total(raw.counts),
+                # Untrained positions stand at ratio 1, inside every bound.
+                changed=inside.numel() - torch.count_nonzero(inside),
+                weight=weight,
+            )
+        }
+        if not per_token:
+            self.selection(out.copy_(sequences.spread(bounded)))
+        if weight.bound == "mask":
+            narrow_(keep, self._at_tokens(inside))
+            statistics[f"reject/{weight.rule}"] = self._rejection(inside)
+        return statistics
+
+    def rejected(self, keep: Tensor) -> dict[str, Mergeable]:
+        """What all rules together cost."""
+        lengths, trained = self.sequences.lengths, self.sequences.trained
+        kept = self.sequences.count(keep)
+        return {
+            "reject/tokens": Mean.of(lengths - kept, lengths),
+            "reject/sequences": Mean.of(trained & (kept == 0), trained),
+        }
+
+    @cached_property
+    def histogram(self) -> Histogram:
+        return Histogram.of(self.mismatch.log, self.selection, self.scratch)
+
+    def measure(self) -> RatioStatistics:
+        selection, histogram, scratch = self.selection, self.histogram, self.scratch
+        return RatioStatistics.of(self.mismatch, self.proximal, self.behavior, selection, histogram, scratch)
+
+    def _at_tokens(self, answer: Tensor) -> Tensor:
+        """A rule's answer at every token, whether it was given per token or per sequence."""
+        return answer if answer.shape == self.sequences.mask.shape else self.sequences.spread(answer)
+
+    def _rejection(self, passed: Tensor) -> Mean:
+        """Share of trained tokens a rule rejected."""
+        lengths = self.sequences.lengths
+        if passed.shape == lengths.shape:
+            return Mean.of(lengths * ~passed, lengths)
+        return Mean.of(self.sequences.mask & ~passed, lengths)
+
+
+def _free(name: str, taken: dict[str, Mergeable]) -> str:
+    """The name, numbered when a rule of the same name was here before."""
+    count = sum(other == name or other.startswith(f"{name}_") for other in taken)
+    return name if count == 0 else f"{name}_{count + 1}"

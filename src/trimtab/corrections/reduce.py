@@ -1,0 +1,137 @@
+"""Which tokens form a sequence, and how per-token values are reduced to it. No other file knows.
+
+One row is one sequence unless `sequence_ids` says otherwise: then tokens of equal id form one sequence, wherever they
+stand (several sequences packed into a row, or one trajectory cut into several rows).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+def select(values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
+    """Values where `mask`, exactly 0 elsewhere, at least in float32.
+
+    A product with the mask would keep NaN and inf; `where` keeps them out of the value and out of the gradient.
+    """
+    return torch.where(mask, widen(values), 0.0)
+
+
+def widen(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """float32 whatever the model dtype; float64 stays float64."""
+    return values if values.dtype == torch.float64 else values.to(torch.float32)
+
+
+class Selection:
+    """`where(mask, values, 0)` in place, as an AND of bit patterns: NaN and inf leave no trace, at a tenth of the cost.
+
+    Without gradient. `bits` is -1 (all ones) where the mask is True and 0 elsewhere.
+    """
+
+    def __init__(self, mask: Bool[Tensor, "*shape"], dtype: torch.dtype) -> None:
+        self.bits = mask.to(torch.int64 if dtype == torch.float64 else torch.int32).neg_()
+
+    def __call__(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        values.view(self.bits.dtype).bitwise_and_(self.bits)
+        return values
+
+
+def narrow_(keep: Bool[Tensor, "batch time"], answer: Bool[Tensor, "batch #time"]) -> None:
+    """`keep &= answer`, as bytes: a broadcast of bools is not vectorised on a CPU."""
+    keep.view(torch.uint8).bitwise_and_(answer.view(torch.uint8))
+
+
+def finite_rows(
+    mask: Bool[Tensor, "batch time"], *logps: Float[Tensor, "batch time"] | None
+) -> Bool[Tensor, "batch 1"]:
+    """Rows whose trainable positions are finite in every given tensor (absent ones are skipped).
+
+    The others are bad data: drop them before advantages and denominators, and say so.
+    """
+    finite = torch.ones_like(mask)
+    for logp in logps:
+        if logp is not None:
+            finite = finite & (torch.isfinite(logp) | ~mask)
+    return finite.all(dim=1, keepdim=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """The sequences of one batch: reductions to `(sequences, 1)` and back.
+
+    `mask` (batch, time) marks trained tokens. `ids` (batch, time), if given, are integers in `[0, batch * time)`; a
+    negative id marks positions of no sequence (padding) and must not be trained. `group` sums over ranks that hold
+    different time slices of the same rows. Values to reduce must already be 0 where `mask` is False.
+    """
+
+    mask: Bool[Tensor, "batch time"]
+    ids: Int[Tensor, "batch time"] | None = None
+    group: dist.ProcessGroup | None = None
+
+    @cached_property
+    def _slots(self) -> Int[Tensor, "positions"]:
+        # One spare slot collects the padding. A trained token with a negative id keeps it, so that the index check of
+        # scatter refuses it instead of dropping the token.
+        assert self.ids is not None
+        padding = (self.ids < 0) & ~self.mask
+        return torch.where(padding, self.ids.numel(), self.ids).reshape(-1).to(torch.int64)
+
+    def _scatter(self, values: Float[Tensor, "batch time"], reduce: str) -> Float[Tensor, "sequences 1"]:
+        zeros = values.new_zeros(values.numel() + 1)
+        total = zeros.scatter_reduce(0, self._slots, values.reshape(-1), reduce, include_self=reduce == "sum")
+        return total[:-1, None]
+
+    def sum(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
+        """Sum over each sequence. No gradient flows through a process group."""
+        total = values.sum(dim=1, keepdim=True) if self.ids is None else self._scatter(values, "sum")
+        if self.group is not None:
+            total = total.detach().clone()
+            dist.all_reduce(total, group=self.group)
+        return total
+
+    def max(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
+        """Largest value of each sequence (the zeros of untrained positions included)."""
+        largest = values.amax(dim=1, keepdim=True) if self.ids is None else self._scatter(values, "amax")
+        if self.group is not None:
+            largest = largest.detach().clone()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return largest
+
+    def mean(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
+        """Mean over the trained tokens of each sequence; 0 for a sequence without any."""
+        return self.sum(values) / self.lengths.clamp(min=1)
+
+    def spread(self, per_sequence: Tensor) -> Tensor:
+        """Give every token its sequence's value: (sequences, 1) -> broadcastable to (batch, time)."""
+        if self.ids is None:
+            return per_sequence
+        spare = per_sequence.new_zeros((1, 1))
+        return torch.cat([per_sequence, spare])[self._slots, 0].view(self.mask.shape)
+
+    def count(self, where: Bool[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
+        """How many tokens of each sequence `where` holds at; it must be False where the mask is."""
+        return self.sum(where.view(torch.uint8).to(torch.float32))
+
+    @cached_property
+    def lengths(self) -> Float[Tensor, "sequences 1"]:
+        """T: trained tokens of each sequence, padding never counted."""
+        return self.count(self.mask)
+
+    @cached_property
+    def present(self) -> Bool[Tensor, "sequences 1"]:
+        """Sequences that exist, those without a trained token included."""
+        if self.ids is None:
+            return torch.ones_like(self.mask[:, :1])
+        hit = torch.zeros(self.mask.numel() + 1, dtype=torch.bool, device=self.mask.device)
+        return hit.index_fill(0, self._slots, True)[:-1, None]
+
+    @cached_property
+    def trained(self) -> Bool[Tensor, "sequences 1"]:
+        """Sequences with at least one trained token."""
+        return self.lengths > 0

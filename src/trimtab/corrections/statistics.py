@@ -1,0 +1,255 @@
+"""Summable sufficient statistics. Parts of a batch add up with `+`; a summary is made once, at the end.
+
+An effective sample size, a Pearson correlation or a quantile of parts cannot be averaged; sums and histograms can be
+added. Everything here stays a tensor: nothing waits for the device. Formulas: docs/math.md, "Mismatch".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from trimtab.corrections.ratios import LOG_RATIO_BOUND, Ratios
+from trimtab.corrections.reduce import Selection
+
+QUANTILES = (0.01, 0.05, 0.50, 0.95, 0.99)
+
+# Log-ratio histogram: bins of 1/16384 within |l| < 1/16, where calibrating geometric bounds needs digits, and of 1/128
+# out to the safety bound, so that a bin's center is within 0.4% of every ratio in it. The end bins count the rest.
+_INNER, _INNER_RATE, _OUTER_RATE = 1 / 16, 16384.0, 128.0
+_LAST_BIN = _INNER * (_INNER_RATE - _OUTER_RATE) + LOG_RATIO_BOUND * _OUTER_RATE
+_ZERO_BIN = int(_LAST_BIN) + 1
+_BINS = 2 * _ZERO_BIN + 1
+
+_SEQUENCE_BOUND = 300.0
+"""Exponent bound of sequence statistics: exp(2 * 300) still fits float64."""
+
+
+Part = TypeVar("Part", bound="Mergeable")
+
+
+@dataclass(frozen=True, eq=False)
+class Mergeable:
+    """Tensors that add up, or where a field says so (`merge=torch.maximum`) merge otherwise."""
+
+    def __add__(self: Part, other: Part) -> Part:
+        merged = {
+            part.name: part.metadata.get("merge", torch.add)(getattr(self, part.name), getattr(other, part.name))
+            for part in fields(self)
+        }
+        return type(self)(**merged)
+
+    def summary(self) -> dict[str, Tensor]:
+        """Named scalars of the whole, as tensors."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Mean(Mergeable):
+    """A mean as its total and count, float64 scalars; NaN when nothing was counted."""
+
+    total: Tensor
+    count: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor) -> Mean:
+        """Mean of values (bool or float, already 0 where the mask is False) over the mask."""
+        return cls(total(values.detach()), total(mask))
+
+    def summary(self) -> dict[str, Tensor]:
+        return {"": self.total / self.count}
+
+
+@dataclass(frozen=True, eq=False)
+class Count(Mergeable):
+    """How often something happened."""
+
+    total: Tensor
+
+    def summary(self) -> dict[str, Tensor]:
+        return {"": self.total}
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram(Mergeable):
+    """Counts of log-ratios in fixed bins, for quantiles of the ratio to within 0.4%."""
+
+    counts: Int[Tensor, "bins"]
+
+    @classmethod
+    def of(cls, log_ratio: Tensor, selection: Selection, scratch: tuple[Tensor, Tensor] | None = None) -> Histogram:
+        """Count the selected log-ratios; NaN counts as too large. `scratch` are two buffers of the same shape."""
+        counts = torch.zeros(_BINS, dtype=selection.bits.dtype, device=log_ratio.device)
+        index = _bin(log_ratio, *(scratch or (None, None)))
+        # The bits are -1 where selected and 0 elsewhere: each selected value counts once, the others not at all.
+        counts.scatter_add_(0, index.reshape(-1), selection.bits.reshape(-1))
+        return cls(counts.neg_().to(torch.int64))
+
+    def quantiles(self, levels: Sequence[float]) -> Float[Tensor, "levels"]:
+        """Quantiles of the ratio, linear between order statistics as in `torch.quantile`; NaN when empty."""
+        upto = self.counts.cumsum(0)
+        size = upto[-1]
+        place = torch.tensor(levels, dtype=torch.float64).to(upto.device) * (size - 1).clamp(min=0)
+        ranks = torch.stack([place.floor(), place.ceil()]).to(torch.int64)
+        bins = torch.searchsorted(upto, ranks, right=True).clamp(max=_BINS - 1)
+        lower, upper = _centers(upto.device).exp().take(bins)
+        return torch.where(size > 0, torch.lerp(lower, upper, place - place.floor()), torch.nan)
+
+    def moved(self, change_: Callable[[Tensor], Tensor]) -> Histogram:
+        """The histogram after `change_` of every ratio; a ratio of 0 goes to the lowest bin."""
+        index = _bin(change_(_centers(self.counts.device).exp()).log())
+        return Histogram(torch.zeros_like(self.counts).scatter_add_(0, index, self.counts))
+
+    @property
+    def beyond(self) -> Tensor:
+        """How many lie beyond the safety bound on the log-ratio (to half a bin)."""
+        return (self.counts[0] + self.counts[-1]).double()
+
+    def summary(self) -> dict[str, Tensor]:
+        names = [f"q{round(100 * level):02d}" for level in QUANTILES]
+        return dict(zip(names, self.quantiles(QUANTILES).unbind(), strict=True))
+
+
+def _bin(log_ratio: Tensor, steep: Tensor | None = None, flat: Tensor | None = None) -> Int[Tensor, "*shape"]:
+    """The bin of each log-ratio: a steep and a flat ramp added, monotone and free of branches."""
+    end = LOG_RATIO_BOUND + 1 / _OUTER_RATE
+    position = torch.clamp(log_ratio, -_INNER, _INNER, out=steep).mul_(_INNER_RATE - _OUTER_RATE)
+    position.add_(torch.clamp(log_ratio, -end, end, out=flat), alpha=_OUTER_RATE)
+    return position.add_(_ZERO_BIN + 0.5).nan_to_num_(nan=_BINS - 1.0).to(torch.int64)
+
+
+def _centers(device: torch.device) -> Float[Tensor, "bins"]:
+    """Log-ratio at the middle of each bin; the end bins stand for what lies beyond."""
+    position = torch.arange(_BINS, dtype=torch.float64, device=device) - _ZERO_BIN
+    knee = _INNER * _INNER_RATE
+    outer = position.sign() * (_INNER + (position.abs() - knee) / _OUTER_RATE)
+    return torch.where(position.abs() <= knee, position / _INNER_RATE, outer)
+
+
+@dataclass(frozen=True, eq=False)
+class RatioStatistics(Mergeable):
+    """Everything a mismatch report needs about one pair of policies, as sums over trained tokens and sequences.
+
+    l is the log-ratio numerator/denominator, rho = exp(l) inside the safety bound; p and q are the probabilities the
+    numerator and the denominator give to the sampled token; L is the sum of l over a sequence.
+    """
+
+    tokens: Tensor
+    log: Tensor  # l
+    log_square: Tensor
+    log_abs: Tensor
+    log_abs_max: Tensor = field(metadata={"merge": torch.maximum})
+    excess: Tensor  # rho - 1
+    excess_square: Tensor
+    k3: Tensor
+    p: Tensor
+    q: Tensor
+    p_square: Tensor
+    q_square: Tensor
+    p_q: Tensor
+    histogram: Int[Tensor, "bins"]
+    sequences: Tensor
+    product: Tensor  # exp(L)
+    product_square: Tensor
+    product_log_max: Tensor = field(metadata={"merge": torch.maximum})  # L
+    ppl_ratio: Tensor  # exp(-L/T)
+
+    @classmethod
+    def of(
+        cls,
+        ratios: Ratios,
+        numerator: Float[Tensor, "batch time"],
+        denominator: Float[Tensor, "batch time"],
+        selection: Selection,
+        histogram: Histogram,
+        scratch: tuple[Tensor, Tensor],
+    ) -> RatioStatistics:
+        """Statistics of the pair `ratios` was made from, each value touched while it is in cache.
+
+        `selection` and `histogram` are those of its tokens; `scratch` are two buffers of the batch's shape.
+        """
+        log, excess, (one, two) = ratios.log, ratios.excess, scratch
+        log_abs = torch.abs(log, out=one)
+        log_abs_sum, log_abs_max = total(log_abs), _largest(log_abs, 0.0)
+        k3 = total(torch.sub(excess, log, out=one))
+        # Selected twice: exp of a stray -1e4 is denormal and a hundred times slower, exp of an unselected 0 is 1.
+        p = selection(selection(one.copy_(numerator)).exp_())
+        q = selection(selection(two.copy_(denominator)).exp_())
+        return cls(
+            tokens=total(histogram.counts),
+            log=total(log),
+            log_square=_dot(log, log),
+            log_abs=log_abs_sum,
+            log_abs_max=log_abs_max,
+            excess=total(excess),
+            excess_square=_dot(excess, excess),
+            k3=k3,
+            p=total(p),
+            q=total(q),
+            p_square=_dot(p, p),
+            q_square=_dot(q, q),
+            p_q=_dot(p, q),
+            histogram=histogram.counts,
+            **_sequence_sums(ratios),
+        )
+
+    def summary(self) -> dict[str, Tensor]:
+        n, sequences = self.tokens, self.sequences
+        ratio = self.excess + n
+        ratio_square = self.excess_square + 2.0 * self.excess + n
+        covariance = n * self.p_q - self.p * self.q
+        spread = (n * self.p_square - self.p.square()).clamp(min=0) * (n * self.q_square - self.q.square()).clamp(min=0)
+        histogram = Histogram(self.histogram)
+        return {
+            "k1": -self.log / n,
+            "k2": 0.5 * self.log_square / n,
+            "k3": self.k3 / n,
+            "chi2_token": (self.excess_square + 2.0 * self.excess) / n,
+            "chi2_seq": self.product_square / sequences - 1.0,
+            "ess_token": ratio.square() / (n * ratio_square),
+            "ess_seq": self.product.square() / (sequences * self.product_square),
+            "ratio_mean": ratio / n,
+            "ppl_ratio": self.ppl_ratio / sequences,
+            "pearson": covariance / spread.sqrt(),
+            "abs_diff_mean": self.log_abs / n,
+            "abs_diff_max": self.log_abs_max,
+            **{f"ratio_{name}": value for name, value in histogram.summary().items()},
+            "ratio_bounded": histogram.beyond / n,
+            "log_ratio_seq_max": self.product_log_max,
+            "tokens": n,
+            "sequences": sequences,
+        }
+
+
+def _sequence_sums(ratios: Ratios) -> dict[str, Tensor]:
+    """Sums over sequences with a trained token, in float64: products of thousands of ratios leave float32."""
+    trained = ratios.sequences.trained
+    log = ratios.log_sequence.double()
+    product = log.clamp(-_SEQUENCE_BOUND, _SEQUENCE_BOUND).exp() * trained
+    perplexity_ratio = (-ratios.log_geometric.double()).clamp(max=_SEQUENCE_BOUND).exp() * trained
+    return {
+        "sequences": total(trained),
+        "product": product.sum(),
+        "product_square": product.square().sum(),
+        "product_log_max": _largest(torch.where(trained, log, -torch.inf), -torch.inf),
+        "ppl_ratio": perplexity_ratio.sum(),
+    }
+
+
+def total(values: Tensor) -> Tensor:
+    """Sum as a float64 scalar."""
+    return values.sum().double()
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    return torch.dot(left.reshape(-1), right.reshape(-1)).double()
+
+
+def _largest(values: Tensor, empty: float) -> Tensor:
+    """Largest value as a float64 scalar; `empty` for a batch without rows."""
+    return values.amax().double() if values.numel() else values.new_full((), empty, dtype=torch.float64)

@@ -1,0 +1,203 @@
+"""Figures as SVG that takes its colors from the page, and as PNG for documents.
+
+Colors are Okabe and Ito's (distinguishable for color-blind readers); line styles differ too, so that a gray print
+stays readable.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from trimtab.diagnostics.catalog import Metric
+from trimtab.diagnostics.charts import Drawn
+from trimtab.diagnostics.page import power
+from trimtab.diagnostics.read import Run
+
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
+STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
+# Stand-ins that no figure uses otherwise; the page's theme puts its own text and grid colors there.
+INK, GRID = "#010203", "#c5c6c7"
+THEME = {
+    INK: "currentColor",
+    GRID: "var(--grid)",
+    BLUE: "var(--blue)",
+    VERMILLION: "var(--vermillion)",
+    GREEN: "var(--green)",
+    PURPLE: "var(--purple)",
+    ORANGE: "var(--orange)",
+    SKY: "var(--sky)",
+}
+RC: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": INK,
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.5,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.5,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+}
+_SMOOTH_FROM = 80  # points; below, the eye smooths better than an average does
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """One labelled series, both arrays (count,)."""
+
+    label: str
+    steps: np.ndarray
+    values: np.ndarray
+
+
+def draw(drawn: Drawn, run: Run) -> str:
+    """The chart of one run as an `<svg>` element."""
+    chart = drawn.chart
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=(4.2, 2.5), layout="constrained")
+        axes = figure.add_subplot()
+        if chart.kind == "quantiles":
+            _quantile_bands(axes, [run.series(key) for _, key in drawn.lines])
+        else:
+            _curves(
+                axes, _read_curves(drawn, run), log=chart.log, points=chart.kind == "accuracy", top=chart.caption.high
+            )
+        if chart.kind == "accuracy":
+            axes.set_ylim(0, 1)
+        elif chart.shade:
+            _shade(axes, chart.caption)
+        finish(figure, axes)
+        return to_svg(figure, chart.title)
+
+
+def _read_curves(drawn: Drawn, run: Run) -> list[Curve]:
+    if drawn.chart.kind == "accuracy":
+        return [Curve(task, found.steps, found.values) for task, found in run.accuracy().items()]
+    curves = [Curve(label, *run.series(key)) for label, key in drawn.lines]
+    return [Curve(c.label, c.steps, np.abs(c.values)) for c in curves] if drawn.chart.absolute else curves
+
+
+def _curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool, top: float | None) -> None:
+    """`top` is where an axis ends whose curves are 0 throughout."""
+    for index, curve in enumerate(curves):
+        color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
+        marker = "o" if points or len(curve.steps) < 4 else None
+        if len(curve.steps) >= _SMOOTH_FROM:
+            axes.plot(curve.steps, curve.values, color=color, alpha=0.3, linewidth=0.7)
+            axes.plot(*_smooth(curve), color=color, linestyle=style, label=curve.label)
+        else:
+            axes.plot(
+                curve.steps, curve.values, color=color, linestyle=style, marker=marker, markersize=4, label=curve.label
+            )
+    # A logarithmic axis cannot show a curve that is zero throughout.
+    if log and any((curve.values > 0).any() for curve in curves):
+        log_scale(axes)
+    elif curves and all((curve.values >= 0).all() for curve in curves):
+        highest = max(curve.values.max() for curve in curves)
+        if min(curve.values.min() for curve in curves) < 0.3 * highest or highest == 0:
+            highest = highest or top or 1.0
+            # A little below 0, so that a curve lying on 0 is seen.
+            axes.set_ylim(-0.03 * highest, 1.08 * highest)
+
+
+def _smooth(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    """Centered moving average over a twentieth of the run; windows shrink at the ends instead of padding."""
+    half = max(len(curve.values) // 40, 1)
+    total = np.concatenate([[0.0], np.cumsum(curve.values)])
+    index = np.arange(len(curve.values))
+    start, end = np.maximum(index - half, 0), np.minimum(index + half + 1, len(curve.values))
+    return curve.steps, (total[end] - total[start]) / (end - start)
+
+
+def _quantile_bands(axes: Axes, series: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Five series: quantiles 1, 5, 50, 95, 99 of a ratio, whose neutral value is 1."""
+    (steps, _), values = series[0], [value for _, value in series]
+    axes.fill_between(steps, values[0], values[4], color=SKY, alpha=0.35, linewidth=0, label="1 to 99%")
+    axes.fill_between(steps, values[1], values[3], color=BLUE, alpha=0.4, linewidth=0, label="5 to 95%")
+    marker = "o" if len(steps) < 4 else None
+    axes.plot(steps, values[2], color=VERMILLION, marker=marker, markersize=4, label="median")
+    axes.axhline(1.0, color=INK, linewidth=0.6, linestyle=":")
+    low, high = min(value.min() for value in values), max(value.max() for value in values)
+    if low > 0 and high / low > 10:
+        log_scale(axes)
+
+
+def log_scale(axes: Axes) -> None:
+    """A logarithmic axis with few labels, written as in the text around it (1e-3)."""
+    axes.set_yscale("log", nonpositive="mask")
+    low, high = axes.get_ylim()
+    subdivided = (1.0, 2.0, 5.0) if high / low < 100 else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subdivided, numticks=8))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_power(value)))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def short_power(value: float) -> str:
+    """0.002 as 2e-3, numbers near 1 as they are."""
+    if 0.01 <= value < 1000:
+        return f"{value:g}"
+    return power(value, 0)
+
+
+def _shade(axes: Axes, row: Metric) -> None:
+    """The healthy band behind the curves, without stretching the axis to it."""
+    if row.low is None and row.high is None:
+        return
+    low, high = axes.get_ylim()
+    bottom = low if row.low is None else max(row.low, low)
+    top = high if row.high is None else min(row.high, high)
+    if top > bottom:
+        axes.axhspan(bottom, top, color=GREEN, alpha=0.1, linewidth=0, zorder=0)
+    axes.set_ylim(low, high)
+
+
+def finish(figure: Figure, axes: Axes) -> None:
+    """Whole steps below, and a legend above where more than one curve needs a name."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.set_xlabel("step")
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1:
+        # Outside the axes, where it can hide no curve.
+        figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 3), columnspacing=1.2)
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """The figure as an inline `<svg>` that scales with the page and follows its theme; `name` is read out aloud."""
+    buffer = io.StringIO()
+    # The salt keeps identifiers of different figures on one page apart, and equal input giving equal bytes.
+    with mpl.rc_context({**RC, "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    svg = text[text.index("<svg") :].strip()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
+    for color, name_in_page in THEME.items():
+        svg = svg.replace(color.lower(), name_in_page)
+    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
+    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in used else "", svg)
+    label = name.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)

@@ -1,0 +1,251 @@
+"""report.html: one self-contained page about one run, written from its files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from trimtab.diagnostics.catalog import Metric, metric
+from trimtab.diagnostics.charts import LAYOUT, Chart, Drawn, resolve
+from trimtab.diagnostics.page import equation_of, number, render, short, write
+from trimtab.diagnostics.plots import draw
+from trimtab.diagnostics.read import Run, Sample, read_run, read_samples, sample_steps
+
+# Read first when several metrics are outside their range.
+HEADLINES = (
+    "optim/skipped",
+    "trajectories/dropped",
+    "mismatch/k3",
+    "mismatch/ess_token",
+    "mismatch/pearson",
+    "weight/changed",
+    "clip/dual",
+    "reject/tokens",
+    "length/truncated",
+)
+# What of the trajectories a page shows; the files hold all of them.
+STEPS_SHOWN, GROUPS_SHOWN, SAMPLES_SHOWN, CHARACTERS_SHOWN = 8, 3, 4, 2000
+
+
+def write_report(path: Path, out: Path | None = None) -> Path:
+    """Write `report.html` of the run directory `path` (into `out` if given) and return where it lies.
+
+    Raises `TrimtabError` when the run's files are missing, empty or damaged.
+    """
+    run = read_run(path)
+    page = render("report.html.j2", _values(run))
+    return write((out or path) / "report.html", page.encode())
+
+
+def _values(run: Run) -> dict[str, Any]:
+    table = [_entry(run, key) for key in _ordered(run.keys)]
+    return {
+        "title": _title(run.path.resolve()),
+        "description": run.config.get("description", ""),
+        "facts": _facts(run),
+        "tiles": _tiles(run),
+        "equation": equation_of(run.config),
+        "watch": _watch(table),
+        "sections": [_section(run, title, charts) for title, charts in LAYOUT],
+        "samples": _samples(run.path),
+        "table": table,
+        "config": (run.path / "config.toml").read_text(),
+    }
+
+
+def _title(path: Path) -> str:
+    # A comparison calls its runs seed0, seed1, ...; the folder above says of what.
+    return f"{path.parent.name}/{path.name}" if re.fullmatch(r"seed\d+", path.name) else path.name
+
+
+def _watch(table: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """What is outside its range at the last step, one entry for all keys of one row of the table of metrics; those a
+    reader should see first apart from what follows from them."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in table:
+        if entry["tone"] == "warn":
+            row: Metric = entry["metric"]
+            found.setdefault(row.key, {"metric": row, "values": []})["values"].append((entry["key"], entry["last"]))
+    first = [found.pop(key) for key in HEADLINES if key in found]
+    return {"first": first, "rest": list(found.values())}
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    config = run.config
+    engine, model = config.get("engine", {}), config.get("model", {})
+    trainer, optim = config.get("trainer", {}), config.get("optim", {})
+    facts = {
+        "model": model.get("path"),
+        "task": config.get("task", {}).get("name"),
+        "objective": config.get("objective", {}).get("name"),
+        "sampler": " ".join(str(engine[key]) for key in ("type", "dtype") if key in engine),
+        "trainer": f"{model.get('dtype', '?')}, autocast {model.get('autocast', '?')}",
+        "batch": f"{trainer.get('prompts', '?')} prompts × {trainer.get('samples', '?')} samples",
+        "lr": optim.get("lr"),
+        "seed": config.get("seed"),
+        "steps": f"{run.last['step']} of {trainer.get('steps', '?')}",
+    }
+    return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
+
+
+def _tiles(run: Run) -> list[dict[str, str]]:
+    tiles = []
+    problems = run.config.get("eval", {}).get("problems")
+    for task, found in run.accuracy().items():
+        ends = [f"{value:.3f}" if value is not None else "not measured" for value in (found.before, found.after)]
+        note = "greedy, before → after training" + (f", {problems} problems" if problems else "")
+        tiles.append({"name": f"Held-out accuracy on {task}", "value": " → ".join(ends), "note": note})
+    steps, rewards = run.series("reward/mean")
+    if len(steps):
+        part = max(len(rewards) // 10, 1)
+        value = f"{rewards[:part].mean():.3f} → {rewards[-part:].mean():.3f}"
+        note = "first step → last step" if part == 1 else f"first {part} steps → last {part} steps"
+        tiles.append({"name": "Mean reward", "value": value, "note": note})
+    _, k3 = run.series("mismatch/k3")
+    if len(k3):
+        note = f"median over {len(k3)} steps; {short(k3.min())} to {short(k3.max())}"
+        tiles.append({"name": "Mismatch k3, nats per token", "value": short(float(np.median(k3))), "note": note})
+    _, seconds = run.series("time/step")
+    if len(seconds):
+        note = f"median {np.median(seconds):.1f} s per step"
+        tiles.append({"name": "Time in steps", "value": _duration(float(seconds.sum())), "note": note})
+    return tiles
+
+
+def _section(run: Run, title: str, charts: Sequence[Chart]) -> dict[str, Any]:
+    found = [(chart, resolve(chart, run)) for chart in charts]
+    return {
+        "title": title,
+        "charts": [_chart(run, drawn) for _, drawn in found if drawn is not None],
+        "absent": [chart.title.lower() for chart, drawn in found if drawn is None],
+    }
+
+
+def _chart(run: Run, drawn: Drawn) -> dict[str, Any]:
+    _, values = run.series(drawn.chart.about if "<" not in drawn.chart.about else drawn.lines[0][1])
+    single = len(drawn.lines) == 1 and len(values) > 0
+    return {
+        "title": drawn.chart.title,
+        "now": f"last {number(values[-1])}" if single else "",
+        # The one place where markup is not escaped: matplotlib made it and escapes every label itself.
+        "svg": Markup(draw(drawn, run)),
+        "what": drawn.chart.what or drawn.chart.caption.what,
+        "healthy": drawn.healthy,
+    }
+
+
+def _ordered(keys: Iterable[str]) -> list[str]:
+    """Documented keys in the order of the documentation, then the others."""
+    from trimtab.diagnostics.catalog import sections
+
+    order = {row.key: index for index, row in enumerate(row for part in sections() for row in part.metrics)}
+    return sorted(keys, key=lambda key: (order[row.key] if (row := metric(key)) else len(order), key))
+
+
+def _entry(run: Run, key: str) -> dict[str, Any]:
+    """One row of the metrics table: extremes are over steps, the verdict is of the last step."""
+    row, last = metric(key), run.last.get(key)
+    _, values = run.series(key)
+    first = next((step[key] for step in run.rows if key in step), None)
+    state = _state(row, last)
+    return {
+        "key": key,
+        "metric": row,
+        "first": number(first),
+        "last": number(last) if key in run.last else "–",
+        "low": number(values.min()) if len(values) else "",
+        "high": number(values.max()) if len(values) else "",
+        "state": state,
+        "tone": {"healthy": "good", "outside": "warn", "not finite": "warn"}.get(state, ""),
+    }
+
+
+def _state(row: Metric | None, value: Any) -> str:
+    if row is None or (row.low is None and row.high is None) or isinstance(value, str):
+        return ""
+    if value is None:
+        return ""
+    inside = (row.low is None or value >= row.low) and (row.high is None or value <= row.high)
+    return "healthy" if inside else "outside"
+
+
+def _samples(path: Path) -> list[dict[str, Any]]:
+    files = sample_steps(path)
+    steps = list(files)
+    if len(steps) > STEPS_SHOWN:
+        chosen = np.linspace(0, len(steps) - 1, STEPS_SHOWN).round().astype(int)
+        steps = [steps[index] for index in chosen]
+    return [_sample_step(path, step, files[step]) for step in steps]
+
+
+def _sample_step(path: Path, step: int, file: Path) -> dict[str, Any]:
+    samples = read_samples(file)
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    shown = list(groups.values())[:GROUPS_SHOWN]
+    return {
+        "step": step,
+        "file": str(file.relative_to(path)),
+        "count": len(samples),
+        "mean": _mean(samples),
+        "groups": [_group(group) for group in shown],
+        "hidden": len(groups) - len(shown),
+    }
+
+
+def _group(samples: Sequence[Sample]) -> dict[str, Any]:
+    first = samples[0]
+    end = first.prompt.strip().splitlines()[-1:] or [""]
+    # The end of a few-shot prompt is often just "Answer:"; the question is the line before.
+    line = end[0] if len(end[0]) > 12 else " ".join(first.prompt.strip().splitlines()[-2:])
+    return {
+        "prompt": _cut(first.prompt),
+        "prompt_end": line[-120:],
+        "answer": first.answer,
+        "mean": _mean(samples),
+        "count": len(samples),
+        "samples": [_shown(sample) for sample in _spread(samples)],
+        "hidden": max(len(samples) - SAMPLES_SHOWN, 0),
+    }
+
+
+def _spread(samples: Sequence[Sample]) -> list[Sample]:
+    """A few samples from the highest reward to the lowest, both ends included."""
+    ranked = sorted(samples, key=lambda sample: -sample.reward)
+    if len(ranked) <= SAMPLES_SHOWN:
+        return ranked
+    return [ranked[index] for index in np.linspace(0, len(ranked) - 1, SAMPLES_SHOWN).round().astype(int)]
+
+
+def _shown(sample: Sample) -> dict[str, Any]:
+    parts: Mapping[str, float] = sample.rewards if len(sample.rewards) > 1 else {}
+    return {
+        "reward": number(sample.reward),
+        "tone": "good" if sample.reward > 0 else "plain",
+        "parts": ", ".join(f"{name} {number(value)}" for name, value in parts.items()),
+        "cut": sample.finish == "length",
+        "text": _cut(sample.text) or "(empty)",
+    }
+
+
+def _mean(samples: Sequence[Sample]) -> str:
+    return f"{np.mean([sample.reward for sample in samples]):.3f}" if samples else "–"
+
+
+def _cut(text: str) -> str:
+    if len(text) <= CHARACTERS_SHOWN:
+        return text
+    return f"{text[:CHARACTERS_SHOWN]} … ({len(text) - CHARACTERS_SHOWN:,} more characters)"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"

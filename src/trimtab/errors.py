@@ -1,0 +1,39 @@
+"""Errors and warnings that are for people: one line, what is wrong and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+
+class TrimtabError(ValueError):
+    """A mistake a user can mend. The command line prints it as one line and exits with code 2."""
+
+
+class TrimtabWarning(UserWarning):
+    """Something the user should know that does not stop the work."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint ` (did you mean ...?)` naming the closest known words, or the whole list when none is close."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    if close:
+        return f" (did you mean {' or '.join(repr(name) for name in close)}?)"
+    return f" (known: {', '.join(names)})"
+
+
+def explain(error: ValidationError, known: Iterable[str]) -> str:
+    """The first problem pydantic found with the options of a named part, in one line; `known` are its options."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown option {place!r}{nearest(place, known)}"
+    if first["type"] == "missing":
+        return f"option {place!r} is missing; give it a value"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}, got {first['input']!r}" if place else message

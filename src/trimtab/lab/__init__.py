@@ -1,0 +1,1 @@
+"""The laboratory: the same recipe under several objectives and seeds."""

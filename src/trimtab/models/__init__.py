@@ -1,0 +1,1 @@
+"""Models: loading, memory-bounded log-probs and entropy, and the laboratory model."""

@@ -1,0 +1,297 @@
+"""Attention over a packed micro-batch in which responses share their prompt.
+
+The backbone sees one row of real tokens, every prompt first and then every response, with no padding anywhere:
+
+    [ prompt 0 | prompt 1 | ... | response 0 | response 1 | ... ]
+
+Only attention must know what belongs together. It spreads queries and keys over padded rows, lets each response
+attend to its prompt's keys and its own, and packs the result again. A dense block mask over the packed row would
+compute what it throws away, and rows of prompt and response would run every prompt once for each response.
+
+`IMPLEMENTATION` is registered with transformers; without a `layout` it is transformers' own "sdpa".
+For the short rows of reinforcement learning on a CPU, products of small matrices beat the fused kernel several
+times over (most of all backward). Scores are computed in float32, so autocast rounds nothing before the softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from trimtab.errors import TrimtabError
+
+IMPLEMENTATION = "trimtab"
+
+# Scores worked on at once, in elements: the passes over them stay in cache, and long rows cost no memory.
+BLOCK_SCORES = 1 << 20
+# Probabilities kept for backward, per layer and kind of row; more are computed again (a third of attention's time).
+KEEP_SCORES = 1 << 22
+
+
+class Rows(NamedTuple):
+    """A range of the packed row as padded rows, tokens on the left."""
+
+    start: int
+    stop: int
+    batch: int
+    width: int
+    slots: Int[Tensor, " tokens"] | None  # where each token sits in the flattened rows; None without padding
+
+    def spread(self, packed: Float[Tensor, "all channels"]) -> Float[Tensor, "batch width channels"]:
+        part = packed[self.start : self.stop]
+        if self.slots is None:
+            return part.view(self.batch, self.width, -1)
+        flat = part.new_zeros(self.batch * self.width, part.shape[1])
+        return flat.index_copy_(0, self.slots, part).view(self.batch, self.width, -1)
+
+    def pack(self, rows: Float[Tensor, "batch width channels"]) -> Float[Tensor, "tokens channels"]:
+        flat = rows.reshape(self.batch * self.width, -1)
+        return flat if self.slots is None else flat.index_select(0, self.slots)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which packed token attends to which. Built once for a micro-batch, read by every layer."""
+
+    prompts: Rows
+    responses: Rows
+    prompt_index: Int[Tensor, " batch"]
+    prompt_lengths: Int[Tensor, " prompts"]
+    masks: dict[Any, Tensor]  # additive masks by kind of row and window: equal in every layer
+
+    @classmethod
+    def build(
+        cls, prompt_mask: Bool[Tensor, "prompts _"], input_mask: Bool[Tensor, "batch _"], prompt_index: Tensor
+    ) -> Layout:
+        """From the masks of prompts and of the response tokens that are run (every one but each row's last)."""
+        prompts = _rows(prompt_mask, 0)
+        return cls(prompts, _rows(input_mask, prompts.stop), prompt_index, prompt_mask.sum(-1), {})
+
+    def mask(self, shared: bool, window: int | None, dtype: torch.dtype) -> Float[Tensor, "rows 1 queries keys"]:
+        """0 where a query may look, the lowest number elsewhere. Every query sees a real key, padded ones too."""
+        key = (shared, window, dtype)
+        if key not in self.masks:
+            self.masks[key] = self._mask(shared, window, dtype)
+        return self.masks[key]
+
+    def _mask(self, shared: bool, window: int | None, dtype: torch.dtype) -> Tensor:
+        device = self.prompt_lengths.device
+        prompt = torch.arange(self.prompts.width, device=device)
+        lengths = self.prompt_lengths[:, None]
+        if shared:
+            lengths = lengths[self.prompt_index]
+            own = lengths + torch.arange(self.responses.width, device=device)
+            keys = torch.cat([prompt.expand(len(lengths), -1), own], dim=1)
+            real = torch.cat([prompt < lengths, torch.ones_like(own, dtype=torch.bool)], dim=1)
+            queries = own
+        else:
+            keys = queries = prompt.expand(len(lengths), -1)
+            # A padded query must see something; its own row's first token is always real.
+            real = prompt < lengths
+        distance = queries[:, :, None] - keys[:, None, :]
+        allowed = (distance >= 0) & real[:, None, :]
+        if window is not None:
+            allowed &= distance < window
+        mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
+        return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
+
+
+def _rows(mask: Tensor, start: int) -> Rows:
+    lengths = mask.sum(-1)
+    count, width, total = len(lengths), int(lengths.max()) if len(lengths) else 0, int(lengths.sum())
+    if total == count * width:
+        return Rows(start, start + total, count, width, None)
+    slots = (torch.arange(width, device=mask.device) < lengths[:, None]).flatten().nonzero()[:, 0]
+    return Rows(start, start + total, count, width, slots)
+
+
+class _Options(NamedTuple):
+    scaling: float
+    softcap: float | None
+    window: int | None
+    dtype: torch.dtype  # of the products with values, and of what is kept
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    layout: Layout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls: query (1, heads, tokens, width), key and value (1, key heads, ...)."""
+    if layout is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
+        )
+    if kwargs.get("dropout"):
+        raise TrimtabError("attention dropout is on: log-probs must not change between two forwards; set it to 0")
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    options = _Options(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, dtype)
+    with torch.autocast(device, enabled=False):  # it would round the float32 scores
+        return _Packed.apply(query, key, value, layout, options), None
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, options: _Options) -> Tensor:
+        heads, key_heads, width = query.shape[1], key.shape[1], query.shape[3]
+        q, k, v = (_token_major(x, options.dtype) for x in (query, key, value))
+        out = torch.empty_like(q)
+        kept = []
+        for rows, keys, values, mask in _kinds(layout, k, v, options):
+            part, probability = _attend(rows.spread(q), keys, values, mask, key_heads, width, options)
+            out[rows.start : rows.stop] = rows.pack(part)
+            kept.append(probability)
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.layout, ctx.options, ctx.sizes = layout, options, (heads, key_heads, width)
+        return out.view(1, -1, heads, width)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *kept = ctx.saved_tensors
+        layout: Layout = ctx.layout
+        options: _Options = ctx.options
+        heads, key_heads, width = ctx.sizes
+        grad = grads[0].reshape(q.shape).to(options.dtype)
+        to_q, to_k, to_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for (rows, keys, values, mask), probability in zip(_kinds(layout, k, v, options), kept, strict=True):
+            gq, gk, gv = _attend_backward(
+                rows.spread(grad), rows.spread(q), keys, values, mask, probability, key_heads, width, options
+            )
+            to_q[rows.start : rows.stop] = rows.pack(gq)
+            _collect(to_k, gk, rows, layout)
+            _collect(to_v, gv, rows, layout)
+        return (
+            to_q.view(1, -1, heads, width).transpose(1, 2),
+            to_k.view(1, -1, key_heads, width).transpose(1, 2),
+            to_v.view(1, -1, key_heads, width).transpose(1, 2),
+            None,
+            None,
+        )
+
+
+def _token_major(x: Tensor, dtype: torch.dtype) -> Float[Tensor, "tokens channels"]:
+    return x[0].transpose(0, 1).to(dtype).flatten(1)
+
+
+def _kinds(layout: Layout, k: Tensor, v: Tensor, options: _Options) -> list[tuple[Rows, Tensor, Tensor, Tensor]]:
+    """Prompts looking at themselves, and responses looking at their prompt and themselves: rows, keys, values, mask."""
+    prompts, responses = layout.prompts, layout.responses
+    exact = torch.float64 if options.dtype == torch.float64 else torch.float32
+    k_prompt, v_prompt = prompts.spread(k), prompts.spread(v)
+    kinds = [(prompts, k_prompt, v_prompt, layout.mask(False, options.window, exact))]
+    if responses.width:
+        keys = torch.cat([k_prompt.index_select(0, layout.prompt_index), responses.spread(k)], dim=1)
+        values = torch.cat([v_prompt.index_select(0, layout.prompt_index), responses.spread(v)], dim=1)
+        kinds.append((responses, keys, values, layout.mask(True, options.window, exact)))
+    return kinds
+
+
+def _collect(to: Tensor, grad: Tensor, rows: Rows, layout: Layout) -> None:
+    """Add the gradient of padded keys or values to the packed one; a prompt's adds up over its responses."""
+    prompts = layout.prompts
+    if rows is not prompts:
+        shared = grad.new_zeros(prompts.batch, prompts.width, grad.shape[2], dtype=torch.float32)
+        shared.index_add_(0, layout.prompt_index, grad[:, : prompts.width].float())
+        to[prompts.start : prompts.stop] += prompts.pack(shared).to(to.dtype)
+        grad = grad[:, prompts.width :]
+    to[rows.start : rows.stop] += rows.pack(grad)
+
+
+def _blocks(rows: int, scores_per_row: int) -> list[slice]:
+    step = max(1, BLOCK_SCORES // max(scores_per_row, 1))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _fold(x: Tensor, key_heads: int, width: int) -> Float[Tensor, "rows_x_key_heads group_x_time width"]:
+    """Query heads that share a key head become further rows of one product."""
+    rows, time, _ = x.shape
+    return x.view(rows, time, key_heads, -1, width).permute(0, 2, 3, 1, 4).reshape(rows * key_heads, -1, width)
+
+
+def _unfold(x: Tensor, rows: int, time: int) -> Float[Tensor, "rows time channels"]:
+    key_heads, width = x.shape[0] // rows, x.shape[2]
+    return x.view(rows, key_heads, -1, time, width).permute(0, 3, 1, 2, 4).reshape(rows, time, -1)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor, options: _Options) -> Float[Tensor, "rows heads queries keys"]:
+    """Masked scores of folded queries and keys, in the mask's type."""
+    queries, keys = mask.shape[2:]
+    scores = torch.bmm(q.to(mask.dtype), k.to(mask.dtype).transpose(1, 2)).mul_(options.scaling)
+    if options.softcap is not None:
+        scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
+    return scores.view(len(mask), -1, queries, keys).add_(mask)
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, key_heads: int, width: int, options: _Options
+) -> tuple[Tensor, Tensor | None]:
+    """Output rows, and the probabilities if they are few enough to keep."""
+    rows, queries, channels = q.shape
+    total = channels // width * queries * keys.shape[1]
+    out, kept = [], []
+    for block in _blocks(rows, total):
+        fq, fk, fv = (_fold(x[block], key_heads, width) for x in (q, keys, values))
+        probability = _scores(fq, fk, mask[block], options).softmax(-1).to(options.dtype)
+        out.append(
+            _unfold(torch.bmm(probability.view(len(fq), -1, keys.shape[1]), fv), block.stop - block.start, queries)
+        )
+        if rows * total <= KEEP_SCORES:
+            kept.append(probability)
+    return torch.cat(out), torch.cat(kept) if kept else None
+
+
+def _attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    kept: Tensor | None,
+    key_heads: int,
+    width: int,
+    options: _Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, queries, channels = q.shape
+    grads: list[tuple[Tensor, Tensor, Tensor]] = []
+    for block in _blocks(rows, channels // width * queries * keys.shape[1]):
+        fg, fq, fk, fv = (_fold(x[block], key_heads, width) for x in (grad, q, keys, values))
+        slope = None
+        if kept is None or options.softcap is not None:
+            scores = _scores(fq, fk, mask[block], options)
+            if options.softcap is not None:
+                slope = 1 - ((scores - mask[block]) / options.softcap).square_()
+            probability = scores.softmax(-1).to(options.dtype)
+        else:
+            probability = kept[block]
+        flat = probability.view(len(fq), -1, keys.shape[1])
+        gv = torch.bmm(flat.transpose(1, 2), fg)
+        inner = torch.bmm(fg, fv.transpose(1, 2)).view_as(probability).to(mask.dtype)
+        inner = torch.ops.aten._softmax_backward_data(inner, probability.to(mask.dtype), -1, mask.dtype)
+        if slope is not None:
+            inner.mul_(slope)
+        inner = inner.mul_(options.scaling).to(options.dtype).view_as(flat)
+        gq, gk = torch.bmm(inner, fk), torch.bmm(inner.transpose(1, 2), fq)
+        size = block.stop - block.start
+        grads.append((_unfold(gq, size, queries), _unfold(gk, size, keys.shape[1]), _unfold(gv, size, keys.shape[1])))
+    gq, gk, gv = (torch.cat(parts) for parts in zip(*grads, strict=True))
+    return gq, gk, gv

@@ -1,0 +1,57 @@
+"""A model small enough to train in seconds and hard enough to tell methods apart.
+
+393k parameters and 14 characters; its task is to sort ten digits: `3141592653=` continues as `1123345569.`.
+Start it with a few supervised steps, then compare objectives under controlled mismatch.
+"""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from trimtab.models.attention import IMPLEMENTATION
+
+NAME = "laboratory"
+# "." ends a response and " " pads; both belong to the 14 characters.
+ALPHABET = "0123456789=. ?"
+PADDING, END, UNKNOWN = " ", ".", "?"
+
+
+def build(seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """An untrained laboratory model (float32) and its character tokenizer. Equal seeds give equal weights.
+
+    The tokenizer adds nothing: one token for one character, `.` ends, ` ` pads, any other character is `?`.
+    """
+    config = LlamaConfig(
+        vocab_size=len(ALPHABET),
+        hidden_size=128,
+        intermediate_size=336,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=ALPHABET.index(END),
+        pad_token_id=ALPHABET.index(PADDING),
+    )
+    config._attn_implementation = IMPLEMENTATION
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    return model.eval(), _tokenizer()
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {character: index for index, character in enumerate(ALPHABET)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()  # no blanks between characters
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PADDING,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )

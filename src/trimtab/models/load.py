@@ -1,0 +1,130 @@
+"""Load a policy: an HF id, a local folder, the bundled model, or the laboratory model.
+
+Only safetensors are read and no code from a model's repository is run. Every parameter must come from the files:
+transformers would initialise absent ones at random and merely log it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from trimtab.errors import TrimtabError
+from trimtab.models import attention, bundled, laboratory
+from trimtab.models.quiet import quiet
+
+BUNDLED = bundled.NAME
+LABORATORY = laboratory.NAME
+
+
+class Loaded(NamedTuple):
+    """A policy ready to score and to train. `path` is where the files were read from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    path: str
+
+
+def default_device() -> torch.device:
+    """Where models run: the first CUDA device, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load(path: str, *, dtype: torch.dtype) -> Loaded:
+    """Load a causal language model with its tokenizer, in evaluation mode, on the CPU.
+
+    `path` is the bundled model's name (`BUNDLED`), `laboratory` (untrained, seed 0), a local folder, or an HF id.
+    `dtype` is the type of the master weights, whatever the files hold. Dropout is switched off: a log-prob that
+    changes between two forwards makes every importance ratio wrong. The tokenizer has a padding token of the
+    vocabulary (its own, else end of text, else unknown); the embedding is never resized.
+
+    Raises `TrimtabError` for a missing or broken model, in one line.
+    """
+    if path == LABORATORY:
+        model, tokenizer = laboratory.build(seed=0)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return Loaded(model, tokenizer, path)
+    if path == BUNDLED:
+        return _from_folder(str(bundled.folder()), path, dtype)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _from_folder(str(local), path, dtype)
+    if local.is_file():
+        raise TrimtabError(f"model {path!r} is a file; give the folder that holds config.json and *.safetensors")
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        raise TrimtabError(f"model folder {path!r} does not exist")
+    return _from_folder(path, path, dtype)
+
+
+def _from_folder(source: str, name: str, dtype: torch.dtype) -> Loaded:
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise TrimtabError(f"model folder {name!r} has no config.json; give a folder written by save_pretrained")
+    with _readable_errors(name), quiet():
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        _switch_off_dropout(config)
+        # `output_loading_info` makes the result a pair, which its annotation does not say.
+        pair: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.IMPLEMENTATION,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # refused below, with the parameter's name
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    model, info = pair
+    absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
+    if absent:
+        raise TrimtabError(
+            f"model {name!r}: {len(absent)} parameters are missing or misshapen in its files, first {absent[0]!r}; "
+            "get a complete checkpoint of a causal language model"
+        )
+    _ensure_padding_token(tokenizer, model, name)
+    return Loaded(model, tokenizer, source)
+
+
+@contextmanager
+def _readable_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        if Path(name).expanduser().is_dir() or name == BUNDLED:
+            raise TrimtabError(f"model {name!r} cannot be loaded: {lines[0].rstrip(' :')}") from error
+        offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") or "offline" in str(error)
+        hint = "the hub is switched off (HF_HUB_OFFLINE)" if offline else f"from the hub: {lines[0]}"
+        raise TrimtabError(
+            f"model {name!r} cannot be loaded: no such folder, and {hint}; "
+            f"give a local folder, a reachable HF id, or the bundled {BUNDLED!r}"
+        ) from error
+
+
+def _switch_off_dropout(config: Any) -> None:
+    for key, value in list(vars(config).items()):
+        if ("dropout" in key or "pdrop" in key) and isinstance(value, float):
+            setattr(config, key, 0.0)
+
+
+def _ensure_padding_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, name: str) -> None:
+    """Which token pads is of no consequence (masks decide what counts), but its id must be in the embedding."""
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    embedding: Any = model.get_input_embeddings()
+    index: Any = tokenizer.pad_token_id
+    if index is None:
+        raise TrimtabError(f"tokenizer of {name!r} has no padding, end-of-text or unknown token; set pad_token in it")
+    if index >= len(embedding.weight):
+        raise TrimtabError(
+            f"padding token {tokenizer.pad_token!r} of {name!r} has id {index}, outside the embedding of "
+            f"{len(embedding.weight)} rows; set pad_token to a token of the vocabulary"
+        )

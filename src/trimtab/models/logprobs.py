@@ -1,0 +1,183 @@
+"""Log-probs and entropy of response tokens: one function that scores (no grad) and trains.
+
+    real tokens of prompts and responses, one packed row --backbone--> hidden states --head--> scores
+
+A group's responses share one pass over their prompt (`attention.py`), padding is never run, and only positions that
+predict a response token reach the head (`head.py`), which never holds tokens x vocabulary.
+
+A model whose attention is not ours (one that `load` did not make) is run on padded rows of prompt and response
+instead: the same numbers, more work. The choice depends on nothing else, so that every pass of a model over a
+micro-batch, with gradient and without, has the same numerics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trimtab.errors import TrimtabError
+from trimtab.models.architecture import Parts, parts
+from trimtab.models.attention import Layout
+from trimtab.models.head import head_scores
+
+IntRow = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """A micro-batch. Prompts are padded on the left, responses on the right; what padding holds does not matter."""
+
+    prompt_ids: Int[Tensor, "prompts prompt_time"]
+    prompt_mask: Bool[Tensor, "prompts prompt_time"]
+    response_ids: Int[Tensor, "batch time"]
+    response_mask: Bool[Tensor, "batch time"]
+    prompt_index: Int[Tensor, " batch"]  # which row of prompt_ids a response continues
+
+    @classmethod
+    def pack(
+        cls, prompts: Sequence[IntRow], responses: Sequence[IntRow], prompt_index: Sequence[int], *, pad_id: int
+    ) -> TokenBatch:
+        """Pad rows of token ids: `responses[i]` continues `prompts[prompt_index[i]]`.
+
+        Raises `TrimtabError` for an empty prompt (its response's first token would have no distribution).
+        """
+        if empty := [i for i, row in enumerate(prompts) if len(row) == 0]:
+            raise TrimtabError(f"prompt {empty[0]} has no tokens; start it with the model's beginning-of-text token")
+        prompt_ids, prompt_mask = _pad(prompts, pad_id, left=True)
+        response_ids, response_mask = _pad(responses, pad_id, left=False)
+        return cls(prompt_ids, prompt_mask, response_ids, response_mask, torch.tensor(list(prompt_index)).long())
+
+
+def pack_kept(kept: Sequence[Sequence[IntRow]], time: int) -> Int[Tensor, "batch time k"]:
+    """Keep sets (vocabulary ids each token was drawn from) as one tensor, filled up with -1."""
+    width = max((len(ids) for row in kept for ids in row), default=1)
+    packed = np.full((len(kept), time, max(width, 1)), -1, dtype=np.int64)
+    for i, row in enumerate(kept):
+        for t, ids in enumerate(row):
+            packed[i, t, : len(ids)] = ids
+    return torch.from_numpy(packed)
+
+
+def _pad(rows: Sequence[IntRow], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    width = max([1, *(len(row) for row in rows)])
+    ids = np.full((len(rows), width), pad_id, dtype=np.int64)
+    mask = np.zeros((len(rows), width), dtype=np.bool_)
+    for i, row in enumerate(rows):
+        real = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, real] = row
+        mask[i, real] = True
+    return torch.from_numpy(ids), torch.from_numpy(mask)
+
+
+class TokenScores(NamedTuple):
+    """Per response token, float32 (float64 for a float64 model); exactly 0 without gradient where padded."""
+
+    logp: Float[Tensor, "batch time"]
+    entropy: Float[Tensor, "batch time"] | None  # nats
+
+
+def score(
+    model: Any,
+    batch: TokenBatch,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    kept: Int[Tensor, "batch time k"] | None = None,
+) -> TokenScores:
+    """Log-prob of every response token under softmax(logits / temperature), and optionally its entropy in nats.
+
+    Runs under whatever grad mode and autocast the caller set. With `kept` (vocabulary ids, -1 for none) the
+    distribution is renormalised over each token's set: the replay of top-p/top-k sampling.
+
+    Raises `TrimtabError` for an architecture whose head this room does not know, a temperature that is not
+    positive, padding on the wrong side, or a response token outside its own keep set.
+    """
+    if not temperature > 0:
+        raise TrimtabError(f"temperature {temperature} must be positive to score")
+    _check_padding(batch)
+    if kept is not None:
+        _check_kept(batch, kept)
+    model_parts = parts(model)
+    hidden = _packed(model_parts, batch) if model_parts.packs else _plain(model_parts, batch)
+    real = batch.response_mask
+    logp, tokens_entropy = head_scores(
+        hidden,
+        batch.response_ids[real],
+        model_parts,
+        temperature=temperature,
+        entropy=entropy,
+        kept=None if kept is None else kept[real],
+    )
+    return TokenScores(_scatter(logp, real), None if tokens_entropy is None else _scatter(tokens_entropy, real))
+
+
+def _scatter(values: Tensor, real: Tensor) -> Tensor:
+    return torch.zeros(real.shape, dtype=values.dtype, device=values.device).masked_scatter(real, values)
+
+
+def _check_padding(batch: TokenBatch) -> None:
+    prompt, response = batch.prompt_mask, batch.response_mask
+    if bool((prompt[:, :-1] & ~prompt[:, 1:]).any()) or bool((~prompt[:, -1]).any()):
+        raise TrimtabError("prompt_mask: prompts are padded on the left and hold at least one token")
+    if bool((response[:, 1:] & ~response[:, :-1]).any()):
+        raise TrimtabError(
+            "response_mask: responses are padded on the right; tokens that carry no loss are real tokens here, "
+            "leave them to the loss mask"
+        )
+
+
+def _check_kept(batch: TokenBatch, kept: Tensor) -> None:
+    outside = batch.response_mask & ~(kept == batch.response_ids[..., None]).any(-1)
+    if bool(outside.any()):
+        row, time = (int(i) for i in outside.nonzero()[0])
+        raise TrimtabError(
+            f"response {row}, token {time}: id {int(batch.response_ids[row, time])} is not in its own keep set; "
+            "the engine must report the set each token was drawn from"
+        )
+
+
+def _packed(model: Parts, batch: TokenBatch) -> Float[Tensor, "tokens hidden"]:
+    """Hidden states that predict each real response token, row by row; every prompt runs once, padding never."""
+    lengths = batch.response_mask.sum(-1)
+    # A row's last token predicts nothing that is scored, so it is not run.
+    run = batch.response_mask & (
+        torch.arange(batch.response_ids.shape[1], device=lengths.device) < lengths[:, None] - 1
+    )
+    prompt_lengths = batch.prompt_mask.sum(-1)
+    prompt_positions = batch.prompt_mask.cumsum(-1) - 1
+    positions = prompt_lengths[batch.prompt_index, None] + torch.arange(run.shape[1], device=run.device)
+    layout = Layout.build(batch.prompt_mask, run, batch.prompt_index)
+    hidden = model.backbone(
+        input_ids=torch.cat([batch.prompt_ids[batch.prompt_mask], batch.response_ids[run]])[None],
+        position_ids=torch.cat([prompt_positions[batch.prompt_mask], positions[run]])[None],
+        # A finished mask is passed through as it is; the layout says who sees whom.
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=run.device),
+        layout=layout,
+        use_cache=False,
+    ).last_hidden_state[0]
+    last = (prompt_lengths.cumsum(0) - 1)[batch.prompt_index, None]
+    packed = torch.zeros_like(batch.response_ids).masked_scatter(
+        run, torch.arange(layout.prompts.stop, layout.responses.stop, device=run.device)
+    )
+    source = torch.cat([last, packed[:, :-1]], dim=1)
+    return hidden.index_select(0, source[batch.response_mask])
+
+
+def _plain(model: Parts, batch: TokenBatch) -> Float[Tensor, "tokens hidden"]:
+    """The same hidden states from padded rows of prompt and response."""
+    time = batch.response_ids.shape[1]
+    mask = torch.cat([batch.prompt_mask[batch.prompt_index], torch.ones_like(batch.response_mask)], dim=1)
+    hidden = model.backbone(
+        input_ids=torch.cat([batch.prompt_ids[batch.prompt_index], batch.response_ids], dim=1)[:, :-1],
+        attention_mask=mask[:, :-1],
+        position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, :-1],
+        use_cache=False,
+    ).last_hidden_state
+    return hidden[:, -time:][batch.response_mask]

@@ -1,0 +1,55 @@
+"""Objectives over the corrections: losses as frozen choices of parts, advantages, and the named methods."""
+
+import sys
+from types import ModuleType
+
+from trimtab.corrections import OPSM, Band, Divergence, Veto, Weight
+from trimtab.objectives.advantages import advantages
+from trimtab.objectives.aggregation import Aggregation
+from trimtab.objectives.correct import Correction, correct, mismatch
+from trimtab.objectives.metrics import Metrics
+from trimtab.objectives.objective import Objective, Output, Ratio
+from trimtab.objectives.policies import PolicyLogps
+from trimtab.objectives.presets import keywords_of, objective, objectives
+from trimtab.objectives.regularizers import KL
+from trimtab.objectives.state import State
+from trimtab.objectives.surrogates import Clipped, Regression, Reinforce, SecondMoment, Shaped, Unclipped
+
+__all__ = [
+    "KL",
+    "OPSM",
+    "Aggregation",
+    "Band",
+    "Clipped",
+    "Correction",
+    "Divergence",
+    "Metrics",
+    "Objective",
+    "Output",
+    "PolicyLogps",
+    "Ratio",
+    "Regression",
+    "Reinforce",
+    "SecondMoment",
+    "Shaped",
+    "State",
+    "Unclipped",
+    "Veto",
+    "Weight",
+    "advantages",
+    "correct",
+    "keywords_of",
+    "mismatch",
+    "objective",
+    "objectives",
+]
+
+
+class _CallableRoom(ModuleType):
+    """`trimtab.objectives` is this package, and `trimtab.objectives()` the list of presets: one name for both."""
+
+    def __call__(self) -> list[str]:
+        return objectives()
+
+
+sys.modules[__name__].__class__ = _CallableRoom

@@ -1,0 +1,81 @@
+"""Advantages from the rewards of a group: one number for each response, no gradient, computed in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from trimtab.corrections.ratios import Number
+from trimtab.errors import TrimtabError, nearest
+
+KINDS = ("grpo", "dr-grpo", "rloo", "optimal")
+
+STD_EPS = 1e-6
+
+
+def advantages(
+    kind: str,
+    rewards: Tensor | Sequence[Number],
+    groups: Tensor | Sequence[int],
+    *,
+    value_beta: Number | None = None,
+) -> Float[Tensor, "batch 1"]:
+    """Advantages (batch, 1) of responses with `rewards` (batch,), those of equal `groups` (batch,) compared.
+
+        grpo     (r - mean) / (std + 1e-6), std with n - 1               arXiv 2402.03300
+        dr-grpo  r - mean                                                arXiv 2503.20783
+        rloo     r - mean of the others                                  arXiv 2402.14740
+        optimal  r - V, V = beta ln mean exp(r / beta), beta = value_beta (1.0)   OAPL, arXiv 2602.19362 eq. 2
+
+    A group of equal rewards, or of one, gives exactly 0. The result has the rewards' dtype (float32 for integers).
+    Raises `TrimtabError` for an unknown kind, rewards that are not finite, or a keyword the kind does not use.
+    """
+    if kind not in KINDS:
+        raise TrimtabError(f"unknown advantage {kind!r}{nearest(kind, KINDS)}")
+    if value_beta is not None and kind != "optimal":
+        raise TrimtabError(f"value_beta has no effect with advantage {kind!r}; it belongs to 'optimal'")
+    given = torch.as_tensor(rewards)
+    values = given.detach().to(torch.float64)
+    members = torch.as_tensor(groups, device=values.device)
+    if values.ndim != 1 or members.shape != values.shape:
+        raise TrimtabError(f"rewards {tuple(values.shape)} and groups {tuple(members.shape)} must both be (batch,)")
+    if not bool(torch.isfinite(values).all()):
+        raise TrimtabError("rewards must be finite: drop failed samples before computing advantages")
+    result = (
+        _optimal(values, members, 1.0 if value_beta is None else value_beta)
+        if kind == "optimal"
+        else _centered(kind, values, members)
+    )
+    return result.to(given.dtype if given.dtype.is_floating_point else torch.float32).unsqueeze(1)
+
+
+def _centered(kind: str, values: Tensor, members: Tensor) -> Tensor:
+    group = torch.unique(members, return_inverse=True)[1]
+    size = _per_group(torch.ones_like(values), group, "sum")
+    # Shifted by the group's smallest reward, a group of equal rewards is all zeros before any rounding.
+    shifted = values - _per_group(values, group, "amin")
+    centered = shifted - _per_group(shifted, group, "sum") / size
+    if kind == "dr-grpo":
+        return centered
+    others = (size - 1).clamp(min=1)
+    if kind == "rloo":
+        return centered * size / others
+    return centered / ((_per_group(centered.square(), group, "sum") / others).sqrt() + STD_EPS)
+
+
+def _optimal(values: Tensor, members: Tensor, beta: Number) -> Tensor:
+    if not beta > 0:
+        raise TrimtabError(f"value_beta = {beta:g} must be more than 0")
+    group = torch.unique(members, return_inverse=True)[1]
+    size = _per_group(torch.ones_like(values), group, "sum")
+    shifted = values - _per_group(values, group, "amax")
+    return shifted - beta * (_per_group((shifted / beta).exp(), group, "sum") / size).log()
+
+
+def _per_group(values: Tensor, group: Tensor, reduce: str) -> Tensor:
+    """Reduce over each group and give every member the result."""
+    slots = torch.zeros(values.numel(), dtype=values.dtype, device=values.device)
+    return slots.scatter_reduce(0, group, values, reduce, include_self=False)[group]

@@ -1,0 +1,66 @@
+"""From per-token losses to one scalar: a scale for every token, from denominators of the whole update.
+
+    token-mean            1 / sum_i T_i                 DAPO
+    seq-mean-token-mean   1 / (N T_i)                   GRPO, GSPO
+    seq-mean-token-sum    1 / N
+    constant              1 / (N length_max)            Dr. GRPO
+    trained-mean-token-sum  1 / #{i: T_i > 0}           OAPL
+
+N counts sequences, those without a trained token included; T_i counts trained tokens, never padding. With
+`denominator="kept"` tokens that rules rejected, and sequences that lost all of theirs, no longer count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trimtab.corrections.reduce import Sequences
+from trimtab.errors import TrimtabError, nearest
+from trimtab.objectives.state import State
+
+KINDS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "trained-mean-token-sum")
+DENOMINATORS = ("original", "kept")
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """How per-token losses become a scalar. `length_max` (tokens) belongs to `constant`."""
+
+    kind: str = "token-mean"
+    denominator: str = "original"
+    length_max: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise TrimtabError(f"unknown aggregation {self.kind!r}{nearest(self.kind, KINDS)}")
+        if self.denominator not in DENOMINATORS:
+            hint = nearest(self.denominator, DENOMINATORS)
+            raise TrimtabError(f"unknown denominator {self.denominator!r}{hint}")
+        if self.kind == "constant" and (self.length_max is None or self.length_max < 1):
+            raise TrimtabError("aggregation 'constant' divides by length_max tokens: set length_max to 1 or more")
+        if self.kind != "constant" and self.length_max is not None:
+            raise TrimtabError(f"length_max has no effect with aggregation {self.kind!r}; it belongs to 'constant'")
+
+    def scale(self, sequences: Sequences, kept_lengths: Tensor, state: State) -> Tensor:
+        """The policy term's factor of every token, broadcastable to (batch, time)."""
+        if self.denominator == "original":
+            return self.scale_original(sequences, state)
+        count = state.sequences - state.sequences_rejected
+        trained = state.sequences_trained - state.sequences_rejected
+        return self._scale(sequences, kept_lengths, state.tokens_kept, count, trained)
+
+    def scale_original(self, sequences: Sequences, state: State) -> Tensor:
+        """The factor of KL and entropy, which know no rejection."""
+        return self._scale(sequences, sequences.lengths, state.tokens, state.sequences, state.sequences_trained)
+
+    def _scale(self, sequences: Sequences, lengths: Tensor, tokens: Tensor, count: Tensor, trained: Tensor) -> Tensor:
+        if self.kind == "token-mean":
+            return 1.0 / tokens.clamp(min=1)
+        if self.kind == "seq-mean-token-mean":
+            return sequences.spread(1.0 / (count.clamp(min=1) * lengths.double().clamp(min=1)))
+        if self.kind == "constant":
+            assert self.length_max is not None
+            return 1.0 / (count.clamp(min=1) * self.length_max)
+        return 1.0 / (count if self.kind == "seq-mean-token-sum" else trained).clamp(min=1)

@@ -1,0 +1,54 @@
+"""KL to the reference, from samples, with gradient through the current policy.
+
+d = log pi_ref - log pi:
+
+    k1  -d                 gradient of the value: score function, mean 0 on-policy
+    k2  d^2 / 2            its gradient is an estimate of grad KL(pi||pi_ref) on-policy
+    k3  e^d - d - 1        GRPO's term; its gradient estimates grad KL(pi_ref||pi) on-policy
+    unbiased  q (e^d - d - 1), q = pi/denominator with gradient: grad = q log(pi/pi_ref) grad log pi, whose mean
+              over the denominator's samples is exactly grad KL(pi||pi_ref)  (DeepSeek-V3.2)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from trimtab.corrections.divergences import k1, k2, k3
+from trimtab.corrections.ratios import Number, bounded
+from trimtab.errors import TrimtabError, nearest
+
+KINDS = ("k1", "k2", "k3", "unbiased")
+
+
+@dataclass(frozen=True)
+class KL:
+    """A KL estimate and its coefficient."""
+
+    kind: str = "k3"
+    coef: Number = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise TrimtabError(f"unknown kl {self.kind!r}{nearest(self.kind, KINDS)}")
+        if not self.coef >= 0:
+            raise TrimtabError(f"kl_coef = {self.coef:g} would reward leaving the reference, use 0 or more")
+
+    def per_token(
+        self,
+        to_reference: Float[Tensor, "batch time"],
+        log_ratio: Float[Tensor, "batch time"] | None,
+    ) -> Float[Tensor, "batch time"]:
+        """The estimate at each token. `to_reference` is d with gradient, `log_ratio` the one of q."""
+        if self.kind == "k1":
+            return k1(to_reference)
+        if self.kind == "k2":
+            return k2(to_reference)
+        estimate = k3(to_reference)
+        if self.kind == "k3":
+            return estimate
+        assert log_ratio is not None
+        return torch.exp(bounded(log_ratio)) * estimate

@@ -1,0 +1,87 @@
+"""Verifiers: what a response is worth. `build(specs, task) -> Scorer`; see docs/tasks.md."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from trimtab.errors import TrimtabError, explain, nearest
+from trimtab.rewards import user
+from trimtab.rewards.base import Built
+from trimtab.rewards.response import Response
+from trimtab.rewards.scorer import Score, Scorer, Weighted
+from trimtab.types import RewardSpec, Task
+
+__all__ = ["Response", "Score", "Scorer", "build", "names"]
+
+_BUILT_IN = {
+    "exact": "trimtab.rewards.exact",
+    "numeric": "trimtab.rewards.numeric",
+    "math": "trimtab.rewards.mathverify",
+    "format": "trimtab.rewards.format",
+    "length": "trimtab.rewards.length",
+    "overlong": "trimtab.rewards.overlong",
+    "reasoning-gym": "trimtab.rewards.gym",
+}
+
+Spec = RewardSpec | tuple[str | Callable[..., Any], float, float, Mapping[str, Any]]
+
+
+def names() -> list[str]:
+    """The built-in rewards."""
+    return sorted(_BUILT_IN)
+
+
+def build(specs: Sequence[Spec], task: Task) -> Scorer:
+    """A scorer for these rewards, or for the task's own when `specs` is empty.
+
+    Each spec is `(name or callable, weight, timeout in seconds, options)`. The first is by convention the one that says
+    "correct". Build it before torch and models are loaded: it forks the process that will run untrusted rewards.
+
+    Raises `TrimtabError`: unknown reward or option (naming the nearest), a user function that cannot be imported.
+    """
+    weighted: list[Weighted] = []
+    for spec in specs or task.rewards:
+        given = RewardSpec(*spec)
+        label = given.name if isinstance(given.name, str) else getattr(given.name, "__name__", "reward")
+        same = sum(other.name == label or other.name.startswith(f"{label}-") for other in weighted)
+        _check_numbers(label, given)
+        weighted.append(
+            Weighted(f"{label}-{same + 1}" if same else label, given.weight, given.timeout, _built(given, task))
+        )
+    return Scorer(weighted)
+
+
+def _check_numbers(label: str, spec: RewardSpec) -> None:
+    if not math.isfinite(spec.weight):
+        raise TrimtabError(f"reward {label!r}: weight must be a finite number, got {spec.weight}")
+    if not (math.isfinite(spec.timeout) and spec.timeout > 0):
+        raise TrimtabError(f"reward {label!r}: timeout must be a positive number of seconds, got {spec.timeout}")
+
+
+def _built(spec: RewardSpec, task: Task) -> Built:
+    if not isinstance(spec.name, str):
+        _no_options(getattr(spec.name, "__name__", "reward"), spec.options)
+        return user.build(spec.name, getattr(spec.name, "__name__", "reward"))
+    if ":" in spec.name:
+        _no_options(spec.name, spec.options)
+        return user.build(user.load(spec.name), spec.name)
+    if spec.name not in _BUILT_IN:
+        raise TrimtabError(
+            f"unknown reward {spec.name!r}{nearest(spec.name, names())}; your own is written module:function"
+        )
+    module = importlib.import_module(_BUILT_IN[spec.name])
+    try:
+        options = module.Options(**spec.options)
+    except ValidationError as error:
+        raise TrimtabError(f"reward {spec.name!r}: {explain(error, module.Options.model_fields)}") from None
+    return module.build(options, task)
+
+
+def _no_options(label: str, options: Mapping[str, Any]) -> None:
+    if options:
+        raise TrimtabError(f"reward {label!r}: your own function takes no options, got {', '.join(map(repr, options))}")

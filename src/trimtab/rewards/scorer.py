@@ -1,0 +1,113 @@
+"""Scores samples with several weighted rewards. A reward that fails, fails its sample: visibly, and only that one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+
+from trimtab.rewards.base import Built
+from trimtab.rewards.isolate import Call, Isolated, Outcome, checked, describe
+from trimtab.rewards.response import Response
+from trimtab.types import Completion, Problem
+
+Item = tuple[Problem, Response | Completion]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The weighted sum and its unweighted parts by reward name. `total` is None exactly when `error` says why."""
+
+    total: float | None
+    parts: Mapping[str, float]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """A reward as the scorer uses it."""
+
+    name: str
+    weight: float
+    timeout: float
+    built: Built
+
+
+class Scorer:
+    """Applies rewards to samples; those that can hang or are a user's own run in worker processes (see isolate.py).
+
+    Use it as a context manager or call `close()`; its processes also end with the last reference and with the trainer.
+    """
+
+    def __init__(self, rewards: Sequence[Weighted]) -> None:
+        self.rewards = tuple(rewards)
+        self._outside = [reward for reward in self.rewards if reward.built.isolated]
+        self._pool = Isolated([_unpacked(reward.built) for reward in self._outside]) if self._outside else None
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        """One score per item, in order. Never raises for what a reward does."""
+        samples = [
+            (problem, answer if isinstance(answer, Response) else Response.of(answer)) for problem, answer in items
+        ]
+        outside = self._score_outside(samples)
+        scores = []
+        for index, sample in enumerate(samples):
+            outcomes = {
+                reward.name: outside[reward.name][index] if reward.built.isolated else _call(reward.built, *sample)
+                for reward in self.rewards
+            }
+            scores.append(self._combine(sample[0], outcomes))
+        return scores
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _score_outside(self, samples: Sequence[tuple[Problem, Response]]) -> dict[str, list[Outcome]]:
+        if self._pool is None:
+            return {}
+        packed = [{"problem": _plain(problem), "response": asdict(response)} for problem, response in samples]
+        calls = [
+            Call(number, arguments, reward.timeout)
+            for number, reward in enumerate(self._outside)
+            for arguments in packed
+        ]
+        outcomes, count = self._pool.run(calls), len(samples)
+        return {
+            reward.name: outcomes[number * count : (number + 1) * count] for number, reward in enumerate(self._outside)
+        }
+
+    def _combine(self, problem: Problem, outcomes: Mapping[str, Outcome]) -> Score:
+        parts = {name: outcome.value for name, outcome in outcomes.items() if outcome.value is not None}
+        failed = [f"reward {name!r} {outcome.error}" for name, outcome in outcomes.items() if outcome.error]
+        if failed:
+            return Score(None, parts, f"problem {problem.id!r}: {'; '.join(failed)}")
+        return Score(sum(reward.weight * parts[reward.name] for reward in self.rewards), parts)
+
+
+def _call(built: Built, problem: Problem, response: Response) -> Outcome:
+    try:
+        return checked(built.function(response, problem))
+    except Exception as error:
+        return Outcome(error=describe(error))
+
+
+def _plain(problem: Problem) -> dict[str, object]:
+    return {"id": problem.id, "question": problem.question, "answer": problem.answer, "extra": dict(problem.extra)}
+
+
+def _unpacked(built: Built):
+    """The reward as the worker calls it: records rebuilt from what came through the pipe."""
+
+    def call(problem: dict, response: dict):
+        return built.function(Response(**response), Problem(**problem))
+
+    return call

@@ -1,0 +1,1 @@
+"""Rollouts: engines that sample responses and say with which probability."""

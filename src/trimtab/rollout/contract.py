@@ -1,0 +1,49 @@
+"""What a trainer may assume about log-probs it did not compute: checked once per batch of data, never guessed."""
+
+from __future__ import annotations
+
+from trimtab.errors import TrimtabError
+from trimtab.types import Sampling, Trajectory
+
+
+def check(sampling: Sampling, *, kept: bool) -> None:
+    """Refuse data whose importance ratios would be biased.
+
+    Args:
+        sampling: the contract the tokens were drawn under.
+        kept: whether every token carries the set of ids it was drawn from (`Completion.kept`).
+
+    Raises:
+        TrimtabError: greedy data; "raw" log-probs under a processed distribution, where pi/mu is off by the temperature
+            and by the mass truncation removed; truncated sampling without keep sets, where the trainer would
+            normalise over the whole vocabulary and every ratio would be low by the kept mass (METHODS 3.4).
+    """
+    if sampling.temperature == 0:
+        raise TrimtabError(
+            "these tokens were decoded greedily (temperature 0) and carry no sampling probabilities; "
+            "sample with temperature > 0"
+        )
+    processed = sampling.temperature != 1 or sampling.truncated
+    if sampling.logprobs == "raw" and processed:
+        raise TrimtabError(
+            f'log-probs are "raw" but the tokens were drawn under {_words(sampling)}: the ratio to the policy that '
+            'really sampled would be biased; have the engine return "processed" log-probs, or sample at temperature 1 '
+            "without truncation"
+        )
+    if sampling.truncated and not kept:
+        raise TrimtabError(
+            f"the tokens were drawn under {_words(sampling)} but carry no keep sets: ratios over the whole vocabulary "
+            "would be biased by the kept mass; use an engine that records them, or set top_p = 1 and top_k = 0"
+        )
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """`check` for one trajectory, its own keep sets included."""
+    check(trajectory.sampling, kept=trajectory.completion.kept is not None)
+
+
+def _words(sampling: Sampling) -> str:
+    parts = [f"temperature {sampling.temperature:g}"] if sampling.temperature != 1 else []
+    parts += [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+    parts += [f"top_k {sampling.top_k}"] if sampling.top_k else []
+    return ", ".join(parts)

@@ -1,0 +1,51 @@
+"""Where a response ends: stop ids, and stop strings found in decoded text as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from trimtab.types import Sampling
+
+
+class StopRule:
+    """Decides after each token whether a response is complete.
+
+    A stop string may begin and end inside tokens. The token that completes it is kept, so that ids and log-probs stay
+    exactly what was sampled; only the text is cut, before the stop string.
+    """
+
+    def __init__(self, tokenizer: Any, eos_ids: Iterable[int], sampling: Sampling) -> None:
+        self._tokenizer = tokenizer
+        self._ids = frozenset() if sampling.ignore_stop else frozenset(eos_ids) | frozenset(sampling.stop_ids)
+        self._strings = () if sampling.ignore_stop else tuple(text for text in sampling.stop if text)
+        # Every token carries at least one byte, but for a special token or a leading space a decoder may swallow.
+        self._window = max((len(text.encode()) for text in self._strings), default=0) + 4
+
+    def ended(self, responses: Sequence[Sequence[int]]) -> list[bool]:
+        """For each response so far: does its last token complete it?"""
+        by_id = [ids[-1] in self._ids for ids in responses]
+        if not self._strings:
+            return by_id
+        tails = self._tokenizer.batch_decode(
+            [list(ids[-self._window :]) for ids in responses],
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+        return [hit or any(stop in tail for stop in self._strings) for hit, tail in zip(by_id, tails, strict=True)]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The response as text, without special tokens and without the stop string or anything after it."""
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        starts = [text.find(stop) for stop in self._strings if stop in text]
+        return text[: min(starts)] if starts else text
+
+
+def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every id that ends a text, as the tokenizer, the model's config and its generation config name them."""
+    sources = (tokenizer, model.config, getattr(model, "generation_config", None))
+    found: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return frozenset(found)

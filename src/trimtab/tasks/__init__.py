@@ -1,0 +1,64 @@
+"""Where prompts come from: `build(name, **options) -> Task`. Each kind of task is one file; see docs/tasks.md."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from trimtab.errors import TrimtabError, explain, nearest
+from trimtab.types import Problem, Prompt, Task
+
+_KINDS = {
+    "arithmetic": "trimtab.tasks.arithmetic",
+    "sort": "trimtab.tasks.sort",
+    "reasoning-gym": "trimtab.tasks.gym",
+    "file": "trimtab.tasks.file",
+    "hf": "trimtab.tasks.hub",
+}
+
+
+def names() -> list[str]:
+    """Every kind of task, for help texts and error messages."""
+    return sorted(_KINDS)
+
+
+def build(name: str, **options: Any) -> Task:
+    """The task of this name; `options` are the keywords of its file's `Options`.
+
+    Raises `TrimtabError`: an unknown name or option (naming the nearest), a bad value, unusable data.
+    """
+    if name not in _KINDS:
+        raise TrimtabError(f"unknown task {name!r}{nearest(name, names())}")
+    module = importlib.import_module(_KINDS[name])
+    try:
+        checked = module.Options(**options)
+    except ValidationError as error:
+        raise TrimtabError(f"task {name!r}: {explain(error, _fields(module))}") from None
+    return module.build(checked)
+
+
+def encode(task: Task, problem: Problem, tokenizer: Any) -> Prompt:
+    """The prompt token for token. Special tokens are part of the task's text, never added by the tokenizer.
+
+    Raises `TrimtabError` for a prompt without tokens.
+    """
+    text = task.prompt_text(problem, tokenizer)
+    ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+    if len(ids) == 0:
+        raise TrimtabError(f"task {task.name!r}, problem {problem.id!r}: the prompt is empty; check its template")
+    return Prompt(problem=problem, text=text, ids=ids)
+
+
+def options(name: str) -> dict[str, str]:
+    """Option name -> one line about it, for help texts."""
+    if name not in _KINDS:
+        raise TrimtabError(f"unknown task {name!r}{nearest(name, names())}")
+    fields = _fields(importlib.import_module(_KINDS[name]))
+    return {key: field.description or "" for key, field in fields.items()}
+
+
+def _fields(module: Any) -> dict[str, Any]:
+    return {field.alias or key: field for key, field in module.Options.model_fields.items()}

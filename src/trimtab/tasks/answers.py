@@ -1,0 +1,91 @@
+"""The right answer, taken out of what a data set stores: a number, a GSM8K solution, a boxed LaTeX result."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any, Literal
+
+AnswerFormat = Literal["text", "number", "gsm8k", "boxed"]
+
+_NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?([eE][+-]?\d{1,3})?")
+_FRACTION = re.compile(r"[+-]?\d+/0*[1-9]\d*")
+_BOX = re.compile(r"\\(boxed|fbox|framebox)\s*\{")
+
+
+def extract(value: Any, form: AnswerFormat) -> str:
+    """The gold answer as text. Raises `ValueError` saying what is wrong with `value` and which format may fit."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise ValueError("there is no answer; fill it in or remove the row")
+    return _FORMATS[form](value)
+
+
+def text(value: Any) -> str:
+    """Text as it stands; numbers as they are written in the file."""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        raise ValueError(f"the answer is a {type(value).__name__}, not text or a number; name another column")
+    return number(value)
+
+
+def number(value: Any) -> str:
+    """A number in its shortest plain form: 14.0 -> "14", "025" -> "25", "1,200" -> "1200", 3.33333 stays; 1/2 too."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        raise ValueError(f"the answer is a {type(value).__name__}, not a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"the answer is {value}, not a finite number; remove the row")
+    written = str(value).strip().replace("−", "-")
+    if _FRACTION.fullmatch(written):
+        return written
+    match = _NUMBER.fullmatch(written)
+    if not match or not (match.group(1) or match.group(3)):
+        raise ValueError(f"the answer {_short(written)} is not a number; choose another answer_format, e.g. 'text'")
+    plain = format(Decimal(written.replace(",", "")), "f")
+    plain = plain.rstrip("0").rstrip(".") if "." in plain else plain
+    return "0" if plain in ("-0", "") else plain
+
+
+def gsm8k(value: Any) -> str:
+    """The number after the last "####" of a GSM8K solution."""
+    _, mark, tail = str(value).rpartition("####")
+    if not mark:
+        raise ValueError(f"no '#### <number>' in {_short(str(value))}; choose another answer_format, e.g. 'number'")
+    return number(tail)
+
+
+def boxed(value: Any) -> str:
+    """The content of the last \\boxed{...} of a LaTeX solution, braces balanced."""
+    solution = str(value)
+    starts = list(_BOX.finditer(solution))
+    if not starts:
+        raise ValueError(f"no \\boxed{{...}} in {_short(solution)}; choose another answer_format, e.g. 'text'")
+    content = _balanced(solution, starts[-1].end())
+    if content is None:
+        raise ValueError(f"the last \\boxed{{ of {_short(solution)} is never closed; mend the row")
+    if not content.strip():
+        raise ValueError("the last \\boxed{} is empty; mend the row")
+    return content.strip()
+
+
+def _balanced(solution: str, start: int) -> str | None:
+    depth, position = 1, start
+    while position < len(solution):
+        mark = solution[position]
+        if mark == "\\":
+            position += 2  # an escaped brace is ordinary text
+            continue
+        depth += (mark == "{") - (mark == "}")
+        if depth == 0:
+            return solution[start:position]
+        position += 1
+    return None
+
+
+def _short(text_: str) -> str:
+    return repr(text_ if len(text_) <= 40 else "..." + text_[-37:])
+
+
+_FORMATS: dict[str, Callable[[Any], str]] = {"text": text, "number": number, "gsm8k": gsm8k, "boxed": boxed}

@@ -1,0 +1,128 @@
+"""How a question becomes the exact text the model continues: plain, few-shot or chat.
+
+A template is ordinary text with the words `{question}` and (few-shot) `{answer}`. Only these two are replaced, in one
+pass, so braces of LaTeX in a template or in a question mean nothing special.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trimtab.errors import TrimtabError
+from trimtab.types import Problem
+
+FEW_SHOT = "Question: {question}\nAnswer: {answer}\n\n"
+
+
+class Template(Protocol):
+    def prompt(self, problem: Problem, tokenizer: Any) -> str:
+        """Everything the model sees, special tokens included."""
+        ...
+
+    def target(self, answer: str) -> str:
+        """The continuation that states `answer`, without what ends it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The template around the question, and nothing else."""
+
+    text: str = "{question}"
+
+    def __post_init__(self) -> None:
+        require(self.text, "question")
+
+    def prompt(self, problem: Problem, tokenizer: Any) -> str:
+        return beginning(tokenizer) + fill(self.text, question=problem.question)
+
+    def target(self, answer: str) -> str:
+        return answer
+
+
+@dataclass(frozen=True)
+class FewShot:
+    """Worked examples, then the same form up to where the answer belongs.
+
+    Blanks before `{answer}` are left to the model: a prompt that ends in a blank cuts the token " 12" apart.
+    """
+
+    examples: Callable[[Problem], Sequence[Problem]]
+    text: str = FEW_SHOT
+
+    def __post_init__(self) -> None:
+        require(self.text, "question")
+        require(self.text, "answer")
+        if self.text.index("{answer}") < self.text.index("{question}"):
+            raise TrimtabError(f"template {self.text!r}: put {{question}} before {{answer}}")
+
+    @property
+    def ending(self) -> str:
+        """The character that follows an answer: what a response stops at."""
+        after = self.text.partition("{answer}")[2]
+        if not after:
+            raise TrimtabError(f"template {self.text!r}: let a line break or another mark follow {{answer}}")
+        return after[0]
+
+    def prompt(self, problem: Problem, tokenizer: Any) -> str:
+        shots = "".join(fill(self.text, question=shot.question, answer=shot.answer) for shot in self.examples(problem))
+        return beginning(tokenizer) + shots + fill(self._head.rstrip(" "), question=problem.question)
+
+    def target(self, answer: str) -> str:
+        return self._head[len(self._head.rstrip(" ")) :] + answer
+
+    @property
+    def _head(self) -> str:
+        return self.text.partition("{answer}")[0]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One user turn (and an optional system turn) through the tokenizer's own chat template."""
+
+    text: str = "{question}"
+    system: str | None = None
+    answer: str = "{answer}"  # the form in which the text asks for the answer
+
+    def __post_init__(self) -> None:
+        require(self.text, "question")
+        require(self.answer, "answer")
+
+    def prompt(self, problem: Problem, tokenizer: Any) -> str:
+        if not getattr(tokenizer, "chat_template", None):
+            raise TrimtabError(
+                f"style 'chat': the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; "
+                "use style 'few-shot' or 'plain', or an instruction-tuned model"
+            )
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": fill(self.text, question=problem.question)})
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def target(self, answer: str) -> str:
+        return fill(self.answer, answer=answer)
+
+
+def fill(template: str, **values: str) -> str:
+    """Replace `{name}` for the given names only, in one pass (a value is never searched again)."""
+    names = "|".join(values)
+    return re.sub(rf"\{{({names})\}}", lambda match: values[match.group(1)], template)
+
+
+def require(template: str, name: str) -> None:
+    if template.count(f"{{{name}}}") != 1:
+        raise TrimtabError(f"template {template!r}: write {{{name}}} exactly once")
+
+
+def beginning(tokenizer: Any) -> str:
+    """The token this tokenizer starts every text with (Llama's <s>), or nothing (GPT-2, SmolLM2, Qwen).
+
+    Prompts are tokenized without special tokens because a chat template brings its own; plain text must too.
+    """
+    bos = getattr(tokenizer, "bos_token", None)
+    if bos is None:
+        return ""
+    start = tokenizer("")["input_ids"]
+    return bos if start and start[0] == tokenizer.bos_token_id else ""

@@ -1,0 +1,135 @@
+"""Trajectories to tensors: mini-batches (one optimizer update each) of micro-batches (one forward and backward each).
+
+Groups stay together, so that a prompt is computed once for all its samples. The packing is made once per batch and
+used by the proximal pass and by every epoch: that is what makes the first ratio exactly 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from trimtab.models.logprobs import TokenBatch, pack_kept
+from trimtab.types import Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Some rows of a batch as tensors. Log-probs are float32 `(rows, time)`, `mask` bool, `advantage` `(rows, 1)`.
+
+    `rows` are positions in the batch's trajectory list. `proximal` and `reference` are None until scored; `advantage`
+    is NaN until it is known, so that forgetting it cannot go unnoticed.
+    """
+
+    rows: tuple[int, ...]
+    tokens: TokenBatch
+    mask: torch.Tensor
+    behavior: torch.Tensor
+    kept: torch.Tensor | None
+    advantage: torch.Tensor
+    proximal: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+
+    def with_scores(self, **scores: torch.Tensor) -> MicroBatch:
+        return replace(self, **scores)
+
+
+def split_minibatches(groups: Sequence[Sequence[int]], minibatches: int) -> list[list[Sequence[int]]]:
+    """Deal whole groups into `minibatches` nearly equal parts, in order; empty parts are left out."""
+    bounds = np.linspace(0, len(groups), minibatches + 1).round().astype(int)
+    return [list(groups[low:high]) for low, high in pairwise(bounds) if high > low]
+
+
+class _Size(NamedTuple):
+    """Padded extent of some rows: `prompts` x `prompt` prompt tokens and `rows` x `response` response tokens."""
+
+    prompts: int = 0
+    prompt: int = 0
+    rows: int = 0
+    response: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * self.prompt + self.rows * self.response
+
+    def with_row(self, row: Trajectory) -> _Size:
+        return self._replace(rows=self.rows + 1, response=max(self.response, len(row)))
+
+    def merge(self, other: _Size) -> _Size:
+        return _Size(
+            self.prompts + other.prompts,
+            max(self.prompt, other.prompt),
+            self.rows + other.rows,
+            max(self.response, other.response),
+        )
+
+
+def micro_batches(
+    trajectories: Sequence[Trajectory], groups: Sequence[Sequence[int]], token_budget: int
+) -> Iterator[tuple[int, ...]]:
+    """Pack groups greedily until the padded token count would pass the budget; a larger group is cut into samples."""
+    rows: list[int] = []
+    size = _Size()
+    for group in groups:
+        for piece, extent in _pieces(trajectories, group, token_budget):
+            if rows and size.merge(extent).tokens > token_budget:
+                yield tuple(rows)
+                rows, size = [], _Size()
+            rows.extend(piece)
+            size = size.merge(extent)
+    if rows:
+        yield tuple(rows)
+
+
+def to_tensors(
+    trajectories: Sequence[Trajectory], rows: Sequence[int], pad_id: int, device: torch.device
+) -> MicroBatch:
+    """The chosen trajectories as padded tensors on `device`; each group's prompt appears once."""
+    chosen = [trajectories[row] for row in rows]
+    first = {t.group: t for t in reversed(chosen)}
+    place = {group: index for index, group in enumerate(dict.fromkeys(t.group for t in chosen))}
+    tokens = TokenBatch.pack(
+        [first[group].prompt.ids for group in place],
+        [t.completion.response_ids for t in chosen],
+        [place[t.group] for t in chosen],
+        pad_id=pad_id,
+    )
+    time = tokens.response_ids.shape[1]
+    kept = None
+    if any(t.sampling.truncated for t in chosen):
+        kept = pack_kept([t.completion.kept or () for t in chosen], time).to(device)
+    return MicroBatch(
+        rows=tuple(rows),
+        tokens=TokenBatch(**{field.name: getattr(tokens, field.name).to(device) for field in fields(tokens)}),
+        mask=_pad([t.loss_mask for t in chosen], time, False).to(device),
+        behavior=_pad([t.completion.logp_behavior for t in chosen], time, 0.0).to(device),
+        kept=kept,
+        advantage=torch.full((len(chosen), 1), float("nan"), device=device),
+    )
+
+
+def _pieces(trajectories: Sequence[Trajectory], group: Sequence[int], budget: int) -> Iterator[tuple[list[int], _Size]]:
+    """Parts of one group that fit the budget; a single sample that does not fit is a part of its own."""
+    empty = _Size(prompts=1, prompt=len(trajectories[group[0]].prompt.ids))
+    piece: list[int] = []
+    size = empty
+    for row in group:
+        grown = size.with_row(trajectories[row])
+        if piece and grown.tokens > budget:
+            yield piece, size
+            piece, grown = [], empty.with_row(trajectories[row])
+        piece.append(row)
+        size = grown
+    yield piece, size
+
+
+def _pad(rows: Sequence[np.ndarray], time: int, value: float | bool) -> torch.Tensor:
+    padded = np.full((len(rows), time), value, dtype=rows[0].dtype)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return torch.from_numpy(padded)

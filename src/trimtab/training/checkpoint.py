@@ -1,0 +1,259 @@
+"""Checkpoints: `checkpoints/step-000010/`, complete or absent, checked on the way in, never unpickled.
+
+    manifest.json            format, step, and size + sha256 of every other file
+    meta.json                counters and everything that is not a tensor
+    <section>.safetensors    named tensors: model, optimizer, ...
+    <anything else>          files of the caller, e.g. pending.parquet
+
+`checkpoints/best.json` points at the best one; it and its folder survive `prune`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.training import atomic
+
+FORMAT = 1
+MANIFEST, META, BEST = "manifest.json", "meta.json", "best.json"
+_SECTION = ".safetensors"
+_NAME = re.compile(rf"(?:{re.escape(atomic.REPLACED)})?step-(\d{{6,}})")
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A verified checkpoint. CPU tensors are mapped from its files: copy them into place, do not keep them.
+
+    `skipped` says, newest first and one line each, which newer checkpoints were damaged.
+    """
+
+    step: int
+    folder: Path
+    tensors: dict[str, dict[str, Tensor]]
+    meta: Any
+    files: dict[str, bytes] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint so far; higher is better."""
+
+    step: int
+    metric: str
+    value: float
+
+
+def save(
+    root: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    meta: Any,
+    files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Write `root/step-<step>` in one rename and return it; a checkpoint of the same step is replaced.
+
+    `tensors`: section -> name -> tensor (no two may share memory, see `states.model_state`). `meta`: JSON values;
+    non-finite floats are allowed here, as only `load` reads them. Raises `TrimtabError` when the disk is full; every
+    checkpoint that was there before is still there.
+    """
+    folder = folder_of(root, step)
+    with atomic.new_folder(folder, replace=True) as temporary:
+        for section, named in tensors.items():
+            _write_tensors(temporary / f"{section}{_SECTION}", named)
+        (temporary / META).write_text(json.dumps(meta))
+        for name, data in (files or {}).items():
+            (temporary / name).write_bytes(data)
+        described = {item.name: _describe(item) for item in sorted(temporary.iterdir())}
+        (temporary / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": described}, indent=1))
+    return folder
+
+
+def load(folder: Path, sections: Collection[str] | None = None) -> LoadedCheckpoint:
+    """Check and read one checkpoint; `sections` limits both to these tensors (and to `meta`).
+
+    Raises `TrimtabError` naming the file that is missing, cut, changed or unreadable.
+    """
+    files = _manifest(folder)["files"]
+    wanted = [name for name in files if _is_wanted(name, sections)]
+    tensors, others = {}, {}
+    for name in wanted:
+        _verify(folder / name, files[name])
+        if name.endswith(_SECTION):
+            tensors[name.removesuffix(_SECTION)] = load_file(folder / name)
+        elif name != META:
+            others[name] = (folder / name).read_bytes()
+    absent = sorted(set(sections or ()) - set(tensors))
+    if absent:
+        raise TrimtabError(f"checkpoint {folder} has no {absent[0]!r} tensors")
+    meta = json.loads((folder / META).read_text())
+    return LoadedCheckpoint(_step(folder), folder, tensors, meta, others)
+
+
+def latest(
+    root: Path, sections: Collection[str] | None = None, notify: Callable[[str], None] | None = None
+) -> LoadedCheckpoint | None:
+    """The newest checkpoint that is intact, or None when there never was one.
+
+    Each damaged one on the way is reported through `notify` (default: a `TrimtabWarning`). Raises `TrimtabError` when
+    there are checkpoints and none is intact, so that no run silently starts over. Changes nothing on the disk.
+    """
+    skipped: list[str] = []
+    for folder in reversed(folders(root)):
+        try:
+            found = load(folder, sections)
+        except TrimtabError as error:
+            skipped.append(str(error))
+            continue
+        for line in skipped:
+            (notify or _warn)(f"{line}; using {folder.name} instead")
+        return LoadedCheckpoint(found.step, folder, found.tensors, found.meta, found.files, tuple(skipped))
+    if skipped:
+        raise TrimtabError(f"no intact checkpoint in {root}: {skipped[0]}; start again with another --out")
+    return None
+
+
+def folders(root: Path) -> list[Path]:
+    """Every checkpoint under `root`, oldest first, unchecked."""
+    if not root.is_dir():
+        return []
+    found: dict[int, Path] = {}
+    # `.trimtab-old-step-N` is all there is of step N while a writer is between the two renames of a replacement.
+    for item in sorted(root.iterdir(), key=lambda item: not item.name.startswith(atomic.REPLACED)):
+        if item.is_dir() and _NAME.fullmatch(item.name):
+            found[_step(item)] = item
+    return [found[step] for step in sorted(found)]
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lives."""
+    return root / f"step-{step:06d}"
+
+
+def prune(root: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
+    """Delete all but the newest `keep` checkpoints, the best one and the steps in `protect`; returns what went."""
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}")
+    marked = best(root)
+    protected = {*protect} | ({marked.step} if marked else set())
+    doomed = [folder for folder in folders(root)[:-keep] if _step(folder) not in protected]
+    for folder in doomed:
+        atomic.remove_folder(folder)
+    return doomed
+
+
+def mark_best(root: Path, step: int, metric: str, value: float) -> bool:
+    """Remember the checkpoint of `step` if `value` beats the best so far; returns whether it did.
+
+    Higher is better, a tie keeps the older one, NaN never wins, another metric starts afresh. Calling it again with
+    the same arguments changes nothing, so a resumed run may repeat the call that a kill cut off.
+    """
+    if not folder_of(root, step).is_dir():
+        raise ValueError(f"there is no checkpoint of step {step} in {root}")
+    current = best(root)
+    if math.isnan(value) or (current and current.metric == metric and value <= current.value):
+        return False
+    atomic.write_text(root / BEST, json.dumps({"step": step, "metric": metric, "value": value}))
+    return True
+
+
+def best(root: Path) -> Best | None:
+    """The best checkpoint marked so far. `TrimtabError` when the mark cannot be read."""
+    path = root / BEST
+    if not path.exists():
+        return None
+    try:
+        data = json.loads(path.read_text())
+        return Best(int(data["step"]), str(data["metric"]), float(data["value"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        raise TrimtabError(f"{path} is damaged: delete it, the next evaluation marks a best checkpoint again") from None
+
+
+def set_aside_after(root: Path, step: int) -> list[Path]:
+    """Take checkpoints newer than `step` out of the way of a run that goes on from there (they are damaged).
+
+    They stay on the disk as `step-000020.aside`, for inspection; otherwise `prune` would count them as the newest.
+    """
+    moved = []
+    for folder in folders(root):
+        if _step(folder) > step:
+            target = folder.with_name(f"{folder.name}.aside")
+            if target.exists():
+                atomic.remove_folder(target)
+            moved.append(folder.rename(target))
+    marked = best(root)
+    if marked and marked.step > step:
+        (root / BEST).unlink()
+    return moved
+
+
+def _step(folder: Path) -> int:
+    match = _NAME.fullmatch(folder.name)
+    if not match:
+        raise TrimtabError(f"{folder} is not a checkpoint: its name is not like step-000010")
+    return int(match[1])
+
+
+def _is_wanted(name: str, sections: Collection[str] | None) -> bool:
+    return sections is None or name == META or name.removesuffix(_SECTION) in sections
+
+
+def _write_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}, path)
+    except SafetensorError as error:
+        code = re.search(r"(.*) \(os error (\d+)\)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[2]), code[1]) from error
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    step, path = _step(folder), folder / MANIFEST
+    try:
+        data = json.loads(path.read_bytes())
+        listed = {name: (entry["size"], entry["sha256"]) for name, entry in data["files"].items()}
+        same = (data["format"], data["step"]) == (FORMAT, step) and META in listed
+    except FileNotFoundError:
+        raise TrimtabError(f"checkpoint {folder} is incomplete: {MANIFEST} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise TrimtabError(f"checkpoint {folder} is damaged: {MANIFEST} cannot be read") from None
+    if not same:
+        raise TrimtabError(
+            f"checkpoint {folder} is damaged or foreign: {MANIFEST} is not of format {FORMAT} and {step=}"
+        )
+    return data
+
+
+def _verify(path: Path, entry: Mapping[str, Any]) -> None:
+    broken = f"checkpoint {path.parent} is damaged: {path.name}"
+    try:
+        found = _describe(path)
+    except OSError as error:
+        raise TrimtabError(f"{broken} cannot be read ({error.strerror})") from None
+    if found["size"] != entry["size"]:
+        raise TrimtabError(f"{broken} has {found['size']} bytes instead of {entry['size']}")
+    if found["sha256"] != entry["sha256"]:
+        raise TrimtabError(f"{broken} was changed (its sha256 differs)")
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line, TrimtabWarning, stacklevel=3)

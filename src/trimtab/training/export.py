@@ -1,0 +1,88 @@
+"""A run's model in the format every other tool loads: config, tokenizer and safetensors in one folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from trimtab.config import Config, load_config
+from trimtab.errors import TrimtabError, nearest
+from trimtab.models.quiet import quiet
+from trimtab.training import atomic, checkpoint, states
+from trimtab.training.rundir import CONFIG, MODEL
+from trimtab.training.weights import add_lora, named_weights
+
+GENERATION = "generation_config.json"
+
+
+def save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """What `restore` and `export` need besides weights (config, generation config, tokenizer), once per run."""
+    with atomic.new_folder(folder, replace=True) as temporary:
+        model.config.save_pretrained(temporary)
+        if model.generation_config is not None:
+            # Not save_pretrained: it refuses generation settings that published models really have.
+            model.generation_config.to_json_file(temporary / GENERATION)
+        tokenizer.save_pretrained(temporary)
+
+
+def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:
+    """Model (master precision, adapters merged, evaluation mode), tokenizer and step of a run's checkpoint.
+
+    `which` is `last` (the newest intact one) or `best` (by `eval.best`). Raises `TrimtabError` in one line when the
+    run, the checkpoint or a part of it is missing.
+    """
+    files = run / MODEL
+    if not (run / CONFIG).is_file():
+        raise TrimtabError(f"{run} holds no run: {CONFIG} is missing")
+    if not (files / "config.json").is_file():
+        raise TrimtabError(f"{run} has no {MODEL}/config.json: the run stopped before its first step")
+    config, found = load_config(run / CONFIG), _checkpoint(run, which)
+    weights = found.tensors["model"]
+    model = _untrained(files, config)
+    if config.model.lora.rank:
+        adapted = add_lora(_untrained(files, config), config.model.lora)
+        states.load_model_state(adapted, weights)
+        once = states.model_state(model)
+        weights = {name: weight for name, weight in named_weights(adapted) if name in once}
+    states.load_model_state(model, weights)
+    return model.eval(), AutoTokenizer.from_pretrained(files, trust_remote_code=False), found.step
+
+
+def export(run: Path, dest: Path, which: str = "last") -> Path:
+    """Write `restore(run, which)` to the new folder `dest`, which is complete or absent; returns `dest`."""
+    if dest.exists():
+        raise TrimtabError(f"{dest} already exists: choose another folder")
+    model, _, _ = restore(run, which)
+    with atomic.new_folder(dest) as temporary, quiet():
+        model.save_pretrained(temporary)
+        # But for config.json, which the line above wrote with the dtype of the exported weights.
+        shutil.copytree(run / MODEL, temporary, ignore=shutil.ignore_patterns("config.json"), dirs_exist_ok=True)
+    return dest
+
+
+def _checkpoint(run: Path, which: str) -> checkpoint.LoadedCheckpoint:
+    root = run / "checkpoints"
+    if which == "last":
+        found = checkpoint.latest(root, ["model"])
+        if found is None:
+            raise TrimtabError(f"{run} has no checkpoint yet: set checkpoint.every, or let the run finish")
+        return found
+    if which != "best":
+        raise TrimtabError(f"unknown checkpoint {which!r}{nearest(which, ['best', 'last'])}")
+    marked = checkpoint.best(root)
+    if marked is None:
+        raise TrimtabError(f"{run} has no best checkpoint: set eval.best to a metric, or ask for the last one")
+    return checkpoint.load(checkpoint.folder_of(root, marked.step), ["model"])
+
+
+def _untrained(files: Path, config: Config) -> PreTrainedModel:
+    """The right modules and buffers; every weight is replaced afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(files, trust_remote_code=False),
+            dtype=getattr(torch, config.model.dtype),
+            trust_remote_code=False,
+        )

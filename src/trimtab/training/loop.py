@@ -1,0 +1,245 @@
+"""The training loop, top to bottom. Everything stateful in a run hangs off `Trainer`; everything else is a function.
+
+    collect -> score rewards -> proximal log-probs -> advantages -> mini-batch updates -> publish weights
+
+Time is counted in optimizer updates. A step consumes one batch; the sampler's weights are refreshed once at least
+`sync_every` updates have passed since the last publication.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from trimtab.config import Config
+from trimtab.corrections import finite_rows
+from trimtab.errors import TrimtabError
+from trimtab.evaluation import evaluate
+from trimtab.objectives import advantages
+from trimtab.training import checkpoint, snapshot, trajectories
+from trimtab.training.batching import micro_batches, split_minibatches, to_tensors
+from trimtab.training.collect import Collector, CollectStats, Group
+from trimtab.training.metrics import batch_metrics, collect_metrics, speed_metrics, update_metrics
+from trimtab.training.observer import Moment, Observer
+from trimtab.training.rundir import RunDir
+from trimtab.training.seeds import derive
+from trimtab.training.sinks import Sink
+from trimtab.training.update import DivergedError, Learner, MiniBatch, UpdateStats
+from trimtab.training.weights import named_weights
+from trimtab.types import Engine, Trajectory
+
+
+@dataclass
+class Batch:
+    """What one step trains on: trajectories in order, and the same as scored mini-batches with advantages."""
+
+    trajectories: list[Trajectory]
+    minibatches: list[MiniBatch]
+    advantages: torch.Tensor
+    dropped: int
+
+
+@dataclass
+class Trainer:
+    """One run. `step` counts finished steps; `learner.updates` is the clock the policies are dated with."""
+
+    config: Config
+    collector: Collector
+    learner: Learner
+    engine: Engine
+    run: RunDir
+    observer: Observer
+    sinks: Sequence[Sink] = ()
+    step: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def train(self) -> dict[str, Any]:
+        """Run to the last step and return its metrics. On divergence the error names the last good checkpoint."""
+        logged = self.run.metrics()  # a resumed run may already be complete
+        metrics: dict[str, Any] = logged[-1] if logged else {}
+        before: dict[str, float] = {}
+        if self.step == 0:
+            self._publish(force=True)
+            before = self._evaluate("before")
+        while self.step < self.config.trainer.steps:
+            metrics = self._one_step(before)
+            before = {}
+        return metrics
+
+    def _one_step(self, before: dict[str, float]) -> dict[str, Any]:
+        """One batch. `before` is the held-out result ahead of the first update; it is logged with the first step."""
+        start = time.perf_counter()
+        version = self.learner.updates
+        self.observer.phase("collect", self.step, self.config.trainer.steps)
+        groups, collected = self.collector.collect(version)
+        batch = self._prepare_batch(groups)
+        stats = self._update(batch)
+        self._publish()
+        self.step += 1
+        self.seconds["step"] = time.perf_counter() - start
+
+        metrics = self._metrics(batch, collected, stats, version)
+        metrics |= before | {f"{key.rpartition('/')[0]}/before": value for key, value in before.items()}
+        measured: dict[str, float] = {}
+        if self._due(self.config.eval.every):
+            measured = self._evaluate("after" if self.step == self.config.trainer.steps else self.step)
+        self._write(batch, stats, metrics | measured, measured)
+        for error in dict.fromkeys(collected.errors):
+            self.observer.message(error)
+        return metrics | measured
+
+    def _prepare_batch(self, groups: Sequence[Group]) -> Batch:
+        """Pack, score what stays constant, drop bad data, and only then compute advantages over whole groups."""
+        rows = [trajectory for group in groups for trajectory in group]
+        dropped = 0
+        while True:
+            start = time.perf_counter()
+            minibatches = self.learner.score_constants(self._pack(rows))
+            self.seconds["proximal"] = time.perf_counter() - start
+            bad = _non_finite(minibatches)
+            if not bad:
+                break
+            dropped += len(bad)
+            rows = [trajectory for index, trajectory in enumerate(rows) if index not in bad]
+        kind = self.config.advantage.kind or self.learner.objective.advantage
+        rewards = torch.tensor([t.reward for t in rows], dtype=torch.float64)
+        owners = torch.tensor([t.group for t in rows], dtype=torch.long)
+        values = advantages(kind, rewards, owners).float() if rows else rewards.view(0, 1).float()
+        for minibatch in minibatches:
+            for index, micro in enumerate(minibatch):
+                chosen = values[list(micro.rows)].to(self.learner.device)
+                minibatch[index] = micro.with_scores(advantage=chosen)
+        return Batch(rows, minibatches, values, dropped)
+
+    def _pack(self, rows: Sequence[Trajectory]) -> list[MiniBatch]:
+        owned: dict[int, list[int]] = {}
+        for index, trajectory in enumerate(rows):
+            owned.setdefault(trajectory.group, []).append(index)
+        trainer, pad_id = self.config.trainer, self.collector.stream.pad_id
+        return [
+            [
+                to_tensors(rows, chosen, pad_id, self.learner.device)
+                for chosen in micro_batches(rows, part, trainer.micro_batch_tokens)
+            ]
+            for part in split_minibatches(list(owned.values()), trainer.minibatches)
+        ]
+
+    def _update(self, batch: Batch) -> UpdateStats:
+        start = time.perf_counter()
+        try:
+            return self.learner.update(batch.minibatches, lambda done, of: self.observer.phase("update", done, of))
+        except DivergedError as error:
+            if error.weights_are_good:
+                self._checkpoint({})
+            good = self.run.checkpoints()
+            where = f"the last good checkpoint is {good[-1]}" if good else "no checkpoint was written yet"
+            raise TrimtabError(f"{error}; {where}: lower optim.lr or choose a stricter correction") from None
+        finally:
+            self.seconds["update"] = time.perf_counter() - start
+
+    def _publish(self, *, force: bool = False) -> None:
+        start = time.perf_counter()
+        every = self.config.trainer.sync_every or 1
+        if force or self.learner.updates - self.engine.policy_version >= every:
+            self.engine.publish(self.current_weights(), self.learner.updates)
+        self.seconds["publish"] = time.perf_counter() - start
+
+    def current_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return named_weights(self.learner.model)
+
+    def _due(self, every: int) -> bool:
+        return self.step == self.config.trainer.steps or bool(every and self.step % every == 0)
+
+    def _metrics(self, batch: Batch, collected: CollectStats, stats: UpdateStats, version: int) -> dict[str, Any]:
+        """Everything `docs/metrics.md` promises for a step."""
+        self.seconds |= {"collect": collected.seconds_generating, "score": collected.seconds_scoring}
+        return {
+            "step": self.step,
+            "updates": self.learner.updates,
+            "policy_version": self.engine.policy_version,
+            **batch_metrics(batch.trajectories, version),
+            **collect_metrics(collected, dropped=batch.dropped),
+            **update_metrics(stats, anchor=self.learner.anchor_name),
+            **speed_metrics(self.seconds, collected.response_tokens, stats.tokens),
+        }
+
+    def _evaluate(self, moment: Moment) -> dict[str, float]:
+        """Held-out greedy accuracy of the current policy in the engine's numerics; stale weights are put back after."""
+        stale, version = None, self.engine.policy_version
+        if version != self.learner.updates:
+            stale = [(name, weight.clone()) for name, weight in self.engine.weights()]
+            self.engine.publish(self.current_weights(), self.learner.updates)
+        task = self.collector.stream.task
+        result = evaluate(
+            self.engine,
+            self.collector.stream.tokenizer,
+            task,
+            self.collector.scorer,
+            problems=list(task.test[: self.config.eval.problems]),
+            sampling=replace(self.collector.sampling, temperature=0.0, top_p=1.0, top_k=0),
+            seed=derive(self.config.seed, "eval"),
+        )
+        if stale is not None:
+            self.engine.publish(stale, version)
+        self.observer.evaluated(task.name, moment, result.accuracy)
+        return {f"eval/{task.name}/greedy": result.accuracy}
+
+    def _write(self, batch: Batch, stats: UpdateStats, metrics: dict[str, Any], measured: Mapping[str, float]) -> None:
+        """Files first, then whoever is watching: what was seen on the display is already on disk."""
+        every = self.config.log.trajectories_every
+        if every and self.step % every == 0:
+            trajectories.write(self.run.trajectory_file(self.step), self._rows(batch, stats), self.step)
+        self.run.log(metrics)
+        if self._due(self.config.checkpoint.every) or self._improved(measured):
+            self._checkpoint(measured)
+        for sink in self.sinks:
+            sink.log(self.step, metrics)
+        self.observer.step(metrics)
+
+    def _rows(self, batch: Batch, stats: UpdateStats) -> list[trajectories.Row]:
+        """Trajectories with their advantage and the log-probs the mismatch was measured against."""
+        proximal = self.learner.anchor_name == "proximal"
+        return [
+            trajectories.Row(
+                trajectory,
+                logp_proximal=stats.anchors[index] if proximal else None,
+                logp_current=None if proximal else stats.anchors[index],
+                advantage=float(batch.advantages[index]),
+                proximal_version=stats.versions[index],
+            )
+            for index, trajectory in enumerate(batch.trajectories)
+        ]
+
+    def _improved(self, measured: Mapping[str, float]) -> bool:
+        """Whether this step's weights are the best so far by `eval.best`; the before-training value never counts."""
+        metric = self.config.eval.best
+        if metric is None or metric not in measured:
+            return False
+        best = checkpoint.best(self.run.checkpoint_root)
+        return best is None or measured[metric] > best.value
+
+    def _checkpoint(self, measured: Mapping[str, float]) -> None:
+        root, keep = self.run.checkpoint_root, self.config.checkpoint.keep
+        checkpoint.save(root, self.step, *snapshot.take(self, measured))
+        self.mark_best(measured)
+        checkpoint.prune(root, keep)
+
+    def mark_best(self, measured: Mapping[str, float]) -> None:
+        """Remember this step's checkpoint if it is the best so far by `eval.best`; repeating it changes nothing."""
+        metric = self.config.eval.best
+        if metric is not None and metric in measured:
+            checkpoint.mark_best(self.run.checkpoint_root, self.step, metric, measured[metric])
+
+
+def _non_finite(minibatches: Sequence[MiniBatch]) -> set[int]:
+    """Rows whose proximal log-probs are not finite somewhere they would be trained on: bad data, to be dropped."""
+    bad: set[int] = set()
+    for micro in (micro for minibatch in minibatches for micro in minibatch):
+        if micro.proximal is not None:
+            finite = finite_rows(micro.mask, micro.proximal)
+            bad |= {row for row, good in zip(micro.rows, finite[:, 0].tolist(), strict=True) if not good}
+    return bad

@@ -1,0 +1,85 @@
+"""The numbers of one step, under the names `docs/metrics.md` documents. Floats are made here, once a step."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trimtab.training.collect import CollectStats
+from trimtab.training.update import UpdateStats
+from trimtab.types import Trajectory
+
+
+def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """Rewards, lengths and ages of the trajectories consumed in this step; ages are in optimizer updates."""
+    if not trajectories:
+        return {"trajectories/consumed": 0}
+    rewards = np.array([t.reward for t in trajectories])
+    lengths = np.array([len(t) for t in trajectories])
+    ages = version - np.concatenate([t.completion.policy_version for t in trajectories])
+    parts = {
+        f"reward/{name}": float(np.mean([t.rewards[name] for t in trajectories])) for name in trajectories[0].rewards
+    }
+    return {
+        "trajectories/consumed": len(trajectories),
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        **parts,
+        "length/mean": float(lengths.mean()),
+        "length/max": int(lengths.max()),
+        "length/truncated": float(np.mean([t.completion.finish == "length" for t in trajectories])),
+        "lag/mean": float(ages.mean()) if ages.size else 0.0,
+        "lag/max": int(ages.max()) if ages.size else 0,
+        **_entropy(trajectories),
+    }
+
+
+def _entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean entropy, in nats, of the distributions the tokens were drawn from; engines may not report it."""
+    found = [t.completion.entropy for t in trajectories if t.completion.entropy is not None]
+    return {"entropy/rollout": float(np.concatenate(found).mean())} if len(found) == len(trajectories) else {}
+
+
+def collect_metrics(stats: CollectStats, *, dropped: int) -> dict[str, float]:
+    """What was sampled, and what of it could not be used."""
+    return {
+        "reward/failed": stats.failed_rewards,
+        "groups/no_signal": stats.no_signal,
+        "groups/refilled": stats.refilled,
+        "trajectories/stale": stats.stale,
+        "trajectories/dropped": stats.dropped + stats.failed_rewards + dropped,
+    }
+
+
+def update_metrics(stats: UpdateStats, *, anchor: str) -> dict[str, Any]:
+    """Mismatch, objective and optimizer. `optim/grad_norm` is the mean over the step's updates, before clipping."""
+    measured = {f"mismatch/{key}": value for key, value in stats.mismatch.finalize().items()} if stats.mismatch else {}
+    return {
+        **measured,
+        "mismatch/anchor": anchor,
+        **(stats.objective.finalize() if stats.objective else {}),
+        "optim/lr": stats.lr,
+        "optim/grad_norm": float(np.mean(stats.grad_norms)) if stats.grad_norms else float("nan"),
+        "optim/skipped": stats.skipped,
+    }
+
+
+def speed_metrics(seconds: Mapping[str, float], rollout_tokens: int, train_tokens: int) -> dict[str, float]:
+    """Seconds by phase, tokens per second of the two big ones, and the peak resident memory of the process so far."""
+    return {
+        **{f"time/{phase}": value for phase, value in seconds.items()},
+        "tokens/rollout": rollout_tokens,
+        "tokens/train": train_tokens,
+        "tokens_per_second/rollout": rollout_tokens / max(seconds["collect"], 1e-9),
+        "tokens_per_second/train": train_tokens / max(seconds["update"] + seconds["proximal"], 1e-9),
+        "memory/rss": _peak_rss(),
+    }
+
+
+def _peak_rss() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes

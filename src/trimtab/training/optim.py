@@ -1,0 +1,37 @@
+"""AdamW, and the learning rate as a pure function of the update counter: resuming needs no scheduler state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from trimtab.config import OptimConfig
+
+
+def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """Fused AdamW over the trainable parameters (about six times faster than the loop over tensors on a CPU)."""
+    return torch.optim.AdamW(
+        [parameter for parameter in parameters if parameter.requires_grad],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def learning_rate(config: OptimConfig, update: int, total: int) -> float:
+    """Rate of update `update` (from 0) out of `total`: linear warm-up, then constant or cosine down to `min_lr`."""
+    if update < config.warmup:
+        return config.lr * (update + 1) / config.warmup
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (update - config.warmup) / max(1, total - config.warmup))
+    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

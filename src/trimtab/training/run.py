@@ -1,0 +1,194 @@
+"""Build a run from a recipe and train it. Everything a user can get wrong is checked before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab import rewards, tasks
+from trimtab.config import Config
+from trimtab.errors import TrimtabError
+from trimtab.models.load import Loaded, default_device, load
+from trimtab.objectives import Objective, objective
+from trimtab.rewards import Scorer
+from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.training import snapshot
+from trimtab.training.collect import Collector, PromptStream
+from trimtab.training.export import save_model_files
+from trimtab.training.loop import Trainer
+from trimtab.training.observer import Observer, Silent
+from trimtab.training.optim import build_optimizer
+from trimtab.training.rundir import RunDir
+from trimtab.training.sft import laboratory_folder
+from trimtab.training.sinks import open_sinks
+from trimtab.training.update import Learner
+from trimtab.training.weights import add_lora
+from trimtab.types import Engine, Problem, RewardSpec, Sampling, Task
+
+RewardFunction = Callable[[str, Problem], float]
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Where the run lies and the metrics of its last step."""
+
+    run: Path
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a recipe names, built and checked, before any model is loaded."""
+
+    objective: Objective
+    task: Task
+    scorer: Scorer
+
+
+def train(
+    config: Config,
+    *,
+    reward: RewardFunction | None = None,
+    out: Path | str | None = None,
+    resume: bool = False,
+    observer: Observer | None = None,
+) -> RunResult:
+    """Train as `config` says; `reward` (a function of completion text and problem) replaces the recipe's rewards.
+
+    Raises `TrimtabError` for anything a user can mend.
+    """
+    watcher = observer or Silent()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    with ExitStack() as cleanup:
+        parts = check(config, reward)
+        cleanup.callback(parts.scorer.close)
+        folder = Path(out or config.out or "runs/run")
+        run = cleanup.enter_context(RunDir.open(folder) if resume else RunDir.create(folder, config.dump()))
+        loaded = load_model(config)
+        if not run.model_folder.exists():
+            save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
+        trainer = assemble(config, parts, loaded, run, watcher)
+        if resume:
+            snapshot.resume(trainer)
+        trainer.sinks = open_sinks(config.log, run.path, first_step=trainer.step + 1)
+        for sink in trainer.sinks:
+            cleanup.callback(sink.close)
+        watcher.started(config, parts.objective.equation(), config.trainer.steps, run.path)
+        return RunResult(run.path, trainer.train())
+
+
+def check(config: Config, reward: RewardFunction | None = None) -> Parts:
+    """Build the objective, the task and the rewards, and refuse combinations that cannot be meant."""
+    if config.numerics != "native":
+        raise TrimtabError('numerics = "invariant" is not available yet; use numerics = "native"')
+    if config.engine.type != "embedded":
+        raise TrimtabError(f'engine.type = "{config.engine.type}" is not available yet; use "embedded"')
+    built = objective(config.objective.name, **config.objective.keywords)
+    _refuse_unfinished(built)
+    kind, expected = config.advantage.kind, built.advantage
+    if kind not in (None, expected) and (expected != "grpo" or kind == "optimal"):
+        raise TrimtabError(
+            f"advantage.kind = {kind!r} does not fit objective {built.name!r}, which expects {expected!r}"
+        )
+    if config.trainer.minibatches > config.trainer.prompts:
+        raise TrimtabError(
+            f"trainer.minibatches = {config.trainer.minibatches} is more than trainer.prompts = "
+            f"{config.trainer.prompts}; a prompt's samples stay together"
+        )
+    task = tasks.build(config.task.name, **config.task.keywords)
+    if len(task.train) == 0:
+        raise TrimtabError(f"task {task.name!r} has no problems to train on: lower its holdout or give it more rows")
+    best = f"eval/{task.name}/greedy"
+    if config.eval.best not in (None, best):
+        raise TrimtabError(f"eval.best = {config.eval.best!r} is not measured in this run: use {best!r}")
+    specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
+    scorer = rewards.build(specs if reward is None else [RewardSpec(reward)], task)
+    taken = [entry.name for entry in scorer.rewards if entry.name in ("mean", "std", "failed")]
+    if taken:
+        raise TrimtabError(f"a reward cannot be named {taken[0]!r}, a metric has that name: rename the function")
+    return Parts(built, task, scorer)
+
+
+def _refuse_unfinished(built: Objective) -> None:
+    """Losses whose data the trainer cannot make yet would silently train something else."""
+    lacking = {
+        "token-alp": "the perturbed model",
+        "seq-alp": "the perturbed model",
+        "soup": "the mixed-policy sampler",
+        "luffy": "expert traces",
+    }
+    if built.name in lacking:
+        raise TrimtabError(
+            f"objective {built.name!r} is available as a loss, but this trainer does not make {lacking[built.name]} "
+            "yet: train with another one (trimtab.objectives() lists them)"
+        )
+
+
+def load_model(config: Config) -> Loaded:
+    """The trainable model in its master dtype; `laboratory` is warm-started the first time it is asked for."""
+    path = str(laboratory_folder()) if config.model.path == "laboratory" else config.model.path
+    return load(path, dtype=getattr(torch, config.model.dtype))
+
+
+def assemble(config: Config, parts: Parts, loaded: Loaded, run: RunDir, observer: Observer) -> Trainer:
+    """Put the trained model, the sampler's copy and the data side together."""
+    device = default_device()
+    loaded.model.to(device)  # pyright: ignore[reportArgumentType]  # first: the engine copies the model where it lies
+    engine: Engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=getattr(torch, config.engine.dtype))
+    model = prepare_model(loaded.model, config, device)
+    trainer = config.trainer
+    learner = Learner(
+        config=config,
+        model=model,
+        optimizer=build_optimizer(model.parameters(), config.optim),
+        objective=parts.objective,
+        total_updates=trainer.steps * trainer.minibatches * trainer.epochs,
+        reference=_reference(config, parts.objective, device),
+    )
+    return Trainer(
+        config=config,
+        collector=Collector(
+            config=config,
+            stream=PromptStream(parts.task, loaded.tokenizer, config.seed),
+            engine=engine,
+            scorer=parts.scorer,
+            sampling=sampling_of(config, parts.task),
+        ),
+        learner=learner,
+        engine=engine,
+        run=run,
+        observer=observer,
+    )
+
+
+def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """Training mode (gradient checkpointing acts only there; dropout was switched off on loading) and adapters."""
+    model.to(device).train()
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+    return add_lora(model, config.model.lora) if config.model.lora.rank else model
+
+
+def sampling_of(config: Config, task: Task) -> Sampling:
+    """The sampling contract of a run: the recipe's distribution, the task's ending."""
+    return Sampling(
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+        max_tokens=config.sampling.max_tokens or task.max_tokens,
+        stop=task.stop,
+    )
+
+
+def _reference(config: Config, built: Objective, device: torch.device) -> nn.Module | None:
+    """The KL anchor is the initial model, loaded again: resuming must not anchor to the resumed weights."""
+    if "reference" not in built.needs:
+        return None
+    return prepare_model(load_model(config).model, config, device).requires_grad_(False)

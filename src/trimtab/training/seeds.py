@@ -1,0 +1,16 @@
+"""Randomness without state: every draw has its own seed, derived from the run's seed and what the draw is for.
+
+A resumed run therefore needs counters, not generator states, and one more evaluation never shifts the rollouts.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+
+def derive(seed: int, purpose: str, *counters: int) -> int:
+    """A 63-bit seed for the draw `purpose`/`counters` of a run; distinct draws get independent streams."""
+    words = [seed, zlib.crc32(purpose.encode()), *counters]
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)

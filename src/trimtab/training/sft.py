@@ -1,0 +1,109 @@
+"""A small supervised warm start on a task's gold answers, made of the same parts as the reinforcement learning loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+
+from trimtab import tasks
+from trimtab.config import Config, OptimConfig, load_config
+from trimtab.errors import TrimtabError
+from trimtab.models.bundled import cache_root
+from trimtab.models.load import LABORATORY, Loaded, default_device, load
+from trimtab.models.logprobs import score
+from trimtab.models.quiet import quiet
+from trimtab.training import atomic
+from trimtab.training.batching import MicroBatch, micro_batches, to_tensors
+from trimtab.training.collect import PromptStream
+from trimtab.training.observer import Observer, Silent
+from trimtab.training.optim import build_optimizer, learning_rate, set_learning_rate
+from trimtab.types import Completion, Sampling, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class SftResult:
+    """The folder with the model (loadable by transformers) and the loss of the last step, in nats per token."""
+
+    run: Path
+    metrics: dict[str, Any]
+
+
+def warm_start(config: Config, *, out: Path, observer: Observer | None = None) -> SftResult:
+    """Train on gold answers for `sft.steps` steps and write the model to `out`, which must not exist yet."""
+    watcher = observer or Silent()
+    if out.exists() and any(out.iterdir()):
+        raise TrimtabError(f"{out} is not empty: choose another --out")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    task = tasks.build(config.task.name, **config.task.keywords)
+    loaded = load(config.model.path, dtype=getattr(torch, config.model.dtype))
+    watcher.started(config, "loss = mean over gold tokens of -log π", config.sft.steps, out)
+    loss = _fit(config, task, loaded, watcher)
+    with atomic.new_folder(out) as temporary, quiet():
+        loaded.model.save_pretrained(temporary)
+        loaded.tokenizer.save_pretrained(temporary)
+    metrics = {"step": config.sft.steps, "sft/loss": loss}
+    watcher.finished(metrics, None)
+    return SftResult(out, metrics)
+
+
+def laboratory_folder() -> Path:
+    """The warm-started laboratory model; made in a few seconds the first time, keyed by its recipe."""
+    config = load_config(LABORATORY)
+    key = sha256(config.dump().encode()).hexdigest()[:12]
+    folder = cache_root() / f"{LABORATORY}-{key}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            warm_start(config, out=folder)
+    return folder
+
+
+def _fit(config: Config, task: Task, loaded: Loaded, watcher: Observer) -> float:
+    model, sft = loaded.model.train(), config.sft
+    model.to(default_device())  # pyright: ignore[reportArgumentType]
+    optim = OptimConfig(lr=sft.lr, warmup=sft.warmup)
+    optimizer = build_optimizer(model.parameters(), optim)
+    stream, loss = PromptStream(task, loaded.tokenizer, config.seed), float("nan")
+    for step in range(sft.steps):
+        set_learning_rate(optimizer, learning_rate(optim, step, sft.steps))
+        micros = list(_gold_batch(config, loaded, stream))
+        tokens = sum(int(micro.mask.sum()) for micro in micros)
+        loss = 0.0
+        for micro in micros:
+            part = -score(model, micro.tokens).logp.sum() / tokens
+            part.backward()
+            loss += float(part.detach())
+        if not np.isfinite(loss):
+            raise TrimtabError(f"sft step {step + 1}: the loss is {loss}; lower sft.lr")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        watcher.step({"step": step + 1, "sft/loss": loss})
+    return loss
+
+
+def _gold_batch(config: Config, loaded: Loaded, stream: PromptStream) -> Iterator[MicroBatch]:
+    rows = []
+    for group, prompt in enumerate(stream.take(config.sft.batch)):
+        gold = stream.task.gold(prompt.problem)
+        ids = loaded.tokenizer(gold, add_special_tokens=False)["input_ids"]
+        completion = Completion(
+            response_ids=np.asarray(ids, dtype=np.int64),
+            logp_behavior=np.zeros(len(ids), dtype=np.float32),
+            policy_version=np.zeros(len(ids), dtype=np.int64),
+            finish="stop",
+            text=gold,
+        )
+        mask = np.ones(len(ids), dtype=np.bool_)
+        rows.append(Trajectory(prompt, group, completion, Sampling(), mask, reward=1.0, rewards={}))
+    device = next(loaded.model.parameters()).device
+    for chosen in micro_batches(rows, [[index] for index in range(len(rows))], config.trainer.micro_batch_tokens):
+        yield to_tensors(rows, chosen, stream.pad_id, device)

@@ -1,0 +1,97 @@
+"""Further readers of the metrics: TensorBoard and Weights & Biases, both optional, both of exactly what
+metrics.jsonl gets."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from trimtab.config import LogConfig
+from trimtab.errors import TrimtabError
+from trimtab.training import atomic
+
+
+class Sink(Protocol):
+    """Takes the metrics of every step. `close` is called once, also when the run failed."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """Event files in `folder`; what an interrupted run wrote there from `first_step` on is hidden."""
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise TrimtabError(
+                "log.tensorboard needs a package that is missing: pip install 'trimtab[tensorboard]', or turn it off"
+            ) from None
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+        self._said: dict[str, str] = {}
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Numbers become curves (NaN included); a string is written when it changes."""
+        for key, value in metrics.items():
+            if isinstance(value, str):
+                if self._said.get(key) != value:
+                    self._writer.add_text(key, value, step)
+                    self._said[key] = value
+            elif value is not None and key != "step":
+                self._writer.add_scalar(key, float(value), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A W&B run named after the run directory. Its id is kept there: a resumed run continues its curves."""
+
+    def __init__(self, project: str, run_dir: Path) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise TrimtabError(
+                "log.wandb needs a package that is missing: pip install 'trimtab[wandb]', or remove log.wandb"
+            ) from None
+        stored = run_dir / "wandb-id"
+        if not stored.exists():
+            atomic.write_text(stored, secrets.token_hex(4))
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=run_dir.name,
+                id=stored.read_text(),
+                resume="allow",
+                dir=str(run_dir),
+                config=tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8")),
+            )
+        except wandb.errors.Error as error:
+            reason = str(error).splitlines()[0]
+            raise TrimtabError(f"log.wandb: {reason}; run `wandb login`, or set WANDB_MODE=offline") from None
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_sinks(log: LogConfig, run_dir: Path, first_step: int = 0) -> list[Sink]:
+    """What `[log]` asks for. `TrimtabError` naming the pip command when a package is missing; none stays open then."""
+    with contextlib.ExitStack() as opened:
+        sinks: list[Sink] = []
+        if log.tensorboard:
+            sinks.append(TensorBoardSink(run_dir / "tensorboard", first_step))
+            opened.callback(sinks[-1].close)
+        if log.wandb:
+            sinks.append(WandbSink(log.wandb, run_dir))
+        opened.pop_all()
+    return sinks

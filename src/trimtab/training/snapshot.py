@@ -1,0 +1,111 @@
+"""What a checkpoint must hold so that the resumed run equals the uninterrupted one, and how to put it back."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from trimtab.config import Config, check_config
+from trimtab.errors import TrimtabError
+from trimtab.training import atomic, checkpoint, states, trajectories
+from trimtab.training.rundir import CONFIG, RunDir
+
+if TYPE_CHECKING:
+    from trimtab.training.loop import Trainer
+
+PENDING = "pending.parquet"
+
+
+def take(trainer: Trainer, measured: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
+    """Tensors by section, JSON, and files; `measured` is what was evaluated at this step.
+
+    The sampler's weights are kept only while they lag behind the trainer's.
+    """
+    learner, collector = trainer.learner, trainer.collector
+    optimizer, groups = states.optimizer_state(learner.optimizer, learner.model)
+    generators, generator_data = states.pack(states.rng_state())
+    tensors = {"model": states.model_state(learner.model), "optimizer": optimizer, "random": generators}
+    if trainer.engine.policy_version != learner.updates:
+        tensors["engine"] = dict(trainer.engine.weights())
+    meta = {
+        "step": trainer.step,
+        "measured": dict(measured),
+        "updates": learner.updates,
+        "bad_in_a_row": learner.bad_in_a_row,
+        "policy_version": trainer.engine.policy_version,
+        "position": collector.stream.position,
+        "groups_drawn": collector.groups_drawn,
+        "optimizer": groups,
+        "random": generator_data,
+    }
+    pending = [trajectory for group in collector.pending for trajectory in group]
+    return tensors, meta, {PENDING: trajectories.to_bytes(pending)} if pending else {}
+
+
+def resume(trainer: Trainer) -> None:
+    """Continue from the newest intact checkpoint; a run killed before its first one starts over in its directory."""
+    run = trainer.run
+    _check_same_recipe(run, trainer.config)
+    found = checkpoint.latest(run.checkpoint_root, notify=trainer.observer.message)
+    if found is None:
+        run.truncate_after(-1)
+        trainer.observer.message(f"no checkpoint in {run.path} yet: starting from the beginning")
+        return
+    run.truncate_after(found.step)
+    _restore(trainer, found)
+    trainer.mark_best(found.meta["measured"])  # a kill between saving and marking would otherwise lose the mark
+    trainer.observer.message(f"resumed from {found.folder}")
+
+
+def _restore(trainer: Trainer, found: checkpoint.LoadedCheckpoint) -> None:
+    learner, collector, meta = trainer.learner, trainer.collector, found.meta
+    states.load_model_state(learner.model, found.tensors["model"])
+    states.load_optimizer_state(learner.optimizer, learner.model, found.tensors["optimizer"], meta["optimizer"])
+    states.set_rng_state(states.unpack(found.tensors["random"], meta["random"]))
+    trainer.step = meta["step"]
+    learner.updates = meta["updates"]
+    learner.bad_in_a_row = meta["bad_in_a_row"]
+    collector.stream.position = meta["position"]
+    collector.groups_drawn = meta["groups_drawn"]
+    if PENDING in found.files:
+        collector.pending = _groups(trajectories.from_bytes(found.files[PENDING]))
+    weights = found.tensors["engine"].items() if "engine" in found.tensors else trainer.current_weights()
+    trainer.engine.publish(weights, meta["policy_version"])
+
+
+def _groups(rows: list[Any]) -> list[list[Any]]:
+    owned: dict[int, list[Any]] = {}
+    for row in rows:
+        owned.setdefault(row.group, []).append(row)
+    return list(owned.values())
+
+
+def _check_same_recipe(run: RunDir, config: Config) -> None:
+    """What decides the numbers must be as it was; how long to train and what to log may change, and is written down."""
+    saved = check_config(tomllib.loads(run.config_toml), str(run.path / CONFIG))
+    old, new = _deciding(saved), _deciding(config)
+    changed = [f"{key} = {new.get(key)!r}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    if changed:
+        raise TrimtabError(
+            f"{run.path} was started with another recipe (now: {'; '.join(changed[:3])}): resume with the recipe and "
+            "overrides of its config.toml, or choose another --out"
+        )
+    atomic.write_text(run.path / CONFIG, config.dump())
+
+
+def _deciding(config: Config) -> dict[str, Any]:
+    """Dotted keys that decide a run's numbers; the number of steps does only under a schedule that ends with it."""
+    free = {"out", "description", "threads", "eval", "checkpoint", "log", "compare"}
+    data = config.model_dump(mode="json", exclude=free)
+    if config.optim.schedule == "constant":
+        del data["trainer"]["steps"]
+    return dict(_flat(data, ""))
+
+
+def _flat(data: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{place}{key}.")
+        else:
+            yield f"{place}{key}", value

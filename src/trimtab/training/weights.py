@@ -1,0 +1,40 @@
+"""The trainer's weights as the rest of the world sees them: full precision, full names, adapters merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.config import LoraConfig
+from trimtab.errors import TrimtabError
+
+_BASE = ".base_layer"
+
+
+def add_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
+    """Freeze `model` and inject trainable low-rank adapters (peft) in place; returns the same module tree."""
+    import peft
+
+    target = config.targets if isinstance(config.targets, str) else list(config.targets)
+    adapters = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=target, lora_dropout=0.0)
+    try:
+        wrapped = peft.get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        raise TrimtabError(f"model.lora.targets = {config.targets!r}: {str(error).splitlines()[0]}") from None
+    return wrapped.get_base_model()
+
+
+@torch.no_grad()
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight under the name it has without adapters. Merging happens on the fly: peft's own merge followed by
+    unmerge is not exact in floating point and would slowly drift the frozen base."""
+    deltas = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    for name, weight in model.state_dict().items():
+        if ".lora_" in name:
+            continue
+        plain = name.replace(_BASE, "")
+        adapted: Any = deltas.get(plain) if _BASE in name else None
+        yield plain, weight if adapted is None else weight + adapted.get_delta_weight("default").to(weight.dtype)

@@ -1,0 +1,165 @@
+"""The records that carry data from one room to the next.
+
+    Task -> Prompt -> Engine -> Completion -> Trajectory -> reward -> Group -> advantages -> Batch -> Objective
+
+Everything here is frozen and free of torch: a record that left a room can no longer be changed, and files,
+processes and tests can build one without loading a model. Per-token fields are numpy arrays of equal length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+Finish = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One row of a task: what is asked and what the right answer is."""
+
+    id: str
+    question: str
+    answer: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A problem as the model sees it, token for token."""
+
+    problem: Problem
+    text: str
+    ids: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The contract a token was drawn under; stored with every trajectory.
+
+    `temperature == 0` is greedy. `top_k == 0` and `top_p == 1` mean "not truncated". `logprobs` says which
+    distribution the log-probs describe: "processed" is the one really sampled (after temperature, top-k, top-p),
+    "raw" the model's own softmax. Both agree at temperature 1 without truncation.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 64
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_stop: bool = False  # forced length: benchmarks only
+    logprobs: Literal["processed", "raw"] = "processed"
+
+    @property
+    def truncated(self) -> bool:
+        """Whether part of the vocabulary could not be sampled."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What an engine returns for one sample: token ids, what it thought of them, and which weights wrote them.
+
+    `kept` holds, under truncated sampling, the vocabulary ids each token was drawn from (METHODS 3.4, "keep
+    sampling mask"); the trainer renormalises over them so that both policies share one action space.
+    """
+
+    response_ids: IntArray
+    logp_behavior: FloatArray
+    policy_version: IntArray
+    finish: Finish
+    text: str
+    entropy: FloatArray | None = None
+    kept: tuple[IntArray, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One scored response, ready for the trainer and for the trajectory file."""
+
+    prompt: Prompt
+    group: int
+    completion: Completion
+    sampling: Sampling
+    loss_mask: BoolArray
+    reward: float
+    rewards: Mapping[str, float]
+
+    def __len__(self) -> int:
+        return len(self.completion.response_ids)
+
+
+class RewardSpec(NamedTuple):
+    """One reward of a run: a built-in name, `module:function`, or a callable `(completion, problem) -> float`.
+
+    The first reward of a list is the one that says "correct" (1.0) by convention; the others shape.
+    """
+
+    name: str | Callable[[str, Problem], float]
+    weight: float = 1.0
+    timeout: float = 5.0
+    options: Mapping[str, Any] = {}
+
+
+class Task(Protocol):
+    """Where prompts come from. Both splits are finite, indexable and deterministic; they share no problem."""
+
+    name: str
+
+    @property
+    def train(self) -> Sequence[Problem]: ...
+
+    @property
+    def test(self) -> Sequence[Problem]: ...
+
+    def prompt_text(self, problem: Problem, tokenizer: Any) -> str:
+        """The exact text the model continues (few-shot examples or chat template applied)."""
+        ...
+
+    def gold(self, problem: Problem) -> str:
+        """The text a perfect model writes after the prompt, stop string included (supervised warm start)."""
+        ...
+
+    @property
+    def rewards(self) -> tuple[RewardSpec, ...]:
+        """What this task pays for unless the recipe says otherwise."""
+        ...
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end a response."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """How many response tokens this task needs at most."""
+        ...
+
+
+class Engine(Protocol):
+    """Samples responses and says with which probability. Stateless but for its weights: all randomness is in `seed`."""
+
+    policy_version: int
+
+    def generate(
+        self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, *, seed: int
+    ) -> list[list[Completion]]:
+        """`samples` completions for each prompt, in order. Equal arguments and weights give equal tokens."""
+        ...
+
+    def publish(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        """Take over named weights (full precision, adapters merged); tokens sampled from now on carry `version`."""
+        ...
+
+    def weights(self) -> Iterable[tuple[str, Any]]:
+        """The weights in use, by the names `publish` takes; publishing them again changes no bit."""
+        ...
