@@ -1,0 +1,169 @@
+"""A small laboratory every contract test uses: random batches, and the plain policy gradient to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from jaxtyping import config
+from torch import Tensor
+
+from trimtab.objectives import Metrics, Objective, PolicyLogps, State, objective, objectives
+
+settings.register_profile(
+    "contract",
+    max_examples=4,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("contract")
+
+TENSORS = ("current", "behavior", "proximal", "reference", "entropy")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Every field a preset may read, in float64, with advantages (batch, 1)."""
+
+    current: Tensor
+    behavior: Tensor
+    proximal: Tensor
+    reference: Tensor
+    entropy: Tensor
+    mask: Tensor
+    off_policy: Tensor
+    advantage: Tensor
+    sequence_ids: Tensor | None = None
+
+    @classmethod
+    def random(cls, seed: int, rows: int = 4, time: int = 6, spread: float = 0.3) -> Batch:
+        """Policies `spread` apart; ragged masks, now and then an empty row."""
+        make = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=make, dtype=torch.float64)
+
+        base = -normal(rows, time).abs() - 0.05
+        return cls(
+            **{name: base + spread * normal(rows, time) for name in ("current", "behavior", "proximal", "reference")},
+            entropy=normal(rows, time).abs(),
+            mask=torch.rand(rows, time, generator=make) < torch.rand(rows, 1, generator=make) * 1.3,
+            off_policy=torch.rand(rows, time, generator=make) < 0.3,
+            advantage=normal(rows, 1),
+        )
+
+    def logps(self) -> PolicyLogps:
+        return PolicyLogps(
+            self.current,
+            self.behavior,
+            self.mask,
+            self.proximal,
+            self.reference,
+            self.entropy,
+            self.off_policy,
+            self.sequence_ids,
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same change to every tensor."""
+        names = [name for name in self.__dataclass_fields__ if getattr(self, name) is not None]
+        return replace(self, **{name: change(getattr(self, name)) for name in names})
+
+    def but(self, **fields: Any) -> Batch:
+        return replace(self, **fields)
+
+    def rows(self, index: Tensor) -> Batch:
+        return self.map(lambda tensor: tensor[index])
+
+
+@dataclass(frozen=True)
+class Run:
+    loss: Tensor
+    grad: Tensor
+    entropy_grad: Tensor
+    seen: Metrics
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.seen.finalize()
+
+
+class Laboratory:
+    Batch = Batch
+
+    @staticmethod
+    def run(obj: Objective, batch: Batch, state: State | None = None) -> Run:
+        """Loss and gradients of one call."""
+        current = batch.current.clone().requires_grad_()
+        entropy = batch.entropy.clone().requires_grad_()
+        out = obj(batch.but(current=current, entropy=entropy).logps(), batch.advantage, state=state)
+        out.loss.backward()
+        grads = [x.grad if x.grad is not None else torch.zeros_like(x) for x in (current, entropy)]
+        assert current.grad is not None
+        return Run(out.loss.detach(), *grads, out.metrics)
+
+    @staticmethod
+    def prepare(obj: Objective, batch: Batch) -> State:
+        """`prepare` given exactly what it says it needs."""
+        absent = {name: None for name in ("current", "proximal") if name not in obj.prepare_needs}
+        return obj.prepare(replace(batch.logps(), **absent), batch.advantage)
+
+    @staticmethod
+    def variants(name: str) -> list[Objective]:
+        """The preset with everything that spans an update or adds a term switched on."""
+        extra: dict[str, Any] = {"kl": "unbiased", "kl_coef": 0.3, "entropy_coef": 0.2}
+        found = [objective(name), objective(name, denominator="kept", **extra)]
+        weight = found[0].weight
+        if weight is not None:
+            found += [replace(found[0], weight=replace(weight, level=level, normalize=True)) for level in LEVELS]
+        return found
+
+    @staticmethod
+    def scale(obj: Objective, mask: Tensor) -> Tensor:
+        """1/D of every token, written out again, for a batch that is the whole update."""
+        lengths = mask.sum(1, keepdim=True).clamp(min=1).double()
+        count = mask.shape[0]
+        return {
+            "token-mean": torch.ones_like(lengths) / mask.sum().clamp(min=1),
+            "seq-mean-token-mean": 1 / (count * lengths),
+            "seq-mean-token-sum": torch.ones_like(lengths) / count,
+            "constant": torch.ones_like(lengths) / (count * (obj.aggregation.length_max or 1)),
+            "trained-mean-token-sum": torch.ones_like(lengths) / mask.any(1).sum().clamp(min=1),
+        }[obj.aggregation.kind].expand(mask.shape)
+
+
+LEVELS = ("token", "sequence", "geometric")
+
+
+@pytest.fixture
+def shapes_unchecked() -> Iterator[None]:
+    """Shape checks cost more than the arithmetic: off where the same calls are repeated hundreds of times."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Random and finite-difference tests run without shape checks; the plain ones make the same calls with them."""
+    for item in items:
+        if item.path.parent != Path(__file__).parent:
+            continue
+        if getattr(item.function, "is_hypothesis_test", False) or item.path.name == "test_gradients.py":
+            item.fixturenames.append("shapes_unchecked")
+
+
+@pytest.fixture(scope="session")
+def lab() -> Laboratory:
+    return Laboratory()
+
+
+@pytest.fixture(scope="session", params=objectives())
+def name(request: pytest.FixtureRequest) -> str:
+    """Every preset in turn."""
+    return request.param

@@ -1,0 +1,231 @@
+"""What every objective promises, checked on every preset. A new preset is in this suite from its first day."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from trimtab.objectives import objective
+
+seeds = st.integers(0, 10_000)
+
+
+def same(left, right) -> None:
+    assert_close(left.loss, right.loss, rtol=1e-9, atol=1e-11)
+    assert_close(left.grad, right.grad, rtol=1e-9, atol=1e-11)
+    assert_close(left.entropy_grad, right.entropy_grad, rtol=1e-9, atol=1e-11)
+
+
+@given(seed=seeds, rows=st.integers(1, 5), time=st.integers(1, 7))
+def test_on_policy_it_is_the_plain_policy_gradient(lab, name, seed, rows, time):
+    batch = lab.Batch.random(seed, rows, time)
+    policy = batch.current
+    batch = batch.but(behavior=policy, proximal=policy, reference=policy)
+    kinds = [{}] if name == "oapl" else [{}, {"aggregation": "seq-mean-token-mean"}, {"aggregation": "token-mean"}]
+    kinds += (
+        [] if name == "oapl" else [{"aggregation": "constant", "length_max": 9}, {"aggregation": "seq-mean-token-sum"}]
+    )
+    for shared in [*kinds, {"denominator": "kept"}]:
+        obj = objective(name, **shared)
+        slope = batch.advantage.expand(policy.shape)
+        if name == "oapl":
+            slope = 2 * 1e-3 * slope
+        if name == "luffy":
+            shaped = 0.1 * policy.exp() / (policy.exp() + 0.1) ** 2
+            slope = torch.where(batch.off_policy, shaped * slope, slope)
+        expected = torch.where(batch.mask, -slope * lab.scale(obj, batch.mask), 0.0)
+        assert_close(lab.run(obj, batch).grad, expected, rtol=1e-9, atol=1e-12)
+
+
+@given(seed=seeds, junk=st.sampled_from([float("nan"), float("inf"), float("-inf"), 1e4, -1e4]))
+def test_padding_holds_anything_and_reaches_nothing(lab, name, seed, junk):
+    batch = lab.Batch.random(seed)
+
+    def soiled(tensor: Tensor) -> Tensor:
+        if tensor.shape != batch.mask.shape or not tensor.dtype.is_floating_point:
+            return tensor
+        return torch.where(batch.mask, tensor, junk)
+
+    def wider(tensor: Tensor) -> Tensor:
+        if tensor.shape[1] == 1:
+            return tensor
+        fill = junk if tensor.dtype.is_floating_point else tensor.dtype == torch.bool and tensor is not batch.mask
+        return torch.cat([tensor, torch.full((tensor.shape[0], 100), fill, dtype=tensor.dtype)], dim=1)
+
+    for obj in lab.variants(name):
+        clean, dirty, wide = lab.run(obj, batch), lab.run(obj, batch.map(soiled)), lab.run(obj, batch.map(wider))
+        same(clean, dirty)
+        assert (dirty.grad[~batch.mask] == 0).all()
+        assert_close(wide.loss, clean.loss, rtol=1e-9, atol=1e-11)
+        assert_close(wide.grad[:, :6], clean.grad, rtol=1e-9, atol=1e-11)
+        assert (wide.grad[:, 6:] == 0).all()
+        assert dirty.metrics == pytest.approx(clean.metrics, nan_ok=True)
+
+
+@given(seed=seeds, cuts=st.lists(st.integers(0, 6), max_size=3))
+def test_any_split_into_micro_batches_gives_the_same_update(lab, name, seed, cuts):
+    batch = lab.Batch.random(seed, rows=6, spread=0.6)
+    parts = [batch.rows(rows) for rows in torch.arange(6).tensor_split(sorted(cuts))]
+    for obj in lab.variants(name):
+        whole = lab.run(obj, batch)
+        state = sum((lab.prepare(obj, part) for part in parts[1:]), start=lab.prepare(obj, parts[0]))
+        runs = [lab.run(obj, part, state) for part in parts]
+        assert_close(sum(run.loss for run in runs), whole.loss, rtol=1e-9, atol=1e-11)
+        assert_close(torch.cat([run.grad for run in runs]), whole.grad, rtol=1e-9, atol=1e-11)
+        assert_close(torch.cat([run.entropy_grad for run in runs]), whole.entropy_grad, rtol=1e-9, atol=1e-11)
+
+
+@given(seed=seeds)
+def test_metrics_of_micro_batches_add_up_to_those_of_the_update(lab, name, seed):
+    batch = lab.Batch.random(seed, rows=6)
+    obj = objective(name, kl="k3", kl_coef=0.1)
+    state = lab.prepare(obj, batch)
+    halves = [
+        obj(part.logps(), part.advantage, state=state).metrics
+        for part in (batch.map(lambda t: t[:2]), batch.map(lambda t: t[2:]))
+    ]
+    whole = obj(batch.logps(), batch.advantage).metrics.finalize()
+    merged = (halves[0] + halves[1]).finalize()
+    assert merged.keys() == whole.keys()
+    for key in whole.keys() - {"batch/empty"}:
+        assert merged[key] == pytest.approx(whole[key], rel=1e-5, abs=1e-7, nan_ok=True), key
+
+
+@given(seed=seeds)
+def test_order_of_rows_does_not_matter(lab, name, seed):
+    batch = lab.Batch.random(seed, rows=5)
+    order = torch.randperm(5, generator=torch.Generator().manual_seed(seed))
+    for obj in lab.variants(name):
+        whole, shuffled = lab.run(obj, batch), lab.run(obj, batch.rows(order))
+        assert_close(shuffled.loss, whole.loss, rtol=1e-9, atol=1e-11)
+        assert_close(shuffled.grad, whole.grad[order], rtol=1e-9, atol=1e-11)
+
+
+@given(seed=seeds)
+def test_packed_rows_equal_unpacked_ones(lab, name, seed):
+    batch = lab.Batch.random(seed, rows=4, time=5)
+    ids = torch.arange(4)[:, None].expand(4, 5)
+    per_token = batch.but(sequence_ids=ids, advantage=batch.advantage.expand(4, 5))
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
+    packed = per_token.map(lambda tensor: tensor.reshape(-1)[order].view(2, 10))
+    for obj in lab.variants(name):
+        rows, slots = lab.run(obj, batch), lab.run(obj, packed)
+        assert_close(slots.loss, rows.loss, rtol=1e-9, atol=1e-11)
+        assert_close(slots.grad, rows.grad.reshape(-1)[order].view(2, 10), rtol=1e-9, atol=1e-11)
+        state = lab.prepare(obj, packed)
+        assert_close(lab.run(obj, packed, state).loss, rows.loss, rtol=1e-9, atol=1e-11)
+        assert slots.metrics == pytest.approx(rows.metrics, nan_ok=True, rel=1e-5)
+
+
+@given(seed=seeds)
+def test_gradient_reaches_the_current_policy_alone(lab, name, seed):
+    batch = lab.Batch.random(seed)
+    for obj in lab.variants(name):
+        grown = {key: getattr(batch, key).clone().requires_grad_() for key in ("behavior", "proximal", "reference")}
+        current = batch.current.clone().requires_grad_()
+        obj(batch.but(current=current, **grown).logps(), batch.advantage).loss.backward()
+        assert all(tensor.grad is None for tensor in grown.values())
+        assert not lab.prepare(obj, batch.but(current=current)).tokens.requires_grad
+
+
+@pytest.mark.parametrize("far", [1e4, -1e4])
+def test_extreme_log_ratios_stay_finite_and_are_reported(lab, name, far):
+    batch = lab.Batch.random(3)
+    batch = batch.but(mask=torch.ones_like(batch.mask), off_policy=torch.zeros_like(batch.off_policy))
+    batch = batch.but(current=batch.current + far, reference=batch.reference - far)
+    for obj in lab.variants(name):
+        run = lab.run(obj, batch)
+        assert run.loss.isfinite()
+        assert run.grad.isfinite().all()
+        assert run.metrics["ratio/bounded"] == 1.0
+        if obj.kl.coef:
+            assert run.metrics["kl/bounded"] == 1.0
+
+
+def test_extreme_mismatch_stays_finite(lab, name):
+    batch = lab.Batch.random(3)
+    for far in (1e4, -1e4):
+        for obj in lab.variants(name):
+            run = lab.run(obj, batch.but(behavior=batch.behavior + far))
+            assert run.loss.isfinite()
+            assert run.grad.isfinite().all()
+
+
+def test_nothing_to_train_is_zero_and_counted(lab, name):
+    batch = lab.Batch.random(1)
+    for obj in lab.variants(name):
+        empty = batch.but(mask=torch.zeros_like(batch.mask))
+        for shape in (empty, empty.map(lambda tensor: tensor[:0])):
+            run = lab.run(obj, shape)
+            assert run.loss == 0
+            assert (run.grad == 0).all()
+            assert run.metrics["batch/empty"] == 1
+            assert run.metrics["loss/policy"] == 0
+
+
+def test_everything_rejected_is_zero_and_counted(lab, name):
+    batch = lab.Batch.random(1)
+    mask = batch.mask.clone()
+    mask[0, 0] = True
+    # 30 nats below the sampler with negative advantages: outside every band, and off-policy for OPSM.
+    batch = batch.but(
+        mask=mask, behavior=batch.current + 30, proximal=batch.current, advantage=-torch.ones(4, 1).double()
+    )
+    for denominator in ("original", "kept"):
+        obj = objective(name, denominator=denominator)
+        run = lab.run(obj, batch)
+        if not obj.masks and (obj.weight is None or obj.weight.low == 0):
+            assert run.metrics.get("reject/tokens", 0) == 0
+            continue
+        assert run.loss == 0
+        assert (run.grad == 0).all()
+        assert run.metrics["batch/empty"] == 1
+        assert run.metrics["reject/tokens"] == run.metrics["reject/sequences"] == 1
+
+
+def test_a_diverged_model_gives_nan(lab, name):
+    batch = lab.Batch.random(1)
+    row, column = batch.mask.nonzero()[0].tolist()
+    for junk in (float("nan"), float("inf"), float("-inf")):
+        current = batch.current.clone()
+        current[row, column] = junk
+        assert lab.run(objective(name), batch.but(current=current)).loss.isnan()
+
+
+def test_it_runs_on_meta_tensors_so_nothing_waits_for_the_device(lab, name):
+    batch = lab.Batch.random(1).map(lambda tensor: tensor.to("meta"))
+    ids = torch.arange(4)[:, None].expand(4, 6).to("meta")
+    for obj in lab.variants(name)[:3]:
+        for sample in (batch, batch.but(sequence_ids=ids, advantage=batch.advantage.expand(4, 6))):
+            state = obj.prepare(sample.logps(), sample.advantage)
+            current = sample.current.clone().requires_grad_()
+            out = obj(sample.but(current=current).logps(), sample.advantage, state=state + state)
+            out.loss.backward()
+            assert out.loss.is_meta
+            assert sum(part.summary() != {} for part in (out.metrics + out.metrics).parts.values()) > 0
+
+
+def test_a_missing_policy_is_named(lab, name):
+    batch = lab.Batch.random(1)
+    obj = objective(name, kl="k3", kl_coef=0.1, entropy_coef=0.1)
+    for field in obj.needs | {"current"}:
+        with pytest.raises(ValueError, match=rf"needs {field}, which is None"):
+            obj(replace(batch.logps(), **{field: None}), batch.advantage)
+    absent = dict.fromkeys(("behavior", "proximal", "reference", "entropy", "off_policy"))
+    kept = {field: None for field in absent if field not in obj.needs}
+    assert obj(replace(batch.logps(), **kept), batch.advantage).loss.isfinite()
+
+
+def test_low_precision_inputs_are_computed_in_float32(lab, name):
+    batch = lab.Batch.random(2)
+    half = batch.map(lambda tensor: tensor.to(torch.bfloat16) if tensor.dtype == torch.float64 else tensor)
+    single = half.map(lambda tensor: tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+    low, high = lab.run(objective(name), half), lab.run(objective(name), single)
+    assert low.loss.dtype == torch.float32
+    assert_close(low.loss, high.loss)

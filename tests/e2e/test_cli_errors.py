@@ -1,0 +1,99 @@
+"""Every mistake at the command line: exit code 2, one line on standard error that names the word, no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+
+def trimtab(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own, with no terminal and no network."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "trimtab", *words],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+MISTAKES = [
+    (["trian"], ["'trian'", "'train'"]),
+    (["train"], ["'RECIPE'", "trimtab train --help"]),
+    (["train", "--stes", "3"], ["--stes", "--set"]),
+    (["train", "quickstrat"], ["'quickstrat'", "'quickstart'"]),
+    (["train", "absent.toml"], ["absent.toml", "No such file"]),
+    (["train", "broken.toml"], ["broken.toml", "not valid TOML"]),
+    (["train", "quickstart", "--set", "optim.lrr=1"], ["'optim.lrr'", "'lr'"]),
+    (["train", "quickstart", "--set", "optm.lr=1"], ["'optm'", "'optim'"]),
+    (["train", "quickstart", "--set", "trainer.steps=many"], ["trainer.steps", "'many'"]),
+    (["train", "quickstart", "--set", "trainer.steps=0"], ["trainer.steps", "0"]),
+    (["train", "quickstart", "--set", "trainer.steps"], ["'trainer.steps'", "section.key=value"]),
+    (["train", "quickstart", "--set", "objective.name=token-tiss"], ["'token-tiss'", "'token-tis'"]),
+    (["train", "quickstart", "--set", "objective.weight_mx=2"], ["'weight_mx'", "'weight_max'"]),
+    (["train", "quickstart", "--set", "task.name=arithmetics"], ["'arithmetics'", "'arithmetic'"]),
+    (["train", "quickstart", "--set", "model.path=./no-model"], ["./no-model"]),
+    (["train", "quickstart-stale", "--resume"], ["--resume", "comparison"]),
+    (["train", "quickstart", "--out", "occupied"], ["occupied", "already holds a run", "--resume"]),
+    (["train", "quickstart", "--out", "nothing-here", "--resume"], ["nothing-here", "no run"]),
+    (["explain", "grop"], ["'grop'", "'grpo'"]),
+    (["explain", "token-tis", "--set", "objective.weight_max=2"], ["objective.weight_max", "weight_max"]),
+    (["explain", "token-tis", "--set", "weight_max=-1"], ["'token-tis'", "-1"]),
+    (["eval", "smollm2-135m-instruct"], ["--task", "arithmetic"]),
+    (["eval", "smollm2-135m-instruct", "--task", "arithmetics"], ["'arithmetics'", "'arithmetic'"]),
+    (["eval", "smollm2-135m-instruct", "--task", "arithmetic", "--set", "digitz=3"], ["'digitz'", "'digits'"]),
+    (["eval", "smollm2-135m-instruct", "--task", "arithmetic", "--samples", "0"], ["'--samples'", "1"]),
+    (["eval", "./no-model", "--task", "arithmetic"], ["./no-model"]),
+    (["report", "no-such-run"], ["no-such-run", "check the path"]),
+    (["report", "occupied"], ["metrics.jsonl is missing"]),
+    (["report", "empty-run"], ["metrics.jsonl is empty"]),
+    (["report", "torn-run"], ["metrics.jsonl, line 1"]),
+    (["export", "no-such-run", "model"], ["no-such-run"]),
+    (["sft", "quickstrat"], ["'quickstrat'", "'quickstart'"]),
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A working directory with files in every wrong state."""
+    folder = tmp_path
+    (folder / "broken.toml").write_text("seed = = 1\n")
+    for run, metrics in (("occupied", None), ("empty-run", ""), ("torn-run", '{"step": \n')):
+        (folder / run).mkdir()
+        (folder / run / "config.toml").write_text("seed = 0\n")
+        if metrics is not None:
+            (folder / run / "metrics.jsonl").write_text(metrics)
+    return folder
+
+
+def _files(folder: Path) -> dict[Path, bytes]:
+    """Everything in it but the locks that say who is looking."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize(("words", "named"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+def test_a_mistake_is_one_line(place: Path, words: list[str], named: list[str]) -> None:
+    before = _files(place)
+    done = trimtab(*words, cwd=place)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("trimtab: ")
+    for word in named:
+        assert word in lines[0]
+    assert _files(place) == before, "a mistake changes nothing, so that the corrected command just works"
+
+
+def test_the_console_script_is_the_module(tmp_path: Path) -> None:
+    script = Path(sys.executable).with_name("trimtab")
+    done = subprocess.run([script, "trian"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, trimtab("trian", cwd=tmp_path).stderr)

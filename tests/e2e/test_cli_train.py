@@ -1,0 +1,170 @@
+"""The commands a user types, on a real (tiny) model: train, stop, resume, evaluate, export, report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimtab.diagnostics.catalog import undocumented
+from trimtab.diagnostics.read import read_run
+
+pytestmark = pytest.mark.e2e
+
+RECIPE = """
+description = "A few steps of sorting with the laboratory model"
+threads = 1
+
+[model]
+path = "laboratory"
+dtype = "float32"
+autocast = "none"
+
+[task]
+name = "sort"
+
+[objective]
+name = "token-tis"
+
+[engine]
+dtype = "float32"
+
+[optim]
+lr = 1e-4
+
+[trainer]
+steps = 4
+prompts = 4
+samples = 4
+
+[eval]
+problems = 16
+
+[checkpoint]
+every = 1
+"""
+ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "trimtab", *words]
+
+
+def trimtab(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with a recipe and one finished run."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "small.toml").write_text(RECIPE)
+    done = trimtab("train", "small.toml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "stdout").write_text(done.stdout)
+    return folder
+
+
+def test_training_shows_its_equation_every_step_and_where_the_report_is(place: Path) -> None:
+    lines = (place / "stdout").read_text().splitlines()
+    assert any("min(ρ_t, 2)" in line for line in lines)
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["1/4", "2/4", "3/4", "4/4"]
+    assert all(
+        word in steps[-1] for word in ("reward", "k3", "ESS", "clipped", "rejected", "roll tok/s", "train tok/s")
+    )
+    assert lines[-2].startswith("held-out greedy accuracy (sort, 16 problems): 0.")
+    assert lines[-1] == "report: runs/small/report.html"
+    assert (place / "runs/small/report.html").stat().st_size > 100_000
+
+
+def test_every_key_a_real_run_logs_is_documented(place: Path) -> None:
+    keys = read_run(place / "runs/small").keys
+    assert len(keys) > 50
+    assert undocumented(keys) == []
+
+
+def test_control_c_says_how_to_continue_and_that_works(place: Path, tmp_path: Path) -> None:
+    words = ["train", "small.toml", "--set", "trainer.steps=400", "--out", str(tmp_path / "a run")]
+    process = subprocess.Popen(
+        command(*words), cwd=place, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    last = errors.splitlines()[-1]
+    assert last.startswith("trimtab: interrupted; continue with: trimtab train small.toml")
+    assert "Traceback" not in errors
+
+    again = shlex.split(last.partition("continue with: ")[2])
+    assert again[0] == "trimtab"
+    reached = len(read_run(tmp_path / "a run").rows)
+    resumed = subprocess.Popen(
+        command(*again[1:]), cwd=place, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert resumed.stdout is not None
+    first = next(line for line in resumed.stdout if line.startswith("step "))
+    resumed.send_signal(signal.SIGINT)
+    resumed.communicate(timeout=120)
+    assert 2 <= int(first.split()[1].partition("/")[0]) <= reached + 1, "it went on, it did not start over"
+
+
+def test_json_of_a_run_is_all_of_standard_output(place: Path) -> None:
+    done = trimtab("train", "small.toml", "--set", "trainer.steps=1", "--out", "runs/json", "--json", cwd=place)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["run"] == "runs/json"
+    assert result["metrics"]["step"] == 1
+    assert "step 1/1" in done.stderr
+
+
+def test_a_run_is_evaluated_like_a_model(place: Path) -> None:
+    done = trimtab("eval", "runs/small", "--problems", "16", "--dtype", "float32", "--json", cwd=place)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["task"], result["problems"], result["samples"]) == ("sort", 16, 1)
+    # The same 16 problems, the same weights, both greedy in fp32: the trainer's own last measurement.
+    assert result["accuracy"] == read_run(place / "runs/small").last["eval/sort/greedy"]
+
+
+def test_an_exported_run_is_evaluated_the_same(place: Path) -> None:
+    exported = trimtab("export", "runs/small", "model", cwd=place)
+    assert (exported.returncode, exported.stdout) == (0, "model: model\n"), exported.stderr
+    words = ["--task", "small.toml", "--problems", "16", "--json"]
+    done = trimtab("eval", "model", *words, cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["accuracy"] == read_run(place / "runs/small").last["eval/sort/greedy"]
+
+
+def test_two_runs_are_compared(place: Path, tmp_path: Path) -> None:
+    second = trimtab("train", "small.toml", "--set", "objective.name=dapo", "--out", "runs/dapo", cwd=place)
+    assert second.returncode == 0, second.stderr
+    done = trimtab("report", "runs/small", "runs/dapo", "--out", str(tmp_path), cwd=place)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"report: {tmp_path / 'report.html'}\n"
+    assert "token-tis against dapo" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "comparison.png").stat().st_size > 10_000
+
+
+def test_a_warm_start_is_a_model(place: Path) -> None:
+    done = trimtab("sft", "laboratory", "--set", "sft.steps=2", "--out", "warm", cwd=place)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    losses = [float(line.split()[3]) for line in lines if line.startswith("step ")]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    assert lines[-1] == "model: warm"
+    measured = trimtab("eval", "warm", "--task", "sort", "--problems", "8", "--json", cwd=place)
+    assert json.loads(measured.stdout)["problems"] == 8

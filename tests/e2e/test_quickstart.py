@@ -1,0 +1,90 @@
+"""The first command a user runs, for two steps: the real model, the real engine, the real report."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from trimtab.diagnostics.catalog import undocumented
+from trimtab.training.rundir import read_metrics
+
+pytestmark = pytest.mark.e2e
+
+CONTRACT = {
+    "step", "prompt_id", "group", "prompt_ids", "response_ids", "loss_mask", "logp_behavior", "logp_proximal",
+    "policy_version", "proximal_version", "reward", "advantage", "sampling",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("quickstart") / "run"
+    sets = ["trainer.steps=2", "trainer.prompts=4", "eval.problems=16"]
+    command = [sys.executable, "-m", "trimtab", "train", "quickstart", "--out", str(out)]
+    command += [word for item in sets for word in ("--set", item)]
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def test_it_prints_the_equation_and_where_the_report_is(run: tuple[Path, str]) -> None:
+    out, text = run
+    assert "min(ρ_t, 2)" in text
+    assert str(out / "report.html") in text.replace("\n", "")
+    assert re.search(r"before.*after", text, re.DOTALL)
+
+
+def test_every_step_measures_the_engines_own_mismatch(run: tuple[Path, str]) -> None:
+    rows = read_metrics(run[0] / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        # bfloat16 sampling against a float32 master under bfloat16 autocast: never exactly 0, never large.
+        assert 1e-5 < row["mismatch/k3"] < 2e-2
+        assert row["mismatch/ess_token"] > 0.9
+        assert row["mismatch/anchor"] == "proximal"
+    assert 0.0 <= rows[0]["eval/arithmetic/before"] <= 1.0
+    assert "eval/arithmetic/greedy" in rows[-1]
+
+
+def test_every_logged_key_is_documented(run: tuple[Path, str]) -> None:
+    for row in read_metrics(run[0] / "metrics.jsonl"):
+        assert not undocumented(row)
+
+
+def test_trajectories_have_the_columns_of_the_contract(run: tuple[Path, str]) -> None:
+    table = pq.read_table(run[0] / "trajectories" / "step-000001.parquet")
+    assert set(table.column_names) >= CONTRACT
+    assert table.num_rows == 32
+    for row in table.to_pylist():
+        lengths = {len(row[name]) for name in ("response_ids", "loss_mask", "logp_behavior", "policy_version")}
+        assert len(lengths) == 1
+        assert all(logp <= 0 for logp in row["logp_behavior"])
+        assert row["sampling"] == {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "logprobs": "processed"}
+
+
+def test_the_run_can_be_evaluated_and_explained(run: tuple[Path, str]) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "trimtab",
+        "eval",
+        str(run[0]),
+        "--task",
+        "arithmetic",
+        "--problems",
+        "16",
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    rows = read_metrics(run[0] / "metrics.jsonl")
+    assert rows[-1]["eval/arithmetic/greedy"] == pytest.approx(result["accuracy"], abs=1e-9)

@@ -1,0 +1,246 @@
+"""Things that go wrong in a run: each ends in one clear line, and nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import trimtab
+from trimtab.config import Config, load_config
+from trimtab.errors import TrimtabError
+from trimtab.training import checkpoint, export
+from trimtab.training.observer import Silent
+from trimtab.training.run import train
+from trimtab.training.rundir import read_metrics
+
+pytestmark = pytest.mark.e2e
+
+SMALL = ("trainer.steps=4", "trainer.prompts=2", "trainer.samples=4", "eval.problems=4", "checkpoint.every=1")
+
+
+def recipe(*overrides: str) -> Config:
+    config = load_config("quickstart-stale", (*SMALL, "trainer.sync_every=1", *overrides))
+    return config.model_copy(update={"compare": None})
+
+
+class Notes(Silent):
+    """Remembers what a run said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_divergence_stops_with_the_last_good_checkpoint(tmp_path: Path) -> None:
+    # A learning rate this large overflows the weights at the first update; from then on every loss is NaN.
+    # The sampler keeps its first weights all along: it would refuse the broken ones.
+    config = recipe("optim.lr=1e30", "optim.warmup=0", "trainer.steps=9", "trainer.sync_every=9", "checkpoint.every=9")
+    with pytest.raises(TrimtabError, match=r"3 updates in a row were not finite.*last good checkpoint"):
+        train(config, out=tmp_path / "run")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["optim/skipped"] for row in rows] == [0] * (len(rows) - 2) + [1, 1]
+    assert_finite(tmp_path / "run")
+
+
+def test_weights_that_overflow_are_never_saved(tmp_path: Path) -> None:
+    config = recipe("optim.lr=1e38", "optim.warmup=2", "trainer.steps=9", "trainer.sync_every=9")
+    with pytest.raises(TrimtabError, match="made the weights non-finite"):
+        train(config, out=tmp_path / "run")
+    for _ in checkpoint.folders(tmp_path / "run" / "checkpoints"):
+        assert_finite(tmp_path / "run")
+
+
+def assert_finite(run: Path) -> None:
+    saved = checkpoint.latest(run / "checkpoints")
+    assert saved is not None
+    assert all(torch.isfinite(weight).all() for weight in saved.tensors["model"].values())
+
+
+def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
+    train(recipe("trainer.steps=1"), out=tmp_path / "run")
+    result = train(recipe("trainer.steps=2", "eval.every=1"), out=tmp_path / "run", resume=True)
+    assert result.metrics["step"] == 2
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_the_best_checkpoint_is_saved_when_it_is_measured(tmp_path: Path) -> None:
+    config = recipe("trainer.steps=5", "eval.every=2", "checkpoint.every=0", "eval.best=eval/sort/greedy")
+    train(config, out=tmp_path / "run")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    scores = {row["step"]: row["eval/sort/greedy"] for row in rows if row["step"] in (2, 4, 5)}
+    best = checkpoint.best(tmp_path / "run" / "checkpoints")
+    assert best is not None
+    assert best.value == max(scores.values())
+    assert best.step == min(step for step, score in scores.items() if score == best.value)
+    assert checkpoint.folder_of(tmp_path / "run" / "checkpoints", best.step).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("eval.best=eval/typo/greedy", "eval/typo/greedy"),
+        ("objective.name=token-alp", "perturbed model"),
+        ("objective.name=luffy", "expert traces"),
+        ("advantage.kind=optimal", "optimal"),
+        ("trainer.minibatches=99", "minibatches = 99"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_loaded(override: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(TrimtabError, match=named):
+        train(recipe(override), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "override", ["optim.betas=[1.5,2]", "optim.lr=inf", "trainer.steps=true", "advantage.kind=foo"]
+)
+def test_values_of_a_wrong_kind_are_refused(override: str) -> None:
+    with pytest.raises(TrimtabError, match=override.partition("=")[0]):
+        recipe(override)
+
+
+def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    train(recipe("trainer.steps=1"), out=tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(TrimtabError, match="already holds a run"):
+        train(recipe("trainer.steps=1"), out=tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_resuming_with_another_recipe_is_refused(tmp_path: Path) -> None:
+    train(recipe("trainer.steps=1"), out=tmp_path / "run")
+    with pytest.raises(TrimtabError, match=r"another recipe.*lr = 0.5"):
+        train(recipe("trainer.steps=1", "optim.lr=0.5"), out=tmp_path / "run", resume=True)
+
+
+def test_a_corrupted_checkpoint_falls_back_and_says_so(tmp_path: Path) -> None:
+    out, notes = tmp_path / "run", Notes()
+    train(recipe(), out=out)
+    newest = checkpoint.folders(out / "checkpoints")[-1]
+    weights = newest / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(bytes(data))
+    result = train(recipe(), out=out, resume=True, observer=notes)
+    assert any("model.safetensors" in line and "step-000003" in line for line in notes.lines), notes.lines
+    assert result.metrics["step"] == 4
+    assert len(read_metrics(out / "metrics.jsonl")) == 4
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real filesystem with room for about two checkpoints of the laboratory model."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=14m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small filesystem here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(tiny_disk: Path) -> None:
+    out = tiny_disk / "run"
+    with pytest.raises(TrimtabError, match="No space left on device"):
+        train(recipe("checkpoint.keep=9", "trainer.steps=9"), out=out)
+    found = checkpoint.latest(out / "checkpoints")
+    assert found is not None
+    assert found.step >= 1
+    assert not list((out / "checkpoints").glob(".tmp-*"))
+
+
+def test_a_failing_reward_costs_its_sample_and_is_counted(tmp_path: Path) -> None:
+    calls = "trimtab_test_reward"
+    (tmp_path / f"{calls}.py").write_text(
+        "def reward(completion, problem):\n"
+        "    if completion.startswith('0'):\n"
+        "        raise RuntimeError('no zeros please')\n"
+        "    return float(len(set(completion)))\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    notes = Notes()
+    config = recipe("trainer.prompts=8", "trainer.steps=2")
+    data = config.model_dump(exclude_none=True) | {"reward": [{"name": f"{calls}:reward"}]}
+    train(load_config(data), out=tmp_path / "run", observer=notes)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert sum(row["reward/failed"] for row in rows) > 0
+    assert all(row["trajectories/consumed"] + row["trajectories/dropped"] == 32 for row in rows)
+    assert any("no zeros please" in line for line in notes.lines)
+
+
+def test_training_from_python_with_a_function_and_export(tmp_path: Path) -> None:
+    def reward(completion: str, problem: trimtab.types.Problem) -> float:
+        return sum(a == b for a, b in zip(completion, problem.answer, strict=False)) / len(problem.answer)
+
+    result = trimtab.train(recipe(), reward=reward, out=tmp_path / "run")
+    assert (result.run / "report.html").stat().st_size > 10_000
+    assert 0.0 < result.metrics["reward/mean"] < 1.0
+    folder = export.export(result.run, tmp_path / "model")
+    from transformers import AutoModelForCausalLM
+
+    exported = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    saved = checkpoint.latest(result.run / "checkpoints")
+    assert saved is not None
+    for name, weight in saved.tensors["model"].items():
+        assert torch.equal(exported[name], weight)
+
+
+def test_lora_trains_only_adapters_and_exports_merged_weights(tmp_path: Path) -> None:
+    config = recipe("model.lora.rank=4", "optim.lr=1e-2", "optim.warmup=0")
+    result = train(config, out=tmp_path / "run")
+    saved = checkpoint.latest(result.run / "checkpoints")
+    assert saved is not None
+    moments = {name for name in saved.tensors["optimizer"] if "exp_avg" in name}
+    assert moments
+    assert all(".lora_" in name for name in moments)
+    folder = export.export(result.run, tmp_path / "model")
+    from transformers import AutoModelForCausalLM
+
+    merged = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert not any("lora" in name for name in merged)
+
+
+def test_top_p_rollouts_are_replayed_and_ratios_start_at_one(tmp_path: Path) -> None:
+    config = recipe("sampling.top_p=0.8", "sampling.temperature=0.9", "trainer.steps=1")
+    train(config, out=tmp_path / "run")
+    (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert row["mismatch/abs_diff_max"] < 1e-4
+    assert row["mismatch/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr-grpo", "gspo", "cispo", "seq-bypass", "seq-mis", "opsm", "m2po", "oapl"])
+def test_objectives_train_through_the_real_loop(name: str, tmp_path: Path) -> None:
+    overrides = [f"objective.name={name}", "trainer.minibatches=2", "trainer.epochs=2", "trainer.steps=2"]
+    data = recipe(*overrides).model_dump(exclude_none=True)
+    data["objective"] = {"name": name, **({"length_max": 11} if name == "dr-grpo" else {})}
+    train(load_config(data), out=tmp_path / "run")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["updates"] for row in rows] == [4, 8]
+    assert all(np.isfinite(row["optim/grad_norm"]) for row in rows)
+    expected = "current" if name in {"seq-bypass", "m2po", "oapl"} else "proximal"
+    assert {row["mismatch/anchor"] for row in rows} == {expected}
+
+
+def test_the_kl_anchor_is_the_initial_model(tmp_path: Path) -> None:
+    config = recipe("objective.kl=unbiased", "objective.kl_coef=0.1", "trainer.steps=3", "optim.lr=1e-3")
+    train(config, out=tmp_path / "run")
+    kl = [row["kl/mean"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert kl[-1] > kl[0]
+
+
+def test_gradient_checkpointing_gives_the_same_run(tmp_path: Path) -> None:
+    train(recipe(), out=tmp_path / "plain")
+    train(recipe("model.gradient_checkpointing=true"), out=tmp_path / "checkpointed")
+    plain, again = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("plain", "checkpointed"))
+    for a, b in zip(plain, again, strict=True):
+        assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-3)

@@ -1,0 +1,130 @@
+"""Killed at any moment, a run continues as if nothing had happened: bit for bit, with the real loop and files."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trimtab.config import Config, load_config
+from trimtab.training import checkpoint
+from trimtab.training.rundir import read_metrics
+
+pytestmark = pytest.mark.e2e
+
+# Everything that must survive a kill is in play: a sampler that lags, several updates per batch, groups left over.
+OVERRIDES = (
+    "trainer.steps=24",
+    "trainer.prompts=4",
+    "trainer.samples=4",
+    "trainer.minibatches=2",
+    "trainer.sync_every=6",
+    "trainer.dynamic_sampling=true",
+    "trainer.oversample=1.5",
+    "checkpoint.every=2",
+    "eval.problems=8",
+    "eval.every=8",
+    "eval.best=eval/sort/greedy",
+    "log.trajectories_every=1",
+)
+TIMED = ("time/", "tokens_per_second/", "memory/")
+
+
+def recipe() -> Config:
+    config = load_config("quickstart-stale", OVERRIDES)
+    return config.model_copy(update={"compare": None})
+
+
+def train_in_child(out: str, resume: bool) -> None:
+    from trimtab.training.run import train
+
+    train(recipe(), out=out, resume=resume)
+
+
+def comparable(run: Path) -> list[dict[str, Any]]:
+    rows = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
+
+
+def final_tensors(run: Path) -> dict[str, torch.Tensor]:
+    folder = checkpoint.folders(run / "checkpoints")[-1]
+    return {
+        f"{path.stem}/{name}": tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def context() -> Any:
+    # A fork server that has imported everything: a child starts in a moment and has no threads of its own to inherit.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trimtab.training.run"])
+    return context
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, context: Any) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    child = context.Process(target=train_in_child, args=(str(out), False))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    return out
+
+
+def test_killed_at_many_random_moments_equals_uninterrupted(uninterrupted: Path, tmp_path: Path, context: Any) -> None:
+    out, rng, kills = tmp_path / "killed", random.Random(0), 0
+    while True:
+        child = context.Process(target=train_in_child, args=(str(out), out.exists() and (out / "config.toml").exists()))
+        child.start()
+        child.join(timeout=rng.uniform(0.3, 2.5) if kills < 12 else None)
+        if child.exitcode is not None:
+            assert child.exitcode == 0
+            if kills >= 10:
+                break
+            # Finished too early to be killed often enough: forget the second half and go on from there.
+            forget_second_half(out)
+            continue
+        child.kill()
+        child.join()
+        kills += 1
+    assert kills >= 10
+    assert comparable(out) == comparable(uninterrupted)
+    mine, theirs = final_tensors(out), final_tensors(uninterrupted)
+    assert mine.keys() == theirs.keys()
+    different = [name for name in theirs if not torch.equal(mine[name], theirs[name])]
+    assert not different
+    assert checkpoint.best(out / "checkpoints") == checkpoint.best(uninterrupted / "checkpoints")
+    mine_files = sorted(path.name for path in (out / "trajectories").iterdir())
+    assert mine_files == [f"step-{step:06d}.parquet" for step in range(1, 25)]
+    for name in mine_files:
+        assert (out / "trajectories" / name).read_bytes() == (uninterrupted / "trajectories" / name).read_bytes()
+
+
+def forget_second_half(out: Path) -> None:
+    for folder in checkpoint.folders(out / "checkpoints")[1:]:
+        (folder / "manifest.json").unlink()
+
+
+def test_the_comparison_can_fail(uninterrupted: Path, tmp_path: Path) -> None:
+    """Another seed gives other numbers: equality above is no accident of a run that does nothing."""
+    from trimtab.training.run import train
+
+    out = tmp_path / "other"
+    other = recipe().model_copy(update={"seed": 1})
+    train(other, out=out)
+    assert comparable(out) != comparable(uninterrupted)
+
+
+def test_staleness_and_leftovers_really_occurred(uninterrupted: Path) -> None:
+    rows = comparable(uninterrupted)
+    assert len(rows) == 24
+    assert max(row["lag/max"] for row in rows) >= 4
+    assert any(row["groups/no_signal"] for row in rows)
+    assert all(row["updates"] == 2 * row["step"] for row in rows)

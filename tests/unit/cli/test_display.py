@@ -1,0 +1,117 @@
+"""The live view: the right numbers, on a terminal and off it, and a terminal given back."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from trimtab.cli.display import LiveDisplay, PlainDisplay, closing_lines, duration, figures, sparkline
+from trimtab.config import load_config
+
+STEP: dict[str, float | str] = {
+    "step": 3,
+    "reward/mean": 0.512,
+    "mismatch/k3": 0.00123,
+    "mismatch/ess_token": 0.987,
+    "clip/low": 0.01,
+    "clip/high": 0.02,
+    "reject/tokens": 0.25,
+    "tokens_per_second/rollout": 1234.0,
+    "tokens_per_second/train": 987.0,
+    "time/step": 2.0,
+}
+
+
+def _console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=terminal, width=100, highlight=False, color_system=None), file
+
+
+def _play(display: PlainDisplay, config: Any) -> None:
+    display.started(config, "loss = [A] of\n  r", 10, Path("runs/x"))
+    display.phase("collect", 1, 4)
+    display.evaluated("sort", "before", 0.25)
+    display.step(STEP)
+    display.message("step 3: reward of '[bold]x[/bold]' failed")
+    display.evaluated("sort", 5, 0.5)
+    display.finished({"eval/sort/before": 0.25, "eval/sort/after": 0.75}, Path("runs/x/report.html"))
+    display.close()
+
+
+def test_plain_output_is_one_line_per_event() -> None:
+    console, file = _console(terminal=False)
+    _play(PlainDisplay(console), load_config({"eval": {"problems": 64}}))
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "run        runs/x"
+    assert "  loss = [A] of" in lines, "an equation is not markup"
+    assert (
+        "step 3/10  reward 0.512  k3 1.2e-03  ESS 0.987  clipped 3.00%  rejected 25.00%  roll tok/s 1,234"
+        "  train tok/s 987  s/step 2.0  eta 14s"
+    ) in lines
+    assert "step 3: reward of '[bold]x[/bold]' failed" in lines
+    assert "held-out greedy accuracy on sort, after step 5: 0.500" in lines
+    assert lines[-2:] == ["held-out greedy accuracy (sort, 64 problems): 0.250 -> 0.750", "report: runs/x/report.html"]
+
+
+def test_a_terminal_gets_a_panel_and_its_cursor_back() -> None:
+    console, file = _console(terminal=True)
+    _play(LiveDisplay(console), load_config({}))
+    written = file.getvalue()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written)
+    for part in ("loss = [A] of", "step 3/10", "1.2e-03", "25.00%", "eta 14s", "0.250 -> 0.750", "[bold]x[/bold]"):
+        assert part in text
+    assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l"), "the cursor is shown again at the end"
+
+
+def test_a_terminal_is_given_back_after_an_error() -> None:
+    console, file = _console(terminal=True)
+    display = LiveDisplay(console)
+    display.phase("collect", 0, 0)
+    assert "\x1b[?25l" in file.getvalue()
+    display.close()
+    display.close()
+    assert file.getvalue().rfind("\x1b[?25h") > file.getvalue().rfind("\x1b[?25l")
+
+
+def test_long_paths_are_not_broken_off_the_terminal() -> None:
+    console, file = _console(terminal=False)
+    path = Path("/" + "a" * 150) / "report.html"
+    PlainDisplay(console).finished({}, path)
+    assert file.getvalue() == f"report: {path}\n"
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [([0.0, 1.0], "▁█"), ([0.5, 0.5, 0.5], "▁▁▁"), ([0, 1, 2, 3, 4, 5, 6, 7], "▁▂▃▄▅▆▇█"), ([1.0], "▁")],
+)
+def test_sparkline(values: list[float], line: str) -> None:
+    assert sparkline(values, 48) == line
+
+
+def test_a_long_history_is_averaged_into_the_width() -> None:
+    # Pairs average to 0.5, 2.5, 4.5, 6.5: the ends are the scale, the middle lies a third in between.
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 4) == "▁▃▆█"
+    assert len(sparkline([0.1 * index for index in range(1000)], 48)) == 48
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.4, "59s"), (60, "1m00s"), (187, "3m07s"), (7500, "2h05m")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_numbers_a_run_does_not_have_are_left_out() -> None:
+    assert figures({"step": 1, "sft/loss": 1.25}) == [("loss", "1.2500")]
+    assert ("rejected", "0.00%") in figures({"mismatch/k3": 0.1}), "without rules nothing is rejected"
+    assert figures({"reward/mean": "odd", "mismatch/anchor": "current"}) == []
+
+
+def test_closing_lines_keep_what_they_do_not_know() -> None:
+    summary = {"eval/a/after": 0.5, "seconds": 12.34567, "note": "text"}
+    assert closing_lines(summary, None) == ["held-out greedy accuracy (a): 0.500", "seconds: 12.35", "note: text"]

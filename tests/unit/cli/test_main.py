@@ -1,0 +1,118 @@
+"""Exit codes and lines of the command line, in this process. Real processes are in tests/e2e."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimtab.cli import doctor, main
+from trimtab.cli.output import run_directory
+from trimtab.config import recipe_names
+from trimtab.errors import TrimtabError
+
+COMMANDS = ("train", "sft", "recipes", "explain", "eval", "report", "export", "doctor")
+
+
+def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in COMMANDS:
+        assert main.run([command, "--help"]) == 0
+        out = capsys.readouterr().out
+        assert f"Example: trimtab {command}" in " ".join(out.split()), command
+
+
+def test_general_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f" {command} " in out for command in COMMANDS)
+    assert "[compare]" in out, "a section's name is not markup"
+
+
+def test_help_and_recipes_do_not_import_torch() -> None:
+    program = (
+        "import sys; from trimtab.cli.main import run; "
+        "assert run(['--help']) == run(['train', '--help']) == run(['recipes']) == 0; "
+        "heavy = {'torch', 'transformers', 'matplotlib', 'pyarrow', 'numpy'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_recipes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["recipes", "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert list(described) == recipe_names()
+    assert all(described.values()), "every recipe says what it is"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("trimtab 0.")
+
+
+def test_a_users_mistake_is_one_line_and_two(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> list[str]:
+        raise TrimtabError("first\n  second")
+
+    monkeypatch.setattr("trimtab.config.recipe_names", fail)
+    assert main.run(["recipes"]) == 2
+    assert capsys.readouterr().err == "trimtab: first second\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[str]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("trimtab.config.recipe_names", fail)
+    with pytest.raises(ZeroDivisionError):
+        main.run(["recipes"])
+
+
+def test_control_c_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stop() -> list[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trimtab.config.recipe_names", stop)
+    assert main.run(["recipes"]) == 130
+    assert capsys.readouterr().err == "\ntrimtab: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "out", "configured", "expected"),
+    [
+        ("quickstart", None, None, "runs/quickstart"),
+        ("some/where/mine.toml", None, None, "runs/mine"),
+        ("quickstart", None, "elsewhere", "elsewhere"),
+        ("quickstart", "here", "elsewhere", "here"),
+        ("runs/old/config.toml", None, None, "runs/old"),
+    ],
+)
+def test_where_a_run_goes(recipe: str, out: str | None, configured: str | None, expected: str) -> None:
+    assert run_directory(recipe, Path(out) if out else None, configured) == Path(expected)
+
+
+def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "LIBRARIES", ("torch", "no-such-library"))
+    assert main.run(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    missing = [check for check in found["checks"] if check["name"] == "no-such-library"]
+    assert missing == [
+        {"name": "no-such-library", "value": "missing", "advice": "pip install no-such-library", "required": True}
+    ]
+
+
+def test_doctor_only_notes_what_some_recipes_need(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "MEMORY_NEEDED", 1 << 60)
+    assert main.run(["doctor"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "free memory" in line)
+    assert line.startswith("note")
+    assert "the quickstart needs" in line

@@ -1,0 +1,176 @@
+"""Weights and rejection rules against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from trimtab.corrections import OPSM, Band, Divergence, Veto, Weight, sweep
+
+
+def row(*ratios: float) -> tuple[Tensor, Tensor, Tensor]:
+    """proximal, behavior and mask of one sequence with these token ratios."""
+    log = torch.tensor([ratios], dtype=torch.float64).log()
+    behavior = torch.full_like(log, -2.0)
+    return behavior + log, behavior, torch.ones_like(log, dtype=torch.bool)
+
+
+def weights(weight: Weight, *ratios: float) -> list[float]:
+    found = sweep(*row(*ratios), weight=weight).weight
+    assert found is not None
+    return [round(value, 12) for value in found[0].tolist()]
+
+
+def kept(rule, *ratios: float, **fields) -> list[bool]:
+    return sweep(*row(*ratios), masks=[rule], **fields).keep[0].tolist()
+
+
+def test_truncation_acts_from_above_only():
+    assert weights(Weight("token", "truncate", max=2.0), 0.1, 1.0, 2.0, 3.0) == [0.1, 1.0, 2.0, 2.0]
+
+
+def test_clip_acts_on_both_sides():
+    assert weights(Weight("token", "clip", 0.5, 2.0), 0.1, 0.5, 1.5, 3.0) == [0.5, 0.5, 1.5, 2.0]
+
+
+def test_mask_keeps_the_ratio_inside_and_nothing_outside():
+    weight = Weight("token", "mask", 0.5, 2.0)
+    assert weights(weight, 0.1, 0.6, 1.9, 3.0) == [0.0, 0.6, 1.9, 0.0]
+    assert sweep(*row(0.1, 0.6, 1.9, 3.0), weight=weight).keep.tolist() == [[False, True, True, False]]
+
+
+def test_sequence_weight_is_the_product_and_geometric_its_root():
+    assert weights(Weight("sequence", "truncate", max=10.0), 2.0, 1.5, 0.5) == [1.5] * 3
+    assert weights(Weight("geometric", "truncate", max=10.0), 4.0, 1.0) == [2.0] * 2
+    assert weights(Weight("sequence", "mask", 0.0, 1.4), 2.0, 1.5, 0.5) == [0.0] * 3
+
+
+def test_bounds_are_on_the_ratio_and_not_on_its_inverse():
+    for ratio, expected in ((0.9995, True), (1.0005, True), (0.995, True), (1.005, False), (0.985, False)):
+        for level in ("token", "sequence", "geometric"):
+            assert kept(Band(level, 0.99, 1.001), ratio) == [expected], (ratio, level)
+        weight = weights(Weight("token", "mask", 0.99, 1.001), ratio)
+        assert (weight[0] > 0) == expected
+
+
+def test_products_grow_with_length_and_geometric_means_do_not():
+    drift = row(*[1.001] * 2000)
+    product = sweep(*drift, weight=Weight("sequence", "truncate", max=100.0)).weight
+    mean = sweep(*drift, weight=Weight("geometric", "truncate", max=100.0)).weight
+    assert product is not None
+    assert mean is not None
+    assert product[0, 0].item() == pytest.approx(7.3816, abs=1e-3)  # 1.001^2000
+    assert mean[0, 0].item() == pytest.approx(1.001, abs=1e-9)
+    assert sweep(*drift, masks=[Band("geometric", 0.99, 1.01)]).keep.all()
+    assert not sweep(*drift, masks=[Band("sequence", 0.5, 2.0)]).keep.any()
+
+
+def test_a_token_band_drops_tokens_and_a_sequence_band_everything():
+    assert kept(Band("token", 0.5, 2.0), 1.0, 3.0, 0.4) == [True, False, False]
+    assert kept(Band("sequence", 0.5, 2.0), 1.0, 3.0, 0.4) == [True] * 3  # product 1.2
+    assert kept(Band("sequence", 0.5, 2.0), 3.0, 1.0) == [False] * 2
+    assert kept(Band("geometric", 0.5, 2.0), 3.0, 1.0) == [True] * 2  # sqrt 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("k1", [-math.log(2), math.log(2)]),
+        ("k2", [math.log(2) ** 2 / 2] * 2),
+        ("k3", [1 - math.log(2), math.log(2) - 0.5]),
+        ("tv", [1.0, 0.5]),
+    ],
+)
+def test_divergence_rules_at_their_threshold(kind, value):
+    ratios, above, below = (2.0, 0.5), 1 + 1e-9, 1 - 1e-9
+    for reduce, total in (("mean", sum(value) / 2), ("sum", sum(value)), ("max", max(value))):
+        if total <= 1e-12:
+            assert kept(Divergence(kind, reduce, 1e-9), *ratios) == [True] * 2
+            continue
+        assert kept(Divergence(kind, reduce, total * above), *ratios) == [True] * 2, reduce
+        assert kept(Divergence(kind, reduce, total * below), *ratios) == [False] * 2, reduce
+    threshold = max(value) * below
+    assert kept(Divergence(kind, "token", threshold), *ratios) == [v <= threshold for v in value]
+
+
+def test_veto_kills_the_sequence_of_one_impossible_token_unless_it_is_masked():
+    proximal, behavior, mask = (torch.cat([tensor, tensor]) for tensor in row(1.0, 1e-5, 1.0))
+    assert sweep(proximal, behavior, mask, masks=[Veto(1e-4)]).keep.tolist() == [[False] * 3] * 2
+    mask[0, 1] = False
+    assert sweep(proximal, behavior, mask, masks=[Veto(1e-4)]).keep.tolist() == [[True, False, True], [False] * 3]
+    assert kept(Veto(1e-6), 1.0, 1e-5, 1.0) == [True] * 3
+
+
+def test_opsm_needs_both_a_bad_advantage_and_distance_from_the_sampler():
+    log = torch.tensor([[-0.08, -0.04]]).expand(4, 2)  # mean(log mu - log pi) = 0.06
+    behavior = torch.full((4, 2), -1.0)
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    advantage = torch.tensor([[-1.0], [0.0], [1.0], [-1e-9]])
+    for delta, expected in ((0.05, [False, True, True, False]), (0.07, [True] * 4)):
+        # The proximal policy plays no part: here it equals the sampler.
+        found = sweep(behavior, behavior, mask, masks=[OPSM(delta)], current=behavior + log, advantage=advantage)
+        assert found.keep[:, 0].tolist() == expected
+        assert found.keep[:, 1].tolist() == expected
+    upward = sweep(behavior, behavior, mask, masks=[OPSM(0.05)], current=behavior - log, advantage=advantage)
+    assert upward.keep.all(), "a sequence that became more likely is kept"
+
+
+def test_opsm_refuses_per_token_advantages():
+    with pytest.raises(ValueError, match=r"\(batch, 1\)"):
+        kept(OPSM(0.1), 1.0, 1.0, current=torch.zeros(1, 2), advantage=torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="current and advantage"):
+        kept(OPSM(0.1), 1.0, 1.0)
+
+
+def test_rules_are_anded_and_each_counts_from_the_original_mask():
+    rules = [Band("token", 0.5, 2.0), Divergence("k2", "token", 0.1), Band("token", 0.9, 1.1)]
+    found = sweep(*row(1.0, 3.0, 0.4, 1.2), masks=rules)
+    assert found.keep.tolist() == [[True, False, False, False]]
+    shares = {name: float(part.summary()[""]) for name, part in found.statistics.items()}
+    assert shares == {
+        "reject/band_token": 0.5,
+        "reject/k2_token": 0.5,
+        "reject/band_token_2": 0.75,
+        "reject/tokens": 0.75,
+        "reject/sequences": 0.0,
+    }
+
+
+def test_geometric_statistics_ignore_padding():
+    proximal, behavior, mask = row(1.05, 1.05, 1.0, 1.0)
+    mask[0, 2:] = False
+    assert not sweep(proximal, behavior, mask, masks=[Band("geometric", 0.9, 1.04)]).keep.any()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Weight("token", "truncate", max=0.2),
+        lambda: Weight("token", "clip", min=1.2, max=2.0),
+        lambda: Weight("token", "truncate", min=0.5),
+        lambda: Weight("word"),
+        lambda: Weight("token", "cut"),
+        lambda: Band("geometric", -0.01, 0.01),
+        lambda: Band("row", 0.5, 2.0),
+        lambda: Band("token", float("nan"), 2.0),
+        lambda: Divergence("k4", "mean", 0.1),
+        lambda: Divergence("k3", "median", 0.1),
+        lambda: Divergence("k3", "mean", -0.1),
+        lambda: Veto(2.0),
+    ],
+)
+def test_bounds_that_cannot_be_meant_are_refused(wrong):
+    with pytest.raises(ValueError, match=r".+"):
+        wrong()
+
+
+def test_self_normalisation_divides_by_the_mean_over_the_original_mask():
+    weight = Weight("token", "mask", 0.5, 2.0, normalize=True)
+    bounded = torch.tensor([0.0, 1.0, 2.0])
+    expected = bounded / 0.75  # masked zeros count: (0 + 1 + 2) / 4
+    assert_close(weight.normalized(bounded, torch.tensor(3.0), torch.tensor(4.0)), expected)
+    assert_close(weight.normalized(bounded, torch.tensor(0.0), torch.tensor(4.0)), bounded)

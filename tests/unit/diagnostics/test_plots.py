@@ -1,0 +1,90 @@
+"""What figures show, by numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from trimtab.diagnostics import plots
+from trimtab.diagnostics.catalog import Metric
+from trimtab.diagnostics.page import number, short
+from trimtab.diagnostics.plots import Curve
+
+
+def _curve(values: list[float], label: str = "a") -> Curve:
+    return Curve(label, np.arange(1, len(values) + 1, dtype=float), np.array(values))
+
+
+def test_smoothing_averages_what_is_there_and_pads_nothing() -> None:
+    # 80 points: the window reaches 2 to either side and shrinks at the ends.
+    values = [float(index) for index in range(80)]
+    _, smooth = plots._smooth(_curve(values))
+    assert smooth[0] == pytest.approx((0 + 1 + 2) / 3)
+    assert smooth[1] == pytest.approx((0 + 1 + 2 + 3) / 4)
+    assert smooth[40] == pytest.approx(40)
+    assert smooth[79] == pytest.approx((77 + 78 + 79) / 3)
+
+
+def test_long_runs_keep_their_raw_points_beneath_the_average() -> None:
+    axes = Figure().add_subplot()
+    plots._curves(axes, [_curve([0.1, 0.9] * 50)], log=False, points=False, top=None)
+    raw, smooth = axes.lines
+    assert np.ptp(np.asarray(raw.get_ydata())) == pytest.approx(0.8)
+    assert np.ptp(np.asarray(smooth.get_ydata())) < 0.4
+    assert smooth.get_label() == "a"
+
+
+def test_a_curve_lying_on_zero_is_seen() -> None:
+    axes = Figure().add_subplot()
+    plots._curves(axes, [_curve([0.0, 0.0, 0.0])], log=True, points=False, top=0.2)
+    low, high = axes.get_ylim()
+    assert low < 0 < high == pytest.approx(0.216)
+    assert axes.get_yscale() == "linear", "a logarithmic axis has no place for zeros"
+
+
+def test_healthy_band_is_drawn_inside_the_axis_only() -> None:
+    axes = Figure().add_subplot()
+    axes.set_ylim(0.5, 1.2)
+    plots._shade(axes, Metric("k", "", "", "", "", "", low=0.95, high=2.0))
+    (band,) = axes.patches
+    assert band.get_extents().transformed(axes.transData.inverted()).intervaly == pytest.approx([0.95, 1.2])
+    assert axes.get_ylim() == (0.5, 1.2)
+
+
+def test_no_band_where_the_whole_axis_is_unhealthy() -> None:
+    axes = Figure().add_subplot()
+    axes.set_ylim(3, 4)
+    plots._shade(axes, Metric("k", "", "", "", "", "", high=1.0))
+    assert list(axes.patches) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.001, "1e-3"), (2e-13, "2e-13"), (0.05, "0.05"), (1.0, "1"), (20.0, "20"), (1000.0, "1e3")],
+)
+def test_axis_labels(value: float, text: str) -> None:
+    assert plots.short_power(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (float("nan"), "–"),
+        (0.0, "0"),
+        (4_800_000_000, "4,800,000,000"),
+        (12345.6, "12,346"),
+        (0.123456, "0.1235"),
+        (0.000123456, "1.23e-4"),
+        (-2.5e-10, "-2.50e-10"),
+        ("current", "current"),
+    ],
+)
+def test_numbers(value: float | str | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_short_numbers() -> None:
+    assert short(0.2567) == "0.26"
+    assert short(0.00187) == "1.9e-3"

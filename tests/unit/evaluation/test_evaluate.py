@@ -1,0 +1,143 @@
+"""Counts, failures and reports of an evaluation, with a scripted engine and a hand-made task."""
+
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from trimtab import rewards, tasks
+from trimtab.errors import TrimtabError
+from trimtab.evaluation import evaluate
+from trimtab.rollout.fake import FakeEngine
+from trimtab.types import Completion, Sampling
+
+TASK = tasks.build("arithmetic", holdout=3)
+FOUR = Sampling(temperature=1.0, max_tokens=8, stop=TASK.stop)
+GREEDY = Sampling(temperature=0.0, max_tokens=8, stop=TASK.stop)
+
+
+class Characters:
+    bos_token = None
+
+    def __call__(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": list(text.encode())}
+
+
+def said(text, finish="stop"):
+    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+    return Completion(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int64), finish, text)
+
+
+def script(*wrong_ones):
+    """Problem i gets 4 samples, of which the first `wrong_ones[i]` are wrong; its last right one is cut if i == 1."""
+    lines = {}
+    for index, (problem, wrong) in enumerate(zip(TASK.test, wrong_ones, strict=True)):
+        right = [said(f" {problem.answer}")] * (4 - wrong)
+        if index == 1:
+            right[-1] = said(f" {problem.answer}", "length")
+        lines[problem.id] = [said(" 7")] * wrong + right
+    return FakeEngine(lines)
+
+
+def measured(engine, specs=(), samples=4, sampling=FOUR, **more):
+    with rewards.build(specs, TASK) as scorer:
+        return evaluate(
+            engine, Characters(), TASK, scorer, problems=TASK.test, samples=samples, sampling=sampling, seed=0, **more
+        )
+
+
+def test_accuracy_pass_at_k_and_lengths_by_hand():
+    result = measured(script(4, 1, 0))
+    assert [(p.id, p.correct, p.scored) for p in result.problems] == [
+        (problem.id, correct, 4) for problem, correct in zip(TASK.test, (0, 2, 4), strict=True)
+    ]
+    assert result.accuracy == pytest.approx((0 + 2 / 4 + 1) / 3)
+    assert result.pass_ks == (1, 2, 4)
+    assert result.pass_at(1) == pytest.approx(result.accuracy)
+    assert result.pass_at(2) == pytest.approx((0 + 5 / 6 + 1) / 3)
+    assert result.pass_at(4) == pytest.approx(2 / 3)
+    assert result.truncated == pytest.approx(1 / 12)
+    assert (result.failures, result.errors) == (0, ())
+    lengths = [len(f" {problem.answer}") for problem in TASK.test]
+    assert result.tokens == pytest.approx((4 * 2 + 2 + 3 * lengths[1] + 4 * lengths[2]) / 12)
+
+
+def test_correct_is_what_the_first_reward_says_whatever_the_total():
+    specs = [("exact", 1.0, 5.0, {}), ("overlong", 1.0, 5.0, {"max_tokens": 4, "cache": 4})]
+    result = measured(script(4, 1, 0), specs)
+    assert result.accuracy == pytest.approx(0.5)
+    assert result.reward < 0.5
+
+
+def test_failures_are_counted_and_are_in_no_average():
+    def picky(completion, problem):
+        if completion == " 7" and problem.id == TASK.test[1].id:
+            raise ValueError("cannot judge this")
+        return float(completion.strip() == problem.answer)
+
+    result = measured(script(2, 1, 0), [(picky, 1.0, 5.0, {})])
+    assert [(p.correct, p.scored) for p in result.problems] == [(2, 4), (3, 3), (4, 4)]
+    assert result.failures == 1
+    assert "reward 'picky' raised ValueError: cannot judge this" in result.errors[0]
+    assert result.pass_ks == (1, 2)
+    with pytest.raises(TrimtabError, match="has 3 scored samples"):
+        result.pass_at(4)
+    assert "failed rewards" in result.markdown()
+    with pytest.raises(TrimtabError, match=r"not one sample could be scored.*cannot judge"):
+        measured(script(4, 3, 4), [(always, 1.0, 5.0, {})])
+
+
+def always(completion, problem):  # noqa: ARG001
+    raise ValueError("cannot judge")
+
+
+def test_reports_say_the_same_and_are_plain_data():
+    result = measured(script(4, 1, 0))
+    data = json.loads(json.dumps(result.as_dict()))
+    assert data["accuracy"] == pytest.approx(0.5)
+    assert data["accuracy_low"] <= 0.5 <= data["accuracy_high"]
+    assert data["pass"]["2"] == pytest.approx(result.pass_at(2))
+    assert data["counts"][1] == [TASK.test[1].id, 2, 4]
+    markdown = result.markdown()
+    assert "| accuracy (avg@4) | 0.500" in markdown
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(result.table())
+    text = console.export_text()
+    assert all(value in text for name, value in result.rows())
+
+
+def test_progress_and_seeds_of_calls():
+    seeds = []
+
+    class Listening(FakeEngine):
+        def generate(self, prompts, samples, sampling, *, seed):
+            seeds.append(seed)
+            return super().generate(prompts, samples, sampling, seed=seed)
+
+    task = tasks.build("arithmetic", holdout=130)
+    engine = Listening({problem.id: [said(" 7")] for problem in task.test})
+    seen = []
+    with rewards.build([], task) as scorer:
+        evaluate(
+            engine, Characters(), task, scorer, problems=task.test, sampling=GREEDY, seed=3,
+            progress=lambda done, count: seen.append((done, count)),
+        )  # fmt: skip
+    assert seen == [(64, 130), (128, 130), (130, 130)]
+    assert len(set(seeds)) == 3
+
+
+def test_refusals():
+    with pytest.raises(TrimtabError, match="samples = 4 at temperature 0 are all the same"):
+        measured(script(0, 0, 0), sampling=GREEDY)
+    with rewards.build([], TASK) as scorer, pytest.raises(TrimtabError, match="no problems to evaluate on"):
+        evaluate(script(0, 0, 0), Characters(), TASK, scorer, problems=[], sampling=GREEDY, seed=0)
+
+
+def test_importing_evaluation_loads_neither_torch_nor_the_trainer():
+    code = "import sys, trimtab.evaluation; print(sorted(m for m in sys.modules if m == 'torch' or 'training' in m))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,79 @@
+"""Advantages against hand numbers; what must be exactly zero."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from trimtab.errors import TrimtabError
+from trimtab.objectives import advantages
+
+KINDS = ("grpo", "dr-grpo", "rloo", "optimal")
+
+
+def of(kind, rewards, groups, **keywords) -> list[float]:
+    found = advantages(kind, torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), **keywords)
+    assert found.shape == (len(rewards), 1)
+    return found[:, 0].tolist()
+
+
+def test_hand_numbers_with_interleaved_groups():
+    rewards, groups = [1.0, 5.0, 0.0, 9.0, 2.0], [3, 8, 3, 8, 3]
+    # Group 3: 1, 0, 2 (mean 1, std 1 with n - 1). Group 8: 5, 9 (mean 7, std sqrt 8).
+    assert of("grpo", rewards, groups) == pytest.approx([0, -2 / math.sqrt(8), -1, 2 / math.sqrt(8), 1], abs=2e-6)
+    assert of("grpo", rewards, groups)[4] == pytest.approx(1 / (1 + 1e-6), rel=1e-12)
+    assert of("dr-grpo", rewards, groups) == [0, -2, -1, 2, 1]
+    assert of("rloo", rewards, groups) == pytest.approx([0, -4, -1.5, 4, 1.5])
+
+
+def test_optimal_is_reward_minus_the_soft_value():
+    assert of("optimal", [1.0, 0.0], [0, 0]) == pytest.approx([1 - 0.620115, -0.620115], abs=1e-6)
+    assert of("optimal", [1.0, 0.0], [0, 0], value_beta=1e-3)[0] == pytest.approx(math.log(2) * 1e-3)  # V -> max
+    assert of("optimal", [1.0, 0.0], [0, 0], value_beta=1e4) == pytest.approx([0.5, -0.5], abs=1e-4)  # V -> mean
+    assert of("optimal", [2000.0, 0.0], [0, 0]) == pytest.approx([math.log(2), math.log(2) - 2000])
+
+
+@given(kind=st.sampled_from(KINDS), reward=st.floats(-1e6, 1e6), size=st.integers(1, 9))
+@settings(max_examples=40, deadline=None)
+def test_equal_rewards_give_exactly_zero(kind, reward, size):
+    assert of(kind, [reward] * size, [7] * size) == [0.0] * size
+
+
+@given(kind=st.sampled_from(KINDS), seed=st.integers(0, 99), shift=st.floats(-100, 100))
+@settings(max_examples=20, deadline=None)
+def test_a_constant_added_to_rewards_changes_nothing(kind, seed, shift):
+    rewards = torch.rand(8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    groups = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
+    assert_close(advantages(kind, rewards + shift, groups), advantages(kind, rewards, groups), atol=1e-6, rtol=1e-6)
+
+
+def test_float32_rewards_are_centred_in_float64():
+    rewards = torch.tensor([0.1] * 3 + [16777216.0, 16777217.0], dtype=torch.float32)
+    found = advantages("grpo", rewards, torch.tensor([0, 0, 0, 1, 1]))
+    assert found.dtype == torch.float32
+    assert found[:3, 0].tolist() == [0.0] * 3
+
+
+def test_integers_and_lists_are_taken():
+    assert advantages("dr-grpo", [1, 0], [0, 0]).tolist() == [[0.5], [-0.5]]
+    assert advantages("grpo", torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: advantages("gpro", torch.zeros(1), torch.zeros(1, dtype=torch.int64)), "did you mean 'grpo'"),
+        (lambda: of("grpo", [float("nan"), 1.0], [0, 0]), "finite"),
+        (lambda: of("grpo", [1.0], [0], value_beta=1.0), "value_beta has no effect"),
+        (lambda: of("optimal", [1.0], [0], value_beta=0.0), "more than 0"),
+        (lambda: of("grpo", [1.0, 2.0], [0]), "both be"),
+    ],
+)
+def test_mistakes_are_named(call, message):
+    with pytest.raises(TrimtabError, match=message):
+        call()

@@ -1,0 +1,219 @@
+"""Every surrogate on single tokens worked out by hand: value and slope."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from trimtab.objectives import PolicyLogps, objective
+
+
+def one_token(name: str, ratio: float, advantage: float, *, over: str = "proximal", logp: float = -1.0, **keywords):
+    """(-loss, d(-loss)/d log pi) of a single token whose current/`over` ratio is given."""
+    current = torch.tensor([[logp]], dtype=torch.float64, requires_grad=True)
+    base = torch.tensor([[logp - math.log(ratio)]], dtype=torch.float64)
+    policies = {"behavior": base, "proximal": base, "off_policy": torch.zeros(1, 1, dtype=torch.bool)}
+    if over == "proximal":
+        policies["behavior"] = base  # no mismatch: weights are 1 and nothing is rejected
+    logps = PolicyLogps(current=current, mask=torch.ones(1, 1, dtype=torch.bool), **policies)
+    out = objective(name, **keywords)(logps, torch.tensor([[advantage]], dtype=torch.float64))
+    out.loss.backward()
+    assert current.grad is not None
+    return -out.loss.item(), -current.grad.item(), out.metrics.finalize()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "slope", "hit"),
+    [
+        (1.1, 2.0, 2.2, 2.2, None),
+        (1.5, 2.0, 2.56, 0.0, "clip/high"),  # 1.28 * 2
+        (0.5, 2.0, 1.0, 1.0, None),  # good token, too rare: no clip
+        (0.9, -2.0, -1.8, -1.8, None),
+        (0.5, -2.0, -1.6, 0.0, "clip/low"),  # 0.8 * -2
+        (1.5, -2.0, -3.0, -3.0, None),  # bad token, too likely: no clip
+        (1.5, 0.0, 0.0, 0.0, None),
+    ],
+)
+def test_clipped(ratio, advantage, value, slope, hit):
+    found = one_token("dapo", ratio, advantage)
+    assert found[:2] == pytest.approx((value, slope), abs=1e-12)
+    for key in ("clip/low", "clip/high"):
+        assert found[2][key] == (key == hit)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "slope"),
+    [(5.0, -1.0, -3.0, 0.0), (2.0, -1.0, -2.0, -2.0), (5.0, 1.0, 1.2, 0.0), (0.1, -1.0, -0.8, 0.0)],
+)
+def test_dual_clip_acts_on_bad_tokens_alone(ratio, advantage, value, slope):
+    found = one_token("grpo", ratio, advantage, clip_dual=3.0)
+    assert found[:2] == pytest.approx((value, slope), abs=1e-12)
+    assert found[2]["clip/dual"] == (ratio == 5.0 and advantage < 0)
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(0.01, 0.01), (3.0, 3.0), (5.0, 5.0), (9.0, 5.0)])
+def test_cispo_caps_the_weight_and_keeps_the_gradient(ratio, weight):
+    for advantage in (2.0, -2.0):
+        found = one_token("cispo", ratio, advantage, logp=-1.5)
+        assert found[:2] == pytest.approx((weight * advantage * -1.5, weight * advantage))
+
+
+def test_gspo_clips_the_whole_sequence_by_its_geometric_ratio():
+    log = torch.tensor([[0.001, 0.0, -0.0004]], dtype=torch.float64)  # mean 2e-4: inside 4e-4 though token one is not
+    proximal = torch.full_like(log, -1.0)
+    mask = torch.ones_like(log, dtype=torch.bool)
+    for factor, slope in ((1.0, 1.0), (3.0, 0.0)):
+        current = (proximal + factor * log).requires_grad_()
+        obj = objective("gspo")
+        obj(PolicyLogps(current, None, mask, proximal), torch.ones(1, 1)).loss.backward()
+        mean = (factor * log).mean().exp()
+        assert current.grad is not None
+        assert_close(current.grad, torch.full_like(log, -slope / 3) * mean)
+
+
+def test_sequence_ratio_is_the_product_at_every_token():
+    log = torch.tensor([[0.5, 0.6, 9.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False]])
+    current = (log - 1).requires_grad_()
+    out = objective("seq-bypass")(PolicyLogps(current, torch.full_like(log, -1.0), mask), torch.ones(1, 1))
+    assert out.loss.item() == pytest.approx(-math.exp(1.1))
+    out.loss.backward()
+    assert current.grad is not None
+    assert_close(current.grad, torch.tensor([[-math.exp(1.1) / 2] * 2 + [0.0]], dtype=torch.float64))
+    current = (log * 2 - 1).detach().requires_grad_()  # product e^2.2 > 4: every token is clipped together
+    objective("seq-bypass")(PolicyLogps(current, torch.full_like(log, -1.0), mask), torch.ones(1, 1)).loss.backward()
+    assert current.grad is not None
+    assert (current.grad == 0).all()
+
+
+def test_oapl_is_the_square_and_its_slope():
+    beta, behavior = 0.1, torch.tensor([[-1.0, -2.0, 5.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    current = (behavior + torch.tensor([[0.5, 1.5, 7.0], [1.0, 1.0, 1.0]])).requires_grad_()
+    advantage = torch.tensor([[0.6], [9.0]], dtype=torch.float64)
+    out = objective("oapl", beta=beta)(PolicyLogps(current, behavior, mask), advantage)
+    assert out.loss.item() == pytest.approx((0.1 * 2.0 - 0.6) ** 2)  # one row with mask: the mean is over it alone
+    out.loss.backward()
+    assert current.grad is not None
+    slope = 2 * 0.1 * (0.2 - 0.6)
+    assert_close(current.grad, torch.tensor([[slope, slope, 0.0], [0.0] * 3], dtype=torch.float64))
+
+
+def test_oapl_rests_where_the_regression_target_is_met():
+    behavior = torch.zeros(1, 2, dtype=torch.float64)
+    current = torch.full_like(behavior, 0.25).requires_grad_()
+    advantage = torch.tensor([[0.5e-3]], dtype=torch.float64)
+    out = objective("oapl")(PolicyLogps(current, behavior, torch.ones(1, 2, dtype=torch.bool)), advantage)
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(0, abs=1e-20)
+    assert current.grad is not None
+    assert current.grad.abs().max() < 1e-15
+
+
+def test_luffy_shapes_external_tokens_and_never_reads_their_behavior():
+    nan = float("nan")
+    current = torch.tensor([[math.log(0.1), math.log(0.4)]], dtype=torch.float64, requires_grad=True)
+    policies = {"behavior": torch.tensor([[nan, nan]]), "proximal": torch.tensor([[nan, math.log(0.2)]]).double()}
+    logps = PolicyLogps(
+        current,
+        mask=torch.ones(1, 2, dtype=torch.bool),
+        off_policy=torch.tensor([[True, False]]),
+        reference=torch.zeros(1, 2, dtype=torch.float64),
+        **policies,
+    )
+    out = objective("luffy", aggregation="seq-mean-token-sum")(logps, torch.tensor([[2.0]]))
+    assert out.loss.item() == pytest.approx(-(0.5 * 2 + 2.0 * 2))  # f(.1) = .5, ratio 2
+    out.loss.backward()
+    assert current.grad is not None
+    assert_close(current.grad, torch.tensor([[-0.25 * 2, -2.0 * 2]], dtype=torch.float64))  # gamma pi / (pi + gamma)^2
+    assert out.metrics.finalize()["ratio/q99"] == pytest.approx(2, rel=0.005)  # external tokens have no ratio
+    current.grad = None
+    unbiased = objective("luffy", kl="unbiased", kl_coef=1.0, aggregation="seq-mean-token-sum")
+    unbiased(logps, torch.tensor([[0.0]])).loss.backward()
+    # q log(pi/pi_ref), with q = 1 at the external token and 2 at the other; pi_ref = 1.
+    assert_close(current.grad, torch.tensor([[math.log(0.1), 2 * math.log(0.4)]], dtype=torch.float64))
+
+
+def brute_force_cap(harmful: list[float], tau: float) -> float:
+    """The official solver, written plainly: the last observed value before the budget is spent."""
+    squares = sorted(value**2 for value in harmful)
+    budget = tau * len(squares)
+    if sum(squares) <= budget:
+        return math.inf
+    best = 0.0
+    for cap in squares:
+        if sum(min(value, cap) for value in squares) >= budget:
+            break
+        best = cap
+    return math.sqrt(best)
+
+
+@pytest.mark.parametrize("tau", [0.001, 0.04, 0.3, 5.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_m2po_caps_harmful_tokens_like_the_brute_force_solver(seed, tau):
+    make = torch.Generator().manual_seed(seed)
+    behavior = -torch.rand(3, 20, generator=make, dtype=torch.float64)
+    log = 0.5 * torch.randn(3, 20, generator=make, dtype=torch.float64)
+    mask = torch.rand(3, 20, generator=make) < 0.8
+    advantage = torch.tensor([[1.0], [-1.0], [0.0]], dtype=torch.float64)
+    current = (behavior + log).requires_grad_()
+    obj = objective("m2po", tau=tau)
+    logps = PolicyLogps(current, behavior, mask)
+    harmful = mask & (log * advantage > 0)
+    cap = brute_force_cap(log[harmful].abs().tolist(), tau)
+    assert obj.prepare(logps, advantage).second_moment_cap(tau).item() == pytest.approx(cap, abs=1e-12)
+    obj(logps, advantage).loss.backward()
+    expected = torch.where(harmful & (log.abs() > cap + 1e-9), 0.0, -advantage * log.exp()) * mask / mask.sum()
+    assert current.grad is not None
+    assert_close(current.grad, expected)
+
+
+def test_m2po_within_its_budget_clips_nothing():
+    found = one_token("m2po", 1.2, 1.0)  # log 1.2 squared is .033
+    assert found[:2] == pytest.approx((1.2, 1.2))
+    assert one_token("m2po", 1.3, 1.0)[:2] == pytest.approx((1.0, 0.0))  # .069 > .04, nothing smaller to fall back to
+    assert one_token("m2po", 9.0, -1.0)[:2] == pytest.approx((-9.0, -9.0))  # harmless direction
+    assert one_token("m2po", 9.0, 1e-13)[1] == pytest.approx(9e-13, rel=1e-6, abs=0)  # neither good nor bad
+
+
+def test_weight_multiplies_the_whole_clipped_term():
+    behavior = torch.tensor([[-1.0]], dtype=torch.float64)
+    current = (behavior + math.log(1.5 * 1.5)).requires_grad_()
+    logps = PolicyLogps(current, behavior, torch.ones(1, 1, dtype=torch.bool), proximal=behavior + math.log(1.5))
+    out = objective("token-tis")(logps, torch.ones(1, 1))
+    assert out.loss.item() == pytest.approx(-1.5 * 1.2)  # rho 1.5, r 1.5 clipped to 1.2
+    decoupled = objective("token-tis", weight_max=1e6, clip_high=1e6, clip_low=1.0)(logps, torch.ones(1, 1))
+    decoupled.loss.backward()
+    assert current.grad is not None
+    assert current.grad.item() == pytest.approx(-2.25)  # r rho = pi / mu
+
+
+def test_icepop_with_both_bounds_at_one_trains_matching_tokens_only():
+    behavior = torch.tensor([[-1.0, -1.0]], dtype=torch.float64)
+    proximal = behavior + torch.tensor([[0.0, 1e-6]])
+    current = proximal.clone().requires_grad_()
+    obj = objective("icepop", weight_min=1, weight_max=1)
+    obj(PolicyLogps(current, behavior, torch.ones(1, 2, dtype=torch.bool), proximal), torch.ones(1, 1)).loss.backward()
+    assert current.grad is not None
+    assert current.grad.tolist() == [[-0.5, 0.0]]
+
+
+def test_self_normalisation_makes_the_mean_weight_one_at_every_level():
+    behavior = torch.tensor([[-1.0, -1.0], [-1.0, 7.0]], dtype=torch.float64)
+    proximal = behavior + torch.tensor([[math.log(1.5), math.log(0.5)], [math.log(1.2), 3.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    expected = {
+        "token-tis": [1.5, 0.5, 1.2],
+        "seq-tis": [0.75, 0.75, 1.2],
+    }
+    for name, weights in expected.items():
+        current = proximal.clone().requires_grad_()
+        obj = objective(name, normalize=True)
+        obj(PolicyLogps(current, behavior, mask, proximal), torch.ones(2, 1)).loss.backward()
+        # Token weights average over tokens, sequence weights over sequences.
+        mean = sum(weights) / 3 if name == "token-tis" else (0.75 + 1.2) / 2
+        assert current.grad is not None
+        assert_close(-current.grad[mask] * 3, torch.tensor(weights, dtype=torch.float64) / mean)

@@ -1,0 +1,183 @@
+"""Aggregation, denominators, state, and metrics over one optimizer update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from jaxtyping import config
+from torch import Tensor
+from torch.testing import assert_close
+
+from trimtab.errors import TrimtabError
+from trimtab.objectives import OPSM, Aggregation, Band, Objective, PolicyLogps, Ratio, Unclipped, Weight, objective
+from trimtab.objectives.surrogates import Clipped
+
+MASK = torch.tensor([[True, True, True, False], [True, False, False, False], [False] * 4])
+
+
+def slopes(obj: Objective, behavior: Tensor | None = None, mask: Tensor = MASK) -> Tensor:
+    """d(-loss)/d log pi of each token at ratio 1 with advantage 1: the factor 1/D."""
+    proximal = torch.full(mask.shape, -1.0, dtype=torch.float64)
+    current = proximal.clone().requires_grad_()
+    behavior = proximal if behavior is None else behavior
+    obj(PolicyLogps(current, behavior, mask, proximal), torch.ones(len(mask), 1)).loss.backward()
+    assert current.grad is not None
+    return -current.grad
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "first", "second"),
+    [
+        ({"aggregation": "token-mean"}, 1 / 4, 1 / 4),
+        ({"aggregation": "seq-mean-token-mean"}, 1 / 9, 1 / 3),
+        ({"aggregation": "seq-mean-token-sum"}, 1 / 3, 1 / 3),
+        ({"aggregation": "constant", "length_max": 10}, 1 / 30, 1 / 30),
+    ],
+)
+def test_denominators_count_mask_and_every_row(aggregation, first, second):
+    expected = torch.tensor([[first] * 3 + [0.0], [second] + [0.0] * 3, [0.0] * 4], dtype=torch.float64)
+    assert_close(slopes(objective("grpo", **aggregation)), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "original", "kept"),
+    [
+        ("token-mean", 1 / 4, 1 / 3),
+        ("seq-mean-token-mean", 1 / 9, 1 / 6),
+        ("seq-mean-token-sum", 1 / 3, 1 / 2),
+        ("constant", 1 / 15, 1 / 10),
+    ],
+)
+def test_rejected_tokens_stay_in_the_denominator_unless_asked(kind, original, kept):
+    """The second of three rows is rejected; the third has nothing to train and is not."""
+    behavior = torch.full(MASK.shape, -1.0, dtype=torch.float64)
+    behavior[1] += 1.0
+    length_max = 5 if kind == "constant" else None
+    for denominator, value in (("original", original), ("kept", kept)):
+        aggregation = Aggregation(kind, denominator, length_max)
+        obj = replace(objective("geo-mask"), aggregation=aggregation)
+        expected = torch.tensor([[value] * 3 + [0.0], [0.0] * 4, [0.0] * 4], dtype=torch.float64)
+        assert_close(slopes(obj, behavior), expected)
+
+
+def test_kept_lengths_shrink_with_token_rules():
+    behavior = torch.full(MASK.shape, -1.0, dtype=torch.float64)
+    behavior[0, 1] -= math.log(9.0)
+    expected = torch.zeros(MASK.shape, dtype=torch.float64)
+    expected[0, 0] = expected[0, 2] = 1 / 6
+    expected[1, 0] = 1 / 3
+    assert_close(slopes(objective("icepop", denominator="kept"), behavior), expected)
+
+
+def test_copies_and_rejection_scale_the_gradient_as_documented():
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    behavior = torch.full((4, 2), -1.0, dtype=torch.float64)
+    behavior[2:] += 1.0
+    whole = slopes(objective("geo-mask"), mask=mask)[0, 0]
+    assert slopes(objective("geo-mask"), behavior, mask).sum() == pytest.approx(4 * whole.item())  # half of 8
+    assert slopes(objective("geo-mask", denominator="kept"), behavior, mask).sum() == pytest.approx(8 * whole.item())
+
+
+def test_kl_and_entropy_keep_the_original_denominator_and_mask():
+    behavior = torch.full(MASK.shape, -1.0, dtype=torch.float64)
+    behavior[1] += 1.0  # rejected by the band
+    proximal = torch.full(MASK.shape, -1.0, dtype=torch.float64)
+    logps = PolicyLogps(proximal, behavior, MASK, proximal, reference=proximal - 2, entropy=proximal * 0 + 3)
+    for denominator in ("original", "kept"):
+        obj = objective("geo-mask", denominator=denominator, kl="k1", kl_coef=0.1, entropy_coef=0.01)
+        # All four tokens of the mask, over four tokens.
+        assert obj(logps, torch.zeros(3, 1)).loss.item() == pytest.approx(0.1 * 2 - 0.01 * 3)
+
+
+def test_weight_quantiles_are_those_of_the_weights_own_level():
+    behavior = torch.full((2, 2), -1.0)
+    proximal = behavior + torch.tensor([[math.log(1.5)] * 2, [math.log(3.0), 0.0]])
+    logps = PolicyLogps(proximal, behavior, torch.ones(2, 2, dtype=torch.bool), proximal)
+    found = objective("seq-tis")(logps, torch.ones(2, 1)).metrics.finalize()
+    assert found["weight_raw/q50"] == pytest.approx((2.25 + 3.0) / 2, rel=0.005)
+    assert found["weight/q50"] == pytest.approx(2.0, rel=0.005)
+    assert found["weight/mean"] == pytest.approx(2.0)
+    assert found["weight/changed"] == 1.0
+
+
+def test_advantages_may_differ_by_token():
+    proximal = torch.full((1, 3), -1.0, dtype=torch.float64)
+    current = proximal.clone().requires_grad_()
+    advantage = torch.tensor([[1.0, -2.0, float("nan")]])
+    mask = torch.tensor([[True, True, False]])
+    objective("dapo")(PolicyLogps(current, None, mask, proximal), advantage).loss.backward()
+    assert current.grad is not None
+    assert current.grad.tolist() == [[-0.5, 1.0, 0.0]]
+
+
+def test_what_prepare_must_be_given():
+    assert objective("grpo").prepare_needs == frozenset()
+    assert objective("token-tis").prepare_needs == frozenset()
+    assert objective("geo-mask").prepare_needs == frozenset()
+    assert objective("token-tis", normalize=True).prepare_needs == {"proximal"}
+    assert objective("geo-mask", denominator="kept").prepare_needs == {"proximal"}
+    assert objective("opsm").prepare_needs == frozenset()
+    assert objective("opsm", denominator="kept").prepare_needs == {"proximal", "current"}
+    assert objective("m2po").prepare_needs == {"current"}
+
+
+def test_what_each_loss_reads():
+    assert objective("grpo").needs == {"proximal"}
+    assert objective("token-bypass").needs == objective("oapl").needs == objective("m2po").needs == {"behavior"}
+    assert objective("token-tis").needs == objective("opsm").needs == {"proximal", "behavior"}
+    assert objective("luffy").needs == {"proximal", "off_policy"}
+    assert objective("soup", kl_coef=0.1, entropy_coef=0.1).needs == {"behavior", "reference", "entropy"}
+
+
+def test_state_names_what_is_missing():
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    for name, keywords, missing in (("m2po", {}, "current"), ("token-tis", {"normalize": True}, "proximal")):
+        logps = PolicyLogps(None, torch.zeros(1, 1), mask)
+        with pytest.raises(ValueError, match=f"needs {missing}, which is None"):
+            objective(name, **keywords).prepare(logps, torch.ones(1, 1))
+
+
+def test_state_is_tensors_that_can_be_exchanged():
+    logps = PolicyLogps(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool))
+    state = objective("m2po").prepare(logps, torch.ones(2, 1))
+    both = state + state
+    assert both.tokens == 12
+    assert both.sequences == 4
+    doubled = state.replaced({name: t if name == "harmful" else 2 * t for name, t in state.tensors().items()})
+    assert {name: t.tolist() for name, t in doubled.tensors().items() if name != "harmful"} == {
+        name: t.tolist() for name, t in both.tensors().items() if name != "harmful"
+    }
+
+
+def test_losses_of_updates_average_and_micro_batches_add():
+    proximal = torch.full((2, 2), -1.0)
+    logps = PolicyLogps(proximal, None, torch.ones(2, 2, dtype=torch.bool), proximal)
+    obj = objective("grpo")
+    first, second = obj(logps, torch.full((2, 1), 1.0)).metrics, obj(logps, torch.full((2, 1), 3.0)).metrics
+    assert (first + second).finalize()["loss/policy"] == pytest.approx(-2.0)
+
+
+def test_an_objective_of_ones_own_parts():
+    obj = Objective("mine", Ratio("token", "behavior"), Unclipped(), masks=(Band("token", 0.5, 2.0), OPSM(0.1)))
+    assert obj.needs == {"behavior", "proximal"}
+    behavior = torch.full((1, 2), -1.0)
+    logps = PolicyLogps(behavior + torch.tensor([[2.0, 0.0]]), behavior, torch.ones(1, 2, dtype=torch.bool), behavior)
+    assert obj(logps, torch.ones(1, 1)).loss.item() == pytest.approx(-(math.exp(2.0) + 1) / 2)
+    assert "r_t A" in obj.equation()
+
+
+def test_bypass_refuses_to_count_the_sampler_twice():
+    with pytest.raises(TrimtabError, match="already contains"):
+        Objective("double", Ratio("token", "behavior"), Clipped(), Weight())
+
+
+def test_shapes_and_masks_are_checked_outside_tests_too(monkeypatch):
+    monkeypatch.setattr(config, "jaxtyping_disable", True)
+    good, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"behavior has shape \(2, 4\)"):
+        PolicyLogps(good, torch.zeros(2, 4), mask)
+    with pytest.raises(ValueError, match=r"mask must be bool, not torch\.uint8"):
+        PolicyLogps(good, good, mask.to(torch.uint8))

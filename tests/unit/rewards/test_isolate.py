@@ -1,0 +1,169 @@
+"""Functions that hang, raise, eat memory or leave fail their own call, and the next call works again."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from trimtab.rewards.isolate import Call, Isolated, Outcome
+
+MEMORY = 256 << 20
+
+
+def naughty(word):
+    if word == "hang":
+        while True:
+            pass
+    if word == "sleep":
+        time.sleep(1000)
+    if word == "raise":
+        raise KeyError("no such thing")
+    if word == "exit":
+        sys.exit(3)
+    if word == "leave":
+        os._exit(7)
+    if word == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if word == "hog":
+        return len(bytearray(MEMORY * 2))
+    if word == "slow hog":
+        kept = []
+        while True:
+            kept.append(bytearray(1 << 20))
+    return {"nan": float("nan"), "inf": np.inf, "none": None, "text": "1.0", "numpy": np.float32(0.25), "true": True}[
+        word
+    ]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    isolated = Isolated([naughty, lambda x: x + 1], workers=2, memory=MEMORY)
+    yield isolated
+    isolated.close()
+
+
+def outcome(pool, word, timeout=5.0):
+    return pool.run([Call(0, {"word": word}, timeout)])[0]
+
+
+@pytest.mark.parametrize(
+    ("word", "error"),
+    [
+        ("raise", "raised KeyError: 'no such thing'"),
+        ("exit", "raised SystemExit: 3"),
+        ("leave", "ended its process (exit code 7)"),
+        ("crash", "ended its process (signal SIGKILL)"),
+        ("hog", "ran out of the memory a reward may use"),
+        ("slow hog", "ran out of the memory a reward may use"),
+        ("nan", "returned nan, not a finite number"),
+        ("inf", "returned inf, not a finite number"),
+        ("none", "returned NoneType, not a number"),
+        ("text", "returned str, not a number"),
+    ],
+)
+def test_failures_are_named_and_the_next_call_works(pool, word, error):
+    assert outcome(pool, word) == Outcome(error=error)
+    assert outcome(pool, "numpy") == Outcome(0.25)
+
+
+@pytest.mark.parametrize("word", ["hang", "sleep"])
+def test_a_hang_costs_its_timeout_and_is_named(pool, word):
+    start = time.monotonic()
+    assert outcome(pool, word, timeout=0.2) == Outcome(error="took longer than 0.2 s")
+    assert time.monotonic() - start < 5
+    assert outcome(pool, "true") == Outcome(1.0)
+
+
+def test_a_batch_keeps_its_order_around_failures(pool):
+    words = ["numpy", "leave", "true", "hang", "numpy", "raise", "true", "hog", "numpy"]
+    outcomes = pool.run([Call(0, {"word": word}, 0.5) for word in words] + [Call(1, {"x": 41}, 0.5)])
+    assert [o.value for o in outcomes] == [0.25, None, 1.0, None, 0.25, None, 1.0, None, 0.25, 42.0]
+    assert [o.error is None for o in outcomes] == [o.value is not None for o in outcomes]
+
+
+def test_arguments_that_are_not_json_fail_alone(pool):
+    first, second = pool.run([Call(1, {"x": {1, 2}}, 1.0), Call(1, {"x": 1}, 1.0)])
+    assert first.value is None
+    assert "JSON" in (first.error or "")
+    assert second == Outcome(2.0)
+
+
+def test_large_batches_do_not_deadlock(pool):
+    calls = [Call(1, {"x": index}, 10.0) for index in range(500)]
+    calls += [Call(0, {"word": "x" * 200_000}, 10.0)] * 20
+    outcomes = pool.run(calls)
+    assert [o.value for o in outcomes[:500]] == [index + 1 for index in range(500)]
+    assert all((o.error or "").startswith("raised KeyError") for o in outcomes[500:])
+
+
+def test_closures_travel_without_pickling():
+    table = {"a": 3.0}
+    pool = Isolated([lambda key: table[key]], workers=1)
+    assert pool.run([Call(0, {"key": "a"}, 1.0)]) == [Outcome(3.0)]
+    pool.close()
+
+
+def test_a_killed_supervisor_loses_one_batch_only():
+    pool = Isolated([os.getppid], workers=1)
+    supervisor = int(pool.run([Call(0, {}, 1.0)])[0].value or 0)
+    os.kill(supervisor, signal.SIGKILL)
+    assert "died" in (pool.run([Call(0, {}, 1.0)])[0].error or "")
+    assert pool.run([Call(0, {}, 1.0)])[0].value not in (None, supervisor)
+    pool.close()
+
+
+def gone(pid: int, patience: float = 5.0) -> bool:
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                if stat.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except (FileNotFoundError, ProcessLookupError):  # the second: it died between open and read
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("during_a_call", [False, True])
+def test_children_die_with_a_killed_parent(during_a_call):
+    code = """
+        import os, sys, time
+        from trimtab.rewards.isolate import Call, Isolated
+        def slow():
+            print(os.getpid(), os.getppid(), flush=True)
+            time.sleep(60 if sys.argv[1] == "True" else 0)
+            return 0
+        pool = Isolated([slow], workers=1)
+        pool.run([Call(0, {}, 60.0)])
+        time.sleep(60)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(during_a_call)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    worker, supervisor = map(int, parent.stdout.readline().split())
+    parent.kill()
+    parent.wait()
+    assert gone(worker)
+    assert gone(supervisor)
+
+
+def test_what_a_hung_function_started_is_killed_too(tmp_path):
+    note = tmp_path / "pid"
+
+    def starts_a_child():
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        note.write_text(str(child.pid))
+        child.wait()
+
+    pool = Isolated([starts_a_child], workers=1)
+    assert pool.run([Call(0, {}, 1.0)])[0].error == "took longer than 1 s"
+    pool.close()
+    assert gone(int(note.read_text()))

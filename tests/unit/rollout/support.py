@@ -1,0 +1,109 @@
+"""Tiny models and tokenizers the rollout tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from trimtab.types import Completion, Problem, Prompt, Sampling
+
+PIECES = ["?", "<eos>", "\n", "a", "b", "c", "ab", "x\ny", "\n\n", " end", "é", *[f"w{i} " for i in range(86)]]
+EOS = 1
+SIZE = len(PIECES)
+
+_COMMON = {
+    "vocab_size": SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,  # sharp, uneven distributions: a wrong attention is far off
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=True),
+    "llama3-rope": lambda: LlamaConfig(
+        **_COMMON,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "qwen2": lambda: Qwen2Config(**_COMMON),
+    "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=16),
+    "mistral": lambda: MistralConfig(**_COMMON, head_dim=8, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**_COMMON, head_dim=8, sliding_window=12),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=SIZE,
+        n_embd=48,
+        n_layer=3,
+        n_head=4,
+        n_positions=128,
+        initializer_range=0.3,
+        bos_token_id=EOS,
+        eos_token_id=EOS,
+    ),
+}
+
+
+def tiny(name: str = "llama", seed: int = 0) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+        for key, value in model.named_parameters():
+            if "bias" in key or "norm" in key:  # so that leaving one out is seen
+                value.data += 0.2 * torch.randn_like(value)
+    return model
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token="?"))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>", unk_token="?")
+
+
+def prompt(ids: Sequence[int], name: str = "p") -> Prompt:
+    return Prompt(Problem(name, "", ""), "", np.array(ids, dtype=np.int64))
+
+
+def prompts(lengths: Sequence[int], seed: int = 0) -> list[Prompt]:
+    rng = np.random.default_rng(seed)
+    return [prompt(rng.integers(2, SIZE, size=n).tolist(), f"p{i}") for i, n in enumerate(lengths)]
+
+
+@torch.no_grad()
+def processed(model: Any, asked: Prompt, completion: Completion, sampling: Sampling) -> torch.Tensor:
+    """Log-probs of the sampled distribution at every response position, (tokens, vocabulary), by one full forward."""
+    ids = torch.tensor(np.concatenate([asked.ids, completion.response_ids]))[None]
+    scores = model(ids).logits[0, len(asked.ids) - 1 : -1].double() / sampling.temperature
+    if completion.kept is not None:
+        outside = torch.ones_like(scores, dtype=torch.bool)
+        for t, kept in enumerate(completion.kept):
+            outside[t, torch.from_numpy(kept)] = False
+        scores = scores.masked_fill(outside, float("-inf"))
+    return scores.log_softmax(-1)
+
+
+def tokens(completions: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[completion.response_ids.tolist() for completion in group] for group in completions]

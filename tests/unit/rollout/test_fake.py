@@ -1,0 +1,42 @@
+"""The scripted engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.unit.rollout.support import PIECES, prompt
+
+from trimtab.errors import TrimtabError
+from trimtab.rollout.fake import FakeEngine
+from trimtab.types import Completion, Sampling
+
+
+class Letters:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [PIECES.index(letter) for letter in text]
+
+
+def test_it_plays_its_script_in_order_and_starts_over() -> None:
+    engine = FakeEngine({"p": ["ab", "c"], "q": ["a"]}, tokenizer=Letters(), logp=-0.5)
+    out = engine.generate([prompt([1], "q"), prompt([1], "p")], 3, Sampling(), seed=0)
+    assert [[c.text for c in group] for group in out] == [["a", "a", "a"], ["ab", "c", "ab"]]
+    assert out[1][0].response_ids.tolist() == [PIECES.index("a"), PIECES.index("b")]
+    assert out[1][0].logp_behavior.tolist() == [-0.5, -0.5]
+
+
+def test_versions_follow_what_was_published_and_length_is_cut() -> None:
+    whole = Completion(np.arange(5), -np.arange(5, dtype=np.float32), np.zeros(5, int), "stop", "abcde")
+    engine = FakeEngine({"p": [whole]})
+    engine.publish([("w", None)], version=4)
+    [[out]] = engine.generate([prompt([1])], 1, Sampling(max_tokens=3), seed=0)
+    assert engine.published == [(4, ["w"])]
+    assert out.policy_version.tolist() == [4, 4, 4]
+    assert (out.finish, out.response_ids.tolist(), out.logp_behavior.tolist()) == ("length", [0, 1, 2], [0, -1, -2])
+
+
+def test_what_is_not_scripted_is_named() -> None:
+    with pytest.raises(TrimtabError, match="'other'"):
+        FakeEngine({"p": ["a"]}).generate([prompt([1], "other")], 1, Sampling(), seed=0)
+    with pytest.raises(TrimtabError, match="tokenizer"):
+        FakeEngine({"p": ["a"]}).generate([prompt([1])], 1, Sampling(), seed=0)

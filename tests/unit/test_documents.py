@@ -1,0 +1,55 @@
+"""What the documents promise is there: files, recipes, links."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from trimtab.config import load_config, recipe_names
+from trimtab.objectives import objective
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_file_map_names_every_source_file() -> None:
+    for path in sorted((ROOT / "src" / "trimtab").rglob("*.py")):
+        if path.name != "__init__.py":
+            assert f"- `{path.name}`: " in README, f"README's file map lacks {path.relative_to(ROOT)}"
+
+
+def test_the_file_map_names_no_file_that_is_gone() -> None:
+    there = {path.name for path in (ROOT / "src" / "trimtab").rglob("*.py")}
+    listed = set(re.findall(r"^- `(\w+\.py)`: ", README, re.MULTILINE))
+    assert listed <= there
+
+
+@pytest.mark.parametrize(
+    "document", sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md")), ids=lambda p: p.name
+)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
+        assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_tests_named_in_the_feature_table_exist() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    for name in re.findall(r"`(test_\w+)`", README):
+        assert f"def {name}(" in sources, name
+    for place in re.findall(r"`(tests/[\w/.]+)`", README):
+        assert (ROOT / place).exists(), place
+
+
+def test_no_placeholder_is_left() -> None:
+    assert not re.findall(r"@[A-Z]+@", README)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_shipped_recipe_parses_and_names_a_known_objective(name: str) -> None:
+    config = load_config(name)
+    assert config.description
+    assert objective(config.objective.name, **config.objective.keywords).equation()
+    for other in config.compare.objectives if config.compare else ():
+        objective(other)

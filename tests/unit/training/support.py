@@ -1,0 +1,36 @@
+"""Trajectories written by hand, for tests of what happens between the engine and the objective."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trimtab.types import Completion, Finish, Problem, Prompt, Sampling, Trajectory
+
+
+def trajectory(
+    group: int,
+    response: list[int],
+    *,
+    prompt: list[int] | None = None,
+    reward: float = 0.0,
+    logp: float = -1.0,
+    finish: Finish = "stop",
+    kept: list[list[int]] | None = None,
+) -> Trajectory:
+    sampling = Sampling(top_k=2) if kept else Sampling()
+    return Trajectory(
+        prompt=Prompt(Problem(f"p{group}", "q", "a"), "q", np.array(prompt or [1, 2], dtype=np.int64)),
+        group=group,
+        completion=Completion(
+            response_ids=np.array(response, dtype=np.int64),
+            logp_behavior=np.full(len(response), logp, dtype=np.float32),
+            policy_version=np.zeros(len(response), dtype=np.int64),
+            finish=finish,
+            text="",
+            kept=tuple(np.array(ids, dtype=np.int64) for ids in kept) if kept else None,
+        ),
+        sampling=sampling,
+        loss_mask=np.ones(len(response), dtype=np.bool_),
+        reward=reward,
+        rewards={"exact": reward},
+    )

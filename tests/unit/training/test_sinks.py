@@ -1,0 +1,83 @@
+"""TensorBoard and W&B get what metrics.jsonl gets; a missing package is named."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimtab.config import LogConfig
+from trimtab.errors import TrimtabError
+from trimtab.training.sinks import TensorBoardSink, WandbSink, open_sinks
+
+HAS_WANDB = importlib.util.find_spec("wandb") is not None
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), purge_orphaned_data=True)
+    events.Reload()
+    return {
+        key: [(event.step, event.value) for event in events.Scalars(key)]  # pyright: ignore[reportAttributeAccessIssue]
+        for key in events.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_draws_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (sink,) = open_sinks(LogConfig(tensorboard=True), tmp_path)
+    sink.log(0, {"step": 0, "eval/arithmetic/greedy": 0.25})
+    sink.log(1, {"step": 1, "reward/mean": 0.5, "mismatch/anchor": "proximal", "optim/skipped": 2, "gone": None})
+    sink.log(2, {"step": 2, "reward/mean": math.nan, "mismatch/anchor": "proximal"})
+    sink.close()
+    found = curves(tmp_path / "tensorboard")
+    assert found["eval/arithmetic/greedy"] == [(0, 0.25)]
+    assert found["optim/skipped"] == [(1, 2.0)]
+    assert found["reward/mean"][0] == (1, 0.5)
+    assert math.isnan(found["reward/mean"][1][1])
+    assert not {"step", "gone", "mismatch/anchor"} & set(found)
+
+
+def test_a_resumed_run_hides_what_it_does_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    sink = TensorBoardSink(tmp_path)
+    for step in range(4):
+        sink.log(step, {"x": float(step)})
+    sink.close()
+    resumed = TensorBoardSink(tmp_path, first_step=2)
+    resumed.log(2, {"x": 20.0})
+    resumed.close()
+    assert curves(tmp_path)["x"] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+
+
+def test_nothing_asked_for_is_nothing_opened(tmp_path: Path) -> None:
+    assert open_sinks(LogConfig(), tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_tensorboard_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(TrimtabError, match=r"pip install 'trimtab\[tensorboard\]'"):
+        open_sinks(LogConfig(tensorboard=True), tmp_path)
+
+
+def test_missing_wandb_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(TrimtabError, match=r"pip install 'trimtab\[wandb\]'"):
+        open_sinks(LogConfig(tensorboard=True, wandb="project"), tmp_path)
+
+
+@pytest.mark.skipif(not HAS_WANDB, reason="wandb is not installed")
+def test_wandb_offline_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "config.toml").write_text("seed = 3\n")
+    for step in range(2):
+        sink = WandbSink("trimtab-test", tmp_path)
+        sink.log(step, {"step": step, "reward/mean": 0.5, "mismatch/anchor": "proximal"})
+        sink.close()
+    ids = {item.name.split("-")[-1] for item in (tmp_path / "wandb").glob("offline-run-*")}
+    assert ids == {(tmp_path / "wandb-id").read_text()}
