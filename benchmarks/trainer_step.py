@@ -1,0 +1,259 @@
+"""One RL step against TRL's `GRPOTrainer`: same model, prompts, lengths and machine, in alternation.
+
+    make bench-step        (or: python benchmarks/trainer_step.py --trl-python .venv-bench/bin/python)
+
+A step is everything from "no completions yet" to "weights updated and visible to the sampler": 8 chat prompts of about
+45 tokens x 8 completions of exactly 64 tokens (end of text is ignored on both sides) of SmolLM2-135M-Instruct, a reward
+that costs nothing, one AdamW update; bf16, gradient checkpointing off. TRL runs in every variant that could suit it
+(per-device batch 8 and 64, float32 or bf16 weights under `bf16=True`) and its fastest is the one compared with.
+
+Each side lives in its own process and waits while the other steps. The first step of each is a warm-up. Figures are
+medians; the range of the ratio is over rounds. Target: at least 3x TRL's steps per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+PROMPTS, SAMPLES, TOKENS = 8, 8, 64
+TRL_VARIANTS = tuple({"batch": batch, "weights": weights} for batch in (8, 64) for weights in ("float32", "bfloat16"))
+ANSWER = "@@"  # marks our lines among whatever a library prints
+
+
+def question(index: int) -> str:
+    return f"What is {17 + index} plus {83 - index}? Answer with a single number."
+
+
+def letters(text: str) -> float:
+    """A reward that costs nothing and differs between samples."""
+    return text.count("e") / (1 + len(text))
+
+
+class Commands:
+    """The worker's end: wait for the word to go, report how long the step took."""
+
+    def __init__(self) -> None:
+        self._start = 0.0
+
+    def ready(self, **facts: Any) -> None:
+        print(ANSWER + json.dumps(facts), flush=True)
+
+    def wait(self) -> None:
+        if not sys.stdin.readline():
+            os._exit(0)  # the driver has seen enough; a trainer cannot be asked to stop from inside a step
+        self._start = time.perf_counter()
+
+    def done(self, **facts: Any) -> None:
+        self.ready(seconds=time.perf_counter() - self._start, **facts)
+
+
+def trl_worker(model: str, variant: dict[str, Any]) -> None:
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    commands = Commands()
+
+    class Stepwise(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            commands.ready(threads=torch.get_num_threads())
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            commands.wait()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            commands.done(length=trainer._metrics["train"]["completions/mean_length"][-1])
+
+    rows = [{"prompt": [{"role": "user", "content": question(index)}]} for index in range(64)]
+    arguments = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=not torch.cuda.is_available(),
+        bf16=True,
+        model_init_kwargs={"dtype": variant["weights"]},
+        per_device_train_batch_size=variant["batch"],
+        gradient_accumulation_steps=PROMPTS * SAMPLES // variant["batch"],
+        num_generations=SAMPLES,
+        max_completion_length=TOKENS,
+        generation_kwargs={"min_new_tokens": TOKENS},
+        gradient_checkpointing=False,
+        learning_rate=1e-6,
+        max_steps=1000,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        reward_funcs=lambda completions, **_: [letters(c[0]["content"]) for c in completions],
+        callbacks=[Stepwise()],
+    )
+    trainer.train()
+
+
+def trimtab_worker(model: str, variant: dict[str, Any]) -> None:
+    import torch
+
+    from trimtab import rewards
+    from trimtab.config import check_config
+    from trimtab.objectives import objective
+    from trimtab.tasks.base import BuiltTask
+    from trimtab.training.observer import Silent
+    from trimtab.training.run import Parts, assemble, load_model
+    from trimtab.training.rundir import RunDir
+    from trimtab.types import Problem, RewardSpec
+
+    commands = Commands()
+
+    class Chat:
+        def prompt(self, problem: Problem, tokenizer: Any) -> str:
+            messages = [{"role": "user", "content": problem.question}]
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+        def target(self, answer: str) -> str:
+            return answer
+
+    class Stepwise(Silent):
+        def phase(self, name: str, *_: Any) -> None:
+            if name == "collect":
+                commands.wait()
+
+        def step(self, metrics: Any) -> None:
+            seen = {key: value for key, value in metrics.items() if key.startswith(("time/", "memory/"))}
+            commands.done(length=metrics["length/mean"], **seen)
+
+    problems = [Problem(str(index), question(index), "100") for index in range(64)]
+    spec = RewardSpec(lambda completion, _problem: letters(completion))
+    task = BuiltTask("sums", problems, problems[:1], Chat(), (spec,), (), TOKENS)
+    config = check_config(
+        {
+            "model": {"path": model} | variant.get("model", {}),
+            "objective": {"name": "token-tis"},
+            "trainer": {"steps": 1000, "prompts": PROMPTS, "samples": SAMPLES} | variant.get("trainer", {}),
+            "optim": {"lr": 1e-6},
+            "eval": {"problems": 1},
+            "log": {"trajectories_every": 0},
+        },
+        "benchmark",
+    )
+    parts = Parts(objective("token-tis"), task, rewards.build([spec], task))
+    with RunDir.create(Path(tempfile.mkdtemp()), config.dump()) as run:
+        trainer = assemble(config, parts, load_model(config), run, Stepwise())
+        trainer.collector.sampling = replace(trainer.collector.sampling, ignore_stop=True)
+        commands.ready(threads=torch.get_num_threads())
+        trainer.train()
+
+
+class Worker:
+    """One side, in a process of its own."""
+
+    def __init__(self, python: str, side: str, model: str, variant: dict[str, Any]) -> None:
+        self.name = f"{side} {' '.join(f'{key}={value}' for key, value in variant.items())}".strip()
+        call = [python, __file__, "--worker", side, "--model", model, "--variant", json.dumps(variant)]
+        self._process = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.facts = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        raise SystemExit(f"{self.name} stopped with exit code {self._process.wait()}")
+
+    def step(self) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        if answer["length"] != TOKENS:
+            raise SystemExit(f"{self.name} wrote {answer['length']} tokens a completion instead of {TOKENS}")
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def fastest_trl(python: str, model: str, steps: int) -> dict[str, Any]:
+    """TRL's best variant, each measured alone after one warm-up step."""
+    found: list[tuple[float, dict[str, Any]]] = []
+    for variant in TRL_VARIANTS:
+        worker = Worker(python, "trl", model, variant)
+        worker.step()
+        seconds = statistics.median(worker.step()["seconds"] for _ in range(steps))
+        worker.close()
+        print(f"{worker.name:<36} {seconds:7.2f} s a step", flush=True)
+        found.append((seconds, variant))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def alternate(workers: list[Worker], rounds: int) -> Iterator[list[dict[str, Any]]]:
+    for worker in workers:
+        worker.step()
+    for _ in range(rounds):
+        yield [worker.step() for worker in workers]
+
+
+def compare(trl_python: str, model: str, rounds: int, variant: dict[str, Any]) -> None:
+    theirs = Worker(trl_python, "trl", model, variant)
+    ours = Worker(sys.executable, "trimtab", model, {})
+    results = list(alternate([theirs, ours], rounds))
+    for worker in (theirs, ours):
+        worker.close()
+    trl, trimtab = ([step["seconds"] for step in column] for column in zip(*results, strict=True))
+    ratios = sorted(a / b for a, b in zip(trl, trimtab, strict=True))
+    print(f"{theirs.name:<36} {statistics.median(trl):7.2f} s a step")
+    print(f"{'trimtab':<36} {statistics.median(trimtab):7.2f} s a step")
+    for key in sorted(key for key in results[0][1] if key.startswith("time/") and key != "time/step"):
+        print(f"  {key:<34} {statistics.median(step[key] for _, step in results):7.2f} s")
+    speed = statistics.median(trl) / statistics.median(trimtab)
+    print(f"speed {speed:.2f}x TRL (range {ratios[0]:.2f} .. {ratios[-1]:.2f} over {rounds} rounds; target >= 3)")
+    print(f"{theirs.facts['threads']} and {ours.facts['threads']} threads")
+
+
+def model_folder() -> str:
+    from trimtab.models import bundled
+
+    return str(bundled.folder())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl-python", default=".venv-bench/bin/python", help="interpreter that has trl==1.16.0")
+    parser.add_argument("--model", help="a model folder; default: the bundled model, converted once")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--trl-variant", type=json.loads, help='skip the search, e.g. \'{"batch": 64, "weights": "bfloat16"}\''
+    )
+    parser.add_argument("--worker", choices=["trl", "trimtab"], help=argparse.SUPPRESS)
+    parser.add_argument("--variant", type=json.loads, default={}, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        {"trl": trl_worker, "trimtab": trimtab_worker}[arguments.worker](arguments.model, arguments.variant)
+        return
+    if not Path(arguments.trl_python).is_file():
+        raise SystemExit(
+            f"{arguments.trl_python} does not exist: `make bench-install` makes an environment that has TRL"
+        )
+    model = arguments.model or model_folder()
+    variant = arguments.trl_variant or fastest_trl(arguments.trl_python, model, max(1, arguments.rounds // 2))
+    compare(arguments.trl_python, model, arguments.rounds, variant)
+
+
+if __name__ == "__main__":
+    main()
