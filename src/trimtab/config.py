@@ -20,6 +20,9 @@ from trimtab.errors import TrimtabError, nearest
 Dtype = Literal["float32", "bfloat16"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
+# Objectives whose data or model the trainer makes from a section of its own.
+COMPANIONS = {"token-alp": "perturbation", "seq-alp": "perturbation", "soup": "prefix", "luffy": "expert"}
+
 
 class Section(BaseModel):
     """A closed section: unknown keys are errors, values cannot change after the check."""
@@ -119,10 +122,43 @@ class TrainerConfig(Section):
         return self
 
 
+class PerturbationConfig(Section):
+    """Learnable noise on the hidden states of the trained policy (ALP)."""
+
+    layers: str = Field(default="all", description="`all`, a range such as `0-5`, or `logits`")
+    std: float = Field(default=1e-4, ge=0, description="initial standard deviation; 0 switches the noise off")
+    lr: float = Field(default=5e-4, ge=0, description="learning rate of log sigma, without decay and warm-up")
+
+
+class PrefixConfig(Section):
+    """Responses that an older policy begins and the current one completes (SOUP)."""
+
+    rule: str = Field(default="length", description="`length`, `entropy`, or a user's own `module:function`")
+    ratio: float = Field(default=0.5, ge=0, lt=1, description="share of the response the prefix keeps (length rule)")
+    top: PositiveInt = Field(default=32, description="highest-entropy positions to choose from (entropy rule)")
+    refresh: PositiveInt = Field(default=8, description="batches between refreshes of the historical policy; 1: none")
+    share: PositiveInt = Field(default=1, description="responses of a group that continue the same prefix")
+    whole: bool = Field(default=False, description="sample whole historical responses and cut them, as the paper did")
+
+
+class ExpertConfig(Section):
+    """External traces in every group (LUFFY)."""
+
+    path: str = Field(
+        default="gold", description="JSONL file of prompt and response, or `gold`: the task's own answers"
+    )
+    per_group: PositiveInt = Field(default=1, description="traces in a group; they count among `trainer.samples`")
+
+
+class DiagnoseConfig(Section):
+    every: PositiveInt = Field(default=10, description="steps between clean probes of a perturbed policy")
+
+
 class AdvantageConfig(Section):
     kind: Literal["grpo", "dr-grpo", "rloo", "optimal"] | None = Field(
         default=None, description="default: the kind the objective expects"
     )
+    value_beta: float | None = Field(default=None, gt=0, description="temperature of the soft value (`optimal`)")
 
 
 class EvalConfig(Section):
@@ -172,15 +208,29 @@ class Config(Section):
     reward: list[RewardConfig] = Field(default_factory=list, description="default: the task's own reward")
     objective: ObjectiveConfig = ObjectiveConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+    perturbation: PerturbationConfig | None = None
+    prefix: PrefixConfig | None = None
+    expert: ExpertConfig | None = None
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     optim: OptimConfig = OptimConfig()
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
+    diagnose: DiagnoseConfig = DiagnoseConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     sft: SftConfig = SftConfig()
     compare: CompareConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _companion(cls, data: Any) -> Any:
+        """An objective that cannot work without a section gets it with its defaults, visible in the resolved copy."""
+        if isinstance(data, Mapping) and isinstance(data.get("objective"), Mapping):
+            section = COMPANIONS.get(str(data["objective"].get("name")))
+            if section is not None and data.get(section) is None:
+                return {**data, section: {}}
+        return data
 
     def dump(self) -> str:
         """The resolved recipe as TOML (absent options are left out, as TOML has no null)."""
@@ -203,7 +253,10 @@ def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
     else:
         data, where = _read(recipe), str(recipe)
         data.setdefault("out", f"runs/{Path(recipe).stem}")
-    for override in overrides:
+    base, changes = _base(data, overrides)
+    if base is not None:
+        data = _merge(_read(base), data)
+    for override in changes:
         _override(data, override)
     return check_config(data, where)
 
@@ -214,6 +267,33 @@ def check_config(data: Mapping[str, Any], where: str) -> Config:
         return Config.model_validate(data)
     except ValidationError as error:
         raise TrimtabError(f"{where}: {_explain(error)}") from None
+
+
+def _base(data: dict[str, Any], overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The recipe that `data` changes (its own `base`, or the one an override names), and the other overrides."""
+    base = data.pop("base", None)
+    rest = []
+    for override in overrides:
+        key, value = parse_override(override)
+        if key == "base":
+            base = value
+        else:
+            rest.append(override)
+    if base is not None and (not isinstance(base, str) or "base" in _read(base)):
+        raise TrimtabError(f"base = {base!r}: name a recipe that has no base itself")
+    return base, rest
+
+
+def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` on top; a named part of another name does not inherit its predecessor's keywords."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        other = isinstance(value, Mapping) and "name" in value and (old or {}).get("name") != value["name"]
+        merged[key] = (
+            _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) and not other else value
+        )
+    return merged
 
 
 def _read(recipe: str | Path) -> dict[str, Any]:

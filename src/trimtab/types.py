@@ -21,6 +21,9 @@ BoolArray = NDArray[np.bool_]
 
 Finish = Literal["stop", "length", "abort"]
 
+EXTERNAL = -1
+"""`policy_version` of tokens that no policy of the run wrote."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -93,6 +96,7 @@ class Trajectory:
     loss_mask: BoolArray
     reward: float
     rewards: Mapping[str, float]
+    off_policy: bool = False  # an external trace (LUFFY): no behavior policy, `logp_behavior` is NaN and never read
 
     def __len__(self) -> int:
         return len(self.completion.response_ids)
@@ -149,11 +153,24 @@ class Engine(Protocol):
     """Samples responses and says with which probability. Stateless but for its weights: all randomness is in `seed`."""
 
     policy_version: int
+    decoded: int  # tokens run through the model one at a time, since the start
+    prefilled: int  # tokens run through the model in parallel, since the start; padding is not counted
 
     def generate(
-        self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, *, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        prefixes: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
-        """`samples` completions for each prompt, in order. Equal arguments and weights give equal tokens."""
+        """`samples` completions for each prompt, in order. Equal arguments and weights give equal tokens.
+
+        `prefixes[p][s]` holds the first tokens of sample s of prompt p, whoever wrote them; the completion returned is
+        the whole response, and its log-probs and versions say token by token who wrote what. An empty prefix gives
+        exactly what no prefix gives.
+        """
         ...
 
     def publish(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
