@@ -1,12 +1,13 @@
 """Decoding one batch of rows, a token at a time: the interface, and the path that works for any causal model.
 
-A decoder is made for one batch: it runs each prompt once, then grows all rows in lockstep. Rows of one prompt start
-from its keys and values; they are never run through the model again.
+A decoder is made for one batch: it runs each prompt and each distinct prefix once, in parallel, then grows all rows in
+lockstep. Rows start from the keys and values of their prompt and prefix; these are never run through the model again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +19,25 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 PREFILL_TOKENS = 4096
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Starts:
+    """Where the rows of a batch begin: distinct pairs of a prompt and the first tokens of a response to it.
+
+    `prompt` (starts,) names the prompt of each start, `row` (rows,) the start of each row. Rows of one prompt are
+    neighbors. A prefix may be empty.
+    """
+
+    prompts: list[Tensor]
+    prefixes: list[Tensor]
+    prompt: Tensor
+    row: Tensor
+
+
 class Decoder(Protocol):
-    """`first` is (prompts, vocabulary): the logits after each prompt."""
+    """`first` is (rows, vocabulary): the logits after each row's prompt and prefix; `prefilled` counts their tokens."""
 
     first: Tensor
+    prefilled: int
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append one token to every row, (rows,) ids, and return the logits after it, (rows, vocabulary)."""
@@ -32,11 +48,14 @@ class Decoder(Protocol):
         ...
 
 
-def prefill_blocks(lengths: Sequence[int]) -> list[list[int]]:
-    """Positions of prompts in blocks of similar length, each padded to at most `PREFILL_TOKENS` tokens."""
+def prefill_blocks(lengths: Sequence[int], before: int = 0) -> list[list[int]]:
+    """Positions of texts in blocks of similar length, each padded to at most `PREFILL_TOKENS` tokens.
+
+    `before` tokens ahead of each text are attended to but not run; they take memory as well.
+    """
     blocks: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if blocks and (len(blocks[-1]) + 1) * lengths[i] <= PREFILL_TOKENS:
+        if blocks and (len(blocks[-1]) + 1) * (before + lengths[i]) <= PREFILL_TOKENS:
             blocks[-1].append(i)
         else:
             blocks.append([i])
@@ -46,14 +65,20 @@ def prefill_blocks(lengths: Sequence[int]) -> list[list[int]]:
 class GenericDecoder:
     """Any transformers causal model with a key-value cache, through its own forward and a preallocated cache.
 
-    Prompts are padded on the left, so that a sliding window sees true distances.
+    A prompt and a prefix are run as one text. Texts are padded on the left, so that a sliding window sees true
+    distances. `capacity` bounds the steps.
     """
 
-    def __init__(self, model: Any, prompts: Sequence[Tensor], owner: Tensor, capacity: int) -> None:
+    def __init__(self, model: Any, starts: Starts, capacity: int) -> None:
         self._model = model
-        width = max(len(ids) for ids in prompts)
-        mask = torch.stack([F.pad(torch.ones_like(ids), (width - len(ids), 0)) for ids in prompts])
-        tokens = torch.stack([F.pad(ids, (width - len(ids), 0)) for ids in prompts])
+        texts = [
+            torch.cat([starts.prompts[p], prefix])
+            for p, prefix in zip(starts.prompt.tolist(), starts.prefixes, strict=True)
+        ]
+        self.prefilled = sum(len(ids) for ids in texts)
+        width, owner = max(len(ids) for ids in texts), starts.row
+        mask = torch.stack([F.pad(torch.ones_like(ids), (width - len(ids), 0)) for ids in texts])
+        tokens = torch.stack([F.pad(ids, (width - len(ids), 0)) for ids in texts])
         # All layers keep everything: a layer that dropped what leaves its window could not be padded on the left.
         cache = Cache(layer_class_to_replicate=DynamicLayer)
         out = model(
@@ -64,9 +89,11 @@ class GenericDecoder:
             use_cache=True,
             logits_to_keep=1,
         )
-        self.first = out.logits[:, -1]
+        self.first = out.logits[owner, -1]
         self._mask = F.pad(mask[owner], (0, capacity), value=1)
         self._position = mask.sum(-1)[owner].unsqueeze(-1)
+        # A finished row that has not left yet may grow past the context, where learned positions end.
+        self._last_position = (getattr(model.config, "max_position_embeddings", None) or width + capacity) - 1
         self._filled = width
         self._cache = DynamicCache()
         self._cache.layers = list[Any](_Slab(layer, owner, capacity) for layer in cache.layers)
@@ -76,7 +103,7 @@ class GenericDecoder:
         out = self._model(
             input_ids=tokens.unsqueeze(-1),
             attention_mask=self._mask[:, : self._filled],
-            position_ids=self._position,
+            position_ids=self._position.clamp(max=self._last_position),
             past_key_values=self._cache,
             use_cache=True,
         )

@@ -5,20 +5,20 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, nearest
 from trimtab.rollout.decoder import Decoder, GenericDecoder
-from trimtab.rollout.lean import LeanDecoder, LeanModel, supports
-from trimtab.rollout.sampling import draw, uniforms
+from trimtab.rollout.lean import LeanModel, supports
+from trimtab.rollout.lockstep import LockstepDecoder
+from trimtab.rollout.rows import Prefixes, Row, check_prefixes, check_tokens, make_rows, make_starts, record
+from trimtab.rollout.sampling import draw
 from trimtab.rollout.stops import StopRule, eos_ids
-from trimtab.types import Completion, Finish, Prompt, Sampling
+from trimtab.types import Completion, Prompt, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Keys and values of one batch; more rows are split into several batches, by arguments alone, so that results repeat.
@@ -26,20 +26,6 @@ CACHE_BYTES = 2 << 30
 # Finished rows leave once they are more than this share of the batch. Any share up to a quarter takes the same time on
 # responses of mixed length; moving no rows at all takes 2.6 times as long.
 COMPACT_SHARE = 1 / 16
-
-
-@dataclass(slots=True)
-class _Row:
-    """One response while it grows."""
-
-    prompt: int
-    sample: int
-    uniforms: NDArray[np.float64]
-    ids: list[int] = field(default_factory=list)
-    logp: list[float] = field(default_factory=list)
-    entropy: list[float] = field(default_factory=list)
-    kept: list[NDArray[np.int64]] = field(default_factory=list)
-    finish: Finish = "length"
 
 
 class EmbeddedEngine:
@@ -55,6 +41,8 @@ class EmbeddedEngine:
                 raise TrimtabError(f"unknown engine dtype {dtype!r}{nearest(dtype, DTYPES)}")
             dtype = DTYPES[dtype]
         self.policy_version = 0
+        self.decoded = 0
+        self.prefilled = 0
         self._tokenizer = tokenizer
         self._eos = eos_ids(model, tokenizer)
         self._model = _own_copy(model, dtype)
@@ -63,25 +51,33 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, *, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        prefixes: Prefixes | None = None,
     ) -> list[list[Completion]]:
         """`samples` completions for each prompt, in order.
 
         Equal arguments and weights give equal tokens: every draw depends on (seed, position of the prompt, sample,
-        position of the token) alone.
+        position of the token) alone. `prefixes[p][s]` holds the first tokens of a response, whoever wrote them; equal
+        prefixes of one prompt are run through the model once.
 
         Raises:
-            TrimtabError: a prompt is empty or does not fit the context with `max_tokens`; the sampling contract cannot
-                be met; the model's logits are not finite.
+            TrimtabError: a prompt is empty or does not fit the context with `max_tokens`; a prefix is as long as
+                `max_tokens`, is already complete, or does not fit the rest; the sampling contract cannot be met; the
+                model's logits are not finite.
         """
         self._check(prompts, samples, sampling, seed)
+        check_prefixes(prefixes, prompts, samples, sampling)
         stop = StopRule(self._tokenizer, self._eos, sampling)
-        rows = [
-            _Row(p, s, uniforms(seed, p, s, sampling.max_tokens)) for p in range(len(prompts)) for s in range(samples)
-        ]
+        check_tokens(prefixes, prompts, stop, self._model.get_input_embeddings().num_embeddings)
+        rows = make_rows(len(prompts), samples, sampling, seed, prefixes)
         for batch in self._batches(rows, prompts, sampling.max_tokens):
             self._decode(batch, prompts, sampling, stop)
-        done = [self._completion(row, stop) for row in rows]
+        done = [row.completion(self.policy_version, stop) for row in rows]
         return [done[p * samples : (p + 1) * samples] for p in range(len(prompts))]
 
     @torch.no_grad()
@@ -161,7 +157,7 @@ class EmbeddedEngine:
                     f"but the model's context holds {context}; shorten the prompt or lower max_tokens"
                 )
 
-    def _batches(self, rows: list[_Row], prompts: Sequence[Prompt], max_tokens: int) -> list[list[_Row]]:
+    def _batches(self, rows: list[Row], prompts: Sequence[Prompt], max_tokens: int) -> list[list[Row]]:
         """Rows in batches whose cache stays within `CACHE_BYTES`, prompts of similar length together."""
         if not rows:
             return []
@@ -175,64 +171,42 @@ class EmbeddedEngine:
         edges = [len(rows) * i // count for i in range(count + 1)]
         return [rows[start:stop] for start, stop in itertools.pairwise(edges)]
 
-    def _decoder(self, rows: list[_Row], prompts: Sequence[Prompt], max_tokens: int) -> tuple[Decoder, Tensor]:
-        device = self._model.device
-        used = list(dict.fromkeys(row.prompt for row in rows))
-        ids = [torch.as_tensor(prompts[p].ids, dtype=torch.int64, device=device) for p in used]
-        position = {p: i for i, p in enumerate(used)}
-        owner = torch.tensor([position[row.prompt] for row in rows], device=device)
+    def _decoder(self, rows: list[Row], prompts: Sequence[Prompt], max_tokens: int) -> Decoder:
+        starts = make_starts(rows, prompts, self._model.device)
+        steps = max_tokens - min(row.begun for row in rows)
         window = self._lean.window if self._lean else None
-        if self._lean and (window is None or max(len(x) for x in ids) + max_tokens <= window):
-            return LeanDecoder(self._lean, ids, owner, max_tokens), owner
-        return GenericDecoder(self._model, ids, owner, max_tokens), owner
+        if self._lean and (window is None or max(len(ids) for ids in starts.prompts) + max_tokens <= window):
+            return LockstepDecoder(self._lean, starts, steps)
+        return GenericDecoder(self._model, starts, steps)
 
-    def _decode(self, rows: list[_Row], prompts: Sequence[Prompt], sampling: Sampling, stop: StopRule) -> None:
+    def _decode(self, rows: list[Row], prompts: Sequence[Prompt], sampling: Sampling, stop: StopRule) -> None:
         """Grow all rows in lockstep; `live` holds, for each row of the decoder's batch, whether it is still growing."""
-        decoder, owner = self._decoder(rows, prompts, sampling.max_tokens)
-        logits = decoder.first[owner]
-        live = [True] * len(rows)
-        for t in range(sampling.max_tokens):
-            uniform = torch.tensor([row.uniforms[t] for row in rows], dtype=torch.float64, device=logits.device)
-            drawn = draw(logits, uniform, sampling)
+        decoder, last = self._decoder(rows, prompts, sampling.max_tokens), sampling.max_tokens - 1
+        self.prefilled += decoder.prefilled
+        logits, live = decoder.first, [True] * len(rows)
+        while True:
+            uniform = [row.uniforms[min(len(row.ids), last)] for row in rows]
+            drawn = draw(logits, torch.tensor(uniform, dtype=torch.float64, device=logits.device), sampling)
             grown = [i for i, growing in enumerate(live) if growing]
-            _record(rows, grown, drawn)
+            record(rows, grown, drawn)
             for i, ended in zip(grown, stop.ended([rows[i].ids for i in grown]), strict=True):
                 if ended:
-                    rows[i].finish, live[i] = "stop", False
-            if t + 1 == sampling.max_tokens or not any(live):
+                    rows[i].finish = "stop"
+                live[i] = not ended and len(rows[i].ids) <= last
+            growing = live.count(True)
+            if not growing:
                 return
             tokens = drawn.ids
-            if live.count(False) > COMPACT_SHARE * len(live):
-                index = torch.tensor([i for i, growing in enumerate(live) if growing], device=tokens.device)
+            if len(live) - growing > COMPACT_SHARE * len(live):
+                index = torch.tensor([i for i, alive in enumerate(live) if alive], device=tokens.device)
                 decoder.keep(index)
                 rows, live, tokens = (
-                    [row for row, growing in zip(rows, live, strict=True) if growing],
-                    [True] * len(index),
+                    [row for row, alive in zip(rows, live, strict=True) if alive],
+                    [True] * growing,
                     tokens[index],
                 )
             logits = decoder.step(tokens)
-
-    def _completion(self, row: _Row, stop: StopRule) -> Completion:
-        return Completion(
-            response_ids=np.array(row.ids, dtype=np.int64),
-            logp_behavior=np.array(row.logp, dtype=np.float32),
-            policy_version=np.full(len(row.ids), self.policy_version, dtype=np.int64),
-            finish=row.finish,
-            text=stop.text(row.ids),
-            entropy=np.array(row.entropy, dtype=np.float32),
-            kept=tuple(row.kept) if row.kept else None,
-        )
-
-
-def _record(rows: list[_Row], grown: list[int], drawn: Any) -> None:
-    ids, logp, entropy = drawn.ids.tolist(), drawn.logp.tolist(), drawn.entropy.tolist()
-    for i in grown:
-        row = rows[i]
-        row.ids.append(ids[i])
-        row.logp.append(logp[i])
-        row.entropy.append(entropy[i])
-        if drawn.kept is not None:
-            row.kept.append(drawn.kept[i])
+            self.decoded += growing
 
 
 def _own_copy(model: Any, dtype: torch.dtype) -> Any:

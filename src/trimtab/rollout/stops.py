@@ -34,6 +34,15 @@ class StopRule:
         )
         return [hit or any(stop in tail for stop in self._strings) for hit, tail in zip(by_id, tails, strict=True)]
 
+    def inside(self, ids: Sequence[int]) -> bool:
+        """Does a stop occur anywhere in these ids?"""
+        if not self._ids.isdisjoint(ids):
+            return True
+        if not self._strings:
+            return False
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(stop in text for stop in self._strings)
+
     def text(self, ids: Sequence[int]) -> str:
         """The response as text, without special tokens and without the stop string or anything after it."""
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -12,6 +12,7 @@ from tests.unit.rollout.support import CONFIGS, EOS, PIECES, SIZE, processed, pr
 from trimtab.errors import TrimtabError
 from trimtab.rollout import decoder, embedded
 from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.rollout.rows import Row
 from trimtab.types import Sampling
 
 LENGTHS = [5, 1, 17, 30]
@@ -51,10 +52,10 @@ def test_log_probs_and_entropy_equal_a_full_forward(name: str, sampling: Samplin
 def test_the_lean_path_is_used_where_it_is_exact() -> None:
     def path(name: str, length: int) -> str:
         engine, [one] = make(name), prompts([length])
-        row = embedded._Row(0, 0, np.zeros(4))
-        return type(engine._decoder([row], [one], 4)[0]).__name__
+        row = Row(0, 0, np.zeros(4))
+        return type(engine._decoder([row], [one], 4)).__name__
 
-    assert path("llama", 30) == path("qwen3", 30) == path("mistral-window", 8) == "LeanDecoder"
+    assert path("llama", 30) == path("qwen3", 30) == path("mistral-window", 8) == "LockstepDecoder"
     assert path("gpt2", 30) == path("mistral-window", 9) == "GenericDecoder"
 
 
@@ -137,7 +138,7 @@ def test_who_shares_the_batch_does_not_change_a_row(name: str, monkeypatch: pyte
         assert tokens(engine.generate(asked, 6, sampling, seed=5)) == whole
     with monkeypatch.context() as patch:
         patch.setattr(embedded, "CACHE_BYTES", 1 << 17)
-        rows = [embedded._Row(p, s, np.zeros(1)) for p in range(4) for s in range(6)]
+        rows = [Row(p, s, np.zeros(1)) for p in range(4) for s in range(6)]
         assert len(engine._batches(rows, asked, 24)) > 2
         assert tokens(engine.generate(asked, 6, sampling, seed=5)) == whole
 
