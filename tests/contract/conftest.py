@@ -26,6 +26,9 @@ settings.load_profile("contract")
 
 TENSORS = ("current", "behavior", "proximal", "reference", "entropy")
 
+# Presets that are two losses, depending on a keyword: both must keep every promise.
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {"m2po-mask": ("m2po", {"form": "mask"})}
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -98,6 +101,12 @@ class Laboratory:
     Batch = Batch
 
     @staticmethod
+    def objective(name: str, **overrides: Any) -> Objective:
+        """`trimtab.objective`, with the names of `FORMS` too."""
+        preset, keywords = FORMS.get(name, (name, {}))
+        return objective(preset, **keywords, **overrides)
+
+    @staticmethod
     def run(obj: Objective, batch: Batch, state: State | None = None) -> Run:
         """Loss and gradients of one call."""
         current = batch.current.clone().requires_grad_()
@@ -118,7 +127,7 @@ class Laboratory:
     def variants(name: str) -> list[Objective]:
         """The preset with everything that spans an update or adds a term switched on."""
         extra: dict[str, Any] = {"kl": "unbiased", "kl_coef": 0.3, "entropy_coef": 0.2}
-        found = [objective(name), objective(name, denominator="kept", **extra)]
+        found = [Laboratory.objective(name), Laboratory.objective(name, denominator="kept", **extra)]
         weight = found[0].weight
         if weight is not None:
             found += [replace(found[0], weight=replace(weight, level=level, normalize=True)) for level in LEVELS]
@@ -163,7 +172,7 @@ def lab() -> Laboratory:
     return Laboratory()
 
 
-@pytest.fixture(scope="session", params=objectives())
+@pytest.fixture(scope="session", params=[*objectives(), *FORMS])
 def name(request: pytest.FixtureRequest) -> str:
-    """Every preset in turn."""
+    """Every preset in turn, in all its forms."""
     return request.param

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from trimtab.objectives import objective
-
 seeds = st.integers(0, 10_000)
 
 
@@ -32,7 +30,7 @@ def test_on_policy_it_is_the_plain_policy_gradient(lab, name, seed, rows, time):
         [] if name == "oapl" else [{"aggregation": "constant", "length_max": 9}, {"aggregation": "seq-mean-token-sum"}]
     )
     for shared in [*kinds, {"denominator": "kept"}]:
-        obj = objective(name, **shared)
+        obj = lab.objective(name, **shared)
         slope = batch.advantage.expand(policy.shape)
         if name == "oapl":
             slope = 2 * 1e-3 * slope
@@ -84,7 +82,7 @@ def test_any_split_into_micro_batches_gives_the_same_update(lab, name, seed, cut
 @given(seed=seeds)
 def test_metrics_of_micro_batches_add_up_to_those_of_the_update(lab, name, seed):
     batch = lab.Batch.random(seed, rows=6)
-    obj = objective(name, kl="k3", kl_coef=0.1)
+    obj = lab.objective(name, kl="k3", kl_coef=0.1)
     state = lab.prepare(obj, batch)
     halves = [
         obj(part.logps(), part.advantage, state=state).metrics
@@ -134,6 +132,22 @@ def test_gradient_reaches_the_current_policy_alone(lab, name, seed):
         assert not lab.prepare(obj, batch.but(current=current)).tokens.requires_grad
 
 
+@given(seed=seeds, junk=st.sampled_from([float("nan"), float("inf"), float("-inf"), 1e4]))
+def test_external_tokens_are_read_by_the_shaped_loss_alone_and_without_their_behavior(lab, name, seed, junk):
+    batch = lab.Batch.random(seed)
+    for obj in lab.variants(name):
+        clean = lab.run(obj, batch)
+        if "off_policy" not in obj.needs:
+            same(lab.run(obj, batch.but(off_policy=~batch.off_policy)), clean)
+            continue
+        soiled = {key: torch.where(batch.off_policy, junk, getattr(batch, key)) for key in ("behavior", "proximal")}
+        dirty = lab.run(obj, batch.but(**soiled))
+        same(dirty, clean)
+        assert dirty.metrics == pytest.approx(clean.metrics, nan_ok=True)
+        assert dirty.loss.isfinite()
+        assert dirty.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("far", [1e4, -1e4])
 def test_extreme_log_ratios_stay_finite_and_are_reported(lab, name, far):
     batch = lab.Batch.random(3)
@@ -178,7 +192,7 @@ def test_everything_rejected_is_zero_and_counted(lab, name):
         mask=mask, behavior=batch.current + 30, proximal=batch.current, advantage=-torch.ones(4, 1).double()
     )
     for denominator in ("original", "kept"):
-        obj = objective(name, denominator=denominator)
+        obj = lab.objective(name, denominator=denominator)
         run = lab.run(obj, batch)
         if not obj.masks and (obj.weight is None or obj.weight.low == 0):
             assert run.metrics.get("reject/tokens", 0) == 0
@@ -195,7 +209,7 @@ def test_a_diverged_model_gives_nan(lab, name):
     for junk in (float("nan"), float("inf"), float("-inf")):
         current = batch.current.clone()
         current[row, column] = junk
-        assert lab.run(objective(name), batch.but(current=current)).loss.isnan()
+        assert lab.run(lab.objective(name), batch.but(current=current)).loss.isnan()
 
 
 def test_it_runs_on_meta_tensors_so_nothing_waits_for_the_device(lab, name):
@@ -213,7 +227,7 @@ def test_it_runs_on_meta_tensors_so_nothing_waits_for_the_device(lab, name):
 
 def test_a_missing_policy_is_named(lab, name):
     batch = lab.Batch.random(1)
-    obj = objective(name, kl="k3", kl_coef=0.1, entropy_coef=0.1)
+    obj = lab.objective(name, kl="k3", kl_coef=0.1, entropy_coef=0.1)
     for field in obj.needs | {"current"}:
         with pytest.raises(ValueError, match=rf"needs {field}, which is None"):
             obj(replace(batch.logps(), **{field: None}), batch.advantage)
@@ -226,6 +240,6 @@ def test_low_precision_inputs_are_computed_in_float32(lab, name):
     batch = lab.Batch.random(2)
     half = batch.map(lambda tensor: tensor.to(torch.bfloat16) if tensor.dtype == torch.float64 else tensor)
     single = half.map(lambda tensor: tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
-    low, high = lab.run(objective(name), half), lab.run(objective(name), single)
+    low, high = lab.run(lab.objective(name), half), lab.run(lab.objective(name), single)
     assert low.loss.dtype == torch.float32
     assert_close(low.loss, high.loss)

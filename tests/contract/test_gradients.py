@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from trimtab.objectives import objective
-
 
 @contextmanager
 def stop_gradients(held: list[Tensor], *, replay: bool) -> Iterator[None]:
@@ -38,7 +36,7 @@ def stop_gradients(held: list[Tensor], *, replay: bool) -> Iterator[None]:
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3", "unbiased"])
 def test_gradient_equals_finite_differences(lab, name, kl):
     batch = lab.Batch.random(11, rows=3, time=4, spread=0.15)
-    obj = objective(name, kl=kl, kl_coef=0.3, entropy_coef=0.2)
+    obj = lab.objective(name, kl=kl, kl_coef=0.3, entropy_coef=0.2)
     held: list[Tensor] = []
 
     def loss(current: Tensor, *, replay: bool) -> Tensor:
@@ -62,14 +60,14 @@ def test_gradient_equals_finite_differences(lab, name, kl):
 def test_regularizers_use_the_mask_without_keep_and_the_same_aggregation(lab, name):
     batch = lab.Batch.random(5, rows=5)
     reference, entropy = 0.7, 0.3
-    plain = lab.run(objective(name), batch).loss
+    plain = lab.run(lab.objective(name), batch).loss
     distance = batch.reference - batch.current
     for kl, value in {
         "k1": -distance,
         "k2": distance**2 / 2,
         "k3": distance.exp() - 1 - distance,
     }.items():
-        obj = objective(name, kl=kl, kl_coef=reference, entropy_coef=entropy)
+        obj = lab.objective(name, kl=kl, kl_coef=reference, entropy_coef=entropy)
         scale = torch.where(batch.mask, lab.scale(obj, batch.mask), 0.0)
         expected = plain + (scale * (reference * value - entropy * batch.entropy)).sum()
         assert_close(lab.run(obj, batch).loss, expected)
@@ -78,9 +76,9 @@ def test_regularizers_use_the_mask_without_keep_and_the_same_aggregation(lab, na
 def test_unbiased_kl_weights_with_the_presets_own_denominator(lab, name):
     batch = lab.Batch.random(5, rows=5)
     batch = batch.but(off_policy=torch.zeros_like(batch.mask))
-    obj = objective(name, kl="unbiased", kl_coef=0.7)
+    obj = lab.objective(name, kl="unbiased", kl_coef=0.7)
     denominator = batch.behavior if "proximal" not in obj.needs else batch.proximal
     distance = batch.reference - batch.current
     value = (batch.current - denominator).exp() * (distance.exp() - 1 - distance)
     scale = torch.where(batch.mask, lab.scale(obj, batch.mask), 0.0)
-    assert_close(lab.run(obj, batch).loss, lab.run(objective(name), batch).loss + 0.7 * (scale * value).sum())
+    assert_close(lab.run(obj, batch).loss, lab.run(lab.objective(name), batch).loss + 0.7 * (scale * value).sum())

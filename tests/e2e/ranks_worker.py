@@ -28,6 +28,7 @@ def data_parallel(rank: int) -> None:
     mine = slice(0, 2) if rank == 0 else slice(2, ROWS)
     for name, keywords in (
         ("m2po", {"tau": 0.02}),
+        ("m2po", {"tau": 0.02, "form": "mask"}),
         ("seq-tis", {"normalize": True}),
         ("icepop", {"denominator": "kept"}),
         ("opsm", {"denominator": "kept"}),

@@ -76,11 +76,17 @@ def _surrogate(surrogate: Surrogate, ratio: str) -> str:
     if isinstance(surrogate, Shaped):
         return f"({ratio} A on-policy, π/(π + {surrogate.gamma:g}) A off-policy)"
     if isinstance(surrogate, SecondMoment):
-        return f"min({ratio} A, clip({ratio}, e^−c, e^c) A)"
+        capped = f"min({ratio} A, clip({ratio}, e^−c, e^c) A)"
+        return capped if surrogate.form == "cap" else f"1[|log {ratio}| ≤ c]·{ratio} A"
     return f"{ratio} A" if isinstance(surrogate, Unclipped) else f"{surrogate}"
 
 
 def _surrogate_notes(surrogate: Surrogate) -> list[str]:
+    if isinstance(surrogate, SecondMoment) and surrogate.form == "mask":
+        return [
+            f"c: largest |log r| of the update up to which the mean of log² r is at most {surrogate.tau:g}; "
+            "what is beyond stays in D"
+        ]
     if isinstance(surrogate, SecondMoment):
         return [f"c: largest harmful |log r| whose capped second moment stays below {surrogate.tau:g}; ∞ within it"]
     if isinstance(surrogate, Clipped) and surrogate.dual is not None and surrogate.dual <= 1 + surrogate.high:

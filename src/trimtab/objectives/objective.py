@@ -24,7 +24,7 @@ from trimtab.objectives.metrics import Metrics
 from trimtab.objectives.policies import PolicyLogps
 from trimtab.objectives.regularizers import KL
 from trimtab.objectives.state import State
-from trimtab.objectives.surrogates import SecondMoment, Shaped, Surrogate, Terms
+from trimtab.objectives.surrogates import Regression, SecondMoment, Shaped, Surrogate, Terms
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,11 @@ class Objective:
         if self._judges and any(rule.needs_current for rule in self.masks):
             reads.add("current")
         return frozenset(reads)
+
+    @property
+    def single_behavior(self) -> bool:
+        """Whether one policy must have sampled a whole response: OAPL regresses the log-ratio to that one."""
+        return isinstance(self.surrogate, Regression)
 
     @property
     def _judges(self) -> bool:
@@ -198,7 +203,7 @@ class Objective:
         tokens = sequences.lengths.sum().double()
         nothing = torch.zeros_like(tokens)
         surrogate = self.surrogate
-        harmful = surrogate.harmful(terms) if isinstance(surrogate, SecondMoment) and terms is not None else None
+        evidence = surrogate.evidence(terms) if isinstance(surrogate, SecondMoment) and terms is not None else None
         kept = sequences.lengths if found is None else sequences.count(found.keep)
         weight = None if found is None else found.weight_statistics
         return State(
@@ -209,7 +214,7 @@ class Objective:
             sequences_rejected=(sequences.trained & (kept == 0)).sum().double(),
             weight_total=nothing if weight is None else weight.total,
             weight_count=nothing if weight is None else weight.count,
-            harmful=tokens.new_zeros(0) if harmful is None else harmful,
+            evidence=tokens.new_zeros(0) if evidence is None else evidence,
         )
 
     def _regularizers(self, logps: PolicyLogps, terms: Terms, scale: Tensor) -> tuple[Tensor, dict[str, Mergeable]]:

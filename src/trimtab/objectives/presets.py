@@ -255,9 +255,9 @@ def oapl(*, beta: float = 1e-3) -> Objective:
 
 
 @_preset
-def m2po(*, tau: float = 0.04) -> Objective:
-    """arXiv 2510.01161, as in its official code."""
-    return Objective("m2po", Ratio("token", "behavior"), SecondMoment(tau))
+def m2po(*, tau: float = 0.04, form: str = "cap") -> Objective:
+    """arXiv 2510.01161: `form="cap"` is its official code, `form="mask"` the rule of the paper."""
+    return Objective("m2po", Ratio("token", "behavior"), SecondMoment(tau, form))
 
 
 @_preset

@@ -17,11 +17,13 @@ from torch import Tensor
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.statistics import Mean, Mergeable
-from trimtab.errors import TrimtabError
-from trimtab.objectives.state import State
+from trimtab.errors import TrimtabError, nearest
+from trimtab.objectives.state import NO_EVIDENCE, State
 
 HARM_FLOOR = 1e-12
 """Advantages smaller than this are neither good nor bad (M2PO's official code)."""
+
+SECOND_MOMENT_FORMS = ("cap", "mask")
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,26 +161,35 @@ class Shaped:
 
 @dataclass(frozen=True)
 class SecondMoment:
-    """r A, clipped at exp(+-cap) where the cap keeps the second moment of harmful log-ratios at `tau`.
+    """r A while the second moment of the log-ratios is within `tau`: M2PO (arXiv 2510.01161), in two forms.
 
-    M2PO (arXiv 2510.01161) as in its official code: harmful tokens are those with A > 0, r > 1 or A < 0, r < 1; nothing
-    is clipped while their mean square is within `tau`.
+    cap: harmful tokens (A > 0, r > 1 or A < 0, r < 1) are judged; r is clipped at exp(+-c), where the cap c keeps their
+        capped second moment at `tau` (the official code).
+    mask: all trained tokens are judged; those with the largest |log r| are left out until the mean square of the rest
+        is at most `tau`, and nothing is clipped (the paper). What is left out stays in the denominator.
     """
 
     tau: Number = 0.04
+    form: str = "cap"
 
     def __post_init__(self) -> None:
         if not self.tau > 0:
             raise TrimtabError(f"tau = {self.tau:g}: the second moment allowed must be more than 0")
+        if self.form not in SECOND_MOMENT_FORMS:
+            raise TrimtabError(f"unknown form {self.form!r}{nearest(self.form, SECOND_MOMENT_FORMS)}")
 
-    @staticmethod
-    def harmful(terms: Terms) -> Float[Tensor, "tokens"]:
-        """|log-ratio| of harmful tokens, 0 for all others."""
+    def evidence(self, terms: Terms) -> Float[Tensor, "tokens"]:
+        """|log-ratio| of the tokens that are judged, negative for all others. No gradient."""
         own = terms.log_ratio.detach()
-        harmful = (own * terms.advantage.sign() > 0) & (terms.advantage.abs() > HARM_FLOOR)
-        return torch.where(harmful, own.abs(), 0.0).reshape(-1)
+        judged = terms.on_policy
+        if self.form == "cap":
+            judged = (own * terms.advantage.sign() > 0) & (terms.advantage.abs() > HARM_FLOOR)
+        return torch.where(judged, own.abs(), NO_EVIDENCE).reshape(-1)
 
     def __call__(self, terms: Terms, state: State) -> Value:
+        return self._capped(terms, state) if self.form == "cap" else self._masked(terms, state)
+
+    def _capped(self, terms: Terms, state: State) -> Value:
         cap, advantage = state.second_moment_cap(self.tau).to(terms.logp.dtype), terms.advantage
         # Clamped as a log: the token whose log-ratio is the cap is inside, whatever the rounding of exp.
         clipped = bounded(terms.log_ratio.clamp(-cap, cap)).exp()
@@ -189,6 +200,12 @@ class SecondMoment:
             **terms.share("clip/high", (advantage > 0) & (own > cap)),
         }
         return value, statistics
+
+    def _masked(self, terms: Terms, state: State) -> Value:
+        limit = state.second_moment_limit(self.tau).to(terms.logp.dtype)
+        outside = terms.log_ratio.detach().abs() > limit
+        value = torch.where(outside, 0.0, terms.ratio * terms.advantage)
+        return value, terms.share("clip/second_moment", outside)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,13 @@ def test_a_preset_is_its_row_of_the_table(name):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_every_keyword_changes_the_objective_and_the_equation(name):
-    changed = {"aggregation": "seq-mean-token-sum", "length_max": 7, "denominator": "kept", "kl": "k1"}
+    changed = {
+        "aggregation": "seq-mean-token-sum",
+        "length_max": 7,
+        "denominator": "kept",
+        "kl": "k1",
+        "form": "mask",
+    }
     for key, default in keywords_of(name).items():
         if key in changed:
             value = changed[key]
@@ -112,6 +118,10 @@ def test_every_keyword_changes_the_objective_and_the_equation(name):
         ("oapl", {"beta": 0.0}, "more than 0"),
         ("luffy", {"gamma": 0.0}, "more than 0"),
         ("m2po", {"tau": 0.0}, "more than 0"),
+        ("m2po", {"tau": None}, "tau = None has the wrong type"),
+        ("m2po", {"form": "masked"}, "unknown form 'masked' .did you mean 'mask'"),
+        ("m2po", {"form": 1}, "form = 1 has the wrong type"),
+        ("m2po", {"form": None}, "form = None has the wrong type"),
     ],
 )
 def test_mistakes_are_one_line_that_names_the_word(name, keywords, message):
@@ -151,4 +161,8 @@ def test_the_equation_explains_its_symbols_and_warns():
     assert "not (A < 0 and mean_t(log μ − log π) > 0.05)" in objective("opsm").equation()
     assert "lies inside the clip range" in objective("seq-bypass", clip_dual=3.0).equation()
     assert "lies inside" not in objective("seq-bypass").equation()
+    assert "harmful |log r| whose capped second moment stays below 0.1" in objective("m2po", tau=0.1).equation()
+    masked = objective("m2po", form="mask", tau=0.1).equation()
+    assert "1[|log r_t| ≤ c]·r_t A" in masked
+    assert "up to which the mean of log² r is at most 0.1" in masked
     assert "stays not counted" in objective("geo-mask", denominator="kept").equation()

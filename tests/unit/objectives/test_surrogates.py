@@ -137,6 +137,23 @@ def test_luffy_shapes_external_tokens_and_never_reads_their_behavior():
     assert_close(current.grad, torch.tensor([[math.log(0.1), 2 * math.log(0.4)]], dtype=torch.float64))
 
 
+def test_luffy_without_external_tokens_is_dr_grpo_without_its_clip():
+    make = torch.Generator().manual_seed(3)
+    mask = torch.rand(4, 9, generator=make) < 0.7
+    proximal = -torch.rand(4, 9, generator=make, dtype=torch.float64)
+    found = []
+    for name, keywords in (("luffy", {}), ("dr-grpo", {"clip_low": 1.0, "clip_high": 1e9})):
+        current = (proximal + torch.linspace(-2, 2, 36).view(4, 9)).requires_grad_()
+        logps = PolicyLogps(current, None, mask, proximal, off_policy=torch.zeros_like(mask))
+        obj = objective(name, length_max=9, **keywords)
+        out = obj(logps, torch.tensor([[1.0], [-0.5], [0.0], [-2.0]], dtype=torch.float64))
+        out.loss.backward()
+        assert current.grad is not None
+        found.append((out.loss.detach(), current.grad))
+    assert found[0][0] != 0
+    assert_close(found[0], found[1], rtol=1e-12, atol=1e-15)
+
+
 def brute_force_cap(harmful: list[float], tau: float) -> float:
     """The official solver, written plainly: the last observed value before the budget is spent."""
     squares = sorted(value**2 for value in harmful)

@@ -12,7 +12,19 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from trimtab.errors import TrimtabError
-from trimtab.objectives import OPSM, Aggregation, Band, Objective, PolicyLogps, Ratio, Unclipped, Weight, objective
+from trimtab.objectives import (
+    OPSM,
+    Aggregation,
+    Band,
+    Objective,
+    PolicyLogps,
+    Ratio,
+    Regression,
+    Unclipped,
+    Weight,
+    objective,
+    objectives,
+)
 from trimtab.objectives.surrogates import Clipped
 
 MASK = torch.tensor([[True, True, True, False], [True, False, False, False], [False] * 4])
@@ -121,7 +133,7 @@ def test_what_prepare_must_be_given():
     assert objective("geo-mask", denominator="kept").prepare_needs == {"proximal"}
     assert objective("opsm").prepare_needs == frozenset()
     assert objective("opsm", denominator="kept").prepare_needs == {"proximal", "current"}
-    assert objective("m2po").prepare_needs == {"current"}
+    assert objective("m2po").prepare_needs == objective("m2po", form="mask").prepare_needs == {"current"}
 
 
 def test_what_each_loss_reads():
@@ -130,6 +142,11 @@ def test_what_each_loss_reads():
     assert objective("token-tis").needs == objective("opsm").needs == {"proximal", "behavior"}
     assert objective("luffy").needs == {"proximal", "off_policy"}
     assert objective("soup", kl_coef=0.1, entropy_coef=0.1).needs == {"behavior", "reference", "entropy"}
+
+
+def test_only_the_regression_needs_one_behavior_policy_per_response():
+    assert {name for name in objectives() if objective(name).single_behavior} == {"oapl"}
+    assert Objective("mine", Ratio("sequence", "behavior"), Regression(), advantage="optimal").single_behavior
 
 
 def test_state_names_what_is_missing():
@@ -146,9 +163,9 @@ def test_state_is_tensors_that_can_be_exchanged():
     both = state + state
     assert both.tokens == 12
     assert both.sequences == 4
-    doubled = state.replaced({name: t if name == "harmful" else 2 * t for name, t in state.tensors().items()})
-    assert {name: t.tolist() for name, t in doubled.tensors().items() if name != "harmful"} == {
-        name: t.tolist() for name, t in both.tensors().items() if name != "harmful"
+    doubled = state.replaced({name: t if name == "evidence" else 2 * t for name, t in state.tensors().items()})
+    assert {name: t.tolist() for name, t in doubled.tensors().items() if name != "evidence"} == {
+        name: t.tolist() for name, t in both.tensors().items() if name != "evidence"
     }
 
 
