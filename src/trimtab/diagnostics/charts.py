@@ -1,4 +1,4 @@
-"""Which curves a report shows, in which order. What each one means comes from the table of metrics."""
+"""A chart over the steps of a run, and which of its curves a run has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.diagnostics.catalog import Metric, metric
 from trimtab.diagnostics.read import Run
 
 QUANTILES = ("q01", "q05", "q50", "q95", "q99")
-Kind = Literal["lines", "quantiles", "accuracy"]
+Kind = Literal["lines", "quantiles", "accuracy", "layers"]
 
 
 @dataclass(frozen=True)
@@ -58,105 +58,6 @@ class Drawn:
         return "; ".join(f"{label} {row.healthy}" for label, row in rows if row)
 
 
-def _quantiles(title: str, prefix: str, about: str) -> Chart:
-    return Chart(title, about, tuple((q, f"{prefix}{q}") for q in QUANTILES), kind="quantiles")
-
-
-LAYOUT: tuple[tuple[str, tuple[Chart, ...]], ...] = (
-    (
-        "Learning",
-        (
-            Chart("Reward", "reward/mean", (("mean", "reward/mean"), ("", "reward/<name>"))),
-            Chart("Held-out accuracy", "eval/<task>/greedy", (("", "eval/<task>/greedy"),), kind="accuracy"),
-            Chart("Response length", "length/mean", (("mean", "length/mean"), ("longest", "length/max"))),
-            Chart(
-                "Entropy",
-                "entropy/mean",
-                (("trainer", "entropy/mean"), ("sampler", "entropy/rollout")),
-                what="Mean entropy of the policy per token, as trainer and sampler see it.",
-            ),
-            Chart("Gradient norm", "optim/grad_norm", (("before clipping", "optim/grad_norm"),), log=True),
-            Chart(
-                "Lost data and skipped updates",
-                "trajectories/dropped",
-                (("no signal", "groups/no_signal"), ("dropped", "trajectories/dropped"), ("skipped", "optim/skipped")),
-                shade=False,
-                what="Groups whose rewards are all equal, trajectories left out, and updates skipped as not finite.",
-            ),
-        ),
-    ),
-    (
-        "Trainer against sampler",
-        (
-            Chart(
-                "KL estimates",
-                "mismatch/k3",
-                (("|k1|", "mismatch/k1"), ("k2", "mismatch/k2"), ("k3", "mismatch/k3")),
-                log=True,
-                absolute=True,
-                what="Distance of trainer and sampler from their log-probs of the same tokens; look at k3 first.",
-            ),
-            Chart(
-                "χ² divergence",
-                "mismatch/chi2_token",
-                (("per token", "mismatch/chi2_token"), ("per sequence", "mismatch/chi2_seq")),
-                log=True,
-                absolute=True,
-                each=True,
-                what="What importance weights cost in variance; per sequence it grows exponentially with length.",
-            ),
-            Chart(
-                "Effective sample size",
-                "mismatch/ess_token",
-                (("token weights", "mismatch/ess_token"), ("sequence weights", "mismatch/ess_seq")),
-                each=True,
-                what="The share of the data that counts under importance weights, before any bound.",
-            ),
-            _quantiles("Raw ratio trainer / sampler", "mismatch/ratio_", "mismatch/ratio_q99"),
-            Chart("Perplexity ratio", "mismatch/ppl_ratio", (("trainer / sampler", "mismatch/ppl_ratio"),)),
-            Chart("Pearson correlation", "mismatch/pearson", (("of token probabilities", "mismatch/pearson"),)),
-        ),
-    ),
-    (
-        "The correction at work",
-        (
-            _quantiles("Weight before its bound", "weight_raw/", "weight_raw/q99"),
-            _quantiles("Weight after its bound", "weight/", "weight/q99"),
-            Chart("Weights changed by the bound", "weight/changed", (("changed", "weight/changed"),)),
-            _quantiles("Ratio in the loss, before clipping", "ratio/", "ratio/q99"),
-            Chart(
-                "Clipped tokens",
-                "clip/high",
-                (("low", "clip/low"), ("high", "clip/high"), ("dual", "clip/dual")),
-                what="Share of tokens without gradient because their ratio is beyond a clip bound.",
-            ),
-            Chart(
-                "Rejected tokens",
-                "reject/tokens",
-                (("", "reject/<rule>"), ("any rule", "reject/tokens")),
-                what="Share of tokens each rule rejected; they keep their place in the denominator.",
-            ),
-        ),
-    ),
-    (
-        "Age and speed",
-        (
-            Chart(
-                "Age of the tokens",
-                "lag/mean",
-                (("mean", "lag/mean"), ("oldest", "lag/max")),
-                what="Optimizer updates between sampling a token and training on it.",
-            ),
-            Chart(
-                "Speed",
-                "tokens_per_second/rollout",
-                (("sampling", "tokens_per_second/rollout"), ("training", "tokens_per_second/train")),
-                what="Response tokens per second while sampling and while training.",
-            ),
-            Chart("Seconds by phase", "time/<phase>", (("", "time/<phase>"),)),
-        ),
-    ),
-)
 # Totals of other keys: drawn as curves of their own they would only repeat or dwarf the parts.
 _NOT_A_PART = frozenset({"reward/mean", "reward/std", "reward/failed", "reject/tokens", "reject/sequences"})
 
@@ -186,4 +87,10 @@ def _expand(label: str, key: str, run: Run) -> list[tuple[str, str]]:
         return [(label, key)] if len(run.series(key)[0]) else []
     pattern = re.compile(re.sub(r"<[a-z]+>", "([^/]+)", key))
     found = [(match[1], match[0]) for match in map(pattern.fullmatch, run.keys) if match]
+    found.sort(key=lambda pair: _natural(pair[0]))
     return [(name, match) for name, match in found if match not in _NOT_A_PART and len(run.series(match)[0])]
+
+
+def _natural(name: str) -> tuple[bool, int, str]:
+    """Numbers by their size and before words: layer 2 before layer 10 before the logits."""
+    return (False, int(name), "") if name.isdecimal() else (True, 0, name)

@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import matplotlib as mpl
@@ -82,6 +83,8 @@ def draw(drawn: Drawn, run: Run) -> str:
         axes = figure.add_subplot()
         if chart.kind == "quantiles":
             _quantile_bands(axes, [run.series(key) for _, key in drawn.lines])
+        elif chart.kind == "layers":
+            _layers(axes, _read_curves(drawn, run))
         else:
             _curves(
                 axes, _read_curves(drawn, run), log=chart.log, points=chart.kind == "accuracy", top=chart.caption.high
@@ -144,6 +147,19 @@ def _quantile_bands(axes: Axes, series: Sequence[tuple[np.ndarray, np.ndarray]])
     low, high = min(value.min() for value in values), max(value.max() for value in values)
     if low > 0 and high / low > 10:
         log_scale(axes)
+
+
+def _layers(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Every layer, or of many a few from the first to the last before the range of all over the steps they share."""
+    shown = list(curves)
+    if len(curves) > len(CYCLE):
+        steps = reduce(np.intersect1d, [curve.steps for curve in curves])
+        values = np.stack([curve.values[np.isin(curve.steps, steps)] for curve in curves])
+        axes.fill_between(steps, values.min(0), values.max(0), color=SKY, alpha=0.3, linewidth=0, label="all layers")
+        shown = [curves[index] for index in np.linspace(0, len(curves) - 1, 5).round().astype(int)]
+    named = [Curve(f"layer {c.label}" if c.label.isdecimal() else c.label, c.steps, c.values) for c in shown]
+    _curves(axes, named, log=False, points=False, top=None)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}".replace("e-0", "e-")))
 
 
 def log_scale(axes: Axes) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
 
+T = TypeVar("T")
 _STEP_FILE = re.compile(r"step-(\d+)\.parquet")
 # What a completion is shown with. The last three are there when training wrote the file; other writers may lack them.
 _NEEDED = ("group", "reward")
@@ -127,15 +129,19 @@ def sample_steps(path: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), item) for match, item in matches if match))
 
 
-def read_samples(file: Path) -> list[Sample]:
-    """The trajectories of one file with their texts."""
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` of the items at equal distances, both ends included."""
+    if len(items) <= count:
+        return list(items)
+    return [items[index] for index in np.linspace(0, len(items) - 1, count).round().astype(int)]
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[pq.ParquetFile]:
+    """A trajectory file to read from inside a `with` block. `TrimtabError` when it is gone or damaged."""
     try:
         with pq.ParquetFile(file) as parquet:
-            present = set(parquet.schema_arrow.names)
-            missing = [name for name in _NEEDED if name not in present]
-            if missing:
-                raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not a trajectory file")
-            table = parquet.read([name for name in _SHOWN if name in present])
+            yield parquet
     except FileNotFoundError:
         raise TrimtabError(
             f"{file} is missing: it was removed while the report was written, run the command again"
@@ -143,6 +149,16 @@ def read_samples(file: Path) -> list[Sample]:
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise TrimtabError(f"{file} is damaged ({reason}): delete it and write the report again") from None
+
+
+def read_samples(file: Path) -> list[Sample]:
+    """The trajectories of one file with their texts."""
+    with opened(file) as parquet:
+        present = set(parquet.schema_arrow.names)
+        missing = [name for name in _NEEDED if name not in present]
+        if missing:
+            raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not a trajectory file")
+        table = parquet.read([name for name in _SHOWN if name in present])
     return [_sample(row) for row in table.to_pylist()]
 
 

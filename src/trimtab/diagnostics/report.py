@@ -11,15 +11,20 @@ import numpy as np
 from markupsafe import Markup
 
 from trimtab.diagnostics.catalog import Metric, metric
-from trimtab.diagnostics.charts import LAYOUT, Chart, Drawn, resolve
+from trimtab.diagnostics.charts import Chart, Drawn, resolve
+from trimtab.diagnostics.layout import LAYOUT, METHODS
+from trimtab.diagnostics.noise import verdict
 from trimtab.diagnostics.page import equation_of, number, render, short, write
 from trimtab.diagnostics.plots import draw
-from trimtab.diagnostics.read import Run, Sample, read_run, read_samples, sample_steps
+from trimtab.diagnostics.read import Run, Sample, read_run, read_samples, sample_steps, spread
+from trimtab.diagnostics.token_section import token_section
 
 # Read first when several metrics are outside their range.
 HEADLINES = (
     "optim/skipped",
     "trajectories/dropped",
+    "perturbation/changed",
+    "perturbation/dlogp",
     "mismatch/k3",
     "mismatch/ess_token",
     "mismatch/pearson",
@@ -51,7 +56,9 @@ def _values(run: Run) -> dict[str, Any]:
         "tiles": _tiles(run),
         "equation": equation_of(run.config),
         "watch": _watch(table),
-        "sections": [_section(run, title, charts) for title, charts in LAYOUT],
+        "sections": _sections(run),
+        "noise": verdict(run),
+        "tokens": token_section(run),
         "samples": _samples(run.path),
         "table": table,
         "config": (run.path / "config.toml").read_text(),
@@ -117,6 +124,12 @@ def _tiles(run: Run) -> list[dict[str, str]]:
     return tiles
 
 
+def _sections(run: Run) -> list[dict[str, Any]]:
+    common = [_section(run, title, charts) for title, charts in LAYOUT]
+    own = [_section(run, title, charts) for title, charts in METHODS]
+    return [*common, *(section for section in own if section["charts"])]
+
+
 def _section(run: Run, title: str, charts: Sequence[Chart]) -> dict[str, Any]:
     found = [(chart, resolve(chart, run)) for chart in charts]
     return {
@@ -176,11 +189,7 @@ def _state(row: Metric | None, value: Any) -> str:
 
 def _samples(path: Path) -> list[dict[str, Any]]:
     files = sample_steps(path)
-    steps = list(files)
-    if len(steps) > STEPS_SHOWN:
-        chosen = np.linspace(0, len(steps) - 1, STEPS_SHOWN).round().astype(int)
-        steps = [steps[index] for index in chosen]
-    return [_sample_step(path, step, files[step]) for step in steps]
+    return [_sample_step(path, step, files[step]) for step in spread(list(files), STEPS_SHOWN)]
 
 
 def _sample_step(path: Path, step: int, file: Path) -> dict[str, Any]:
@@ -217,10 +226,7 @@ def _group(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def _spread(samples: Sequence[Sample]) -> list[Sample]:
     """A few samples from the highest reward to the lowest, both ends included."""
-    ranked = sorted(samples, key=lambda sample: -sample.reward)
-    if len(ranked) <= SAMPLES_SHOWN:
-        return ranked
-    return [ranked[index] for index in np.linspace(0, len(ranked) - 1, SAMPLES_SHOWN).round().astype(int)]
+    return spread(sorted(samples, key=lambda sample: -sample.reward), SAMPLES_SHOWN)
 
 
 def _shown(sample: Sample) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trimtab.diagnostics.catalog import metric, sections, undocumented
-from trimtab.diagnostics.charts import LAYOUT
 from trimtab.diagnostics.document import markdown
+from trimtab.diagnostics.layout import LAYOUT, METHODS
 from trimtab.diagnostics.read import read_run
 from trimtab.objectives import PolicyLogps, mismatch, objective, objectives
 
@@ -83,7 +83,7 @@ def test_rows_are_unique_and_their_bands_are_not_upside_down() -> None:
 
 
 def test_every_chart_is_explained_by_the_table() -> None:
-    for _, charts in LAYOUT:
+    for _, charts in LAYOUT + METHODS:
         for chart in charts:
             assert chart.caption.what
             for _, key in chart.lines:

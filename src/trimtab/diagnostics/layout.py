@@ -1,0 +1,169 @@
+"""Which curves a report shows, in which order. What each one means comes from the table of metrics."""
+
+from __future__ import annotations
+
+from trimtab.diagnostics.charts import QUANTILES, Chart
+
+
+def _quantiles(title: str, prefix: str, about: str) -> Chart:
+    return Chart(title, about, tuple((q, f"{prefix}{q}") for q in QUANTILES), kind="quantiles")
+
+
+LAYOUT: tuple[tuple[str, tuple[Chart, ...]], ...] = (
+    (
+        "Learning",
+        (
+            Chart("Reward", "reward/mean", (("mean", "reward/mean"), ("", "reward/<name>"))),
+            Chart("Held-out accuracy", "eval/<task>/greedy", (("", "eval/<task>/greedy"),), kind="accuracy"),
+            Chart("Response length", "length/mean", (("mean", "length/mean"), ("longest", "length/max"))),
+            Chart(
+                "Entropy",
+                "entropy/mean",
+                (("trainer", "entropy/mean"), ("sampler", "entropy/rollout")),
+                what="Mean entropy of the policy per token, as trainer and sampler see it.",
+            ),
+            Chart("Gradient norm", "optim/grad_norm", (("before clipping", "optim/grad_norm"),), log=True),
+            Chart(
+                "Lost data and skipped updates",
+                "trajectories/dropped",
+                (("no signal", "groups/no_signal"), ("dropped", "trajectories/dropped"), ("skipped", "optim/skipped")),
+                shade=False,
+                what="Groups whose rewards are all equal, trajectories left out, and updates skipped as not finite.",
+            ),
+        ),
+    ),
+    (
+        "Trainer against sampler",
+        (
+            Chart(
+                "KL estimates",
+                "mismatch/k3",
+                (("|k1|", "mismatch/k1"), ("k2", "mismatch/k2"), ("k3", "mismatch/k3")),
+                log=True,
+                absolute=True,
+                what="Distance of trainer and sampler from their log-probs of the same tokens; look at k3 first.",
+            ),
+            Chart(
+                "χ² divergence",
+                "mismatch/chi2_token",
+                (("per token", "mismatch/chi2_token"), ("per sequence", "mismatch/chi2_seq")),
+                log=True,
+                absolute=True,
+                each=True,
+                what="What importance weights cost in variance; per sequence it grows exponentially with length.",
+            ),
+            Chart(
+                "Effective sample size",
+                "mismatch/ess_token",
+                (("token weights", "mismatch/ess_token"), ("sequence weights", "mismatch/ess_seq")),
+                each=True,
+                what="The share of the data that counts under importance weights, before any bound.",
+            ),
+            _quantiles("Raw ratio trainer / sampler", "mismatch/ratio_", "mismatch/ratio_q99"),
+            Chart("Perplexity ratio", "mismatch/ppl_ratio", (("trainer / sampler", "mismatch/ppl_ratio"),)),
+            Chart("Pearson correlation", "mismatch/pearson", (("of token probabilities", "mismatch/pearson"),)),
+        ),
+    ),
+    (
+        "The correction at work",
+        (
+            _quantiles("Weight before its bound", "weight_raw/", "weight_raw/q99"),
+            _quantiles("Weight after its bound", "weight/", "weight/q99"),
+            Chart("Weights changed by the bound", "weight/changed", (("changed", "weight/changed"),)),
+            _quantiles("Ratio in the loss, before clipping", "ratio/", "ratio/q99"),
+            Chart(
+                "Clipped tokens",
+                "clip/high",
+                (("low", "clip/low"), ("high", "clip/high"), ("dual", "clip/dual"), ("mask", "clip/second_moment")),
+                what="Share of tokens without gradient because their ratio is beyond a clip bound.",
+            ),
+            Chart(
+                "Rejected tokens",
+                "reject/tokens",
+                (("", "reject/<rule>"), ("any rule", "reject/tokens")),
+                what="Share of tokens each rule rejected; they keep their place in the denominator.",
+            ),
+        ),
+    ),
+    (
+        "Age and speed",
+        (
+            Chart(
+                "Age of the tokens",
+                "lag/mean",
+                (("mean", "lag/mean"), ("oldest", "lag/max")),
+                what="Optimizer updates between sampling a token and training on it.",
+            ),
+            Chart(
+                "Speed",
+                "tokens_per_second/rollout",
+                (("sampling", "tokens_per_second/rollout"), ("training", "tokens_per_second/train")),
+                what="Response tokens per second while sampling and while training.",
+            ),
+            Chart(
+                "Work of sampling",
+                "tokens/decoded",
+                (("decoded", "tokens/decoded"), ("prefilled", "tokens/prefilled"), ("sampled", "tokens/rollout")),
+                what="Tokens run through the model one at a time and in parallel, beside the tokens sampled.",
+            ),
+            Chart("Seconds by phase", "time/<phase>", (("", "time/<phase>"),)),
+        ),
+    ),
+)
+
+_LAYERS = "One line per layer; of more than six some from the first to the last, and the range over all of them."
+# Charts of single methods: a section none of whose keys a run logged is not mentioned in its report.
+METHODS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
+    (
+        "Perturbation",
+        (
+            Chart(
+                "Noise σ of each layer",
+                "perturbation/sigma/<layer>",
+                (("", "perturbation/sigma/<layer>"),),
+                kind="layers",
+                what=f"Learned standard deviation of the noise on a layer's input. {_LAYERS}",
+            ),
+            Chart(
+                "Entries the noise changed",
+                "perturbation/changed/<layer>",
+                (("", "perturbation/changed/<layer>"),),
+                kind="layers",
+                what=f"Share of the entries going into the matrix products after a layer's norm. {_LAYERS}",
+            ),
+            Chart("Change of log-probs", "perturbation/dlogp", (("mean |Δ log p|", "perturbation/dlogp"),), log=True),
+            Chart(
+                "Upper quartile of |Δp|",
+                "perturbation/dp_q75",
+                (("75th percentile", "perturbation/dp_q75"),),
+                log=True,
+            ),
+        ),
+    ),
+    (
+        "Prefixes",
+        (
+            Chart("Tokens of an older policy", "prefix/tokens", (("share", "prefix/tokens"),)),
+            Chart(
+                "Length of the prefixes",
+                "prefix/length",
+                (("prefix", "prefix/length"), ("response", "length/mean")),
+                what="Mean length of the prefixes beside that of the whole responses.",
+            ),
+            Chart("Age of the prefixes", "prefix/age", (("mean", "prefix/age"),)),
+        ),
+    ),
+    (
+        "Expert traces",
+        (
+            Chart(
+                "Expert responses",
+                "expert/traces",
+                (("joined", "expert/traces"), ("too long", "expert/dropped"), ("prompts without", "expert/missing")),
+                shade=False,
+                what="External responses joined to the groups, left out as longer than the context, and missing.",
+            ),
+            Chart("Tokens of expert responses", "off_policy/tokens", (("share", "off_policy/tokens"),)),
+        ),
+    ),
+)

@@ -1,0 +1,145 @@
+"""What trajectory files say token by token, as numbers. Pure numpy over flat arrays; nothing is read or drawn here.
+
+A flat array holds the tokens of all responses one after the other; `starts` (responses + 1,) says where each begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+FEWEST = 50
+"""Tokens a bin needs before its 2nd and 98th percentile say anything."""
+PER_DECADE, DECADES = 4, 5
+DECILES = 10
+
+
+@dataclass(frozen=True, eq=False)
+class Envelope:
+    """Percentiles of the log-ratio in nats, each (bins,), over bins of the behavior probability, likely tokens last.
+
+    Bins of fewer than `FEWEST` tokens are left out; `thin` counts the tokens in them.
+    """
+
+    probability: np.ndarray
+    low: np.ndarray
+    median: np.ndarray
+    high: np.ndarray
+    count: np.ndarray
+    thin: int
+
+
+@dataclass(frozen=True, eq=False)
+class Shift:
+    """How far probabilities moved: counts (bins,) of the magnitudes above 0 between `edges` (bins + 1,)."""
+
+    edges: np.ndarray
+    count: np.ndarray
+    unmoved: float
+    upper_quartile: float
+
+
+@dataclass(frozen=True)
+class Frequent:
+    """A token id, how often it stood at the places asked for, and its mean entropy there in nats (NaN: not known)."""
+
+    id: int
+    count: int
+    entropy: float
+
+
+def envelope(logp_behavior: np.ndarray, log_ratio: np.ndarray) -> Envelope:
+    """2nd, 50th and 98th percentile of log π − log μ, tokens binned by μ (arXiv 2603.19470, Figures 1 and 2).
+
+    Four bins in each factor of ten; the lowest takes everything below 1e-5. A bin's upper end belongs to it.
+    """
+    depth = -np.minimum(logp_behavior.astype(np.float64), 0.0) / np.log(10) * PER_DECADE
+    index = np.minimum(depth.astype(np.int64), PER_DECADE * DECADES - 1)
+    counts = np.bincount(index, minlength=PER_DECADE * DECADES)
+    kept = [bin_ for bin_ in range(len(counts))[::-1] if counts[bin_] >= FEWEST]
+    values = [np.quantile(log_ratio[index == bin_], (0.02, 0.5, 0.98)) for bin_ in kept]
+    low, median, high = np.array(values, dtype=np.float64).reshape(-1, 3).T
+    centers = 10.0 ** (-(np.array(kept, dtype=np.float64) + 0.5) / PER_DECADE)
+    thin = int(counts[counts < FEWEST].sum())
+    return Envelope(centers, low, median, high, counts[kept], thin)
+
+
+def pearson(x: np.ndarray, y: np.ndarray) -> float:
+    """Correlation of two arrays (count,); NaN when one of them is constant or has fewer than two entries."""
+    if len(x) < 2:
+        return float("nan")
+    x, y = x.astype(np.float64) - x.mean(dtype=np.float64), y.astype(np.float64) - y.mean(dtype=np.float64)
+    spread = float(np.sqrt(np.square(x).sum() * np.square(y).sum()))
+    return float((x * y).sum()) / spread if spread > 0 else float("nan")
+
+
+def plane(x: np.ndarray, y: np.ndarray, bins: int) -> np.ndarray:
+    """Counts (bins, bins) of points of the unit square, rows along y; 1 belongs to the last bin."""
+    column, row = (np.clip((values * bins).astype(np.int64), 0, bins - 1) for values in (x, y))
+    return np.bincount(row * bins + column, minlength=bins * bins).reshape(bins, bins)
+
+
+def shift(moved: np.ndarray, clean: np.ndarray, bins: int = 30) -> Shift:
+    """|p_perturbed − p_clean| of each token in logarithmic bins, and its 75th percentile over all tokens."""
+    size = np.abs(moved.astype(np.float64) - clean.astype(np.float64))
+    above = size[size > 0]
+    if len(above) == 0:
+        return Shift(np.empty(0), np.empty(0, dtype=np.int64), 1.0, 0.0)
+    # Equal magnitudes still need a bin of some width.
+    low, high = above.min(), max(above.max(), above.min() * 1.1)
+    # The upper edge is opened a little, so that rounding cannot lose the largest one.
+    edges = np.geomspace(low * (1 - 1e-9), high * (1 + 1e-9), bins + 1)
+    count, _ = np.histogram(above, edges)
+    return Shift(edges, count, 1.0 - len(above) / len(size), float(np.quantile(size, 0.75)))
+
+
+def lengths(starts: np.ndarray) -> np.ndarray:
+    """Tokens of each response (responses,)."""
+    return np.diff(starts)
+
+
+def deciles(starts: np.ndarray) -> np.ndarray:
+    """The tenth of its response each token lies in, 0 to 9: token i of T (from 0) in tenth ⌊10 i / T⌋."""
+    count = lengths(starts)
+    position = np.arange(starts[-1]) - np.repeat(starts[:-1], count)
+    return DECILES * position // np.repeat(count, count)
+
+
+def by_decile(decile: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Mean of the values in each tenth (10,); NaN in a tenth without tokens."""
+    count = np.bincount(decile, minlength=DECILES)
+    total = np.bincount(decile, weights=values, minlength=DECILES)
+    return np.divide(total, count, out=np.full(DECILES, np.nan), where=count > 0)
+
+
+def at_level(log_ratio: np.ndarray, trained: np.ndarray, starts: np.ndarray, level: str) -> np.ndarray:
+    """The log-ratio a loss uses at each token: its own, or the sum or mean over the trained tokens of its response."""
+    if level == "token":
+        return log_ratio
+    rows = np.repeat(np.arange(len(starts) - 1), lengths(starts))
+    total = np.bincount(rows, weights=np.where(trained, log_ratio, 0.0), minlength=len(starts) - 1)
+    if level == "geometric":
+        total = total / np.maximum(np.bincount(rows, weights=trained, minlength=len(starts) - 1), 1)
+    return total[rows]
+
+
+def clipped(log_ratio: np.ndarray, advantage: np.ndarray, low: float, high: float) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens beyond a bound of the ratio on the harmful side: A < 0 and r < low, A > 0 and r > high; each (tokens,)."""
+    with np.errstate(divide="ignore"):
+        below, above = np.log(np.float64(low)), np.log(np.float64(high))
+    return (advantage < 0) & (log_ratio < below), (advantage > 0) & (log_ratio > above)
+
+
+def cuts(version: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Places (cuts,) of the first tokens a newer policy wrote inside a response that an older one began."""
+    rises = np.flatnonzero(np.diff(version) > 0) + 1
+    return rises[~np.isin(rises, starts)]
+
+
+def frequent(ids: np.ndarray, entropy: np.ndarray | None, most: int) -> list[Frequent]:
+    """The most frequent ids, ties by id, with their mean entropy."""
+    found, place, count = np.unique(ids, return_inverse=True, return_counts=True)
+    total = np.full(len(found), np.nan) if entropy is None else np.bincount(place, weights=entropy)
+    ranked = np.lexsort((found, -count))[:most]
+    return [Frequent(int(found[i]), int(count[i]), float(total[i] / count[i])) for i in ranked]
