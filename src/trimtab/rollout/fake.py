@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import TrimtabError
+from trimtab.rollout.prefixes import splice
+from trimtab.rollout.rows import Prefixes, check_prefixes
 from trimtab.types import Completion, Prompt, Sampling
 
 
@@ -24,21 +26,48 @@ class FakeEngine:
         self, script: Mapping[str, Sequence[str | Completion]], *, tokenizer: Any = None, logp: float = -1.0
     ) -> None:
         self.policy_version = 0
+        self.decoded = 0
+        self.prefilled = 0
         self.published: list[tuple[int, list[str]]] = []
         self._script, self._tokenizer, self._logp = script, tokenizer, logp
 
     def generate(
-        self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, *, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        prefixes: Prefixes | None = None,
     ) -> list[list[Completion]]:
-        """The scripted completions, cut at `max_tokens`. `seed` changes nothing."""
+        """The scripted completions, cut at `max_tokens`. `seed` changes nothing.
+
+        A prefix takes the place of as many scripted tokens. Tokens are counted as a model would be run: each prompt and
+        each prefix at once, all sampled tokens but the first one at a time.
+        """
         del seed
         missing = [prompt.problem.id for prompt in prompts if not self._script.get(prompt.problem.id)]
         if missing:
             raise TrimtabError(f"no completion is scripted for prompt {missing[0]!r}; add it to the script")
-        return [
-            [self._play(lines[i % len(lines)], sampling) for i in range(samples)]
-            for lines in (self._script[prompt.problem.id] for prompt in prompts)
-        ]
+        check_prefixes(prefixes, prompts, samples, sampling)
+        played = []
+        for p, prompt in enumerate(prompts):
+            lines = self._script[prompt.problem.id]
+            group = [self._play(lines[i % len(lines)], sampling) for i in range(samples)]
+            self.prefilled += len(prompt.ids)
+            self.decoded += sum(max(0, len(completion.response_ids) - 1) for completion in group)
+            played.append(group if prefixes is None else self._continue(prefixes[p], group, prompt))
+        return played
+
+    def _continue(
+        self, prefixes: Sequence[Completion], group: Sequence[Completion], prompt: Prompt
+    ) -> list[Completion]:
+        self.prefilled += sum(len(ids) for ids in {tuple(prefix.response_ids.tolist()) for prefix in prefixes})
+        self.decoded -= sum(len(prefix.response_ids) for prefix in prefixes)
+        short = any(len(a.response_ids) >= len(b.response_ids) > 0 for a, b in zip(prefixes, group, strict=True))
+        if short:
+            raise TrimtabError(f"a prefix of prompt {prompt.problem.id!r} leaves nothing of its script to play")
+        return [splice(prefix, whole) for prefix, whole in zip(prefixes, group, strict=True)]
 
     def publish(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Note the version and the names of what was published."""

@@ -1,0 +1,163 @@
+"""Where a historical response is cut, so that the current policy continues it (SOUP, arXiv 2601.21476, Section 3.2).
+
+Pure numpy. A rule looks at a response and says how many of its tokens the prefix keeps; `cut` then makes the prefix.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.errors import TrimtabError, nearest
+from trimtab.types import Completion, FloatArray, IntArray
+
+# (response ids, entropy in nats or None, a number in [0, 1) to choose with) -> tokens to keep
+Place = Callable[[IntArray, FloatArray | None, float], int]
+
+# A prefix of no tokens: the response is sampled whole.
+EMPTY = Completion(
+    response_ids=np.empty(0, dtype=np.int64),
+    logp_behavior=np.empty(0, dtype=np.float32),
+    policy_version=np.empty(0, dtype=np.int64),
+    finish="length",
+    text="",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A truncation rule. `whole`: it must see the whole historical response, so a token budget cannot replace it."""
+
+    name: str
+    place: Place
+    whole: bool
+
+    def prefix(self, completion: Completion, uniform: float) -> Completion:
+        """The part of a whole response this rule keeps.
+
+        Raises:
+            TrimtabError: the rule's answer is not a number of tokens that leaves at least one to sample again.
+        """
+        n = len(completion.response_ids)
+        kept = self.place(completion.response_ids, completion.entropy, uniform)
+        if isinstance(kept, bool) or not isinstance(kept, int | np.integer) or not 0 <= kept < max(n, 1):
+            raise TrimtabError(
+                f"prefix rule {self.name!r} answered {kept!r} for a response of {n} tokens; "
+                f"it must return how many to keep, an int from 0 to {max(n - 1, 0)}"
+            )
+        return cut(completion, int(kept))
+
+
+def build(rule: str, *, ratio: float, top: int, whole: bool) -> Rule:
+    """`length`, `entropy`, or a user's own `module:function` of `Place`'s arguments.
+
+    Args:
+        ratio: share of the response that `length` keeps.
+        top: how many positions of highest entropy `entropy` chooses from (the paper's K = 32).
+        whole: `length` looks at whole responses, instead of sampling no more than a budget of tokens.
+
+    Raises:
+        TrimtabError: an unknown rule, or a function that cannot be loaded or takes other arguments.
+    """
+    if rule == "length":
+        return Rule(rule, lambda ids, _entropy, _uniform: portion(ratio, len(ids)), whole)
+    if rule == "entropy":
+        return Rule(rule, lambda _ids, entropy, uniform: before_high_entropy(entropy, uniform, top), True)
+    if ":" not in rule:
+        raise TrimtabError(
+            f"unknown prefix rule {rule!r}{nearest(rule, ['length', 'entropy'])}, or write module:function"
+        )
+    return Rule(rule, _load(rule), True)
+
+
+def portion(ratio: float, length: float) -> int:
+    """floor(ratio * length), where a product that is whole but for rounding (0.29 * 100) counts as whole."""
+    return math.floor(ratio * length + 1e-9)
+
+
+def before_high_entropy(entropy: FloatArray | None, uniform: float, top: int) -> int:
+    """Tokens before a uniformly chosen one of the `top` positions of highest entropy; that token is sampled again.
+
+    All positions where the response has fewer. Earlier positions win ties.
+
+    Raises:
+        TrimtabError: the engine reported no entropy.
+    """
+    if entropy is None:
+        raise TrimtabError('prefix rule "entropy" needs entropies, which this engine does not report; use "length"')
+    highest = np.argsort(-entropy, kind="stable")[:top]
+    return int(highest[int(uniform * len(highest))]) if len(highest) else 0
+
+
+def cut(completion: Completion, kept: int) -> Completion:
+    """The first `kept` tokens, but never the one that ended the response: its ending is sampled again.
+
+    The prefix has no text: what its ids spell depends on what follows them.
+    """
+    n = len(completion.response_ids)
+    k = min(kept, n - 1 if completion.finish == "stop" else n)
+    return replace(
+        completion,
+        response_ids=completion.response_ids[:k],
+        logp_behavior=completion.logp_behavior[:k],
+        policy_version=completion.policy_version[:k],
+        finish="length",
+        text="",
+        entropy=None if completion.entropy is None else completion.entropy[:k],
+        kept=None if completion.kept is None else completion.kept[:k],
+    )
+
+
+def splice(prefix: Completion, whole: Completion) -> Completion:
+    """`whole` with its first tokens replaced by those of `prefix`. What one of the two lacks, the result lacks."""
+    k = len(prefix.response_ids)
+    if k == 0:
+        return whole
+    old, new, old_kept, new_kept = prefix.entropy, whole.entropy, prefix.kept, whole.kept
+    return replace(
+        whole,
+        response_ids=np.concatenate([prefix.response_ids, whole.response_ids[k:]]),
+        logp_behavior=np.concatenate([prefix.logp_behavior, whole.logp_behavior[k:]]),
+        policy_version=np.concatenate([prefix.policy_version, whole.policy_version[k:]]),
+        entropy=None if old is None or new is None else np.concatenate([old, new[k:]]),
+        kept=None if old_kept is None or new_kept is None else old_kept + new_kept[k:],
+    )
+
+
+def _load(place: str) -> Callable[..., Any]:
+    """The function named `module:function`; modules beside the current directory are found too."""
+    module_name, _, function_name = place.partition(":")
+    here = str(Path.cwd())
+    sys.path.insert(0, here)  # an installed command does not look where the user stands
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise TrimtabError(
+            f"prefix rule {place!r}: cannot import {module_name!r} ({type(error).__name__}: {error}); "
+            "write module:function, with the module installed or in the current directory"
+        ) from None
+    finally:
+        sys.path.remove(here)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise TrimtabError(
+            f"prefix rule {place!r}: no function {function_name!r} in {module_name!r}{nearest(function_name, public)}"
+        )
+    try:
+        inspect.signature(function).bind("response_ids", "entropy", "uniform")
+    except ValueError:
+        pass  # some builtins have no signature to look at
+    except TypeError:
+        raise TrimtabError(
+            f"prefix rule {place!r}: it must take three arguments, (response_ids, entropy, uniform)"
+        ) from None
+    return function
