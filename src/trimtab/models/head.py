@@ -8,7 +8,10 @@ and its gradient written once, not accumulated for every group of tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +19,35 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.models.architecture import Parts
+from trimtab.models.noise import normals
 from trimtab.models.products import product
 
 # One tile: 4 MiB in float32. Smaller ones starve the products, larger ones leave the cache.
 TILE_TOKENS = 512
 TILE_VOCABULARY = 2048
+
+
+class _Noise(NamedTuple):
+    """Noise on the logits of one head (ALP's logits-only variant): `exp(log_sigma)` times normals of `seed`."""
+
+    weight: Tensor  # of the head it belongs to; others scored meanwhile stay clean
+    log_sigma: Float[Tensor, "1"]
+    seed: int
+
+
+_noise: ContextVar[_Noise | None] = ContextVar("noise", default=None)
+
+
+@contextmanager
+def perturbed(weight: Tensor, log_sigma: Float[Tensor, "1"], seed: int) -> Iterator[None]:
+    """Inside, `head_scores` adds `exp(log_sigma)` * N(0, 1) to each logit of the head `weight`: after the soft cap,
+    before the temperature. Drawn tile by tile from `seed`, and drawn again in the backward, which may run outside.
+    """
+    token = _noise.set(_Noise(weight, log_sigma, seed))
+    try:
+        yield
+    finally:
+        _noise.reset(token)
 
 
 class _Options(NamedTuple):
@@ -31,6 +58,8 @@ class _Options(NamedTuple):
     rough: torch.dtype  # of the products
     exact: torch.dtype  # of everything after them
     entropy: bool
+    sigma: float  # of noise on the logits; 0 for none
+    seed: int
 
 
 def head_scores(
@@ -48,14 +77,20 @@ def head_scores(
     `kept` restricts each token's distribution to a set of ids (-1 fills up).
     """
     device = hidden.device.type
+    noise = _noise.get()
+    if noise is not None and noise.weight is not model.weight:
+        noise = None
+    log_sigma = None if noise is None else noise.log_sigma
     options = _Options(
         temperature,
         model.softcap,
         rough=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype,
         exact=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
         entropy=entropy,
+        sigma=0.0 if log_sigma is None else math.exp(log_sigma.item()),
+        seed=0 if noise is None else noise.seed,
     )
-    logp, spread = _HeadScores.apply(hidden, model.weight, model.bias, ids, kept, options)
+    logp, spread = _HeadScores.apply(hidden, model.weight, model.bias, log_sigma, ids, kept, options)
     return logp, spread if entropy else None
 
 
@@ -66,6 +101,7 @@ class _HeadScores(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        _log_sigma: Tensor | None,  # an input for the sake of its gradient; its value is in the options
         ids: Tensor,
         kept: Tensor | None,
         options: _Options,
@@ -77,7 +113,8 @@ class _HeadScores(torch.autograd.Function):
         rough = hidden.to(options.rough)
         for words, columns in _vocabulary(weight, options):
             for tokens in _tokens(count):
-                logits, _ = _logits(product(rough[tokens], columns), bias, words, options)
+                noise = _draw(tokens, words, options, hidden.device)
+                logits, _ = _logits(product(rough[tokens], columns), bias, words, noise, options)
                 chosen[tokens] += _pick(logits, ids[tokens], words)
                 if kept is not None:
                     logits.masked_fill_(~_allowed(kept[tokens], words), -torch.inf)
@@ -97,20 +134,24 @@ class _HeadScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, kept, total, spread = ctx.saved_tensors
         options: _Options = ctx.options
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        need_hidden, need_weight, need_bias, need_log_sigma = ctx.needs_input_grad[:4]
         rough = hidden.to(options.rough)
         to_hidden = torch.zeros_like(hidden, dtype=options.exact) if need_hidden else None
         to_weight = torch.empty_like(weight) if need_weight else None
         to_bias = torch.zeros_like(bias) if need_bias else None
+        to_log_sigma = hidden.new_zeros(1, dtype=options.exact) if need_log_sigma else None
         for words, columns in _vocabulary(weight, options):
             gathered = torch.zeros(columns.shape, dtype=options.exact, device=weight.device) if need_weight else None
             for tokens in _tokens(len(hidden)):
-                logits, slope = _logits(product(rough[tokens], columns), bias, words, options)
+                noise = _draw(tokens, words, options, hidden.device)
+                logits, slope = _logits(product(rough[tokens], columns), bias, words, noise, options)
                 if kept is not None:
                     logits.masked_fill_(~_allowed(kept[tokens], words), -torch.inf)
                 grad_logp, grad_entropy = (grad[tokens, None] for grad in grads)
                 grad = _slope(logits.sub_(total[tokens, None]), grad_logp, grad_entropy, spread[tokens, None], options)
                 _add_at(grad, ids[tokens], words, grad_logp)
+                if to_log_sigma is not None and noise is not None:
+                    to_log_sigma += torch.dot(grad.view(-1), noise.view(-1)) * (options.sigma / options.temperature)
                 if slope is not None:
                     grad.mul_(slope)
                 if options.temperature != 1:
@@ -124,7 +165,7 @@ class _HeadScores(torch.autograd.Function):
                     gathered += product(grad.T, rough[tokens].T)
             if to_weight is not None and gathered is not None:
                 to_weight[words] = gathered
-        return to_hidden, to_weight, to_bias, None, None, None
+        return to_hidden, to_weight, to_bias, to_log_sigma, None, None, None
 
 
 def _vocabulary(weight: Tensor, options: _Options) -> Iterator[tuple[slice, Tensor]]:
@@ -137,8 +178,16 @@ def _tokens(count: int) -> list[slice]:
     return [slice(start, min(start + TILE_TOKENS, count)) for start in range(0, count, TILE_TOKENS)]
 
 
+def _draw(tokens: slice, words: slice, options: _Options, device: torch.device) -> Float[Tensor, "tokens words"] | None:
+    """The standard normals of one tile, if there is noise."""
+    if options.sigma == 0:
+        return None
+    shape, place = (tokens.stop - tokens.start, words.stop - words.start), (tokens.start, words.start)
+    return normals(shape, options.seed, place, device=device, dtype=options.exact)
+
+
 def _logits(
-    raw: Float[Tensor, "tokens words"], bias: Tensor | None, words: slice, options: _Options
+    raw: Float[Tensor, "tokens words"], bias: Tensor | None, words: slice, noise: Tensor | None, options: _Options
 ) -> tuple[Float[Tensor, "tokens words"], Float[Tensor, "tokens words"] | None]:
     """Logits / temperature (over `raw` if its type is exact already), and the slope of the soft cap if there is one."""
     logits = raw.to(options.exact)
@@ -149,6 +198,8 @@ def _logits(
         logits.div_(options.softcap).tanh_()
         slope = 1 - logits.square()
         logits.mul_(options.softcap)
+    if noise is not None:
+        logits.add_(noise, alpha=options.sigma)
     if options.temperature != 1:
         logits.div_(options.temperature)
     return logits, slope
