@@ -133,7 +133,7 @@ def test_json_of_a_run_is_all_of_standard_output(place: Path) -> None:
 def test_a_run_is_evaluated_like_a_model(place: Path) -> None:
     done = trimtab("eval", "runs/small", "--problems", "16", "--dtype", "float32", "--json", cwd=place)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    [result] = json.loads(done.stdout)["results"]
     assert (result["task"], result["problems"], result["samples"]) == ("sort", 16, 1)
     # The same 16 problems, the same weights, both greedy in fp32: the trainer's own last measurement.
     assert result["accuracy"] == read_run(place / "runs/small").last["eval/sort/greedy"]
@@ -145,7 +145,7 @@ def test_an_exported_run_is_evaluated_the_same(place: Path) -> None:
     words = ["--task", "small.toml", "--problems", "16", "--json"]
     done = trimtab("eval", "model", *words, cwd=place)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["accuracy"] == read_run(place / "runs/small").last["eval/sort/greedy"]
+    assert json.loads(done.stdout)["results"][0]["accuracy"] == read_run(place / "runs/small").last["eval/sort/greedy"]
 
 
 def test_two_runs_are_compared(place: Path, tmp_path: Path) -> None:
@@ -167,4 +167,4 @@ def test_a_warm_start_is_a_model(place: Path) -> None:
     assert losses[1] < losses[0]
     assert lines[-1] == "model: warm"
     measured = trimtab("eval", "warm", "--task", "sort", "--problems", "8", "--json", cwd=place)
-    assert json.loads(measured.stdout)["problems"] == 8
+    assert json.loads(measured.stdout)["results"][0]["problems"] == 8

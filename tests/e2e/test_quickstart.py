@@ -85,6 +85,6 @@ def test_the_run_can_be_evaluated_and_explained(run: tuple[Path, str]) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    [result] = json.loads(done.stdout)["results"]
     rows = read_metrics(run[0] / "metrics.jsonl")
     assert rows[-1]["eval/arithmetic/greedy"] == pytest.approx(result["accuracy"], abs=1e-9)

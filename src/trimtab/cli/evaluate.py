@@ -1,146 +1,177 @@
-"""`trimtab eval`: measure a model or a run on a task."""
+"""`trimtab eval`: measure models, runs and checkpoints on tasks."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trimtab.cli.output import Json, print_json
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError
 
+if TYPE_CHECKING:
+    from trimtab.evaluation import Results, Watch
 
-@dataclass(frozen=True)
-class What:
-    """What to measure: the task with its options, and what a recipe adds to it."""
+STANDARD_OUTPUT = "-"
 
-    task: str
-    options: dict[str, Any]
-    reward: Sequence[Any] = ()
-    max_tokens: int | None = None
-    dtype: str = "bfloat16"
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL...",
+        help="Models (bundled name, `laboratory`, folder, HF id), run directories, RUN/checkpoints/step-000010.",
+    ),
+]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--task",
+        metavar="TASK[:KEY=VALUE,...]",
+        help="A task or a recipe, with options; repeatable. Default: the run's own recipe.",
+    ),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="An option of a single task or recipe; repeatable."),
+]
+Problems = Annotated[
+    int | None, typer.Option("--problems", min=1, help="Use the first so many test problems. Default: all.")
+]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", min=0.0, help="Default: greedy for one sample, 1 for several.")
+]
+Limit = Annotated[
+    int | None, typer.Option("--max-tokens", min=1, help="Response length. Default: what the task needs.")
+]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="bfloat16 or float32. Default: the run's or recipe's, else bfloat16.")
+]
+RelayModel = Annotated[
+    str | None,
+    typer.Option("--relay", metavar="MODEL", help="Also let this model begin every response: pass@k gained."),
+]
+Ratio = Annotated[
+    float, typer.Option("--relay-ratio", min=0.0, max=0.99, help="Share of its own response the relay keeps.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="Keep finished batches there; the same command continues."),
+]
+Markdown = Annotated[
+    str | None, typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown; - prints them.")
+]
 
 
 def register(app: typer.Typer) -> None:
     app.command(
         "eval",
-        epilog="Example: [bold]trimtab eval smollm2-135m-instruct --task arithmetic --samples 8[/bold]",
+        epilog="Example: [bold]trimtab eval smollm2-135m-instruct runs/icepop --task arithmetic --task "
+        "file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy --out eval/icepop[/bold]",
     )(evaluate)
 
 
 def evaluate(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_RUN", help="A model (bundled name, folder, HF id) or a run directory.")
-    ],
-    task: Annotated[
-        str | None,
-        typer.Option("--task", metavar="TASK|RECIPE", help="A task or a recipe. Default: the run's own recipe."),
-    ] = None,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="An option of the task, or a key of the recipe; repeatable."),
-    ] = None,
+    models: Models,
+    task: Tasks = None,
+    sets: Sets = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Responses per problem; 1 is greedy.")] = 1,
-    problems: Annotated[
-        int | None, typer.Option("--problems", min=1, help="Use the first so many test problems. Default: all.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0.0, help="Default: greedy for one sample, 1 for several.")
-    ] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Greedy accuracy beside that of the samples.")] = False,
+    problems: Problems = None,
+    temperature: Temperature = None,
     top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0)] = 1.0,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=1, help="Response length. Default: what the task needs.")
-    ] = None,
+    max_tokens: Limit = None,
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="bfloat16 or float32. Default: the recipe's, else bfloat16.")
-    ] = None,
+    dtype: Dtype = None,
     which: Annotated[str, typer.Option("--which", help="`last` or `best` checkpoint of a run.")] = "last",
+    relay: RelayModel = None,
+    relay_ratio: Ratio = 0.5,
+    out: Out = None,
+    markdown: Markdown = None,
     as_json: Json = False,
 ) -> None:
-    """Accuracy, pass@k and length of a model on the test split of a task, with a 95% interval over problems."""
-    is_run = (Path(model) / "config.toml").is_file()
-    what = _resolve(task or (str(Path(model) / "config.toml") if is_run else None), sets or [])
-    from trimtab import evaluation
+    """Tables of avg@n and pass@k with 95% intervals over problems: a row for each model, a column for each task."""
+    from trimtab.cli import sources
+    from trimtab.evaluation import Settings, compare
 
-    with _model_folder(model, which, is_run) as folder, _progress() as progress:
-        result = evaluation.run(
-            folder,
-            what.task,
-            options=what.options,
-            reward=what.reward,
-            problems=problems,
-            samples=samples,
-            temperature=temperature,
-            top_p=top_p,
-            max_tokens=max_tokens or what.max_tokens,
-            seed=seed,
-            dtype=dtype or what.dtype,
-            progress=progress,
-        )
-    if as_json:
-        print_json(result.as_dict())
-        return
-    from rich.console import Console
-
-    Console(highlight=False).print(result.table())
-
-
-def _resolve(name: str | None, sets: list[str]) -> What:
-    """A task by its name with options, or the task, rewards and limits of a recipe."""
-    from trimtab import tasks
-    from trimtab.config import load_config, parse_override, recipe_names
-    from trimtab.types import RewardSpec
-
-    if name is None:
-        raise TrimtabError(f"--task is missing: name a task ({', '.join(tasks.names())}) or a recipe")
-    if name in tasks.names():
-        return What(name, dict(parse_override(item) for item in sets))
-    if not name.endswith(".toml") and name not in recipe_names():
-        known = [*tasks.names(), *recipe_names()]
-        raise TrimtabError(f"unknown task or recipe {name!r}{nearest(name, known)}")
-    config = load_config(name, sets)
-    return What(
-        config.task.name,
-        config.task.keywords,
-        [RewardSpec(reward.name, reward.weight, reward.timeout, reward.keywords) for reward in config.reward],
-        config.sampling.max_tokens,
-        config.engine.dtype,
+    if as_json and markdown == STANDARD_OUTPUT:
+        raise TrimtabError("--json and --markdown - both want standard output: give --markdown a file")
+    given = [sources.source(name, which) for name in models]
+    whats = sources.tasks_of(task or [], sets or [], given)
+    settings = Settings(
+        samples=samples,
+        greedy=greedy,
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        problems=problems,
+        seed=seed,
+        dtype=sources.dtype_of(dtype, given, whats),
+        relay_ratio=relay_ratio,
     )
+    begins = sources.source(relay, which).spec() if relay is not None else None
+    with _interruptible(out), _progress() as watch:
+        results = compare(
+            [item.spec() for item in given],
+            [what.spec for what in whats],
+            settings,
+            relay=begins,
+            out=out,
+            watch=watch,
+        )
+    _show(results, markdown, as_json)
+
+
+def _show(results: Results, markdown: str | None, as_json: bool) -> None:
+    if markdown is not None and markdown != STANDARD_OUTPUT:
+        try:
+            Path(markdown).write_text(results.markdown(), encoding="utf-8")
+        except OSError as error:
+            raise TrimtabError(f"cannot write {markdown}: {error.strerror}; give --markdown another file") from None
+    if as_json:
+        print_json(results.as_dict())
+    elif markdown == STANDARD_OUTPUT:
+        typer.echo(results.markdown(), nl=False)
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=10_000)  # nothing folded in a file or a pipe
+        for grid in results.grids():
+            console.print(grid.table())
+        for line in results.failures():
+            console.print(line, markup=False)
 
 
 @contextmanager
-def _model_folder(model: str, which: str, is_run: bool) -> Iterator[str]:
-    """A name the model loader takes; the model of a run is exported for as long as it is needed."""
-    if not is_run:
-        # Training means the warm-started one by this name, the model loader the untrained one.
-        yield str(_laboratory()) if model == "laboratory" else model
-        return
-    from trimtab.training.export import export
-
-    with tempfile.TemporaryDirectory(prefix="trimtab-eval-") as folder:
-        yield str(export(Path(model), Path(folder) / "model", which))
-
-
-def _laboratory() -> Path:
-    from trimtab.training.sft import laboratory_folder
-
-    return laboratory_folder()
+def _interruptible(out: Path | None) -> Iterator[None]:
+    """On Ctrl-C, say whether anything was kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = "nothing was kept, --out DIR keeps finished batches" if out is None else "the same command continues"
+        raise KeyboardInterrupt(kept) from None
 
 
 @contextmanager
-def _progress() -> Iterator[Any]:
-    """A counter on a terminal, on standard error so that results can be piped; nothing elsewhere."""
+def _progress() -> Iterator[Watch | None]:
+    """A bar on a terminal, on standard error so that results can be piped; nothing elsewhere."""
     from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from trimtab.evaluation import Watch
 
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
         return
-    with console.status("loading the model") as status:
-        yield lambda done, total: status.update(f"evaluated {done} of {total} problems")
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        current = bar.add_task("loading", total=None)
+
+        def begin(what: str, responses: int) -> None:
+            bar.reset(current, description=what, total=responses)
+
+        yield Watch(begin, lambda responses: bar.advance(current, responses))

@@ -1,7 +1,25 @@
-"""How good a model is: avg@n and pass@k on a task, without a trainer."""
+"""How good a model is: avg@n, pass@k and relay sampling on tasks, without a trainer."""
 
-from trimtab.evaluation.evaluate import evaluate, run
-from trimtab.evaluation.passk import bootstrap, pass_at_k
+from trimtab.evaluation.evaluate import evaluate
+from trimtab.evaluation.passk import Estimate, bootstrap, estimates, pass_at_k
 from trimtab.evaluation.result import EvalResult, ProblemResult
+from trimtab.evaluation.settings import ModelSpec, Settings, TaskSpec
+from trimtab.evaluation.suite import Watch, compare, run
+from trimtab.evaluation.table import Results
 
-__all__ = ["EvalResult", "ProblemResult", "bootstrap", "evaluate", "pass_at_k", "run"]
+__all__ = [
+    "Estimate",
+    "EvalResult",
+    "ModelSpec",
+    "ProblemResult",
+    "Results",
+    "Settings",
+    "TaskSpec",
+    "Watch",
+    "bootstrap",
+    "compare",
+    "estimates",
+    "evaluate",
+    "pass_at_k",
+    "run",
+]

@@ -1,13 +1,19 @@
-"""What an evaluation found, as numbers, JSON, Markdown or a terminal table."""
+"""What an evaluation of one model on one task found, as numbers, JSON, Markdown or a terminal table."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trimtab.errors import TrimtabError
-from trimtab.evaluation.passk import bootstrap, pass_at_k
+from trimtab.evaluation.passk import Estimate, bootstrap, estimates, pass_at_k
+
+ERRORS_KEPT = 5
 
 
 @dataclass(frozen=True)
@@ -21,9 +27,28 @@ class ProblemResult:
 
 
 @dataclass(frozen=True)
+class Part:
+    """The counts of one batch of problems: all that is kept of its samples.
+
+    `problems` lists those with at least one scored sample; `answers` counts samples, `cut` those that ended at the
+    length limit, `tokens` their response tokens and `prefix` how many of these another model wrote.
+    """
+
+    problems: tuple[ProblemResult, ...]
+    answers: int
+    cut: int
+    tokens: int
+    prefix: int
+    failures: int
+    errors: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class EvalResult:
     """Accuracy is the mean over problems of correct / scored (avg@n). Samples whose reward failed are counted in
-    `failures` and in nothing else; `problems` lists those with at least one scored sample.
+    `failures` and in nothing else; `problems` lists those with at least one scored sample. `truncated` is the share of
+    samples cut by the length limit; `tokens` and `prefix` are mean response tokens, and those a relay model wrote.
     """
 
     task: str
@@ -35,9 +60,37 @@ class EvalResult:
     errors: tuple[str, ...]
     truncated: float
     tokens: float
+    prefix: float
     seconds: float
 
+    @classmethod
+    def of(cls, parts: Sequence[Part], *, task: str, samples: int, temperature: float, seed: int) -> EvalResult:
+        """The sum of all parts. Raises `TrimtabError` if not a single sample could be scored."""
+        problems = tuple(problem for part in parts for problem in part.problems)
+        errors = tuple(error for part in parts for error in part.errors)
+        if not problems:
+            raise TrimtabError(f"task {task!r}: not one sample could be scored; the first failure: {errors[0]}")
+        answers = sum(part.answers for part in parts)
+        return cls(
+            task=task,
+            samples=samples,
+            temperature=temperature,
+            seed=seed,
+            problems=problems,
+            failures=sum(part.failures for part in parts),
+            errors=errors[:ERRORS_KEPT],
+            truncated=sum(part.cut for part in parts) / answers,
+            tokens=sum(part.tokens for part in parts) / answers,
+            prefix=sum(part.prefix for part in parts) / answers,
+            seconds=sum(part.seconds for part in parts),
+        )
+
     @cached_property
+    def accuracies(self) -> NDArray[np.float64]:
+        """correct / scored of each problem, (problems, 1)."""
+        return np.array([[problem.correct / problem.scored] for problem in self.problems])
+
+    @property
     def accuracy(self) -> float:
         return sum(problem.correct / problem.scored for problem in self.problems) / len(self.problems)
 
@@ -50,14 +103,18 @@ class EvalResult:
     def reward(self) -> float:
         return sum(problem.reward for problem in self.problems) / len(self.problems)
 
-    def pass_at(self, k: int) -> float:
-        """Mean over problems of the unbiased pass@k. Raises `TrimtabError` if a problem has fewer scored samples."""
-        short = next((problem for problem in self.problems if problem.scored < k), None)
+    def passes(self, ks: Sequence[int]) -> NDArray[np.float64]:
+        """Unbiased pass@k of each problem, (problems, ks). `TrimtabError` if a problem has fewer scored samples."""
+        short = next((problem for problem in self.problems if problem.scored < max(ks)), None)
         if short is not None:
             raise TrimtabError(
-                f"pass@{k}: problem {short.id!r} has {short.scored} scored samples; draw more, or mend the reward"
+                f"pass@{max(ks)}: problem {short.id!r} has {short.scored} scored samples; draw more, or mend the reward"
             )
-        return sum(pass_at_k(problem.scored, problem.correct, k) for problem in self.problems) / len(self.problems)
+        return np.array([[pass_at_k(problem.scored, problem.correct, k) for k in ks] for problem in self.problems])
+
+    def pass_at(self, k: int) -> float:
+        """Mean over problems of the unbiased pass@k. Raises `TrimtabError` if a problem has fewer scored samples."""
+        return float(self.passes([k]).mean())
 
     @property
     def pass_ks(self) -> tuple[int, ...]:
@@ -65,9 +122,17 @@ class EvalResult:
         most = min(problem.scored for problem in self.problems)
         return tuple(1 << power for power in range(most.bit_length())) if most > 1 else ()
 
+    @cached_property
+    def pass_estimates(self) -> dict[int, Estimate]:
+        """pass@k with its interval for every k of `pass_ks`."""
+        if not self.pass_ks:
+            return {}
+        return dict(zip(self.pass_ks, estimates([self.passes(self.pass_ks)], seed=self.seed), strict=True))
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
         low, high = self.interval
+        passes = self.pass_estimates.items()
         return {
             "task": self.task,
             "accuracy": self.accuracy,
@@ -77,12 +142,15 @@ class EvalResult:
             "samples": self.samples,
             "temperature": self.temperature,
             "seed": self.seed,
-            "pass": {str(k): self.pass_at(k) for k in self.pass_ks},
+            "pass": {str(k): found.value for k, found in passes},
+            "pass_low": {str(k): found.low for k, found in passes},
+            "pass_high": {str(k): found.high for k, found in passes},
             "reward": self.reward,
             "failures": self.failures,
             "errors": list(self.errors),
             "truncated": self.truncated,
             "tokens": self.tokens,
+            "prefix": self.prefix,
             "seconds": self.seconds,
             "counts": [[problem.id, problem.correct, problem.scored] for problem in self.problems],
         }
@@ -94,7 +162,11 @@ class EvalResult:
         lines = [
             ("task", self.task),
             (kind, f"{self.accuracy:.3f}  [{low:.3f}, {high:.3f}]"),
-            *((f"pass@{k}", f"{self.pass_at(k):.3f}") for k in self.pass_ks if k > 1),
+            *(
+                (f"pass@{k}", f"{found.value:.3f}  [{found.low:.3f}, {found.high:.3f}]")
+                for k, found in self.pass_estimates.items()
+                if k > 1
+            ),
             ("problems x samples", f"{len(self.problems)} x {self.samples}"),
             ("temperature", f"{self.temperature:g}"),
             ("mean reward", f"{self.reward:.3f}"),

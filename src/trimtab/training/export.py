@@ -31,8 +31,8 @@ def save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:
     """Model (master precision, adapters merged, evaluation mode), tokenizer and step of a run's checkpoint.
 
-    `which` is `last` (the newest intact one) or `best` (by `eval.best`). Raises `TrimtabError` in one line when the
-    run, the checkpoint or a part of it is missing.
+    `which` is `last` (the newest intact one), `best` (by `eval.best`) or a name like `step-000010`. Raises
+    `TrimtabError` in one line when the run, the checkpoint or a part of it is missing.
     """
     files = run / MODEL
     if not (run / CONFIG).is_file():
@@ -70,8 +70,10 @@ def _checkpoint(run: Path, which: str) -> checkpoint.LoadedCheckpoint:
         if found is None:
             raise TrimtabError(f"{run} has no checkpoint yet: set checkpoint.every, or let the run finish")
         return found
+    if which.startswith("step-"):
+        return checkpoint.load(root / which, ["model"])
     if which != "best":
-        raise TrimtabError(f"unknown checkpoint {which!r}{nearest(which, ['best', 'last'])}")
+        raise TrimtabError(f"unknown checkpoint {which!r}{nearest(which, ['best', 'last', 'step-000010'])}")
     marked = checkpoint.best(root)
     if marked is None:
         raise TrimtabError(f"{run} has no best checkpoint: set eval.best to a metric, or ask for the last one")

@@ -1,0 +1,151 @@
+"""What `trimtab eval` may be pointed at: runs, checkpoints and models; tasks with options, and recipes."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trimtab.errors import TrimtabError, nearest
+
+if TYPE_CHECKING:
+    from trimtab.evaluation import ModelSpec, TaskSpec
+
+CHECKPOINT = re.compile(r"step-\d{6,}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as the command line names it; `run` is the run directory it comes from, if any."""
+
+    name: str
+    run: Path | None
+    which: str
+
+    @property
+    def label(self) -> str:
+        """What a table calls it."""
+        return f"{self.name} ({self.which})" if self.run is not None and self.which == "best" else self.name
+
+    def spec(self) -> ModelSpec:
+        from trimtab.evaluation import ModelSpec
+
+        return ModelSpec(self.label, self._folder)
+
+    @contextmanager
+    def _folder(self) -> Iterator[str]:
+        """A name the model loader takes; the model of a run is exported for as long as it is needed."""
+        if self.run is not None:
+            from trimtab.training.export import export
+
+            with tempfile.TemporaryDirectory(prefix="trimtab-eval-") as folder:
+                yield str(export(self.run, Path(folder) / "model", self.which))
+        elif self.name == "laboratory":
+            # Training means the warm-started one by this name, the model loader the untrained one.
+            from trimtab.training.sft import laboratory_folder
+
+            yield str(laboratory_folder())
+        else:
+            yield self.name
+
+
+@dataclass(frozen=True)
+class What:
+    """A task to measure on, and the precision of the recipe it comes from."""
+
+    spec: TaskSpec
+    dtype: str | None = None
+
+
+def source(name: str, which: str) -> Source:
+    """A run directory, RUN/checkpoints/step-000010, or anything the model loader takes."""
+    path, name = Path(name), name.rstrip("/") or name
+    if (path / "config.toml").is_file():
+        return Source(name, path, which)
+    if CHECKPOINT.fullmatch(path.name) and path.parent.name == "checkpoints":
+        return Source(name, path.parent.parent, path.name)
+    return Source(name, None, which)
+
+
+def recipe_of(run: Path) -> str:
+    return str(run / "config.toml")
+
+
+def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[Source]) -> list[What]:
+    """The tasks of `--task`, or else the one that all runs were trained on."""
+    from trimtab import tasks
+
+    if named:
+        if sets and len(named) > 1:
+            raise TrimtabError("--set changes one task; with several, write each as --task NAME:KEY=VALUE,KEY=VALUE")
+        return [_task(text, sets) for text in named]
+    recipes = [_recipe(recipe_of(item.run), sets) for item in sources if item.run is not None]
+    if len(recipes) < len(sources):
+        raise TrimtabError(f"--task is missing: name a task ({', '.join(tasks.names())}) or a recipe")
+    if any(what.spec != recipes[0].spec for what in recipes):
+        raise TrimtabError("the runs were trained on different tasks or rewards: say with --task what to measure")
+    return recipes[:1]
+
+
+def dtype_of(asked: str | None, sources: Sequence[Source], whats: Sequence[What]) -> str:
+    """The precision asked for, else that of the recipes and runs in question, else bfloat16; one for all."""
+    if asked is not None:
+        return asked
+    from trimtab.config import load_config
+
+    runs = [load_config(recipe_of(item.run)).engine.dtype for item in sources if item.run is not None]
+    known = sorted({*runs, *(what.dtype for what in whats if what.dtype is not None)})
+    if len(known) > 1:
+        raise TrimtabError(f"the recipes sample in {' and '.join(known)}: choose one for all with --dtype")
+    return known[0] if known else "bfloat16"
+
+
+def _task(text: str, sets: Sequence[str]) -> What:
+    """`NAME`, `NAME:KEY=VALUE,...`, or the same with a recipe in place of the name."""
+    from trimtab import tasks
+    from trimtab.config import parse_override, recipe_names
+    from trimtab.evaluation import TaskSpec
+
+    name, _, rest = text.partition(":")
+    changes = [*_split(rest, text), *sets]
+    if name in tasks.names():
+        return What(TaskSpec(name, dict(parse_override(change) for change in changes)))
+    if not name.endswith(".toml") and name not in recipe_names():
+        raise TrimtabError(f"unknown task or recipe {name!r}{nearest(name, [*tasks.names(), *recipe_names()])}")
+    return _recipe(name, changes)
+
+
+def _recipe(name: str, changes: Sequence[str]) -> What:
+    from trimtab.config import load_config
+    from trimtab.evaluation import TaskSpec
+    from trimtab.types import RewardSpec
+
+    config = load_config(name, changes)
+    rewards = tuple(RewardSpec(reward.name, reward.weight, reward.timeout, reward.keywords) for reward in config.reward)
+    spec = TaskSpec(config.task.name, config.task.keywords, rewards, config.sampling.max_tokens)
+    return What(spec, config.engine.dtype)
+
+
+def _split(text: str, whole: str) -> list[str]:
+    """`a=1,b=[2,3]` -> `a=1`, `b=[2,3]`: commas inside quotes and brackets belong to the value."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'" and parts[-1].endswith("="):
+            quote = character
+        else:
+            depth += (character in "[{") - (character in "]}")
+        if character == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    options = [part for part in parts if part]
+    bad = next((part for part in options if "=" not in part), None)
+    if bad is not None:
+        raise TrimtabError(f"--task {whole!r}: {bad!r} is no KEY=VALUE; put a value that holds a comma in quotes")
+    return options

@@ -1,0 +1,295 @@
+"""Several models on several tasks, greedy, sampled and relayed: everything a table of results needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trimtab import rewards, tasks
+from trimtab.errors import TrimtabError
+from trimtab.evaluation.evaluate import Progress, evaluate
+from trimtab.evaluation.relay import Relay
+from trimtab.evaluation.result import EvalResult
+from trimtab.evaluation.settings import Mode, ModelSpec, Settings, TaskSpec
+from trimtab.evaluation.store import Store
+from trimtab.evaluation.table import Results
+from trimtab.rewards import Scorer
+from trimtab.types import Engine, Problem, RewardSpec, Sampling, Task
+
+
+class Watch(NamedTuple):
+    """Whom to tell: `begin(what, responses)` for each evaluation, in order, and `advance(responses)` in between."""
+
+    begin: Callable[[str, int], None]
+    advance: Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """A task ready to measure with."""
+
+    label: str
+    spec: TaskSpec
+    task: Task
+    problems: list[Problem]
+    scorer: Scorer
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model ready to be measured."""
+
+    label: str
+    engine: Engine
+    tokenizer: Any
+    weights: str  # identifies what decides its responses: weights and config
+
+
+def compare(
+    models: Sequence[ModelSpec | str],
+    specs: Sequence[TaskSpec],
+    settings: Settings,
+    *,
+    relay: ModelSpec | None = None,
+    out: Path | None = None,
+    watch: Watch | None = None,
+) -> Results:
+    """Measure every model on every task with the embedded engine.
+
+    Args:
+        models: bundled names, folders, HF ids, or whatever a `ModelSpec` opens; one is in memory at a time.
+        relay: begins the responses of a further measurement of each model (see `Relay`).
+        out: a folder that keeps every finished batch; the same call continues there, bit for bit as if never stopped.
+
+    Raises:
+        TrimtabError: a task twice, tasks or models that cannot be used, other settings in `out`.
+    """
+    modes = settings.modes(relay is not None)
+    subjects = [ModelSpec.of(model) if isinstance(model, str) else model for model in models]
+    _require_distinct("model", [subject.label for subject in subjects])
+    found: dict[tuple[str, str, str], EvalResult] = {}
+    with ExitStack() as stack:
+        benches = _benches(specs, settings, stack)  # before torch is imported: rewards fork
+        store = stack.enter_context(Store(out, _shared(settings))) if out is not None else None
+        begins = _opened(relay, settings) if relay is not None else None
+        for spec in subjects:
+            for (task, mode), result in _measure_all(spec, benches, modes, settings, begins, store, watch):
+                found[spec.label, task, mode] = result
+        results = Results(
+            models=tuple(subject.label for subject in subjects),
+            tasks=tuple(bench.label for bench in benches),
+            relay=relay.label if relay is not None else None,
+            settings={**asdict(settings), "temperature": settings.heat},
+            found=found,
+        )
+        if store is not None:
+            store.write("results.json", json.dumps(results.as_dict(), indent=1, ensure_ascii=False) + "\n")
+            store.write("results.md", results.markdown())
+    return results
+
+
+def run(
+    model: str,
+    task: str,
+    *,
+    options: Mapping[str, Any] | None = None,
+    reward: Sequence[RewardSpec] = (),
+    problems: int | None = None,
+    samples: int = 1,
+    temperature: float | None = None,
+    top_p: float = 1.0,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    dtype: str = "bfloat16",
+    progress: Progress | None = None,
+) -> EvalResult:
+    """Evaluate a model (bundled name, folder or HF id) on a task's test split with the embedded engine.
+
+    `problems` limits how many test problems are used (the first ones); `temperature` defaults to greedy for one sample
+    and 1 for several; `reward` to the task's own. `dtype` is that of the engine.
+    """
+    settings = Settings(
+        samples=samples,
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        problems=problems,
+        seed=seed,
+        dtype=dtype,
+    )
+    watch = _counting(progress, samples) if progress is not None else None
+    [result] = compare([model], [TaskSpec(task, options or {}, reward)], settings, watch=watch).found.values()
+    return result
+
+
+def _counting(progress: Progress, samples: int) -> Watch:
+    """Responses of one evaluation as `progress(done, all)` problems."""
+    counts = [0, 0]
+
+    def begin(_what: str, responses: int) -> None:
+        counts[:] = [0, responses]
+
+    def advance(responses: int) -> None:
+        counts[0] += responses
+        progress(counts[0] // samples, counts[1] // samples)
+
+    return Watch(begin, advance)
+
+
+def _benches(specs: Sequence[TaskSpec], settings: Settings, stack: ExitStack) -> list[_Bench]:
+    built = [tasks.build(spec.name, **spec.options) for spec in specs]
+    names = [task.name for task in built]
+    benches = []
+    for spec, task in zip(specs, built, strict=True):
+        label = task.name
+        if names.count(label) > 1 and spec.options:
+            label += f" ({', '.join(f'{key}={value}' for key, value in spec.options.items())})"
+        problems = list(task.test if settings.problems is None else task.test[: settings.problems])
+        scorer = stack.enter_context(rewards.build(spec.reward, task))
+        benches.append(_Bench(label, spec, task, problems, scorer))
+    _require_distinct("task", [bench.label for bench in benches])
+    return benches
+
+
+def _require_distinct(kind: str, labels: Sequence[str]) -> None:
+    twice = next((label for number, label in enumerate(labels) if label in labels[:number]), None)
+    if twice is not None:
+        raise TrimtabError(f"{kind} {twice!r} is given twice; name it once")
+
+
+def _opened(spec: ModelSpec, settings: Settings) -> _Subject:
+    with spec.folder() as folder:
+        import torch
+
+        from trimtab.models import load as models
+        from trimtab.rollout.embedded import EmbeddedEngine
+
+        dtype = getattr(torch, settings.dtype)
+        loaded = models.load(folder, dtype=dtype)
+        loaded.model.to(models.default_device())  # pyright: ignore[reportArgumentType]
+        engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype)
+        return _Subject(spec.label, engine, loaded.tokenizer, _fingerprint(engine, loaded.model))
+
+
+def _fingerprint(engine: Engine, model: Any) -> str:
+    """What decides the responses of a model, as a short hash: weights, config, generation config and device."""
+    import torch
+
+    digest = hashlib.sha256(str(model.device.type).encode())
+    for part in (model.config, model.generation_config):
+        settings = {} if part is None else part.to_dict()
+        named = {key: value for key, value in settings.items() if key not in ("_name_or_path", "transformers_version")}
+        digest.update(json.dumps(named, sort_keys=True, default=str).encode())
+    for name, tensor in engine.weights():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+def _measure_all(
+    spec: ModelSpec,
+    benches: Sequence[_Bench],
+    modes: Sequence[Mode],
+    settings: Settings,
+    begins: _Subject | None,
+    store: Store | None,
+    watch: Watch | None,
+) -> Iterator[tuple[tuple[str, Mode], EvalResult]]:
+    """Every task and mode of one model, which is in memory no longer than this takes."""
+    subject = _opened(spec, settings)
+    if begins is not None and begins.tokenizer.get_vocab() != subject.tokenizer.get_vocab():
+        raise TrimtabError(f"relay {begins.label!r} and {spec.label!r} have different vocabularies: use one family")
+    for bench in benches:
+        for mode in modes:
+            by = begins if mode == "relay" else None
+            yield (bench.label, mode), _measure(subject, bench, settings, mode, by, store, watch)
+
+
+def _measure(
+    subject: _Subject,
+    bench: _Bench,
+    settings: Settings,
+    mode: Mode,
+    begins: _Subject | None,
+    store: Store | None,
+    watch: Watch | None,
+) -> EvalResult:
+    """One model, one task, one mode."""
+    samples = 1 if mode == "greedy" else settings.samples
+    sampling = Sampling(
+        temperature=0.0 if mode == "greedy" else settings.heat,
+        top_p=settings.top_p,
+        max_tokens=settings.max_tokens or bench.spec.max_tokens or bench.task.max_tokens,
+        stop=bench.task.stop,
+    )
+    memory = None
+    if store is not None:
+        header = _header(subject, bench, samples, sampling, settings)
+        if begins is not None:
+            header["relay"] = {"weights": begins.weights, "ratio": settings.relay_ratio}
+        memory = store.parts(f"{subject.label} {bench.label} {mode}", header)
+    if watch is not None:
+        watch.begin(f"{subject.label} · {bench.label} · {mode}", samples * len(bench.problems))
+    result = evaluate(
+        subject.engine,
+        subject.tokenizer,
+        bench.task,
+        bench.scorer,
+        problems=bench.problems,
+        samples=samples,
+        sampling=sampling,
+        seed=settings.seed,
+        progress=_advancing(watch, samples) if watch is not None else None,
+        relay=Relay(begins.engine, settings.relay_ratio) if begins is not None else None,
+        memory=memory,
+    )
+    return replace(result, task=bench.label)
+
+
+def _advancing(watch: Watch, samples: int) -> Progress:
+    done = 0
+
+    def progress(count: int, _all: int) -> None:
+        nonlocal done
+        watch.advance(samples * (count - done))
+        done = count
+
+    return progress
+
+
+def _shared(settings: Settings) -> dict[str, Any]:
+    """What all numbers of one folder have in common; a greedy or a relay column may be added later."""
+    kept = {**asdict(settings), "temperature": settings.heat}
+    return {key: value for key, value in kept.items() if key not in ("greedy", "relay_ratio")}
+
+
+def _header(subject: _Subject, bench: _Bench, samples: int, sampling: Sampling, settings: Settings) -> dict[str, Any]:
+    """All that the counts of one model, task and mode depend on."""
+    prompts = [tasks.encode(bench.task, problem, subject.tokenizer) for problem in bench.problems]
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        problem = prompt.problem
+        extra = json.dumps(problem.extra, sort_keys=True, default=str)
+        digest.update(json.dumps([problem.id, problem.answer, extra, prompt.ids.tolist()]).encode())
+    return {
+        "model": {"weights": subject.weights},
+        "task": {
+            "options": {key: str(value) for key, value in bench.spec.options.items()},
+            "rewards": [_reward(spec) for spec in (bench.spec.reward or bench.task.rewards)],
+            "problems": digest.hexdigest()[:16],
+        },
+        "samples": samples,
+        **asdict(sampling),
+        "seed": settings.seed,
+        "dtype": settings.dtype,
+    }
+
+
+def _reward(spec: RewardSpec) -> str:
+    name = spec.name if isinstance(spec.name, str) else f"{spec.name.__module__}:{spec.name.__qualname__}"
+    return f"{name} weight={spec.weight} {dict(spec.options)}"
