@@ -22,18 +22,25 @@ from trimtab.types import Trajectory
 class MicroBatch:
     """Some rows of a batch as tensors. Log-probs are float32 `(rows, time)`, `mask` bool, `advantage` `(rows, 1)`.
 
-    `rows` are positions in the batch's trajectory list. `proximal` and `reference` are None until scored; `advantage`
-    is NaN until it is known, so that forgetting it cannot go unnoticed.
+    `rows` are positions in the batch's trajectory list. `off_policy` (bool) is True at tokens of external traces, whose
+    `behavior` is NaN. `proximal` and `reference` are None until scored; `advantage` is NaN until it is known. Where a
+    NaN is read after all, the loss is NaN: forgetting it cannot go unnoticed.
     """
 
     rows: tuple[int, ...]
     tokens: TokenBatch
     mask: torch.Tensor
     behavior: torch.Tensor
+    off_policy: torch.Tensor
     kept: torch.Tensor | None
     advantage: torch.Tensor
     proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+
+    @property
+    def on_policy(self) -> torch.Tensor:
+        """Trained tokens that a policy of the run sampled: those that have a behavior policy."""
+        return self.mask & ~self.off_policy
 
     def with_scores(self, **scores: torch.Tensor) -> MicroBatch:
         return replace(self, **scores)
@@ -108,6 +115,7 @@ def to_tensors(
         tokens=TokenBatch(**{field.name: getattr(tokens, field.name).to(device) for field in fields(tokens)}),
         mask=_pad([t.loss_mask for t in chosen], time, False).to(device),
         behavior=_pad([t.completion.logp_behavior for t in chosen], time, 0.0).to(device),
+        off_policy=_pad([np.full(len(t), t.off_policy) for t in chosen], time, False).to(device),
         kept=kept,
         advantage=torch.full((len(chosen), 1), float("nan"), device=device),
     )

@@ -41,7 +41,8 @@ _LIMITS_TYPE = pa.struct(
 class Row:
     """A trajectory and what training added to it. Per-token arrays have the length of `response_ids`.
 
-    `logp_current` is the clean policy at the first update of the batch. What one row of a file has, all must have.
+    `logp_current` is the clean policy at the first update of the batch, `logp_perturbed` the perturbed one beside it
+    (ALP). What one row of a file has, all must have; but external traces have no entropy, and NaN stands in its place.
     """
 
     trajectory: Trajectory
@@ -49,6 +50,7 @@ class Row:
     logp_current: FloatArray | None = None
     advantage: float | None = None
     proximal_version: int | None = None
+    logp_perturbed: FloatArray | None = None
 
 
 def write(path: Path, rows: Sequence[Row], step: int) -> None:
@@ -83,6 +85,7 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
     samplings = [trajectory.sampling for trajectory in trajectories]
     problems = [trajectory.prompt.problem for trajectory in trajectories]
     lengths = [len(trajectory) for trajectory in trajectories]
+    external = [trajectory.off_policy for trajectory in trajectories]
     columns: dict[str, pa.Array | None] = {
         "step": None if step is None else pa.array([step] * len(rows), pa.int64()),
         "prompt_id": pa.array([problem.id for problem in problems], pa.string()),
@@ -93,12 +96,14 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "logp_behavior": _tokens("logp_behavior", [c.logp_behavior for c in completions], lengths, pa.float32()),
         "logp_proximal": _tokens("logp_proximal", [row.logp_proximal for row in rows], lengths, pa.float32()),
         "logp_current": _tokens("logp_current", [row.logp_current for row in rows], lengths, pa.float32()),
-        "entropy": _tokens("entropy", [c.entropy for c in completions], lengths, pa.float32()),
+        "entropy": _tokens("entropy", _entropies(trajectories), lengths, pa.float32()),
         "policy_version": _tokens("policy_version", [c.policy_version for c in completions], lengths, pa.int64()),
         "proximal_version": _scalars("proximal_version", [row.proximal_version for row in rows], pa.int64()),
         "reward": pa.array([t.reward for t in trajectories], pa.float64()),
         "advantage": _scalars("advantage", [row.advantage for row in rows], pa.float64()),
         "sampling": pa.array([_fields(s, _CONTRACT) for s in samplings], _SAMPLING_TYPE),
+        "logp_perturbed": _tokens("logp_perturbed", [row.logp_perturbed for row in rows], lengths, pa.float32()),
+        "off_policy": pa.array(external, pa.bool_()) if any(external) else None,
         "prompt_text": pa.array([t.prompt.text for t in trajectories], pa.string()),
         "text": pa.array([c.text for c in completions], pa.string()),
         "finish": pa.array([c.finish for c in completions], pa.string()),
@@ -131,14 +136,14 @@ def _row(columns: dict[str, Any], index: int) -> Row:
         return columns[name][index]
 
     problem = Problem(id=value("prompt_id"), question=value("question"), answer=value("answer"))
-    limits = value("limits")
+    limits, external = value("limits"), bool(optional("off_policy"))
     completion = Completion(
         response_ids=value("response_ids"),
         logp_behavior=value("logp_behavior"),
         policy_version=value("policy_version"),
         finish=value("finish"),
         text=value("text"),
-        entropy=optional("entropy"),
+        entropy=None if external else optional("entropy"),
         kept=optional("kept"),
     )
     trajectory = Trajectory(
@@ -151,6 +156,7 @@ def _row(columns: dict[str, Any], index: int) -> Row:
         loss_mask=value("loss_mask"),
         reward=value("reward"),
         rewards=dict(value("rewards")),
+        off_policy=external,
     )
     return Row(
         trajectory,
@@ -158,7 +164,19 @@ def _row(columns: dict[str, Any], index: int) -> Row:
         optional("logp_current"),
         optional("advantage"),
         optional("proximal_version"),
+        optional("logp_perturbed"),
     )
+
+
+def _entropies(trajectories: Sequence[Trajectory]) -> list[FloatArray | None]:
+    """Entropies of sampled tokens, and NaN at external ones beside them: a column of the length of every response."""
+    own = [trajectory.completion.entropy for trajectory in trajectories]
+    if all(entropy is None for entropy in own):
+        return own
+    return [
+        np.full(len(trajectory), np.nan, dtype=np.float32) if trajectory.off_policy else entropy
+        for trajectory, entropy in zip(trajectories, own, strict=True)
+    ]
 
 
 def _fields(sampling: Sampling, names: Sequence[str]) -> dict[str, Any]:
