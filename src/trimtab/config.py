@@ -125,7 +125,7 @@ class TrainerConfig(Section):
 class PerturbationConfig(Section):
     """Learnable noise on the hidden states of the trained policy (ALP)."""
 
-    layers: str = Field(default="all", description="`all`, a range such as `0-5`, or `logits`")
+    layers: int | str = Field(default="all", description="`all`, a range such as `0-5`, or `logits`")
     std: float = Field(default=1e-4, ge=0, description="initial standard deviation; 0 switches the noise off")
     lr: float = Field(default=5e-4, ge=0, description="learning rate of log sigma, without decay and warm-up")
 
@@ -284,16 +284,17 @@ def _base(data: dict[str, Any], overrides: Sequence[str]) -> tuple[str | None, l
     return base, rest
 
 
-def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` on top; a named part of another name does not inherit its predecessor's keywords."""
+def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
-        old = merged.get(key)
-        other = isinstance(value, Mapping) and "name" in value and (old or {}).get("name") != value["name"]
-        merged[key] = (
-            _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) and not other else value
-        )
+        merged[key] = _merge(merged[key], value) if _extends(merged.get(key), value) else value
     return merged
+
+
+def _extends(old: Any, new: Any) -> bool:
+    """Whether both are sections; a named part of another name starts from its own defaults instead."""
+    both = isinstance(old, Mapping) and isinstance(new, Mapping)
+    return both and new.get("name", old.get("name")) == old.get("name")
 
 
 def _read(recipe: str | Path) -> dict[str, Any]:

@@ -87,8 +87,6 @@ def test_the_best_checkpoint_is_saved_when_it_is_measured(tmp_path: Path) -> Non
     ("override", "named"),
     [
         ("eval.best=eval/typo/greedy", "eval/typo/greedy"),
-        ("objective.name=token-alp", "perturbed model"),
-        ("objective.name=luffy", "expert traces"),
         ("advantage.kind=optimal", "optimal"),
         ("trainer.minibatches=99", "minibatches = 99"),
     ],

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.config import Config, check_config
+from trimtab.config import COMPANIONS, Config, check_config
 from trimtab.errors import TrimtabError
 from trimtab.training.observer import Observer
 from trimtab.training.run import check
@@ -42,7 +42,7 @@ def run_grid(config: Config, out: Path, observer: Observer) -> GridResult:
         check(cell)
     assert config.compare is not None
     observer.started(config, " | ".join(config.compare.objectives), len(cells), out)
-    metrics = _run_all(cells, config.compare.workers, observer)
+    metrics = run_cells(cells, config.compare.workers, observer)
     runs = {name: [out / name / f"seed{seed}" for seed in config.compare.seeds] for name in config.compare.objectives}
     return GridResult(out, runs, metrics)
 
@@ -50,17 +50,25 @@ def run_grid(config: Config, out: Path, observer: Observer) -> GridResult:
 def _cells(config: Config, out: Path) -> dict[str, Config]:
     """One checked recipe for each objective and seed; keywords an objective does not know stay with the others."""
     assert config.compare is not None
-    base = config.model_dump(exclude={"compare"}, exclude_none=True)
+    # A section that only one objective can use stays with it; an objective that needs one gets its defaults.
+    base = config.model_dump(exclude={"compare", *COMPANIONS.values()}, exclude_none=True)
+    sections = {name: getattr(config, name) for name in set(COMPANIONS.values())}
+    given = {name: section.model_dump(exclude_none=True) for name, section in sections.items() if section is not None}
     cells = {}
     for name in config.compare.objectives:
         same = name == config.objective.name
         keywords = config.objective.keywords if same else _shared(name, config.objective.keywords)
         for seed in config.compare.seeds:
-            data = base | {
-                "seed": seed,
-                "out": str(out / name / f"seed{seed}"),
-                "objective": {"name": name, **keywords},
-            }
+            own = COMPANIONS.get(name)
+            data = (
+                base
+                | ({own: given[own]} if own in given else {})
+                | {
+                    "seed": seed,
+                    "out": str(out / name / f"seed{seed}"),
+                    "objective": {"name": name, **keywords},
+                }
+            )
             cells[f"{name}/seed{seed}"] = check_config(data, f"{name}, seed {seed}")
     return cells
 
@@ -71,7 +79,11 @@ def _shared(name: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in keywords.items() if key in keywords_of(name)}
 
 
-def _run_all(cells: Mapping[str, Config], workers: int, observer: Observer) -> dict[str, Any]:
+def run_cells(cells: Mapping[str, Config], workers: int, observer: Observer) -> dict[str, Any]:
+    """Train every recipe of `cells` into its own `out`, `workers` at a time; the last metrics by the cell's name.
+
+    Raises `TrimtabError` naming the cell whose run failed; the others are stopped.
+    """
     waiting: queue.SimpleQueue[tuple[str, Config]] = queue.SimpleQueue()
     events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     for item in cells.items():

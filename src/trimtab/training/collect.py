@@ -14,8 +14,10 @@ from trimtab import tasks
 from trimtab.config import Config
 from trimtab.rewards import Score, Scorer
 from trimtab.rollout.contract import check_trajectory
+from trimtab.training.experts import Experts
+from trimtab.training.prefixes import PrefixPool
 from trimtab.training.seeds import derive
-from trimtab.types import Completion, Engine, Prompt, Sampling, Task, Trajectory
+from trimtab.types import EXTERNAL, Completion, Engine, Prompt, Sampling, Task, Trajectory
 
 Group = list[Trajectory]
 
@@ -35,9 +37,13 @@ class PromptStream:
         return int(self.tokenizer.pad_token_id)
 
     def take(self, count: int) -> list[Prompt]:
-        prompts = [self._prompt(self.position + offset) for offset in range(count)]
+        prompts = self.at(self.position, count)
         self.position += count
         return prompts
+
+    def at(self, position: int, count: int) -> list[Prompt]:
+        """The `count` prompts from `position` on, without moving."""
+        return [self._prompt(position + offset) for offset in range(count)]
 
     def _prompt(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self.task.train))
@@ -53,6 +59,11 @@ class CollectStats:
 
     generated: int = 0
     response_tokens: int = 0
+    decoded: int = 0
+    prefilled: int = 0
+    traces: int = 0
+    traces_dropped: int = 0
+    traces_missing: int = 0
     failed_rewards: int = 0
     dropped: int = 0
     stale: int = 0
@@ -68,7 +79,7 @@ class Collector:
     """Keeps the data side of a run: where the stream stands, how many groups were drawn, and what is still pending.
 
     `pending` holds groups sampled but not yet trained on (surplus of oversampling). They are consumed before anything
-    new is sampled and are part of every checkpoint.
+    new is sampled and are part of every checkpoint, as are the prefixes that `prefixes` still holds.
     """
 
     config: Config
@@ -76,12 +87,16 @@ class Collector:
     engine: Engine
     scorer: Scorer
     sampling: Sampling
+    prefixes: PrefixPool | None = None
+    experts: Experts | None = None
     groups_drawn: int = 0
     pending: list[Group] = field(default_factory=list)
+    discarded: int = 0
 
     def collect(self, now: int) -> tuple[list[Group], CollectStats]:
         """The groups of the step that starts after `now` updates; without dynamic sampling, the next `prompts` ones."""
-        trainer, stats = self.config.trainer, CollectStats()
+        trainer, stats = self.config.trainer, CollectStats(stale=self.discarded)
+        self.discarded = 0
         if not trainer.dynamic_sampling:
             return self._sample(trainer.prompts, stats), stats
         ready, spare = self._fresh(now, stats), []
@@ -108,11 +123,17 @@ class Collector:
         stats.stale += sum(len(group) for group in groups) - sum(len(group) for group in fresh)
         return fresh
 
+    def discard_pending(self) -> None:
+        """Empty the buffer; the next step reports what was in it as stale."""
+        self.discarded += sum(len(group) for group in self.pending)
+        self.pending = []
+
     def _sample(self, count: int, stats: CollectStats) -> list[Group]:
-        prompts = self.stream.take(count)
         start = time.perf_counter()
-        seed = derive(self.config.seed, "rollout", self.groups_drawn)
-        completions = self.engine.generate(prompts, self.config.trainer.samples, self.sampling, seed=seed)
+        decoded, prefilled = self.engine.decoded, self.engine.prefilled
+        prompts, completions = self._generate(count, stats)
+        stats.decoded += self.engine.decoded - decoded
+        stats.prefilled += self.engine.prefilled - prefilled
         middle = time.perf_counter()
         pairs = [
             (prompt.problem, answer) for prompt, answers in zip(prompts, completions, strict=True) for answer in answers
@@ -123,12 +144,52 @@ class Collector:
             for index, (prompt, answers) in enumerate(zip(prompts, completions, strict=True))
         ]
         self.groups_drawn += count
-        stats.generated += len(pairs)
-        stats.response_tokens += sum(len(answer.response_ids) for _, answer in pairs)
+        own = [len(answer.response_ids) for _, answer in pairs if not _is_external(answer)]
+        stats.generated += len(own)
+        stats.response_tokens += sum(own)
         stats.no_signal += sum(not has_signal(group) for group in groups)
         stats.seconds_generating += middle - start
         stats.seconds_scoring += time.perf_counter() - middle
         return groups
+
+    def _generate(self, count: int, stats: CollectStats) -> tuple[list[Prompt], list[list[Completion]]]:
+        """The next prompts with their responses: sampled whole, continued from prefixes, or joined by traces."""
+        seed, samples = derive(self.config.seed, "rollout", self.groups_drawn), self.config.trainer.samples
+        pool = self.prefixes
+        if pool is not None and not pool.due:
+            prompts, prefixes = pool.take(count)
+            completions = self.engine.generate(prompts, samples, self.sampling, seed=seed, prefixes=prefixes)
+            pool.observe([len(answer.response_ids) for answers in completions for answer in answers])
+            return prompts, completions
+        prompts = self.stream.take(count)
+        if self.experts is not None:
+            return prompts, self._join_traces(self.experts, prompts, seed, stats)
+        completions = self.engine.generate(prompts, samples, self.sampling, seed=seed)
+        if pool is not None:
+            pool.observe([len(answer.response_ids) for answers in completions for answer in answers])
+            # The weights of this moment are the historical policy of the batches to come: no second copy is kept.
+            if pool.batches:
+                pool.refill(self.stream.take(count * pool.batches))
+        return prompts, completions
+
+    def _join_traces(
+        self, experts: Experts, prompts: Sequence[Prompt], seed: int, stats: CollectStats
+    ) -> list[list[Completion]]:
+        """External traces take the place of sampled responses, so that every group has `trainer.samples` members."""
+        assert self.config.expert is not None
+        samples, wanted = self.config.trainer.samples, self.config.expert.per_group
+        before = experts.dropped, experts.missing
+        epoch = len(self.stream.task.train)
+        traces = [
+            experts.take(prompt, wanted, turn=(self.groups_drawn + index) // epoch)
+            for index, prompt in enumerate(prompts)
+        ]
+        stats.traces += sum(len(found) for found in traces)
+        stats.traces_dropped += experts.dropped - before[0]
+        stats.traces_missing += experts.missing - before[1]
+        most = samples - min(len(found) for found in traces)
+        sampled = self.engine.generate(prompts, most, self.sampling, seed=seed)
+        return [answers[: samples - len(found)] + found for answers, found in zip(sampled, traces, strict=True)]
 
     def _group(
         self, prompt: Prompt, number: int, scored: Sequence[tuple[Completion, Score]], stats: CollectStats
@@ -140,7 +201,8 @@ class Collector:
                 stats.failed_rewards += 1
                 stats.errors.append(score.error or "a reward failed")
                 continue
-            if not np.isfinite(answer.logp_behavior).all():
+            external = _is_external(answer)
+            if not external and not np.isfinite(answer.logp_behavior).all():
                 stats.dropped += 1
                 stats.errors.append(f"problem {prompt.problem.id!r}: the engine reported a non-finite log-prob")
                 continue
@@ -153,10 +215,16 @@ class Collector:
                 loss_mask=np.full(len(answer.response_ids), not cut, dtype=np.bool_),
                 reward=score.total,
                 rewards=score.parts,
+                off_policy=external,
             )
-            check_trajectory(trajectory)
+            if not external:
+                check_trajectory(trajectory)
             group.append(trajectory)
         return group
+
+
+def _is_external(answer: Completion) -> bool:
+    return bool(len(answer.policy_version)) and int(answer.policy_version[0]) == EXTERNAL
 
 
 def _oldest(group: Group) -> int:

@@ -23,7 +23,15 @@ from trimtab.objectives import advantages
 from trimtab.training import checkpoint, snapshot, trajectories
 from trimtab.training.batching import micro_batches, split_minibatches, to_tensors
 from trimtab.training.collect import Collector, CollectStats, Group
-from trimtab.training.metrics import batch_metrics, collect_metrics, speed_metrics, update_metrics
+from trimtab.training.metrics import (
+    batch_metrics,
+    collect_metrics,
+    expert_metrics,
+    perturbation_metrics,
+    prefix_metrics,
+    speed_metrics,
+    update_metrics,
+)
 from trimtab.training.observer import Moment, Observer
 from trimtab.training.rundir import RunDir
 from trimtab.training.seeds import derive
@@ -108,7 +116,8 @@ class Trainer:
         kind = self.config.advantage.kind or self.learner.objective.advantage
         rewards = torch.tensor([t.reward for t in rows], dtype=torch.float64)
         owners = torch.tensor([t.group for t in rows], dtype=torch.long)
-        values = advantages(kind, rewards, owners).float() if rows else rewards.view(0, 1).float()
+        beta = {"value_beta": self.config.advantage.value_beta} if kind == "optimal" else {}
+        values = advantages(kind, rewards, owners, **beta).float() if rows else rewards.view(0, 1).float()
         for minibatch in minibatches:
             for index, micro in enumerate(minibatch):
                 chosen = values[list(micro.rows)].to(self.learner.device)
@@ -131,7 +140,9 @@ class Trainer:
     def _update(self, batch: Batch) -> UpdateStats:
         start = time.perf_counter()
         try:
-            return self.learner.update(batch.minibatches, lambda done, of: self.observer.phase("update", done, of))
+            return self.learner.update(
+                batch.minibatches, lambda done, of: self.observer.phase("update", done, of), probe=self._probes
+            )
         except DivergedError as error:
             if error.weights_are_good:
                 self._checkpoint({})
@@ -145,11 +156,20 @@ class Trainer:
         start = time.perf_counter()
         every = self.config.trainer.sync_every or 1
         if force or self.learner.updates - self.engine.policy_version >= every:
+            if self.learner.objective.single_behavior:
+                # Every sample of the buffer must come from the one sampler in use (OAPL, Algorithm 1).
+                self.collector.discard_pending()
             self.engine.publish(self.current_weights(), self.learner.updates)
         self.seconds["publish"] = time.perf_counter() - start
 
     def current_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return named_weights(self.learner.model)
+
+    @property
+    def _probes(self) -> bool:
+        """Whether the step in progress also looks at the clean policy: the first, the last, and every so many."""
+        number, every = self.step + 1, self.config.diagnose.every
+        return number in (1, self.config.trainer.steps) or number % every == 0
 
     def _due(self, every: int) -> bool:
         return self.step == self.config.trainer.steps or bool(every and self.step % every == 0)
@@ -164,8 +184,22 @@ class Trainer:
             **batch_metrics(batch.trajectories, version),
             **collect_metrics(collected, dropped=batch.dropped),
             **update_metrics(stats, anchor=self.learner.anchor_name),
+            **self._method_metrics(batch, collected, stats, version),
             **speed_metrics(self.seconds, collected.response_tokens, stats.tokens),
         }
+
+    def _method_metrics(
+        self, batch: Batch, collected: CollectStats, stats: UpdateStats, version: int
+    ) -> dict[str, float]:
+        """What only runs with prefixes, external traces or noise have to say."""
+        found: dict[str, float] = {}
+        if self.collector.prefixes is not None:
+            found |= prefix_metrics(batch.trajectories, version)
+        if self.collector.experts is not None:
+            found |= expert_metrics(collected)
+        if self.learner.perturbation is not None:
+            found |= perturbation_metrics(self.learner.perturbation, stats)
+        return found
 
     def _evaluate(self, moment: Moment) -> dict[str, float]:
         """Held-out greedy accuracy of the current policy in the engine's numerics; stale weights are put back after."""
@@ -206,10 +240,11 @@ class Trainer:
         return [
             trajectories.Row(
                 trajectory,
-                logp_proximal=stats.anchors[index] if proximal else None,
-                logp_current=None if proximal else stats.anchors[index],
+                logp_proximal=stats.anchors.get(index) if proximal else None,
+                logp_current=None if proximal else stats.anchors.get(index),
+                logp_perturbed=stats.perturbed.get(index),
                 advantage=float(batch.advantages[index]),
-                proximal_version=stats.versions[index],
+                proximal_version=stats.versions.get(index),
             )
             for index, trajectory in enumerate(batch.trajectories)
         ]

@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.models.perturbation import Perturbation
 from trimtab.training.collect import CollectStats
 from trimtab.training.update import UpdateStats
 from trimtab.types import Trajectory
+
+_NONE = np.empty(0, dtype=np.int64)
 
 
 def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
@@ -20,7 +23,7 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
         return {"trajectories/consumed": 0}
     rewards = np.array([t.reward for t in trajectories])
     lengths = np.array([len(t) for t in trajectories])
-    ages = version - np.concatenate([t.completion.policy_version for t in trajectories])
+    ages = version - np.concatenate([t.completion.policy_version for t in trajectories if not t.off_policy] or [_NONE])
     parts = {
         f"reward/{name}": float(np.mean([t.rewards[name] for t in trajectories])) for name in trajectories[0].rewards
     }
@@ -40,13 +43,55 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
 
 def _entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Mean entropy, in nats, of the distributions the tokens were drawn from; engines may not report it."""
-    found = [t.completion.entropy for t in trajectories if t.completion.entropy is not None]
-    return {"entropy/rollout": float(np.concatenate(found).mean())} if len(found) == len(trajectories) else {}
+    own = [t.completion.entropy for t in trajectories if not t.off_policy]
+    found = [entropy for entropy in own if entropy is not None]
+    return {"entropy/rollout": float(np.concatenate(found).mean())} if found and len(found) == len(own) else {}
+
+
+def prefix_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """How much of the batch was begun by an older policy; a prefix ends where the version changes."""
+    versions = [t.completion.policy_version for t in trajectories]
+    lengths = np.array([int((written < written[-1]).sum()) if len(written) else 0 for written in versions])
+    begun = [version - written[0] for written, length in zip(versions, lengths, strict=True) if length]
+    return {
+        "prefix/tokens": float(lengths.sum() / max(1, sum(len(written) for written in versions))),
+        "prefix/length": float(lengths.mean()) if len(lengths) else 0.0,
+        "prefix/age": float(np.mean(begun)) if begun else 0.0,
+    }
+
+
+def expert_metrics(stats: CollectStats) -> dict[str, float]:
+    """External traces of this step: joined, too long for the context, and prompts that have none."""
+    return {
+        "expert/traces": stats.traces,
+        "expert/dropped": stats.traces_dropped,
+        "expert/missing": stats.traces_missing,
+    }
+
+
+def perturbation_metrics(perturbation: Perturbation, stats: UpdateStats) -> dict[str, float]:
+    """Sigma of every layer in every step; on probe steps also what the noise did to matmul inputs and to log-probs."""
+    sigmas = perturbation.sigmas()
+    found = {f"perturbation/sigma/{layer}": sigma for layer, sigma in sigmas.items()}
+    found["perturbation/sigma_mean"] = float(np.mean(list(sigmas.values())))
+    if stats.changes is None or not stats.perturbed:
+        return found
+    changed = stats.changes.fractions()
+    if changed:
+        found |= {f"perturbation/changed/{layer}": share for layer, share in changed.items()}
+        found["perturbation/changed"] = float(np.mean(list(changed.values())))
+    clean = np.concatenate([stats.anchors[row] for row in stats.perturbed]).astype(np.float64)
+    noisy = np.concatenate(list(stats.perturbed.values())).astype(np.float64)
+    found["perturbation/dlogp"] = float(np.abs(noisy - clean).mean())
+    found["perturbation/dp_q75"] = float(np.quantile(np.abs(np.exp(noisy) - np.exp(clean)), 0.75))
+    return found
 
 
 def collect_metrics(stats: CollectStats, *, dropped: int) -> dict[str, float]:
-    """What was sampled, and what of it could not be used."""
+    """What was sampled at which cost, and what of it could not be used."""
     return {
+        "tokens/decoded": stats.decoded,
+        "tokens/prefilled": stats.prefilled,
         "reward/failed": stats.failed_rewards,
         "groups/no_signal": stats.no_signal,
         "groups/refilled": stats.refilled,

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from trimtab.config import OptimConfig
 
 
-def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW over the trainable parameters (about six times faster than the loop over tensors on a CPU)."""
+def build_optimizer(
+    parameters: Iterable[torch.nn.Parameter],
+    config: OptimConfig,
+    noise: Iterable[torch.nn.Parameter] = (),
+    noise_lr: float = 0.0,
+) -> torch.optim.AdamW:
+    """Fused AdamW over the trainable parameters (about six times faster than the loop over tensors on a CPU).
+
+    `noise`: parameters with a constant rate of their own and no decay, which would pull log sigma towards sigma = 1.
+    """
+    groups: list[dict[str, Any]] = [{"params": [parameter for parameter in parameters if parameter.requires_grad]}]
+    if scales := list(noise):
+        groups.append({"params": scales, "lr": noise_lr, "weight_decay": 0.0})
     return torch.optim.AdamW(
-        [parameter for parameter in parameters if parameter.requires_grad],
+        groups,
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
@@ -33,5 +45,5 @@ def learning_rate(config: OptimConfig, update: int, total: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    """Set the scheduled rate; the group of the noise keeps its constant one."""
+    optimizer.param_groups[0]["lr"] = lr

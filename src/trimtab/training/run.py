@@ -15,15 +15,18 @@ from trimtab import rewards, tasks
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.models.load import Loaded, default_device, load
+from trimtab.models.perturbation import Perturbation
 from trimtab.objectives import Objective, objective
 from trimtab.rewards import Scorer
 from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.training import snapshot
 from trimtab.training.collect import Collector, PromptStream
+from trimtab.training.experts import Experts
 from trimtab.training.export import save_model_files
 from trimtab.training.loop import Trainer
 from trimtab.training.observer import Observer, Silent
 from trimtab.training.optim import build_optimizer
+from trimtab.training.prefixes import PrefixPool
 from trimtab.training.rundir import RunDir
 from trimtab.training.sft import laboratory_folder
 from trimtab.training.sinks import open_sinks
@@ -91,7 +94,7 @@ def check(config: Config, reward: RewardFunction | None = None) -> Parts:
     if config.engine.type != "embedded":
         raise TrimtabError(f'engine.type = "{config.engine.type}" is not available yet; use "embedded"')
     built = objective(config.objective.name, **config.objective.keywords)
-    _refuse_unfinished(built)
+    _check_companions(config, built)
     kind, expected = config.advantage.kind, built.advantage
     if kind not in (None, expected) and (expected != "grpo" or kind == "optimal"):
         raise TrimtabError(
@@ -116,18 +119,42 @@ def check(config: Config, reward: RewardFunction | None = None) -> Parts:
     return Parts(built, task, scorer)
 
 
-def _refuse_unfinished(built: Objective) -> None:
-    """Losses whose data the trainer cannot make yet would silently train something else."""
-    lacking = {
-        "token-alp": "the perturbed model",
-        "seq-alp": "the perturbed model",
-        "soup": "the mixed-policy sampler",
-        "luffy": "expert traces",
-    }
-    if built.name in lacking:
+def _check_companions(config: Config, built: Objective) -> None:
+    """Sections that change the data or the model must fit the objective, or it would silently train something else."""
+    trainer, name = config.trainer, built.name
+    own_behavior = "proximal" not in built.needs and "behavior" in built.needs
+    for section in ("perturbation", "prefix"):
+        if getattr(config, section) is not None and not own_behavior:
+            raise TrimtabError(
+                f"[{section}] needs an objective over the behavior policy (current/behavior), not {name!r}"
+            )
+    if config.expert is not None and "off_policy" not in built.needs:
+        raise TrimtabError(f"[expert] needs an objective for tokens without a behavior policy (luffy), not {name!r}")
+    if config.expert is not None and config.expert.per_group >= trainer.samples:
         raise TrimtabError(
-            f"objective {built.name!r} is available as a loss, but this trainer does not make {lacking[built.name]} "
-            "yet: train with another one (trimtab.objectives() lists them)"
+            f"expert.per_group = {config.expert.per_group} leaves no sampled response among {trainer.samples}: lower it"
+        )
+    if config.prefix is not None:
+        _check_prefix(config, built)
+    if config.advantage.value_beta is not None and built.advantage != "optimal":
+        raise TrimtabError(f"advantage.value_beta has no effect on objective {name!r}: leave it out")
+
+
+def _check_prefix(config: Config, built: Objective) -> None:
+    assert config.prefix is not None
+    trainer, age = config.trainer, config.prefix.refresh - 1
+    if built.single_behavior:
+        raise TrimtabError(f"objective {built.name!r} needs one behavior policy per sample: leave [prefix] out")
+    if trainer.sync_every not in (None, 1) or trainer.dynamic_sampling:
+        raise TrimtabError(
+            "[prefix] completes responses under the current policy, batch by batch: leave trainer.sync_every and "
+            "trainer.dynamic_sampling out"
+        )
+    oldest = age * trainer.minibatches * trainer.epochs
+    if trainer.max_lag is not None and oldest > trainer.max_lag:
+        raise TrimtabError(
+            f"prefix.refresh = {age + 1} makes prefixes up to {oldest} updates old, max_lag allows {trainer.max_lag}: "
+            "lower refresh or raise max_lag"
         )
 
 
@@ -143,28 +170,46 @@ def assemble(config: Config, parts: Parts, loaded: Loaded, run: RunDir, observer
     loaded.model.to(device)  # pyright: ignore[reportArgumentType]  # first: the engine copies the model where it lies
     engine: Engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=getattr(torch, config.engine.dtype))
     model = prepare_model(loaded.model, config, device)
-    trainer = config.trainer
-    learner = Learner(
-        config=config,
-        model=model,
-        optimizer=build_optimizer(model.parameters(), config.optim),
-        objective=parts.objective,
-        total_updates=trainer.steps * trainer.minibatches * trainer.epochs,
-        reference=_reference(config, parts.objective, device),
-    )
     return Trainer(
         config=config,
-        collector=Collector(
-            config=config,
-            stream=PromptStream(parts.task, loaded.tokenizer, config.seed),
-            engine=engine,
-            scorer=parts.scorer,
-            sampling=sampling_of(config, parts.task),
-        ),
-        learner=learner,
+        collector=_collector(config, parts, loaded, engine),
+        learner=_learner(config, parts.objective, model, device),
         engine=engine,
         run=run,
         observer=observer,
+    )
+
+
+def _learner(config: Config, built: Objective, model: nn.Module, device: torch.device) -> Learner:
+    trainer, noise = config.trainer, config.perturbation
+    perturbation = None if noise is None else Perturbation(model, str(noise.layers), noise.std).to(device)
+    return Learner(
+        config=config,
+        model=model,
+        optimizer=build_optimizer(
+            model.parameters(),
+            config.optim,
+            () if perturbation is None else perturbation.parameters(),
+            0.0 if noise is None else noise.lr,
+        ),
+        objective=built,
+        total_updates=trainer.steps * trainer.minibatches * trainer.epochs,
+        reference=_reference(config, built, device),
+        perturbation=perturbation,
+    )
+
+
+def _collector(config: Config, parts: Parts, loaded: Loaded, engine: Engine) -> Collector:
+    sampling, prefix, expert = sampling_of(config, parts.task), config.prefix, config.expert
+    context = getattr(loaded.model.config, "max_position_embeddings", None)
+    return Collector(
+        config=config,
+        stream=PromptStream(parts.task, loaded.tokenizer, config.seed),
+        engine=engine,
+        scorer=parts.scorer,
+        sampling=sampling,
+        prefixes=None if prefix is None else PrefixPool(prefix, engine, sampling, config.trainer.samples, config.seed),
+        experts=None if expert is None else Experts.load(expert, parts.task, loaded.tokenizer, sampling, context),
     )
 
 

@@ -22,9 +22,10 @@ from trimtab.models.quiet import quiet
 from trimtab.training import atomic
 from trimtab.training.batching import MicroBatch, micro_batches, to_tensors
 from trimtab.training.collect import PromptStream
+from trimtab.training.experts import written
 from trimtab.training.observer import Observer, Silent
 from trimtab.training.optim import build_optimizer, learning_rate, set_learning_rate
-from trimtab.types import Completion, Sampling, Task, Trajectory
+from trimtab.types import Sampling, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ def warm_start(config: Config, *, out: Path, observer: Observer | None = None) -
 def laboratory_folder() -> Path:
     """The warm-started laboratory model; made in a few seconds the first time, keyed by its recipe."""
     config = load_config(LABORATORY)
-    key = sha256(config.dump().encode()).hexdigest()[:12]
+    decides = config.model_dump_json(include={"seed", "model", "task", "sft", "threads"})
+    key = sha256(decides.encode()).hexdigest()[:12]
     folder = cache_root() / f"{LABORATORY}-{key}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -91,19 +93,11 @@ def _fit(config: Config, task: Task, loaded: Loaded, watcher: Observer) -> float
 
 
 def _gold_batch(config: Config, loaded: Loaded, stream: PromptStream) -> Iterator[MicroBatch]:
-    rows = []
+    rows, sampling = [], Sampling(stop=stream.task.stop)
     for group, prompt in enumerate(stream.take(config.sft.batch)):
-        gold = stream.task.gold(prompt.problem)
-        ids = loaded.tokenizer(gold, add_special_tokens=False)["input_ids"]
-        completion = Completion(
-            response_ids=np.asarray(ids, dtype=np.int64),
-            logp_behavior=np.zeros(len(ids), dtype=np.float32),
-            policy_version=np.zeros(len(ids), dtype=np.int64),
-            finish="stop",
-            text=gold,
-        )
-        mask = np.ones(len(ids), dtype=np.bool_)
-        rows.append(Trajectory(prompt, group, completion, Sampling(), mask, reward=1.0, rewards={}))
+        completion = written(stream.task.gold(prompt.problem), loaded.tokenizer, sampling)
+        mask = np.ones(len(completion.response_ids), dtype=np.bool_)
+        rows.append(Trajectory(prompt, group, completion, sampling, mask, reward=1.0, rewards={}, off_policy=True))
     device = next(loaded.model.parameters()).device
     for chosen in micro_batches(rows, [[index] for index in range(len(rows))], config.trainer.micro_batch_tokens):
         yield to_tensors(rows, chosen, stream.pad_id, device)

@@ -14,7 +14,7 @@ from trimtab.training.rundir import CONFIG, RunDir
 if TYPE_CHECKING:
     from trimtab.training.loop import Trainer
 
-PENDING = "pending.parquet"
+PENDING, PREFIXES = "pending.parquet", "prefixes.parquet"
 
 
 def take(trainer: Trainer, measured: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
@@ -23,9 +23,11 @@ def take(trainer: Trainer, measured: Mapping[str, float]) -> tuple[dict[str, Any
     The sampler's weights are kept only while they lag behind the trainer's.
     """
     learner, collector = trainer.learner, trainer.collector
-    optimizer, groups = states.optimizer_state(learner.optimizer, learner.model)
+    optimizer, groups = states.optimizer_state(learner.optimizer, learner.trained)
     generators, generator_data = states.pack(states.rng_state())
     tensors = {"model": states.model_state(learner.model), "optimizer": optimizer, "random": generators}
+    if learner.perturbation is not None:
+        tensors["perturbation"] = states.model_state(learner.perturbation)
     if trainer.engine.policy_version != learner.updates:
         tensors["engine"] = dict(trainer.engine.weights())
     meta = {
@@ -36,11 +38,16 @@ def take(trainer: Trainer, measured: Mapping[str, float]) -> tuple[dict[str, Any
         "policy_version": trainer.engine.policy_version,
         "position": collector.stream.position,
         "groups_drawn": collector.groups_drawn,
+        "discarded": collector.discarded,
         "optimizer": groups,
         "random": generator_data,
     }
-    pending = [trajectory for group in collector.pending for trajectory in group]
-    return tensors, meta, {PENDING: trajectories.to_bytes(pending)} if pending else {}
+    files: dict[str, bytes] = {}
+    if pending := [trajectory for group in collector.pending for trajectory in group]:
+        files[PENDING] = trajectories.to_bytes(pending)
+    if collector.prefixes is not None:
+        files[PREFIXES], meta["prefixes"] = collector.prefixes.to_bytes(), collector.prefixes.meta()
+    return tensors, meta, files
 
 
 def resume(trainer: Trainer) -> None:
@@ -61,13 +68,20 @@ def resume(trainer: Trainer) -> None:
 def _restore(trainer: Trainer, found: checkpoint.LoadedCheckpoint) -> None:
     learner, collector, meta = trainer.learner, trainer.collector, found.meta
     states.load_model_state(learner.model, found.tensors["model"])
-    states.load_optimizer_state(learner.optimizer, learner.model, found.tensors["optimizer"], meta["optimizer"])
+    if learner.perturbation is not None:
+        states.load_model_state(learner.perturbation, found.tensors["perturbation"])
+    states.load_optimizer_state(learner.optimizer, learner.trained, found.tensors["optimizer"], meta["optimizer"])
     states.set_rng_state(states.unpack(found.tensors["random"], meta["random"]))
     trainer.step = meta["step"]
     learner.updates = meta["updates"]
     learner.bad_in_a_row = meta["bad_in_a_row"]
     collector.stream.position = meta["position"]
     collector.groups_drawn = meta["groups_drawn"]
+    collector.discarded = meta["discarded"]
+    if collector.prefixes is not None:
+        waiting = meta["prefixes"]["waiting"]
+        prompts = collector.stream.at(collector.stream.position - waiting, waiting)
+        collector.prefixes.restore(found.files[PREFIXES], meta["prefixes"], prompts)
     if PENDING in found.files:
         collector.pending = _groups(trajectories.from_bytes(found.files[PENDING]))
     weights = found.tensors["engine"].items() if "engine" in found.tensors else trainer.current_weights()
@@ -96,7 +110,7 @@ def _check_same_recipe(run: RunDir, config: Config) -> None:
 
 def _deciding(config: Config) -> dict[str, Any]:
     """Dotted keys that decide a run's numbers; the number of steps does only under a schedule that ends with it."""
-    free = {"out", "description", "threads", "eval", "checkpoint", "log", "compare"}
+    free = {"out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare"}
     data = config.model_dump(mode="json", exclude=free)
     if config.optim.schedule == "constant":
         del data["trainer"]["steps"]

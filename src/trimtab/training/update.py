@@ -15,9 +15,11 @@ from torch import nn
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.models.logprobs import TokenScores, score
+from trimtab.models.perturbation import Changes, Perturbation
 from trimtab.objectives import Objective, PolicyLogps, mismatch
 from trimtab.training.batching import MicroBatch
 from trimtab.training.optim import learning_rate, set_learning_rate
+from trimtab.training.seeds import derive
 
 MiniBatch = list[MicroBatch]
 
@@ -29,7 +31,9 @@ class UpdateStats:
     objective: Any = None
     mismatch: Any = None
     anchors: dict[int, np.ndarray] = field(default_factory=dict)
+    perturbed: dict[int, np.ndarray] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
+    changes: Changes | None = None
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
     tokens: int = 0
@@ -38,7 +42,10 @@ class UpdateStats:
 
 @dataclass
 class Learner:
-    """The trained model with its optimizer. `updates` counts completed optimizer updates: the clock of the run."""
+    """The trained model with its optimizer. `updates` counts completed optimizer updates: the clock of the run.
+
+    With a `perturbation` every forward that carries gradient is noisy; the clean policy is looked at in probes only.
+    """
 
     config: Config
     model: nn.Module
@@ -46,12 +53,20 @@ class Learner:
     objective: Objective
     total_updates: int
     reference: nn.Module | None = None
+    perturbation: Perturbation | None = None
     updates: int = 0
     bad_in_a_row: int = 0
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def trained(self) -> nn.Module:
+        """One module that holds every trained parameter under its name."""
+        if self.perturbation is None:
+            return self.model
+        return nn.ModuleDict({"model": self.model, "perturbation": self.perturbation})
 
     @property
     def proximal_is_current(self) -> bool:
@@ -73,9 +88,15 @@ class Learner:
             for batch in batches
         ]
 
-    def update(self, batches: Sequence[MiniBatch], on_progress: Callable[[int, int], None]) -> UpdateStats:
-        """All epochs over one batch, one optimizer update for each mini-batch."""
-        stats, version = UpdateStats(), self.updates
+    def update(
+        self, batches: Sequence[MiniBatch], on_progress: Callable[[int, int], None], *, probe: bool = True
+    ) -> UpdateStats:
+        """All epochs over one batch, one optimizer update for each mini-batch.
+
+        `probe`: whether a perturbed policy is also scored clean, once for each row (others are clean anyway).
+        """
+        watched = self.perturbation is not None and probe
+        stats, version = UpdateStats(changes=Changes() if watched else None), self.updates
         epochs = self.config.trainer.epochs
         for epoch in range(epochs):
             for index, batch in enumerate(batches):
@@ -88,26 +109,47 @@ class Learner:
         """`version` is that of the batch's start; `measure`: whether these rows still show the mismatch alone."""
         state = self._prepare(batch)
         loss_sum = 0.0
-        for micro in batch:
-            scores = self._score(self.model, micro)
-            logps = self._logps(micro, scores)
-            out = self.objective(logps, micro.advantage, state=state)
+        for index, micro in enumerate(batch):
+            clean = self._clean(micro, stats)
+            scores = self._current(micro, index, stats.changes)
+            out = self.objective(self._logps(micro, scores), micro.advantage, state=state)
             out.loss.backward()
             loss_sum += float(out.loss.detach())
             stats.objective = out.metrics if stats.objective is None else stats.objective + out.metrics
-            if measure:
-                measured = mismatch(self._anchor(micro, scores), micro.behavior, micro.mask)
-                stats.mismatch = measured if stats.mismatch is None else stats.mismatch + measured
-            self._remember(micro, scores, stats, version)
+            anchor = self._anchor(micro, scores, clean)
+            if anchor is not None:
+                if measure:
+                    measured = mismatch(anchor, micro.behavior, _sampled(micro))
+                    stats.mismatch = measured if stats.mismatch is None else stats.mismatch + measured
+                self._remember(micro, anchor, None if clean is None else scores.logp.detach(), stats, version)
             stats.tokens += int(micro.tokens.response_mask.sum())
         self._guarded_step(loss_sum, stats)
+
+    def _current(self, micro: MicroBatch, index: int, changes: Changes | None = None) -> TokenScores:
+        """The trained policy on one micro-batch. The noise is a function of (run, update, micro-batch), so that
+        `prepare`, gradient checkpointing and a resumed run see the same."""
+        if self.perturbation is None:
+            return self._score(self.model, micro)
+        seed = derive(self.config.seed, "noise", self.updates, index)
+        with self.perturbation.attached(seed=seed, watch=changes):
+            return self._score(self.model, micro)
+
+    @torch.no_grad()
+    def _clean(self, micro: MicroBatch, stats: UpdateStats) -> torch.Tensor | None:
+        """Log-probs without noise, at the first look at these rows of a probe step."""
+        if stats.changes is None or micro.rows[0] in stats.anchors:
+            return None
+        return self._score(self.model, micro).logp
 
     def _guarded_step(self, loss: float, stats: UpdateStats) -> None:
         """Step the optimizer unless the loss or the gradient is not finite; then skip, count, and in the end stop."""
         stats.lr = learning_rate(self.config.optim, self.updates, self.total_updates)
         set_learning_rate(self.optimizer, stats.lr)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.optim.grad_clip))
+        # The noise has a group of its own: its gradient must not scale the policy's.
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], self.config.optim.grad_clip)
+        )
         if math.isfinite(loss) and math.isfinite(norm):
             self.optimizer.step()
             # A finite step can still overflow the weights; nothing that follows could be trusted or saved.
@@ -130,9 +172,9 @@ class Learner:
         """What the objective must know of the whole update before its first micro-batch."""
         needs_current = "current" in self.objective.prepare_needs
         state = None
-        for micro in batch:
+        for index, micro in enumerate(batch):
             with torch.no_grad():
-                scores = self._score(self.model, micro) if needs_current else None
+                scores = self._current(micro, index) if needs_current else None
             part = self.objective.prepare(self._logps(micro, scores), micro.advantage)
             state = part if state is None else state + part
         return state
@@ -149,17 +191,30 @@ class Learner:
             proximal=proximal,
             reference=micro.reference,
             entropy=scores.entropy if scores is not None else None,
+            off_policy=micro.off_policy if "off_policy" in self.objective.needs else None,
         )
 
-    def _anchor(self, micro: MicroBatch, scores: TokenScores) -> torch.Tensor:
-        return micro.proximal if micro.proximal is not None else scores.logp.detach()
+    def _anchor(self, micro: MicroBatch, scores: TokenScores, clean: torch.Tensor | None) -> torch.Tensor | None:
+        """What the sampler is compared with; None where only the perturbed policy was looked at."""
+        if micro.proximal is not None:
+            return micro.proximal
+        return clean if self.perturbation is not None else scores.logp.detach()
 
-    def _remember(self, micro: MicroBatch, scores: TokenScores, stats: UpdateStats, version: int) -> None:
+    def _remember(
+        self,
+        micro: MicroBatch,
+        anchor: torch.Tensor,
+        perturbed: torch.Tensor | None,
+        stats: UpdateStats,
+        version: int,
+    ) -> None:
         """Keep the first look at every row for the trajectory file; later epochs see a policy that has moved on."""
         for index, row in enumerate(micro.rows):
             if row not in stats.anchors:
                 real = micro.tokens.response_mask[index]
-                stats.anchors[row] = self._anchor(micro, scores)[index][real].cpu().numpy()
+                stats.anchors[row] = anchor[index][real].cpu().numpy()
+                if perturbed is not None:
+                    stats.perturbed[row] = perturbed[index][real].cpu().numpy()
                 # Without a proximal pass the first look at a later mini-batch is at a policy some updates older.
                 stats.versions[row] = version if micro.proximal is not None else self.updates
 
@@ -185,6 +240,11 @@ class Learner:
             return
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             yield
+
+
+def _sampled(micro: MicroBatch) -> torch.Tensor:
+    """Trained tokens that a sampler of this run wrote: only these can show a mismatch."""
+    return micro.mask if micro.off_policy is None else micro.mask & ~micro.off_policy
 
 
 class DivergedError(TrimtabError):

@@ -1,0 +1,89 @@
+"""Every method under three kinds of off-policyness, in the laboratory: the table of docs/results/methods.md.
+
+    python benchmarks/methods.py --out runs/methods
+
+on-policy  the sampler is refreshed at every update (160 updates)
+stale      the sampler is refreshed every 32 updates (160 updates)
+reuse      16 updates on every batch: 4 mini-batches, 4 epochs (320 updates)
+
+Within a regime all methods share all but the objective: model, task, seeds, learning rate, batch, updates. Held-out
+greedy accuracy on 128 problems. An interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from grid import Cell, by_seed, mean_and_range, run, table
+
+REGIMES: dict[str, tuple[str, ...]] = {
+    "on-policy": ("trainer.steps=160", "eval.every=20", "optim.lr=1e-4"),
+    "stale": ("trainer.steps=160", "eval.every=20", "optim.lr=5e-5", "trainer.sync_every=32"),
+    "reuse": ("trainer.steps=20", "eval.every=5", "optim.lr=1e-4", "trainer.minibatches=4", "trainer.epochs=4"),
+}
+# The methods with what differs from their own defaults.
+METHODS: dict[str, tuple[str, ...]] = {
+    "grpo": (),
+    "dapo": (),
+    "token-bypass": (),
+    "seq-bypass": (),
+    "token-mis": (),
+    "seq-mis": (),
+    "token-tis": (),
+    "token-alp": (),
+    "token-alp, std 0.01": ("perturbation.std=0.01",),
+    "seq-alp": (),
+    "seq-alp, std 0.01": ("perturbation.std=0.01",),
+    "soup": (),
+    "soup, share 4": ("prefix.share=4",),
+    "m2po": (),
+    "m2po, mask": ("objective.form=mask",),
+    "luffy": ("objective.length_max=16",),
+    "oapl": ("objective.beta=0.1",),
+}
+SEEDS = (0, 1, 2)
+
+
+def makes_sense(method: str, regime: str) -> bool:
+    """SOUP's prefixes are its staleness: the sampler itself is refreshed at every step."""
+    return not (method.startswith("soup") and regime == "stale")
+
+
+def name_of(regime: str, method: str, seed: int) -> str:
+    return f"{regime}-{method.replace(', ', '-').replace(' ', '')}-seed{seed}"
+
+
+def cell(regime: str, method: str, seed: int) -> Cell:
+    words = (f"objective.name={method.partition(',')[0]}", *METHODS[method], *REGIMES[regime])
+    return Cell(name_of(regime, method, seed), "laboratory", (*words, f"seed={seed}", "log.trajectories_every=0"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/methods"))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--regimes", nargs="+", default=list(REGIMES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
+    given = parser.parse_args()
+    chosen = [(r, m) for r in given.regimes for m in given.methods if makes_sense(m, r)]
+    results = run(
+        [cell(r, m, seed) for r, m in chosen for seed in given.seeds],
+        given.out,
+        workers=given.workers,
+        samples=0,
+        problems=0,
+    )
+    rows = []
+    for method in given.methods:
+        row = [f"`{method.partition(',')[0]}`{''.join(method.partition(',')[1:])}"]
+        for regime in given.regimes:
+            names = [name_of(regime, method, seed) for seed in given.seeds]
+            row.append(mean_and_range(by_seed(results, names)) if makes_sense(method, regime) else "-")
+        rows.append(row)
+    print(table(["method", *given.regimes], rows))
+
+
+if __name__ == "__main__":
+    main()

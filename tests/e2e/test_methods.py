@@ -1,0 +1,213 @@
+"""ALP, SOUP, OAPL, LUFFY and M2PO in the real loop on the laboratory model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trimtab import train
+from trimtab.config import load_config
+from trimtab.diagnostics.catalog import undocumented
+from trimtab.errors import TrimtabError
+from trimtab.models.load import load
+from trimtab.training import checkpoint, trajectories
+from trimtab.training.rundir import read_metrics
+from trimtab.training.sft import laboratory_folder
+
+pytestmark = pytest.mark.e2e
+
+SMALL = (
+    "base=laboratory",
+    "trainer.steps=6",
+    "trainer.prompts=4",
+    "trainer.samples=4",
+    "eval.every=0",
+    "eval.problems=8",
+    "checkpoint.every=3",
+    "log.trajectories_every=1",
+    "diagnose.every=2",
+)
+METHODS = {
+    "token-alp": ("perturbation.std=0.01",),
+    "seq-alp": ("perturbation.layers=1",),
+    "soup": ("prefix.refresh=3",),
+    "oapl": ("trainer.sync_every=2", "trainer.dynamic_sampling=true", "trainer.oversample=2.0"),
+    "m2po": ("trainer.sync_every=2", "trainer.minibatches=2"),
+    "luffy": ("expert.per_group=1",),
+}
+TIMED = ("time/", "tokens_per_second/", "memory/")
+
+
+def run(out: Path, recipe: str, *overrides: str, resume: bool = False) -> list[dict[str, Any]]:
+    train(load_config(recipe, [*SMALL, *overrides]), out=out, resume=resume)
+    rows = read_metrics(out / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
+
+
+def weights(out: Path, section: str = "model") -> dict[str, torch.Tensor]:
+    return load_file(checkpoint.folders(out / "checkpoints")[-1] / f"{section}.safetensors")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stopped_run_continues_as_if_it_had_not_stopped(method: str, tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", method, *METHODS[method])
+    assert undocumented(key for row in whole for key in row) == []
+    run(tmp_path / "parts", method, *METHODS[method], "trainer.steps=3")
+    parts = run(tmp_path / "parts", method, *METHODS[method], resume=True)
+    ends = ("eval/", "perturbation/", "mismatch/")  # measured at a run's last step, which 3 was in the shorter one
+    for row, expected in zip(parts, whole, strict=True):
+        for key, value in expected.items():
+            if not key.startswith(ends):
+                assert row[key] == pytest.approx(value, nan_ok=True, rel=0, abs=0), (row["step"], key)
+    for section in ("model", "optimizer"):
+        left, right = weights(tmp_path / "parts", section), weights(tmp_path / "whole", section)
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_noise_of_zero_is_bypass_bit_for_bit(tmp_path: Path) -> None:
+    clip = ("objective.clip_low=0.2", "objective.clip_high=0.28", "objective.clip_dual=10.0")
+    noisy = run(tmp_path / "alp", "token-alp", "perturbation.std=0")
+    clean = run(tmp_path / "bypass", "token-alp", "objective.name=token-bypass", *clip)
+    for left, right in zip(noisy, clean, strict=True):
+        for key in right.keys() & left.keys():
+            assert left[key] == right[key] or key.startswith("mismatch/"), key
+    left, right = weights(tmp_path / "alp"), weights(tmp_path / "bypass")
+    assert all(torch.equal(left[name], right[name]) for name in right)
+
+
+def test_noise_changes_training_but_never_leaves_the_trainer(tmp_path: Path) -> None:
+    run(tmp_path / "noisy", "token-alp", "perturbation.std=0.1")
+    run(tmp_path / "clean", "token-alp", "perturbation.std=0")
+    noisy, clean = weights(tmp_path / "noisy"), weights(tmp_path / "clean")
+    assert any(not torch.equal(noisy[name], clean[name]) for name in noisy)
+    # The engine, the model files and the exported weights know nothing of sigma; the checkpoint does.
+    assert noisy.keys() == clean.keys()
+    assert weights(tmp_path / "noisy", "perturbation").keys()
+    # Sampled before the first update: the same responses and log-probs with and without noise.
+    first = [trajectories.read(tmp_path / name / "trajectories" / "step-000001.parquet") for name in ("noisy", "clean")]
+    for left, right in zip(*first, strict=True):
+        np.testing.assert_array_equal(
+            left.trajectory.completion.logp_behavior, right.trajectory.completion.logp_behavior
+        )
+        assert left.logp_current is not None
+        assert left.logp_perturbed is not None
+        # The probe is clean (the sampler's own policy), the perturbed one is not.
+        np.testing.assert_allclose(left.logp_current, left.trajectory.completion.logp_behavior, atol=1e-4)
+        assert np.abs(left.logp_perturbed - left.logp_current).max() > 1e-3
+
+
+def test_perturbed_runs_look_at_the_clean_policy_on_probe_steps_only(tmp_path: Path) -> None:
+    rows = run(tmp_path / "run", "token-alp", "diagnose.every=4")
+    probed = [row["step"] for row in rows if "mismatch/k3" in row]
+    assert probed == [1, 4, 6]
+    assert [row["step"] for row in rows if "perturbation/dlogp" in row] == probed
+    assert all("perturbation/sigma/0" in row for row in rows)
+    read = trajectories.read(tmp_path / "run" / "trajectories" / "step-000002.parquet")
+    assert all(row.logp_current is None and row.logp_perturbed is None for row in read)
+
+
+@pytest.mark.parametrize("override", ["prefix.refresh=1", "prefix.ratio=0.0"])
+def test_soup_without_history_is_exactly_on_policy(override: str, tmp_path: Path) -> None:
+    mixed = run(tmp_path / "soup", "soup", override)
+    clip = ("objective.clip_low=0.2", "objective.clip_high=0.28")
+    plain = run(tmp_path / "plain", "soup", "objective.name=token-bypass", *clip)
+    for left, right in zip(mixed, plain, strict=True):
+        assert {key: left[key] for key in right} == right
+        assert left["prefix/tokens"] == 0
+    assert all(
+        torch.equal(weights(tmp_path / "soup")[name], weight) for name, weight in weights(tmp_path / "plain").items()
+    )
+
+
+def test_soup_says_token_by_token_who_wrote_what(tmp_path: Path) -> None:
+    rows = run(tmp_path / "run", "soup", "prefix.refresh=3", "prefix.ratio=0.5")
+    assert [row["prefix/age"] for row in rows] == [0, 1, 2, 0, 1, 2]
+    assert all((row["prefix/tokens"] > 0.2) == (row["prefix/age"] > 0) for row in rows)
+    for row in trajectories.read(tmp_path / "run" / "trajectories" / "step-000003.parquet"):
+        versions = row.trajectory.completion.policy_version
+        assert set(versions.tolist()) <= {0, 2}
+        assert versions[-1] == 2
+        assert (np.diff(versions) >= 0).all()
+
+
+def forwards(recipe: str, overrides: Sequence[str], out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Passes of the trained model in a run."""
+    from trimtab.training import update
+
+    count = 0
+    real: Callable[..., Any] = update.score
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(update, "score", counted)
+    run(out, recipe, *overrides)
+    return count
+
+
+def test_oapl_runs_no_proximal_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Several updates per batch: a method over the proximal policy must run it, OAPL must not.
+    several = ("trainer.minibatches=2", "trainer.steps=2", "trainer.micro_batch_tokens=100000")
+    assert forwards("oapl", several, tmp_path / "oapl", monkeypatch) == 2 * 2
+    monkeypatch.undo()
+    other = ("objective.name=token-tis", *several)
+    assert forwards("oapl", other, tmp_path / "tis", monkeypatch) == 2 * 2 * 2
+
+
+def test_oapl_never_trains_on_samples_of_two_samplers(tmp_path: Path) -> None:
+    rows = run(tmp_path / "run", "oapl", *METHODS["oapl"])
+    assert sum(row["trajectories/stale"] for row in rows) > 0  # groups were waiting when the sampler was refreshed
+    for step, row in enumerate(rows, start=1):
+        written = trajectories.read(tmp_path / "run" / "trajectories" / f"step-{step:06d}.parquet")
+        versions = {int(v) for one in written for v in one.trajectory.completion.policy_version}
+        assert versions == {(step - 1) // 2 * 2}, row["step"]
+
+
+def test_luffy_joins_one_gold_answer_to_every_group(tmp_path: Path) -> None:
+    rows = run(tmp_path / "run", "luffy")
+    assert all(row["expert/traces"] == 4 and row["expert/missing"] == row["expert/dropped"] == 0 for row in rows)
+    read = trajectories.read(tmp_path / "run" / "trajectories" / "step-000001.parquet")
+    external = [row for row in read if row.trajectory.off_policy]
+    assert len(external) == 4
+    assert len(read) == 16
+    for row in external:
+        assert row.trajectory.reward == 1.0
+        assert row.trajectory.completion.text.rstrip(".") == row.trajectory.prompt.problem.answer.rstrip(".")
+        assert np.isnan(row.trajectory.completion.logp_behavior).all()
+    assert rows[0]["mismatch/k3"] < 1e-6  # float32 on both sides; one external token in it would show
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "named"),
+    [
+        ("token-alp", "objective.name=dapo", r"\[perturbation\] needs an objective over the behavior policy"),
+        ("token-alp", "perturbation.layers=7-9", "layers"),
+        ("soup", "objective.name=token-tis", r"\[prefix\] needs an objective over the behavior policy"),
+        ("soup", "objective.name=oapl", "one behavior policy per sample"),
+        ("soup", "trainer.sync_every=4", "sync_every"),
+        ("soup", "trainer.max_lag=2", "prefix.refresh = 8"),
+        ("soup", "prefix.share=3", "share"),
+        ("soup", "prefix.rule=nonsense", "nonsense"),
+        ("luffy", "objective.name=grpo", r"\[expert\] needs an objective"),
+        ("luffy", "expert.per_group=4", "no sampled response"),
+        ("luffy", "expert.path=absent.jsonl", "absent.jsonl"),
+        ("luffy", "advantage.value_beta=1.0", "value_beta"),
+    ],
+)
+def test_what_does_not_fit_is_refused(recipe: str, override: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(TrimtabError, match=named):
+        train(load_config(recipe, [*SMALL, override]), out=tmp_path / "run")
+
+
+def test_the_laboratory_folder_is_what_these_runs_start_from() -> None:
+    loaded = load(str(laboratory_folder()), dtype=torch.float32)
+    assert sum(p.numel() for p in loaded.model.parameters()) == pytest.approx(393e3, rel=0.01)
