@@ -32,18 +32,24 @@ def verdict(run: Run) -> Verdict | None:
     sigma = _at(run, _SIGMA, steps[-1])
     numbers = f"mean |Δ log p| {number(moved[-1])}"
     if share is not None:
-        numbers = f"{100 * share:.3g}% of the entries going into matrix products changed, {numbers}"
-        numbers += _extremes(run, steps[-1])
+        entries = f"{100 * share:.3g}% of the entries going into matrix products changed{_extremes(run, steps[-1])}"
+        numbers = f"{entries}, {numbers}"
     where = f"At step {int(steps[-1])}: {numbers}."
     if moved[-1] >= _low(_MOVED) and (share is None or share >= _low(_CHANGED)):
-        return Verdict(True, f"The noise arrives. {where}")
+        return Verdict(True, f"{_how_much(share)} {where}")
     why = (
-        "σ is 0"
-        if sigma == 0
-        else f"the residual stream rounds σ = {number(sigma)} away; keep it in float32 (model.dtype) or raise "
-        "perturbation.std"
+        "σ is 0" if sigma == 0 else f"rounding undoes σ = {number(sigma)}; raise perturbation.std or see model.autocast"
     )
     return Verdict(False, f"The noise is in effect a no-op, so this run is bypass: {why}. {where}")
+
+
+def _how_much(share: float | None) -> str:
+    if share is None or share >= 0.5:
+        return "The noise arrives."
+    return (
+        "The noise arrives in part: rounding before the matrix products undoes the rest, and part of |Δ log p| is "
+        "rounding that falls differently."
+    )
 
 
 def _at(run: Run, key: str, step: float) -> float | None:
@@ -66,4 +72,4 @@ def _extremes(run: Run, step: float) -> str:
     if len(ranked) < 2:
         return ""
     (least, where_least), (most, where_most) = ranked[0], ranked[-1]
-    return f" (by layer from {100 * least:.3g}% in {where_least} to {100 * most:.3g}% in {where_most})"
+    return f" (from {100 * least:.3g}% in layer {where_least} to {100 * most:.3g}% in layer {where_most})"

@@ -12,6 +12,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from trimtab.diagnostics.page import short
 from trimtab.diagnostics.plots import BLUE, INK, ORANGE, RC, SKY, VERMILLION, short_power, to_svg
 from trimtab.diagnostics.tokens import DECILES, Envelope, Shift
 
@@ -40,6 +41,7 @@ def envelope_svg(found: Mapping[int, Envelope]) -> str:
             )
         axes.axhline(0.0, color=INK, linewidth=0.6, linestyle=":")
         axes.set_xscale("log")
+        axes.set_xlim(min(part.probability.min() for part in found.values()) / 2, 1.0)
         _log_labels(axes)
         axes.set_xlabel("behavior probability")
         axes.set_ylabel("log π − log μ, nats")
@@ -72,14 +74,15 @@ def shift_svg(found: Shift) -> str:
         axes.stairs(found.count, found.edges, fill=True, color=SKY, alpha=0.6, label="tokens")
         axes.stairs(found.count, found.edges, color=BLUE, linewidth=1.0)
         if found.upper_quartile > 0:
-            label = f"75th percentile {short_power(float(f'{found.upper_quartile:.2g}'))}"
+            label = f"75th percentile {short(found.upper_quartile)}"
             axes.axvline(found.upper_quartile, color=VERMILLION, linestyle="--", label=label)
+        axes.set_axisbelow(True)
         axes.set_xscale("log")
         _log_labels(axes)
         axes.set_xlabel("|p with noise − p without|")
         axes.set_ylabel("tokens")
 
-    return _draw("Change of probability by the noise", paint, legend=True)
+    return _draw("Change of probability", paint, legend=True)
 
 
 def entropy_svg(found: Mapping[int, np.ndarray]) -> str:
@@ -108,6 +111,7 @@ def clipped_svg(low: np.ndarray, high: np.ndarray) -> str:
     """Fractions (10,) of tokens below and above the bounds in each tenth of the response, one on the other."""
 
     def paint(axes: Axes) -> None:
+        axes.set_axisbelow(True)  # no grid across the bars
         axes.bar(_middle(), np.nan_to_num(low), width=8, color=ORANGE, label="below, A < 0")
         axes.bar(_middle(), np.nan_to_num(high), width=8, bottom=np.nan_to_num(low), color=BLUE, label="above, A > 0")
         highest = float(np.nanmax(low + high))

@@ -130,13 +130,13 @@ def _shift(seen: Seen) -> Panel:
     assert found.clean is not None
     moved = tokens.shift(np.exp(found.perturbed[found.trained]), np.exp(found.clean[found.trained]))
     if len(moved.count) == 0:
-        return f"change of probability by the noise (at step {step} no token's probability changed: no noise arrived)"
+        return f"change of probability (at step {step} no token's probability changed: no noise arrived)"
     what = (
         f"How far the noise moved the probability of each token of step {step}, |p with noise − p without|; "
         f"{100 * moved.unmoved:.1f}% of the tokens did not move and are not drawn."
     )
     now = f"75th percentile {short(moved.upper_quartile)}"
-    return _panel("Change of probability by the noise", now, token_plots.shift_svg(moved), what)
+    return _panel("Change of probability", now, token_plots.shift_svg(moved), what)
 
 
 def _entropy(seen: Seen) -> Panel:
@@ -162,7 +162,7 @@ def _clipped(seen: Seen) -> Panel:
     rule = seen.clip_rules.pop() if len(seen.clip_rules) == 1 else "the bound differs from step to step"
     what = (
         "Share of tokens without gradient at the first look at the batch, in each tenth of the response's length, over "
-        f"all steps read. {rule[0].upper()}{rule[1:]}."
+        f"all steps read. Here {rule}."
     )
     svg = token_plots.clipped_svg(low, high)
     return _panel("Clipped tokens by position", f"{100 * share:.3g}% of all", svg, what)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FEWEST = 50
+FEWEST = 20
 """Tokens a bin needs before its 2nd and 98th percentile say anything."""
-PER_DECADE, DECADES = 4, 5
+PER_DECADE, DECADES = 3, 5
 DECILES = 10
 
 
@@ -52,7 +52,7 @@ class Frequent:
 def envelope(logp_behavior: np.ndarray, log_ratio: np.ndarray) -> Envelope:
     """2nd, 50th and 98th percentile of log π − log μ, tokens binned by μ (arXiv 2603.19470, Figures 1 and 2).
 
-    Four bins in each factor of ten; the lowest takes everything below 1e-5. A bin's upper end belongs to it.
+    Three bins in each factor of ten; the lowest takes everything below 1e-5. A bin's upper end belongs to it.
     """
     depth = -np.minimum(logp_behavior.astype(np.float64), 0.0) / np.log(10) * PER_DECADE
     index = np.minimum(depth.astype(np.int64), PER_DECADE * DECADES - 1)
