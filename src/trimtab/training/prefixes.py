@@ -71,16 +71,15 @@ class PrefixPool:
         Raises:
             TrimtabError: the engine cannot sample these prompts, or the truncation rule fails.
         """
-        whole, budget = self._rule.whole, self._budget()
+        whole = self._rule.whole
+        limit = self.sampling.max_tokens if whole else self._budget()
         seed, count = derive(self.seed, "prefix", self.cycle), self.samples // self.config.share
-        if whole or budget:
-            limit = self.sampling.max_tokens if whole else budget
+        drawn = [[EMPTY] * count for _ in prompts]
+        if limit:
             drawn = self.engine.generate(prompts, count, replace(self.sampling, max_tokens=limit), seed=seed)
-        else:
-            drawn = [[EMPTY] * count for _ in prompts]
         rng = np.random.default_rng(derive(self.seed, "prefix-cut", self.cycle))
         self._waiting = [
-            (prompt, [self._rule.prefix(one, rng.random()) if whole else cut(one, budget) for one in group])
+            (prompt, [self._rule.prefix(one, rng.random()) if whole else cut(one, limit) for one in group])
             for prompt, group in zip(prompts, drawn, strict=True)
         ]
         self.cycle += 1
@@ -143,8 +142,6 @@ class PrefixPool:
 
     def _budget(self) -> int:
         """Tokens of every prefix of a cycle, where prefixes are not cut from whole responses."""
-        if self._rule.whole:
-            return 0
         if self._observed == 0:
             raise ValueError(
                 "no response was observed since the last refill: the budget is a share of their mean length"

@@ -8,6 +8,7 @@ from tests.unit.rollout.support import PIECES, prompt
 
 from trimtab.errors import TrimtabError
 from trimtab.rollout.fake import FakeEngine
+from trimtab.rollout.prefixes import cut
 from trimtab.types import Completion, Sampling
 
 
@@ -40,3 +41,23 @@ def test_what_is_not_scripted_is_named() -> None:
         FakeEngine({"p": ["a"]}).generate([prompt([1], "other")], 1, Sampling(), seed=0)
     with pytest.raises(TrimtabError, match="tokenizer"):
         FakeEngine({"p": ["a"]}).generate([prompt([1])], 1, Sampling(), seed=0)
+
+
+def test_a_prefix_takes_the_place_of_the_script_and_tokens_are_counted() -> None:
+    whole = Completion(np.arange(5), -np.arange(5, dtype=np.float32), np.zeros(5, int), "stop", "abcde")
+    begun = Completion(np.array([8, 9]), np.array([-8, -9], np.float32), np.zeros(2, int), "length", "")
+    engine = FakeEngine({"p": [whole]})
+    engine.publish([], version=3)
+    prefixes = [[begun, cut(begun, 0), begun]]
+    [out] = engine.generate([prompt([1, 2, 3])], 3, Sampling(), seed=0, prefixes=prefixes)
+    assert [c.response_ids.tolist() for c in out] == [[8, 9, 2, 3, 4], [0, 1, 2, 3, 4], [8, 9, 2, 3, 4]]
+    assert out[0].logp_behavior.tolist() == [-8, -9, -2, -3, -4]
+    assert out[0].policy_version.tolist() == [0, 0, 3, 3, 3]
+    assert (engine.prefilled, engine.decoded) == (3 + 2, 2 + 4 + 2)
+
+
+def test_a_prefix_as_long_as_its_script_is_named() -> None:
+    engine = FakeEngine({"p": ["ab"]}, tokenizer=Letters())
+    long = Completion(np.array([8, 9]), np.zeros(2, np.float32), np.zeros(2, int), "length", "")
+    with pytest.raises(TrimtabError, match="'p'"):
+        engine.generate([prompt([1])], 1, Sampling(), seed=0, prefixes=[[long]])
