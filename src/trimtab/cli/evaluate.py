@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,7 +112,8 @@ def evaluate(
         relay_ratio=relay_ratio,
     )
     begins = sources.source(relay, which).spec() if relay is not None else None
-    with _interruptible(out), _progress() as watch:
+    count = len(given) * len(whats) * len(settings.modes(relay is not None))
+    with _interruptible(out), _progress(count) as watch:
         results = compare(
             [item.spec() for item in given],
             [what.spec for what in whats],
@@ -156,8 +158,8 @@ def _interruptible(out: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def _progress() -> Iterator[Watch | None]:
-    """A bar on a terminal, on standard error so that results can be piped; nothing elsewhere."""
+def _progress(count: int) -> Iterator[Watch | None]:
+    """A bar for each of `count` evaluations on a terminal, on standard error so that results can be piped."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -170,8 +172,9 @@ def _progress() -> Iterator[Watch | None]:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         current = bar.add_task("loading", total=None)
+        numbers = itertools.count(1)
 
         def begin(what: str, responses: int) -> None:
-            bar.reset(current, description=what, total=responses)
+            bar.reset(current, description=f"{next(numbers)}/{count} {what}", total=responses)
 
         yield Watch(begin, lambda responses: bar.advance(current, responses))

@@ -63,9 +63,9 @@ class What:
 
 def source(name: str, which: str) -> Source:
     """A run directory, RUN/checkpoints/step-000010, or anything the model loader takes."""
-    path, name = Path(name), name.rstrip("/") or name
+    path, name = Path(name).absolute(), name.rstrip("/") or name
     if (path / "config.toml").is_file():
-        return Source(name, path, which)
+        return Source(name, Path(name), which)
     if CHECKPOINT.fullmatch(path.name) and path.parent.name == "checkpoints":
         return Source(name, path.parent.parent, path.name)
     return Source(name, None, which)

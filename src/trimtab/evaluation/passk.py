@@ -14,6 +14,7 @@ from trimtab.errors import TrimtabError
 
 RESAMPLES = 2000
 LEVEL = 0.95
+BLOCK = 1 << 20  # drawn problems held at a time
 
 
 class Estimate(NamedTuple):
@@ -64,8 +65,16 @@ def estimates(tasks: Sequence[ArrayLike], *, seed: int) -> list[Estimate]:
 
 def _resampled_means(data: NDArray[np.float64], *seed: int) -> NDArray[np.float64]:
     """(problems, ...) -> (resamples, ...)."""
-    rng = np.random.default_rng(seed)
-    return np.stack([data[rng.integers(len(data), size=len(data))].mean(axis=0) for _ in range(RESAMPLES)])
+    rng, count = np.random.default_rng(seed), len(data)
+    block = max(1, BLOCK // count)
+    means = []
+    for first in range(0, RESAMPLES, block):
+        rows = min(block, RESAMPLES - first)
+        drawn = rng.integers(count, size=(rows, count)) + count * np.arange(rows)[:, None]
+        # How often each problem was drawn, then one matrix product: no copy of the data for each resample.
+        times = np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count)
+        means.append(times @ data / count)
+    return np.concatenate(means)
 
 
 def _tails(level: float) -> list[float]:

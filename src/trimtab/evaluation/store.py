@@ -71,16 +71,16 @@ class Store:
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         path = self.folder / SETTINGS
-        if not path.exists():
+        if path.exists() and any((self.folder / PARTS).iterdir()):
+            _require_equal(_read(path), settings, self.folder)
+        else:  # a command that failed before it measured anything binds nobody
             _write(path, json.dumps(settings, indent=1))
-            return
-        _require_equal(_read(path), settings, self.folder)
 
 
 class PartFile:
     """Batches of one evaluation; a line is appended, and on the disk, before the next batch begins.
 
-    A line that a kill or a full disk cut off is dropped when the file is opened.
+    A line that a kill or a full disk cut off is dropped when the file is opened. The first batch brings the header.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
@@ -92,10 +92,9 @@ class PartFile:
             if len(whole) < len(data):
                 os.truncate(path, len(whole))
         lines = whole.decode().splitlines()
-        if not lines:
-            self._append(header)
-            return
-        _require_equal(_parsed(lines[0], path), header, path)
+        self._header = None if lines else header
+        for line in lines[:1]:
+            _require_equal(_parsed(line, path), header, path)
         for line in lines[1:]:
             number, part = _part(_parsed(line, path), path)
             self._parts[number] = part
@@ -106,14 +105,16 @@ class PartFile:
 
     def append(self, number: int, part: Part) -> None:
         """Keep batch `number`. Raises `TrimtabError` if the disk is full; what was kept before stays readable."""
-        self._append({"part": number, **asdict(part)})
+        records = [] if self._header is None else [self._header]
+        records.append({"part": number, **asdict(part)})
+        self._append(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        self._header = None
         self._parts[number] = part
 
-    def _append(self, record: Mapping[str, Any]) -> None:
+    def _append(self, data: bytes) -> None:
         with _explained(self.path), self.path.open("ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             try:
-                data = json.dumps(record).encode() + b"\n"
                 while data:  # a nearly full disk takes a part of it
                     data = data[file.write(data) :]
                 os.fsync(file.fileno())

@@ -5,32 +5,19 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from rich.console import Console
+from tests.unit.evaluation.support import Characters, said
 
 from trimtab import rewards, tasks
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import evaluate
 from trimtab.rollout.fake import FakeEngine
-from trimtab.types import Completion, Sampling
+from trimtab.types import Sampling
 
 TASK = tasks.build("arithmetic", holdout=3)
 FOUR = Sampling(temperature=1.0, max_tokens=8, stop=TASK.stop)
 GREEDY = Sampling(temperature=0.0, max_tokens=8, stop=TASK.stop)
-
-
-class Characters:
-    bos_token = None
-
-    def __call__(self, text, add_special_tokens):
-        assert not add_special_tokens
-        return {"input_ids": list(text.encode())}
-
-
-def said(text, finish="stop"):
-    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
-    return Completion(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int64), finish, text)
 
 
 def script(*wrong_ones):
@@ -102,6 +89,7 @@ def test_reports_say_the_same_and_are_plain_data():
     assert data["accuracy"] == pytest.approx(0.5)
     assert data["accuracy_low"] <= 0.5 <= data["accuracy_high"]
     assert data["pass"]["2"] == pytest.approx(result.pass_at(2))
+    assert data["pass_low"]["4"] <= data["pass"]["4"] <= data["pass_high"]["4"]
     assert data["counts"][1] == [TASK.test[1].id, 2, 4]
     markdown = result.markdown()
     assert "| accuracy (avg@4) | 0.500" in markdown
@@ -115,9 +103,9 @@ def test_progress_and_seeds_of_calls():
     seeds = []
 
     class Listening(FakeEngine):
-        def generate(self, prompts, samples, sampling, *, seed):
+        def generate(self, prompts, samples, sampling, *, seed, prefixes=None):
             seeds.append(seed)
-            return super().generate(prompts, samples, sampling, seed=seed)
+            return super().generate(prompts, samples, sampling, seed=seed, prefixes=prefixes)
 
     task = tasks.build("arithmetic", holdout=130)
     engine = Listening({problem.id: [said(" 7")] for problem in task.test})
@@ -129,6 +117,25 @@ def test_progress_and_seeds_of_calls():
         )  # fmt: skip
     assert seen == [(64, 130), (128, 130), (130, 130)]
     assert len(set(seeds)) == 3
+
+
+def test_many_samples_are_drawn_in_small_calls():
+    """512 samples x 128 problems at once would hold 65,536 responses."""
+    calls = []
+
+    class Counting(FakeEngine):
+        def generate(self, prompts, samples, sampling, *, seed, prefixes=None):
+            calls.append(len(prompts) * samples)
+            return super().generate(prompts, samples, sampling, seed=seed, prefixes=prefixes)
+
+    task = tasks.build("arithmetic", holdout=5)
+    engine = Counting({problem.id: [said(" 7")] for problem in task.test})
+    with rewards.build([], task) as scorer:
+        result = evaluate(
+            engine, Characters(), task, scorer, problems=task.test, samples=512, sampling=FOUR, seed=0
+        )  # fmt: skip
+    assert calls == [1024, 1024, 512]
+    assert [problem.scored for problem in result.problems] == [512] * 5
 
 
 def test_refusals():
