@@ -3,8 +3,8 @@
     python benchmarks/oapl_lag.py --out runs/oapl-lag
 
 Both methods get the same 1200 optimizer updates of 16 x 8 responses; the sampler's weights are refreshed only every L
-updates. Held-out greedy accuracy on 128 problems, and pass@k from 512 samples of 64 problems. An interrupted run goes on
-where it stopped. Writes docs/images/oapl-lag.png with `--figure`.
+updates. Held-out greedy accuracy on 128 problems, and pass@k from 512 samples of 64 problems. An interrupted run goes
+on where it stopped. `--figure docs/images/oapl-lag.png` draws it.
 """
 
 from __future__ import annotations

@@ -23,6 +23,9 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 # Objectives whose data or model the trainer makes from a section of its own.
 COMPANIONS = {"token-alp": "perturbation", "seq-alp": "perturbation", "soup": "prefix", "luffy": "expert"}
 
+# The keys that choose a part, each with the sections that belong to the part.
+NAMES = {"objective.name": ("objective", "advantage", *sorted({*COMPANIONS.values()})), "task.name": ("task",)}
+
 
 class Section(BaseModel):
     """A closed section: unknown keys are errors, values cannot change after the check."""
@@ -256,7 +259,8 @@ def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
     base, changes = _base(data, overrides)
     if base is not None:
         data = _merge(_read(base), data)
-    for override in changes:
+    # Names first: what a part is decides which of its keywords are left to be changed.
+    for override in sorted(changes, key=lambda change: parse_override(change)[0] not in NAMES):
         _override(data, override)
     return check_config(data, where)
 
@@ -332,8 +336,10 @@ def parse_override(override: str) -> tuple[str, Any]:
 def _override(data: dict[str, Any], override: str) -> None:
     key, value = parse_override(override)
     *parents, leaf = key.split(".")
-    if key in ("objective.name", "task.name") and data.get(parents[0], {}).get("name") != value:
-        data[parents[0]] = {}  # another part starts from its own defaults, not from its predecessor's keywords
+    if key in NAMES and data.get(parents[0], {}).get("name") != value:
+        # Another part starts from its own defaults, not from its predecessor's keywords and sections.
+        for section in NAMES[key]:
+            data.pop(section, None)
     for parent in parents:
         child = data.setdefault(parent, {})
         if not isinstance(child, dict):

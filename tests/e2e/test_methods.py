@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trimtab import train
 from trimtab.config import load_config
 from trimtab.diagnostics.catalog import undocumented
 from trimtab.errors import TrimtabError
 from trimtab.models.load import load
 from trimtab.training import checkpoint, trajectories
+from trimtab.training.run import train
 from trimtab.training.rundir import read_metrics
 from trimtab.training.sft import laboratory_folder
 
@@ -91,15 +91,14 @@ def test_noise_changes_training_but_never_leaves_the_trainer(tmp_path: Path) -> 
     assert noisy.keys() == clean.keys()
     assert weights(tmp_path / "noisy", "perturbation").keys()
     # Sampled before the first update: the same responses and log-probs with and without noise.
-    first = [trajectories.read(tmp_path / name / "trajectories" / "step-000001.parquet") for name in ("noisy", "clean")]
-    for left, right in zip(*first, strict=True):
-        np.testing.assert_array_equal(
-            left.trajectory.completion.logp_behavior, right.trajectory.completion.logp_behavior
-        )
+    files = [tmp_path / name / "trajectories" / "step-000001.parquet" for name in ("noisy", "clean")]
+    for left, right in zip(*map(trajectories.read, files), strict=True):
+        sampled = left.trajectory.completion.logp_behavior
+        np.testing.assert_array_equal(sampled, right.trajectory.completion.logp_behavior)
         assert left.logp_current is not None
         assert left.logp_perturbed is not None
         # The probe is clean (the sampler's own policy), the perturbed one is not.
-        np.testing.assert_allclose(left.logp_current, left.trajectory.completion.logp_behavior, atol=1e-4)
+        np.testing.assert_allclose(left.logp_current, sampled, atol=1e-4)
         assert np.abs(left.logp_perturbed - left.logp_current).max() > 1e-3
 
 
@@ -189,15 +188,15 @@ def test_luffy_joins_one_gold_answer_to_every_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "override", "named"),
     [
-        ("token-alp", "objective.name=dapo", r"\[perturbation\] needs an objective over the behavior policy"),
+        ("m2po", "objective.name=dapo perturbation.std=0.1", r"\[perturbation\] needs an objective over the behavior"),
         ("token-alp", "perturbation.layers=7-9", "layers"),
-        ("soup", "objective.name=token-tis", r"\[prefix\] needs an objective over the behavior policy"),
-        ("soup", "objective.name=oapl", "one behavior policy per sample"),
+        ("soup", "objective.name=token-tis prefix.ratio=0.1", r"\[prefix\] needs an objective over the behavior"),
+        ("soup", "objective.name=oapl prefix.ratio=0.1", "one behavior policy per sample"),
         ("soup", "trainer.sync_every=4", "sync_every"),
         ("soup", "trainer.max_lag=2", "prefix.refresh = 8"),
         ("soup", "prefix.share=3", "share"),
         ("soup", "prefix.rule=nonsense", "nonsense"),
-        ("luffy", "objective.name=grpo", r"\[expert\] needs an objective"),
+        ("luffy", "objective.name=grpo expert.path=gold", r"\[expert\] needs an objective"),
         ("luffy", "expert.per_group=4", "no sampled response"),
         ("luffy", "expert.path=absent.jsonl", "absent.jsonl"),
         ("luffy", "advantage.value_beta=1.0", "value_beta"),
@@ -205,7 +204,7 @@ def test_luffy_joins_one_gold_answer_to_every_group(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_is_refused(recipe: str, override: str, named: str, tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match=named):
-        train(load_config(recipe, [*SMALL, override]), out=tmp_path / "run")
+        train(load_config(recipe, [*SMALL, *override.split()]), out=tmp_path / "run")
 
 
 def test_the_laboratory_folder_is_what_these_runs_start_from() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.config import COMPANIONS, load_config, recipe_names
+from trimtab.config import COMPANIONS, PerturbationConfig, load_config, recipe_names
 from trimtab.errors import TrimtabError
 
 
@@ -50,6 +50,19 @@ def test_a_user_s_own_recipe_may_build_on_a_shipped_one(tmp_path: Path) -> None:
 def test_a_base_that_cannot_be_is_refused(base: str, named: str) -> None:
     with pytest.raises(TrimtabError, match=named):
         load_config("quickstart", [f"base={base}"])
+
+
+def test_another_objective_leaves_its_predecessor_s_sections_behind_in_any_order() -> None:
+    for overrides in (
+        ["objective.name=dapo", "objective.clip_high=0.3"],
+        ["objective.clip_high=0.3", "objective.name=dapo"],
+    ):
+        config = load_config("token-alp", overrides)
+        assert config.perturbation is None
+        assert config.objective.keywords == {"clip_high": 0.3}
+    assert load_config(
+        "token-alp", ["objective.name=seq-alp", "perturbation.std=0.5"]
+    ).perturbation == PerturbationConfig(std=0.5)
 
 
 @pytest.mark.parametrize(("objective", "section"), COMPANIONS.items())

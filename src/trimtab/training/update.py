@@ -145,11 +145,10 @@ class Learner:
         """Step the optimizer unless the loss or the gradient is not finite; then skip, count, and in the end stop."""
         stats.lr = learning_rate(self.config.optim, self.updates, self.total_updates)
         set_learning_rate(self.optimizer, stats.lr)
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        # The noise has a group of its own: its gradient must not scale the policy's.
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], self.config.optim.grad_clip)
-        )
+        # The first group is the policy's. The noise has one of its own: its gradient must not scale the policy's, and a
+        # log sigma of -inf is how a layer without noise is written.
+        parameters = self.optimizer.param_groups[0]["params"]
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.optim.grad_clip))
         if math.isfinite(loss) and math.isfinite(norm):
             self.optimizer.step()
             # A finite step can still overflow the weights; nothing that follows could be trusted or saved.
