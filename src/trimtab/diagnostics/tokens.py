@@ -67,11 +67,12 @@ def envelope(logp_behavior: np.ndarray, log_ratio: np.ndarray) -> Envelope:
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
     """Correlation of two arrays (count,); NaN when one of them is constant or has fewer than two entries."""
-    if len(x) < 2:
+    # Compared exactly: a constant less its rounded mean is not quite 0, and would correlate perfectly.
+    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return float("nan")
-    x, y = x.astype(np.float64) - x.mean(dtype=np.float64), y.astype(np.float64) - y.mean(dtype=np.float64)
-    spread = float(np.sqrt(np.square(x).sum() * np.square(y).sum()))
-    return float((x * y).sum()) / spread if spread > 0 else float("nan")
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    x, y = x - x.mean(), y - y.mean()
+    return float((x * y).sum() / np.sqrt(np.square(x).sum() * np.square(y).sum()))
 
 
 def plane(x: np.ndarray, y: np.ndarray, bins: int) -> np.ndarray:
