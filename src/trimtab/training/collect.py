@@ -227,8 +227,9 @@ def _is_external(answer: Completion) -> bool:
     return bool(len(answer.policy_version)) and int(answer.policy_version[0]) == EXTERNAL
 
 
-def _oldest(group: Group) -> int:
-    return min(int(trajectory.completion.policy_version.min()) for trajectory in group)
+def _oldest(group: Group) -> float:
+    """The oldest policy that wrote in the group; external traces have none and do not age."""
+    return min((int(t.completion.policy_version.min()) for t in group if not t.off_policy), default=math.inf)
 
 
 def has_signal(group: Group) -> bool:

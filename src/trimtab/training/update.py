@@ -119,7 +119,7 @@ class Learner:
             anchor = self._anchor(micro, scores, clean)
             if anchor is not None:
                 if measure:
-                    measured = mismatch(anchor, micro.behavior, _sampled(micro))
+                    measured = mismatch(anchor, micro.behavior, micro.on_policy)
                     stats.mismatch = measured if stats.mismatch is None else stats.mismatch + measured
                 self._remember(micro, anchor, None if clean is None else scores.logp.detach(), stats, version)
             stats.tokens += int(micro.tokens.response_mask.sum())
@@ -239,11 +239,6 @@ class Learner:
             return
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             yield
-
-
-def _sampled(micro: MicroBatch) -> torch.Tensor:
-    """Trained tokens that a sampler of this run wrote: only these can show a mismatch."""
-    return micro.mask if micro.off_policy is None else micro.mask & ~micro.off_policy
 
 
 class DivergedError(TrimtabError):

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +41,19 @@ def test_keep_sets_travel_with_their_tokens() -> None:
     kept = to_tensors(rows, (0, 1), pad_id=0, device=CPU).kept
     assert kept is not None
     assert kept.tolist() == [[[5, 4], [6, -1]], [[5, 3], [-1, -1]]]
+
+
+def test_external_traces_are_marked_token_by_token_and_keep_their_nan() -> None:
+    sampled, trace = trajectory(0, [5, 6, 7]), trajectory(0, [5, 6], logp=float("nan"))
+    cut = replace(trace, off_policy=True, loss_mask=np.array([True, False]))
+    micro = to_tensors([sampled, trace, cut], (2, 0), pad_id=0, device=CPU)
+    assert micro.off_policy.tolist() == [[True, True, False], [False, False, False]]
+    assert micro.on_policy.tolist() == [[False, False, False], [True, True, True]]
+    assert micro.mask.tolist() == [[True, False, False], [True, True, True]]
+    assert micro.behavior.isnan().tolist() == [[True, True, False], [False, False, False]]
+    plain = to_tensors([sampled, trace, cut], (0,), pad_id=0, device=CPU)
+    assert not plain.off_policy.any()
+    assert torch.equal(plain.on_policy, plain.mask)
 
 
 def test_micro_batches_count_shared_prompts_once_and_padding_fully() -> None:

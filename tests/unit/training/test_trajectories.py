@@ -134,6 +134,60 @@ def test_columns_nobody_has_are_absent(tmp_path: Path) -> None:
     assert same(found.logp_current, bare.logp_current)
 
 
+def external(**changes: Any) -> Row:
+    """A row whose response no policy of the run wrote."""
+    known = row(**changes)
+    completion = dataclasses.replace(
+        known.trajectory.completion,
+        logp_behavior=floats(float("nan"), float("nan"), float("nan")),
+        policy_version=ints(-1, -1, -1),
+        entropy=None,
+    )
+    return dataclasses.replace(
+        known, trajectory=dataclasses.replace(known.trajectory, completion=completion, off_policy=True)
+    )
+
+
+def test_external_traces_are_marked_where_there_are_any(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    trajectories.write(path, [row(), external()], 1)
+    assert pq.read_schema(path).field("off_policy").type.equals(pa.bool_())
+    found = trajectories.read(path)
+    assert [item.trajectory.off_policy for item in found] == [False, True]
+    assert all(map(same, found, [row(), external()]))
+    # Every list has the length of its response, for readers that lay columns side by side.
+    table = pq.read_table(path).to_pydict()
+    assert [len(entropy) for entropy in table["entropy"]] == [3, 3]
+    assert np.isnan(table["entropy"][1]).all()
+    assert np.isnan(table["logp_behavior"][1]).all()
+    trajectories.write(path, [row()], 1)
+    assert "off_policy" not in pq.read_schema(path).names
+
+
+def test_pending_external_traces_stay_external() -> None:
+    pending = [row().trajectory, external().trajectory]
+    found = trajectories.from_bytes(trajectories.to_bytes(pending))
+    assert [item.off_policy for item in found] == [False, True]
+    assert all(map(same, found, pending))
+
+
+def test_a_sampled_response_without_entropy_is_still_half_a_column() -> None:
+    bare = row().trajectory
+    bare = dataclasses.replace(bare, completion=dataclasses.replace(bare.completion, entropy=None))
+    with pytest.raises(ValueError, match="entropy: 2 of 3 rows have it"):
+        trajectories.to_bytes([row().trajectory, external().trajectory, bare])
+
+
+def test_perturbed_log_probs_come_back_beside_the_clean_ones(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    probed = row(logp_perturbed=floats(-0.3, -0.4, -12.25))
+    trajectories.write(path, [probed], 1)
+    assert pq.read_schema(path).field("logp_perturbed").type.equals(pa.list_(pa.float32()))
+    assert same(trajectories.read(path)[0], probed)
+    trajectories.write(path, [row()], 1)
+    assert "logp_perturbed" not in pq.read_schema(path).names
+
+
 @pytest.mark.parametrize("name", ["logp_proximal", "logp_current", "advantage", "proximal_version"])
 def test_half_a_column_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: 1 of 2 rows have it"):
@@ -141,10 +195,15 @@ def test_half_a_column_is_refused(tmp_path: Path, name: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["logp_proximal", "logp_current"])
+def test_half_a_column_of_perturbed_log_probs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="logp_perturbed: 1 of 2 rows have it"):
+        trajectories.write(tmp_path / "a.parquet", [row(logp_perturbed=floats(0, 0, 0)), row()], 1)
+
+
+@pytest.mark.parametrize("name", ["logp_proximal", "logp_current", "logp_perturbed"])
 def test_every_list_has_the_length_of_the_response(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} of row 1 has 2 entries for 3 response tokens"):
-        trajectories.write(tmp_path / "a.parquet", [row(), row(**{name: floats(0, 0)})], 1)
+        trajectories.write(tmp_path / "a.parquet", [row(**{name: floats(0, 0, 0)}), row(**{name: floats(0, 0)})], 1)
 
 
 def test_lengths_inside_the_trajectory_are_checked_too() -> None:
@@ -184,7 +243,7 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
 
 @st.composite
 def some_trajectories(draw: st.DrawFn) -> list[Trajectory]:
-    """Trajectories of any content; `entropy` and `kept` are there for all or for none."""
+    """Trajectories of any content; `kept` is there for all or none, `entropy` for all that were sampled or none."""
     with_entropy, with_kept = draw(st.booleans()), draw(st.booleans())
     text = st.text(max_size=4)
     number = st.floats(width=64)
@@ -193,7 +252,7 @@ def some_trajectories(draw: st.DrawFn) -> list[Trajectory]:
         return draw(hnp.arrays(kind, size))
 
     def one() -> Trajectory:
-        size = draw(st.integers(0, 4))
+        size, off_policy = draw(st.integers(0, 4)), draw(st.booleans())
         kept = tuple(array(np.int64, draw(st.integers(0, 3))) for _ in range(size))
         return Trajectory(
             prompt=Prompt(Problem(draw(text), draw(text), draw(text)), draw(text), array(np.int64, 2)),
@@ -204,7 +263,7 @@ def some_trajectories(draw: st.DrawFn) -> list[Trajectory]:
                 policy_version=array(np.int64, size),
                 finish=draw(st.sampled_from(["stop", "length", "abort"])),
                 text=draw(text),
-                entropy=array(np.float32, size) if with_entropy else None,
+                entropy=array(np.float32, size) if with_entropy and not off_policy else None,
                 kept=kept if with_kept else None,
             ),
             sampling=Sampling(
@@ -220,6 +279,7 @@ def some_trajectories(draw: st.DrawFn) -> list[Trajectory]:
             loss_mask=array(np.bool_, size),
             reward=draw(number),
             rewards=draw(st.dictionaries(text, number, max_size=2)),
+            off_policy=off_policy,
         )
 
     return [one() for _ in range(draw(st.integers(0, 3)))]
