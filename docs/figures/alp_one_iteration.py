@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from canvas import BLUE, IMAGES, RC, VERMILLION, label, save, table
+from canvas import BLUE, GREEN, IMAGES, RC, VERMILLION, label, save, table
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
@@ -173,49 +173,60 @@ def _rewards(outcomes: Sequence[Outcome]) -> str:
 
 
 def draw(found: Mapping[str, Mapping[str, Sequence[Outcome]]], out: Path) -> None:
-    """Rows: sampler precision; columns: strength of the noise. Both bands in every panel, all seeds pooled."""
+    """Rows: precision of the sampler; columns: what was changed. The plain bypass is in every panel; seeds pooled."""
     first = next(iter(found.values()))
-    noisy = [name for name in first if name.startswith("token-alp")]
+    plain, *others = first
     with plt.rc_context(RC):
         figure, axes = plt.subplots(
-            len(found), len(noisy), figsize=(2.7 * len(noisy), 2.9 * len(found)), sharex=True, sharey=True,
+            len(found), len(others), figsize=(2.7 * len(others), 2.9 * len(found)), sharex=True, sharey=True,
             squeeze=False, constrained_layout=True,
         )  # fmt: skip
         for line, (dtype, arms) in zip(axes, found.items(), strict=True):
-            bypass = next(iter(arms.values()))
-            for place, name in zip(line, noisy, strict=True):
-                _band(place, bypass, VERMILLION, filled=False)
-                _band(place, arms[name], BLUE, filled=True)
+            for place, name in zip(line, others, strict=True):
+                color = BLUE if "σ" in name else GREEN
+                _band(place, arms[plain], VERMILLION, filled=False)
+                _band(place, arms[name], color, filled=True)
                 place.axhline(0, color="#bbbbbb", linewidth=0.8)
                 place.set(xscale="log")
+                place.margins(y=0.14)
+                reward = f"held-out {_mean(arms[name], 'before'):.2f} → {_mean(arms[name], 'after'):.2f}"
+                label(place, 0.03, 0.03, reward, color, transform=place.transAxes)
             line[0].set_ylabel(f"{dtype} sampler\nlog π final - log μ, nats")
-            _mark(line[0])
-        for place, name in zip(axes[0], noisy, strict=True):
-            place.set_title(name.replace("token-alp, σ =", "noise σ ="))
+            words = f"held-out {_mean(arms[plain], 'before'):.2f} → {_mean(arms[plain], 'after'):.2f}"
+            label(
+                line[0],
+                0.03,
+                0.97,
+                f"plain bypass (dashed),\n{words}",
+                VERMILLION,
+                va="top",
+                transform=line[0].transAxes,
+            )
+        for place, name in zip(axes[0], others, strict=True):
+            place.set_title(name.removeprefix("token-bypass, ").replace("token-alp, σ", "noise, σ"))
         for place in axes[-1]:
             place.set_xlabel("sampler's probability μ of the token")
         save(figure, out)
 
 
+def _mean(outcomes: Sequence[Outcome], name: str) -> float:
+    return float(np.mean([getattr(outcome, name) for outcome in outcomes]))
+
+
 def _band(axes: Axes, outcomes: Sequence[Outcome], color: str, *, filled: bool) -> None:
     shape = envelope(np.concatenate([o.behavior for o in outcomes]), np.concatenate([o.ratio for o in outcomes]))
+    style = "-" if filled else "--"
     if filled:
         axes.fill_between(shape.probability, shape.low, shape.high, color=color, alpha=0.25, linewidth=0)
-    axes.plot(shape.probability, shape.median, color=color, linewidth=1.2, linestyle="-" if filled else "--")
-    for edge in (shape.low, shape.high):
-        axes.plot(shape.probability, edge, color=color, linewidth=1.5, linestyle="-" if filled else "--")
-
-
-def _mark(axes: Axes) -> None:
-    label(axes, 0.03, 0.10, "with noise: 2nd to 98th percentile", BLUE, transform=axes.transAxes)
-    label(axes, 0.03, 0.03, "without (dashed)", VERMILLION, transform=axes.transAxes)
+    for curve, width in ((shape.low, 1.6), (shape.median, 1.1), (shape.high, 1.6)):
+        axes.plot(shape.probability, curve, color=color, linewidth=width, linestyle=style)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="16 updates on one batch, with and without layerwise noise.")
     parser.add_argument("--model", choices=list(SETTINGS), default="laboratory")
-    parser.add_argument("--seeds", type=int, default=8, help="0, 1, ...: each has its own rollouts and noise")
-    parser.add_argument("--std", type=float, nargs="+", default=[1e-6, 1e-4, 1e-3, 1e-2, 1e-1])
+    parser.add_argument("--seeds", type=int, default=4, help="0, 1, ...: each has its own rollouts and noise")
+    parser.add_argument("--std", type=float, nargs="+", default=[1e-4, 1e-3, 1e-2, 1e-1])
     parser.add_argument("--samplers", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--rate", type=float, default=1.0, help="multiplies the learning rate of every arm")
     parser.add_argument("--out", type=Path, default=IMAGES / "alp-one-iteration.png")
