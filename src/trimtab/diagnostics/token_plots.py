@@ -28,6 +28,8 @@ def envelope_svg(found: Mapping[int, Envelope]) -> str:
         for (step, part), (color, fill, style) in zip(found.items(), _ENDS[-len(found) :], strict=True):
             marker = "o" if len(part.probability) < 4 else None
             axes.fill_between(part.probability, part.low, part.high, color=fill, alpha=0.25, linewidth=0)
+            if marker:  # a band over so few bins has hardly an area
+                axes.vlines(part.probability, part.low, part.high, color=color, linewidth=0.7)
             for edge in (part.low, part.high):
                 axes.plot(part.probability, edge, color=color, linewidth=0.7, marker=marker, markersize=2)
             axes.plot(

@@ -56,7 +56,7 @@ def _note(seen: Seen) -> str:
         (seen.external, "of external traces, which have no behavior policy"),
         (seen.nonfinite, "with a log-prob that is not finite"),
     ]
-    left = " and ".join(f"{count:,} {why}" for count, why in out if count)
+    left = ", and ".join(f"{count:,} {why}" for count, why in out if count)
     return f"{text} Left out: {left}." if left else text
 
 

@@ -95,7 +95,7 @@ def test_external_traces_and_broken_rows_are_counted_and_change_nothing(folder: 
     section = _section(folder)
     assert section["note"] == (
         "From the trajectory files of step 1: 22 responses. Left out: 1 of external traces, which have no behavior "
-        "policy and 1 with a log-prob that is not finite."
+        "policy, and 1 with a log-prob that is not finite."
     )
     assert section["charts"] == clean["charts"]
 
