@@ -1,0 +1,226 @@
+"""`trimtab eval` with the laboratory model: tables, a real kill, checkpoints of a run, and relay sampling."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trimtab import rewards, tasks
+from trimtab.evaluation import ModelSpec, Settings, TaskSpec, compare, evaluate
+from trimtab.evaluation.relay import Relay
+from trimtab.models import load as models
+from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.training.run import train
+from trimtab.training.rundir import read_metrics
+from trimtab.training.sft import laboratory_folder
+from trimtab.types import Sampling
+
+pytestmark = pytest.mark.e2e
+KILLER = Path(__file__).with_name("eval_killed.py")
+WORDS = ["eval", "laboratory", "--task", "sort:holdout=100", "--samples", "32", "--greedy", "--dtype", "float32"]
+PARTS = 2 + 4  # 100 problems: 64 a greedy batch, 32 of 32 samples
+
+
+def trimtab(*words: str, cwd: Path, killer: tuple[str, int] | None = None) -> subprocess.CompletedProcess[str]:
+    program = ["-m", "trimtab"] if killer is None else [str(KILLER), killer[0], str(killer[1])]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *program, *words], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def without_seconds(text: str) -> Any:
+    return json.loads(text, object_hook=lambda item: {key: value for key, value in item.items() if key != "seconds"})
+
+
+def batches(folder: Path) -> int:
+    """Finished batches on the disk: whole lines but the headers."""
+    files = list((folder / "parts").iterdir()) if (folder / "parts").is_dir() else []
+    return sum(file.read_bytes().count(b"\n") for file in files) - sum(b"\n" in file.read_bytes() for file in files)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The uninterrupted evaluation, without --out."""
+    laboratory_folder()
+    done = trimtab(*WORDS, "--json", cwd=tmp_path_factory.mktemp("whole"))
+    assert done.returncode == 0, done.stderr
+    return without_seconds(done.stdout)
+
+
+@pytest.mark.parametrize("killer", [("inside", 1), ("between", 3), ("inside", 5), ("between", PARTS)])
+def test_a_kill_costs_one_batch_and_changes_no_bit(tmp_path: Path, whole: Any, killer: tuple[str, int]) -> None:
+    moment, number = killer
+    killed = trimtab(*WORDS, "--out", "kept", cwd=tmp_path, killer=killer)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert batches(tmp_path / "kept") == number - (moment == "inside")
+    assert not (tmp_path / "kept" / "results.json").exists()
+
+    again = trimtab(*WORDS, "--out", "kept", "--json", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert without_seconds(again.stdout) == whole
+    assert without_seconds((tmp_path / "kept" / "results.json").read_text()) == whole
+    assert batches(tmp_path / "kept") == PARTS
+
+
+def test_other_settings_and_other_weights_are_refused(tmp_path: Path) -> None:
+    words = ["--task", "sort:holdout=100", "--problems", "8", "--samples", "2", "--out", "kept"]
+    done = trimtab("eval", "laboratory", *words, "--markdown", "first.md", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    kept = {path: path.read_bytes() for path in (tmp_path / "kept").rglob("*") if path.is_file()}
+    refusals = {
+        ("laboratory", *words, "--seed", "1"): "kept was measured with seed = 0, this command has 1",
+        ("laboratory", *words, "--temperature", "0.5"): "temperature = 1.0, this command has 0.5",
+        ("laboratory", *words, "--set", "seed=3"): 'task.options.seed = nothing, this command has "3"',
+    }
+    for changed, line in refusals.items():
+        done = trimtab("eval", *changed, cwd=tmp_path)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+        assert line in done.stderr
+    assert {path: path.read_bytes() for path in (tmp_path / "kept").rglob("*") if path.is_file()} == kept
+    more = trimtab("eval", "laboratory", *words, "--greedy", "--markdown", "-", cwd=tmp_path)
+    assert more.returncode == 0, more.stderr
+    assert "sort greedy" in more.stdout, "a column may be added"
+    assert (tmp_path / "kept" / "results.md").read_text() == more.stdout
+    assert "sort greedy" not in (tmp_path / "first.md").read_text()
+
+
+RECIPE = {
+    "threads": 1,
+    "model": {"path": "laboratory", "dtype": "float32", "autocast": "none"},
+    "task": {"name": "sort"},
+    "engine": {"dtype": "float32"},
+    "optim": {"lr": 1e-3},
+    "trainer": {"steps": 3, "prompts": 4, "samples": 4},
+    "eval": {"problems": 48, "every": 1, "best": "eval/sort/greedy"},
+    "checkpoint": {"every": 1, "keep": 3},
+    "log": {"trajectories_every": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose policy changes a lot from one checkpoint to the next."""
+    return train(_config(), out=tmp_path_factory.mktemp("runs") / "run").run
+
+
+def _config() -> Any:
+    from trimtab.config import load_config
+
+    return load_config(RECIPE)
+
+
+def test_a_run_its_checkpoints_and_its_start_side_by_side(trained: Path, tmp_path: Path) -> None:
+    steps = [f"{trained}/checkpoints/step-{step:06d}" for step in (1, 2, 3)]
+    done = trimtab("eval", str(trained), *steps, "--problems", "48", "--out", "kept", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = {item["model"]: item["accuracy"] for item in json.loads(done.stdout)["results"]}
+    logged = {row["step"]: row["eval/sort/greedy"] for row in read_metrics(trained / "metrics.jsonl")}
+    # The trainer's own measurements: same problems, same weights, greedy, float32.
+    assert [found[name] for name in steps] == [logged[1], logged[2], logged[3]]
+    assert found[str(trained)] == logged[3]
+    assert len(set(logged.values())) > 1, "the checkpoints differ, so naming the wrong one would show"
+    best = trimtab("eval", str(trained), "--which", "best", "--problems", "48", "--json", cwd=tmp_path)
+    [result] = json.loads(best.stdout)["results"]
+    assert (result["model"], result["accuracy"]) == (f"{trained} (best)", max(logged.values()))
+    absent = trimtab("eval", f"{trained}/checkpoints/step-000009", cwd=tmp_path)
+    assert (absent.returncode, len(absent.stderr.splitlines())) == (2, 1)
+    assert "step-000009" in absent.stderr
+
+
+def test_the_same_name_with_new_weights_is_refused(trained: Path, tmp_path: Path) -> None:
+    """A run that trained on is another model; the kept counts are not its own."""
+    import shutil
+
+    shutil.copytree(trained, tmp_path / "run")
+    words = ["eval", "run", "--problems", "8", "--out", "kept"]
+    assert trimtab(*words, cwd=tmp_path).returncode == 0
+    assert trimtab(*words, cwd=tmp_path).returncode == 0, "exported twice, it is the same model"
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
+    done = trimtab(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "model.weights" in done.stderr
+
+
+def test_relaying_by_a_run_says_which_helps(trained: Path, tmp_path: Path) -> None:
+    """A checkpoint that begins worse answers than the model must cost accuracy, and the table must say so."""
+    words = ["--task", "sort", "--problems", "32", "--samples", "16", "--dtype", "float32", "--json"]
+    done = trimtab("eval", "laboratory", *words, "--relay", f"{trained}/checkpoints/step-000003", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    found = {item["mode"]: item for item in data["results"]}
+    [gains] = data["relay"]
+    assert gains["task"] == "sort"
+    for k, gain in gains["difference"].items():
+        assert gain["value"] == pytest.approx(found["relay"]["pass"][k] - found["sampled"]["pass"][k], abs=1e-12)
+        assert gain["low"] <= gain["value"] <= gain["high"]
+    assert list(gains["difference"]) == ["1", "2", "4", "8", "16"]
+
+
+@pytest.fixture(scope="module")
+def sorter() -> tuple[EmbeddedEngine, Any]:
+    loaded = models.load(str(laboratory_folder()), dtype=torch.float32)
+    return EmbeddedEngine(loaded.model, loaded.tokenizer, "float32"), loaded.tokenizer
+
+
+class Listening:
+    """An engine that remembers what it was given and what it answered."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def generate(self, prompts: Any, samples: int, sampling: Sampling, *, seed: int, prefixes: Any = None) -> Any:
+        self.prefixes = prefixes
+        self.answers = self.engine.generate(prompts, samples, sampling, seed=seed, prefixes=prefixes)
+        return self.answers
+
+
+def test_the_first_half_of_the_tokens_is_the_relays(sorter: tuple[EmbeddedEngine, Any]) -> None:
+    untrained = models.load("laboratory", dtype=torch.float32)
+    begins = Listening(EmbeddedEngine(untrained.model, untrained.tokenizer, "float32"))
+    completes = Listening(sorter[0])
+    task = tasks.build("sort")
+    sampling = Sampling(max_tokens=task.max_tokens, stop=task.stop)
+    with rewards.build([], task) as scorer:
+        result = evaluate(
+            completes, sorter[1], task, scorer,
+            problems=task.test[:16], samples=8, sampling=sampling, seed=0, relay=Relay(begins),
+        )  # fmt: skip
+    kept, ended = [], 0
+    for own_group, whole_group in zip(begins.answers, completes.answers, strict=True):
+        for own, whole in zip(own_group, whole_group, strict=True):
+            half = len(own.response_ids) // 2
+            assert np.array_equal(whole.response_ids[:half], own.response_ids[:half])
+            assert np.array_equal(whole.logp_behavior[:half], own.logp_behavior[:half])
+            kept.append(half)
+            ended += own.finish == "stop" and len(own.response_ids) < task.max_tokens
+    assert ended > 10, "responses of many lengths, the untrained model ends where it likes"
+    assert len(set(kept)) > 3
+    assert result.prefix == pytest.approx(np.mean(kept))
+    assert result.accuracy < 0.05, "only the shortest beginnings of an untrained model can be mended, a third alone is"
+
+
+def test_a_model_that_relays_itself_samples_as_it_does_alone() -> None:
+    """Sorted lists are all equally long, so the cut tells nothing and both are draws from one distribution."""
+    folder = str(laboratory_folder())
+    settings = Settings(samples=64, problems=96, dtype="float32")
+    results = compare([folder], [TaskSpec("sort")], settings, relay=ModelSpec.of(folder))
+    alone, relay = (results.found[folder, "sort", mode] for mode in ("sampled", "relay"))
+    assert relay.prefix > 4.5
+    assert 0.2 < alone.accuracy < 0.6
+    assert [problem.correct for problem in alone.problems] != [problem.correct for problem in relay.problems]
+    # Each problem's difference is a sum of two binomials of 64; over 96 problems its mean is normal.
+    rates = np.array([problem.correct / 64 for problem in alone.problems])
+    error = float(np.sqrt((2 * rates * (1 - rates) / 64).sum())) / 96
+    assert abs(relay.accuracy - alone.accuracy) < 3 * error
+    for gain in results.gains(folder).values():
+        assert gain.low <= 0 <= gain.high

@@ -1,0 +1,138 @@
+"""What `trimtab eval` makes of its words. Real evaluations are in tests/e2e/test_eval_suite.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimtab.cli import main, sources
+from trimtab.errors import TrimtabError
+from trimtab.evaluation import TaskSpec
+from trimtab.types import RewardSpec
+
+
+def specs(*named: str, sets: tuple[str, ...] = ()) -> list[TaskSpec]:
+    return [what.spec for what in sources.tasks_of(named, sets, [])]
+
+
+def write_run(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("file", {}),
+        ("file:path=a.jsonl,format=gsm8k,holdout=1", {"path": "a.jsonl", "format": "gsm8k", "holdout": 1}),
+        ('file:path=b.jsonl,extra=["x","y"],seed=3', {"path": "b.jsonl", "extra": ["x", "y"], "seed": 3}),
+        ("file:path=c.jsonl,template='Q: {question}, A: {answer}'", {
+            "path": "c.jsonl", "template": "Q: {question}, A: {answer}",
+        }),
+        ("reasoning-gym:dataset=chain_sum,config={min_terms=2,max_terms=3}", {
+            "dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 3},
+        }),
+        ("file:path=it's,answer=that's", {"path": "it's", "answer": "that's"}),
+    ],
+)  # fmt: skip
+def test_a_task_carries_its_options(text: str, options: dict[str, object]) -> None:
+    assert specs(text) == [TaskSpec(text.partition(":")[0], options)]
+
+
+def test_several_tasks_and_set_for_a_single_one() -> None:
+    assert specs("sort:digits=8", "arithmetic") == [TaskSpec("sort", {"digits": 8}), TaskSpec("arithmetic", {})]
+    assert specs("sort:digits=8", sets=("holdout=9",)) == [TaskSpec("sort", {"digits": 8, "holdout": 9})]
+    with pytest.raises(TrimtabError, match="--set changes one task"):
+        specs("sort", "arithmetic", sets=("digits=3",))
+
+
+def test_a_recipe_brings_its_rewards_and_limits(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[task]\nname = "sort"\n[engine]\ndtype = "float32"\n[[reward]]\nname = "exact"\nweight = 2.0\n')
+    [what] = sources.tasks_of([f"{recipe}:task.digits=7,sampling.max_tokens=9"], [], [])
+    assert what.spec == TaskSpec("sort", {"digits": 7}, (RewardSpec("exact", 2.0),), 9)
+    assert what.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        (("srot",), ["'srot'", "'sort'"]),
+        (("sort:digits",), ["'digits' is no KEY=VALUE"]),
+        (("file:template=Q, A",), ["' A' is no KEY=VALUE", "quotes"]),
+        (("quickstart:task.digtis=3,taks.name=1",), ["taks", "task"]),
+        ((), ["--task is missing", "arithmetic"]),
+    ],
+)
+def test_mistakes_name_the_word(named: tuple[str, ...], words: list[str]) -> None:
+    with pytest.raises(TrimtabError) as caught:
+        sources.tasks_of(named, [], [sources.source("some-model", "last")])
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_what_a_name_stands_for(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "seed = 0\n")
+    assert (sources.source(f"{run}/", "last").run, sources.source(str(run), "best").label) == (run, f"{run} (best)")
+    step = sources.source(f"{run}/checkpoints/step-000010/", "best")
+    assert (step.run, step.which, step.label) == (run, "step-000010", f"{run}/checkpoints/step-000010")
+    for name in ("laboratory", "HuggingFaceTB/SmolLM2-135M", str(tmp_path)):
+        assert sources.source(name, "best") == sources.Source(name, None, "best")
+
+
+def test_runs_bring_their_task_and_precision(tmp_path: Path) -> None:
+    sort = '[task]\nname = "sort"\n[engine]\ndtype = "{}"\n'
+    names = [write_run(tmp_path / name, sort.format(dtype)) for name, dtype in (("a", "float32"), ("b", "float32"))]
+    runs = [sources.source(str(name), "last") for name in names]
+    whats = sources.tasks_of([], [], runs)
+    assert [what.spec.name for what in whats] == ["sort"]
+    assert sources.dtype_of(None, runs, whats) == "float32"
+    assert sources.dtype_of("bfloat16", runs, whats) == "bfloat16"
+    named = sources.tasks_of(["arithmetic"], [], runs)
+    assert sources.dtype_of(None, runs, named) == "float32", "a run is measured as it samples, whatever the task"
+    assert sources.dtype_of(None, [sources.source("laboratory", "last")], named) == "bfloat16"
+
+    other = sources.source(str(write_run(tmp_path / "c", '[task]\nname = "arithmetic"\n')), "last")
+    with pytest.raises(TrimtabError, match="different tasks"):
+        sources.tasks_of([], [], [*runs, other])
+    with pytest.raises(TrimtabError, match=r"bfloat16 and float32.*--dtype"):
+        sources.dtype_of(None, [*runs, other], whats)
+    with pytest.raises(TrimtabError, match="--task is missing"):
+        sources.tasks_of([], [], [*runs, sources.source("laboratory", "last")])
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["laboratory", "--task", "sort", "--json", "--markdown", "-"], "both want standard output"),
+        (["laboratory", "laboratory", "--task", "sort"], "'laboratory' is given twice"),
+        (["laboratory", "--task", "sort", "--task", "sort"], "'sort' is given twice"),
+        (["laboratory", "--task", "sort", "--relay", "laboratory"], "several sampled responses"),
+        (["laboratory", "--task", "sort", "--samples", "4", "--temperature", "0"], "samples = 4 at temperature 0"),
+        (["laboratory", "--task", "sort", "--dtype", "float16"], "'float16'"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_is_loaded(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main.run(["eval", *words, "--out", str(tmp_path / "out")]) == 2
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_refusing_other_settings_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "some.jsonl").write_text("{}\n")
+    (tmp_path / "settings.json").write_text(json.dumps({"format": 1, "samples": 16}))
+    program = (
+        "import sys; from trimtab.cli.main import run; "
+        f"assert run(['eval', 'laboratory', '--task', 'sort', '--samples', '8', '--out', {str(tmp_path)!r}]) == 2; "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "samples = 16, this command has 8" in done.stderr
