@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,8 @@ class Perturbation(nn.Module):
         if not 0 <= std < math.inf:
             raise TrimtabError(f"perturbation std {std} must be a number from 0 up")
         self._decoder = decoder(model)
-        self._weight = parts(model).weight if layers == LOGITS else None
+        # In a tuple: a parameter kept as an attribute would be trained, and saved, as this module's own.
+        self._head = (parts(model).weight,) if layers == LOGITS else ()
         self._chosen = [] if layers == LOGITS else choose(layers, len(self._decoder.layers))
         start = math.log(std) if std > 0 else -math.inf
         size = len(self.names)
@@ -97,23 +98,22 @@ class Perturbation(nn.Module):
             )
         self._seed = seed
         try:
-            with self._logits(seed) if self._weight is not None else self._layers(seed, watch):
+            with self._logits(seed) if self._head else self._layers(seed, watch):
                 yield
         finally:
             self._seed = None
 
     @contextmanager
     def _logits(self, seed: int) -> Iterator[None]:
-        assert self._weight is not None
         sigma = self.sigmas()[LOGITS]
-        with head.perturbed(self._weight, self.log_sigma, seed) if sigma > 0 else ExitStack():
+        with head.perturbed(*self._head, self.log_sigma, seed) if sigma != 0 else nullcontext():
             yield
 
     @contextmanager
     def _layers(self, seed: int, watch: Changes | None) -> Iterator[None]:
         layers, final_norms, dtype = self._decoder
         sigmas = {int(name): sigma for name, sigma in self.sigmas().items()}
-        first = min((index for index, sigma in sigmas.items() if sigma > 0), default=len(layers))
+        first = min((index for index, sigma in sigmas.items() if sigma != 0), default=len(layers))
         with ExitStack() as stack:
             for index, module in enumerate(layers[first:], first):
                 noise = see = None

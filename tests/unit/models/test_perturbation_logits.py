@@ -90,6 +90,7 @@ def test_a_model_with_noisy_logits(kind: str) -> None:
     model = build(kind)
     perturbation = Perturbation(model, "logits", STD)
     assert perturbation.sigmas() == pytest.approx({"logits": STD})
+    assert [name for name, _ in perturbation.named_parameters()] == list(perturbation.state_dict()) == ["log_sigma"]
     plain, other = loss(model), build(kind)
     with perturbation.attached(seed=SEED, watch=(watch := Changes())):
         noisy = loss(model)
