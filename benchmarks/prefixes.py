@@ -74,7 +74,8 @@ class Turns(Silent):
         self.seen: dict[str, list[Mapping[str, Any]]] = {name: [] for name in VARIANTS}
         self._turn = 0
 
-    def phase(self, name: str, *_: Any) -> None:
+    def phase(self, name: str, done: int, total: int) -> None:
+        del done, total
         if name == "collect":
             assert self.trainer is not None
             self.trainer.collector = self.collectors[self._name]

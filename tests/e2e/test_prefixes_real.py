@@ -1,0 +1,62 @@
+"""Prefixes on the bundled model: what follows them is what its own full forward says."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trimtab.models.load import BUNDLED, Loaded, load
+from trimtab.models.logprobs import TokenBatch, score
+from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.rollout.prefixes import cut
+from trimtab.types import Completion, Problem, Prompt, Sampling
+
+pytestmark = pytest.mark.e2e
+
+TEXTS = ("Question: What is 31 + 48?\nAnswer:", "Once upon a time", "The three primary colors are")
+SAMPLING = Sampling(max_tokens=24, ignore_stop=True)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return load(BUNDLED, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def asked(loaded: Loaded) -> list[Prompt]:
+    return [Prompt(Problem(text, text, ""), text, np.array(loaded.tokenizer(text)["input_ids"])) for text in TEXTS]
+
+
+def continued(loaded: Loaded, asked: list[Prompt], dtype: torch.dtype) -> tuple[list[list[Completion]], Any]:
+    """Responses that begin with 0, 5, 5 (the same) and 11 tokens of others, and their exact log-probs."""
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype)
+    source = engine.generate(asked, 4, SAMPLING, seed=0)
+    prefixes = [[cut(g[0], 0), cut(g[1], 5), cut(g[1], 5), cut(g[3], 11)] for g in source]
+    before = engine.prefilled
+    out = engine.generate(asked, 4, SAMPLING, seed=1, prefixes=prefixes)
+    assert engine.prefilled - before == sum(len(one.ids) for one in asked) + 3 * (5 + 11)
+    rows = [completion.response_ids for completion in chain(*out)]
+    batch = TokenBatch.pack([one.ids for one in asked], rows, [p for p in range(3) for _ in range(4)], pad_id=0)
+    with torch.no_grad():
+        return out, score(loaded.model, batch).logp.numpy()
+
+
+def test_float32_continuations_equal_a_full_forward(loaded: Loaded, asked: list[Prompt]) -> None:
+    out, exact = continued(loaded, asked, torch.float32)
+    for completion, logp in zip(chain(*out), exact, strict=True):
+        np.testing.assert_allclose(completion.logp_behavior, logp, atol=1e-4)
+    for group in out:
+        assert group[1].response_ids[:5].tolist() == group[2].response_ids[:5].tolist()
+        assert len({tuple(completion.response_ids) for completion in group}) == 4
+
+
+def test_bfloat16_continuations_differ_as_much_as_their_precision(loaded: Loaded, asked: list[Prompt]) -> None:
+    out, exact = continued(loaded, asked, torch.bfloat16)
+    log_ratio = np.concatenate([logp - c.logp_behavior for c, logp in zip(chain(*out), exact, strict=True)])
+    suffix = np.concatenate([np.arange(24) >= k for _ in asked for k in (0, 5, 5, 11)])
+    k3 = [np.mean(np.expm1(part) - part) for part in (log_ratio[suffix], log_ratio[~suffix])]
+    assert all(1e-6 < value < 1e-2 for value in k3)
