@@ -52,7 +52,7 @@ class Changes:
         self._total[layer] = self._total.get(layer, 0) + clean.numel()
 
     def fractions(self) -> dict[str, float]:
-        """By layer, as in `Perturbation.sigmas`; empty for logits, which nothing rounds. Layers with sigma 0 have 0."""
+        """By layer, as in `Perturbation.sigmas`; empty for logits, which nothing rounds, and without layers of sigma 0."""
         return {layer: int(count) / max(self._total[layer], 1) for layer, count in self._changed.items()}
 
 
@@ -69,7 +69,7 @@ class Perturbation(nn.Module):
             raise TrimtabError(f"perturbation std {std} must be a number from 0 up")
         self._decoder = decoder(model)
         # In a tuple: a parameter kept as an attribute would be trained, and saved, as this module's own.
-        self._head = (parts(model).weight,) if layers == LOGITS else ()
+        self._head: tuple[Tensor, ...] = (parts(model).weight,) if layers == LOGITS else ()
         self._chosen = [] if layers == LOGITS else choose(layers, len(self._decoder.layers))
         start = math.log(std) if std > 0 else -math.inf
         size = len(self.names)
@@ -105,8 +105,8 @@ class Perturbation(nn.Module):
 
     @contextmanager
     def _logits(self, seed: int) -> Iterator[None]:
-        sigma = self.sigmas()[LOGITS]
-        with head.perturbed(*self._head, self.log_sigma, seed) if sigma != 0 else nullcontext():
+        (weight,) = self._head
+        with head.perturbed(weight, self.log_sigma, seed) if self.sigmas()[LOGITS] != 0 else nullcontext():
             yield
 
     @contextmanager
