@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from canvas import BLUE, GREEN, IMAGES, ORANGE, PALE, RC, VERMILLION, label, save, table
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+Array = NDArray[np.floating[Any]]
 ACTIONS, DIMENSION = 4, 2
 RATIOS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 
@@ -133,7 +134,7 @@ class Rough:
         spectrum = np.fft.fftn(tilde, axes=(0, 1))
         angular = 2j * np.pi * self._frequencies()
         partial = [np.fft.ifftn(angular[..., i, None] * spectrum, axes=(0, 1)).real for i in range(DIMENSION)]
-        return tilde, sum((p / tilde) ** 2 for p in partial)
+        return tilde, (np.stack(partial) ** 2).sum(0) / tilde**2
 
     def _average(self, values: Array, sigma: float) -> Array:
         """E values(x + sigma eps) on the grid: every wave exp(2 pi i m x) is damped by exp(-(2 pi sigma |m|)^2 / 2)."""
@@ -197,7 +198,7 @@ def draw(linear: Linear, rough: Rough, s_linear: float, s_rough: float, out: Pat
         save(figure, out)
 
 
-def _panel(axes: plt.Axes, ratio: Array, terms: list[Terms], clean: float) -> None:
+def _panel(axes: Axes, ratio: Array, terms: list[Terms], clean: float) -> None:
     axes.plot(ratio, [t.minus_ln_alpha for t in terms], color=ORANGE, linestyle=":")
     axes.plot(ratio, [t.steepest * t.noise / 2 for t in terms], color=GREEN, linestyle="--")
     axes.plot(ratio, [t.bound for t in terms], color=VERMILLION)
@@ -207,7 +208,7 @@ def _panel(axes: plt.Axes, ratio: Array, terms: list[Terms], clean: float) -> No
     axes.set_ylim(5e-3, 300)
 
 
-def _words(axes: Sequence[plt.Axes]) -> None:
+def _words(axes: Sequence[Axes]) -> None:
     label(axes[0], 0.12, 5.0, "bound", VERMILLION)
     label(axes[0], 0.12, 2.2, "C d E‖ζ‖² / 2σ²", GREEN)
     label(axes[0], 0.45, 0.45, "-ln α", ORANGE, ha="right")

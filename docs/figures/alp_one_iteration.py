@@ -106,12 +106,13 @@ def run(arm: Arm, model: str, dtype: str, seed: int) -> Outcome:
         file = result.run / "trajectories" / "step-000001.parquet"
         rows = [row.trajectory for row in trajectories.read(file)]
         final, tokenizer, _ = restore(result.run)
-        ratio = score_rows(final, rows, int(tokenizer.pad_token_id), config)
+        pad_id: Any = tokenizer.pad_token_id
+        logp = score_rows(final, rows, pad_id, config)
     behavior = np.concatenate([row.completion.logp_behavior for row in rows]).astype(np.float64)
     metrics, task = result.metrics, config.task.name
     return Outcome(
         behavior,
-        ratio - behavior,
+        logp - behavior,
         metrics["clip/low"] + metrics["clip/high"] + metrics["clip/dual"],
         metrics.get("perturbation/dlogp", 0.0),
         metrics[f"eval/{task}/before"],

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from canvas import BLUE, GREEN, IMAGES, RC, VERMILLION, label, save, table
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
@@ -139,7 +140,7 @@ def draw(found: NDArray[np.float64], args: argparse.Namespace) -> None:
         save(figure, args.out)
 
 
-def _landscape(axes: plt.Axes, bumps: Bumps, args: argparse.Namespace) -> None:
+def _landscape(axes: Axes, bumps: Bumps, args: argparse.Namespace) -> None:
     x, sigma = np.linspace(LOW - 0.1, HIGH + 0.1, 1601), args.sigma
     start, smooth = np.linspace(LOW, HIGH, args.starts), bumps.smoothed(args.sigma)
     raw = ascend(bumps.gradient, start, args.steps, args.rate)
@@ -159,7 +160,7 @@ def _landscape(axes: plt.Axes, bumps: Bumps, args: argparse.Namespace) -> None:
     axes.set_title("Noise turns spikes into one slope")
 
 
-def _sweep(axes: plt.Axes, found: NDArray[np.float64]) -> None:
+def _sweep(axes: Axes, found: NDArray[np.float64]) -> None:
     sigma, mean = np.array(SIGMAS), found.mean(0)
     axes.axhline(mean[0, 0], color=VERMILLION, linewidth=1.4)
     axes.plot(sigma, mean[1:, 0], "-o", color=BLUE, markersize=4.5)

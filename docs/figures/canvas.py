@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 INK, PALE = "#333333", "#8c8c8c"
 IMAGES = Path(__file__).parents[1] / "images"
-RC: dict[str, Any] = {
+RC: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 10.5,
     "axes.titlelocation": "left",
