@@ -52,7 +52,7 @@ class Changes:
         self._total[layer] = self._total.get(layer, 0) + clean.numel()
 
     def fractions(self) -> dict[str, float]:
-        """By layer, as in `Perturbation.sigmas`; layers of sigma 0 are absent, and so are logits, which nothing rounds."""
+        """By layer, as in `Perturbation.sigmas`; without layers of sigma 0 and logits, which nothing rounds."""
         return {layer: int(count) / max(self._total[layer], 1) for layer, count in self._changed.items()}
 
 
