@@ -47,7 +47,7 @@ class _Subject:
     label: str
     engine: Engine
     tokenizer: Any
-    weights: str  # identifies what decides its responses: weights and config
+    weights: str  # with a store: a hash of what decides its responses, weights and config
 
 
 def compare(
@@ -76,7 +76,7 @@ def compare(
     with ExitStack() as stack:
         benches = _benches(specs, settings, stack)  # before torch is imported: rewards fork
         store = stack.enter_context(Store(out, _shared(settings))) if out is not None else None
-        begins = _opened(relay, settings) if relay is not None else None
+        begins = _opened(relay, settings, store) if relay is not None else None
         for spec in subjects:
             for (task, mode), result in _measure_all(spec, benches, modes, settings, begins, store, watch):
                 found[spec.label, task, mode] = result
@@ -162,7 +162,7 @@ def _require_distinct(kind: str, labels: Sequence[str]) -> None:
         raise TrimtabError(f"{kind} {twice!r} is given twice; name it once")
 
 
-def _opened(spec: ModelSpec, settings: Settings) -> _Subject:
+def _opened(spec: ModelSpec, settings: Settings, store: Store | None) -> _Subject:
     with spec.folder() as folder:
         import torch
 
@@ -173,7 +173,8 @@ def _opened(spec: ModelSpec, settings: Settings) -> _Subject:
         loaded = models.load(folder, dtype=dtype)
         loaded.model.to(models.default_device())  # pyright: ignore[reportArgumentType]
         engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype)
-        return _Subject(spec.label, engine, loaded.tokenizer, _fingerprint(engine, loaded.model))
+        weights = _fingerprint(engine, loaded.model) if store is not None else ""
+        return _Subject(spec.label, engine, loaded.tokenizer, weights)
 
 
 def _fingerprint(engine: Engine, model: Any) -> str:
@@ -201,7 +202,7 @@ def _measure_all(
     watch: Watch | None,
 ) -> Iterator[tuple[tuple[str, Mode], EvalResult]]:
     """Every task and mode of one model, which is in memory no longer than this takes."""
-    subject = _opened(spec, settings)
+    subject = _opened(spec, settings, store)
     if begins is not None and begins.tokenizer.get_vocab() != subject.tokenizer.get_vocab():
         raise TrimtabError(f"relay {begins.label!r} and {spec.label!r} have different vocabularies: use one family")
     for bench in benches:
