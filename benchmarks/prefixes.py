@@ -18,8 +18,9 @@ samples, responses of L, prefixes of k shared by m, a row of an on-policy step t
     2 Q/S + (k - 1)/m + k/m + (L - k - 1)
 
 for the prompt under both policies, the prefix written and run again, and the suffix; the paper's way has L - 1 + k in
-place of the two prefix terms. Without sharing a prefix is paid twice: no setting can then come below about
-1 + ratio x (refresh - 1) / refresh. Sharing by two pays it once.
+place of the two prefix terms. A prefix of one's own is paid twice, written by one policy and run by the other, so share
+1 cannot come below about 1 + ratio x (refresh - 1) / refresh unless prefixes happen to be equal (these are run once).
+Sharing by two pays it once. The prompt is paid twice in any case: short answers to long prompts never meet the target.
 
 Seconds are medians over rounds of the mean step of a cycle; the ratio is that of the medians, its interval (95 %) from
 2000 bootstrap resamples of the rounds. The target is at most 1.05 times the tokens at ratio 0.3; the paper paid 1.27
