@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trimtab.errors import TrimtabError, explain, nearest
+from trimtab.plugins import load_function
 from trimtab.rewards import user
 from trimtab.rewards.base import Built
 from trimtab.rewards.response import Response
@@ -69,7 +70,7 @@ def _built(spec: RewardSpec, task: Task) -> Built:
         return user.build(spec.name, getattr(spec.name, "__name__", "reward"))
     if ":" in spec.name:
         _no_options(spec.name, spec.options)
-        return user.build(user.load(spec.name), spec.name)
+        return user.build(load_function(spec.name, "reward"), spec.name)
     if spec.name not in _BUILT_IN:
         raise TrimtabError(
             f"unknown reward {spec.name!r}{nearest(spec.name, names())}; your own is written module:function"

@@ -5,22 +5,20 @@ Pure numpy. A rule looks at a response and says how many of its tokens the prefi
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from trimtab.errors import TrimtabError, nearest
+from trimtab.plugins import check_arguments, load_function
 from trimtab.types import Completion, FloatArray, IntArray
 
 # (response ids, entropy in nats or None, a number in [0, 1) to choose with) -> tokens to keep
 Place = Callable[[IntArray, FloatArray | None, float], int]
+
+_ARGUMENTS = {"response_ids": "array", "entropy": "array or None", "uniform": "float"}
 
 # A prefix of no tokens: the response is sampled whole.
 EMPTY = Completion(
@@ -75,7 +73,9 @@ def build(rule: str, *, ratio: float, top: int, whole: bool) -> Rule:
         raise TrimtabError(
             f"unknown prefix rule {rule!r}{nearest(rule, ['length', 'entropy'])}, or write module:function"
         )
-    return Rule(rule, _load(rule), True)
+    function = load_function(rule, "prefix rule")
+    check_arguments(function, f"prefix rule {rule!r}", _ARGUMENTS)
+    return Rule(rule, function, True)
 
 
 def portion(ratio: float, length: float) -> int:
@@ -130,34 +130,3 @@ def splice(prefix: Completion, whole: Completion) -> Completion:
         entropy=None if old is None or new is None else np.concatenate([old, new[k:]]),
         kept=None if old_kept is None or new_kept is None else old_kept + new_kept[k:],
     )
-
-
-def _load(place: str) -> Callable[..., Any]:
-    """The function named `module:function`; modules beside the current directory are found too."""
-    module_name, _, function_name = place.partition(":")
-    here = str(Path.cwd())
-    sys.path.insert(0, here)  # an installed command does not look where the user stands
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise TrimtabError(
-            f"prefix rule {place!r}: cannot import {module_name!r} ({type(error).__name__}: {error}); "
-            "write module:function, with the module installed or in the current directory"
-        ) from None
-    finally:
-        sys.path.remove(here)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise TrimtabError(
-            f"prefix rule {place!r}: no function {function_name!r} in {module_name!r}{nearest(function_name, public)}"
-        )
-    try:
-        inspect.signature(function).bind("response_ids", "entropy", "uniform")
-    except ValueError:
-        pass  # some builtins have no signature to look at
-    except TypeError:
-        raise TrimtabError(
-            f"prefix rule {place!r}: it must take three arguments, (response_ids, entropy, uniform)"
-        ) from None
-    return function

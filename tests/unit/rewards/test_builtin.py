@@ -189,7 +189,7 @@ def test_overlong_is_dapos_penalty():
         (("nowhere_to_be_found:f", 1.0, 5.0, {}), "cannot import 'nowhere_to_be_found'"),
         (("json:lods", 1.0, 5.0, {}), "no 'lods' in 'json' (did you mean 'loads'"),
         (("json:loads", 1.0, 5.0, {"x": 1}), "takes no options, got 'x'"),
-        ((lambda _: 0.0, 1.0, 5.0, {}), "it must take two arguments"),
+        ((lambda _: 0.0, 1.0, 5.0, {}), "it must take 2 arguments"),
         (("json:decoder", 1.0, 5.0, {}), "is module, not a function"),
     ],
 )

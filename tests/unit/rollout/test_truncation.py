@@ -126,9 +126,9 @@ def test_an_answer_that_is_no_place_to_cut_is_named(own_rules: str, name: str, a
     [
         ("lenght", "unknown prefix rule 'lenght'.*'length'.*module:function"),
         ("absent_module:f", "cannot import 'absent_module'"),
-        ("my_rules:midle", "no function 'midle'.*'middle'"),
-        ("my_rules:number", "no function 'number'"),
-        ("my_rules:narrow", "three arguments"),
+        ("my_rules:midle", "no 'midle' in .*'middle'"),
+        ("my_rules:number", "is int, not a function"),
+        ("my_rules:narrow", "must take 3 arguments"),
     ],
 )
 def test_rules_that_cannot_be_built_are_named(own_rules: str, name: str, words: str) -> None:
