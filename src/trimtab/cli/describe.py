@@ -33,7 +33,8 @@ def explain(
 ) -> None:
     """Print the equation that is minimized, with every number in place.
 
-    For an objective, --set takes its keywords (`weight_max=1.5`); for a recipe, keys of the recipe.
+    For an objective, --set takes its keywords (`weight_max=1.5`); for a recipe, its keys (`objective.weight_max=1.5`).
+    Where both have the name, keywords without a section change both.
     """
     from trimtab.config import recipe_names
     from trimtab.objectives import objective, objectives
@@ -42,12 +43,14 @@ def explain(
     if not recipe and name not in objectives():
         raise TrimtabError(f"unknown objective or recipe {name!r}{nearest(name, [*objectives(), *recipe_names()])}")
     found: list[dict[str, str]] = []
+    changes = sets or []
     if name in objectives():
-        # With a recipe of the same name, --set speaks of the recipe's keys.
-        built = objective(name, **({} if recipe else _keywords(sets or [])))
+        own = [item for item in changes if _is_keyword(name, item)] if recipe else changes
+        built = objective(name, **_keywords(own))
         found.append({"objective": name, "equation": built.equation(), "advantage": built.advantage})
+        changes = [f"objective.{item}" if item in own else item for item in changes]
     if recipe:
-        found.append({"recipe": name, **_of_recipe(name, sets or [])})
+        found.append({"recipe": name, **_of_recipe(name, changes)})
     if as_json:
         print_json(found[-1] if len(found) == 1 else {"objective": found[0], "recipe": found[1]})
         return
@@ -65,6 +68,13 @@ def _of_recipe(name: str, sets: list[str]) -> dict[str, str]:
         "equation": built.equation(),
         "advantage": config.advantage.kind or built.advantage,
     }
+
+
+def _is_keyword(name: str, item: str) -> bool:
+    from trimtab.config import parse_override
+    from trimtab.objectives import keywords_of
+
+    return parse_override(item)[0] in keywords_of(name)
 
 
 def _keywords(sets: list[str]) -> dict[str, Any]:

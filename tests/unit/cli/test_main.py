@@ -49,6 +49,16 @@ def test_recipes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(described.values()), "every recipe says what it is"
 
 
+def test_explain_changes_objective_and_recipe_of_one_name(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ["--set", "tau=0.5", "--set", "trainer.sync_every=2"]
+    assert main.run(["explain", "m2po", *changes, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all("0.5" in found[kind]["equation"] for kind in ("objective", "recipe"))
+    assert main.run(["explain", "m2po", "--set", "objective.tau=0.5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert ["0.5" in found[kind]["equation"] for kind in ("objective", "recipe")] == [False, True]
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("trimtab 0.")
