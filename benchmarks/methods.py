@@ -2,7 +2,7 @@
 
     python benchmarks/methods.py --out runs/methods
 
-on-policy  the sampler is refreshed at every update (160 updates)
+on-policy  the sampler is refreshed at every update (100 updates)
 stale      the sampler is refreshed every 32 updates (160 updates)
 reuse      16 updates on every batch: 4 mini-batches, 4 epochs (320 updates)
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from grid import Cell, by_seed, mean_and_range, run, table
 
 REGIMES: dict[str, tuple[str, ...]] = {
-    "on-policy": ("trainer.steps=160", "eval.every=20", "optim.lr=1e-4"),
+    "on-policy": ("trainer.steps=100", "eval.every=20", "optim.lr=1e-4"),
     "stale": ("trainer.steps=160", "eval.every=20", "optim.lr=5e-5", "trainer.sync_every=32"),
     "reuse": ("trainer.steps=20", "eval.every=5", "optim.lr=1e-4", "trainer.minibatches=4", "trainer.epochs=4"),
 }

@@ -4,7 +4,7 @@
 
 Both methods get the same 1200 optimizer updates of 8 x 8 responses; the sampler's weights are refreshed only every L
 updates. Held-out greedy accuracy on 128 problems, and pass@k from 512 samples of 64 problems. An interrupted run goes
-on where it stopped. `--figure docs/images/oapl-lag.png` draws it.
+on where it stopped. `--figure docs/images/oapl-lag.png` draws it; `--sweep` tries settings instead.
 """
 
 from __future__ import annotations
@@ -37,9 +37,26 @@ TIS = ("objective.name=token-tis", "objective.clip_high=0.28")
 METHODS = {
     "oapl": Method(("objective.name=oapl", "objective.beta=0.1", "optim.lr=1e-4"), "#0072B2"),
     "token-tis": Method((*TIS, "optim.lr=2e-5"), "#D55E00"),
-    "token-tis, OAPL's rate": Method((*TIS, "optim.lr=1e-4"), "#E69F00", lags=(1, 32, 400)),
+    "token-tis, OAPL's rate": Method((*TIS, "optim.lr=1e-4"), "#E69F00", lags=(32, 400)),
 }
 KS = (1, 4, 16, 64, 256)
+OAPL = "objective.name=oapl"
+SWEEP: dict[str, tuple[str, ...]] = {
+    "oapl, beta 1e-3 (published), lr 1e-4": (OAPL, "objective.beta=1e-3", "optim.lr=1e-4"),
+    "oapl, beta 1e-3, lr 1e-5": (OAPL, "objective.beta=1e-3", "optim.lr=1e-5"),
+    "oapl, beta .03, lr 5e-5": (OAPL, "objective.beta=0.03", "optim.lr=5e-5"),
+    "oapl, beta .1, lr 2e-5": (OAPL, "objective.beta=0.1", "optim.lr=2e-5"),
+    "oapl, beta .1, lr 5e-5": (OAPL, "objective.beta=0.1", "optim.lr=5e-5"),
+    "oapl, beta .1, lr 1e-4": (OAPL, "objective.beta=0.1", "optim.lr=1e-4"),
+    "oapl, beta .1, lr 1e-4, gradient clip 1e-3": (OAPL, "objective.beta=0.1", "optim.lr=1e-4", "optim.grad_clip=1e-3"),
+    "oapl, beta .3, lr 5e-5": (OAPL, "objective.beta=0.3", "optim.lr=5e-5"),
+    "oapl, beta .3, lr 1e-4": (OAPL, "objective.beta=0.3", "optim.lr=1e-4"),
+    "token-tis, lr 1e-5": (*TIS, "optim.lr=1e-5"),
+    "token-tis, lr 2e-5": (*TIS, "optim.lr=2e-5"),
+    "token-tis, lr 5e-5": (*TIS, "optim.lr=5e-5"),
+    "token-tis, lr 1e-4": (*TIS, "optim.lr=1e-4"),
+}
+SWEEP_LAG, SWEEP_UPDATES = 32, 600
 
 
 def name_of(method: str, lag: int, seed: int) -> str:
@@ -58,6 +75,18 @@ def cells(lags: tuple[int, ...], seeds: tuple[int, ...]) -> list[Cell]:
         for lag in sorted(set(lags) & set(method.lags), reverse=True)
         for seed in seeds
     ]
+
+
+def sweep(root: Path, workers: int) -> None:
+    """Learning rate, beta_2 and gradient clip at one lag, one seed: where the settings of `METHODS` come from."""
+    fixed = (f"trainer.steps={SWEEP_UPDATES}", "trainer.prompts=8", "eval.every=100", "log.trajectories_every=0")
+    made = {
+        words: Cell(f"sweep-{index}", "laboratory", (*overrides, f"trainer.sync_every={SWEEP_LAG}", *fixed))
+        for index, (words, overrides) in enumerate(SWEEP.items())
+    }
+    results = run(list(made.values()), root, workers=workers, samples=0, problems=0)
+    rows = [[words, *(f"{value:.2f}" for value in results[cell.name]["curve"])] for words, cell in made.items()]
+    print(table(["setting", *(f"after {update}" for update in range(0, SWEEP_UPDATES + 1, 100))], rows))
 
 
 def print_tables(results: Mapping[str, Any], lags: tuple[int, ...], seeds: tuple[int, ...]) -> None:
@@ -105,7 +134,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--figure", type=Path)
+    parser.add_argument("--sweep", action="store_true", help="try settings at one lag instead")
     given = parser.parse_args()
+    if given.sweep:
+        sweep(given.out, given.workers)
+        return
     lags, seeds = tuple(given.lags), tuple(given.seeds)
     results = run(cells(lags, seeds), given.out, workers=given.workers, samples=512, problems=64)
     print_tables(results, lags, seeds)
