@@ -143,6 +143,14 @@ class PrefixConfig(Section):
     share: PositiveInt = Field(default=1, description="responses of a group that continue the same prefix")
     whole: bool = Field(default=False, description="sample whole historical responses and cut them, as the paper did")
 
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> PrefixConfig:
+        used = {"length": {"ratio", "whole"}, "entropy": {"top"}}.get(self.rule, set())
+        for key in sorted({"ratio", "top", "whole"} - used):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect with rule = {self.rule!r}: leave it out")
+        return self
+
 
 class ExpertConfig(Section):
     """External traces in every group (LUFFY)."""

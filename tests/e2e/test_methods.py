@@ -125,6 +125,23 @@ def test_soup_without_history_is_exactly_on_policy(override: str, tmp_path: Path
     )
 
 
+def test_the_tokens_a_cycle_sampled_are_counted_once(tmp_path: Path) -> None:
+    rows = run(tmp_path / "run", "soup", "prefix.refresh=3", "trainer.steps=3")
+    responses = sum(row["length/mean"] * row["trajectories/consumed"] for row in rows)
+    kept = sum(row["prefix/length"] * row["trajectories/consumed"] for row in rows)
+    sampled = sum(row["tokens/rollout"] for row in rows)
+    # What was sampled is what was trained on, and the endings that prefixes lost.
+    assert responses <= sampled <= responses + 2 * 16
+    assert rows[0]["tokens/rollout"] > rows[1]["tokens/rollout"] + kept / 2
+
+
+def test_a_rule_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_faulty_rule.py").write_text("def boom(ids, entropy, uniform):\n    return {}[0]\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrimtabError, match="prefix rule 'my_faulty_rule:boom' failed: KeyError"):
+        run(tmp_path / "run", "soup", "prefix.rule=my_faulty_rule:boom")
+
+
 def test_soup_says_token_by_token_who_wrote_what(tmp_path: Path) -> None:
     rows = run(tmp_path / "run", "soup", "prefix.refresh=3", "prefix.ratio=0.5")
     assert [row["prefix/age"] for row in rows] == [0, 1, 2, 0, 1, 2]
@@ -182,6 +199,8 @@ def test_luffy_joins_one_gold_answer_to_every_group(tmp_path: Path) -> None:
         assert row.trajectory.reward == 1.0
         assert row.trajectory.completion.text.rstrip(".") == row.trajectory.prompt.problem.answer.rstrip(".")
         assert np.isnan(row.trajectory.completion.logp_behavior).all()
+    own = [row.trajectory.reward for row in read if not row.trajectory.off_policy]
+    assert rows[0]["reward/mean"] == pytest.approx(np.mean(own))
     assert rows[0]["mismatch/k3"] < 1e-6  # float32 on both sides; one external token in it would show
 
 
@@ -196,6 +215,8 @@ def test_luffy_joins_one_gold_answer_to_every_group(tmp_path: Path) -> None:
         ("soup", "trainer.max_lag=2", "prefix.refresh = 8"),
         ("soup", "prefix.share=3", "share"),
         ("soup", "prefix.rule=nonsense", "nonsense"),
+        ("soup", "prefix.rule=entropy prefix.ratio=0.3", "ratio has no effect with rule = 'entropy'"),
+        ("soup", "prefix.top=4", "top has no effect with rule = 'length'"),
         ("luffy", "objective.name=grpo expert.path=gold", r"\[expert\] needs an objective"),
         ("luffy", "expert.per_group=4", "no sampled response"),
         ("luffy", "expert.path=absent.jsonl", "absent.jsonl"),
@@ -205,6 +226,8 @@ def test_luffy_joins_one_gold_answer_to_every_group(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(recipe: str, override: str, named: str, tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match=named):
         train(load_config(recipe, [*SMALL, *override.split()]), out=tmp_path / "run")
+    early = "layers" not in override  # how many layers there are is known from the model only
+    assert (tmp_path / "run").exists() != early
 
 
 def test_the_laboratory_folder_is_what_these_runs_start_from() -> None:

@@ -42,7 +42,7 @@ def explain(
     recipe = name.endswith(".toml") or name in recipe_names()
     if not recipe and name not in objectives():
         raise TrimtabError(f"unknown objective or recipe {name!r}{nearest(name, [*objectives(), *recipe_names()])}")
-    found: list[dict[str, str]] = []
+    found: list[dict[str, Any]] = []
     changes = sets or []
     if name in objectives():
         own = [item for item in changes if _is_keyword(name, item)] if recipe else changes
@@ -57,16 +57,19 @@ def explain(
     typer.echo("\n\n".join(_block(entry) for entry in found))
 
 
-def _of_recipe(name: str, sets: list[str]) -> dict[str, str]:
-    from trimtab.config import load_config
+def _of_recipe(name: str, sets: list[str]) -> dict[str, Any]:
+    """The equation a recipe resolves to, and the sections that change its data or its model."""
+    from trimtab.config import COMPANIONS, load_config
     from trimtab.objectives import objective
 
     config = load_config(name, sets)
     built = objective(config.objective.name, **config.objective.keywords)
+    sections = {name: getattr(config, name) for name in sorted({*COMPANIONS.values()})}
     return {
         "objective": config.objective.name,
         "equation": built.equation(),
         "advantage": config.advantage.kind or built.advantage,
+        **{name: section.model_dump() for name, section in sections.items() if section is not None},
     }
 
 
@@ -87,6 +90,11 @@ def _keywords(sets: list[str]) -> dict[str, Any]:
     return parsed
 
 
-def _block(entry: dict[str, str]) -> str:
+def _block(entry: dict[str, Any]) -> str:
     title = f"recipe {entry['recipe']}: objective {entry['objective']}" if "recipe" in entry else entry["objective"]
-    return f"{title}  (advantage: {entry['advantage']})\n\n{entry['equation']}"
+    sections = [
+        f"  [{name}] {', '.join(f'{key} = {value}' for key, value in section.items())}"
+        for name, section in entry.items()
+        if isinstance(section, dict)
+    ]
+    return "\n".join([f"{title}  (advantage: {entry['advantage']})", "", entry["equation"], *sections])

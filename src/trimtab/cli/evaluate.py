@@ -54,7 +54,8 @@ RelayModel = Annotated[
     typer.Option("--relay", metavar="MODEL", help="Also let this model begin every response: pass@k gained."),
 ]
 Ratio = Annotated[
-    float, typer.Option("--relay-ratio", min=0.0, max=0.99, help="Share of its own response the relay keeps.")
+    float | None,
+    typer.Option("--relay-ratio", min=0.0, max=0.99, help="Share of its own response the relay keeps. Default: 0.5."),
 ]
 Out = Annotated[
     Path | None,
@@ -87,7 +88,7 @@ def evaluate(
     dtype: Dtype = None,
     which: Annotated[str, typer.Option("--which", help="`last` or `best` checkpoint of a run.")] = "last",
     relay: RelayModel = None,
-    relay_ratio: Ratio = 0.5,
+    relay_ratio: Ratio = None,
     out: Out = None,
     markdown: Markdown = None,
     as_json: Json = False,
@@ -98,7 +99,11 @@ def evaluate(
 
     if as_json and markdown == STANDARD_OUTPUT:
         raise TrimtabError("--json and --markdown - both want standard output: give --markdown a file")
+    if relay is None and relay_ratio is not None:
+        raise TrimtabError("--relay-ratio has no effect without --relay: name the model that begins, or leave it out")
     given = [sources.source(name, which) for name in models]
+    if which != "last" and all(item.run is None for item in given):
+        raise TrimtabError(f"--which {which} chooses a checkpoint of a run, and no run is given: leave it out")
     whats = sources.tasks_of(task or [], sets or [], given)
     settings = Settings(
         samples=samples,
@@ -109,7 +114,7 @@ def evaluate(
         problems=problems,
         seed=seed,
         dtype=sources.dtype_of(dtype, given, whats),
-        relay_ratio=relay_ratio,
+        relay_ratio=0.5 if relay_ratio is None else relay_ratio,
     )
     begins = sources.source(relay, which).spec() if relay is not None else None
     count = len(given) * len(whats) * len(settings.modes(relay is not None))

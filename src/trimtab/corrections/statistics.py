@@ -215,7 +215,7 @@ class RatioStatistics(Mergeable):
             "ess_seq": self.product.square() / (sequences * self.product_square),
             "ratio_mean": ratio / n,
             "ppl_ratio": self.ppl_ratio / sequences,
-            "pearson": covariance / spread.sqrt(),
+            "pearson": (covariance / spread.sqrt()).clamp(-1.0, 1.0),
             "abs_diff_mean": self.log_abs / n,
             "abs_diff_max": self.log_abs_max,
             **{f"ratio_{name}": value for name, value in histogram.summary().items()},

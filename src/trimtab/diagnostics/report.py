@@ -60,6 +60,7 @@ def _values(run: Run) -> dict[str, Any]:
         "noise": verdict(run),
         "tokens": token_section(run),
         "samples": _samples(run.path),
+        "trajectories_every": run.config.get("log", {}).get("trajectories_every", "?"),
         "table": table,
         "config": (run.path / "config.toml").read_text(),
     }

@@ -48,29 +48,30 @@ def run_grid(config: Config, out: Path, observer: Observer) -> GridResult:
 
 
 def _cells(config: Config, out: Path) -> dict[str, Config]:
-    """One checked recipe for each objective and seed; keywords an objective does not know stay with the others."""
+    """One checked recipe for each objective and seed; what belongs to the recipe's own objective stays with it."""
     assert config.compare is not None
-    # A section that only one objective can use stays with it; an objective that needs one gets its defaults.
-    base = config.model_dump(exclude={"compare", *COMPANIONS.values()}, exclude_none=True)
-    sections = {name: getattr(config, name) for name in set(COMPANIONS.values())}
-    given = {name: section.model_dump(exclude_none=True) for name, section in sections.items() if section is not None}
     cells = {}
     for name in config.compare.objectives:
-        same = name == config.objective.name
-        keywords = config.objective.keywords if same else _shared(name, config.objective.keywords)
         for seed in config.compare.seeds:
-            own = COMPANIONS.get(name)
-            data = (
-                base
-                | ({own: given[own]} if own in given else {})
-                | {
-                    "seed": seed,
-                    "out": str(out / name / f"seed{seed}"),
-                    "objective": {"name": name, **keywords},
-                }
-            )
+            data = _for_objective(config, name) | {"seed": seed, "out": str(out / name / f"seed{seed}")}
             cells[f"{name}/seed{seed}"] = check_config(data, f"{name}, seed {seed}")
     return cells
+
+
+def _for_objective(config: Config, name: str) -> dict[str, Any]:
+    """The recipe with another objective: without keywords that one does not know, the section only the first could use,
+    and an advantage made for the first alone. Whatever else does not fit is refused by `check`, not dropped."""
+    from trimtab.objectives import objective
+
+    data = config.model_dump(exclude={"compare"}, exclude_none=True)
+    if name == config.objective.name:
+        return data
+    own = COMPANIONS.get(config.objective.name)
+    if own is not None and own != COMPANIONS.get(name):
+        data.pop(own, None)
+    if objective(name).advantage != objective(config.objective.name).advantage:
+        data.pop("advantage", None)
+    return data | {"objective": {"name": name, **_shared(name, config.objective.keywords)}}
 
 
 def _shared(name: str, keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,14 @@ def build(rule: str, *, ratio: float, top: int, whole: bool) -> Rule:
         )
     function = load_function(rule, "prefix rule")
     check_arguments(function, f"prefix rule {rule!r}", _ARGUMENTS)
-    return Rule(rule, function, True)
+
+    def place(ids: IntArray, entropy: FloatArray | None, uniform: float) -> int:
+        try:
+            return function(ids, entropy, uniform)
+        except Exception as error:
+            raise TrimtabError(f"prefix rule {rule!r} failed: {type(error).__name__}: {error}") from error
+
+    return Rule(rule, place, True)
 
 
 def portion(ratio: float, length: float) -> int:

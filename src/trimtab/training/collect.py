@@ -158,6 +158,7 @@ class Collector:
         pool = self.prefixes
         if pool is not None and not pool.due:
             prompts, prefixes = pool.take(count)
+            stats.response_tokens -= sum(len(prefix.response_ids) for group in prefixes for prefix in group)
             completions = self.engine.generate(prompts, samples, self.sampling, seed=seed, prefixes=prefixes)
             pool.observe([len(answer.response_ids) for answers in completions for answer in answers])
             return prompts, completions
@@ -169,7 +170,7 @@ class Collector:
             pool.observe([len(answer.response_ids) for answers in completions for answer in answers])
             # The weights of this moment are the historical policy of the batches to come: no second copy is kept.
             if pool.batches:
-                pool.refill(self.stream.take(count * pool.batches))
+                stats.response_tokens += pool.refill(self.stream.take(count * pool.batches))
         return prompts, completions
 
     def _join_traces(
@@ -187,6 +188,11 @@ class Collector:
         stats.traces += sum(len(found) for found in traces)
         stats.traces_dropped += experts.dropped - before[0]
         stats.traces_missing += experts.missing - before[1]
+        if not any(traces):
+            stats.errors.append(
+                f"no external trace joined: {experts.dropped - before[0]} were too long, "
+                f"{experts.missing - before[1]} of {len(prompts)} prompts have none"
+            )
         most = samples - min(len(found) for found in traces)
         sampled = self.engine.generate(prompts, most, self.sampling, seed=seed)
         return [answers[: samples - len(found)] + found for answers, found in zip(sampled, traces, strict=True)]

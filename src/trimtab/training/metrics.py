@@ -14,19 +14,16 @@ from trimtab.training.collect import CollectStats
 from trimtab.training.update import UpdateStats
 from trimtab.types import Trajectory
 
-_NONE = np.empty(0, dtype=np.int64)
-
 
 def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """Rewards, lengths and ages of the trajectories consumed in this step; ages are in optimizer updates."""
-    if not trajectories:
-        return {"trajectories/consumed": 0}
-    rewards = np.array([t.reward for t in trajectories])
-    lengths = np.array([len(t) for t in trajectories])
-    ages = version - np.concatenate([t.completion.policy_version for t in trajectories if not t.off_policy] or [_NONE])
-    parts = {
-        f"reward/{name}": float(np.mean([t.rewards[name] for t in trajectories])) for name in trajectories[0].rewards
-    }
+    """Rewards, lengths and ages of the consumed trajectories that the policy wrote; ages are in optimizer updates."""
+    if all(t.off_policy for t in trajectories):
+        return {"trajectories/consumed": len(trajectories)}
+    own = [t for t in trajectories if not t.off_policy]
+    rewards = np.array([t.reward for t in own])
+    lengths = np.array([len(t) for t in own])
+    ages = version - np.concatenate([t.completion.policy_version for t in own])
+    parts = {f"reward/{name}": float(np.mean([t.rewards[name] for t in own])) for name in own[0].rewards}
     return {
         "trajectories/consumed": len(trajectories),
         "reward/mean": float(rewards.mean()),
@@ -34,18 +31,17 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
         **parts,
         "length/mean": float(lengths.mean()),
         "length/max": int(lengths.max()),
-        "length/truncated": float(np.mean([t.completion.finish == "length" for t in trajectories])),
+        "length/truncated": float(np.mean([t.completion.finish == "length" for t in own])),
         "lag/mean": float(ages.mean()) if ages.size else 0.0,
         "lag/max": int(ages.max()) if ages.size else 0,
-        **_entropy(trajectories),
+        **_entropy(own),
     }
 
 
 def _entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Mean entropy, in nats, of the distributions the tokens were drawn from; engines may not report it."""
-    own = [t.completion.entropy for t in trajectories if not t.off_policy]
-    found = [entropy for entropy in own if entropy is not None]
-    return {"entropy/rollout": float(np.concatenate(found).mean())} if found and len(found) == len(own) else {}
+    found = [t.completion.entropy for t in trajectories if t.completion.entropy is not None]
+    return {"entropy/rollout": float(np.concatenate(found).mean())} if len(found) == len(trajectories) else {}
 
 
 def prefix_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:

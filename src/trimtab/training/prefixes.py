@@ -21,6 +21,15 @@ from trimtab.training.seeds import derive
 from trimtab.types import Completion, Engine, Prompt, Sampling, Trajectory
 
 
+def check(config: PrefixConfig, samples: int) -> Rule:
+    """The truncation rule of a recipe. `TrimtabError` where there is none, or `share` does not divide `samples`."""
+    if samples % config.share:
+        raise TrimtabError(
+            f"prefix.share = {config.share} does not divide {samples} samples per prompt: choose a divisor"
+        )
+    return build(config.rule, ratio=config.ratio, top=config.top, whole=config.whole)
+
+
 @dataclass
 class PrefixPool:
     """Prompts of the batches to come, each with the prefixes of its responses.
@@ -42,12 +51,7 @@ class PrefixPool:
     _observed_tokens: int = 0
 
     def __post_init__(self) -> None:
-        config = self.config
-        self._rule = build(config.rule, ratio=config.ratio, top=config.top, whole=config.whole)
-        if self.samples % config.share:
-            raise TrimtabError(
-                f"prefix.share = {config.share} does not divide {self.samples} samples per prompt: choose a divisor"
-            )
+        self._rule = check(self.config, self.samples)
 
     @property
     def batches(self) -> int:
@@ -65,8 +69,10 @@ class PrefixPool:
         self._observed += len(lengths)
         self._observed_tokens += sum(lengths)
 
-    def refill(self, prompts: Sequence[Prompt]) -> None:
+    def refill(self, prompts: Sequence[Prompt]) -> int:
         """Draw the prefixes of the next `batches` batches from the weights the engine holds now.
+
+        Returns how many tokens were sampled for that.
 
         Raises:
             TrimtabError: the engine cannot sample these prompts, or the truncation rule fails.
@@ -84,6 +90,7 @@ class PrefixPool:
         ]
         self.cycle += 1
         self._observed = self._observed_tokens = 0
+        return sum(len(one.response_ids) for group in drawn for one in group)
 
     def take(self, count: int) -> tuple[list[Prompt], list[list[Completion]]]:
         """The next `count` prompts, and for each a prefix, possibly empty, for each of its samples."""

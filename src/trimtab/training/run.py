@@ -19,14 +19,13 @@ from trimtab.models.perturbation import Perturbation
 from trimtab.objectives import Objective, objective
 from trimtab.rewards import Scorer
 from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.training import snapshot
+from trimtab.training import prefixes, snapshot
 from trimtab.training.collect import Collector, PromptStream
-from trimtab.training.experts import Experts
+from trimtab.training.experts import GOLD, Experts
 from trimtab.training.export import save_model_files
 from trimtab.training.loop import Trainer
 from trimtab.training.observer import Observer, Silent
 from trimtab.training.optim import build_optimizer
-from trimtab.training.prefixes import PrefixPool
 from trimtab.training.rundir import RunDir
 from trimtab.training.sft import laboratory_folder
 from trimtab.training.sinks import open_sinks
@@ -134,6 +133,8 @@ def _check_companions(config: Config, built: Objective) -> None:
         raise TrimtabError(
             f"expert.per_group = {config.expert.per_group} leaves no sampled response among {trainer.samples}: lower it"
         )
+    if config.expert is not None and config.expert.path != GOLD and not Path(config.expert.path).is_file():
+        raise TrimtabError(f"expert.path = {config.expert.path!r}: there is no such file")
     if config.prefix is not None:
         _check_prefix(config, built)
     if config.advantage.value_beta is not None and built.advantage != "optimal":
@@ -143,6 +144,7 @@ def _check_companions(config: Config, built: Objective) -> None:
 def _check_prefix(config: Config, built: Objective) -> None:
     assert config.prefix is not None
     trainer, age = config.trainer, config.prefix.refresh - 1
+    prefixes.check(config.prefix, trainer.samples)
     if built.single_behavior:
         raise TrimtabError(f"objective {built.name!r} needs one behavior policy per sample: leave [prefix] out")
     if trainer.sync_every not in (None, 1) or trainer.dynamic_sampling:
@@ -202,13 +204,14 @@ def _learner(config: Config, built: Objective, model: nn.Module, device: torch.d
 def _collector(config: Config, parts: Parts, loaded: Loaded, engine: Engine) -> Collector:
     sampling, prefix, expert = sampling_of(config, parts.task), config.prefix, config.expert
     context = getattr(loaded.model.config, "max_position_embeddings", None)
+    samples = config.trainer.samples
     return Collector(
         config=config,
         stream=PromptStream(parts.task, loaded.tokenizer, config.seed),
         engine=engine,
         scorer=parts.scorer,
         sampling=sampling,
-        prefixes=None if prefix is None else PrefixPool(prefix, engine, sampling, config.trainer.samples, config.seed),
+        prefixes=None if prefix is None else prefixes.PrefixPool(prefix, engine, sampling, samples, config.seed),
         experts=None if expert is None else Experts.load(expert, parts.task, loaded.tokenizer, sampling, context),
     )
 

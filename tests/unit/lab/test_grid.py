@@ -1,0 +1,47 @@
+"""What of a recipe an objective of a comparison is trained with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trimtab.config import Config, load_config
+from trimtab.errors import TrimtabError
+from trimtab.lab.grid import _cells
+from trimtab.training.run import check
+
+
+def cells(recipe: str, *objectives: str, overrides: tuple[str, ...] = ()) -> dict[str, Config]:
+    compare = [f"compare.objectives={list(objectives)}", "compare.seeds=[3]"]
+    config = load_config(recipe, ["base=laboratory", *overrides, *compare])
+    return {name.partition("/")[0]: cell for name, cell in _cells(config, Path("out")).items()}
+
+
+def test_a_section_stays_with_the_objective_it_belongs_to() -> None:
+    made = cells("token-alp", "token-alp", "seq-alp", "dapo", "soup")
+    assert {name: cell.perturbation is not None for name, cell in made.items()} == {
+        "token-alp": True,
+        "seq-alp": True,
+        "dapo": False,
+        "soup": False,
+    }
+    assert made["soup"].prefix is not None
+    assert made["seq-alp"].objective.keywords == {"clip_low": 0.2, "clip_high": 0.28, "clip_dual": 10.0}
+    assert all(cell.seed == 3 and cell.compare is None for cell in made.values())
+
+
+def test_a_section_that_is_not_the_objective_s_own_is_never_dropped() -> None:
+    made = cells("m2po", "m2po", "dapo", overrides=("perturbation.std=0.5",))
+    assert made["m2po"].perturbation is not None
+    assert made["m2po"].perturbation.std == 0.5
+    with pytest.raises(TrimtabError, match=r"\[perturbation\] needs an objective over the behavior policy, not 'dapo'"):
+        check(made["dapo"])
+
+
+def test_an_advantage_made_for_one_objective_stays_with_it() -> None:
+    made = cells("oapl", "oapl", "token-tis")
+    assert (made["oapl"].advantage.kind, made["token-tis"].advantage.kind) == ("optimal", None)
+    check(made["token-tis"]).scorer.close()
+    shared = cells("m2po", "m2po", "token-tis", overrides=("advantage.kind=rloo",))
+    assert shared["token-tis"].advantage.kind == "rloo"
