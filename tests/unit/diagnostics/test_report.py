@@ -132,7 +132,7 @@ def test_a_run_of_one_step_without_trajectories_or_accuracy_has_a_page(small_run
     for file in (small_run / "trajectories").iterdir():
         file.unlink()
     text = Page(write_report(small_run)).text
-    assert "wrote no trajectory files" in text
+    assert "has no trajectory file" in text
     assert "Not logged by this run: kl estimates" in text
 
 
