@@ -3,8 +3,8 @@
     python benchmarks/methods.py --out runs/methods
 
 on-policy  the sampler is refreshed at every update (100 updates)
-stale      the sampler is refreshed every 32 updates (160 updates)
-reuse      16 updates on every batch: 4 mini-batches, 4 epochs (320 updates)
+stale      the sampler is refreshed every 32 updates (128 updates)
+reuse      16 updates on every batch: 4 mini-batches, 4 epochs (256 updates)
 
 Within a regime all methods share all but the objective: model, task, seeds, learning rate, batch, updates. Held-out
 greedy accuracy on 128 problems. An interrupted run goes on where it stopped.
@@ -19,8 +19,8 @@ from grid import Cell, by_seed, mean_and_range, run, table
 
 REGIMES: dict[str, tuple[str, ...]] = {
     "on-policy": ("trainer.steps=100", "eval.every=20", "optim.lr=1e-4"),
-    "stale": ("trainer.steps=160", "eval.every=20", "optim.lr=5e-5", "trainer.sync_every=32"),
-    "reuse": ("trainer.steps=20", "eval.every=5", "optim.lr=1e-4", "trainer.minibatches=4", "trainer.epochs=4"),
+    "stale": ("trainer.steps=128", "eval.every=16", "optim.lr=5e-5", "trainer.sync_every=32"),
+    "reuse": ("trainer.steps=16", "eval.every=4", "optim.lr=1e-4", "trainer.minibatches=4", "trainer.epochs=4"),
 }
 # The methods with what differs from their own defaults.
 METHODS: dict[str, tuple[str, ...]] = {
