@@ -1,5 +1,5 @@
 """Shared by the laboratory experiments: train many recipes side by side, evaluate what came out, and pick up where a
-stopped session left off (finished runs and evaluations are kept)."""
+stopped run left off (finished runs and evaluations are kept)."""
 
 from __future__ import annotations
 
