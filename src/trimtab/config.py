@@ -53,7 +53,10 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str = Field(default="smollm2-135m-instruct", description="HF id, folder, the bundled model, or `laboratory`")
+    path: str = Field(
+        default="smollm2-135m-instruct",
+        description="HF id, folder, the bundled model, `laboratory` or `laboratory-moe`",
+    )
     dtype: Dtype = Field(default="float32", description="master weights and optimizer state")
     autocast: Literal["bfloat16", "none"] = Field(default="bfloat16", description="forward precision in the trainer")
     gradient_checkpointing: bool = False
@@ -62,6 +65,7 @@ class ModelConfig(Section):
 
 class ObjectiveConfig(NamedPart):
     name: str = "token-tis"
+    calibrate: bool = Field(default=False, description="take the bounds of weights and masks from the ratios of step 0")
 
 
 class TaskConfig(NamedPart):
@@ -78,6 +82,14 @@ class RewardConfig(NamedPart):
 class EngineConfig(Section):
     type: Literal["embedded", "vllm", "server"] = "embedded"
     dtype: Dtype = "bfloat16"
+    quantize: Literal["none", "int8", "int4", "int3"] = Field(
+        default="none", description="rounding of the sampler's weight matrices, one scale a row (embedded)"
+    )
+    noise: float = Field(
+        default=0.0,
+        ge=0,
+        description="Gaussian noise on the sampler's weight matrices, relative to their RMS (embedded)",
+    )
 
 
 class SamplingConfig(Section):
@@ -87,15 +99,27 @@ class SamplingConfig(Section):
     max_tokens: PositiveInt | None = Field(default=None, description="default: what the task needs")
 
 
+class SurgeConfig(Section):
+    """Halving the learning rate once responses grow long, the early sign of mismatch growth (arXiv 2602.01826)."""
+
+    at: PositiveInt | None = Field(default=None, description="step of the surge; default: found from response lengths")
+    factor: float = Field(default=3.0, gt=1, description="a surge is a mean length above factor x the baseline")
+    baseline: PositiveInt = Field(default=50, description="first steps, whose mean length is the baseline")
+    window: PositiveInt = Field(default=5, description="steps of the moving average compared with the baseline")
+    period: float = Field(default=1.8, gt=0, description="the rate halves every period x (step of the surge) steps")
+    floor: float = Field(default=0.1, ge=0, le=1, description="smallest share of the rate")
+
+
 class OptimConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     betas: tuple[Share, Share] = Field(default=(0.9, 0.95), strict=False)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "cosine", "surge"] = "constant"
     warmup: int = Field(default=0, ge=0, description="updates of linear warm-up")
     min_lr: float = Field(default=0.0, ge=0, description="where cosine ends")
+    surge: SurgeConfig = SurgeConfig()
 
 
 class TrainerConfig(Section):
