@@ -36,6 +36,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "seq-alp": (),
     "seq-alp, std 0.01": ("perturbation.std=0.01",),
     "soup": (),
+    "soup, share 2": ("prefix.share=2",),
     "soup, share 4": ("prefix.share=4",),
     "m2po": (),
     "m2po, mask": ("objective.form=mask",),
