@@ -173,10 +173,13 @@ class Engine(Protocol):
         """
         ...
 
-    def publish(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
-        """Take over named weights (full precision, adapters merged); tokens sampled from now on carry `version`."""
+    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
+        """Take over named weights (full precision, adapters merged); tokens sampled from now on carry `version`.
+
+        `exact` leaves out whatever the engine does to weights on purpose (quantization, noise).
+        """
         ...
 
     def weights(self) -> Iterable[tuple[str, Any]]:
-        """The weights in use, by the names `publish` takes; publishing them again changes no bit."""
+        """The weights in use, by the names `publish` takes; publishing them `exact` changes no bit."""
         ...

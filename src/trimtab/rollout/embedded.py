@@ -15,6 +15,7 @@ from trimtab.errors import TrimtabError, nearest
 from trimtab.rollout.decoder import Decoder, GenericDecoder
 from trimtab.rollout.lean import LeanModel, supports
 from trimtab.rollout.lockstep import LockstepDecoder
+from trimtab.rollout.rounding import EXACT, Rounding, matrices
 from trimtab.rollout.rows import Prefixes, Row, check_prefixes, check_tokens, make_rows, make_starts, record
 from trimtab.rollout.sampling import draw
 from trimtab.rollout.stops import StopRule, eos_ids
@@ -32,10 +33,18 @@ class EmbeddedEngine:
     """Samples from its own copy of a transformers causal model (`types.Engine`).
 
     The copy lives in `dtype` ("float32" or "bfloat16", or the torch dtype), so that bfloat16 rollouts really differ
-    from a float32 trainer; it shares no storage with the model it was made from. `policy_version` starts at 0.
+    from a float32 trainer; it shares no storage with the model it was made from. `rounding` makes it differ more.
+    `policy_version` starts at 0.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, dtype: str | torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        dtype: str | torch.dtype = torch.bfloat16,
+        *,
+        rounding: Rounding = EXACT,
+    ) -> None:
         if isinstance(dtype, str):
             if dtype not in DTYPES:
                 raise TrimtabError(f"unknown engine dtype {dtype!r}{nearest(dtype, DTYPES)}")
@@ -48,6 +57,9 @@ class EmbeddedEngine:
         self._model = _own_copy(model, dtype)
         self._lean = LeanModel(self._model) if supports(self._model) else None
         self._aliases = _aliases(self._model)
+        self._rounding = rounding
+        self._rounded = matrices(self._model) if rounding.active else ()
+        self._round()
 
     @torch.inference_mode()
     def generate(
@@ -81,11 +93,11 @@ class EmbeddedEngine:
         return [done[p * samples : (p + 1) * samples] for p in range(len(prompts))]
 
     @torch.no_grad()
-    def publish(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
+    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
         """Take over named weights; tokens sampled from now on carry `version`.
 
         Names are those of `model.named_parameters()` or `model.state_dict()`; a tied head may be named or left out.
-        Everything is checked before anything is copied.
+        Everything is checked before anything is copied. The engine's own rounding is applied, unless `exact`.
 
         Raises:
             TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, or two names
@@ -123,10 +135,19 @@ class EmbeddedEngine:
         for name, tensor in updates.items():
             state[name].data.copy_(tensor)
         self.policy_version = version
+        if not exact:
+            self._round()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights in use (not copies), by the names `publish` takes; publishing them again changes no bit."""
+        """The weights in use (not copies), by the names `publish` takes; publishing them `exact` changes no bit."""
         return self._model.named_parameters()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """After the copy, so that what is rounded is what this dtype holds."""
+        for name in self._rounded:
+            weight = self._model.get_parameter(name)
+            weight.copy_(self._rounding.apply(name, weight, self.policy_version))
 
     def _check(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int) -> None:
         if samples < 1 or sampling.max_tokens < 1:

@@ -69,8 +69,8 @@ class FakeEngine:
             raise TrimtabError(f"a prefix of prompt {prompt.problem.id!r} leaves nothing of its script to play")
         return [splice(prefix, whole) for prefix, whole in zip(prefixes, group, strict=True)]
 
-    def publish(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
-        """Note the version and the names of what was published."""
+    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
+        """Note the version and the names of what was published; a script has nothing that `exact` would spare."""
         self.published.append((version, [name for name, _ in weights]))
         self.policy_version = version
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.config import LoraConfig
+from trimtab.config import Config, LoraConfig
 from trimtab.errors import TrimtabError
+from trimtab.rollout.rounding import BITS, Rounding
+from trimtab.training.seeds import derive
 
 _BASE = ".base_layer"
 
@@ -38,3 +40,8 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         plain = name.replace(_BASE, "")
         adapted: Any = deltas.get(plain) if _BASE in name else None
         yield plain, weight if adapted is None else weight + adapted.get_delta_weight("default").to(weight.dtype)
+
+
+def sampler_rounding(config: Config) -> Rounding:
+    """What the recipe's sampler does to the weights it is given."""
+    return Rounding(BITS[config.engine.quantize], config.engine.noise, derive(config.seed, "rounding"))

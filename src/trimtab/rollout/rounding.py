@@ -1,0 +1,109 @@
+"""Controlled mismatch: what a sampler in coarser arithmetic does to its weights, on demand and in exact steps.
+
+Rounded are the matrices of the linear layers inside the decoder, one symmetric scale for each output row, as engines
+with weight-only quantisation have them. Embedding, head, norms, biases and the routers of mixtures of experts stay as
+they are: engines leave them out as well, because little is gained and much is lost there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from trimtab.errors import TrimtabError
+from trimtab.models.layers import decoder
+from trimtab.models.noise import normals
+
+BITS = {"none": None, "int8": 8, "int4": 4, "int3": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """`bits` of every weight (None: as they are), then Gaussian noise of `noise` x the RMS of each matrix.
+
+    The noise is a function of (seed, name of the matrix, policy version): drawn anew at every publication, as rounding
+    errors of activations are not the same under other weights, and drawn again when a version is published again.
+    """
+
+    bits: int | None = None
+    noise: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits is not None and not 2 <= self.bits <= 8:
+            raise ValueError(f"bits = {self.bits}: between 2 and 8")
+        if self.noise < 0 or self.seed < 0:
+            raise ValueError(f"noise = {self.noise}, seed = {self.seed}: neither may be negative")
+
+    @property
+    def active(self) -> bool:
+        """Whether it changes anything."""
+        return self.bits is not None or self.noise > 0
+
+    def apply(
+        self, name: str, weight: Float[Tensor, "... rows columns"], version: int
+    ) -> Float[Tensor, "... rows columns"]:
+        """The weight the sampler uses for `weight`, in its dtype."""
+        used = weight if self.bits is None else quantize(weight, self.bits)
+        if self.noise == 0:
+            return used
+        wide = used.float()
+        drawn = normals(
+            tuple(wide.shape), self.seed, (crc32(name.encode()), version), device=wide.device, dtype=torch.float32
+        )
+        return (wide + self.noise * wide.square().mean().sqrt() * drawn).to(weight.dtype)
+
+
+EXACT = Rounding()
+
+
+def quantize(weight: Float[Tensor, "... rows columns"], bits: int) -> Float[Tensor, "... rows columns"]:
+    """Round every row to the 2^bits - 1 levels -n..n times its scale, max |w| / n, in the dtype of `weight`.
+
+    Quantizing the result again changes no bit: products are formed in float64, so the largest weight of a row, and
+    with it the scale, comes back exactly. Half-way values go to the even level.
+    """
+    top = 2 ** (bits - 1) - 1
+    wide = weight.double()
+    scale = wide.abs().amax(-1, keepdim=True) / top
+    # A row of zeros has no scale and stays zero.
+    levels = (wide / scale.where(scale > 0, 1.0)).round_()
+    return levels.mul_(scale).to(weight.dtype)
+
+
+def matrices(model: Any) -> tuple[str, ...]:
+    """Names of the parameters that are rounded, in the order of `model.named_parameters()`.
+
+    Raises:
+        TrimtabError: the decoder has a matrix whose rows are not known to be its outputs (GPT-2, adapters).
+    """
+    owners = {
+        id(p): part for layer in decoder(model).layers for part in layer.modules() for p in part.parameters(False)
+    }
+    found = []
+    for name, parameter in model.named_parameters():
+        owner = owners.get(id(parameter))
+        if owner is None or parameter.ndim < 2 or _is_router(owner):
+            continue
+        if type(owner) is not nn.Linear and not _is_experts(owner, parameter):
+            raise TrimtabError(
+                f"weight {name!r} belongs to a {type(owner).__name__}, whose rows cannot be rounded one by one; "
+                'set engine.quantize = "none" and engine.noise = 0 for this model'
+            )
+        found.append(name)
+    return tuple(found)
+
+
+def _is_router(part: nn.Module) -> bool:
+    """It chooses the experts of a token: transformers names these classes `...Router`."""
+    return type(part).__name__.endswith("Router")
+
+
+def _is_experts(part: nn.Module, parameter: Tensor) -> bool:
+    """Stacked matrices (experts, outputs, inputs), as transformers keeps them unless it says they are transposed."""
+    return parameter.ndim == 3 and hasattr(part, "num_experts") and not getattr(part, "is_transposed", False)
