@@ -104,6 +104,13 @@ class SurgeConfig(Section):
     period: float = Field(default=1.8, gt=0, description="the rate halves every period x (step of the surge) steps")
     floor: float = Field(default=0.1, ge=0, le=1, description="smallest share of the rate")
 
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> SurgeConfig:
+        for key in ("factor", "baseline", "window") if self.at is not None else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect with at = {self.at}: leave it out")
+        return self
+
 
 class OptimConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
@@ -115,6 +122,12 @@ class OptimConfig(Section):
     warmup: int = Field(default=0, ge=0, description="updates of linear warm-up")
     min_lr: float = Field(default=0.0, ge=0, description="where cosine ends")
     surge: SurgeConfig = SurgeConfig()
+
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> OptimConfig:
+        if self.schedule != "surge" and self.surge != SurgeConfig():
+            raise ValueError(f'surge has no effect with schedule = {self.schedule!r}: leave it out or set "surge"')
+        return self
 
 
 class TrainerConfig(Section):

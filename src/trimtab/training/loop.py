@@ -33,9 +33,11 @@ from trimtab.training.metrics import (
     update_metrics,
 )
 from trimtab.training.observer import Moment, Observer
+from trimtab.training.optim import surge_share
 from trimtab.training.rundir import RunDir
 from trimtab.training.seeds import derive
 from trimtab.training.sinks import Sink
+from trimtab.training.surge import Surge
 from trimtab.training.update import DivergedError, Learner, MiniBatch, UpdateStats
 from trimtab.training.weights import named_weights
 from trimtab.types import Engine, Trajectory
@@ -61,6 +63,7 @@ class Trainer:
     engine: Engine
     run: RunDir
     observer: Observer
+    surge: Surge | None = None
     sinks: Sequence[Sink] = ()
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -91,6 +94,7 @@ class Trainer:
         self.seconds["step"] = time.perf_counter() - start
 
         metrics = self._metrics(batch, collected, stats, version)
+        metrics |= self._watch_lengths(metrics.get("length/mean"))
         metrics |= before | {f"{key.rpartition('/')[0]}/before": value for key, value in before.items()}
         measured: dict[str, float] = {}
         if self._due(self.config.eval.every):
@@ -139,6 +143,8 @@ class Trainer:
 
     def _update(self, batch: Batch) -> UpdateStats:
         start = time.perf_counter()
+        if self.surge is not None:
+            self.learner.share = surge_share(self.surge.config, self.step + 1, self.surge.step)
         try:
             return self.learner.update(
                 batch.minibatches, lambda done, of: self.observer.phase("update", done, of), probe=self._probes
@@ -187,6 +193,14 @@ class Trainer:
             **self._method_metrics(batch, collected, stats, version),
             **speed_metrics(self.seconds, collected.response_tokens, stats.tokens),
         }
+
+    def _watch_lengths(self, length: float | None) -> dict[str, float]:
+        """Before anything is written: the checkpoint of this step must know what was seen in it."""
+        if self.surge is None:
+            return {}
+        if line := self.surge.observe(self.step, length):
+            self.observer.message(line)
+        return {} if self.surge.step is None else {"optim/surge_step": self.surge.step}
 
     def _method_metrics(
         self, batch: Batch, collected: CollectStats, stats: UpdateStats, version: int

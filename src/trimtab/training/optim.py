@@ -1,4 +1,7 @@
-"""AdamW, and the learning rate as a pure function of the update counter: resuming needs no scheduler state."""
+"""AdamW, and the learning rate as a pure function of update, step and the step of a length surge.
+
+Resuming needs no scheduler state but that one step (`trimtab.training.surge`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from typing import Any
 
 import torch
 
-from trimtab.config import OptimConfig
+from trimtab.config import OptimConfig, SurgeConfig
+
+# 1.8 times a whole number, in floating point, may lie a hair above the whole number of steps it stands for.
+_ROUNDING = 1e-9
 
 
 def build_optimizer(
@@ -35,13 +41,33 @@ def build_optimizer(
 
 
 def learning_rate(config: OptimConfig, update: int, total: int) -> float:
-    """Rate of update `update` (from 0) out of `total`: linear warm-up, then constant or cosine down to `min_lr`."""
+    """Rate of update `update` (from 0) out of `total`: linear warm-up, then constant or cosine down to `min_lr`.
+
+    The `surge` schedule is constant here; `surge_share` lowers it.
+    """
     if update < config.warmup:
         return config.lr * (update + 1) / config.warmup
-    if config.schedule == "constant":
+    if config.schedule != "cosine":
         return config.lr
     progress = min(1.0, (update - config.warmup) / max(1, total - config.warmup))
     return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def surge_share(config: SurgeConfig, step: int, surge: int | None) -> float:
+    """Share of the rate in step `step` (from 1) of a run whose lengths surged at step `surge`; its updates share it.
+
+    max(floor, 2^-⌊(step - surge) / P⌋), P = period x surge steps: nothing halves before surge + P (arXiv 2602.01826
+    with the constants of its reproduction; the phase of the first halving is uncertain). None: no surge yet.
+    """
+    if surge is None or step <= surge:
+        return 1.0
+    halvings = math.floor((step - surge) / (config.period * surge) + _ROUNDING)
+    return max(config.floor, 2.0**-halvings)
+
+
+def first_halving(config: SurgeConfig, surge: int) -> int:
+    """The first step with a lower rate."""
+    return surge + max(1, math.ceil(config.period * surge - _ROUNDING))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

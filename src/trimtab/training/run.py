@@ -29,6 +29,7 @@ from trimtab.training.optim import build_optimizer
 from trimtab.training.rundir import RunDir
 from trimtab.training.sft import laboratory_folder
 from trimtab.training.sinks import open_sinks
+from trimtab.training.surge import Surge
 from trimtab.training.update import Learner
 from trimtab.training.weights import add_lora
 from trimtab.types import Engine, Problem, RewardSpec, Sampling, Task
@@ -179,6 +180,7 @@ def assemble(config: Config, parts: Parts, loaded: Loaded, run: RunDir, observer
         engine=engine,
         run=run,
         observer=observer,
+        surge=Surge(config.optim.surge) if config.optim.schedule == "surge" else None,
     )
 
 

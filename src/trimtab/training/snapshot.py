@@ -42,6 +42,8 @@ def take(trainer: Trainer, measured: Mapping[str, float]) -> tuple[dict[str, Any
         "optimizer": groups,
         "random": generator_data,
     }
+    if trainer.surge is not None:
+        meta["surge"] = trainer.surge.state()
     files: dict[str, bytes] = {}
     if pending := [trajectory for group in collector.pending for trajectory in group]:
         files[PENDING] = trajectories.to_bytes(pending)
@@ -75,6 +77,8 @@ def _restore(trainer: Trainer, found: checkpoint.LoadedCheckpoint) -> None:
     trainer.step = meta["step"]
     learner.updates = meta["updates"]
     learner.bad_in_a_row = meta["bad_in_a_row"]
+    if trainer.surge is not None:
+        trainer.surge.restore(meta["surge"])
     collector.stream.position = meta["position"]
     collector.groups_drawn = meta["groups_drawn"]
     collector.discarded = meta["discarded"]
@@ -112,7 +116,7 @@ def _deciding(config: Config) -> dict[str, Any]:
     """Dotted keys that decide a run's numbers; the number of steps does only under a schedule that ends with it."""
     free = {"out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare"}
     data = config.model_dump(mode="json", exclude=free)
-    if config.optim.schedule == "constant":
+    if config.optim.schedule != "cosine":
         del data["trainer"]["steps"]
     return dict(_flat(data, ""))
 

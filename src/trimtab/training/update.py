@@ -56,6 +56,7 @@ class Learner:
     perturbation: Perturbation | None = None
     updates: int = 0
     bad_in_a_row: int = 0
+    share: float = 1.0  # of the scheduled learning rate, the same for all updates of a step
 
     @property
     def device(self) -> torch.device:
@@ -143,7 +144,7 @@ class Learner:
 
     def _guarded_step(self, loss: float, stats: UpdateStats) -> None:
         """Step the optimizer unless the loss or the gradient is not finite; then skip, count, and in the end stop."""
-        stats.lr = learning_rate(self.config.optim, self.updates, self.total_updates)
+        stats.lr = self.share * learning_rate(self.config.optim, self.updates, self.total_updates)
         set_learning_rate(self.optimizer, stats.lr)
         # The first group is the policy's. The noise has one of its own: its gradient must not scale the policy's, and a
         # log sigma of -inf is how a layer without noise is written.

@@ -1,0 +1,92 @@
+"""The surge schedule in real training: the rate follows the lengths, and a resumed run equals an uninterrupted one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trimtab.config import Config, load_config
+from trimtab.training import checkpoint
+from trimtab.training.observer import Silent
+from trimtab.training.run import train
+from trimtab.training.rundir import read_metrics
+
+pytestmark = pytest.mark.e2e
+TIMED = ("time/", "tokens_per_second/", "memory/", "eval/")
+
+
+class Messages(Silent):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def recipe(steps: int, *changes: str) -> Config:
+    small = (
+        f"trainer.steps={steps}",
+        "trainer.prompts=4",
+        "trainer.samples=4",
+        "trainer.minibatches=2",
+        "optim.warmup=0",
+        "optim.schedule=surge",
+        "optim.surge.period=0.4",
+        "eval.problems=4",
+        "checkpoint.every=1",
+        "checkpoint.keep=99",
+        "log.trajectories_every=0",
+    )
+    return load_config("laboratory", [*small, *changes])
+
+
+# Lengths of so few responses vary by a few percent from step to step: this factor is passed by chance, always alike.
+DETECT = ("optim.surge.baseline=3", "optim.surge.window=2", "optim.surge.factor=1.001")
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    found = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in found]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint.folders(run / "checkpoints")[-1] / "model.safetensors")
+
+
+def test_the_logged_rate_follows_the_surge_and_survives_resuming_at_any_step(tmp_path: Path) -> None:
+    whole, seen = tmp_path / "whole", Messages()
+    train(recipe(14, *DETECT), out=whole, observer=seen)
+    expected = rows(whole)
+    surge = next(row["optim/surge_step"] for row in expected if "optim/surge_step" in row)
+    assert 3 < surge <= 8, "the run must pass through before, at and after the surge"
+    assert [line for line in seen.lines if line.startswith("length surge")] != []
+    lengths = [row["length/mean"] for row in expected]
+    means = {step: (lengths[step - 2] + lengths[step - 1]) / 2 for step in range(4, 15)}
+    assert surge == next(step for step, mean in means.items() if mean > 1.001 * sum(lengths[:3]) / 3)
+    for row in expected:
+        halvings = int((row["step"] - surge) / (0.4 * surge) + 1e-9) if row["step"] > surge else 0
+        assert row["optim/lr"] == max(0.1, 0.5**halvings) * recipe(14).optim.lr
+        assert ("optim/surge_step" in row) == (row["step"] >= surge)
+    assert expected[-1]["optim/lr"] < expected[0]["optim/lr"]
+
+    for stop in (2, surge - 1, surge):
+        part = tmp_path / f"stopped-after-{stop}"
+        train(recipe(stop, *DETECT), out=part)
+        train(recipe(14, *DETECT), out=part, resume=True)
+        assert rows(part) == expected
+        mine, theirs = weights(part), weights(whole)
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_fixed_step_and_another_schedule(tmp_path: Path) -> None:
+    train(recipe(5, "optim.surge.at=2"), out=tmp_path / "fixed")
+    lr = recipe(5).optim.lr
+    # Period 0.4 x 2 = 0.8 steps: one halving in step 3 (1 / 0.8), two in 4 (2.5), three in 5 (3.75).
+    assert [row["optim/lr"] for row in rows(tmp_path / "fixed")] == [lr, lr, lr / 2, lr / 4, lr / 8]
+    constant = recipe(2).model_copy(update={"optim": load_config("laboratory", ["optim.warmup=0"]).optim})
+    train(constant, out=tmp_path / "constant")
+    assert all("optim/surge_step" not in row for row in rows(tmp_path / "constant"))
