@@ -70,7 +70,8 @@ class FakeEngine:
         return [splice(prefix, whole) for prefix, whole in zip(prefixes, group, strict=True)]
 
     def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
-        """Note the version and the names of what was published; a script has nothing that `exact` would spare."""
+        """Note the version and the names of what was published; nothing is ever rounded, `exact` or not."""
+        del exact
         self.published.append((version, [name for name, _ in weights]))
         self.policy_version = version
 

@@ -90,7 +90,7 @@ def matrices(model: Any) -> tuple[str, ...]:
         owner = owners.get(id(parameter))
         if owner is None or parameter.ndim < 2 or _is_router(owner):
             continue
-        if type(owner) is not nn.Linear and not _is_experts(owner, parameter):
+        if not isinstance(owner, nn.Linear) and not _is_experts(owner, parameter):
             raise TrimtabError(
                 f"weight {name!r} belongs to a {type(owner).__name__}, whose rows cannot be rounded one by one; "
                 'set engine.quantize = "none" and engine.noise = 0 for this model'
