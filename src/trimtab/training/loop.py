@@ -39,7 +39,7 @@ from trimtab.training.seeds import derive
 from trimtab.training.sinks import Sink
 from trimtab.training.surge import Surge
 from trimtab.training.update import DivergedError, Learner, MiniBatch, UpdateStats
-from trimtab.training.weights import named_weights
+from trimtab.training.weights import named_weights, sampler_rounding
 from trimtab.types import Engine, Trajectory
 
 
@@ -216,11 +216,12 @@ class Trainer:
         return found
 
     def _evaluate(self, moment: Moment) -> dict[str, float]:
-        """Held-out greedy accuracy of the current policy in the engine's numerics; stale weights are put back after."""
-        stale, version = None, self.engine.policy_version
-        if version != self.learner.updates:
-            stale = [(name, weight.clone()) for name, weight in self.engine.weights()]
-            self.engine.publish(self.current_weights(), self.learner.updates)
+        """Held-out greedy accuracy of the trainer's current policy, in the engine's dtype but neither quantized nor
+        noisy; the sampler's own weights are put back after."""
+        own, version = None, self.engine.policy_version
+        if version != self.learner.updates or sampler_rounding(self.config).active:
+            own = [(name, weight.clone()) for name, weight in self.engine.weights()]
+            self.engine.publish(self.current_weights(), self.learner.updates, exact=True)
         task = self.collector.stream.task
         result = evaluate(
             self.engine,
@@ -231,8 +232,8 @@ class Trainer:
             sampling=replace(self.collector.sampling, temperature=0.0, top_p=1.0, top_k=0),
             seed=derive(self.config.seed, "eval"),
         )
-        if stale is not None:
-            self.engine.publish(stale, version)
+        if own is not None:
+            self.engine.publish(own, version, exact=True)
         self.observer.evaluated(task.name, moment, result.accuracy)
         return {f"eval/{task.name}/greedy": result.accuracy}
 

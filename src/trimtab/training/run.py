@@ -31,7 +31,7 @@ from trimtab.training.sft import laboratory_folder
 from trimtab.training.sinks import open_sinks
 from trimtab.training.surge import Surge
 from trimtab.training.update import Learner
-from trimtab.training.weights import add_lora
+from trimtab.training.weights import add_lora, sampler_rounding
 from trimtab.types import Engine, Problem, RewardSpec, Sampling, Task
 
 RewardFunction = Callable[[str, Problem], float]
@@ -91,6 +91,11 @@ def check(config: Config, reward: RewardFunction | None = None) -> Parts:
     """Build the objective, the task and the rewards, and refuse combinations that cannot be meant."""
     if config.numerics != "native":
         raise TrimtabError('numerics = "invariant" is not available yet; use numerics = "native"')
+    if config.engine.type != "embedded" and sampler_rounding(config).active:
+        raise TrimtabError(
+            f'engine.quantize and engine.noise need engine.type = "embedded"; {config.engine.type!r} has options of '
+            "its own for quantized weights"
+        )
     if config.engine.type != "embedded":
         raise TrimtabError(f'engine.type = "{config.engine.type}" is not available yet; use "embedded"')
     built = objective(config.objective.name, **config.objective.keywords)
@@ -171,7 +176,12 @@ def assemble(config: Config, parts: Parts, loaded: Loaded, run: RunDir, observer
     """Put the trained model, the sampler's copy and the data side together."""
     device = default_device()
     loaded.model.to(device)  # pyright: ignore[reportArgumentType]  # first: the engine copies the model where it lies
-    engine: Engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=getattr(torch, config.engine.dtype))
+    engine: Engine = EmbeddedEngine(
+        loaded.model,
+        loaded.tokenizer,
+        dtype=getattr(torch, config.engine.dtype),
+        rounding=sampler_rounding(config),
+    )
     model = prepare_model(loaded.model, config, device)
     return Trainer(
         config=config,

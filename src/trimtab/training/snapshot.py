@@ -88,8 +88,10 @@ def _restore(trainer: Trainer, found: checkpoint.LoadedCheckpoint) -> None:
         collector.prefixes.restore(found.files[PREFIXES], meta["prefixes"], prompts)
     if PENDING in found.files:
         collector.pending = _groups(trajectories.from_bytes(found.files[PENDING]))
-    weights = found.tensors["engine"].items() if "engine" in found.tensors else trainer.current_weights()
-    trainer.engine.publish(weights, meta["policy_version"])
+    if "engine" in found.tensors:
+        trainer.engine.publish(found.tensors["engine"].items(), meta["policy_version"], exact=True)
+    else:
+        trainer.engine.publish(trainer.current_weights(), meta["policy_version"])
 
 
 def _groups(rows: list[Any]) -> list[list[Any]]:
