@@ -14,7 +14,7 @@ from trimtab.cli.output import run_directory
 from trimtab.config import recipe_names
 from trimtab.errors import TrimtabError
 
-COMMANDS = ("train", "sft", "recipes", "explain", "eval", "report", "export", "doctor")
+COMMANDS = ("train", "sft", "recipes", "explain", "eval", "report", "export", "doctor", "diagnose")
 
 
 def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,127 @@
+"""`trimtab diagnose`: what is wrong between trainer and sampler, and which correction fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trimtab.cli.output import Json, print_json
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from trimtab.diagnostics.diagnose import Watch
+
+PAGE = "diagnose.html"
+Files = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILE...", help="Files of log-probs (parquet, JSONL, ...), folders of them, or run directories."
+    ),
+]
+Framework = Annotated[
+    str | None,
+    typer.Option("--framework", metavar="NAME", help="trimtab, verl, trl, miles or prime-rl. Default: found out."),
+]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--columns",
+        metavar="OURS=THEIRS",
+        help="A column of the files under the name used here, as logp_behavior=rollout_logprobs; repeat it, or "
+        "separate several by commas.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE.html", help=f"Where the page goes. Default: {PAGE} in the current folder."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        "diagnose",
+        epilog="Example: [bold]trimtab diagnose runs/quickstart --out quickstart.html[/bold]. The exit code is 0 "
+        "whatever is found, 2 when the files cannot be used; programs read --json.",
+    )(diagnose)
+
+
+def diagnose(
+    files: Files,
+    framework: Framework = None,
+    columns: Columns = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Compare trainer and sampler: how large the mismatch is, where it sits, what causes it, what to do."""
+    names = parse_columns(columns or [])
+    target = page_path(out)
+
+    from trimtab.diagnostics.diagnose import diagnose as run
+    from trimtab.diagnostics.diagnose_json import as_dict
+    from trimtab.diagnostics.diagnose_page import write_page
+    from trimtab.diagnostics.diagnose_text import verdict
+
+    with _progress() as watch:
+        found = run(files, framework=framework, columns=names, watch=watch)
+        watch("drawing the page", found.measured.origin.tokens)
+        written = write_page(found, target)
+    if as_json:
+        print_json({**as_dict(found), "report": written})
+    else:
+        typer.echo(verdict(found, written, _width()))
+
+
+def parse_columns(given: Sequence[str]) -> dict[str, str]:
+    """`OURS=THEIRS` pairs, of which one word may hold several."""
+    found: dict[str, str] = {}
+    for pair in (part.strip() for word in given for part in word.split(",")):
+        ours, equals, theirs = (part.strip() for part in pair.partition("="))
+        if not (ours and equals and theirs):
+            raise TrimtabError(f"--columns {pair!r} is no pair: write OURS=THEIRS, as logp_behavior=rollout_logprobs")
+        if ours in found:
+            raise TrimtabError(f"--columns names {ours!r} twice: leave one of the two out")
+        found[ours] = theirs
+    return found
+
+
+def page_path(out: Path | None) -> Path:
+    """Where the page goes. A folder gets `diagnose.html`; only pages are overwritten, never data by a slip."""
+    target = Path(PAGE) if out is None else out / PAGE if out.is_dir() else out
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise TrimtabError(f"--out {target} is no page: give a name that ends in .html, or a folder that exists")
+    return target
+
+
+def _width() -> int | None:
+    """Columns of the terminal, None for a file or a pipe, where nothing is folded."""
+    from rich.console import Console
+
+    console = Console()
+    return console.width if console.is_terminal else None
+
+
+@contextmanager
+def _progress() -> Iterator[Watch]:
+    """On a terminal, a line on standard error that says what is being done; it is gone at the end."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield _quiet
+        return
+    begun = time.monotonic()
+    with console.status("starting") as status:
+
+        def tell(what: str, tokens: int) -> None:
+            status.update(f"{what}: {tokens:,} tokens, {time.monotonic() - begun:.0f} s")
+
+        yield tell
+
+
+def _quiet(_what: str, _tokens: int) -> None:
+    pass

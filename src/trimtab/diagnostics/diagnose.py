@@ -1,0 +1,61 @@
+"""A whole diagnosis: read, measure, name the causes, advise. One pass over the files; everything else works on its sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from trimtab.diagnostics.advise import advise
+from trimtab.diagnostics.causes import find_causes
+from trimtab.diagnostics.diagnosis import Chunk, Diagnosis
+from trimtab.diagnostics.measure import measure
+from trimtab.diagnostics.sources import open_source
+
+Watch = Callable[[str, int], None]
+"""Called with what is being done and how many tokens have been read so far."""
+
+
+def diagnose(
+    paths: str | Path | Sequence[str | Path],
+    *,
+    framework: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    watch: Watch | None = None,
+) -> Diagnosis:
+    """Compare trainer and sampler from the log-probs in files, folders or run directories.
+
+    framework: trimtab, verl, trl, miles, prime-rl or columns; found from the files where None. columns: names of this
+    package's columns (`logp_behavior`, ...) to those of the files. Files are read in pieces: memory does not grow with
+    their size.
+
+    Raises `TrimtabError`, in one line, when no response can be used or the request makes no sense. Bad responses are
+    dropped and counted in `measured.origin.dropped`, never an error.
+    """
+    several = [paths] if isinstance(paths, str | Path) else list(paths)
+    source = open_source([Path(path) for path in several], framework=framework, columns=columns or {})
+    tell = watch or _silent
+    tell("reading", 0)
+    counter = _Counter(source.chunks(), tell)
+    measured = measure(counter, source.origin)
+    tell("looking for causes", counter.tokens)
+    causes = find_causes(measured)
+    tell("trying every preset", counter.tokens)
+    outcomes, recommendation = advise(measured, causes)
+    return Diagnosis(measured, causes, outcomes, recommendation)
+
+
+class _Counter:
+    """The chunks as they are, with their tokens counted."""
+
+    def __init__(self, chunks: Iterable[Chunk], tell: Watch) -> None:
+        self.chunks, self.tell, self.tokens = chunks, tell, 0
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for chunk in self.chunks:
+            self.tokens += chunk.tokens
+            self.tell("reading", self.tokens)
+            yield chunk
+
+
+def _silent(_what: str, _tokens: int) -> None:
+    pass

@@ -1,0 +1,221 @@
+"""What a diagnosis says in words, for the terminal and the page alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trimtab.diagnostics.diagnosis import Diagnosis, Interval, Measured, Origin, Outcome, Size, View
+from trimtab.diagnostics.page import number, short
+
+DENSE, MOE = (1e-5, 1e-3), (1e-3, 1e-1)
+"""k3 reported for dense and for mixture-of-experts models, nats per token (METHODS 2.9)."""
+
+FAULTS = frozenset({"temperature", "raw-logprobs", "truncated-sampling", "misaligned", "retokenized", "non-finite"})
+"""Causes that make the numbers wrong. No weight repairs them; the others are real drift, which a weight corrects."""
+
+SIZES = {
+    "exact": "trainer and sampler agree to the last bit",
+    "rounding": "no more than rounding of the stored log-probs makes",
+    "dense": "within what is published for dense models (1e-5 to 1e-3)",
+    "moe": "within what is published for mixture-of-experts models (1e-3 to 1e-1), a lot for a dense one",
+    "beyond": "beyond everything published for a working setup (1e-5 to 1e-1)",
+}
+# A view's name in a sentence: "at <phrase> <label>".
+PHRASES = {
+    "probability": "sampler probability",
+    "position": "position",
+    "turn": "turn",
+    "version": "age",
+    "token": "token",
+    "entropy": "entropy",
+}
+LIFT, SHARE, FEWEST = 2.0, 0.1, 0.002
+"""A bin stands out with twice the mean k3, a tenth of all k3 and 0.2% of the tokens."""
+CLOSE = 1e-3
+"""A mean ratio this near 1 is no broken contract, however narrow the interval is."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A bin that holds more k3 than its tokens account for. Shares in [0, 1]; lift: its k3 over that of all tokens."""
+
+    view: str
+    label: str
+    tokens: float
+    k3: float
+    lift: float
+
+    @property
+    def text(self) -> str:
+        return f"{PHRASES[self.view]} {self.label} ({percent(self.tokens)} of the tokens, {percent(self.k3)} of all k3)"
+
+
+@dataclass(frozen=True)
+class Check:
+    """The mean ratio against 1. tone: good, warn or plain (nothing can be said)."""
+
+    tone: str
+    text: str
+
+
+def brief(value: float) -> str:
+    """Two significant digits; 0 stays 0, what is not finite is a dash."""
+    if value == 0:
+        return "0"
+    return short(value) if math.isfinite(value) else "–"
+
+
+def percent(share: float) -> str:
+    """A share as people say it: 12%, 0.3%, never 0% of something that is there."""
+    if not math.isfinite(share):
+        return "–"
+    hundred = 100 * share
+    if 0 < hundred < 0.1:
+        return "<0.1%"
+    if 99.9 < hundred < 100:
+        return ">99.9%"
+    return f"{hundred:.0f}%" if hundred >= 10 or hundred == 0 else f"{hundred:.1f}%"
+
+
+def known(interval: Interval | None) -> bool:
+    return interval is not None and math.isfinite(interval.low) and math.isfinite(interval.high)
+
+
+def with_interval(size: Size, key: str) -> str:
+    """`1.9e-4 (1.7e-4 to 2.1e-4)`, without brackets where there is no interval."""
+    value, interval = size.mismatch.get(key, math.nan), size.intervals.get(key)
+    if interval is None or not known(interval):
+        return brief(value)
+    return f"{brief(value)} ({brief(interval.low)} to {brief(interval.high)})"
+
+
+def overrides_text(overrides: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={number(value)}" for name, value in overrides.items())
+
+
+def method_text(preset: str, overrides: Mapping[str, Any]) -> str:
+    return f"{preset} with {overrides_text(overrides)}" if overrides else preset
+
+
+def read_text(origin: Origin) -> str:
+    """What was read and what was left out, in one sentence."""
+    files = f"{origin.files:,} file{'s' if origin.files != 1 else ''} ({origin.framework})"
+    trained = "" if origin.trained == origin.tokens else f", {origin.trained:,} of them trained"
+    text = f"{files}: {origin.responses:,} responses, {origin.tokens:,} tokens{trained}"
+    return f"{text}; {dropped_text(origin)}"
+
+
+def dropped_text(origin: Origin) -> str:
+    count = sum(origin.dropped.values())
+    if not count:
+        return "nothing dropped"
+    return f"dropped {count:,} ({', '.join(f'{many:,} {why}' for why, many in origin.dropped.items())})"
+
+
+def contract(size: Size) -> Check:
+    """Whether the mean ratio is 1, as it is for log-probs of the very distribution that was sampled."""
+    mean, interval = size.mismatch.get("ratio_mean", math.nan), size.intervals.get("ratio_mean")
+    if not math.isfinite(mean):
+        return Check("plain", "the mean ratio is not defined")
+    if interval is None or not known(interval):
+        return Check("plain", f"mean ratio {mean:.5g}; too few responses for an interval")
+    text = f"mean ratio {mean:.5g} ({interval.low:.5g} to {interval.high:.5g})"
+    if interval.low <= 1 <= interval.high:
+        return Check("good", f"{text}: 1 is inside, as for correct log-probs of untruncated sampling")
+    if abs(mean - 1) <= CLOSE:
+        return Check("good", f"{text}: not quite 1, but within {percent(CLOSE)} of it")
+    side = (
+        "below 1: tokens the trainer finds likely were never sampled (top-p, top-k, temperature), or log-probs are wrong"
+        if mean < 1
+        else "above 1: the sampler's log-probs are not those of the distribution it sampled from"
+    )
+    return Check("warn", f"{text} is {side}")
+
+
+def places(measured: Measured) -> list[Place]:
+    """The bin of each view that holds most k3 beyond its share of tokens, the most striking view first."""
+    overall = measured.size.mismatch.get("k3", math.nan)
+    if not overall > 0:
+        return []
+    found = [place for name in PHRASES if name in measured.views for place in [_place(measured.views[name])] if place]
+    return sorted(found, key=lambda place: place.tokens - place.k3)
+
+
+def shares(view: View) -> tuple[np.ndarray, np.ndarray]:
+    """Share of tokens and share of all k3 of each bin, both (bins,); 0 where there is nothing."""
+    count = view.count.astype(np.float64)
+    mass = np.nan_to_num(view.k3 * count, nan=0.0, posinf=0.0)
+    return count / max(count.sum(), 1.0), mass / mass.sum() if mass.sum() > 0 else mass
+
+
+def _place(view: View) -> Place | None:
+    tokens, k3 = shares(view)
+    there = (tokens >= FEWEST) & (k3 >= SHARE) & (k3 >= LIFT * tokens)
+    if not there.any():
+        return None
+    best = int(np.argmax(np.where(there, k3 - tokens, -np.inf)))
+    return Place(view.name, view.labels[best], float(tokens[best]), float(k3[best]), float(k3[best] / tokens[best]))
+
+
+def where_text(measured: Measured, most: int = 3) -> str:
+    found = places(measured)
+    if not measured.size.mismatch.get("k3", math.nan) > 0:
+        return "nowhere: there is no mismatch"
+    if not found:
+        seen = [PHRASES[name] for name in PHRASES if name in measured.views]
+        return f"spread evenly over {', '.join(seen)}" if seen else "not known: the files hold no columns to cut by"
+    return "most at " + "; at ".join(place.text for place in found[:most])
+
+
+def split_text(measured: Measured) -> str:
+    split = measured.split
+    if not split.separable or split.mismatch is None or split.staleness is None:
+        return f"mismatch and staleness are not separable: {split.why}" if split.why else ""
+    return (
+        f"k3 {brief(split.mismatch)} from trainer and sampler computing differently, "
+        f"{brief(split.staleness)} from older weights"
+    )
+
+
+def faults(diagnosis: Diagnosis) -> list[str]:
+    """Names of the causes that must be repaired before a correction means anything."""
+    return [cause.name for cause in diagnosis.causes if cause.name in FAULTS]
+
+
+def chosen(diagnosis: Diagnosis) -> Outcome | None:
+    """What the recommended preset does to this data at the recommended bounds."""
+    wanted = diagnosis.recommendation
+    same = [outcome for outcome in diagnosis.outcomes if outcome.preset == wanted.preset]
+    exact = [outcome for outcome in same if dict(outcome.overrides) == dict(wanted.overrides)]
+    return (exact or same or [None])[0]
+
+
+def effect_text(outcome: Outcome) -> str:
+    return (
+        f"keeps {percent(outcome.kept)} of the tokens, changes {percent(outcome.changed)} of the weights, "
+        f"leaves ESS {brief(outcome.ess)}"
+    )
+
+
+def headline(diagnosis: Diagnosis) -> list[str]:
+    """The verdict in plain sentences: how large, why, what to do."""
+    size = diagnosis.measured.size
+    k3 = with_interval(size, "k3")
+    lines = [f"The mismatch is k3 = {k3} nats per token: {SIZES[size.verdict]}."]
+    wrong = faults(diagnosis)
+    if not diagnosis.causes:
+        lines.append("No cause stands out above the noise floor.")
+    else:
+        named = ", ".join(f"{cause.name} (confidence {cause.confidence:.2f})" for cause in diagnosis.causes)
+        lines.append(f"Likely cause{'s' if len(diagnosis.causes) > 1 else ''}: {named}.")
+    if wrong:
+        lines.append(f"Repair {' and '.join(wrong)} first: the log-probs are wrong, and no correction makes up for that.")
+    after = "After that, use" if wrong else "Use"
+    wanted = diagnosis.recommendation
+    lines.append(f"{after} {method_text(wanted.preset, wanted.overrides)}.")
+    return lines
