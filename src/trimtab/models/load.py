@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from trimtab.errors import TrimtabError
 from trimtab.models import attention, bundled, laboratory
+from trimtab.models.products import use_in
 from trimtab.models.quiet import quiet
 
 BUNDLED = bundled.NAME
@@ -51,6 +52,7 @@ def load(path: str, *, dtype: torch.dtype) -> Loaded:
         model, tokenizer = laboratory.build(seed=0)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
+        use_in(model.base_model)
         return Loaded(model, tokenizer, path)
     if path == BUNDLED:
         return _from_folder(str(bundled.folder()), path, dtype)
@@ -90,6 +92,7 @@ def _from_folder(source: str, name: str, dtype: torch.dtype) -> Loaded:
             "get a complete checkpoint of a causal language model"
         )
     _ensure_padding_token(tokenizer, model, name)
+    use_in(model.base_model)
     return Loaded(model, tokenizer, source)
 
 

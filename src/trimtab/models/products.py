@@ -1,10 +1,13 @@
-"""One matrix product, through the fastest exact kernel at hand."""
+"""Matrix products through the fastest exact kernel at hand."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 # PyTorch sends float32 products on a CPU to MKL, which is 2.2 to 2.5 times slower than oneDNN on AMD processors
 # (both are exact float32). Builds without oneDNN have no such operator.
@@ -16,3 +19,44 @@ def product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "
     if _ONEDNN and a.dtype == torch.float32 and a.device.type == "cpu" and min(*a.shape, *b.shape) > 0:
         return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
     return a @ b.T
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` whose float32 products on a CPU, forward and backward, go through `product`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def use_in(blocks: nn.Module) -> None:
+    """Let every `nn.Linear` inside compute as `Linear`; parameters, names and hooks stay as they are."""
+    for module in blocks.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+
+
+def linear(
+    states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None = None
+) -> Float[Tensor, "*batch n"]:
+    """`states @ weight.T + bias` with its gradient. Autocast and other types than float32 are left to PyTorch."""
+    plain = states.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(states.device.type)
+    if not (_ONEDNN and plain and states.device.type == "cpu"):
+        return F.linear(states, weight, bias)
+    result: Tensor = _Product.apply(states, weight)
+    return result if bias is None else result + bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(states, weight)
+        return product(states.reshape(-1, states.shape[-1]), weight).view(*states.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        states, weight = ctx.saved_tensors
+        grad = grads[0].reshape(-1, weight.shape[0])
+        rows = states.reshape(-1, states.shape[-1])
+        to_states = product(grad, weight.T).view(states.shape) if ctx.needs_input_grad[0] else None
+        to_weight = product(grad.T, rows.T) if ctx.needs_input_grad[1] else None
+        return to_states, to_weight

@@ -18,6 +18,8 @@ from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
+from trimtab.models.products import Linear, linear
+
 # Exact classes: a subclass may compute something else.
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 # Rotary kinds whose angles depend on the position alone, not on the longest text seen so far.
@@ -50,7 +52,7 @@ def supports(model: Any) -> bool:
         return False
     # Adapters and quantization replace the linear maps by modules that compute more than their weight says.
     return all(
-        type(part) is nn.Linear
+        type(part) in (nn.Linear, Linear)
         for block in model.model.layers
         for part in (*block.self_attn.children(), *block.mlp.children())
         if hasattr(part, "in_features")
@@ -95,13 +97,13 @@ class LeanModel:
         heads = self.kv_heads * self.group
         hidden = F.embedding(tokens, self.model.model.embed_tokens.weight)
         for i, layer in enumerate(self.layers):
-            qkv = F.linear(layer.norm_in(hidden), layer.qkv, layer.qkv_bias).view(len(tokens), -1, self.size)
+            qkv = linear(layer.norm_in(hidden), layer.qkv, layer.qkv_bias).view(len(tokens), -1, self.size)
             if layer.norm_q is not None and layer.norm_k is not None:
                 qkv[:, :heads] = layer.norm_q(qkv[:, :heads])
                 qkv[:, heads : -self.kv_heads] = layer.norm_k(qkv[:, heads : -self.kv_heads])
             query, key = _rotate(qkv[:, : -self.kv_heads], rotary).split([heads, self.kv_heads], 1)
             hidden = hidden + layer.out(attend(i, query, key, qkv[:, -self.kv_heads :]))
-            gate, up = F.linear(layer.norm_mid(hidden), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            gate, up = linear(layer.norm_mid(hidden), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
             hidden = hidden + layer.down(layer.act(gate) * up)
         return hidden
 

@@ -21,18 +21,34 @@ class StopRule:
         self._strings = () if sampling.ignore_stop else tuple(text for text in sampling.stop if text)
         # Every token carries at least one byte, but for a special token or a leading space a decoder may swallow.
         self._window = max((len(text.encode()) for text in self._strings), default=0) + 4
+        self._may_complete: dict[int, bool] = {}
 
     def ended(self, responses: Sequence[Sequence[int]]) -> list[bool]:
         """For each response so far: does its last token complete it?"""
         by_id = [ids[-1] in self._ids for ids in responses]
         if not self._strings:
             return by_id
-        tails = self._tokenizer.batch_decode(
-            [list(ids[-self._window :]) for ids in responses],
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
-        )
-        return [hit or any(stop in tail for stop in self._strings) for hit, tail in zip(by_id, tails, strict=True)]
+        return [
+            hit or (self._candidate(ids[-1]) and self._found(ids)) for hit, ids in zip(by_id, responses, strict=True)
+        ]
+
+    def _candidate(self, token: int) -> bool:
+        """Can a stop string end in this token? A look at its own text, once a token, saves decoding most responses."""
+        known = self._may_complete.get(token)
+        if known is None:
+            text = self._decode([token])
+            # Alone, a piece of a character decodes to a replacement, and a decoder may swallow a leading space.
+            vague = not text or "\ufffd" in text
+            known = vague or any(stop[-1] in text or stop[-1] == " " for stop in self._strings)
+            self._may_complete[token] = known
+        return known
+
+    def _found(self, ids: Sequence[int]) -> bool:
+        tail = self._decode(ids[-self._window :])
+        return any(stop in tail for stop in self._strings)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def inside(self, ids: Sequence[int]) -> bool:
         """Does a stop occur anywhere in these ids?"""

@@ -85,3 +85,19 @@ def test_every_end_of_text_id_is_known() -> None:
     model.generation_config.eos_token_id = [5, 6]
     assert eos_ids(model, tokenizer()) == {EOS, 5, 6}
     assert eos_ids(SimpleNamespace(config=SimpleNamespace()), SimpleNamespace()) == frozenset()
+
+
+def test_only_responses_whose_last_token_can_complete_a_stop_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = tokenizer()
+    rule, decode, read = StopRule(reader, [EOS], Sampling(stop=("ba",))), reader.decode, []
+
+    def counted(tokens: list[int], **how: bool) -> str:
+        read.append(list(tokens))
+        return decode(tokens, **how)
+
+    monkeypatch.setattr(reader, "decode", counted)
+    long = ids("a", "c", "b")
+    assert rule.ended([long] * 5) == [False] * 5
+    assert read == [ids("b")], "the token once, no response"
+    assert rule.ended([ids("a", "b", "ab")]) == [True]
+    assert read[1:] == [ids("ab"), ids("a", "b", "ab")]

@@ -1,0 +1,54 @@
+"""Seconds of one GRPO step of the laboratory, by phase.
+
+    python benchmarks/laboratory_step.py --steps 80 --rounds 5
+
+16 prompts x 8 samples, one update, float32, one thread. Wall clock and processor time, medians over rounds: the second
+is nearly the same on a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from trimtab.config import load_config
+from trimtab.training.run import train
+
+PHASES = ("time/collect", "time/score", "time/update", "time/step")
+
+
+def measure(steps: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        sets = [f"trainer.steps={steps}", "log.trajectories_every=0", "eval.problems=1", f"out={run}"]
+        wall, processor = time.perf_counter(), time.process_time()
+        train(load_config("laboratory", sets))
+        wall, processor = time.perf_counter() - wall, time.process_time() - processor
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    # The first steps fill caches.
+    settled = rows[len(rows) // 4 :]
+    phases = {key: statistics.median(row[key] for row in settled if key in row) for key in PHASES if key in settled[0]}
+    return phases | {"whole run, wall / steps": wall / steps, "whole run, processor / steps": processor / steps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    measure(4)
+    rounds = [measure(given.steps) for _ in range(given.rounds)]
+    for key in rounds[0]:
+        values = sorted(found[key] for found in rounds)
+        print(f"{key:32} {statistics.median(values):.4f} s  [{values[0]:.4f}, {values[-1]:.4f}]")
+
+
+if __name__ == "__main__":
+    main()
