@@ -37,7 +37,8 @@ def explain(
     Where both have the name, keywords without a section change both.
     """
     from trimtab.config import recipe_names
-    from trimtab.objectives import objective, objectives
+    from trimtab.objectives import objectives
+    from trimtab.objectives.calibrate import from_section
 
     recipe = name.endswith(".toml") or name in recipe_names()
     if not recipe and name not in objectives():
@@ -46,7 +47,7 @@ def explain(
     changes = sets or []
     if name in objectives():
         own = [item for item in changes if _is_keyword(name, item)] if recipe else changes
-        built = objective(name, **_keywords(own))
+        built = from_section({"name": name, **_keywords(own)})
         found.append({"objective": name, "equation": built.equation(), "advantage": built.advantage})
         changes = [f"objective.{item}" if item in own else item for item in changes]
     if recipe:
@@ -60,10 +61,10 @@ def explain(
 def _of_recipe(name: str, sets: list[str]) -> dict[str, Any]:
     """The equation a recipe resolves to, and the sections that change its data or its model."""
     from trimtab.config import COMPANIONS, load_config
-    from trimtab.objectives import objective
+    from trimtab.objectives.calibrate import from_section
 
     config = load_config(name, sets)
-    built = objective(config.objective.name, **config.objective.keywords)
+    built = from_section(config.objective.model_dump())
     sections = {name: getattr(config, name) for name in sorted({*COMPANIONS.values()})}
     return {
         "objective": config.objective.name,
@@ -77,7 +78,7 @@ def _is_keyword(name: str, item: str) -> bool:
     from trimtab.config import parse_override
     from trimtab.objectives import keywords_of
 
-    return parse_override(item)[0] in keywords_of(name)
+    return parse_override(item)[0] in {"calibrate", *keywords_of(name)}
 
 
 def _keywords(sets: list[str]) -> dict[str, Any]:

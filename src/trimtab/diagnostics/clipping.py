@@ -49,11 +49,11 @@ def clipping(config: Mapping[str, Any], tokens: Tokens) -> Clipping | str:
 
 def _build(config: Mapping[str, Any]) -> Objective | str:
     """The run's objective, if its ratio is over the behavior policy and has bounds."""
-    from trimtab.objectives import Clipped, SecondMoment, objective
+    from trimtab.objectives import Clipped, SecondMoment
+    from trimtab.objectives.calibrate import from_section
 
-    section = dict(config.get("objective", {}))
     try:
-        built = objective(section.pop("name"), **section)
+        built = from_section(config.get("objective", {}))
     except (KeyError, ValueError) as error:
         return f"this version of trimtab does not know the objective ({error})"
     if built.ratio.over == "proximal":

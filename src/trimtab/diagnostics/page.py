@@ -72,12 +72,17 @@ def power(value: float, digits: int) -> str:
     return re.sub(r"e([+-])0*(\d)", lambda found: f"e{found[1].replace('+', '')}{found[2]}", f"{value:.{digits}e}")
 
 
-def equation_of(config: Mapping[str, Any]) -> str:
-    """The resolved equation of a run's objective, or in its place why this installation cannot say it."""
-    from trimtab.objectives import objective  # the only part of a report that needs torch
+def equation_of(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+    """The resolved equation of a run's objective, or in its place why this installation cannot say it.
 
-    section = dict(config.get("objective", {}))
+    `metrics`: those of any step; a run that calibrated its bounds logs them with every one.
+    """
+    from trimtab.objectives.calibrate import bounds_of, from_section  # the only part of a report that needs torch
+
+    section = config.get("objective", {})
     try:
-        return objective(section.pop("name"), **section).equation()
+        keys = {name: f"calibrate/{name}" for name in bounds_of(section["name"])}
+        bounds = {name: float(metrics[key]) for name, key in keys.items() if key in metrics}
+        return from_section(section, bounds).equation()
     except (KeyError, ValueError) as error:
         return f"not known to this version of trimtab: {error}"

@@ -54,7 +54,7 @@ def _values(run: Run) -> dict[str, Any]:
         "description": run.config.get("description", ""),
         "facts": _facts(run),
         "tiles": _tiles(run),
-        "equation": equation_of(run.config),
+        "equation": equation_of(run.config, run.last),
         "watch": _watch(table),
         "sections": _sections(run),
         "noise": verdict(run),

@@ -120,7 +120,7 @@ def bounds_of(preset: str) -> tuple[str, ...]:
 def calibrated(preset: str, observed: Observed) -> dict[str, float]:
     """The preset's bounds from this data, by keyword, to six digits, rounded towards keeping.
 
-    Raises `TrimtabError` when the preset has no such bounds, when there are too few samples, and when one is not finite.
+    Raises `TrimtabError` when the preset has no such bounds, when there are too few samples, or one that is not finite.
     """
     bounds = list(_bounds(preset))
     if not bounds:
@@ -148,8 +148,10 @@ def from_section(section: Mapping[str, Any], bounds: Mapping[str, float] | None 
     are given although they are to be found.
     """
     given = {key: value for key, value in section.items() if key not in ("name", "calibrate")}
-    name = section["name"]
-    if not section.get("calibrate", False):
+    name, wanted = section["name"], section.get("calibrate", False)
+    if not isinstance(wanted, bool):
+        raise TrimtabError(f"objective.calibrate = {wanted!r} has the wrong type: use true or false")
+    if not wanted:
         return objective(name, **given)
     own = bounds_of(name)
     if not own:

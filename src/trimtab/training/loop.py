@@ -22,6 +22,7 @@ from trimtab.evaluation import evaluate
 from trimtab.objectives import advantages
 from trimtab.training import checkpoint, snapshot, trajectories
 from trimtab.training.batching import micro_batches, split_minibatches, to_tensors
+from trimtab.training.calibration import calibrate
 from trimtab.training.collect import Collector, CollectStats, Group
 from trimtab.training.metrics import (
     batch_metrics,
@@ -88,13 +89,14 @@ class Trainer:
         self.observer.phase("collect", self.step, self.config.trainer.steps)
         groups, collected = self.collector.collect(version)
         batch = self._prepare_batch(groups)
+        calibrated = self._calibrate(batch)
         stats = self._update(batch)
         self._publish()
         self.step += 1
         self.seconds["step"] = time.perf_counter() - start
 
         metrics = self._metrics(batch, collected, stats, version)
-        metrics |= self._watch_lengths(metrics.get("length/mean"))
+        metrics |= calibrated | self._watch_lengths(metrics.get("length/mean"))
         metrics |= before | {f"{key.rpartition('/')[0]}/before": value for key, value in before.items()}
         measured: dict[str, float] = {}
         if self._due(self.config.eval.every):
@@ -127,6 +129,15 @@ class Trainer:
                 chosen = values[list(micro.rows)].to(self.learner.device)
                 minibatch[index] = micro.with_scores(advantage=chosen)
         return Batch(rows, minibatches, values, dropped)
+
+    def _calibrate(self, batch: Batch) -> dict[str, float]:
+        """Bounds from the first batch of a run that asks for it; a resumed run has them already."""
+        if not self.config.objective.calibrate or self.learner.bounds is not None:
+            return {}
+        found = calibrate(self.learner, batch.minibatches)
+        for line in (found.line, *self.learner.objective.equation().splitlines()):
+            self.observer.message(line)
+        return found.metrics()
 
     def _pack(self, rows: Sequence[Trajectory]) -> list[MiniBatch]:
         owned: dict[int, list[int]] = {}
@@ -205,7 +216,7 @@ class Trainer:
     def _method_metrics(
         self, batch: Batch, collected: CollectStats, stats: UpdateStats, version: int
     ) -> dict[str, float]:
-        """What only runs with prefixes, external traces or noise have to say."""
+        """What only runs with prefixes, external traces, noise or calibrated bounds have to say."""
         found: dict[str, float] = {}
         if self.collector.prefixes is not None:
             found |= prefix_metrics(batch.trajectories, version)
@@ -213,6 +224,8 @@ class Trainer:
             found |= expert_metrics(collected)
         if self.learner.perturbation is not None:
             found |= perturbation_metrics(self.learner.perturbation, stats)
+        if self.learner.bounds is not None:
+            found |= {f"calibrate/{name}": bound for name, bound in self.learner.bounds.items()}
         return found
 
     def _evaluate(self, moment: Moment) -> dict[str, float]:

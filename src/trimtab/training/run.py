@@ -16,7 +16,8 @@ from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.models.load import Loaded, default_device, load
 from trimtab.models.perturbation import Perturbation
-from trimtab.objectives import Objective, objective
+from trimtab.objectives import Objective
+from trimtab.objectives.calibrate import from_section
 from trimtab.rewards import Scorer
 from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.training import prefixes, snapshot
@@ -83,7 +84,7 @@ def train(
         trainer.sinks = open_sinks(config.log, run.path, first_step=trainer.step + 1)
         for sink in trainer.sinks:
             cleanup.callback(sink.close)
-        watcher.started(config, parts.objective.equation(), config.trainer.steps, run.path)
+        watcher.started(config, trainer.learner.objective.equation(), config.trainer.steps, run.path)
         return RunResult(run.path, trainer.train())
 
 
@@ -98,7 +99,7 @@ def check(config: Config, reward: RewardFunction | None = None) -> Parts:
         )
     if config.engine.type != "embedded":
         raise TrimtabError(f'engine.type = "{config.engine.type}" is not available yet; use "embedded"')
-    built = objective(config.objective.name, **config.objective.keywords)
+    built = from_section(config.objective.model_dump())
     _check_companions(config, built)
     kind, expected = config.advantage.kind, built.advantage
     if kind not in (None, expected) and (expected != "grpo" or kind == "optimal"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.config import Config, check_config
 from trimtab.errors import TrimtabError
 from trimtab.training import atomic, checkpoint, states, trajectories
+from trimtab.training.calibration import adopt
 from trimtab.training.rundir import CONFIG, RunDir
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def take(trainer: Trainer, measured: Mapping[str, float]) -> tuple[dict[str, Any
     }
     if trainer.surge is not None:
         meta["surge"] = trainer.surge.state()
+    if learner.bounds is not None:
+        meta["bounds"] = learner.bounds
     files: dict[str, bytes] = {}
     if pending := [trajectory for group in collector.pending for trajectory in group]:
         files[PENDING] = trajectories.to_bytes(pending)
@@ -77,6 +80,8 @@ def _restore(trainer: Trainer, found: checkpoint.LoadedCheckpoint) -> None:
     trainer.step = meta["step"]
     learner.updates = meta["updates"]
     learner.bad_in_a_row = meta["bad_in_a_row"]
+    if "bounds" in meta:
+        adopt(learner, meta["bounds"])
     if trainer.surge is not None:
         trainer.surge.restore(meta["surge"])
     collector.stream.position = meta["position"]

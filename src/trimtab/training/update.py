@@ -45,6 +45,7 @@ class Learner:
     """The trained model with its optimizer. `updates` counts completed optimizer updates: the clock of the run.
 
     With a `perturbation` every forward that carries gradient is noisy; the clean policy is looked at in probes only.
+    `bounds`: those found at step 0, under `objective.calibrate`.
     """
 
     config: Config
@@ -56,6 +57,7 @@ class Learner:
     perturbation: Perturbation | None = None
     updates: int = 0
     bad_in_a_row: int = 0
+    bounds: dict[str, float] | None = None
     share: float = 1.0  # of the scheduled learning rate, the same for all updates of a step
 
     @property
@@ -88,6 +90,11 @@ class Learner:
             ]
             for batch in batches
         ]
+
+    @torch.no_grad()
+    def logp(self, micro: MicroBatch) -> torch.Tensor:
+        """Log-probs (rows, time) under the current policy, without noise."""
+        return self._score(self.model, micro).logp
 
     def update(
         self, batches: Sequence[MiniBatch], on_progress: Callable[[int, int], None], *, probe: bool = True
@@ -135,12 +142,11 @@ class Learner:
         with self.perturbation.attached(seed=seed, watch=changes):
             return self._score(self.model, micro)
 
-    @torch.no_grad()
     def _clean(self, micro: MicroBatch, stats: UpdateStats) -> torch.Tensor | None:
         """Log-probs without noise, at the first look at these rows of a probe step."""
         if stats.changes is None or micro.rows[0] in stats.anchors:
             return None
-        return self._score(self.model, micro).logp
+        return self.logp(micro)
 
     def _guarded_step(self, loss: float, stats: UpdateStats) -> None:
         """Step the optimizer unless the loss or the gradient is not finite; then skip, count, and in the end stop."""
