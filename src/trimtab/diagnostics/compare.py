@@ -75,7 +75,7 @@ def write_comparison(runs: Mapping[str, Sequence[Path]], path: Path) -> Path:
         "panels": list(zip(PANELS, map(Markup, _svgs(read)), strict=True)),
         "picture": PICTURE,
         "rows": [row for label, group in read.items() for row in _rows(label, group, path.parent)],
-        "equations": [(label, equation_of(group[0].config)) for label, group in read.items()],
+        "equations": [(label, equation_of(group[0].config, group[0].last)) for label, group in read.items()],
     }
     return write(path, render("comparison.html.j2", values).encode())
 
