@@ -119,12 +119,15 @@ class Split:
     """Total drift (k3 at tokens of each age, log-ratio variance) split into mismatch (age 0) and staleness (the rest).
 
     separable: whether `proximal_version` and tokens of age 0 were there; otherwise `why` says what is missing.
+    mismatch, staleness: parts of the mean k3 over all tokens, whose sum they are. intervals: 95%, of those two and of
+    `variance_mismatch` and `variance_staleness`, the same split of the log-ratio's variance; empty with few responses.
     """
 
     separable: bool
     why: str
     mismatch: float | None = None
     staleness: float | None = None
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

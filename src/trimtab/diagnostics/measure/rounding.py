@@ -1,0 +1,82 @@
+"""Which rounding a column of log-probs was stored with, and the k3 that this rounding alone makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+_BIAS = 127
+_DECIMALS = 6
+"""More decimals than this are as fine as float32 itself."""
+_EVIDENCE = 20
+"""Values off zero that must lie on a coarse grid before it is believed in."""
+_PEEK = 4096  # values looked at before all are: they rule out most grids
+
+
+class Column:
+    """One column of trained log-probs: the coarse grids no value has left so far, and how large the values are."""
+
+    def __init__(self) -> None:
+        self._bfloat16 = self._float16 = True
+        self._decimals = 1
+        self._exponents = np.zeros(256, dtype=np.int64)
+
+    def add(self, values: np.ndarray) -> None:
+        """float32 (tokens,), finite."""
+        for part in (values[:_PEEK], values[_PEEK:]):
+            bits = part.view(np.int32)
+            self._bfloat16 = self._bfloat16 and not (bits & 0xFFFF).any()
+            with np.errstate(over="ignore"):
+                self._float16 = self._float16 and bool((part.astype(np.float16).astype(np.float32) == part).all())
+            while self._decimals <= _DECIMALS and not _has_decimals(part, self._decimals):
+                self._decimals += 1
+        self._exponents += np.bincount((values.view(np.int32) >> 23) & 0xFF, minlength=256)
+
+    @property
+    def grid(self) -> str:
+        """bfloat16, float16, `d decimals` or float32; the coarser where the values lie on several."""
+        if self._bfloat16 and self._exponents[1:].sum() >= _EVIDENCE:
+            return "bfloat16"
+        if self._float16 and self._exponents[1:].sum() >= _EVIDENCE:
+            return "float16"
+        # Where float32 itself is no finer than the decimals, every value seems to have been rounded to them.
+        fine = np.arange(256) - _BIAS - 23 < np.log2(10.0**-self._decimals) - 3
+        if self._decimals <= _DECIMALS and (self._exponents * fine)[1:].sum() >= _EVIDENCE:
+            return f"{self._decimals} decimal{'s' if self._decimals > 1 else ''}"
+        return "float32"
+
+    @property
+    def variance(self) -> float:
+        """Mean square of the rounding error, taken as uniform within half a grid step either side."""
+        grid, exponent = self.grid, np.arange(256.0) - _BIAS
+        if grid.startswith(str(self._decimals)):
+            step = np.full(256, 10.0**-self._decimals)
+        elif grid == "float16":
+            step = np.exp2(np.maximum(exponent - 10, -24.0))
+        else:
+            step = np.exp2(exponent - (7 if grid == "bfloat16" else 23))
+        step[0] = 0.0  # zero is on every grid
+        count = self._exponents.sum()
+        return float((self._exponents * np.square(step)).sum() / (12 * count)) if count else 0.0
+
+
+def floor(columns: Mapping[str, Column]) -> tuple[float, str]:
+    """k3 from the rounding of the columns alone (half the sum of their variances), and a sentence that says so."""
+    value = 0.5 * sum(column.variance for column in columns.values())
+    grids = {name: column.grid for name, column in columns.items()}
+    if len(set(grids.values())) == 1:
+        stored = f"{' and '.join(grids)} are stored in {next(iter(grids.values()))}"
+    else:
+        stored = " and ".join(f"{name} is stored in {grid}" for name, grid in grids.items())
+    return value, f"{stored}: rounding alone makes a k3 of {value:.1e}"
+
+
+def coarse(columns: Mapping[str, Column]) -> bool:
+    """Whether a column is stored in less than float32."""
+    return any(column.grid != "float32" for column in columns.values())
+
+
+def _has_decimals(values: np.ndarray, decimals: int) -> bool:
+    rounded = np.round(values.astype(np.float64), decimals).astype(np.float32)
+    return bool((rounded == values).all())
