@@ -1,15 +1,7 @@
-"""Objectives x seeds of one recipe, spread over worker processes, drawn side by side.
-
-Workers are processes of their own (torch's threads and global state stay apart) and talk JSON lines over pipes.
-"""
+"""Objectives x seeds of one recipe: what a recipe's `[compare]` section asks for."""
 
 from __future__ import annotations
 
-import json
-import queue
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +9,11 @@ from typing import Any
 
 from trimtab.config import COMPANIONS, Config, check_config
 from trimtab.errors import TrimtabError
+from trimtab.lab.result import Result
+from trimtab.lab.runner import Unseen, held, run_cells
 from trimtab.training.observer import Observer
 from trimtab.training.run import check
+from trimtab.training.rundir import METRICS, read_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +25,50 @@ class GridResult:
     metrics: dict[str, Any]
 
 
-def run_grid(config: Config, out: Path, observer: Observer) -> GridResult:
+def run_grid(config: Config, out: Path, observer: Observer, *, resume: bool = False) -> GridResult:
     """Train every objective of `[compare]` with every seed into `out/<objective>/seed<k>`.
 
-    Raises `TrimtabError` when `out` already holds something or when a run fails.
+    Raises `TrimtabError` when `out` already holds something and `resume` is off, or when a run failed or diverged.
     """
-    if out.exists() and any(out.iterdir()):
-        raise TrimtabError(f"{out} is not empty: choose another --out")
+    if not resume and out.exists() and any(out.iterdir()):
+        raise TrimtabError(f"{out} is not empty: continue it with --resume, or choose another --out")
     cells = _cells(config, out)
     for cell in cells.values():
-        check(cell)
+        check(cell).scorer.close()
     assert config.compare is not None
     observer.started(config, " | ".join(config.compare.objectives), len(cells), out)
-    metrics = run_cells(cells, config.compare.workers, observer)
+    with held(out):
+        results = run_cells(cells, workers=config.compare.workers, watch=_Told(observer), keep=True)
+    for name, result in results.items():
+        if result.status != "done":
+            raise TrimtabError(f"{name}: {result.error}")
+    metrics = {name: read_metrics(Path(str(cell.out)) / METRICS)[-1] for name, cell in cells.items()}
     runs = {name: [out / name / f"seed{seed}" for seed in config.compare.seeds] for name in config.compare.objectives}
     return GridResult(out, runs, metrics)
+
+
+class _Told(Unseen):
+    """Passes on to a run's observer how many runs are done."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._total = self._done = 0
+
+    def planned(self, cells: Mapping[str, Config], done: Mapping[str, Result]) -> None:
+        self._total, self._done = len(cells), len(done)
+
+    def finished(self, name: str, result: Result) -> None:
+        self._done += 1
+        self._observer.phase("runs", self._done, self._total)
+        self._observer.message(f"{name}: {in_words(result)}")
+
+
+def in_words(result: Result) -> str:
+    """A result in one line."""
+    if result.status != "done":
+        return f"{result.status}: {result.error}"
+    reward = [] if result.reward is None else [f"reward {result.reward:.2f}"]
+    return ", ".join([*reward, *([] if result.accuracy is None else [f"held-out {result.accuracy:.2f}"])])
 
 
 def _cells(config: Config, out: Path) -> dict[str, Config]:
@@ -78,68 +102,3 @@ def _shared(name: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
     from trimtab.objectives import keywords_of
 
     return {key: value for key, value in keywords.items() if key in keywords_of(name)}
-
-
-def run_cells(cells: Mapping[str, Config], workers: int, observer: Observer) -> dict[str, Any]:
-    """Train every recipe of `cells` into its own `out`, `workers` at a time; the last metrics by the cell's name.
-
-    Raises `TrimtabError` naming the cell whose run failed; the others are stopped.
-    """
-    waiting: queue.SimpleQueue[tuple[str, Config]] = queue.SimpleQueue()
-    events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    for item in cells.items():
-        waiting.put(item)
-    processes = [_start() for _ in range(min(workers, len(cells)))]
-    threads = [threading.Thread(target=_feed, args=(p, waiting, events), daemon=True) for p in processes]
-    try:
-        for thread in threads:
-            thread.start()
-        return _gather(events, len(cells), observer)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def _gather(events: queue.SimpleQueue[dict[str, Any]], cells: int, observer: Observer) -> dict[str, Any]:
-    metrics: dict[str, Any] = {}
-    while len(metrics) < cells:
-        event = events.get()
-        if "error" in event:
-            raise TrimtabError(f"{event['cell']}: {event['error']}")
-        metrics[event["cell"]] = event["metrics"]
-        observer.phase("runs", len(metrics), cells)
-        observer.message(f"{event['cell']}: {_summary(event['metrics'])}")
-    return metrics
-
-
-def _summary(metrics: Mapping[str, Any]) -> str:
-    held_out = [f"held-out {value:.2f}" for key, value in metrics.items() if key.endswith("/greedy")]
-    return ", ".join([f"reward {metrics.get('reward/mean', float('nan')):.2f}", *held_out])
-
-
-def _start() -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "trimtab.lab.worker"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def _feed(
-    process: subprocess.Popen[str],
-    waiting: queue.SimpleQueue[tuple[str, Config]],
-    events: queue.SimpleQueue[dict[str, Any]],
-) -> None:
-    """Hand cells to one worker until none is left; a worker that dies fails its cell."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    while True:
-        try:
-            name, config = waiting.get_nowait()
-        except queue.Empty:
-            return
-        process.stdin.write(json.dumps(config.model_dump(mode="json", exclude_none=True)) + "\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-        if not answer:
-            events.put({"cell": name, "error": f"its process died with exit code {process.wait()}"})
-            return
-        events.put({"cell": name, **json.loads(answer)})

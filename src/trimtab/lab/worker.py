@@ -1,30 +1,90 @@
-"""A process that trains one recipe after another: a JSON recipe a line in, its last metrics or an error a line out."""
+"""A process that trains one cell after another: a JSON recipe a line in; steps, and in the end its result, a line out.
+
+It dies with whoever started it: when its input ends, an unfinished cell is left for the next start.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import queue
+import shutil
 import sys
-from typing import Any
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
 
-from trimtab.config import check_config
+from trimtab.config import Config, check_config
 from trimtab.errors import TrimtabError
+from trimtab.lab.result import Result, Status, summarize, write
+from trimtab.training.observer import Silent
 from trimtab.training.run import train
+from trimtab.training.rundir import METRICS, MODEL, read_metrics
+from trimtab.training.update import DivergedError
+
+TRACEBACK = "error.txt"
+
+
+class Steps(Silent):
+    """Says how far the run is."""
+
+    def __init__(self, answers: TextIO) -> None:
+        self.answers = answers
+
+    def step(self, metrics: Mapping[str, float | str]) -> None:
+        print(json.dumps({"step": metrics["step"]}), file=self.answers, flush=True)
 
 
 def main() -> None:
     # Whatever a library prints must not land between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
+    while True:
+        job = json.loads(jobs.get())
+        result = run_cell(check_config(job["recipe"], "recipe"), keep=job["keep"], observer=Steps(answers))
+        print(json.dumps({"result": asdict(result)}), file=answers, flush=True)
+
+
+def _listen(jobs: queue.SimpleQueue[str]) -> None:
     for line in sys.stdin:
-        print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
+        jobs.put(line)
+    os._exit(0)  # nobody is left to answer; a run in progress must not go on unseen
 
 
-def _answer(recipe: dict[str, Any]) -> dict[str, Any]:
+def run_cell(config: Config, *, keep: bool, observer: Silent) -> Result:
+    """Train a cell into `config.out` and leave its result there. `keep`: with checkpoints and the start model.
+
+    A cell that was cut short goes on from its checkpoint, or starts again where there is none. Nothing that goes wrong
+    inside is raised: a grid goes on, and the result says what happened.
+    """
+    folder, start = Path(str(config.out)), time.perf_counter()
+    resume = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
+    status: Status = "done"
+    error = ""
     try:
-        return {"metrics": train(check_config(recipe, "recipe")).metrics}
-    except TrimtabError as error:
-        return {"error": str(error)}
+        if folder.exists() and not resume:
+            shutil.rmtree(folder)
+        train(config, resume=resume, observer=observer)
+    except TrimtabError as stop:
+        diverged = isinstance(stop, DivergedError) or isinstance(stop.__context__, DivergedError)
+        status, error = ("diverged" if diverged else "failed"), str(stop)
+    except Exception as bug:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / TRACEBACK).write_text(traceback.format_exc())
+        status, error = "failed", f"{type(bug).__name__}: {bug} ({folder / TRACEBACK})"
+    rows: list[dict[str, Any]] = read_metrics(folder / METRICS) if (folder / METRICS).is_file() else []
+    result = summarize(rows, config, status, time.perf_counter() - start, error)
+    if not keep and status != "failed":
+        for part in ("checkpoints", MODEL):
+            shutil.rmtree(folder / part, ignore_errors=True)
+    write(folder, result)
+    return result
 
 
 if __name__ == "__main__":

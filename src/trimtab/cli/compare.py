@@ -1,0 +1,153 @@
+"""`trimtab compare`: methods x regimes x seeds in the laboratory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from trimtab.cli.output import Json, Sets, print_json
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from trimtab.diagnostics.grid_table import Grid
+    from trimtab.lab.cells import Plan
+
+FAILED = 1
+
+
+class Lists(TyperCommand):
+    """Lets `--methods a b` stand for `--methods a --methods b`, for the options of `LISTS`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        spread: list[str] = []
+        option = ""
+        for word in args:
+            if word.startswith("-"):
+                option = word if word in LISTS else ""
+                spread += [] if option else [word]
+            else:
+                spread += [option, word] if option else [word]
+        return super().parse_args(ctx, spread)
+
+
+LISTS = ("--methods", "--regimes")
+Methods = Annotated[
+    list[str] | None,
+    typer.Option("--methods", metavar="METHOD...", help="Objectives, with keywords as in icepop:weight_max=3."),
+]
+Regimes = Annotated[
+    list[str] | None,
+    typer.Option("--regimes", metavar="REGIME...", help="Kinds of mismatch; a + joins several: stale-32+int3."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        "compare",
+        cls=Lists,
+        epilog="Example: [bold]trimtab compare --methods dapo token-tis --regimes on-policy stale-32 --seeds 3[/bold]",
+    )(compare)
+
+
+def compare(
+    methods: Methods = None,
+    regimes: Regimes = None,
+    seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="Runs of each pair. Default: 5.")] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the runs and the results go.")] = Path(
+        "runs/compare"
+    ),
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="PATH", help="A real model, on the task of `quickstart`. Default: laboratory."),
+    ] = None,
+    sets: Sets = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Runs at a time, one thread each. Default: all cores.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints of all runs.")] = False,
+    page: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table there too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train methods under controlled mismatch, several seeds each, and rank them.
+
+    The same command goes on where a stopped one ended.
+    """
+    from trimtab.cli.compare_display import watch_grid
+    from trimtab.lab import cells as lab
+    from trimtab.lab.compare import run_plan
+    from trimtab.lab.regimes import regime
+
+    chosen = [regime(name) for name in regimes or lab.REGIMES]
+    plan = lab.plan(methods or lab.METHODS, chosen, seeds or lab.SEEDS, out, model=model, sets=sets or ())
+    count = workers or _cores()
+    try:
+        with watch_grid(count, to_stderr=as_json) as watch:
+            run_plan(plan, out, workers=count, watch=watch, keep=keep)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("finished runs are kept; the same command goes on") from None
+    _show(plan, out, page, as_json)
+
+
+def _show(plan: Plan, out: Path, page: Path | None, as_json: bool) -> None:
+    from trimtab.diagnostics.grid_page import write_grid
+    from trimtab.diagnostics.grid_table import LEGEND, markdown, read_grid
+
+    grid = read_grid(out)
+    report = write_grid(grid, out / "report.html")
+    text = f"{markdown(grid)}\n\n{LEGEND}\n"
+    if page is not None:
+        try:
+            page.write_text(text)
+        except OSError as error:
+            raise TrimtabError(f"cannot write {page}: {error.strerror}; choose another file") from None
+    failed = [f"{row['regime']}/{row['method']} seed {row['seed']}: {row['error']}" for row in grid.failed]
+    if as_json:
+        print_json(_json(grid, out, report))
+    else:
+        typer.echo(text)
+        for item in plan.refused:
+            typer.echo(f"not trained: {item.method.spec} in {item.regime.name}: {item.reason}")
+        for line in failed:
+            typer.echo(f"failed: {line}", err=True)
+        typer.echo(f"report: {report}\nresults: {out / 'results.parquet'}")
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+def _json(grid: Grid, out: Path, report: Path) -> dict[str, Any]:
+    scores = [
+        {
+            "method": method,
+            "regime": regime,
+            "accuracy": score.accuracy.value,
+            "low": score.accuracy.low,
+            "high": score.accuracy.high,
+            "rank": score.rank,
+            "tied_with_best": score.tied,
+            "collapsed": score.collapsed,
+            "diverged": score.diverged,
+            "seeds": score.seeds,
+            "values": score.values,
+        }
+        for (method, regime), score in grid.scores.items()
+    ]
+    refused = [{"method": m, "regime": r, "reason": reason} for (m, r), reason in grid.refused.items()]
+    failed = [{key: row[key] for key in ("method", "regime", "seed", "error")} for row in grid.failed]
+    return {
+        "out": out,
+        "results": out / "results.parquet",
+        "report": report,
+        "before": grid.before,
+        "scores": scores,
+        "refused": refused,
+        "failed": failed,
+    }
+
+
+def _cores() -> int:
+    """Cores this process may use; containers often allow fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
