@@ -134,7 +134,8 @@ class Split:
 class View:
     """One way to cut the tokens: bins with their count, mean ratio, mean log-ratio, k3, mean |log-ratio| and quantiles.
 
-    name: probability, position, length, token, turn, version (age in updates), entropy. Each array is (bins,); labels
+    name: probability, position, length, token, turn (places around its boundaries), turn-number, version (age in
+    updates), entropy. low, median, high: 2%, 50% and 98% of the log-ratio. Each array is (bins,); labels
     are for people, edges (bins + 1,) where bins are intervals. `columns` holds any further array by name, such as
     `rejected/<rule>` of the length view: the share of responses in the bin that a sequence rule would reject.
     """

@@ -67,7 +67,7 @@ def _order_statistics(histogram: np.ndarray, upto: np.ndarray, rank: np.ndarray)
     index = np.minimum(np.array(places, dtype=np.int64).reshape(rank.shape), LOG_RATIO_BINS - 1)
     count = np.maximum(histogram[rows, index], 1)
     within = (rank - (upto[rows, index] - histogram[rows, index]) + 0.5) / count
-    return _EDGES[index] + within * (_EDGES[index + 1] - _EDGES[index])
+    return np.where(index == _SIDE, 0.0, _EDGES[index] + within * (_EDGES[index + 1] - _EDGES[index]))
 
 
 def _log_ratio_edges() -> np.ndarray:

@@ -40,7 +40,7 @@ def intervals(sums: np.ndarray, statistics: Statistics, seed: int) -> dict[str, 
     # Deviations sum to 0 over clusters, so a sample of n of them understates a variance by (n - 1) / n.
     scale = np.sqrt(clusters / (clusters - 1))
     if clusters < FEWEST_CLUSTERS:
-        reach = {name: (-_STUDENT[clusters - 2], _STUDENT[clusters - 2]) for name in value}
+        reach = dict.fromkeys(value, (-_STUDENT[clusters - 2], _STUDENT[clusters - 2]))
     else:
         reach = _reach(sums, statistics, value, resampled(clusters, seed), scale)
     found: dict[str, Interval] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -58,7 +59,7 @@ class ByLength:
         starts = self._starts()
         responses = np.add.reduceat(self._responses, starts)
         edges = np.ceil(octave_edges(0, _FINE))[np.append(starts, np.flatnonzero(self._responses)[-1] + 1)]
-        labels = [_label(int(low), int(high) - 1) for low, high in zip(edges[:-1], edges[1:], strict=True)]
+        labels = [_label(int(low), int(high) - 1) for low, high in itertools.pairwise(edges)]
         columns = {
             f"rejected/{rule}": np.add.reduceat(gone, starts) / responses for rule, gone in self._rejected.items()
         }

@@ -13,7 +13,7 @@ from trimtab.diagnostics.measure.size import Sizes
 from trimtab.diagnostics.measure.split import Drift
 from trimtab.diagnostics.measure.trained import Trained
 from trimtab.diagnostics.measure.versions import ByAge
-from trimtab.diagnostics.measure.views import ByEntropy, ByPosition, ByProbability, ByTurn, Part
+from trimtab.diagnostics.measure.views import ByEntropy, ByPosition, ByProbability, ByTurn, ByTurnNumber, Part
 from trimtab.diagnostics.measure.vocabulary import ById
 from trimtab.diagnostics.tokens import plane
 from trimtab.errors import TrimtabError
@@ -29,7 +29,8 @@ def measure(chunks: Iterable[Chunk], origin: Callable[[], Origin], *, seed: int 
     Raises `TrimtabError` when there is no trained token, or when chunks have different columns.
     """
     sizes, drift, sample, ids = Sizes(), Drift(), Sample(), ById()
-    parts: tuple[Part, ...] = (ByProbability(), ByPosition(), ByLength(), ByTurn(), ByAge(), ByEntropy())
+    places = (ByProbability(), ByPosition(), ByLength(), ByTurn(), ByTurnNumber())
+    parts: tuple[Part, ...] = (*places, ByAge(), ByEntropy())
     scatter = np.zeros((SCATTER, SCATTER), dtype=np.int64)
     responses = trained = 0
     for chunk in chunks:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimtab.corrections.reduce import Selection
-from trimtab.corrections.statistics import Histogram, RatioStatistics
+from trimtab.corrections.statistics import QUANTILES, Histogram, RatioStatistics
 from trimtab.diagnostics.diagnosis import Interval, Size
 from trimtab.diagnostics.measure.bins import quantiles
 from trimtab.diagnostics.measure.bootstrap import intervals
@@ -94,14 +94,25 @@ class Sizes:
         rows: list[dict[str, float]] = []
         for _, (sums, largest, histogram) in self._steps.rows():
             found = _statistics(torch.from_numpy(sums), torch.from_numpy(largest[:2]), self._histogram).summary()
-            low, high = np.exp(quantiles(histogram.astype(np.int64)[None], (0.01, 0.99))[0]).tolist()
+            ratios = np.exp(quantiles(histogram.astype(np.int64)[None], QUANTILES)[0]).tolist()
             row = {"step": float(-int(largest[3])), "step_last": float(largest[2])}
             row |= {name: float(found[name]) for name in _STEP_FIGURES}
-            rows.append(row | {"ratio_q01": low, "ratio_q99": high})
+            rows.append(row | dict(zip(_TAILS, ratios, strict=True)))
         return rows
 
 
-_STEP_FIGURES = ("tokens", "sequences", "k1", "k3", "ess_token", "ratio_mean", "pearson", "log_ratio_seq_max")
+_STEP_FIGURES = (
+    "tokens",
+    "sequences",
+    "k1",
+    "k3",
+    "ess_token",
+    "ess_seq",
+    "ratio_mean",
+    "pearson",
+    "log_ratio_seq_max",
+)
+_TAILS = tuple(f"ratio_q{round(100 * level):02d}" for level in QUANTILES)
 
 
 def verdict(k3: float, floor: float, coarse: bool) -> str:

@@ -14,6 +14,22 @@ from trimtab.diagnostics.measure.bins import log_ratio_bin, probability_bin
 _SEQUENCE_BOUND = 300.0  # exponent bound of sequence sums: exp(2 * 300) still fits float64
 
 
+_FAR = 1 << 40
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """Runs of trained tokens within a response, per token (tokens,) int64.
+
+    number: of its turn, from 0. after: places behind the start of its turn, far for a first turn. before: places ahead
+    of the next turn, -1 for a turn's last token, far below for a last turn.
+    """
+
+    number: np.ndarray
+    after: np.ndarray
+    before: np.ndarray
+
+
 @dataclass(frozen=True, eq=False)
 class Trained:
     """Trained tokens, flat, and the responses that have any. Arrays are (tokens,) float64 or, where marked, per
@@ -133,6 +149,19 @@ class Trained:
     def at_tokens(self, column: np.ndarray) -> np.ndarray:
         """A column of the chunk (its tokens,) at the trained tokens."""
         return column[self.places]
+
+    @cached_property
+    def turns(self) -> Turns:
+        begin = np.append(True, np.diff(self.places) != 1)
+        begin[self.starts[:-1]] = True
+        begins, turn = np.flatnonzero(begin), np.cumsum(begin) - 1
+        first = turn[self.starts[:-1]]  # each response's first turn
+        number = np.arange(len(begins)) - np.repeat(first, np.diff(np.append(first, len(begins))))
+        # Far off is where no boundary is.
+        behind = np.where(number > 0, begins, -_FAR)
+        ahead = np.where(np.append(number[1:] > 0, False), np.append(begins[1:], 0), _FAR)
+        place = np.arange(len(self))
+        return Turns(number[turn], place - behind[turn], place - ahead[turn])
 
     @cached_property
     def cluster(self) -> np.ndarray:

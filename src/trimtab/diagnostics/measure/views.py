@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Protocol
 
 import numpy as np
@@ -34,7 +35,7 @@ class ByProbability:
 
     def view(self) -> View:
         ends = [f"{edge:.2g}" for edge in PROBABILITY_EDGES]
-        labels = [f"{low} - {high}" for low, high in zip(ends[:-1], ends[1:], strict=True)]
+        labels = [f"{low} - {high}" for low, high in itertools.pairwise(ends)]
         labels[0] = f"below {ends[1]}"
         return self._cut.view("probability", labels, PROBABILITY_EDGES)
 
@@ -79,49 +80,47 @@ class ByEntropy:
             return None
         rows = np.arange(used[0], used[-1] + 1)
         edges = np.append(_ENTROPY_EDGES, max(self._largest, float(_ENTROPY_EDGES[-1])))[rows[0] : rows[-1] + 2]
-        labels = [f"{low:g} - {high:.3g}" for low, high in zip(edges[:-1], edges[1:], strict=True)]
+        labels = [f"{low:g} - {high:.3g}" for low, high in itertools.pairwise(edges)]
         note = f"{self._unknown} tokens without an entropy are left out" if self._unknown else ""
         return self._cut.chosen(rows).view("entropy", labels, edges, note=note)
 
 
 class ByTurn:
-    """Tokens around the boundaries of turns, and by number of the turn.
+    """Tokens around the boundaries of turns.
 
-    A turn is a run of trained tokens; a boundary is the first token of any but a response's first turn (place 0, its
-    place before the boundary being the last token of the turn before, whatever untrained tokens lie between). A token
-    of a turn of few tokens stands at a place after one boundary and before the next, and counts at both.
+    A turn is a run of trained tokens; a boundary is the first token of any but a response's first turn (place 0, the
+    last token of the turn before being at -1, whatever untrained tokens lie between). A token of a short turn that
+    stands near two boundaries counts at the one before it.
     """
 
     def __init__(self) -> None:
-        self._cut = Cut(2 * _REACH + 1 + _TURNS)
+        self._cut = Cut(2 * _REACH + 2)
 
     def add(self, tokens: Trained) -> None:
-        follows = np.append(False, np.diff(tokens.places) == 1)
-        follows[tokens.starts[:-1]] = False
-        begins = np.flatnonzero(~follows)  # of each turn, among the trained tokens
-        if not len(begins):
-            return
-        ends = np.append(begins[1:], len(tokens))
-        turn = np.cumsum(~follows) - 1
-        first = turn[tokens.starts[:-1]]  # each response's first turn
-        number = np.arange(len(begins)) - np.repeat(first, np.diff(np.append(first, len(begins))))
-        last = np.append(number[1:] == 0, True)
-        after = np.arange(len(tokens)) - begins[turn]
-        before = np.arange(len(tokens)) - ends[turn]
-        near = np.flatnonzero((after <= _REACH) & (number[turn] > 0))
-        self._cut.add(after[near] + _REACH, tokens, near)
-        near = np.flatnonzero((before >= -_REACH) & ~last[turn])
-        self._cut.add(before[near] + _REACH, tokens, near)
-        self._cut.add(2 * _REACH + 1 + np.minimum(number[turn], _TURNS - 1), tokens)
+        after, before = tokens.turns.after, tokens.turns.before
+        index = np.where(before >= -_REACH, before + _REACH, 2 * _REACH + 1)
+        self._cut.add(np.where(after <= _REACH, after + _REACH, index), tokens)
 
     def view(self) -> View | None:
-        count = self._cut.count
-        if count[_REACH] == 0:
+        if self._cut.count[_REACH] == 0:
             return None
-        turns = [f"turn {number + 1}" for number in range(_TURNS)]
-        turns[-1] += " and later"
-        places = [f"{place:+d}" if place else "0" for place in range(-_REACH, _REACH + 1)]
-        rows = np.flatnonzero((np.arange(len(count)) < 2 * _REACH + 1) | (count > 0))
-        labels = [(places + turns)[row] for row in rows]
+        labels = [f"{place:+d}" if place else "0" for place in range(-_REACH, _REACH + 1)]
         note = "0 is the first token of a turn that follows untrained tokens, -1 the last trained token before them"
-        return self._cut.chosen(rows).view("turn", labels, note=note)
+        return self._cut.view("turn", [*labels, "elsewhere"], note=note)
+
+
+class ByTurnNumber:
+    """Tokens by the number of their turn; absent like `ByTurn` where no response has two."""
+
+    def __init__(self) -> None:
+        self._cut = Cut(_TURNS)
+
+    def add(self, tokens: Trained) -> None:
+        self._cut.add(np.minimum(tokens.turns.number, _TURNS - 1), tokens)
+
+    def view(self) -> View | None:
+        rows = np.flatnonzero(self._cut.count)
+        if len(rows) < 2:
+            return None
+        labels = [f"{row + 1}" if row < _TURNS - 1 else f"{_TURNS} and later" for row in rows]
+        return self._cut.chosen(rows).view("turn-number", labels)
