@@ -1,0 +1,315 @@
+"""A block of rows becomes a `Chunk`: lists aligned, padding and prompts cut, what cannot be used left out, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.diagnostics.diagnosis import Chunk
+from trimtab.diagnostics.sources.blocks import ABSENT, SAMPLING, WRONG, Block, Lists, numbers
+from trimtab.diagnostics.sources.layouts import LOGPS, Layout
+from trimtab.diagnostics.sources.tally import Tally
+
+_ABOVE_ZERO = 1e-4
+"""Log-probs up to this much above 0 are rounding of a logarithm of 1."""
+_WHOLE_NUMBERS = ("response_ids", "policy_version", "loss_mask", "padding_mask")
+_ROW_NUMBERS = ("step", "proximal_version")
+
+
+def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: Tally, file: int) -> Chunk | None:
+    """The usable responses of a block, or None when there is none. What is left out is counted in `tally`.
+
+    `roles` are the columns that every block of the source has; `file` tells prompt groups apart where no step does.
+    """
+    roles = frozenset(roles)
+    keep = _Keep(block.rows)
+    _mark_rows(block, keep, tally)
+    flat = _aligned(block, keep)
+    flat, keep_rows = _trimmed(flat, layout, keep.rows(), keep)
+    trained = flat.values.pop("trained")
+    finite = _finite_rows(flat, trained, tally)
+    tally.drop("non-finite log-probs or entropy", int((~finite).sum()))
+    for reason, count in keep.counts():
+        tally.drop(reason, count)
+    if not finite.any():
+        return None
+    flat.values["trained"] = trained
+    flat = flat.select(finite)
+    chunk = _chunk(flat, block, keep_rows[finite], roles, tally, file)
+    _count(chunk, tally)
+    return chunk
+
+
+class _Keep:
+    """Which rows are left, and the first reason against each of the others."""
+
+    def __init__(self, rows: int) -> None:
+        self._reason = np.zeros(rows, dtype=np.int16)
+        self._texts: list[str] = []
+
+    def mark(self, bad: np.ndarray, reason: str, among: np.ndarray | None = None) -> None:
+        """Leave rows out. `bad` is (rows,), or (len(among),) of the rows `among`."""
+        index = np.flatnonzero(bad) if among is None else among[bad]
+        index = index[self._reason[index] == 0]
+        if len(index):
+            self._texts.append(reason)
+            self._reason[index] = len(self._texts)
+
+    def rows(self) -> np.ndarray:
+        return np.flatnonzero(self._reason == 0)
+
+    def counts(self) -> list[tuple[str, int]]:
+        return [(text, int((self._reason == code).sum())) for code, text in enumerate(self._texts, start=1)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Flat:
+    """Rows end to end: every array has `lengths.sum()` entries."""
+
+    lengths: np.ndarray
+    values: dict[str, np.ndarray]
+
+    @property
+    def first(self) -> np.ndarray:
+        return np.cumsum(self.lengths) - self.lengths
+
+    @property
+    def row(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    def select(self, rows: np.ndarray) -> _Flat:
+        if rows.all():
+            return self
+        tokens = np.repeat(rows, self.lengths)
+        return _Flat(self.lengths[rows], {name: values[tokens] for name, values in self.values.items()})
+
+    def cut(self, first: np.ndarray, last: np.ndarray) -> _Flat:
+        """Only the entries first <= i < last of each row."""
+        if not first.any() and np.array_equal(last, self.lengths):
+            return self
+        place = np.arange(int(self.lengths.sum())) - np.repeat(self.first, self.lengths)
+        tokens = (place >= np.repeat(first, self.lengths)) & (place < np.repeat(last, self.lengths))
+        return _Flat(last - first, {name: values[tokens] for name, values in self.values.items()})
+
+
+def _mark_rows(block: Block, keep: _Keep, tally: Tally) -> None:
+    if "off_policy" in block.scalars:
+        keep.mark(numbers(block.scalars["off_policy"]) == 1, "external trace (off_policy)")
+    if "sample_id" in block.scalars:
+        keep.mark(_repeated(block, tally), "the same response in the file of another rank")
+    for role, column in block.lists.items():
+        keep.mark(column.fault == ABSENT, f"no {role}")
+        keep.mark(column.fault == WRONG, f"{role} is not a list of numbers")
+    for role in ("policy_version", "response_length", *_ROW_NUMBERS):
+        if role in block.scalars:
+            keep.mark(~np.isfinite(numbers(block.scalars[role])), f"no {role}")
+
+
+def _repeated(block: Block, tally: Tally) -> np.ndarray:
+    ids = numbers(block.scalars["sample_id"])
+    steps = numbers(block.scalars.get("step", np.zeros(block.rows)))
+    repeated = np.zeros(block.rows, dtype=np.bool_)
+    for index, key in enumerate(zip(steps.tolist(), ids.tolist(), strict=True)):
+        repeated[index] = key in tally.seen
+        if key[1] == key[1]:
+            tally.seen.add(key)
+    return repeated
+
+
+def _aligned(block: Block, keep: _Keep) -> _Flat:
+    """The lists of the rows that are left, all as long as the sampler's log-probs."""
+    lists = block.lists
+    skip = {role: np.zeros(block.rows, dtype=np.int64) for role in lists}
+    length = {role: column.lengths for role, column in lists.items()}
+    if "response_length" in block.scalars:
+        wanted = np.nan_to_num(numbers(block.scalars["response_length"]), posinf=0, neginf=0).astype(np.int64)
+        for role in lists:
+            skip[role] = np.where(wanted >= 0, np.maximum(length[role] - wanted, 0), 0)
+            length[role] = length[role] - skip[role]
+        keep.mark(length["logp_behavior"] != wanted, "lists of different lengths")
+    tokens = length["logp_behavior"]
+    if "padding_mask" in lists:  # an attention mask covers the prompt as well
+        skip["padding_mask"] = np.maximum(length["padding_mask"] - tokens, 0)
+        length["padding_mask"] = length["padding_mask"] - skip["padding_mask"]
+    keep.mark(np.any([length[role] != tokens for role in lists], axis=0), "lists of different lengths")
+    keep.mark(tokens == 0, "no tokens")
+    rows = keep.rows()
+    return _Flat(tokens[rows], {role: _taken(lists[role], skip[role], rows) for role in lists})
+
+
+def _taken(column: Lists, skip: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The entries of `rows` after the first `skip` of each."""
+    if len(rows) == len(column.lengths) and not skip.any():
+        return column.values
+    kept = np.zeros(len(column.lengths), dtype=np.bool_)
+    kept[rows] = True
+    place = np.arange(len(column.values)) - np.repeat(np.cumsum(column.lengths) - column.lengths, column.lengths)
+    return column.values[np.repeat(kept, column.lengths) & (place >= np.repeat(skip, column.lengths))]
+
+
+def _trimmed(flat: _Flat, layout: Layout, rows: np.ndarray, keep: _Keep) -> tuple[_Flat, np.ndarray]:
+    """Without padding behind and prompts before, with the array `trained`; and the rows that are left."""
+    for role in _WHOLE_NUMBERS:
+        values = flat.values.get(role)
+        if values is not None and values.dtype.kind == "f":
+            bad = _rows_with(flat, ~np.isfinite(values))
+            keep.mark(bad, f"{role} holds nulls", among=rows)
+            flat, rows = flat.select(~bad), rows[~bad]
+    trained = np.ones(int(flat.lengths.sum()), dtype=np.bool_)
+    for role in ("loss_mask", "padding_mask"):
+        if role in flat.values:
+            trained &= flat.values[role] != 0
+    flat.values["trained"] = trained
+    inside = flat.values.get("padding_mask", trained) != 0
+    first, last = _ends(flat, trained if layout.whole else inside)
+    flat = flat.cut(
+        first if layout.whole else np.zeros_like(first),
+        np.where(last > first, last, flat.lengths) if layout.padded else flat.lengths,
+    )
+    empty = ~_rows_with(flat, flat.values["trained"])
+    keep.mark(empty, "no trained token", among=rows)
+    return flat.select(~empty), rows[~empty]
+
+
+def _ends(flat: _Flat, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First place inside and first place behind all inside, of each row; 0 and 0 where none is."""
+    first = np.zeros(len(flat.lengths), dtype=np.int64)
+    last = np.zeros(len(flat.lengths), dtype=np.int64)
+    index = np.flatnonzero(inside)
+    row = flat.row[index]
+    place = index - flat.first[row]
+    first[row[::-1]] = place[::-1]  # the last assignment to an index stays
+    last[row] = place + 1
+    return first, last
+
+
+def _rows_with(flat: _Flat, tokens: np.ndarray) -> np.ndarray:
+    return np.bincount(flat.row[tokens], minlength=len(flat.lengths)) > 0
+
+
+def _finite_rows(flat: _Flat, trained: np.ndarray, tally: Tally) -> np.ndarray:
+    """Rows whose log-probs and entropy are finite at every trained token; elsewhere they become 0.
+
+    The columns become float32, in place of whatever they were.
+    """
+    bad = np.zeros(len(trained), dtype=np.bool_)
+    for name in (*LOGPS, "entropy"):
+        if name not in flat.values:
+            continue
+        with np.errstate(over="ignore"):  # beyond float32 is infinite, and counted as such
+            values = np.array(flat.values[name], dtype=np.float32)
+        odd = ~np.isfinite(values)
+        if odd.any():
+            wrong = values[odd & trained]
+            kinds = {"nan": np.isnan(wrong), "inf": wrong == np.inf, "-inf": wrong == -np.inf}
+            for kind, where in kinds.items():
+                if where.any():
+                    tally.nonfinite[f"{name} {kind}"] += int(where.sum())
+            bad |= odd & trained
+            values[odd] = 0
+        flat.values[name] = values
+    return ~_rows_with(flat, bad)
+
+
+def _chunk(flat: _Flat, block: Block, rows: np.ndarray, roles: frozenset[str], tally: Tally, file: int) -> Chunk:
+    def number(role: str) -> np.ndarray | None:
+        return numbers(block.scalars[role])[rows] if role in block.scalars else None
+
+    def whole(role: str) -> np.ndarray | None:
+        return _integers(block.scalars[role], rows) if role in block.scalars else None
+
+    sampling = _sampling(block, rows, roles)
+    ids = flat.values.get("response_ids")
+    return Chunk(
+        starts=np.concatenate([[0], np.cumsum(flat.lengths)]).astype(np.int64),
+        mask=flat.values["trained"],
+        behavior=flat.values["logp_behavior"],
+        proximal=flat.values.get("logp_proximal"),
+        current=flat.values.get("logp_current"),
+        ids=None if ids is None else _as_integers(ids),
+        entropy=flat.values.get("entropy"),
+        version=_version(flat, block, rows),
+        step=whole("step"),
+        group=_groups(block, rows, tally, file) if "group" in roles else None,
+        proximal_version=whole("proximal_version"),
+        reward=number("reward"),
+        advantage=_advantage(flat) if "advantage" in flat.values else number("advantage"),
+        temperature=sampling.get("temperature"),
+        top_p=sampling.get("top_p"),
+        top_k=sampling.get("top_k"),
+        raw=sampling.get("raw"),
+    )
+
+
+def _version(flat: _Flat, block: Block, rows: np.ndarray) -> np.ndarray | None:
+    if "policy_version" in block.scalars:
+        return np.repeat(_integers(block.scalars["policy_version"], rows), flat.lengths)
+    values = flat.values.get("policy_version")
+    return None if values is None else _as_integers(values)
+
+
+def _sampling(block: Block, rows: np.ndarray, roles: frozenset[str]) -> Mapping[str, np.ndarray]:
+    """Sampling parameters (responses,): NaN for an unknown temperature or top_p, 0 for an unknown top_k."""
+    wanted = SAMPLING if "sampling" in roles else tuple(name for name in SAMPLING if name in roles)
+    found: dict[str, np.ndarray] = {}
+    for name in wanted:
+        values = block.scalars.get(name, np.full(block.rows, np.nan))
+        if name == "logprobs":
+            found["raw"] = np.array([value == "raw" for value in values], dtype=np.bool_)[rows]
+        elif name == "top_k":
+            found[name] = _as_integers(np.nan_to_num(numbers(values)[rows], nan=0))
+        else:
+            found[name] = numbers(values)[rows]
+    return found
+
+
+def _groups(block: Block, rows: np.ndarray, tally: Tally, file: int) -> np.ndarray:
+    """Numbers of prompt groups over all files (responses,): a group is a step's, or a file's without steps."""
+    values = block.scalars["group"]
+    steps = numbers(block.scalars["step"]).tolist() if "step" in block.scalars else None
+    keys = ((steps[row] if steps else ("file", file), _key(values[row], row)) for row in rows.tolist())
+    return np.fromiter((tally.group(key) for key in keys), dtype=np.int64, count=len(rows))
+
+
+def _key(value: object, row: int) -> Hashable:
+    """What tells a group from others. A response without one is a group by itself."""
+    if value is None or value != value:
+        return ("alone", row, object())
+    if isinstance(value, str | bytes):
+        return hash(value)  # prompts are long, and only told apart here
+    return value if isinstance(value, Hashable) else hash(repr(value))
+
+
+def _advantage(flat: _Flat) -> np.ndarray:
+    """The mean advantage of each response's trained tokens (responses,)."""
+    trained = flat.values["trained"]
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = np.where(trained, flat.values["advantage"].astype(np.float64), 0)
+        total = np.bincount(flat.row, weights=values, minlength=len(flat.lengths))
+    return total / np.bincount(flat.row, weights=trained, minlength=len(flat.lengths))
+
+
+def _integers(values: object, rows: np.ndarray) -> np.ndarray:
+    return _as_integers(numbers(values)[rows])  # type: ignore[arg-type]
+
+
+def _as_integers(values: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):  # beyond 64 bits: no id, version or step is
+        return values.astype(np.int64)
+
+
+def _count(chunk: Chunk, tally: Tally) -> None:
+    trained = chunk.mask
+    tally.responses += chunk.responses
+    tally.tokens += chunk.tokens
+    tally.trained += int(trained.sum())
+    tally.equal += int((trained & (chunk.trainer == chunk.behavior)).sum())
+    tally.zero += int((trained & (chunk.behavior == 0)).sum())
+    for name, values in zip(LOGPS, (chunk.behavior, chunk.proximal, chunk.current), strict=True):
+        if values is None:
+            continue
+        above = trained & (values > _ABOVE_ZERO)
+        if above.any():
+            tally.above_zero(name, int(above.sum()), float(values[above].max()))

@@ -1,0 +1,146 @@
+"""A run of rows as flat arrays, by role, whatever the file was: what readers give and `assemble` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+ABSENT, WRONG = 1, 2
+SAMPLING = ("temperature", "top_p", "top_k", "logprobs")
+_NUMBERS = "fiub"
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """One list of numbers a row, end to end in `values`; `lengths` int64 (rows,), 0 where the row is at fault.
+
+    fault: int8 (rows,), 0, ABSENT (no list) or WRONG (not a list of numbers).
+    """
+
+    values: np.ndarray
+    lengths: np.ndarray
+    fault: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Rows by role: `lists` for what is per token, `scalars` for the rest, where None and NaN mean nothing there."""
+
+    rows: int
+    lists: Mapping[str, Lists]
+    scalars: Mapping[str, Sequence[Any] | np.ndarray]
+
+
+def numbers(values: Sequence[Any] | np.ndarray) -> np.ndarray:
+    """Scalars as float64 (rows,), NaN for whatever is not a number."""
+    if isinstance(values, np.ndarray) and values.dtype.kind in _NUMBERS:
+        return values.astype(np.float64)
+    return np.array([_number(value) for value in values], dtype=np.float64).reshape(len(values))
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, int | float | np.number):
+        try:
+            return float(value)
+        except OverflowError:  # an integer of more than 308 digits
+            return float("nan")
+    return float("nan")
+
+
+def arrow_lists(array: pa.Array) -> Lists:
+    """Lists of an arrow column of any type."""
+    kind, rows = array.type, len(array)
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        return _none(rows, ABSENT if pa.types.is_null(kind) else WRONG)
+    fault = np.where(array.is_null().to_numpy(zero_copy_only=False), ABSENT, 0).astype(np.int8)
+    if not _is_number(kind.value_type):
+        return Lists(np.empty(0), np.zeros(rows, np.int64), np.where(fault, fault, WRONG).astype(np.int8))
+    lengths = (
+        pc.fill_null(pc.call_function("list_value_length", [array]), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    )
+    return Lists(_flat(array.flatten()), lengths, fault)
+
+
+def arrow_scalars(array: pa.Array) -> Sequence[Any] | np.ndarray:
+    """One value a row of an arrow column of any type."""
+    return _flat(array) if _is_number(array.type) else array.to_pylist()
+
+
+def arrow_fields(array: pa.Array) -> dict[str, Sequence[Any] | np.ndarray]:
+    """The sampling parameters of a struct column; empty when it is none."""
+    if not pa.types.is_struct(array.type):
+        return {}
+    present = [array.type.field(index).name for index in range(array.type.num_fields)]
+    return {name: arrow_scalars(array.field(name)) for name in SAMPLING if name in present}
+
+
+def python_lists(rows: Sequence[Any]) -> Lists:
+    """Lists of Python values: lists of numbers, where a null among them reads as NaN."""
+    fault = np.array([0 if isinstance(row, list) else ABSENT if row is None else WRONG for row in rows], np.int8)
+    values = _joined([row for row, bad in zip(rows, fault, strict=True) if not bad])
+    if values is None:  # something among them is not a number: look at each row by itself
+        arrays = [_joined([row]) if not bad else None for row, bad in zip(rows, fault, strict=True)]
+        fault = np.array([bad or (WRONG if a is None else 0) for a, bad in zip(arrays, fault, strict=True)], np.int8)
+        return _from_arrays(arrays, fault)
+    lengths = np.array([0 if bad else len(row) for row, bad in zip(rows, fault, strict=True)], np.int64)
+    return Lists(values, lengths, fault)
+
+
+def array_lists(rows: Sequence[np.ndarray | None]) -> Lists:
+    """Lists given as arrays; one that is not of numbers, or has more than one dimension, is WRONG."""
+    fault = np.array([ABSENT if row is None else 0 if _is_flat(row) else WRONG for row in rows], np.int8)
+    return _from_arrays([row if not bad else None for row, bad in zip(rows, fault, strict=True)], fault)
+
+
+def python_fields(rows: Sequence[Any]) -> dict[str, list[Any]]:
+    """The sampling parameters of one dictionary a row."""
+    return {name: [row.get(name) if isinstance(row, dict) else None for row in rows] for name in SAMPLING}
+
+
+def _from_arrays(arrays: Sequence[np.ndarray | None], fault: np.ndarray) -> Lists:
+    lengths = np.array([0 if array is None else len(array) for array in arrays], np.int64)
+    present = [array for array in arrays if array is not None]
+    return Lists(np.concatenate(present) if present else np.empty(0), lengths, fault)
+
+
+def _joined(rows: list[list[Any]]) -> np.ndarray | None:
+    """All numbers of the rows in one array, or None when one is something else. A null reads as NaN."""
+    flat = list(chain.from_iterable(rows))
+    try:
+        values = np.array(flat)
+    except ValueError:  # lists within
+        return None
+    if not flat or values.dtype.kind in _NUMBERS:
+        return values if values.ndim == 1 else None
+    if values.dtype.kind == "O" and all(value is None or isinstance(value, int | float) for value in flat):
+        return numbers(flat)
+    return None
+
+
+def _is_flat(row: np.ndarray) -> bool:
+    return row.ndim == 1 and row.dtype.kind in _NUMBERS
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    checks = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean, pa.types.is_null, pa.types.is_decimal)
+    return any(check(kind) for check in checks)
+
+
+def _flat(array: pa.Array) -> np.ndarray:
+    if pa.types.is_null(array.type):
+        return np.full(len(array), np.nan)
+    if pa.types.is_boolean(array.type):
+        array = array.cast(pa.uint8())
+    if pa.types.is_decimal(array.type):
+        array = array.cast(pa.float64())
+    return array.to_numpy(zero_copy_only=False)
+
+
+def _none(rows: int, fault: int) -> Lists:
+    return Lists(np.empty(0), np.zeros(rows, np.int64), np.full(rows, fault, np.int8))

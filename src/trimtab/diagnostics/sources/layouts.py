@@ -1,0 +1,160 @@
+"""What the columns of each framework's files are called, how such a file is told, and how a user gets log-probs out.
+
+The facts come from the frameworks' own source; docs/frameworks.md names the files and versions read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from trimtab.errors import TrimtabError, nearest
+
+LOGPS = ("logp_behavior", "logp_proximal", "logp_current")
+TOKEN_ROLES = (*LOGPS, "response_ids", "loss_mask", "padding_mask", "entropy", "policy_version")
+ROW_ROLES = (
+    "step",
+    "group",
+    "proximal_version",
+    "reward",
+    "advantage",
+    "sampling",
+    "temperature",
+    "top_p",
+    "top_k",
+    "logprobs",
+    "off_policy",
+    "response_length",
+    "sample_id",
+)
+ROLES = TOKEN_ROLES + ROW_ROLES
+EITHER_SHAPE = ("policy_version", "advantage")
+"""Roles that frameworks write per token or per response."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """columns: names by role, the preferred one first. signs: sets of names, any of which tells the framework.
+
+    padded: responses are padded on the right to one length; masks tell where they end.
+    whole: lists span prompt and response, and the prompt is not trained.
+    advice: the option that makes the framework write log-probs.
+    """
+
+    framework: str
+    columns: Mapping[str, tuple[str, ...]]
+    signs: tuple[frozenset[str], ...]
+    advice: str
+    padded: bool = False
+    whole: bool = False
+
+
+TRIMTAB = Layout(
+    "trimtab",
+    {role: (role,) for role in ROLES if role not in ("group", "sample_id")} | {"group": ("group", "prompt_id")},
+    (frozenset({"logp_behavior"}), frozenset({"logp_proximal"}), frozenset({"logp_current"})),
+    "trimtab's own trainer writes it to trajectories/",
+)
+VERL = Layout(
+    "verl",
+    {
+        "logp_behavior": ("rollout_log_probs",),
+        "logp_proximal": ("old_log_probs",),
+        "response_ids": ("responses",),
+        "loss_mask": ("response_mask",),
+        "padding_mask": ("attention_mask",),
+        "entropy": ("entropys", "entropy"),
+        "step": ("step",),
+        "group": ("uid", "input"),
+        "reward": ("score",),
+        "advantage": ("advantages",),
+    },
+    (
+        frozenset({"rollout_log_probs", "response_mask"}),
+        frozenset({"old_log_probs", "response_mask"}),
+        frozenset({"rollout_log_probs", "old_log_probs"}),
+        frozenset({"input", "output", "score", "step"}),
+    ),
+    "set actor_rollout_ref.rollout.calculate_log_probs=True and add the lines of docs/frameworks.md to the dump",
+    padded=True,
+)
+TRL = Layout(
+    "trl",
+    {
+        "logp_behavior": ("sampling_per_token_logps",),
+        "logp_proximal": ("old_per_token_logps",),
+        "response_ids": ("completion_ids",),
+        "loss_mask": ("tool_mask", "completion_mask"),
+        "padding_mask": ("completion_mask",),
+        "step": ("step",),
+        "group": ("prompt",),
+        "reward": ("reward",),
+        "advantage": ("advantage", "advantages"),
+    },
+    (
+        frozenset({"sampling_per_token_logps"}),
+        frozenset({"old_per_token_logps"}),
+        frozenset({"prompt", "completion", "advantage"}),
+    ),
+    "log_completions writes text only: use vLLM with vllm_importance_sampling_correction and the trainer subclass of "
+    "docs/frameworks.md",
+    padded=True,
+)
+MILES = Layout(
+    "miles",
+    {
+        "logp_behavior": ("rollout_log_probs",),
+        "logp_proximal": ("log_probs",),
+        "response_ids": ("tokens",),
+        "loss_mask": ("loss_masks", "loss_mask"),
+        "response_length": ("response_lengths", "response_length"),
+        "entropy": ("entropy",),
+        "policy_version": ("weight_version",),
+        "step": ("step",),
+        "group": ("prompt_key",),
+        "reward": ("raw_reward",),
+        "advantage": ("advantages",),
+        "sample_id": ("sample_indices", "sample_index"),
+    },
+    (
+        frozenset({"tokens", "response_lengths"}),
+        frozenset({"tokens", "response_length", "rollout_log_probs"}),
+        frozenset({"rollout_log_probs", "log_probs"}),
+    ),
+    "rollout dumps hold the sampler's side only: use --dump-details DIR (or --save-debug-train-data) with "
+    "--get-mismatch-metrics and read DIR/train_data",
+)
+PRIME_RL = Layout(
+    "prime-rl",
+    {
+        "logp_behavior": ("inference_logprobs",),
+        "logp_current": ("trainer_logprobs",),
+        "response_ids": ("token_ids",),
+        "loss_mask": ("loss_mask",),
+        "entropy": ("entropy",),
+        "step": ("step",),
+        "advantage": ("advantages",),
+    },
+    (
+        frozenset({"inference_logprobs"}),
+        frozenset({"trainer_logprobs"}),
+        frozenset({"traces"}),
+    ),
+    "set trainer.enable_token_export=true and read token_exports/",
+    whole=True,
+)
+LAYOUTS = {layout.framework: layout for layout in (TRIMTAB, PRIME_RL, TRL, MILES, VERL)}
+
+
+def named(framework: str) -> Layout:
+    """The layout of a framework. `slime` writes Miles' files."""
+    name = "miles" if framework == "slime" else framework
+    if name not in LAYOUTS:
+        raise TrimtabError(f"unknown framework {framework!r}{nearest(framework, [*LAYOUTS, 'slime'])}")
+    return LAYOUTS[name]
+
+
+def detected(names: Iterable[str]) -> Layout | None:
+    """The first layout one of whose signs is among the columns, or None."""
+    present = set(names)
+    return next((layout for layout in LAYOUTS.values() if any(sign <= present for sign in layout.signs)), None)

@@ -1,0 +1,22 @@
+"""One file as a table: its column names, and its rows in blocks of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from trimtab.diagnostics.sources.blocks import Block
+from trimtab.diagnostics.sources.tally import Tally
+
+
+class Table(Protocol):
+    """A file. `names` is cheap where the format allows; `blocks` takes column names by role."""
+
+    path: Path
+
+    def names(self) -> frozenset[str]: ...
+
+    def close(self) -> None: ...
+
+    def blocks(self, columns: Mapping[str, str], tokens: int, tally: Tally) -> Iterator[Block]: ...

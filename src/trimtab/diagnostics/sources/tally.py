@@ -1,0 +1,75 @@
+"""Counts of what was read, and what was left out for which reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Tally:
+    """Filled while files are read. `groups` numbers prompt groups over all files, `seen` knows responses by id."""
+
+    responses: int = 0
+    tokens: int = 0
+    trained: int = 0
+    no_rows: int = 0
+    empty_files: int = 0
+    skipped_files: int = 0
+    equal: int = 0
+    zero: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    nonfinite: Counter[str] = field(default_factory=Counter)
+    positive: Counter[str] = field(default_factory=Counter)
+    largest: dict[str, float] = field(default_factory=dict)
+    several_versions: int = 0
+    groups: dict[Hashable, int] = field(default_factory=dict)
+    seen: set[Hashable] = field(default_factory=set)
+
+    def drop(self, reason: str, count: int = 1) -> None:
+        if count:
+            self.dropped[reason] += count
+
+    def group(self, key: Hashable) -> int:
+        """The number of a prompt group, given out in the order of first sight."""
+        return self.groups.setdefault(key, len(self.groups))
+
+    def above_zero(self, name: str, count: int, largest: float) -> None:
+        self.positive[name] += count
+        self.largest[name] = max(largest, self.largest.get(name, largest))
+
+    def findings(self, anchor: str) -> list[str]:
+        """What is odd about the data as a whole, a sentence each."""
+        found = []
+        for name, count in self.positive.items():
+            found.append(
+                f"{count} of {self.trained} values of {name} are above 0 (largest {self.largest[name]:.4g}): a "
+                f"log-probability cannot be; check that the column holds natural logarithms"
+            )
+        if self.trained and self.equal == self.trained:
+            found.append(
+                f"{anchor} equals logp_behavior bit for bit at all {self.trained} trained tokens: either the numerics "
+                f"are identical or one is a copy of the other (a bypass mode that takes the sampler's log-probs)"
+            )
+        if self.trained and self.zero == self.trained:
+            found.append("logp_behavior is 0 at every trained token: the sampler reported no log-probs")
+        if self.no_rows:
+            found.append(f"{_count(self.no_rows, 'file')} without rows")
+        if self.empty_files:
+            found.append(f"{_count(self.empty_files, 'empty file')}")
+        if self.skipped_files:
+            found.append(
+                f"{_count(self.skipped_files, 'file')} without the trainer's log-probs left out (ranks of earlier "
+                f"pipeline stages hold none)"
+            )
+        if self.several_versions:
+            found.append(
+                f"{_count(self.several_versions, 'response')} written by several versions of the weights, each counted "
+                f"as of its oldest"
+            )
+        return found
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
