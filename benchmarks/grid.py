@@ -4,7 +4,6 @@ stopped run left off (finished runs and evaluations are kept)."""
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -15,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.cli.compare_display import watch_grid
 from trimtab.config import Config, load_config
-from trimtab.diagnostics.read import read_run
-from trimtab.training.observer import Silent
+from trimtab.errors import TrimtabError
+from trimtab.lab.runner import held, run_cells
 
-DONE = "evaluation.json"
+PASSES = "pass.json"
 
 
 @dataclass(frozen=True)
@@ -34,63 +34,44 @@ class Cell:
         return load_config(self.recipe, [*self.overrides, f"out={root / self.name}"])
 
 
-class Watch(Silent):
-    """One line for each finished run."""
-
-    def message(self, text: str) -> None:
-        print(text, flush=True)
-
-
 def run(cells: Sequence[Cell], root: Path, *, workers: int, samples: int, problems: int) -> dict[str, dict[str, Any]]:
     """Train and evaluate all cells under `root`; the evaluations by name.
 
     An evaluation holds the greedy accuracy of the run (`greedy`), its curve over steps, and `pass`: k -> pass@k from
     `samples` samples at temperature 1 for each of the first `problems` held-out problems (none for `samples` = 0).
     """
-    from trimtab.lab.grid import run_cells
-
-    todo: dict[str, Config] = {}
-    for cell in cells:
-        folder = root / cell.name
-        if not (folder / "report.done").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # a run that was cut short starts again
-            todo[cell.name] = cell.config(root)
-    if todo:
-        run_cells(todo, workers, _Finished(root))
-    waiting = [cell.name for cell in cells if not (root / cell.name / DONE).exists()]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for name in pool.map(_evaluate, [(root / name, samples, problems) for name in waiting]):
-            print(f"evaluated {name}", flush=True)
-    return {cell.name: json.loads((root / cell.name / DONE).read_text()) for cell in cells}
-
-
-class _Finished(Watch):
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def message(self, text: str) -> None:
-        super().message(text)
-        (self.root / text.partition(":")[0] / "report.done").touch()
+    configs = {cell.name: cell.config(root) for cell in cells}
+    with held(root), watch_grid(workers) as watch:
+        results = run_cells(configs, workers=workers, watch=watch, keep=samples > 0)
+    failed = {name: result.error for name, result in results.items() if result.status != "done"}
+    if failed:
+        raise TrimtabError("; ".join(f"{name}: {error}" for name, error in failed.items()))
+    found: dict[str, dict[str, Any]] = {
+        name: {"greedy": result.accuracy, "steps": result.curve_steps, "curve": result.curve}
+        for name, result in results.items()
+    }
+    if samples:
+        waiting = [name for name in configs if not (root / name / PASSES).exists()]
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            for name in pool.map(_evaluate, [(root / name, configs[name], samples, problems) for name in waiting]):
+                print(f"evaluated {name}", flush=True)
+        for name, evaluation in found.items():
+            evaluation["pass"] = json.loads((root / name / PASSES).read_text())
+    return found
 
 
-def _evaluate(job: tuple[Path, int, int]) -> str:
+def _evaluate(job: tuple[Path, Config, int, int]) -> str:
     import torch
 
     from trimtab import evaluation
     from trimtab.training.export import export
 
     torch.set_num_threads(1)
-    folder, samples, problems = job
-    read = read_run(folder)
-    task = read.config["task"]["name"]
-    found = read.accuracy()[task]
-    result: dict[str, Any] = {"greedy": found.after, "steps": found.steps.tolist(), "curve": found.values.tolist()}
-    if samples:
-        with tempfile.TemporaryDirectory() as scratch:
-            model = export(folder, Path(scratch) / "model", "last")
-            measured = evaluation.run(str(model), task, problems=problems, samples=samples, dtype="float32")
-        result["pass"] = {str(k): measured.pass_at(k) for k in measured.pass_ks}
-    (folder / DONE).write_text(json.dumps(result))
+    folder, config, samples, problems = job
+    with tempfile.TemporaryDirectory() as scratch:
+        model = export(folder, Path(scratch) / "model", "last")
+        measured = evaluation.run(str(model), config.task.name, problems=problems, samples=samples, dtype="float32")
+    (folder / PASSES).write_text(json.dumps({str(k): measured.pass_at(k) for k in measured.pass_ks}))
     return folder.name
 
 

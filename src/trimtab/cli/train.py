@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli.output import Json, Sets, print_json, run_directory
-from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
     from trimtab.config import Config
@@ -44,7 +43,7 @@ def train(
 
     config = load_config(recipe, sets or ())
     run = run_directory(recipe, out, config.out)
-    with _resumable(recipe, sets or (), run, config), observe(to_stderr=as_json) as observer:
+    with _resumable(recipe, sets or (), run), observe(to_stderr=as_json) as observer:
         if config.compare is not None:
             result = _compare(config, run, resume, observer)
         else:
@@ -59,9 +58,7 @@ def _compare(config: Config, out: Path, resume: bool, observer: Observer) -> dic
     from trimtab.diagnostics.compare import held_out, write_comparison
     from trimtab.lab.grid import run_grid
 
-    if resume:
-        raise TrimtabError("a comparison cannot be resumed: leave --resume out and choose a new --out")
-    result = run_grid(config, out, observer)
+    result = run_grid(config, out, observer, resume=resume)
     page = write_comparison(result.runs, out / "report.html")
     observer.finished(held_out(result.runs), page)
     return result.metrics
@@ -85,13 +82,11 @@ def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = Fals
 
 
 @contextmanager
-def _resumable(recipe: str, sets: Sequence[str], run: Path, config: Config) -> Iterator[None]:
+def _resumable(recipe: str, sets: Sequence[str], run: Path) -> Iterator[None]:
     """On Ctrl-C, say with which words the run continues."""
     try:
         yield
     except KeyboardInterrupt:
-        if config.compare is not None:
-            raise KeyboardInterrupt("a comparison cannot be resumed; start it again with a new --out") from None
         changes = [word for change in sets for word in ("--set", change)]
         again = shlex.join(["trimtab", "train", recipe, *changes, "--out", str(run), "--resume"])
         raise KeyboardInterrupt(f"continue with: {again}") from None

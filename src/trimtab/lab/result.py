@@ -126,7 +126,6 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def write(folder: Path, result: Result) -> None:
     """Kept whole or not at all: this file is what makes a cell finished."""
-    folder.mkdir(parents=True, exist_ok=True)
     atomic.write_text(folder / FILE, json.dumps(asdict(result), allow_nan=False) + "\n")
 
 
@@ -154,7 +153,8 @@ def read(config: Config) -> Result | None:
 def restored(data: Mapping[str, Any]) -> Result:
     """A result that went through JSON."""
     values: dict[str, Any] = dict(data)
-    return Result(**(values | {key: tuple(values[key]) for key in ("curve", "curve_steps")}))
+    values |= {key: tuple(values[key]) for key in ("curve", "curve_steps")}
+    return Result(**values)
 
 
 def _same_settings(folder: Path, config: Config) -> None:

@@ -21,9 +21,10 @@ from typing import Any, TextIO
 from trimtab.config import Config, check_config
 from trimtab.errors import TrimtabError
 from trimtab.lab.result import Result, Status, summarize, write
+from trimtab.training import atomic
 from trimtab.training.observer import Silent
 from trimtab.training.run import train
-from trimtab.training.rundir import METRICS, MODEL, read_metrics
+from trimtab.training.rundir import CONFIG, METRICS, MODEL, read_metrics
 from trimtab.training.update import DivergedError
 
 TRACEBACK = "error.txt"
@@ -83,6 +84,9 @@ def run_cell(config: Config, *, keep: bool, observer: Silent) -> Result:
     if not keep and status != "failed":
         for part in ("checkpoints", MODEL):
             shutil.rmtree(folder / part, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / CONFIG).exists():  # a run that ended before its first step takes its recipe back
+        atomic.write_text(folder / CONFIG, config.dump())
     write(folder, result)
     return result
 
