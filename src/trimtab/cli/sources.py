@@ -44,11 +44,11 @@ class Source:
 
             with tempfile.TemporaryDirectory(prefix="trimtab-eval-") as folder:
                 yield str(export(self.run, Path(folder) / "model", self.which))
-        elif self.name == "laboratory":
+        elif self.name in ("laboratory", "laboratory-moe"):
             # Training means the warm-started one by this name, the model loader the untrained one.
             from trimtab.training.sft import laboratory_folder
 
-            yield str(laboratory_folder())
+            yield str(laboratory_folder(self.name))
         else:
             yield self.name
 

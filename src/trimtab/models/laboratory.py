@@ -1,29 +1,41 @@
 """A model small enough to train in seconds and hard enough to tell methods apart.
 
 393k parameters and 14 characters; its task is to sort ten digits: `3141592653=` continues as `1123345569.`.
-Start it with a few supervised steps, then compare objectives under controlled mismatch.
+Start it with a few supervised steps, then compare objectives under controlled mismatch. A mixture of experts of the
+same size has one source of mismatch more: trainer and sampler may send a token to different experts.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from trimtab.models.attention import IMPLEMENTATION
 
-NAME = "laboratory"
+NAME, MIXTURE = "laboratory", "laboratory-moe"
 # "." ends a response and " " pads; both belong to the 14 characters.
 ALPHABET = "0123456789=. ?"
 PADDING, END, UNKNOWN = " ", ".", "?"
 
 
-def build(seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def build(seed: int, name: str = NAME) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """An untrained laboratory model (float32) and its character tokenizer. Equal seeds give equal weights.
 
+    `name` is `NAME` (Llama, 393k parameters) or `MIXTURE` (Qwen3-MoE, 383k, 8 experts of which 2 see a token).
     The tokenizer adds nothing: one token for one character, `.` ends, ` ` pads, any other character is `?`.
     """
-    config = LlamaConfig(
+    config, kind = (LlamaConfig, LlamaForCausalLM) if name == NAME else (_mixture, Qwen3MoeForCausalLM)
+    settings = config(
         vocab_size=len(ALPHABET),
         hidden_size=128,
         intermediate_size=336,
@@ -36,11 +48,24 @@ def build(seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
         eos_token_id=ALPHABET.index(END),
         pad_token_id=ALPHABET.index(PADDING),
     )
-    config._attn_implementation = IMPLEMENTATION
+    settings._attn_implementation = IMPLEMENTATION
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model = kind(settings)
     return model.eval(), _tokenizer()
+
+
+def _mixture(**shared: Any) -> Qwen3MoeConfig:
+    """Every layer a mixture; the experts together are as large as the dense layer, rounded down to a multiple of 8:
+    grouped products want their rows aligned to 16 bytes, in bfloat16 too."""
+    return Qwen3MoeConfig(
+        **shared,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+    )
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -1,7 +1,7 @@
 """The Llama family (Llama, Mistral, Qwen2, Qwen3) with fewer matrix products, on the model's own weights.
 
-Query, key and value projections are one product, and so are the two input projections of the gated MLP. Attention is
-left to the caller (`lockstep.py`).
+Query, key and value projections are one product, and so are the two input projections of the gated MLP; a mixture of
+experts runs as the model has it. Attention is left to the caller (`lockstep.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoeSparseMoeBlock
 
 from trimtab.models.products import Linear, linear
 
 # Exact classes: a subclass may compute something else.
-FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM)
 # Rotary kinds whose angles depend on the position alone, not on the longest text seen so far.
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 
@@ -31,7 +32,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One transformer block's parts; `qkv` and `gate_up` are storage that the model's own parameters are views of."""
+    """One transformer block's parts; `qkv` is storage that the model's own parameters are views of."""
 
     norm_in: nn.Module
     qkv: Tensor
@@ -40,10 +41,7 @@ class _Layer:
     norm_k: nn.Module | None
     out: nn.Linear
     norm_mid: nn.Module
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    act: Callable[[Tensor], Tensor]
-    down: nn.Linear
+    feed: Callable[[Tensor], Tensor]
 
 
 def supports(model: Any) -> bool:
@@ -103,8 +101,7 @@ class LeanModel:
                 qkv[:, heads : -self.kv_heads] = layer.norm_k(qkv[:, heads : -self.kv_heads])
             query, key = _rotate(qkv[:, : -self.kv_heads], rotary).split([heads, self.kv_heads], 1)
             hidden = hidden + layer.out(attend(i, query, key, qkv[:, -self.kv_heads :]))
-            gate, up = linear(layer.norm_mid(hidden), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-            hidden = hidden + layer.down(layer.act(gate) * up)
+            hidden = hidden + layer.feed(layer.norm_mid(hidden))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -128,7 +125,6 @@ def _window(config: Any) -> int | None:
 def _fuse_layer(block: Any) -> _Layer:
     attention, mlp = block.self_attn, block.mlp
     qkv, qkv_bias = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
-    gate_up, gate_up_bias = _fuse(mlp.gate_proj, mlp.up_proj)
     return _Layer(
         norm_in=block.input_layernorm,
         qkv=qkv,
@@ -137,11 +133,24 @@ def _fuse_layer(block: Any) -> _Layer:
         norm_k=getattr(attention, "k_norm", None),
         out=attention.o_proj,
         norm_mid=block.post_attention_layernorm,
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        act=mlp.act_fn,
-        down=mlp.down_proj,
+        feed=_mixture(mlp) if isinstance(mlp, Qwen3MoeSparseMoeBlock) else _gated(mlp),
     )
+
+
+def _gated(mlp: Any) -> Callable[[Tensor], Tensor]:
+    """The dense MLP, its two input projections fused."""
+    weight, bias = _fuse(mlp.gate_proj, mlp.up_proj)
+
+    def feed(hidden: Tensor) -> Tensor:
+        gate, up = linear(hidden, weight, bias).chunk(2, -1)
+        return mlp.down_proj(mlp.act_fn(gate) * up)
+
+    return feed
+
+
+def _mixture(block: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Router and experts as the model has them, which wants a batch dimension."""
+    return lambda hidden: block(hidden.unsqueeze(0)).squeeze(0)
 
 
 def _fuse(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:

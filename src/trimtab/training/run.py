@@ -14,7 +14,7 @@ from torch import nn
 from trimtab import rewards, tasks
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
-from trimtab.models.load import Loaded, default_device, load
+from trimtab.models.load import LABORATORY, MIXTURE, Loaded, default_device, load
 from trimtab.models.perturbation import Perturbation
 from trimtab.objectives import Objective
 from trimtab.objectives.calibrate import from_section
@@ -168,8 +168,10 @@ def _check_prefix(config: Config, built: Objective) -> None:
 
 
 def load_model(config: Config) -> Loaded:
-    """The trainable model in its master dtype; `laboratory` is warm-started the first time it is asked for."""
-    path = str(laboratory_folder()) if config.model.path == "laboratory" else config.model.path
+    """The trainable model in its master dtype; the laboratory's are warm-started the first time they are asked for."""
+    path = config.model.path
+    if path in (LABORATORY, MIXTURE):
+        path = str(laboratory_folder(path))
     return load(path, dtype=getattr(torch, config.model.dtype))
 
 

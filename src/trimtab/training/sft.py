@@ -55,12 +55,12 @@ def warm_start(config: Config, *, out: Path, observer: Observer | None = None) -
     return SftResult(out, metrics)
 
 
-def laboratory_folder() -> Path:
-    """The warm-started laboratory model; made in a few seconds the first time, keyed by its recipe."""
-    config = load_config(LABORATORY)
+def laboratory_folder(name: str = LABORATORY) -> Path:
+    """The warm-started laboratory model of that name; made in a few seconds the first time, keyed by its recipe."""
+    config = load_config(LABORATORY, [f"model.path={name}"])
     decides = config.model_dump_json(include={"seed", "model", "task", "sft", "threads"})
     key = sha256(decides.encode()).hexdigest()[:12]
-    folder = cache_root() / f"{LABORATORY}-{key}"
+    folder = cache_root() / f"{name}-{key}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from trimtab.types import Completion, Problem, Prompt, Sampling
@@ -52,6 +53,9 @@ CONFIGS: dict[str, Any] = {
     ),
     "qwen2": lambda: Qwen2Config(**_COMMON),
     "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=16),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **_COMMON, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]
+    ),
     "mistral": lambda: MistralConfig(**_COMMON, head_dim=8, sliding_window=None),
     "mistral-window": lambda: MistralConfig(**_COMMON, head_dim=8, sliding_window=12),
     "gpt2": lambda: GPT2Config(

@@ -95,7 +95,7 @@ def test_bfloat16_goes_on_within_its_precision(lengths: tuple[int, ...]) -> None
         np.testing.assert_allclose(completion.logp_behavior[equal], whole.logp_behavior[equal], atol=0.02)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gpt2", "laboratory"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3-moe", "mistral-window", "gpt2", "laboratory"])
 def test_the_suffix_is_the_current_policys_and_the_prefix_stays_as_it_was(name: str) -> None:
     if name == "laboratory":
         (old, its_tokenizer), (new, _) = laboratory.build(0), laboratory.build(1)

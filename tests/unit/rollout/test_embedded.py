@@ -55,7 +55,13 @@ def test_the_lean_path_is_used_where_it_is_exact() -> None:
         row = Row(0, 0, np.zeros(4))
         return type(engine._decoder([row], [one], 4)).__name__
 
-    assert path("llama", 30) == path("qwen3", 30) == path("mistral-window", 8) == "LockstepDecoder"
+    assert (
+        path("llama", 30)
+        == path("qwen3", 30)
+        == path("qwen3-moe", 30)
+        == path("mistral-window", 8)
+        == "LockstepDecoder"
+    )
     assert path("gpt2", 30) == path("mistral-window", 9) == "GenericDecoder"
 
 
