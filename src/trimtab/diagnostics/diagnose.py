@@ -1,4 +1,4 @@
-"""A whole diagnosis: read, measure, name the causes, advise. One pass over the files; everything else works on its sums."""
+"""A whole diagnosis: read, measure, name the causes, advise. One pass over the files serves all four."""
 
 from __future__ import annotations
 

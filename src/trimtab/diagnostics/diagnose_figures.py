@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from trimtab.diagnostics.diagnose_words import DENSE, MOE
+from trimtab.diagnostics.diagnose_words import DENSE, MOE, known
 from trimtab.diagnostics.diagnosis import Size, View
+from trimtab.diagnostics.page import short
 from trimtab.diagnostics.plots import (
     BLUE,
     CYCLE,
@@ -32,35 +33,49 @@ from trimtab.diagnostics.plots import (
 )
 
 _SHADES = 5
+_SQUARE = np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
 _TICKS = 8  # labels below a chart of bins, before they run into each other
+_SHORT = {"newer than the trainer": "newer"}
+_LEAST = 1e-8  # where the strip of sizes begins
 _FAR = 30.0  # largest over smallest value from which an axis is logarithmic
 
 
 def range_svg(size: Size) -> str:
-    """k3 with its interval on a logarithmic strip, beside the published ranges and the rounding floor."""
+    """k3 with its interval on a logarithmic strip, beside the published ranges and the rounding floor.
+
+    The strip begins at 1e-8: what lies below stands at its left end.
+    """
     k3, interval = size.mismatch["k3"], size.intervals.get("k3")
-    marks = [value for value in (k3, size.floor) if value > 0 and math.isfinite(value)]
-    low, high = min([1e-7, *(value / 4 for value in marks)]), max([1.0, *(value * 4 for value in marks)])
+    low, high = _LEAST, max(1.0, 4 * k3) if math.isfinite(k3) else 1.0
 
     def paint(axes: Axes) -> None:
-        for (start, end), color, name in ((DENSE, GREEN, "dense models"), (MOE, ORANGE, "mixture of experts")):
-            axes.axvspan(start, end, ymax=0.62, color=color, alpha=0.25, linewidth=0)
-            axes.text(math.sqrt(start * end), 0.31, name, ha="center", va="center", fontsize=8.5)
+        for (start, end), color, name in ((DENSE, GREEN, "dense"), (MOE, ORANGE, "MoE")):
+            axes.axvspan(start, end, ymax=0.5, color=color, alpha=0.3, linewidth=0)
+            axes.text(math.sqrt(start * end), 0.06, name, ha="center", va="bottom", fontsize=9)
         if size.floor > 0:
-            axes.plot([size.floor] * 2, [0, 0.62], color=INK, linestyle=":", linewidth=1)
-            axes.text(size.floor, 0.66, "rounding", ha="center", va="bottom", fontsize=8.5)
-        if k3 > 0:
-            ends = (interval.low, interval.high) if interval is not None else (k3, k3)
-            axes.plot(ends, [0.31, 0.31], color=VERMILLION, linewidth=3)
-            axes.plot([k3], [0.31], color=VERMILLION, marker="D", markersize=7)
-            axes.text(k3, 0.66, "this data", ha="center", va="bottom", fontsize=9.5, fontweight="bold")
+            _mark(axes, size.floor, "rounding", color=INK, marker="|", height=0.55)
+        if k3 > 0 and math.isfinite(k3):
+            if interval is not None and known(interval):
+                ends = np.clip([interval.low, interval.high], low, high)
+                axes.plot(ends, [0.36, 0.36], color=VERMILLION, linewidth=3)
+            _mark(axes, k3, "this data", color=VERMILLION, marker="D", height=0.8)
         axes.set(xscale="log", xlim=(low, high), ylim=(0, 1), yticks=[])
         axes.spines["left"].set_visible(False)
         axes.grid(visible=False)
         _log_labels(axes)
         axes.set_xlabel("k3, nats per token")
 
-    return _draw("Size of the mismatch", paint, height=1.25)
+    return _draw("Size of the mismatch", paint, height=1.9)
+
+
+def _mark(axes: Axes, value: float, name: str, *, color: str, marker: str, height: float) -> None:
+    """A point on the strip with its name above it, at two heights so that names never touch."""
+    place = max(value, _LEAST)
+    axes.plot([place, place], [0.36, height], color=color, linewidth=0.8, linestyle=":")
+    axes.plot([place], [0.36], color=color, marker=marker, markersize=8, clip_on=False)
+    beyond = value < _LEAST
+    text = f"{name} {short(value)}" + (" (further left)" if beyond else "")
+    axes.text(place, height, text, ha="left" if place < 1e-6 else "right" if place > 0.05 else "center", va="bottom")
 
 
 def scatter_svg(counts: np.ndarray) -> str:
@@ -74,8 +89,8 @@ def scatter_svg(counts: np.ndarray) -> str:
         for shade in range(1, _SHADES + 1):
             color = to_rgba(BLUE, alpha=shade / _SHADES)
             rows, columns = np.nonzero(level == shade)
-            squares = [np.array([(x, y), (x + 1, y), (x + 1, y + 1), (x, y + 1)]) / bins for y, x in zip(rows, columns)]
-            axes.add_collection(PolyCollection(squares, facecolors=color, linewidths=0))
+            squares = (np.stack([columns, rows], axis=-1)[:, None, :] + _SQUARE) / bins
+            axes.add_collection(PolyCollection(list(squares), facecolors=color, linewidths=0))
             handles.append(Patch(facecolor=color, label=f"≤ {_count(math.expm1(shade / _SHADES * math.log1p(most)))}"))
         axes.plot([0, 1], [0, 1], color=INK, linewidth=0.6, linestyle=":")
         axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="sampler probability", ylabel="trainer probability")
@@ -107,9 +122,9 @@ def envelope_svg(view: View, unit: str, xlabel: str, *, log: bool) -> str:
     return _draw(f"Log-ratio by {view.name}", paint, legend=True)
 
 
-def bins_svg(view: View, values: np.ndarray, overall: float, xlabel: str, ylabel: str = "k3, nats") -> str:
-    """One value for each bin of a view as points, the mean of all tokens as a line."""
-    there = (view.count > 0) & np.isfinite(values)
+def bins_svg(name: str, labels: Sequence[str], values: np.ndarray, overall: float, xlabel: str) -> str:
+    """k3 of each bin, as bars or, over a wide range, as points on a logarithmic axis; that of all tokens as a line."""
+    there = np.isfinite(values)
     places = np.flatnonzero(there)
 
     def paint(axes: Axes) -> None:
@@ -123,12 +138,13 @@ def bins_svg(view: View, values: np.ndarray, overall: float, xlabel: str, ylabel
             axes.bar(places, shown, width=0.75, color=BLUE)
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
         if overall > 0:
-            axes.axhline(overall, color=VERMILLION, linestyle="--", linewidth=1.2, label="all tokens")
-            axes.legend(loc="best", fontsize=8.5)
-        _name_bins(axes, view.labels)
-        axes.set(xlabel=xlabel, ylabel=ylabel)
+            axes.axhline(
+                overall, color=VERMILLION, linestyle="--", linewidth=1.2, label=f"all tokens: {short(overall)}"
+            )
+        _name_bins(axes, labels)
+        axes.set(xlabel=xlabel, ylabel="k3, nats")
 
-    return _draw(f"{ylabel} by {view.name}", paint)
+    return _draw(name, paint, legend=True)
 
 
 def rejected_svg(view: View, rules: Mapping[str, np.ndarray]) -> str:
@@ -174,15 +190,20 @@ def k3_steps_svg(steps: np.ndarray, k3: np.ndarray, floor: float) -> str:
     return _over_steps("k3 over steps", paint, "k3, nats")
 
 
-def ess_steps_svg(steps: np.ndarray, token: np.ndarray, sequence: np.ndarray) -> str:
-    """Effective sample size of token and sequence weights over steps."""
+def ess_steps_svg(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> str:
+    """Effective sample size over steps, a curve for each kind of weight."""
 
     def paint(axes: Axes) -> None:
-        marker = "o" if len(steps) < 40 else None
-        axes.plot(steps, token, color=BLUE, marker=marker, markersize=3, label="token weights")
-        axes.plot(
-            steps, sequence, color=VERMILLION, linestyle="--", marker=marker, markersize=3, label="sequence weights"
-        )
+        for index, (name, values) in enumerate(curves.items()):
+            axes.plot(
+                steps,
+                values,
+                color=CYCLE[index],
+                linestyle=STYLES[index],
+                marker="o" if len(steps) < 40 else None,
+                markersize=3,
+                label=name,
+            )
         axes.set_ylim(0, 1.05)
 
     return _over_steps("Effective sample size over steps", paint, "share of the samples")
@@ -213,19 +234,13 @@ def _over_steps(name: str, paint: Callable[[Axes], None], ylabel: str) -> str:
 
 
 def _centers(edges: np.ndarray, *, log: bool) -> np.ndarray:
-    """Middles of the bins; an open end (0 or infinite) stands one bin width beyond its neighbor."""
-    edges = edges.astype(np.float64).copy()
-    if log:
-        if edges[0] <= 0:
-            edges[0] = edges[1] ** 2 / edges[2] if len(edges) > 2 else edges[1] / 10
-        return np.sqrt(edges[:-1] * edges[1:])
-    if not np.isfinite(edges[-1]):
-        edges[-1] = 2 * edges[-2] - edges[-3] if len(edges) > 2 else edges[-2] + 1
-    return (edges[:-1] + edges[1:]) / 2
+    edges = edges.astype(np.float64)
+    return np.sqrt(edges[:-1] * edges[1:]) if log else (edges[:-1] + edges[1:]) / 2
 
 
 def _name_bins(axes: Axes, labels: Sequence[str]) -> None:
     """A label below each bin, or below every second or third where they would run into each other."""
+    labels = [_SHORT.get(label, label).replace(" and more", "+").replace(" and later", "+") for label in labels]
     width = max((len(label) for label in labels), default=1)
     every = max(math.ceil(len(labels) / _TICKS), math.ceil(len(labels) * width / 60))
     axes.set_xticks(range(0, len(labels), every), [labels[index] for index in range(0, len(labels), every)], fontsize=8)
@@ -255,6 +270,6 @@ def _draw(name: str, paint: Callable[[Axes], None], *, legend: bool = False, hei
         figure = Figure(figsize=(4.2, height), layout="constrained")
         axes = figure.add_subplot()
         paint(axes)
-        if legend and len(axes.get_legend_handles_labels()[1]) > 1:
+        if legend and axes.get_legend_handles_labels()[1]:
             figure.legend(loc="outside upper left", ncols=2, columnspacing=1.2)
         return to_svg(figure, name)

@@ -6,11 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from trimtab.diagnostics import diagnose_panels as panels
+from trimtab.diagnostics import diagnose_views as views
 from trimtab.diagnostics import diagnose_words as words
-from trimtab.diagnostics.diagnose_figures import range_svg
 from trimtab.diagnostics.diagnosis import Diagnosis, Outcome, Size
 from trimtab.diagnostics.page import number, render, write
 
@@ -48,18 +46,16 @@ def page(diagnosis: Diagnosis) -> str:
             "facts": _facts(diagnosis),
             "headline": words.headline(diagnosis),
             "tone": "good" if not diagnosis.causes and size.verdict in ("exact", "rounding", "dense") else "warn",
-            "range": Markup(range_svg(size)),
-            "verdict": words.SIZES[size.verdict],
             "tiles": _tiles(size),
-            "floor": f"{words.brief(size.floor)}. {size.floor_note}",
+            "floor": size.floor_note,
             "contract": words.contract(size),
             "figures": _figures(size),
             "large": panels.how_large(measured),
             "where": words.where_text(measured),
             "split": words.split_text(measured),
-            "cuts": panels.where(measured),
+            "cuts": views.where(measured),
             "notes": [(view.name, view.note) for view in measured.views.values() if view.note],
-            "tokens": panels.top_tokens(measured),
+            "tokens": views.top_tokens(measured),
             "causes": diagnosis.causes,
             "faults": words.faults(diagnosis),
             "method": words.method_text(diagnosis.recommendation.preset, diagnosis.recommendation.overrides),
@@ -150,4 +146,3 @@ def _outcome(outcome: Outcome, most: float, best: bool) -> dict[str, Any]:
 def _width(share: float) -> str:
     """A bar's width in percent."""
     return f"{100 * min(max(share, 0.0), 1.0):.1f}" if math.isfinite(share) else "0"
-

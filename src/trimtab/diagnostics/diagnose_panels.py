@@ -10,8 +10,8 @@ import numpy as np
 from markupsafe import Markup
 
 from trimtab.diagnostics import diagnose_figures as figures
-from trimtab.diagnostics.diagnose_words import FEWEST, brief, percent, shares
-from trimtab.diagnostics.diagnosis import Measured, View
+from trimtab.diagnostics.diagnose_words import brief, percent, size_text
+from trimtab.diagnostics.diagnosis import Measured
 
 TAILS = ("ratio_q01", "ratio_q05", "ratio_q50", "ratio_q95", "ratio_q99")
 
@@ -38,65 +38,35 @@ class Panels:
 def how_large(measured: Measured) -> Panels:
     """Scatter, and the curves over steps."""
     rows = measured.size.by_step
-    shown = [_scatter(measured)]
+    shown = [_range(measured), _scatter(measured)]
     if len(rows) < 2:
         why = "the files hold one step" if rows else "the files do not say which step a response is of"
         return Panels(shown, [f"curves over steps ({why})"])
     return Panels([*shown, *_over_steps(measured)], [])
 
 
-def where(measured: Measured) -> Panels:
-    """One figure for each way to cut the tokens that the files allow."""
-    makers = {
-        "probability": (_envelope, "log-ratio by sampler probability"),
-        "position": (_position, "position in the response"),
-        "length": (_length, "response length"),
-        "turn": (_turn, "turns"),
-        "version": (_age, "age of the weights"),
-        "entropy": (_entropy, "entropy"),
-    }
-    shown: list[Panel] = []
-    absent: list[str] = []
-    for name, (make, what) in makers.items():
-        view = measured.views.get(name)
-        if view is None:
-            absent.append(what)
-        elif len(view.labels) < 2 and name in ("turn", "version"):
-            absent.append(f"{what} (only {view.labels[0] if view.labels else 'nothing'} in this data)")
-        elif view.count.sum() > 0:
-            shown += make(view, measured)
-    return Panels(shown, absent)
+def at(values: np.ndarray, index: int) -> str:
+    return brief(float(values[index]))
 
 
-def top_tokens(measured: Measured, most: int = 15) -> list[dict[str, str]]:
-    """Rows of the table of tokens with the largest share of k3, empty without token ids."""
-    view = measured.views.get("token")
-    if view is None:
-        return []
-    tokens, k3 = shares(view)
-    ranked = sorted(range(len(view.labels)), key=lambda index: -k3[index])[:most]
-    return [
-        {
-            "label": view.labels[index],
-            "count": f"{int(view.count[index]):,}",
-            "tokens": percent(float(tokens[index])),
-            "share": percent(float(k3[index])),
-            "width": f"{100 * float(k3[index]):.1f}",
-            "k3": brief(float(view.k3[index])),
-            "log_ratio": signed(float(view.log_ratio_mean[index])),
-        }
-        for index in ranked
-        if view.count[index] > 0
-    ]
+def share_at(values: np.ndarray, index: int) -> str:
+    return percent(float(values[index]))
 
 
-def signed(value: float) -> str:
-    text = brief(value)
-    return f"+{text}" if value > 0 else text.replace("-", "−", 1) if value < 0 else text
+def signed_at(values: np.ndarray, index: int) -> str:
+    text = at(values, index)
+    return f"+{text}" if values[index] > 0 else text.replace("-", "−", 1) if values[index] < 0 else text
 
 
-def _panel(title: str, now: str, svg: str, look: str, here: str) -> Panel:
+def panel(title: str, now: str, svg: str, look: str, here: str) -> Panel:
     return Panel(title, now, Markup(svg), look, here)
+
+
+def _range(measured: Measured) -> Panel:
+    size = measured.size
+    look = "The diamond is k3, the thick line its 95% interval, the colored bands what others report."
+    here = f"{size_text(size)}. Rounding of the stored log-probs alone makes {brief(size.floor)}."
+    return panel("Against published ranges", f"k3 {brief(size.mismatch['k3'])}", figures.range_svg(size), look, here)
 
 
 def _scatter(measured: Measured) -> Panel:
@@ -108,7 +78,7 @@ def _scatter(measured: Measured) -> Panel:
     now = f"r = {r:.5f}" if math.isfinite(r) else "r not defined"
     look = "Off the dotted line trainer and sampler disagree about a token; healthy is r above 0.99."
     here = f"{total:,} tokens, {percent(off)} of them more than 0.05 away from the line."
-    return _panel("Trainer against sampler", now, figures.scatter_svg(counts), look, here)
+    return panel("Trainer against sampler", now, figures.scatter_svg(counts), look, here)
 
 
 def _over_steps(measured: Measured) -> list[Panel]:
@@ -119,24 +89,28 @@ def _over_steps(measured: Measured) -> list[Panel]:
     if np.isfinite(k3).any():
         now = f"{brief(k3[0])} → {brief(k3[-1])}"
         look = "A mismatch that grows while training goes on comes before a collapse; a jump is a changed setting."
-        panels.append(_panel("k3 over steps", now, figures.k3_steps_svg(steps, k3, floor), look, _trend(steps, k3)))
-    token, sequence = _column(rows, "ess_token"), _column(rows, "ess_seq")
-    if np.isfinite(token).any():
-        now = f"lowest {brief(float(np.nanmin(token)))} / {brief(float(np.nanmin(sequence)))}"
-        look = "Share of the data that still counts under unbounded importance weights; near 0, sequence weights are noise."
-        here = (
-            f"Token weights {brief(token[0])} at first and {brief(token[-1])} at last, "
-            f"sequence weights {brief(sequence[0])} and {brief(sequence[-1])}."
+        panels.append(panel("k3 over steps", now, figures.k3_steps_svg(steps, k3, floor), look, _trend(steps, k3)))
+    names = {"ess_token": "token weights", "ess_seq": "sequence weights"}
+    curves = {
+        name: values for key, name in names.items() for values in [_column(rows, key)] if np.isfinite(values).any()
+    }
+    if curves:
+        look = "Share of the data that counts under unbounded importance weights; near 0, those weights are noise."
+        here = "; ".join(
+            f"{name} {at(values, 0)} at first, {at(values, -1)} at last" for name, values in curves.items()
         )
-        svg = figures.ess_steps_svg(steps, token, sequence)
-        panels.append(_panel("Effective sample size over steps", now, svg, look, here))
+        now = f"lowest {brief(min(float(np.nanmin(values)) for values in curves.values()))}"
+        panels.append(panel("ESS over steps", now, figures.ess_steps_svg(steps, curves), look, f"{here}."))
     tails = [_column(rows, key) for key in TAILS]
     if all(np.isfinite(values).all() for values in tails):
-        worst = int(np.argmax(tails[4] / tails[0]))
-        now = f"99%: {tails[4][-1]:.3g}"
-        look = "Bands that widen with training: the tail of the ratio blows up, and bounds that fitted at first reject more."
-        here = f"Widest at step {steps[worst]:.0f}: 1% of the ratios below {tails[0][worst]:.3g}, 1% above {tails[4][worst]:.3g}."
-        panels.append(_panel("Ratio tails over steps", now, figures.tails_svg(steps, tails), look, here))
+        low, high = tails[0], tails[-1]
+        worst = int(np.argmax(high / low))
+        look = "Bands that widen with training: the tail of the ratio blows up, and fixed bounds reject ever more."
+        here = (
+            f"Widest at step {steps[worst]:.0f}: 1% of the ratios below {low[worst]:.3g}, 1% above {high[worst]:.3g}."
+        )
+        svg = figures.tails_svg(steps, tails)
+        panels.append(panel("Ratio tails over steps", f"99%: {high[-1]:.3g}", svg, look, here))
     return panels
 
 
@@ -144,121 +118,15 @@ def _trend(steps: np.ndarray, k3: np.ndarray) -> str:
     highest = int(np.nanargmax(k3))
     part = max(len(k3) // 4, 1)
     early, late = float(np.nanmedian(k3[:part])), float(np.nanmedian(k3[-part:]))
-    peak = f"highest at step {steps[highest]:.0f} ({brief(float(k3[highest]))})"
+    peak = f"highest at step {steps[highest]:.0f} ({at(k3, highest)})"
     if not early > 0:
         return f"{peak[0].upper()}{peak[1:]}."
     change = late / early
     if 0.67 < change < 1.5:
         return f"Steady; {peak}."
-    return f"{f'Grows {change:.2g}-fold' if change > 1 else f'Falls to {percent(change)}'} from the first quarter to the last; {peak}."
+    how = f"Grows {change:.2g}-fold" if change > 1 else f"Falls to {percent(change)}"
+    return f"{how} from the first quarter to the last; {peak}."
 
 
 def _column(rows: tuple[Mapping[str, float], ...], key: str) -> np.ndarray:
     return np.array([row.get(key, math.nan) for row in rows], dtype=np.float64)
-
-
-def _envelope(view: View, _measured: Measured) -> list[Panel]:
-    width = view.high - view.low
-    wide, sure = int(np.nanargmax(np.where(view.count > 0, width, -np.inf))), _most_likely(view)
-    tokens, k3 = shares(view)
-    look = "A band that opens to the left: rare tokens mismatch most, as numerical noise does. A median off 0 is a bias."
-    here = (
-        f"Widest at {view.labels[wide]} ({brief(float(width[wide]))} nats, {percent(float(tokens[wide]))} of the tokens, "
-        f"{percent(float(k3[wide]))} of all k3); {brief(float(width[sure]))} nats at {view.labels[sure]}."
-    )
-    svg = figures.envelope_svg(view, "log-ratio, nats", "sampler probability", log=True)
-    return [
-        _panel("Log-ratio by sampler probability", f"widest {brief(float(width[wide]))} nats", svg, look, here),
-    ]
-
-
-def _most_likely(view: View) -> int:
-    """The bin of the highest probability that holds tokens."""
-    assert view.edges is not None
-    there = np.flatnonzero(view.count > 0)
-    return int(there[np.argmax(view.edges[there])])
-
-
-def _position(view: View, measured: Measured) -> list[Panel]:
-    look = "Rising bars: errors add up along the response. One high first or last bar: a prompt border or end token."
-    first, last = _ends(view)
-    here = f"{brief(float(view.k3[first]))} in the first part, {brief(float(view.k3[last]))} in the last; {_highest(view)}."
-    return [_bins("k3 by position", view, measured, "position in the response", look, here)]
-
-
-def _turn(view: View, measured: Measured) -> list[Panel]:
-    look = "A jump at a turn's first tokens says that text was tokenized again between sampler and trainer."
-    return [_bins("k3 by turn", view, measured, "turn", look, f"{_highest(view)[0].upper()}{_highest(view)[1:]}.")]
-
-
-def _age(view: View, measured: Measured) -> list[Panel]:
-    look = "Age 0 is numerical mismatch alone; what grows with age is staleness, and a smaller lag removes it."
-    first, last = _ends(view)
-    here = f"{brief(float(view.k3[first]))} at age {view.labels[first]}, {brief(float(view.k3[last]))} at age {view.labels[last]}."
-    return [_bins("k3 by age of the weights", view, measured, "age, optimizer updates", look, here)]
-
-
-def _entropy(view: View, _measured: Measured) -> list[Panel]:
-    look = "A median that moves away from 0 as entropy grows: temperature, or log-probs of another distribution."
-    first, last = _ends(view)
-    here = (
-        f"Mean log-ratio {signed(float(view.log_ratio_mean[first]))} at entropy {view.labels[first]}, "
-        f"{signed(float(view.log_ratio_mean[last]))} at {view.labels[last]}."
-    )
-    if view.edges is None:
-        return [_bins("Log-ratio by entropy", view, _measured, "entropy, nats", look, here)]
-    svg = figures.envelope_svg(view, "log-ratio, nats", "entropy of the policy, nats", log=False)
-    return [_panel("Log-ratio by entropy", "", svg, look, here)]
-
-
-def _length(view: View, measured: Measured) -> list[Panel]:
-    panels = []
-    rules = {
-        name.partition("/")[2]: values
-        for name, values in view.columns.items()
-        if name.startswith("rejected/") and np.isfinite(values).any()
-    }
-    if rules:
-        look = "A line that climbs to the right: the rule rejects long responses because they are long (length bias)."
-        gaps = {rule: _rise(view, share) for rule, share in rules.items()}
-        worst = max(gaps, key=lambda rule: abs(gaps[rule][1] - gaps[rule][0]))
-        short_, long_ = gaps[worst]
-        here = f"{worst} rejects {percent(short_)} of the shortest responses and {percent(long_)} of the longest."
-        panels.append(_panel("Rejected by length", "", figures.rejected_svg(view, rules), look, here))
-    look = "Per token, length should not matter; more at the right means that mismatch adds up along a response."
-    first, last = _ends(view)
-    here = f"{brief(float(view.k3[first]))} in the shortest responses, {brief(float(view.k3[last]))} in the longest."
-    return [*panels, _bins("k3 by length of the response", view, measured, "length of the response, tokens", look, here)]
-
-
-def _rise(view: View, share: np.ndarray) -> tuple[float, float]:
-    there = np.flatnonzero((view.count > 0) & np.isfinite(share))
-    return (float(share[there[0]]), float(share[there[-1]])) if len(there) else (math.nan, math.nan)
-
-
-def _bins(title: str, view: View, measured: Measured, xlabel: str, look: str, here: str) -> Panel:
-    overall = measured.size.mismatch.get("k3", 0.0)
-    svg = figures.bins_svg(view, view.k3, overall, xlabel)
-    top = view.k3[_solid(view)]
-    now = f"highest {brief(float(np.nanmax(top)))}" if len(top) else ""
-    return _panel(title, now, svg, look, here)
-
-
-def _solid(view: View) -> np.ndarray:
-    """Bins with enough tokens to speak of, all bins that hold any where none has."""
-    tokens, _ = shares(view)
-    solid = (tokens >= FEWEST) & np.isfinite(view.k3)
-    return np.flatnonzero(solid if solid.any() else (view.count > 0) & np.isfinite(view.k3))
-
-
-def _highest(view: View) -> str:
-    solid = _solid(view)
-    if not len(solid):
-        return "no bin holds enough tokens"
-    best = solid[int(np.argmax(view.k3[solid]))]
-    return f"highest at {view.labels[best]} ({brief(float(view.k3[best]))})"
-
-
-def _ends(view: View) -> tuple[int, int]:
-    there = _solid(view)
-    return (int(there[0]), int(there[-1])) if len(there) else (0, len(view.labels) - 1)

@@ -6,15 +6,14 @@ import textwrap
 from pathlib import Path
 
 from trimtab.diagnostics.diagnose_words import (
-    SIZES,
     brief,
     chosen,
     contract,
     effect_text,
     faults,
     method_text,
-    percent,
     read_text,
+    size_text,
     split_text,
     where_text,
     with_interval,
@@ -57,7 +56,7 @@ def _size(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         f"Pearson {values['pearson']:.5f}, perplexity ratio {values['ppl_ratio']:.5g}"
     )
     return [
-        ("size", f"k3 {with_interval(size, 'k3')} nats per token: {SIZES[size.verdict]}; {_floor(diagnosis)}"),
+        ("size", f"k3 {with_interval(size, 'k3')} nats per token: {size_text(size)}; {_floor(diagnosis)}"),
         ("", figures),
     ]
 

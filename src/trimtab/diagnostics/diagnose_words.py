@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from trimtab.diagnostics.diagnosis import Diagnosis, Interval, Measured, Origin, Outcome, Size, View
+from trimtab.diagnostics.diagnose_places import places
+from trimtab.diagnostics.diagnosis import Diagnosis, Interval, Measured, Origin, Outcome, Size
 from trimtab.diagnostics.page import number, short
 
 DENSE, MOE = (1e-5, 1e-3), (1e-3, 1e-1)
@@ -19,40 +18,14 @@ FAULTS = frozenset({"temperature", "raw-logprobs", "truncated-sampling", "misali
 """Causes that make the numbers wrong. No weight repairs them; the others are real drift, which a weight corrects."""
 
 SIZES = {
-    "exact": "trainer and sampler agree to the last bit",
-    "rounding": "no more than rounding of the stored log-probs makes",
+    "exact": "trainer and sampler compute the same, as float32 on both sides does",
+    "rounding": "no more than the rounding of the stored log-probs makes",
     "dense": "within what is published for dense models (1e-5 to 1e-3)",
     "moe": "within what is published for mixture-of-experts models (1e-3 to 1e-1), a lot for a dense one",
     "beyond": "beyond everything published for a working setup (1e-5 to 1e-1)",
 }
-# A view's name in a sentence: "at <phrase> <label>".
-PHRASES = {
-    "probability": "sampler probability",
-    "position": "position",
-    "turn": "turn",
-    "version": "age",
-    "token": "token",
-    "entropy": "entropy",
-}
-LIFT, SHARE, FEWEST = 2.0, 0.1, 0.002
-"""A bin stands out with twice the mean k3, a tenth of all k3 and 0.2% of the tokens."""
 CLOSE = 1e-3
 """A mean ratio this near 1 is no broken contract, however narrow the interval is."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A bin that holds more k3 than its tokens account for. Shares in [0, 1]; lift: its k3 over that of all tokens."""
-
-    view: str
-    label: str
-    tokens: float
-    k3: float
-    lift: float
-
-    @property
-    def text(self) -> str:
-        return f"{PHRASES[self.view]} {self.label} ({percent(self.tokens)} of the tokens, {percent(self.k3)} of all k3)"
 
 
 @dataclass(frozen=True)
@@ -82,16 +55,26 @@ def percent(share: float) -> str:
     return f"{hundred:.0f}%" if hundred >= 10 or hundred == 0 else f"{hundred:.1f}%"
 
 
+def size_text(size: Size) -> str:
+    """Where k3 lies among published figures."""
+    if size.verdict == "dense" and size.mismatch["k3"] < DENSE[0]:
+        return "less than is published for dense models (1e-5 to 1e-3)"
+    return SIZES[size.verdict]
+
+
 def known(interval: Interval | None) -> bool:
     return interval is not None and math.isfinite(interval.low) and math.isfinite(interval.high)
 
 
 def with_interval(size: Size, key: str) -> str:
     """`1.9e-4 (1.7e-4 to 2.1e-4)`, without brackets where there is no interval."""
-    value, interval = size.mismatch.get(key, math.nan), size.intervals.get(key)
+    return f"{brief(size.mismatch.get(key, math.nan))}{bracket(size.intervals.get(key))}"
+
+
+def bracket(interval: Interval | None) -> str:
     if interval is None or not known(interval):
-        return brief(value)
-    return f"{brief(value)} ({brief(interval.low)} to {brief(interval.high)})"
+        return ""
+    return f" ({brief(interval.low)} to {brief(interval.high)})"
 
 
 def overrides_text(overrides: Mapping[str, Any]) -> str:
@@ -130,56 +113,36 @@ def contract(size: Size) -> Check:
     if abs(mean - 1) <= CLOSE:
         return Check("good", f"{text}: not quite 1, but within {percent(CLOSE)} of it")
     side = (
-        "below 1: tokens the trainer finds likely were never sampled (top-p, top-k, temperature), or log-probs are wrong"
+        "below 1: tokens the trainer finds likely were never sampled (top-p, top-k), or log-probs are wrong"
         if mean < 1
         else "above 1: the sampler's log-probs are not those of the distribution it sampled from"
     )
     return Check("warn", f"{text} is {side}")
 
 
-def places(measured: Measured) -> list[Place]:
-    """The bin of each view that holds most k3 beyond its share of tokens, the most striking view first."""
-    overall = measured.size.mismatch.get("k3", math.nan)
-    if not overall > 0:
-        return []
-    found = [place for name in PHRASES if name in measured.views for place in [_place(measured.views[name])] if place]
-    return sorted(found, key=lambda place: place.tokens - place.k3)
-
-
-def shares(view: View) -> tuple[np.ndarray, np.ndarray]:
-    """Share of tokens and share of all k3 of each bin, both (bins,); 0 where there is nothing."""
-    count = view.count.astype(np.float64)
-    mass = np.nan_to_num(view.k3 * count, nan=0.0, posinf=0.0)
-    return count / max(count.sum(), 1.0), mass / mass.sum() if mass.sum() > 0 else mass
-
-
-def _place(view: View) -> Place | None:
-    tokens, k3 = shares(view)
-    there = (tokens >= FEWEST) & (k3 >= SHARE) & (k3 >= LIFT * tokens)
-    if not there.any():
-        return None
-    best = int(np.argmax(np.where(there, k3 - tokens, -np.inf)))
-    return Place(view.name, view.labels[best], float(tokens[best]), float(k3[best]), float(k3[best] / tokens[best]))
-
-
 def where_text(measured: Measured, most: int = 3) -> str:
-    found = places(measured)
+    """Where most of the mismatch is, at most `most` places."""
     if not measured.size.mismatch.get("k3", math.nan) > 0:
         return "nowhere: there is no mismatch"
+    found = places(measured)
     if not found:
-        seen = [PHRASES[name] for name in PHRASES if name in measured.views]
-        return f"spread evenly over {', '.join(seen)}" if seen else "not known: the files hold no columns to cut by"
-    return "most at " + "; at ".join(place.text for place in found[:most])
+        return "spread evenly: no part of any view holds much more k3 than its share of the tokens"
+    said = [f"{place.what} ({percent(place.tokens)} of the tokens, {percent(place.k3)} of all k3)" for place in found]
+    return "; ".join(said[:most])
 
 
 def split_text(measured: Measured) -> str:
+    """How much of the drift is mismatch and how much staleness, or why that is not known."""
     split = measured.split
     if not split.separable or split.mismatch is None or split.staleness is None:
-        return f"mismatch and staleness are not separable: {split.why}" if split.why else ""
-    return (
-        f"k3 {brief(split.mismatch)} from trainer and sampler computing differently, "
-        f"{brief(split.staleness)} from older weights"
-    )
+        return f"mismatch and staleness are not separable: {split.why}"
+    if split.staleness == 0:
+        return split.why
+    parts = [
+        f"{brief(value)}{bracket(split.intervals.get(name))}"
+        for name, value in (("mismatch", split.mismatch), ("staleness", split.staleness))
+    ]
+    return f"of the drift, k3 {parts[0]} is trainer and sampler computing differently and {parts[1]} is older weights"
 
 
 def faults(diagnosis: Diagnosis) -> list[str]:
@@ -206,7 +169,7 @@ def headline(diagnosis: Diagnosis) -> list[str]:
     """The verdict in plain sentences: how large, why, what to do."""
     size = diagnosis.measured.size
     k3 = with_interval(size, "k3")
-    lines = [f"The mismatch is k3 = {k3} nats per token: {SIZES[size.verdict]}."]
+    lines = [f"The mismatch is k3 = {k3} nats per token: {size_text(size)}."]
     wrong = faults(diagnosis)
     if not diagnosis.causes:
         lines.append("No cause stands out above the noise floor.")
@@ -214,7 +177,9 @@ def headline(diagnosis: Diagnosis) -> list[str]:
         named = ", ".join(f"{cause.name} (confidence {cause.confidence:.2f})" for cause in diagnosis.causes)
         lines.append(f"Likely cause{'s' if len(diagnosis.causes) > 1 else ''}: {named}.")
     if wrong:
-        lines.append(f"Repair {' and '.join(wrong)} first: the log-probs are wrong, and no correction makes up for that.")
+        lines.append(
+            f"Repair {' and '.join(wrong)} first: the log-probs are wrong, and no correction makes up for that."
+        )
     after = "After that, use" if wrong else "Use"
     wanted = diagnosis.recommendation
     lines.append(f"{after} {method_text(wanted.preset, wanted.overrides)}.")

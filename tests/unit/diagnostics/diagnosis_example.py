@@ -115,6 +115,8 @@ def steps(count: int = 20) -> tuple[dict[str, float], ...]:
                 "k3": 0.002 * grown,
                 "ess_token": 1 - 0.004 * grown,
                 "ess_seq": 0.9 / grown,
+                "tokens": 4550.0,
+                "ratio_mean": 1.0,
                 "ratio_q01": 1 - 0.1 * grown**0.5,
                 "ratio_q05": 1 - 0.05 * grown**0.5,
                 "ratio_q50": 1.0,
@@ -170,12 +172,15 @@ def example(
         missing={"turn starts": "the view by turn"},
         findings=("3 responses have a length of 1",),
     )
-    large = Size(MISMATCH, INTERVALS, 3.1e-13, "Stored as float32.", "moe", steps())
+    large = Size(MISMATCH, INTERVALS, 3.1e-13, "both are stored in float32", "moe", steps())
     measured = Measured(
         origin=replace(read, **(origin or {})),
         size=replace(large, **(size or {})),
         views=views() if only is None else only,
-        split=split or Split(True, "", 0.0011, 0.0037),
+        split=split
+        or Split(
+            True, "25% of the tokens are of age 0", 0.0011, 0.0037, {"staleness": Interval(0.0037, 0.003, 0.0045)}
+        ),
         scatter=scatter(),
         sample=Chunk(np.array([0, 1]), np.array([True]), np.array([-0.1]), proximal=np.array([-0.1])),
     )
