@@ -33,11 +33,15 @@ def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: Tally, f
     tally.drop("non-finite log-probs or entropy", int((~finite).sum()))
     for reason, count in keep.counts():
         tally.drop(reason, count)
-    if not finite.any():
-        return None
     flat.values["trained"] = trained
-    flat = flat.select(finite)
-    chunk = _chunk(flat, block, keep_rows[finite], roles, tally, file)
+    flat, keep_rows = flat.select(finite), keep_rows[finite]
+    if layout.repeats:
+        again = _written_again(flat, tally, file)
+        tally.drop("the same response again, in a later file", int(again.sum()))
+        flat, keep_rows = flat.select(~again), keep_rows[~again]
+    if not len(keep_rows):
+        return None
+    chunk = _chunk(flat, block, keep_rows, roles, tally, file)
     _count(chunk, tally)
     return chunk
 
@@ -114,8 +118,18 @@ def _repeated(block: Block, tally: Tally) -> np.ndarray:
     for index, key in enumerate(zip(steps.tolist(), ids.tolist(), strict=True)):
         repeated[index] = key in tally.seen
         if key[1] == key[1]:
-            tally.seen.add(key)
+            tally.seen[key] = 0
     return repeated
+
+
+def _written_again(flat: _Flat, tally: Tally, file: int) -> np.ndarray:
+    """Rows (rows,) whose tokens and log-probs an earlier file had, bit for bit."""
+    again = np.zeros(len(flat.lengths), dtype=np.bool_)
+    names = sorted(flat.values.keys() & {"response_ids", *LOGPS})
+    for index, (start, length) in enumerate(zip(flat.first.tolist(), flat.lengths.tolist(), strict=True)):
+        key = hash(tuple(flat.values[name][start : start + length].tobytes() for name in names))
+        again[index] = tally.seen.setdefault(key, file) != file
+    return again
 
 
 def _aligned(block: Block, keep: _Keep) -> _Flat:
@@ -190,9 +204,10 @@ def _rows_with(flat: _Flat, tokens: np.ndarray) -> np.ndarray:
 
 
 def _finite_rows(flat: _Flat, trained: np.ndarray, tally: Tally) -> np.ndarray:
-    """Rows whose log-probs and entropy are finite at every trained token; elsewhere they become 0.
+    """Rows whose log-probs and entropy are finite at every trained token; at all other tokens these become 0.
 
-    The columns become float32, in place of whatever they were.
+    What stands at an untrained token is a placeholder or padding, so that no later stage may depend on it. The columns
+    become float32, in place of whatever they were.
     """
     bad = np.zeros(len(trained), dtype=np.bool_)
     for name in (*LOGPS, "entropy"):
@@ -208,7 +223,7 @@ def _finite_rows(flat: _Flat, trained: np.ndarray, tally: Tally) -> np.ndarray:
                 if where.any():
                     tally.nonfinite[f"{name} {kind}"] += int(where.sum())
             bad |= odd & trained
-            values[odd] = 0
+        values[~trained] = 0
         flat.values[name] = values
     return ~_rows_with(flat, bad)
 

@@ -38,6 +38,7 @@ class Layout:
 
     padded: responses are padded on the right to one length; masks tell where they end.
     whole: lists span prompt and response, and the prompt is not trained.
+    repeats: the same responses may be written again, into a later file.
     advice: the option that makes the framework write log-probs.
     """
 
@@ -47,6 +48,7 @@ class Layout:
     advice: str
     padded: bool = False
     whole: bool = False
+    repeats: bool = False
 
 
 TRIMTAB = Layout(
@@ -99,6 +101,7 @@ TRL = Layout(
     "log_completions writes text only: use vLLM with vllm_importance_sampling_correction and the trainer subclass of "
     "docs/frameworks.md",
     padded=True,
+    repeats=True,
 )
 MILES = Layout(
     "miles",

@@ -72,7 +72,7 @@ def _resolved(scanned: Mapping[Path, frozenset[str]], framework: str | None, giv
     columns, findings = _columns(filled, layout, given)
     anchor = _anchor(filled, layout, columns)
     if layout.padded and not {"loss_mask", "padding_mask"} & columns.keys() and "loss_mask" not in given:
-        raise _lacking(filled, "loss_mask", layout, "tells padding from tokens")
+        raise _lacking(filled, "loss_mask", layout, "which tells tokens from padding")
     sampling = any(role in columns for role in ("sampling", "temperature", "top_p", "top_k", "logprobs"))
     missing = {
         role: cost for role, cost in COSTS.items() if role not in columns and not (role == "sampling" and sampling)
@@ -122,12 +122,12 @@ def _columns(
 
 def _anchor(filled: Mapping[Path, frozenset[str]], layout: Layout, columns: Mapping[str, str]) -> str:
     if "logp_behavior" not in columns:
-        raise _lacking(filled, "logp_behavior", layout, "is the sampler's view")
+        raise _lacking(filled, "logp_behavior", layout, "the sampler's log-probs")
     for anchor in ("proximal", "current"):
         if f"logp_{anchor}" in columns:
             return anchor
     role = "logp_current" if layout.framework == "prime-rl" else "logp_proximal"
-    raise _lacking(filled, role, layout, "or logp_current is the trainer's view")
+    raise _lacking(filled, role, layout, "the trainer's log-probs")
 
 
 def _lacking(filled: Mapping[Path, frozenset[str]], role: str, layout: Layout, use: str) -> TrimtabError:
@@ -138,7 +138,7 @@ def _lacking(filled: Mapping[Path, frozenset[str]], role: str, layout: Layout, u
     called = "" if wanted[0] == role else f" ({layout.framework} calls it {wanted[0]})"
     kind = LacksTrainer if layout.framework == "miles" and role == "logp_proximal" else TrimtabError
     return kind(
-        f"{path} has no {role}{called}, which {use}; {_shown(names, wanted)}. Name it with --columns {role}=COLUMN, "
+        f"{path} has no {role}, {use}{called}; {_shown(names, wanted)}. Name it with --columns {role}=COLUMN, "
         f"or: {layout.advice}"
     )
 
@@ -146,7 +146,7 @@ def _lacking(filled: Mapping[Path, frozenset[str]], role: str, layout: Layout, u
 def _shown(names: frozenset[str], wanted: Sequence[str]) -> str:
     """The columns there are, in one line, the nearest to what was wanted first."""
     plain = sorted(" ".join(name.split())[:40] for name in names)
-    close = [match for name in wanted for match in difflib.get_close_matches(name, plain, n=1, cutoff=0.5)]
+    close = [match for name in wanted for match in difflib.get_close_matches(name, plain, n=1, cutoff=0.7)]
     more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""
     meant = f" (did you mean {close[0]!r}?)" if close else ""
     return f"its columns are {', '.join(plain[:_SHOWN])}{more}{meant}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class Tally:
-    """Filled while files are read. `groups` numbers prompt groups over all files, `seen` knows responses by id."""
+    """Filled while files are read. `groups` numbers prompt groups over all files, `seen` the file of each response known by id or content."""
 
     responses: int = 0
     tokens: int = 0
@@ -23,9 +23,9 @@ class Tally:
     nonfinite: Counter[str] = field(default_factory=Counter)
     positive: Counter[str] = field(default_factory=Counter)
     largest: dict[str, float] = field(default_factory=dict)
-    several_versions: int = 0
+    several_versions: bool = False
     groups: dict[Hashable, int] = field(default_factory=dict)
-    seen: set[Hashable] = field(default_factory=set)
+    seen: dict[Hashable, int] = field(default_factory=dict)
 
     def drop(self, reason: str, count: int = 1) -> None:
         if count:
@@ -64,10 +64,7 @@ class Tally:
                 f"pipeline stages hold none)"
             )
         if self.several_versions:
-            found.append(
-                f"{_count(self.several_versions, 'response')} written by several versions of the weights, each counted "
-                f"as of its oldest"
-            )
+            found.append("some responses were written by several versions of the weights; each counts as of its oldest")
         return found
 
 

@@ -43,7 +43,7 @@ class TorchTable:
         if not len(behavior):
             tally.no_rows += 1
         if "weight_version" in columns.values():
-            tally.several_versions += sum(len(set(v or ())) > 1 for v in table["weight_versions"])
+            tally.several_versions |= any(len(set(versions)) > 1 for versions in table["weight_versions"])
         for start, end in _ranges(behavior, tokens):
             yield _block({role: table[name][start:end] for role, name in columns.items()}, end - start)
 
