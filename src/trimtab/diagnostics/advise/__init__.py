@@ -1,0 +1,25 @@
+"""What to do about a mismatch: every preset tried on the data, one recommended, in the words of other frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.diagnostics.advise.applied import Data
+from trimtab.diagnostics.advise.lines import lines
+from trimtab.diagnostics.advise.outcomes import outcomes
+from trimtab.diagnostics.advise.rules import Case, choose
+from trimtab.diagnostics.diagnosis import Cause, Measured, Outcome, Recommendation
+
+__all__ = ["advise"]
+
+
+def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[Outcome, ...], Recommendation]:
+    """The table of presets on `measured.sample`, and the preset to use with its bounds, its reason and its lines.
+
+    A fault of the contract (docs/recommendations.md) comes first in the reason; the preset is then the one for after
+    its repair, at published bounds.
+    """
+    table = outcomes(Data.of(measured.sample))
+    size = measured.size
+    rule, overrides, why = choose(Case(causes, size.verdict, size.mismatch["k3"], table))
+    return table, Recommendation(rule.preset, dict(overrides), why, lines(rule.preset, overrides))
