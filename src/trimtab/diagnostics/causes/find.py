@@ -1,0 +1,62 @@
+"""All causes in order: wrong pairs first, then the sampling contract, then noise and its origin."""
+
+from __future__ import annotations
+
+from trimtab.diagnostics.causes.broken import find_broken
+from trimtab.diagnostics.causes.drift import find_drift
+from trimtab.diagnostics.causes.evidence import Tokens
+from trimtab.diagnostics.causes.jumps import find_jumps
+from trimtab.diagnostics.causes.noise import LEAST, name_noise, noise_beside, noise_of
+from trimtab.diagnostics.causes.rows import find_swapped
+from trimtab.diagnostics.causes.shifts import find_shifts
+from trimtab.diagnostics.diagnosis import Cause, Measured, Origin
+
+FEWEST = 100
+"""Trained tokens below which nothing but non-finite values is named."""
+
+
+def find_causes(measured: Measured) -> tuple[Cause, ...]:
+    """What kind of mismatch the data shows, most confident first; empty when nothing is beyond the noise floor.
+
+    Read from `measured.sample`, `measured.origin.nonfinite` and the floor in `measured.size`. Rules and what is
+    identifiable from which columns: docs/causes.md.
+    """
+    found = [cause] if (cause := _non_finite(measured.origin)) else []
+    tokens = Tokens.of(measured.sample)
+    if len(tokens) >= FEWEST:
+        found += _of_tokens(tokens, measured.size.floor)
+    return tuple(sorted(found, key=lambda cause: -cause.confidence))
+
+
+def _of_tokens(tokens: Tokens, floor: float) -> list[Cause]:
+    found: list[Cause] = []
+    for search in (find_shifts, find_swapped, find_jumps):
+        cause, tokens = search(tokens)
+        if cause is not None:
+            found.append(cause)
+    if len(tokens) < FEWEST // 2:
+        return found
+    broken, line, cut = find_broken(tokens)
+    found += broken
+    systematic = line is not None or cut is not None
+    sampler_cut = any(cause.name == "truncated-sampling" for cause in broken)
+    rest = noise_beside(tokens, line, sampler_cut=sampler_cut) if systematic else noise_of(tokens)
+    drift = find_drift(tokens, rest.coarse if rest.rms > LEAST else -1.0, systematic=systematic)
+    if drift.cause is not None:
+        found.append(drift.cause)
+    if drift.fresh is not None:
+        fresh = noise_of(drift.fresh) if not systematic else rest
+        if (cause := name_noise(fresh, floor)) is not None:
+            found.append(cause)
+    return found
+
+
+def _non_finite(origin: Origin) -> Cause | None:
+    if not any(origin.nonfinite.values()):
+        return None
+    counts = ", ".join(f"{count} {name}" for name, count in origin.nonfinite.items() if count)
+    fix = (
+        "An infinite log-prob is a token outside the kept set of top-k, top-p or a vocabulary mask; NaN is an "
+        "overflow. Score sampled tokens with the same masks, and compute the log-softmax in float32."
+    )
+    return Cause("non-finite", 0.99, f"values that are not finite at trained tokens: {counts}", fix)

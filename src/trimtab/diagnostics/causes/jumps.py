@@ -1,0 +1,78 @@
+"""`retokenized`: a few tokens are far off and the rest is clean.
+
+Text that was decoded and encoded again gives the trainer other tokens than were sampled, at few places, mostly where
+turns meet. There a log-prob jumps by nats; noise of any kind moves a logit by a few of its own scales. A jump is
+
+  * isolated: |logit shift| beyond `FAR` times the data's own scale, and |log-ratio| beyond `NATS`; or
+  * at a boundary: beyond `LOOSE` times that scale within the first tokens of a turn, when it happens there at
+    `DENSER` times the rate of elsewhere, with a binomial tail below 1e-6.
+
+Jumps are set aside before anything else is measured.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from trimtab.diagnostics.causes.evidence import Tokens, share, sureness
+from trimtab.diagnostics.diagnosis import Cause
+
+FAR, NATS, LOOSE, FINEST, DENSER, MOST = 25.0, 1.5, 6.0, 0.03, 5.0, 0.15
+OPENING = 3
+FIX = (
+    "Train on the token ids the sampler returned. Never decode and encode a conversation again between turns; append "
+    "new tokens to the old ids."
+)
+
+
+def find_jumps(tokens: Tokens) -> tuple[Cause | None, Tokens]:
+    """The cause, if found, and the tokens without the jumps."""
+    shift, log_ratio = np.abs(tokens.shift), np.abs(tokens.log_ratio)
+    middle = tokens.middle
+    if middle.sum() < 20:
+        return None, tokens
+    scale = max(1.48 * float(np.median(shift[middle])), FINEST)
+    far = (shift > FAR * scale) & (log_ratio > NATS)
+    loose = (shift > LOOSE * scale) & (log_ratio > 1.0)
+    opening = tokens.inner & (tokens.turn < OPENING)
+    boundary = _concentrated(loose, opening)
+    jumps = far | (loose & opening if boundary is not None else far)
+    count = int(jumps.sum())
+    certain = bool((far & (shift > 100 * scale) & (log_ratio > 5)).any())
+    if share(jumps) > MOST or not (boundary is not None or count >= 2 or certain):
+        return None, tokens
+    if count == 0:
+        return None, tokens
+    size = float(np.median(log_ratio[jumps]))
+    where = (
+        f", {share(loose[opening]):.1%} of the first {OPENING} tokens of a turn against "
+        f"{share(loose[~opening]):.2%} elsewhere"
+        if boundary is not None
+        else ""
+    )
+    evidence = (
+        f"{count} of {len(tokens)} tokens jump by {size:.1f} nats (median) where the rest moves by {scale:.2g} in "
+        f"logits{where}"
+    )
+    sure = sureness(float(count) * (3 if boundary is not None else 1), 1.5)
+    return Cause("retokenized", sure, evidence, FIX), tokens.kept(~_near(jumps, tokens))
+
+
+def _concentrated(jumps: np.ndarray, opening: np.ndarray) -> float | None:
+    """log10 of the binomial tail of so many jumps at boundaries, where that is next to impossible; else None."""
+    trials, hits = int(opening.sum()), int((jumps & opening).sum())
+    elsewhere = (float((jumps & ~opening).sum()) + 1.0) / (float((~opening).sum()) + 1.0)
+    if trials == 0 or hits < 3 or hits / trials < DENSER * elsewhere:
+        return None
+    tail = hits * math.log(hits / trials / elsewhere) - (hits - trials * elsewhere)
+    return -tail / math.log(10) if tail > 6 * math.log(10) else None
+
+
+def _near(jumps: np.ndarray, tokens: Tokens) -> np.ndarray:
+    """The jumps and the two tokens after each, whose context changed with them."""
+    near = jumps.copy()
+    for k in (1, 2):
+        near[k:] |= jumps[:-k] & (tokens.row[k:] == tokens.row[:-k])
+    return near

@@ -1,0 +1,95 @@
+"""`precision` and `quantized`: how large the zero-mean rest is, in logits.
+
+Rounding shifts logits by about the same amount wherever the model is undecided, so its size is read there, from trainer
+and sampler alike. bfloat16 on one or both sides moves logits by .03 (a small model) to .1 (30 layers): k3 up to
+2.5e-3. Eight-bit weights and caches start where that ends (k3 4e-3 to 5e-2), four and three bits go on to 1. Both
+figures decide together; next to the border the confidence is low. Below `LEAST` it is two float32 forwards, or the
+rounding of the file.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.diagnostics.causes.contract import Line
+from trimtab.diagnostics.causes.evidence import Tokens, share
+from trimtab.diagnostics.diagnosis import Cause
+
+LEAST, LEAST_K3 = 4e-4, 1e-8
+BORDER_RMS, BORDER_K3 = 0.113, 3.1e-3
+SIXTEEN = 0.008  # logits: below, float16 or tf32 rather than bfloat16
+FIX_PRECISION = (
+    "Usually harmless: any correction with bounds near 1 absorbs it. Run both sides in one dtype (float16 or float32 "
+    "logits) to shrink it."
+)
+FIX_QUANTIZED = (
+    "Sample with unquantized weights and KV cache, or correct with token weights and a sequence or geometric mask; "
+    "rare tokens are hit hardest."
+)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """rms: logits, at undecided tokens. k3: of all tokens. tokens: it rests on. bound: only a lower one is known."""
+
+    rms: float
+    k3: float
+    tokens: int
+    bound: bool = False
+
+    @property
+    def coarse(self) -> float:
+        """Log-distance from the border between 16-bit arithmetic and quantized weights; positive beyond it."""
+        by_rms = math.log(max(self.rms, 1e-9) / BORDER_RMS)
+        if self.bound:
+            return by_rms
+        return 0.5 * (by_rms + 0.5 * math.log(max(self.k3, 1e-12) / BORDER_K3))
+
+
+def noise_of(tokens: Tokens) -> Noise:
+    """The noise of tokens with nothing systematic left."""
+    log_ratio = tokens.log_ratio
+    k3 = float((np.expm1(np.clip(log_ratio, -20, 20)) - log_ratio).mean()) if len(tokens) else 0.0
+    shift = tokens.shift[tokens.middle]
+    if len(shift) < 10:
+        shift = tokens.shift[tokens.behavior < -1e-3]
+    if len(shift) < 10:
+        return Noise(0.0, 0.0, len(shift))
+    scale = 1.48 * float(np.median(np.abs(shift)))
+    # A handful of wild tokens is not the size of the noise.
+    held = np.clip(shift, -5 * scale, 5 * scale)
+    return Noise(float(np.sqrt((held**2).mean())), k3, len(shift))
+
+
+def noise_beside(tokens: Tokens, line: Line | None, *, sampler_cut: bool) -> Noise:
+    """A lower bound on the noise where a systematic shape covers it: from tokens that moved against the shape.
+
+    At tokens more likely than not, another temperature moves every logit one way, and so does truncation. What
+    moved the other way is noise; the tail of a normal that lies beyond a point is half its scale or less past it.
+    """
+    undecided = tokens.middle & (np.minimum(tokens.behavior, tokens.trainer) > math.log(0.5))
+    way = math.copysign(1.0, line.a - 1.0) if line is not None else (-1.0 if sampler_cut else 1.0)
+    against = -way * tokens.shift[undecided]
+    wrong = against[against > LEAST]
+    if len(wrong) < 8 or share(against > LEAST) < 0.01:
+        return Noise(0.0, 0.0, len(wrong), bound=True)
+    many = share(against > LEAST)
+    # Few on the wrong side: only the tail is seen. Half of them: all of the noise is.
+    return Noise(float(np.sqrt((wrong**2).mean())) * (1.0 if many > 0.3 else 1.5), 0.0, len(wrong), bound=True)
+
+
+def name_noise(noise: Noise, floor: float) -> Cause | None:
+    """`precision` or `quantized`, if the noise is more than float32 and the file's own rounding give."""
+    if noise.rms < LEAST or (not noise.bound and noise.k3 < max(LEAST_K3, 3 * floor)):
+        return None
+    size = f"logits move by {noise.rms:.2g} (rms over {noise.tokens} undecided tokens)"
+    size += ", seen against a larger systematic shift" if noise.bound else f", k3 = {noise.k3:.1e}"
+    sure = round(min(0.95, 0.55 + 0.5 * abs(noise.coarse)), 2)
+    if noise.coarse > 0:
+        evidence = f"{size}: more than 16-bit arithmetic gives (up to .1 and 2.5e-3)"
+        return Cause("quantized", sure, evidence, FIX_QUANTIZED)
+    kind = "float16 or tf32" if noise.rms < SIXTEEN else "bfloat16"
+    return Cause("precision", sure, f"{size}: the size of {kind} arithmetic", FIX_PRECISION)
