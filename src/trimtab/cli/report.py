@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trimtab.cli.output import Json, print_json
+from trimtab.errors import TrimtabError
 
 
 def register(app: typer.Typer) -> None:
-    app.command("report", epilog="Example: [bold]trimtab report runs/quickstart[/bold]")(report)
+    app.command(
+        "report",
+        epilog="Example: [bold]trimtab report runs/quickstart[/bold] or [bold]trimtab report runs/a runs/b[/bold]",
+    )(report)
 
 
 def report(
@@ -24,21 +28,37 @@ def report(
             "--out", metavar="DIR", help="Where the page goes. Default: beside the run, or above the first of several."
         ),
     ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            "--target",
+            min=0,
+            max=1,
+            metavar="ACCURACY",
+            help="Held-out accuracy for steps and time to it (several runs).",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write report.html: one page that needs nothing else. Runs that differ in seed only form one band."""
-    from trimtab.diagnostics.compare import find_runs, group_runs, write_comparison
+    from trimtab.diagnostics.compare import as_data, compare, write_page
+    from trimtab.diagnostics.groups import find_runs, group_runs
 
     found = [run for path in runs for run in find_runs(path)]
     if found == runs and len(runs) == 1:
         from trimtab.diagnostics.report import write_report
 
-        page = write_report(runs[0], out)
+        if target is not None:
+            raise TrimtabError("--target is for a comparison: name several runs, or a folder of them")
+        data: dict[str, Any] = {"report": write_report(runs[0], out)}
     else:
         # A folder of runs (a comparison's own) keeps its page inside, runs named one by one get it above the first.
         folder = runs[0] if len(runs) == 1 else runs[0].parent
-        page = write_comparison(group_runs(found), (out or folder) / "report.html")
+        comparison = compare(group_runs(found), target=target)
+        data = {"report": write_page(comparison, (out or folder) / "report.html"), **as_data(comparison)}
     if as_json:
-        print_json({"report": page})
+        print_json(data)
     else:
-        typer.echo(f"report: {page}")
+        typer.echo(f"report: {data['report']}")
+        for line in data.get("warnings", ()):
+            typer.echo(f"note: {line}", err=True)

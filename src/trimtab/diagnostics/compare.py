@@ -1,59 +1,70 @@
-"""Several runs side by side: objectives as colors, seeds as thin lines, in one figure and one page."""
+"""Several runs side by side: one page, and the same tables for programs."""
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-import matplotlib as mpl
 import numpy as np
-from markupsafe import Markup
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
+from trimtab.diagnostics.bands import Interval, rule
+from trimtab.diagnostics.cautions import cautions, same_measure
+from trimtab.diagnostics.compare_figures import BANDS_UP_TO, THIN_UP_TO, draw_panels, picture, swatch
+from trimtab.diagnostics.differences import align, differing_keys
+from trimtab.diagnostics.groups import Group, Groups, listed, named_runs, plain, written
+from trimtab.diagnostics.outcomes import (
+    Column,
+    Outcome,
+    Target,
+    accuracy_of,
+    by_seed,
+    choose_target,
+    goal_columns,
+    outcome,
+    way_columns,
+)
 from trimtab.diagnostics.page import equation_of, render, short, write
-from trimtab.diagnostics.plots import CYCLE, RC, STYLES, finish, log_scale, to_svg
-from trimtab.diagnostics.read import Run, read_run
-from trimtab.errors import TrimtabError
+from trimtab.diagnostics.read import read_run
 
 PICTURE = "comparison.png"
-Series = tuple[np.ndarray, np.ndarray]
+_ACROSS = 4  # groups beside each other in a table
 
 
-def group_runs(paths: Sequence[Path]) -> dict[str, list[Path]]:
-    """Run directories by what they have in common: everything but seed and place.
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Everything the page says, as data."""
 
-    The label is the objective's name; where several groups share it, the first run's directory is added.
-    """
-    groups: list[tuple[Mapping[str, Any], list[Run]]] = []
-    for run in map(read_run, paths):
-        recipe = {key: value for key, value in run.config.items() if key not in ("seed", "out")}
-        same = next((runs for known, runs in groups if known == recipe), None)
-        if same is None:
-            groups.append((recipe, [run]))
-        else:
-            same.append(run)
-    names = [recipe.get("objective", {}).get("name", "run") for recipe, _ in groups]
-    labelled = {}
-    for name, (_, runs) in zip(names, groups, strict=True):
-        label = name if names.count(name) == 1 else f"{name} ({runs[0].path})"
-        labelled[label] = [run.path for run in runs]
-    return labelled
+    groups: list[Group]
+    cautions: list[str]
+    target: Target
+    goals: list[Outcome]
+    way: list[Outcome]
+    differences: Mapping[str, list[Any]]
+    equations: Mapping[str, str]
 
 
-def find_runs(path: Path) -> list[Path]:
-    """`path` itself when it is a run, else the runs up to two folders below it (as a comparison leaves them)."""
-    if (path / "config.toml").is_file():
-        return [path]
-    found = sorted({file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/config.toml")})
-    if not found:
-        raise TrimtabError(f"{path} holds no run (config.toml is missing): check the path")
-    return found
+def compare(found: Groups, *, target: float | None = None) -> Comparison:
+    """`target` is the held-out accuracy in (0, 1] that "how soon" is about; default: chosen from the runs."""
+    groups = found.groups
+    goal = choose_target(groups, target)
+    judged = same_measure(groups)
+    goals = [outcome(column, groups, judged=judged) for column in goal_columns(goal)]
+    way = [outcome(column, groups) for column in way_columns()]
+    equations, notes = _equations(groups)
+    return Comparison(
+        groups=groups,
+        cautions=[*found.notes, *(cautions(groups) if len(groups) > 1 else ()), *notes],
+        target=goal,
+        goals=[item for item in goals if item],
+        way=[item for item in way if item and not _never(item)],
+        differences=differing_keys(groups),
+        equations=equations,
+    )
 
 
 def write_comparison(runs: Mapping[str, Sequence[Path]], path: Path) -> Path:
@@ -61,162 +72,212 @@ def write_comparison(runs: Mapping[str, Sequence[Path]], path: Path) -> Path:
 
     Raises `TrimtabError` when there is nothing to compare or a run's files are missing, empty or damaged.
     """
-    read = {label: [read_run(Path(run)) for run in folders] for label, folders in runs.items() if folders}
-    if not read:
-        raise TrimtabError("nothing to compare: name at least one run directory")
-    picture = path.parent / PICTURE
-    write(picture, _png(read))
-    first = next(iter(read.values()))[0]
-    values = {
-        "title": " against ".join(read),
-        "description": first.config.get("description", ""),
-        "facts": _facts(read),
-        # Not escaped: matplotlib made them and escapes every label itself.
-        "panels": list(zip(PANELS, map(Markup, _svgs(read)), strict=True)),
-        "picture": PICTURE,
-        "rows": [row for label, group in read.items() for row in _rows(label, group, path.parent)],
-        "equations": [(label, equation_of(group[0].config, group[0].last)) for label, group in read.items()],
+    return write_page(compare(named_runs(runs)), path)
+
+
+def write_page(comparison: Comparison, path: Path) -> Path:
+    """The page `path` and, beside it, the picture for documents that cannot hold a page."""
+    write(path.parent / PICTURE, picture(comparison.groups))
+    return write(path, render("comparison.html.j2", _values(comparison, path.parent)).encode())
+
+
+def as_data(comparison: Comparison) -> dict[str, Any]:
+    """The tables for programs: names as on the page, numbers in full, null for what was not measured."""
+    columns = [*comparison.goals, *comparison.way]
+    return {
+        "groups": [
+            {
+                "name": group.name,
+                "runs": [
+                    {"path": str(run.path), "seed": seed, **numbers, "steps": run.last["step"]}
+                    for run, seed, numbers in zip(group.runs, group.seeds, by_seed(columns, index), strict=True)
+                ],
+                "results": {item.column.key: _numbers(item.intervals[index]) for item in columns},
+                "best": [item.column.key for item in columns if item.winner == index],
+                "equation": comparison.equations[group.name],
+            }
+            for index, group in enumerate(comparison.groups)
+        ],
+        "target": {"accuracy": comparison.target.accuracy, "why": comparison.target.why},
+        "differences": {
+            key: {group.name: value for group, value in zip(comparison.groups, values, strict=True)}
+            for key, values in comparison.differences.items()
+        },
+        "warnings": comparison.cautions,
     }
-    return write(path, render("comparison.html.j2", values).encode())
 
 
 def held_out(runs: Mapping[str, Sequence[Path]]) -> dict[str, float | str]:
     """Held-out greedy accuracy after training, by label: each seed, and their mean where there are several."""
     summary: dict[str, float | str] = {}
     for label, folders in runs.items():
-        values = [_numbers(read_run(Path(folder)))[1] for folder in folders]
+        found = [accuracy_of(read_run(Path(folder))) for folder in folders]
+        values = [math.nan if seen is None or seen.after is None else seen.after for seen in found]
         each = "  ".join("not measured" if math.isnan(value) else f"{value:.3f}" for value in values)
         mean = f"  (mean {np.mean(values):.3f})" if len(values) > 1 and not math.isnan(sum(values)) else ""
         summary[f"{label}, held-out accuracy after"] = each + mean
     return summary
 
 
-def _facts(read: Mapping[str, Sequence[Run]]) -> list[tuple[str, str]]:
-    """What all runs share; a fact that differs between them is left to the table."""
-    configs = [run.config for group in read.values() for run in group]
-    facts = [("runs", str(len(configs)))]
-    for name, section, key in (
-        ("model", "model", "path"),
-        ("task", "task", "name"),
-        ("lr", "optim", "lr"),
-        ("sync_every", "trainer", "sync_every"),
-    ):
-        values = {str(config.get(section, {}).get(key)) for config in configs}
-        if len(values) == 1 and values != {"None"}:
-            facts.append((name, values.pop()))
+def _never(item: Outcome) -> bool:
+    """Updates skipped in no run are not worth a column."""
+    return item.column.key == "optim/skipped" and not any(value for seeds in item.values for value in seeds)
+
+
+def _equations(groups: Sequence[Group]) -> tuple[dict[str, str], list[str]]:
+    """That of every group's first run, and a note where seeds calibrated different bounds."""
+    found = {group.name: [equation_of(run.config, run.last) for run in group.runs] for group in groups}
+    notes = [
+        f"{name}: every seed calibrated bounds of its own; the equation is that of the first."
+        for name, equations in found.items()
+        if len(set(equations)) > 1
+    ]
+    return {name: equations[0] for name, equations in found.items()}, notes
+
+
+def _values(comparison: Comparison, folder: Path) -> dict[str, Any]:
+    groups, figures = comparison.groups, draw_panels(comparison.groups)
+    names = [group.name for group in groups]
+    return {
+        "title": " against ".join(names) if len(names) <= 4 else f"{len(names)} groups of runs",
+        "description": plain(_shared(groups, "description") or ""),
+        "facts": _facts(groups),
+        "cautions": comparison.cautions,
+        "legend": [(swatch(index), group.name, _seeds(group)) for index, group in enumerate(groups)],
+        "panels": [(title, svg, listed(missing)) for title, svg, missing in figures.drawn],
+        "absent": figures.absent,
+        "zero": figures.zero,
+        "rules": _rules(groups),
+        "drawing": _drawing(groups),
+        "picture": PICTURE,
+        "target": comparison.target,
+        "tables": [
+            ("Results", _table(comparison.goals, names)),
+            ("On the way", _table(comparison.way, names)),
+        ],
+        "differences": _differences(comparison),
+        "parts": [
+            ([(_who(reading.names, names), reading.pieces) for reading in part.readings], listed(part.without))
+            for part in align(comparison.equations)
+        ],
+        "each": _each(comparison, folder),
+    }
+
+
+def _facts(groups: Sequence[Group]) -> list[tuple[str, str]]:
+    """What all runs share; what differs is in the table of differences."""
+    facts = [("runs", str(sum(len(group.runs) for group in groups)))]
+    for name, key in (("model", "model.path"), ("task", "task.name"), ("lr", "optim.lr"), ("steps", "trainer.steps")):
+        value = _shared(groups, key)
+        if value is not None:
+            facts.append((name, written(value)))
     return facts
 
 
-def _rows(label: str, group: Sequence[Run], folder: Path) -> list[dict[str, Any]]:
-    numbers = [_numbers(run) for run in group]
+def _shared(groups: Sequence[Group], key: str) -> Any:
+    values = [group.config.get(key) for group in groups]
+    return values[0] if all(value == values[0] for value in values) else None
+
+
+def _seeds(group: Group) -> str:
+    seeds = ", ".join(str(seed) for seed in group.seeds[:6]) + (", …" if len(group.seeds) > 6 else "")
+    return f"{'seed' if len(group.seeds) == 1 else 'seeds'} {seeds}"
+
+
+def _rules(groups: Sequence[Group]) -> list[str]:
+    """How bands and intervals of this page are to be read."""
+    counts = sorted({len(group.runs) for group in groups})
+    found = [f"With {count} seeds: {rule(count)}." for count in counts if count > 1]
+    if 1 in counts:
+        found.append("Groups of one seed have no interval.")
+    return found
+
+
+def _drawing(groups: Sequence[Group]) -> str:
+    if len(groups) > BANDS_UP_TO:
+        return "With so many groups only the means are drawn."
+    return "Thin lines are single seeds." if any(1 < len(group.runs) <= THIN_UP_TO for group in groups) else ""
+
+
+def _table(found: Sequence[Outcome], names: Sequence[str]) -> dict[str, Any]:
+    """One row a group: mean, interval, and which is best."""
     rows = []
-    for index, (run, found) in enumerate(zip(group, numbers, strict=True)):
-        report = run.path / "report.html"
-        rows.append(
-            {
-                "label": label if index == 0 else "",
-                "name": run.path.name,
-                "link": os.path.relpath(report, folder) if report.exists() else "",
-                "cells": [str(run.config.get("seed", "–")), *_cells(found), str(run.last["step"])],
-                "mean": False,
-            }
-        )
-    if len(group) > 1:
-        means = _cells([float(np.mean(column)) for column in zip(*numbers, strict=True)])
-        rows.append({"label": "", "name": f"mean of {len(group)}", "link": "", "cells": ["", *means, ""], "mean": True})
-    return rows
+    for index, name in enumerate(names):
+        cells = [_cell(item, index) for item in found]
+        rows.append({"name": name, "swatch": swatch(index), "cells": cells})
+    return {"titles": [item.column.title for item in found], "rows": rows}
 
 
-def _numbers(run: Run) -> tuple[float, ...]:
-    """Held-out accuracy before, after, best; reward over the last tenth; median k3; lowest ESS. NaN: not measured."""
-    found = next(iter(run.accuracy().values()), None)
-    before, after = (found.before, found.after) if found else (None, None)
-    best = float(found.values.max()) if found and len(found.values) else None
-    _, reward = run.series("reward/mean")
-    _, k3 = run.series("mismatch/k3")
-    _, ess = run.series("mismatch/ess_token")
-    last = float(reward[-max(len(reward) // 10, 1) :].mean()) if len(reward) else None
-    middle = float(np.median(k3)) if len(k3) else None
-    lowest = float(ess.min()) if len(ess) else None
-    return tuple(math.nan if value is None else value for value in (before, after, best, last, middle, lowest))
+def _cell(item: Outcome, index: int) -> dict[str, Any]:
+    known, values = item.intervals[index], item.values[index]
+    if known is None:
+        return {"mean": "–", "range": "", "best": False}
+    ends = f"[{_say(item.column, known.low)}, {_say(item.column, known.high)}]" if known.high > known.low else ""
+    # A mean over part of the seeds must not look like one over all.
+    part = f" {known.count} of {len(values)}" if known.count < len(values) else ""
+    return {"mean": _say(item.column, known.mean), "range": (ends + part).strip(), "best": item.winner == index}
 
 
-def _cells(numbers: Sequence[float]) -> list[str]:
-    """Three digits for what lies in [0, 1]; k3, the fifth, spans decades."""
-    return [
-        "–" if math.isnan(value) else short(value) if index == 4 else f"{value:.3f}"
-        for index, value in enumerate(numbers)
-    ]
+def _say(column: Column, value: float) -> str:
+    if value == 0:
+        return "0"
+    if column.form == "decades" or abs(value) < (0.01 if column.form == "number" else 5e-4):
+        return short(value)
+    if column.form == "whole" or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if column.form == "number" else f"{value:.3f}"
 
 
-PANELS = ("Training reward", "Held-out greedy accuracy", "Mismatch k3, nats per token")
+def _differences(comparison: Comparison) -> dict[str, Any]:
+    """Keys down and groups across, or the other way round where many groups would make the table wide."""
+    names = [group.name for group in comparison.groups]
+    rows = [(key, [written(value) for value in row]) for key, row in comparison.differences.items()]
+    if len(names) <= _ACROSS or len(rows) > 2 * len(names):
+        return {"corner": "key", "across": names, "rows": rows}
+    columns = [(name, [row[index] for _, row in rows]) for index, name in enumerate(names)]
+    return {"corner": "group", "across": [key for key, _ in rows], "rows": columns if rows else []}
 
 
-def _svgs(read: Mapping[str, Sequence[Run]]) -> list[str]:
-    """The panels one by one, so that a phone can stack them."""
-    drawn = []
-    for panel, title in enumerate(PANELS):
-        with mpl.rc_context(RC):
-            figure = Figure(figsize=(4.2, 3.1), layout="constrained")
-            axes = figure.add_subplot()
-            _panel(axes, panel, read)
-            finish(figure, axes)
-            drawn.append(to_svg(figure, title))
-    return drawn
+def _who(names: Sequence[str], everyone: Sequence[str]) -> str:
+    return "all" if len(names) == len(everyone) else listed(names)
 
 
-def _png(read: Mapping[str, Sequence[Run]]) -> bytes:
-    """All panels in one picture on white."""
-    buffer = io.BytesIO()
-    with mpl.rc_context({**RC, "figure.facecolor": "white", "savefig.facecolor": "white"}):
-        figure = Figure(figsize=(11, 3.5), layout="constrained")
-        axes = figure.subplots(1, len(PANELS))
-        for panel, one in enumerate(axes):
-            _panel(one, panel, read)
-            one.set_title(PANELS[panel], fontsize=10, loc="left")
-            one.set_xlabel("step")
-            one.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 4), fontsize=9)
-        figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
-    return buffer.getvalue()
+def _each(comparison: Comparison, folder: Path) -> dict[str, Any]:
+    """Every run on a line, with its own report where there is one."""
+    columns = [item.column for item in comparison.goals]
+    rows = []
+    for index, group in enumerate(comparison.groups):
+        numbers = by_seed(comparison.goals, index)
+        for run, seed, found in zip(group.runs, group.seeds, numbers, strict=True):
+            cells = [found[column.key] for column in columns]
+            rows.append(
+                {
+                    "group": group.name,
+                    "run": plain(run.path.name),
+                    "link": _link(run.path / "report.html", folder),
+                    "seed": written(seed),
+                    "cells": [
+                        "–" if value is None else _say(column, value)
+                        for column, value in zip(columns, cells, strict=True)
+                    ],
+                }
+            )
+    return {"titles": [column.title for column in columns], "rows": rows}
 
 
-def _panel(axes: Axes, panel: int, read: Mapping[str, Sequence[Run]]) -> None:
-    for index, (label, group) in enumerate(read.items()):
-        color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
-        series = [_series(run, panel) for run in group]
-        _seeds(axes, series, color, style, label, marker="o" if panel == 1 else None)
-    if panel == 1:
-        axes.set_ylim(0, 1)
-    elif panel == 2 and axes.lines:
-        log_scale(axes)
+def _link(report: Path, folder: Path) -> str:
+    """From the page to a run's own report; empty where there is none."""
+    # Quoted and begun with a dot: a folder's name must not read as a scheme or a query.
+    return f"./{quote(os.path.relpath(report, folder))}" if report.exists() else ""
 
 
-def _series(run: Run, panel: int) -> Series:
-    if panel == 0:
-        return run.series("reward/mean")
-    if panel == 1:
-        found = next(iter(run.accuracy().values()), None)
-        return (found.steps, found.values) if found else (np.empty(0), np.empty(0))
-    # A logarithmic axis has no place for 0, which k3 reaches only when nothing was measured.
-    steps, values = run.series("mismatch/k3")
-    return steps[values > 0], values[values > 0]
-
-
-def _seeds(axes: Axes, series: Sequence[Series], color: str, style: Any, label: str, marker: str | None = None) -> None:
-    """Each seed as a thin line; over the steps all of them have, their mean and range."""
-    series = [item for item in series if len(item[0])]
-    if not series:
-        return
-    for steps, values in series:
-        axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.55 if len(series) > 1 else 0)
-    common = series[0][0]
-    for steps, _ in series[1:]:
-        common = np.intersect1d(common, steps)
-    table = np.stack([values[np.isin(steps, common)] for steps, values in series])
-    if len(series) > 1:
-        axes.fill_between(common, table.min(axis=0), table.max(axis=0), color=color, alpha=0.15, linewidth=0)
-    axes.plot(
-        common, table.mean(axis=0), color=color, linestyle=style, linewidth=2, marker=marker, markersize=4, label=label
-    )
+def _numbers(found: Interval | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "mean": found.mean,
+        "low": found.low,
+        "high": found.high,
+        "seeds": found.count,
+        "interval": rule(found.count),
+    }
