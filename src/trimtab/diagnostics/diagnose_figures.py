@@ -36,7 +36,7 @@ _SHADES = 5
 _SQUARE = np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
 _TICKS = 8  # labels below a chart of bins, before they run into each other
 _SHORT = {"newer than the trainer": "newer"}
-_LEAST = 1e-8  # where the strip of sizes begins
+_LEAST = 1e-8  # a k3 up to here is float32 on both sides
 _FAR = 30.0  # largest over smallest value from which an axis is logarithmic
 
 
@@ -129,10 +129,9 @@ def bins_svg(name: str, labels: Sequence[str], values: np.ndarray, overall: floa
 
     def paint(axes: Axes) -> None:
         shown = values[there]
-        positive = shown[shown > 0]
-        if len(positive) and positive.max() > _FAR * positive.min():
-            axes.plot(places, shown, color=BLUE, linewidth=0.8, marker="o", markersize=6)
-            log_scale(axes)
+        if shown.max(initial=0.0) > _FAR * max(shown.min(initial=np.inf), _LEAST):
+            axes.plot(places, np.maximum(shown, _LEAST), color=BLUE, linewidth=0.8, marker="o", markersize=6)
+            _log_k3(axes)
         else:
             axes.set_axisbelow(True)
             axes.bar(places, shown, width=0.75, color=BLUE)
@@ -175,10 +174,11 @@ def k3_steps_svg(steps: np.ndarray, k3: np.ndarray, floor: float) -> str:
     """k3 of each step on a logarithmic axis, published ranges shaded."""
 
     def paint(axes: Axes) -> None:
-        axes.plot(steps, k3, color=BLUE, marker="o" if len(steps) < 40 else None, markersize=3, label="k3")
-        if not (k3 > 0).any():
+        shown = np.maximum(k3, _LEAST)
+        axes.plot(steps, shown, color=BLUE, marker="o" if len(steps) < 40 else None, markersize=3, label="k3")
+        if not (k3 > _LEAST).any():
             return
-        log_scale(axes)
+        _log_k3(axes)
         bottom, top = axes.get_ylim()
         for (start, end), color, name in ((DENSE, GREEN, "dense range"), (MOE, ORANGE, "MoE range")):
             if end > bottom and start < top:
@@ -222,6 +222,14 @@ def tails_svg(steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> str:
             log_scale(axes)
 
     return _over_steps("Ratio tails over steps", paint, "trainer / sampler")
+
+
+def _log_k3(axes: Axes) -> None:
+    """A logarithmic axis whose lowest place stands for everything up to `_LEAST`, which is no mismatch at all."""
+    log_scale(axes)
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"≤{short_power(_LEAST)}" if value <= 1.01 * _LEAST else short_power(value))
+    )
 
 
 def _over_steps(name: str, paint: Callable[[Axes], None], ylabel: str) -> str:

@@ -54,7 +54,7 @@ def page(diagnosis: Diagnosis) -> str:
             "where": words.where_text(measured),
             "split": words.split_text(measured),
             "cuts": views.where(measured),
-            "notes": [(view.name, view.note) for view in measured.views.values() if view.note],
+            "notes": [(view.name, view.note) for view in measured.views.values() if view.note and view.name != "token"],
             "tokens": views.top_tokens(measured),
             "causes": diagnosis.causes,
             "faults": words.faults(diagnosis),

@@ -30,7 +30,7 @@ def where(measured: Measured) -> Panels:
         view = measured.views.get(name)
         if view is None:
             absent.append(what)
-        elif len(view.labels) < 2 and name in ("turn-number", "version"):
+        elif len(view.labels) < 2:
             absent.append(f"{what} (only {view.labels[0] if view.labels else 'nothing'} in this data)")
         elif view.count.sum() > 0:
             shown += make(view, measured)

@@ -1,0 +1,51 @@
+"""`trimtab diagnose` on real runs of the laboratory: one whose sampler lags, one without any mismatch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+TRIMTAB = [sys.executable, "-m", "trimtab"]
+
+
+def command(*arguments: str | Path, folder: Path) -> str:
+    done = subprocess.run(
+        [*TRIMTAB, *map(str, arguments)], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def laboratory(folder: Path, name: str, *settings: str) -> Path:
+    sets = [f"--set={setting}" for setting in ("log.trajectories_every=1", "eval.problems=16", *settings)]
+    command("train", "laboratory", *sets, "--out", folder / name, folder=folder)
+    return folder / name
+
+
+def test_a_lagging_sampler_is_named_and_the_page_lies_where_it_says(tmp_path: Path) -> None:
+    run = laboratory(tmp_path, "stale", "trainer.steps=16", "trainer.sync_every=8")
+    found = json.loads(command("diagnose", run, "--json", folder=tmp_path))
+    assert [cause["name"] for cause in found["causes"]] == ["stale"]
+    assert found["origin"]["framework"] == "trimtab"
+    assert len(found["by_step"]) == 16
+    assert found["split"]["separable"]
+    assert found["split"]["staleness"] > 100 * found["split"]["mismatch"], "float32 on both sides"
+    assert found["views"]["version"]["labels"][0] == "0"
+    assert found["recommendation"]["preset"] in {outcome["preset"] for outcome in found["outcomes"]}
+    page = (tmp_path / found["report"]).read_text()
+    assert "k3 by age of the weights" in page
+    assert "Likely cause: stale" in page
+
+
+def test_a_clean_run_alarms_nobody(tmp_path: Path) -> None:
+    run = laboratory(tmp_path, "clean", "trainer.steps=6")
+    text = command("diagnose", run, folder=tmp_path)
+    assert "causes    none stands out above the noise floor" in text
+    assert "nothing dropped" in text
+    assert "compute the same" in text

@@ -1,0 +1,116 @@
+"""`trimtab diagnose` in this process: what a user types, and what becomes of mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import trimtab
+from trimtab.cli import main
+from trimtab.cli.diagnose import page_path, parse_columns
+from trimtab.errors import TrimtabError
+
+
+@pytest.fixture
+def table() -> dict[str, list]:
+    """40 responses of 12 tokens whose log-ratios are noise of 0.1 nats: k3 0.005."""
+    random = np.random.default_rng(0)
+    behavior = -random.exponential(1.0, (40, 12)).astype(np.float32) - 0.5
+    current = np.minimum(behavior + 0.1 * random.standard_normal((40, 12)).astype(np.float32), -1e-3)
+    return {
+        "response_ids": random.integers(0, 50, (40, 12)).tolist(),
+        "loss_mask": np.ones((40, 12), dtype=bool).tolist(),
+        "logp_behavior": behavior.tolist(),
+        "logp_current": current.tolist(),
+        "reward": [1.0] * 40,
+    }
+
+
+@pytest.fixture
+def files(tmp_path: Path, table: dict[str, list]) -> list[Path]:
+    """The same in two files, one in the names of this package and one in others."""
+    first, second = tmp_path / "step-000001.parquet", tmp_path / "others.parquet"
+    pq.write_table(pa.table(table), first)
+    theirs = {"logp_behavior": "mu", "logp_current": "pi"}
+    pq.write_table(pa.table({theirs.get(name, name): column for name, column in table.items()}), second)
+    return [first, second]
+
+
+def test_json_and_page(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "page.html"
+    assert main.run(["diagnose", str(files[0]), "--json", "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert (found["origin"]["rows"], found["origin"]["tokens"]) == (40, 480)
+    assert found["mismatch"]["k3"] == pytest.approx(0.005, rel=0.3)
+    assert found["report"] == str(out)
+    assert f"{480:,} tokens" in out.read_text()
+    assert printed.err == ""
+
+
+def test_columns_of_other_names_give_the_same_figures(
+    files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--json", "--out", str(tmp_path / "page.html")]
+    assert main.run(["diagnose", str(files[1]), "--columns", "logp_behavior=mu,logp_current=pi", *out]) == 0
+    theirs = json.loads(capsys.readouterr().out)
+    assert theirs["mismatch"] == trimtab.diagnose(files[0]).measured.size.mismatch
+
+
+def test_python_gives_what_the_command_gives(files: list[Path]) -> None:
+    told: list[tuple[str, int]] = []
+    found = trimtab.diagnose(files[0], watch=lambda what, tokens: told.append((what, tokens)))
+    assert found.measured.origin.responses == 40
+    assert told[0] == ("reading", 0)
+    assert ("reading", 480) in told
+    assert told[-1][1] == 480
+
+
+def test_the_page_goes_to_the_current_folder_unless_told(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.run(["diagnose", str(files[0])]) == 0
+    text = capsys.readouterr().out
+    assert (tmp_path / "diagnose.html").is_file()
+    assert text.splitlines()[-1].split() == ["page", "diagnose.html"]
+    assert page_path(tmp_path) == tmp_path / "diagnose.html"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["missing.parquet"], "missing.parquet"),
+        (["DATA", "--framework", "nope"], "nope"),
+        (["DATA", "--columns", "logp_behavior"], "OURS=THEIRS"),
+        (["DATA", "--columns", "logp_behavior=a,logp_behavior=b"], "twice"),
+        (["DATA", "--out", "DATA"], "ends in .html"),
+        (["DATA", "--columns", "logp_behavior=absent"], "absent"),
+        ([], "FILE"),
+    ],
+)
+def test_a_mistake_is_one_line_and_two(
+    arguments: list[str], said: str, files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files[0].read_bytes()
+    words = [str(files[0]) if word == "DATA" else word for word in arguments]
+    out = [] if "--out" in words else ["--out", str(tmp_path / "page.html")]
+    assert main.run(["diagnose", *words, *out]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert said in printed.err
+    assert printed.out == ""
+    assert files[0].read_bytes() == before
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_column_pairs() -> None:
+    assert parse_columns(["a=b", "c = d, e=f=g"]) == {"a": "b", "c": "d", "e": "f=g"}
+    for wrong in ("", "a", "=b", "a="):
+        with pytest.raises(TrimtabError, match="no pair"):
+            parse_columns([wrong])
