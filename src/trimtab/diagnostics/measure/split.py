@@ -7,7 +7,9 @@ the mean of minus that sum, the mean of k3 splits into the same two parts withou
 one: there the split takes the two parts as uncorrelated.
 
 Mismatch depends strongly on the behavior probability, and tokens of age 0 need not be as probable as the others. So
-the mismatch of older tokens is read off tokens of age 0 in the same bin of behavior probability.
+the mismatch of older tokens is read off tokens of age 0 in the same bin of behavior probability. Most tokens are nearly
+certain and mismatch grows with their -log p, so these bins are of equal ratio in -log p, four a factor of two: bins
+of a third of a decade in p would leave a fifth of the mismatch of rarer old tokens as staleness.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.diagnostics.diagnosis import Interval, Split
-from trimtab.diagnostics.measure.bins import PROBABILITY_BINS
+from trimtab.diagnostics.measure.bins import octave
 from trimtab.diagnostics.measure.bootstrap import FEWEST_CLUSTERS, resampled
 from trimtab.diagnostics.measure.size import CLUSTERS
 from trimtab.diagnostics.measure.trained import Trained
@@ -23,6 +25,13 @@ from trimtab.diagnostics.measure.versions import ages
 
 _FEWEST = 100
 """Tokens of age 0 that a bin of behavior probability needs; one with fewer joins its neighbor."""
+_NEAR = 5  # bins next to each other in which tokens of age 0 are sought before a bin counts as having none
+_LONELY = 0.05
+"""Share of all k3 that may lie where there are no tokens of age 0; it is compared with the nearest ones."""
+_SMALLEST, _LARGEST = -10, 4
+"""Factors of two of -log p that are told apart."""
+_COARSER = 3  # bits of `octave` given up: 4 bins a factor of two instead of 32
+_BINS = ((_LARGEST - _SMALLEST) << (5 - _COARSER)) + 1
 _NAMES = ("mismatch", "staleness", "variance_mismatch", "variance_staleness")
 
 
@@ -30,7 +39,7 @@ class Drift:
     """Sums per cluster, age (0 or older) and bin of behavior probability: tokens, k3, log-ratio, its square."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros((4, CLUSTERS, 2, PROBABILITY_BINS))
+        self._sums = np.zeros((4, CLUSTERS, 2, _BINS))
         self._why = "there is no trained token"
         self._newer = 0
         self._youngest = np.iinfo(np.int64).max
@@ -46,7 +55,7 @@ class Drift:
         self._newer += int((age < 0).sum())
         self._youngest = min(self._youngest, int(age.min()))
         bucket = (tokens.cluster % np.uint64(CLUSTERS)).astype(np.int64)[tokens.rows]
-        index = (2 * bucket + (age != 0)) * PROBABILITY_BINS + tokens.probability_bin
+        index = (2 * bucket + (age != 0)) * _BINS + _surprise(tokens.behavior)
         for at, values in enumerate((None, tokens.k3, tokens.log, np.square(tokens.log))):
             found = np.bincount(index, weights=values, minlength=self._sums[0].size)
             self._sums[at] += found.reshape(self._sums[0].shape)
@@ -62,12 +71,23 @@ class Drift:
             return Split(
                 False, f"{found} of age 0 (the youngest is {self._youngest} updates old); {_FEWEST} are needed"
             )
+        lonely = np.convolve(count[0], np.ones(_NEAR), "same") < _FEWEST
+        k3 = self._sums[1].sum(axis=(0, 1))
+        if k3[lonely].sum() > _LONELY * k3.sum():
+            share = f"{k3[lonely].sum() / k3.sum():.0%} of k3"
+            return Split(False, f"{share} lies at behavior probabilities with fewer than {_FEWEST} tokens of age 0")
         starts = _starts(count[0])
         merged = np.add.reduceat(self._sums, starts, axis=-1)
         clusters = merged[:, merged[0].sum(axis=(1, 2)) > 0]
         value = _parts(clusters.sum(axis=1)[:, None])[:, 0]
         intervals = _intervals(clusters, value, seed)
         return Split(True, _why(count, len(starts)), float(value[0]), float(value[1]), intervals)
+
+
+def _surprise(logp: np.ndarray) -> np.ndarray:
+    """Bin of each -log p, certain tokens last."""
+    index = octave(np.maximum(-logp, 0.0).astype(np.float32), _SMALLEST) >> _COARSER
+    return _BINS - 1 - np.clip(index + 1, 0, _BINS - 1).astype(np.int64)
 
 
 def _starts(fresh: np.ndarray) -> np.ndarray:
