@@ -210,19 +210,23 @@ def _held(distance: float, rule: Range) -> float:
 def _tail(values: Tensor, share: float) -> float:
     """The value that at most `share` of the samples exceed.
 
-    Where fewer than `TAIL_SAMPLES` samples lie beyond it the quantile would rest on one or two of them; then a quantile
-    that enough of them support is carried outwards as if the tail were normal.
+    Where fewer than `TAIL_SAMPLES` samples lie beyond it, it rests on one or two of them and may be too close; then a
+    quantile that enough samples support is carried outwards as if the tail were normal, and the farther one counts.
     """
-    n = len(values)
-    supported = max(share, TAIL_SAMPLES / n)
-    value = float(values.kthvalue(n - int(n * supported)).values)
-    if supported == share:
-        return value
+    found, supported = _quantile(values, share), TAIL_SAMPLES / len(values)
+    if supported <= share:
+        return found
     normal, center = NormalDist(), float(values.median())
-    return center + (value - center) * normal.inv_cdf(share) / normal.inv_cdf(supported)
+    factor = normal.inv_cdf(share) / normal.inv_cdf(supported)
+    return max(found, center + (_quantile(values, supported) - center) * factor)
+
+
+def _quantile(values: Tensor, share: float) -> float:
+    return float(values.kthvalue(len(values) - int(len(values) * share)).values)
 
 
 def _rounded(value: float, *, up: bool) -> float:
     """Six digits, so that the equation shows the very number that is used."""
     step = 10.0 ** (math.floor(math.log10(value)) - 5)
-    return float(f"{(math.ceil if up else math.floor)(value / step) * step:.6g}")
+    steps = round(value / step, 6)
+    return float(f"{(math.ceil if up else math.floor)(steps) * step:.6g}")

@@ -35,13 +35,12 @@ class Block:
 class Data:
     """All usable responses, in blocks that together are one batch.
 
-    trained: their trained tokens. dropped: responses with a log-prob that is not finite at a trained token, which
-    training would drop too. known: whether the sign of every advantage is known.
+    Responses with a log-prob that is not finite at a trained token are left out, as training leaves them out.
+    trained: trained tokens. known: whether the sign of every advantage is known.
     """
 
     blocks: Sequence[Block]
     trained: int
-    dropped: int
     known: bool
 
     @classmethod
@@ -52,7 +51,7 @@ class Data:
         usable = np.flatnonzero(~dropped & (np.diff(chunk.starts) > 0))
         blocks = [_block(chunk, sign, rows) for rows in _alike(np.diff(chunk.starts), usable)]
         trained = sum(int(block.mask.sum()) for block in blocks)
-        return cls(blocks, trained, int(dropped.sum()), bool((sign[usable] != 0).all()))
+        return cls(blocks, trained, bool((sign[usable] != 0).all()))
 
     @property
     def observed(self) -> Observed:
