@@ -89,7 +89,8 @@ class Origin:
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with its 95% bootstrap interval over responses (groups of responses, where they are known)."""
+    """A figure with its 95% bootstrap interval over responses (groups of responses, where they are known); the ends are
+    NaN where there are too few of them."""
 
     value: float
     low: float

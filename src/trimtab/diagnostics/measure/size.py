@@ -116,7 +116,10 @@ _TAILS = tuple(f"ratio_q{round(100 * level):02d}" for level in QUANTILES)
 
 
 def verdict(k3: float, floor: float, coarse: bool) -> str:
-    """Where k3 lies: `exact`, `rounding`, `dense`, `moe` or `beyond` (docs/math.md, "Mismatch")."""
+    """Where k3 lies: `exact`, `rounding`, `dense`, `moe` or `beyond`.
+
+    Up to twice the floor is put down to rounding: the floor takes the errors of both columns as independent.
+    """
     if coarse and k3 <= 2 * floor:
         return "rounding"
     if k3 <= EXACT:
