@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +16,10 @@ from trimtab.errors import TrimtabError
 if TYPE_CHECKING:
     from trimtab.diagnostics.grid_table import Grid
     from trimtab.lab.cells import Plan
+    from trimtab.lab.regimes import Regime
 
 FAILED = 1
+ADVICE_SEEDS = 3
 
 
 class Lists(TyperCommand):
@@ -56,10 +59,13 @@ def register(app: typer.Typer) -> None:
 def compare(
     methods: Methods = None,
     regimes: Regimes = None,
-    seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="Runs of each pair. Default: 5.")] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the runs and the results go.")] = Path(
-        "runs/compare"
-    ),
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", min=1, help="Runs of each pair. Default: 5, with --advise 3.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where runs and results go. Default: runs/compare or runs/advise."),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option("--model", metavar="PATH", help="A real model, on the task of `quickstart`. Default: laboratory."),
@@ -69,6 +75,10 @@ def compare(
         int | None, typer.Option("--workers", min=1, help="Runs at a time, one thread each. Default: all cores.")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints of all runs.")] = False,
+    advise: Annotated[
+        Path | None,
+        typer.Option("--advise", metavar="RUN", help="Rank methods at the mismatch of this run or trajectory file."),
+    ] = None,
     page: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table there too.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -76,29 +86,71 @@ def compare(
 
     The same command goes on where a stopped one ended.
     """
-    from trimtab.cli.compare_display import watch_grid
     from trimtab.lab import cells as lab
-    from trimtab.lab.compare import run_plan
     from trimtab.lab.regimes import regime
 
-    chosen = [regime(name) for name in regimes or lab.REGIMES]
-    plan = lab.plan(methods or lab.METHODS, chosen, seeds or lab.SEEDS, out, model=model, sets=sets or ())
-    count = workers or _cores()
+    if advise is not None and (regimes or model):
+        raise TrimtabError("--advise finds the regime for the laboratory model: leave --regimes and --model out")
+    if advise is None:
+        chosen, advice = [regime(name) for name in regimes or lab.REGIMES], None
+    else:
+        lab.plan(methods or lab.METHODS, [regime("on-policy")], 1, Path("unused"), sets=sets or ())  # before the probes
+        advice = _advice(advise, as_json)
+        chosen = advice.regimes
+    folder = out or Path("runs/compare" if advise is None else "runs/advise")
+    count = seeds or (lab.SEEDS if advise is None else ADVICE_SEEDS)
+    plan = lab.plan(methods or lab.METHODS, chosen, count, folder, model=model, sets=sets or ())
+    _train(plan, folder, workers or _cores(), keep, as_json)
+    _show(plan, folder, page, as_json, advice)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The regimes that come closest to a run, and what there is to say about them."""
+
+    regimes: list[Regime]
+    lines: list[str]
+    values: dict[str, Any]
+
+
+def _advice(run: Path, as_json: bool) -> Advice:
+    from trimtab.cli import advise
+    from trimtab.lab.analogy import find_match
+
+    found = advise.measure(run)
+    first = advise.before(run, found)
+
+    def tell(line: str) -> None:
+        typer.echo(line, err=as_json)
+
+    for line in first:
+        tell(line)
+    match = find_match(found.level, found.kinds, lambda candidate: tell(advise.tried(candidate)))
+    second = advise.after(match, found.length)
+    for line in second:
+        tell(line)
+    return Advice([item.regime for item in match.chosen], first + second, advise.as_dict(match, found))
+
+
+def _train(plan: Plan, out: Path, workers: int, keep: bool, as_json: bool) -> None:
+    from trimtab.cli.compare_display import watch_grid
+    from trimtab.lab.compare import run_plan
+
     try:
-        with watch_grid(count, to_stderr=as_json) as watch:
-            run_plan(plan, out, workers=count, watch=watch, keep=keep)
+        with watch_grid(workers, to_stderr=as_json) as watch:
+            run_plan(plan, out, workers=workers, watch=watch, keep=keep)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("finished runs are kept; the same command goes on") from None
-    _show(plan, out, page, as_json)
 
 
-def _show(plan: Plan, out: Path, page: Path | None, as_json: bool) -> None:
-    from trimtab.diagnostics.grid_page import write_grid
+def _show(plan: Plan, out: Path, page: Path | None, as_json: bool, advice: Advice | None) -> None:
+    from trimtab.diagnostics.grid_page import TITLE, write_grid
     from trimtab.diagnostics.grid_table import LEGEND, markdown, read_grid
 
     grid = read_grid(out)
-    report = write_grid(grid, out / "report.html")
-    text = f"{markdown(grid)}\n\n{LEGEND}\n"
+    title = TITLE if advice is None else "Methods at the mismatch of a run"
+    report = write_grid(grid, out / "report.html", title=title, notes=advice.lines if advice else ())
+    text = f"{markdown(grid, best_first=advice is not None)}\n\n{LEGEND}\n"
     if page is not None:
         try:
             page.write_text(text)
@@ -106,14 +158,14 @@ def _show(plan: Plan, out: Path, page: Path | None, as_json: bool) -> None:
             raise TrimtabError(f"cannot write {page}: {error.strerror}; choose another file") from None
     failed = [f"{row['regime']}/{row['method']} seed {row['seed']}: {row['error']}" for row in grid.failed]
     if as_json:
-        print_json(_json(grid, out, report))
+        print_json(_json(grid, out, report) | ({} if advice is None else {"advice": advice.values}))
     else:
         typer.echo(text)
         for item in plan.refused:
             typer.echo(f"not trained: {item.method.spec} in {item.regime.name}: {item.reason}")
-        for line in failed:
-            typer.echo(f"failed: {line}", err=True)
         typer.echo(f"report: {report}\nresults: {out / 'results.parquet'}")
+    for line in failed:
+        typer.echo(f"failed: {line}", err=True)
     if failed:
         raise typer.Exit(FAILED)
 

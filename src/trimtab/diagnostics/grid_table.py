@@ -143,14 +143,24 @@ def bootstrap(values: Sequence[float], *, seed: int = 0) -> Interval:
     return Interval(float(data.mean()), float(low), float(high))
 
 
-def markdown(grid: Grid) -> str:
-    """Methods x regimes: mean [95% interval], rank; `†` where most runs collapsed."""
+def markdown(grid: Grid, *, best_first: bool = False) -> str:
+    """Methods x regimes: mean [95% interval], rank; `†` where most runs collapsed. `best_first`: by rank in the first
+    regime instead of in the order given."""
     head = ["method", *grid.regimes]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for method in grid.methods:
+    methods = list(grid.methods)
+    if best_first:
+        first = next(iter(grid.regimes))
+        methods.sort(key=lambda method: _rank(grid, method, first))
+    for method in methods:
         cells = [words(grid, method, regime) for regime in grid.regimes]
         lines.append(f"| {' | '.join([f'`{method}`', *cells])} |")
     return "\n".join(lines)
+
+
+def _rank(grid: Grid, method: str, regime: str) -> float:
+    score = grid.scores.get((method, regime))
+    return float("inf") if score is None else score.rank
 
 
 def words(grid: Grid, method: str, regime: str) -> str:
