@@ -91,7 +91,7 @@ def _line_beside(tokens: Tokens, line: Line | None, *, sampler_cut: bool) -> Lin
     rare = 0.5 * (tokens.behavior + tokens.trainer) < -1.5
     against = (up > 0.1) & rare
     likely = (up > 0.01) & (tokens.behavior > math.log(0.5))
-    many = against.sum() >= 8 and share(against[rare]) > 0.15
+    many = against.sum() >= 5 and share(against[rare]) > 0.15
     lifted = likely.sum() >= 8 and share(likely) > 0.25
     return line if line is not None and (many or lifted) else None
 

@@ -1,10 +1,12 @@
 """Raw log-probs that nothing contradicts but the tokens themselves.
 
-When trainer and sampler agree, both may still describe another distribution than the one tokens came from. Then
+When trainer and sampler agree, both may still describe another distribution q than the one tokens came from. Then
 
-  * with an entropy column of the reported distribution, E[-log q + ...] shows it: a token from q has -log q of mean
-    H(q). Whether the column is that of q can be told token by token: where q(y) = 1 - e, the rest of the mass has an
-    entropy (H - h(e)) / e, which must lie between 0 and log V;
+  * an entropy column shows it: a token from q has -log q of mean H(q). The column must be that of q, or of the sampling
+    distribution r = q^a: a is read off near-certain tokens, where doubt and entropy determine each other. If it is q's,
+    any difference counts. If it is r's, the difference is KL(r || q), of second order in a - 1; a first-order one says
+    that the column is of another temperature than the tokens, which is no fault of the log-probs;
+  * an entropy of exactly 0 beside a log-prob below 0 is a token alone in a kept set that the log-prob does not know;
   * with a known top_p < 1, log-probs just below 0 show it: processed, such a token is alone and has exactly 0.
 """
 
@@ -12,10 +14,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnostics.causes.evidence import Tokens, share, z_of
+from trimtab.diagnostics.causes.evidence import Tokens, logit, share, z_of
 
-MOST_ENTROPY = 13.0  # log of a vocabulary of 440,000
-QUIET, LEAST, DEEP = 0.02, 0.03, 6.0
+QUIET, LEAST, DEEP = 0.02, 0.004, 6.0
+SAME, SECOND_ORDER = 1.1, 0.3
 
 
 def undeclared(tokens: Tokens) -> tuple[float, str] | None:
@@ -30,8 +32,8 @@ def _by_zeros(tokens: Tokens) -> tuple[float, str] | None:
     cut = top_p < 0.995
     zeros = (tokens.behavior > -1e-7) & cut
     # Float32 still tells these from 0, and no kept set of two leaves a token so close to it.
-    near = (tokens.behavior < -1e-6) & (tokens.behavior > 0.1 * np.log(np.where(cut, top_p, 0.5))) & cut
-    if near.sum() < 20 or zeros.sum() > near.sum():
+    near = (tokens.behavior < -1e-6) & (tokens.behavior > 0.5 * np.log(np.where(cut, top_p, 0.5))) & cut
+    if near.sum() < 20 or 3 * zeros.sum() > near.sum():
         return None
     evidence = (
         f"under top_p = {float(np.median(top_p[cut])):g} a token this likely is alone in its set and has log-prob 0, "
@@ -44,21 +46,26 @@ def _by_entropy(tokens: Tokens) -> tuple[float, str] | None:
     if tokens.entropy is None:
         return None
     known = np.isfinite(tokens.entropy)
-    if known.sum() < 100 or float((np.expm1(tokens.log_ratio) - tokens.log_ratio).mean()) > QUIET:
+    k3 = float((np.expm1(np.clip(tokens.log_ratio, -20, 20)) - tokens.log_ratio).mean())
+    if known.sum() < 100 or k3 > QUIET:
         return None
     behavior, entropy = tokens.behavior[known], tokens.entropy[known]
     surprise = -behavior - entropy
     mean, z = float(surprise.mean()), z_of(surprise)
-    if abs(mean) < LEAST or abs(z) < DEEP:
+    single = (entropy < 1e-6) & (behavior < -1e-3)
+    if single.sum() >= 10 and share(single) > 0.005:
+        return 0.9, (
+            f"the entropy column is 0 for {int(single.sum())} tokens that the log-probs call uncertain: tokens were "
+            "drawn from a truncated distribution, not from the one reported"
+        )
+    if abs(mean) < LEAST + 0.02 * float(entropy.mean()) + 5 * k3 or abs(z) < DEEP:
         return None
-    rest = _rest(behavior, entropy)
-    if len(rest) < 10:
+    exponent = _exponent(behavior, entropy)
+    if exponent is None or exponent < 1 / SAME:
         return None
-    # Flatter than reported: the column belongs to another temperature and says nothing about the tokens.
-    if share(rest > MOST_ENTROPY) > 0.1:
+    if exponent > SAME and not 0 < mean < SECOND_ORDER * (exponent - 1) * float(behavior.var()):
         return None
-    below = share(rest < -0.05)
-    drawn = "flatter" if below < 0.5 and mean > 0 else "sharper"
+    drawn = "flatter" if exponent <= SAME and mean > 0 else "sharper"
     evidence = (
         f"tokens are {mean:+.3f} nats more surprising than the entropy column says (z = {z:.1f}): they were drawn from "
         f"a {drawn} distribution than the one reported"
@@ -66,9 +73,13 @@ def _by_entropy(tokens: Tokens) -> tuple[float, str] | None:
     return 0.8, evidence
 
 
-def _rest(behavior: np.ndarray, entropy: np.ndarray) -> np.ndarray:
-    """Entropy of what was not sampled, at tokens of probability 0.9 to 0.9999."""
-    use = (behavior > np.log(0.9)) & (behavior < -1e-4)
-    left = -np.expm1(behavior[use])
-    own = -np.exp(behavior[use]) * behavior[use] - left * np.log(left)
-    return (entropy[use] - own) / left
+def _exponent(behavior: np.ndarray, entropy: np.ndarray) -> float | None:
+    """a, where the entropy column is that of (reported distribution)^a: from near-certain tokens, whose doubt
+    e and entropy h(e) + e h give each other, with h about 1."""
+    doubt = np.geomspace(1e-7, 0.5, 400)
+    whole = -(1 - doubt) * np.log1p(-doubt) - doubt * np.log(doubt) + doubt
+    use = (behavior > np.log(0.9)) & (behavior < -1e-4) & (entropy > whole[0])
+    if use.sum() < 10:
+        return None
+    own = -np.log(np.interp(entropy[use], whole, doubt))
+    return float(np.median(own / logit(behavior[use])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,9 @@ NEAREST = -1e-7
 
 MIDDLE = (-5.0, -0.05)
 """Log-probs, averaged over trainer and sampler, between which both probabilities have digits and noise shows."""
+
+
+COLUMNS = ("behavior", "trainer", "row", "place", "turn", "entropy", "ids", "age", "inner")
 
 
 def logit(logp: np.ndarray) -> np.ndarray:
@@ -85,8 +89,7 @@ class Tokens:
 
     def kept(self, keep: np.ndarray) -> Tokens:
         """The tokens where `keep` holds."""
-        names = ("behavior", "trainer", "row", "place", "turn", "entropy", "ids", "age", "inner")
-        return replace(self, **{n: v[keep] for n in names if (v := getattr(self, n)) is not None})
+        return replace(self, **{n: v[keep] for n in COLUMNS if (v := getattr(self, n)) is not None})
 
     def repaired(self, trainer: np.ndarray, keep: np.ndarray) -> Tokens:
         """Other log-probs of the trainer, and only the tokens where `keep` holds."""
@@ -99,6 +102,19 @@ class Tokens:
     def of_response(self, values: np.ndarray | None) -> np.ndarray | None:
         """A column of responses, one value a token."""
         return None if values is None else values[self.row]
+
+
+def joined(parts: Sequence[Tokens]) -> Tokens:
+    """Tokens of several selections of one chunk, as one."""
+    first = parts[0]
+    return replace(
+        first,
+        **{
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in COLUMNS
+            if getattr(first, name) is not None
+        },
+    )
 
 
 def _since_boundary(mask: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -74,7 +74,7 @@ def noise_beside(tokens: Tokens, line: Line | None, *, sampler_cut: bool) -> Noi
     way = math.copysign(1.0, line.a - 1.0) if line is not None else (-1.0 if sampler_cut else 1.0)
     against = -way * tokens.shift[undecided]
     wrong = against[against > LEAST]
-    if len(wrong) < 8 or share(against > LEAST) < 0.01:
+    if len(wrong) < 20 or share(against > LEAST) < 0.01:
         return Noise(0.0, 0.0, len(wrong), bound=True)
     many = share(against > LEAST)
     # Few on the wrong side: only the tail is seen. Half of them: all of the noise is.

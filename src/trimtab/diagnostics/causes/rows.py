@@ -1,8 +1,9 @@
 """`misaligned`, its other form: the trainer's log-probs are those of another response.
 
-A response whose log-probs disagree is compared with every other one of equal length. Two samples of one prompt agree
-only where they share tokens; so a stranger that fits much better than the own list, and whose own list fits nobody
-here, is the right owner.
+A response whose log-probs disagree is compared with the others of equal length that disagree. A list is a stranger's
+when it fits at less than `FIT` of the own distance and at less than `FIT` of what the next best one does: among
+thousands of short, near-certain responses something always fits a little. Named when at least `LEAST` are found, and
+`MOST_OF` of those that disagree, or a policy that has really changed would be taken for it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import numpy as np
 from trimtab.diagnostics.causes.evidence import Tokens, sureness
 from trimtab.diagnostics.diagnosis import Cause
 
-CAP, BAD, FIT, LEAST, MOST = 3.0, 0.3, 0.3, 2, 400
+CAP, BAD, FIT, LEAST, MOST_OF, MOST = 3.0, 0.3, 0.3, 3, 0.5, 400
+WORDS = 3.0  # nats in a response that can be told from others
 
 
 def find_swapped(tokens: Tokens) -> tuple[Cause | None, Tokens]:
@@ -20,21 +22,23 @@ def find_swapped(tokens: Tokens) -> tuple[Cause | None, Tokens]:
     edges = np.flatnonzero(np.diff(tokens.row, prepend=-1, append=-1))
     starts, lengths = edges[:-1], np.diff(edges)
     own = np.add.reduceat(np.minimum(np.abs(tokens.log_ratio), CAP), starts) / lengths if len(starts) else starts
-    bad = np.flatnonzero((own > BAD) & (lengths >= 4))
-    trainer, found = tokens.trainer.copy(), 0
+    words = -np.add.reduceat(tokens.behavior, starts) if len(starts) else starts
+    bad = np.flatnonzero((own > BAD) & (lengths >= 4) & (words > WORDS))
+    trainer, found, judged = tokens.trainer.copy(), 0, 0
     for length in np.unique(lengths[bad]):
         some = bad[lengths[bad] == length][:MOST]
-        if len(some) < 2:
+        if len(some) < 3:
             continue
+        judged += len(some)
         place = starts[some][:, None] + np.arange(length)
         behavior, values = tokens.behavior[place], tokens.trainer[place]
         for i, response in enumerate(some):
             distance = np.minimum(np.abs(behavior[i] - values), CAP).mean(-1)
-            owner = int(np.argmin(distance))
-            if owner != i and distance[owner] < FIT * own[response]:
+            owner, second = (int(place) for place in np.argsort(distance)[:2])
+            if owner != i and distance[owner] < FIT * min(own[response], distance[second]):
                 trainer[place[i]] = values[owner]
                 found += 1
-    if found < LEAST:
+    if found < max(LEAST, MOST_OF * judged):
         return None, tokens
     evidence = (
         f"{found} of {len(starts)} responses carry the trainer's log-probs of another response of equal length: that "

@@ -7,17 +7,18 @@ collects next to nothing; on a shifted stretch it collects the whole difference.
   * its stretches collect at least `LEAST` nats and `CLEAR` times what the other offsets collect by accident, and
   * inside them the shifted log-probs agree far better (`FIT` of the distance, correlation `TIE`).
 
-Found stretches are repaired, so that what else is wrong still shows, and the search is repeated: different responses
+Found stretches are repaired, so that what else is wrong still shows, and the other responses are searched again: they
 may be shifted differently. What no offset restores may still be the log-probs of another response of equal length.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnostics.causes.evidence import Tokens, sureness
+from trimtab.diagnostics.causes.evidence import Tokens, joined, sureness
 from trimtab.diagnostics.diagnosis import Cause
 
 OFFSETS = tuple(s for k in range(1, 9) for s in (k, -k))
@@ -30,52 +31,79 @@ FIX = (
 
 
 def find_shifts(tokens: Tokens) -> tuple[Cause | None, Tokens]:
-    """The cause, if found, and the tokens with its stretches repaired."""
-    found: list[tuple[int, int, int, float]] = []
-    total, size = tokens, len(tokens)
+    """The cause, if found, and the tokens that are paired rightly once its stretches are repaired."""
+    found: list[_Found] = []
+    left, good = tokens, []
     for _ in range(ROUNDS):
-        step = _best(total)
-        if step is None:
+        one = _best(left)
+        if one is None:
             break
-        offset, inside, gain, partner = step
-        found.append((offset, int(inside.sum()), len(np.unique(total.row[inside])), gain))
-        trainer = np.where(inside, total.trainer[partner], total.trainer)
-        # The shift has pushed one value per offset out of each stretch: what it touched at the edges has no partner.
-        total = total.repaired(trainer, ~_orphaned(inside, total, offset))
+        found.append(one)
+        inside = one.inside
+        good.append(left.repaired(left.trainer[one.partner], inside))
+        # What lies around a stretch in its response has lost its partners; the other responses are searched again.
+        left = left.kept(~np.isin(left.row, left.row[inside]))
     if not found:
         return None, tokens
-    offset, moved, rows, gain = max(found, key=lambda one: one[3])
-    others = f" (and {', '.join(f'{one[0]:+d}' for one in found if one[0] != offset)})" if len(found) > 1 else ""
+    most = max(found, key=lambda one: one.gain)
+    others = ", ".join(f"{one.offset:+d}" for one in found if one is not most)
+    moved, rows = sum(len(part) for part in good), sum(one.rows for one in found)
     evidence = (
-        f"the trainer's log-probs agree with the sampler's when moved by {offset:+d}{others}: {moved} of {size} "
-        f"tokens in {rows} of {len(np.unique(tokens.row))} responses fit their neighbor's value, {gain:.0f} nats closer"
+        f"the trainer's log-probs agree with the sampler's when moved by {most.offset:+d}"
+        f"{f' (elsewhere by {others})' if others else ''}: {moved} of {len(tokens)} tokens, in {rows} of "
+        f"{len(np.unique(tokens.row))} responses, fit their neighbor's value, {most.gain:.0f} nats closer"
     )
-    return Cause("misaligned", sureness(gain, LEAST), evidence, FIX), total
+    fine = joined(good)
+    # Responses too short or too certain to show their shift would pass for noise: the rest must be as good as this.
+    clean = len(left) and _distance(left) <= 2 * _distance(fine)
+    return Cause("misaligned", sureness(most.gain, LEAST), evidence, FIX), joined([fine, left]) if clean else fine
 
 
-def _best(tokens: Tokens) -> tuple[int, np.ndarray, float, np.ndarray] | None:
-    """The offset that explains most: with the tokens inside its stretches, nats collected and partner of each token."""
+def _distance(tokens: Tokens) -> float:
+    return float(np.minimum(np.abs(tokens.log_ratio), CAP).mean())
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    offset: int
+    gain: float
+    rows: int
+    inside: np.ndarray
+    partner: np.ndarray
+
+
+def _best(tokens: Tokens) -> _Found | None:
+    """The offset that explains most, and every stretch it repairs."""
     own = np.minimum(np.abs(tokens.log_ratio), CAP)
     if own.sum() < LEAST:
         return None
-    gains, inside, partners = {}, {}, {}
+    gains, rates = {}, {}
     for offset in OFFSETS:
-        partner, real = _partner(tokens, offset)
-        other = np.minimum(np.abs(tokens.behavior - tokens.trainer[partner]), CAP)
-        score = np.where(real, own - other, -CAP)
-        gains[offset], inside[offset] = _stretches(score, tokens.row)
-        inside[offset] &= real
-        partners[offset] = partner
+        score, real = _score(tokens, own, offset)
+        gains[offset], _ = _stretches(score, tokens.row, STRETCH)
+        # Far offsets have fewer pairs to be lucky with.
+        rates[offset] = gains[offset] / max(int(real.sum()), 1)
     best = max(gains, key=lambda s: gains[s])
-    usual = float(np.median([gain for s, gain in gains.items() if s != best]))
-    chosen = inside[best]
-    if gains[best] < LEAST or gains[best] < CLEAR * usual or chosen.sum() < 6:
+    usual = float(np.median([rate for s, rate in rates.items() if s != best]))
+    if gains[best] < LEAST or rates[best] < CLEAR * usual:
         return None
-    behavior, moved = tokens.behavior[chosen], tokens.trainer[partners[best]][chosen]
-    near = np.minimum(np.abs(behavior - moved), CAP).mean()
+    score, real = _score(tokens, own, best)
+    chosen = _stretches(score, tokens.row, STRETCH)[1] & real
+    partner, _ = _partner(tokens, best)
+    behavior, moved = tokens.behavior[chosen], tokens.trainer[partner][chosen]
+    near = np.minimum(np.abs(behavior - moved), CAP).mean() if chosen.sum() >= 6 else CAP
     if near > FIT * own[chosen].mean() or _correlation(behavior, moved) < TIE:
         return None
-    return best, chosen, gains[best], partners[best]
+    # Once the offset is known, a stretch too short to prove it still shows it.
+    inside = _stretches(score, tokens.row, STRETCH / 10)[1] & real
+    return _Found(best, gains[best], len(np.unique(tokens.row[inside])), inside, partner)
+
+
+def _score(tokens: Tokens, own: np.ndarray, offset: int) -> tuple[np.ndarray, np.ndarray]:
+    """How much closer the partner is than the own value, and where there is a partner."""
+    partner, real = _partner(tokens, offset)
+    other = np.minimum(np.abs(tokens.behavior - tokens.trainer[partner]), CAP)
+    return np.where(real, own - other, -CAP), real
 
 
 def _partner(tokens: Tokens, offset: int) -> tuple[np.ndarray, np.ndarray]:
@@ -86,11 +114,11 @@ def _partner(tokens: Tokens, offset: int) -> tuple[np.ndarray, np.ndarray]:
     return partner, real
 
 
-def _stretches(score: np.ndarray, row: np.ndarray) -> tuple[float, np.ndarray]:
+def _stretches(score: np.ndarray, row: np.ndarray, least: float) -> tuple[float, np.ndarray]:
     """The best-scoring stretch of every response that has one worth counting: their total, and the tokens in them."""
     inside, total = np.zeros(len(score), dtype=bool), 0.0
     # Only a response with gains enough can hold a stretch; most have none and cost nothing.
-    hopeful = np.bincount(row, np.maximum(score, 0.0)) >= STRETCH
+    hopeful = np.bincount(row, np.maximum(score, 0.0)) >= least
     edges = np.flatnonzero(np.diff(row, prepend=-1, append=-1))
     for start, stop in itertools.pairwise(edges):
         if not hopeful[row[start]]:
@@ -99,20 +127,11 @@ def _stretches(score: np.ndarray, row: np.ndarray) -> tuple[float, np.ndarray]:
         lowest = np.minimum.accumulate(running)
         end = int(np.argmax(running - lowest))
         gain = running[end] - lowest[end]
-        if gain >= STRETCH:
+        if gain >= least:
             begin = int(np.argmin(running[: end + 1]))
             inside[start + begin : start + end] = True
             total += float(gain)
     return total, inside
-
-
-def _orphaned(inside: np.ndarray, tokens: Tokens, offset: int) -> np.ndarray:
-    """Tokens within `offset` places of a repaired stretch's edge, outside of it."""
-    near = np.zeros(len(inside), dtype=bool)
-    for k in range(1, abs(offset) + 1):
-        near[k:] |= inside[:-k] & (tokens.row[:-k] == tokens.row[k:])
-        near[:-k] |= inside[k:] & (tokens.row[:-k] == tokens.row[k:])
-    return near & ~inside
 
 
 def _correlation(left: np.ndarray, right: np.ndarray) -> float:
