@@ -157,9 +157,9 @@ def test_packed_rows_say_the_same_as_rows() -> None:
 
 
 def test_what_cannot_be_calibrated_is_refused_in_one_line() -> None:
-    with pytest.raises(TrimtabError, match="^objective 'seq-bypass' has no weight and no mask"):
+    with pytest.raises(TrimtabError, match=r"^objective 'seq-bypass' has no weight and no mask"):
         calibrated("seq-bypass", observed(noise(64, 4, 0.1)))
-    with pytest.raises(TrimtabError, match="^calibrate: 19 responses are too few for keep_min, it needs 20"):
+    with pytest.raises(TrimtabError, match=r"^calibrate: 19 responses are too few for keep_min, it needs 20"):
         calibrated("geo-mask", observed(noise(19, 4, 0.1)))
     assert calibrated("token-tis", observed(noise(19, 4, 0.1)))  # 76 tokens are enough for a bound on tokens
     bad = noise(64, 4, 0.1)
@@ -174,7 +174,8 @@ def test_a_section_builds_its_objective_and_says_where_its_bounds_come_from() ->
     assert "0.99 ≤ ρ_geo ≤ 1.01" in waiting.equation()
     assert "keep_min, keep_max: to be calibrated at step 0; the published values stand here" in waiting.equation()
     found = from_section(section, {"keep_min": 0.9, "keep_max": 1.2})
-    assert "clip(r_t, 0.8, 1.28)" in found.equation() and "0.9 ≤ ρ_geo ≤ 1.2" in found.equation()
+    assert "clip(r_t, 0.8, 1.28)" in found.equation()
+    assert "0.9 ≤ ρ_geo ≤ 1.2" in found.equation()
     assert "note: keep_min, keep_max: calibrated at step 0" in found.equation()
     assert from_section({"name": "grpo", "calibrate": False}) == trimtab.objective("grpo")
 
@@ -195,4 +196,5 @@ def test_a_section_builds_its_objective_and_says_where_its_bounds_come_from() ->
 def test_a_section_that_cannot_be_meant_is_refused(section: dict[str, object], line: str) -> None:
     with pytest.raises(TrimtabError) as refused:
         from_section(section)
-    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+    assert str(refused.value).startswith(line)
+    assert "\n" not in str(refused.value)

@@ -17,8 +17,8 @@ from trimtab.diagnostics.diagnosis import Chunk
 from trimtab.objectives import Aggregation, Clipped, Objective, PolicyLogps, Reinforce, SecondMoment, Unclipped
 from trimtab.objectives.calibrate import Observed
 
-WASTE = 1.25
-"""Longest over shortest response of one padded block."""
+WASTE, SLACK = 1.25, 64
+"""Longest over shortest response of one padded block; and how many tokens longer it may be in any case."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +124,7 @@ def _alike(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
     rows = rows[np.argsort(lengths[rows], kind="stable")]
     cuts, start = [], 0
     for place, length in enumerate(lengths[rows]):
-        if length > WASTE * lengths[rows[start]]:
+        if length > max(WASTE * lengths[rows[start]], lengths[rows[start]] + SLACK):
             cuts.append(place)
             start = place
     return [part for part in np.split(rows, cuts) if len(part)]

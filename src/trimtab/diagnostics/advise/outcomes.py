@@ -11,7 +11,7 @@ would give were trainer and sampler equal (docs/recommendations.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -35,13 +35,13 @@ NOTES = {
 }
 
 
-def outcomes(data: Data) -> tuple[Outcome, ...]:
-    """One row a preset, in the order of `trimtab.objectives()`, then one with its bounds from this data where it has
-    any. No rows when no token is trained on."""
+def outcomes(data: Data, presets: Sequence[str] = ()) -> tuple[Outcome, ...]:
+    """One row a preset, in their order (default: all of `trimtab.objectives()`), followed by one with its bounds from
+    this data where it has any. No rows when no token is trained on."""
     if data.trained == 0:
         return ()
     table = _Table(data)
-    return tuple(row for name in objectives() for row in table.rows(name))
+    return tuple(row for name in presets or objectives() for row in table.rows(name))
 
 
 class _Table:

@@ -1,0 +1,166 @@
+"""`objective.calibrate` in real training: the share kept is the one aimed at, and a resumed run has the same bounds."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trimtab.config import Config, load_config
+from trimtab.diagnostics.page import equation_of
+from trimtab.diagnostics.report import write_report
+from trimtab.errors import TrimtabError
+from trimtab.objectives.calibrate import Observed, calibrated
+from trimtab.training import checkpoint
+from trimtab.training.observer import Silent
+from trimtab.training.run import check, train
+from trimtab.training.rundir import read_metrics
+from trimtab.training.trajectories import read as read_trajectories
+
+pytestmark = pytest.mark.e2e
+TIMED = ("time/", "tokens_per_second/", "memory/", "eval/")
+
+
+class Messages(Silent):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.equations: list[str] = []
+
+    def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:  # noqa: ARG002
+        self.equations.append(equation)
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def recipe(steps: int, *changes: str) -> Config:
+    """128 responses a step, sampled with weights rounded to four bits: enough mismatch for a mask to see."""
+    small = (
+        f"trainer.steps={steps}",
+        "engine.quantize=int4",
+        "eval.problems=4",
+        "eval.every=0",
+        "checkpoint.every=1",
+        "checkpoint.keep=99",
+        "log.trajectories_every=1",
+    )
+    return load_config("laboratory", [*small, *changes])
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    found = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in found]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint.folders(run / "checkpoints")[-1] / "model.safetensors")
+
+
+def bounds(row: dict[str, Any]) -> dict[str, float]:
+    kept = ("calibrate/kept", "calibrate/kept_published")
+    found = {key: value for key, value in row.items() if key.startswith("calibrate/") and key not in kept}
+    return {key.removeprefix("calibrate/"): value for key, value in found.items()}
+
+
+@pytest.fixture(scope="module")
+def calibrated_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Messages]:
+    out, seen = tmp_path_factory.mktemp("calibrate") / "whole", Messages()
+    train(recipe(4, "objective.name=geo-mask", "objective.calibrate=true"), out=out, observer=seen)
+    return out, seen
+
+
+def test_calibrated_bounds_keep_what_published_ones_throw_away(
+    calibrated_run: tuple[Path, Messages], tmp_path: Path
+) -> None:
+    run, seen = calibrated_run
+    train(recipe(1, "objective.name=geo-mask"), out=tmp_path / "published")
+    published = rows(tmp_path / "published")[0]
+    first, *rest = rows(run)
+    # Both runs sampled the same first batch.
+    assert published["mismatch/k3"] == first["mismatch/k3"]
+    assert first["calibrate/kept_published"] == pytest.approx(1 - published["reject/tokens"])
+    assert first["calibrate/kept"] == pytest.approx(1 - first["reject/tokens"])
+    assert first["calibrate/kept"] >= 0.97 > 0.7 > first["calibrate/kept_published"]
+    # The mismatch stays what it is, so do the bounds, and later batches fare alike.
+    assert all(bounds(row) == bounds(first) and 1 - row["reject/tokens"] > 0.85 for row in rest)
+    line = next(line for line in seen.lines if line.startswith("calibrated at step 0 on 128 responses"))
+    assert f"keep_min = {bounds(first)['keep_min']:g}" in line
+
+
+def test_the_bounds_are_those_of_the_logged_trajectories(calibrated_run: tuple[Path, Messages]) -> None:
+    run, _ = calibrated_run
+    first = read_trajectories(run / "trajectories" / "step-000001.parquet")
+    parts = [(np.asarray(row.logp_proximal), row.trajectory.completion.logp_behavior) for row in first]
+    seen = [
+        Observed.of(
+            torch.from_numpy(proximal.astype(np.float32))[None],
+            torch.from_numpy(behavior)[None],
+            torch.ones(1, len(behavior), dtype=torch.bool),
+        )
+        for proximal, behavior in parts
+    ]
+    whole = seen[0]
+    for part in seen[1:]:
+        whole = whole + part
+    found = calibrated("geo-mask", whole)
+    assert found == pytest.approx(bounds(rows(run)[0]), rel=1e-5)
+
+
+def test_a_resumed_run_keeps_its_bounds_and_equals_the_uninterrupted_one(
+    calibrated_run: tuple[Path, Messages], tmp_path: Path
+) -> None:
+    whole, _ = calibrated_run
+    parts = tmp_path / "parts"
+    settings = ("objective.name=geo-mask", "objective.calibrate=true")
+    train(recipe(2, *settings), out=parts)
+    again = Messages()
+    train(recipe(4, *settings), out=parts, resume=True, observer=again)
+    assert rows(parts) == rows(whole)
+    assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(parts).items())
+    assert not any(line.startswith("calibrated") for line in again.lines)
+    assert "note: keep_min, keep_max: calibrated at step 0" in again.equations[0]
+
+
+def test_the_report_shows_the_bounds_that_were_used(calibrated_run: tuple[Path, Messages]) -> None:
+    run, _ = calibrated_run
+    config = tomllib.loads((run / "config.toml").read_text())
+    found = bounds(rows(run)[0])
+    equation = equation_of(config, rows(run)[-1])
+    assert f"{found['keep_min']:g} ≤ ρ_geo ≤ {found['keep_max']:g}" in equation
+    page = write_report(run).read_text()
+    assert f"{found['keep_min']:g} ≤ ρ_geo" in re.sub(r"&le;", "≤", page)
+
+
+def test_several_updates_a_batch_and_opsm_calibrate_on_the_whole_first_batch(tmp_path: Path) -> None:
+    config = recipe(
+        1, "objective.name=opsm", "objective.calibrate=true", "trainer.minibatches=4", "trainer.prompts=8"
+    )
+    seen = Messages()
+    train(config, out=tmp_path / "run", observer=seen)
+    assert any("on 64 responses: delta = " in line for line in seen.lines)
+    assert rows(tmp_path / "run")[0]["calibrate/kept"] > 0.97
+
+
+def test_a_first_batch_that_is_too_small_stops_the_run_in_one_line(tmp_path: Path) -> None:
+    config = recipe(1, "objective.name=geo-mask", "objective.calibrate=true", "trainer.prompts=2", "trainer.samples=4")
+    with pytest.raises(TrimtabError, match=r"^calibrate: 8 responses are too few for keep_min, it needs 20: use a lar"):
+        train(config, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (("objective.name=seq-bypass",), "objective 'seq-bypass' has no weight and no mask to calibrate"),
+        ((), "objective.calibrate finds weight_max at step 0: leave weight_max out, or calibrate"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_a_model_is_loaded(changes: tuple[str, ...], line: str) -> None:
+    with pytest.raises(TrimtabError) as refused:
+        check(recipe(1, *changes, "objective.calibrate=true"))
+    assert str(refused.value).startswith(line)
