@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import numpy as np
 
 from trimtab.diagnostics.diagnosis import Chunk
-from trimtab.diagnostics.sources.blocks import ABSENT, SAMPLING, WRONG, Block, Lists, numbers
+from trimtab.diagnostics.sources.blocks import ABSENT, WRONG, Block, Lists, numbers
+from trimtab.diagnostics.sources.flat import Flat
 from trimtab.diagnostics.sources.layouts import LOGPS, Layout
+from trimtab.diagnostics.sources.responses import chunk_of
 from trimtab.diagnostics.sources.tally import Tally
 
 _ABOVE_ZERO = 1e-4
@@ -41,7 +42,7 @@ def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: Tally, f
         flat, keep_rows = flat.select(~again), keep_rows[~again]
     if not len(keep_rows):
         return None
-    chunk = _chunk(flat, block, keep_rows, roles, tally, file)
+    chunk = chunk_of(flat, block, keep_rows, roles, tally, file)
     _count(chunk, tally)
     return chunk
 
@@ -68,36 +69,6 @@ class _Keep:
         return [(text, int((self._reason == code).sum())) for code, text in enumerate(self._texts, start=1)]
 
 
-@dataclass(frozen=True, eq=False)
-class _Flat:
-    """Rows end to end: every array has `lengths.sum()` entries."""
-
-    lengths: np.ndarray
-    values: dict[str, np.ndarray]
-
-    @property
-    def first(self) -> np.ndarray:
-        return np.cumsum(self.lengths) - self.lengths
-
-    @property
-    def row(self) -> np.ndarray:
-        return np.repeat(np.arange(len(self.lengths)), self.lengths)
-
-    def select(self, rows: np.ndarray) -> _Flat:
-        if rows.all():
-            return self
-        tokens = np.repeat(rows, self.lengths)
-        return _Flat(self.lengths[rows], {name: values[tokens] for name, values in self.values.items()})
-
-    def cut(self, first: np.ndarray, last: np.ndarray) -> _Flat:
-        """Only the entries first <= i < last of each row."""
-        if not first.any() and np.array_equal(last, self.lengths):
-            return self
-        place = np.arange(int(self.lengths.sum())) - np.repeat(self.first, self.lengths)
-        tokens = (place >= np.repeat(first, self.lengths)) & (place < np.repeat(last, self.lengths))
-        return _Flat(last - first, {name: values[tokens] for name, values in self.values.items()})
-
-
 def _mark_rows(block: Block, keep: _Keep, tally: Tally) -> None:
     if "off_policy" in block.scalars:
         keep.mark(numbers(block.scalars["off_policy"]) == 1, "external trace (off_policy)")
@@ -122,7 +93,7 @@ def _repeated(block: Block, tally: Tally) -> np.ndarray:
     return repeated
 
 
-def _written_again(flat: _Flat, tally: Tally, file: int) -> np.ndarray:
+def _written_again(flat: Flat, tally: Tally, file: int) -> np.ndarray:
     """Rows (rows,) whose tokens and log-probs an earlier file had, bit for bit."""
     again = np.zeros(len(flat.lengths), dtype=np.bool_)
     names = sorted(flat.values.keys() & {"response_ids", *LOGPS})
@@ -132,15 +103,16 @@ def _written_again(flat: _Flat, tally: Tally, file: int) -> np.ndarray:
     return again
 
 
-def _aligned(block: Block, keep: _Keep) -> _Flat:
+def _aligned(block: Block, keep: _Keep) -> Flat:
     """The lists of the rows that are left, all as long as the sampler's log-probs."""
     lists = block.lists
     skip = {role: np.zeros(block.rows, dtype=np.int64) for role in lists}
     length = {role: column.lengths for role, column in lists.items()}
     if "response_length" in block.scalars:
-        wanted = np.nan_to_num(numbers(block.scalars["response_length"]), posinf=0, neginf=0).astype(np.int64)
+        wanted = np.nan_to_num(numbers(block.scalars["response_length"]), posinf=0, neginf=0)
+        wanted = np.clip(wanted, 0, 2**53).astype(np.int64)
         for role in lists:
-            skip[role] = np.where(wanted >= 0, np.maximum(length[role] - wanted, 0), 0)
+            skip[role] = np.maximum(length[role] - wanted, 0)
             length[role] = length[role] - skip[role]
         keep.mark(length["logp_behavior"] != wanted, "lists of different lengths")
     tokens = length["logp_behavior"]
@@ -150,7 +122,7 @@ def _aligned(block: Block, keep: _Keep) -> _Flat:
     keep.mark(np.any([length[role] != tokens for role in lists], axis=0), "lists of different lengths")
     keep.mark(tokens == 0, "no tokens")
     rows = keep.rows()
-    return _Flat(tokens[rows], {role: _taken(lists[role], skip[role], rows) for role in lists})
+    return Flat(tokens[rows], {role: _taken(lists[role], skip[role], rows) for role in lists})
 
 
 def _taken(column: Lists, skip: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -163,18 +135,20 @@ def _taken(column: Lists, skip: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return column.values[np.repeat(kept, column.lengths) & (place >= np.repeat(skip, column.lengths))]
 
 
-def _trimmed(flat: _Flat, layout: Layout, rows: np.ndarray, keep: _Keep) -> tuple[_Flat, np.ndarray]:
+def _trimmed(flat: Flat, layout: Layout, rows: np.ndarray, keep: _Keep) -> tuple[Flat, np.ndarray]:
     """Without padding behind and prompts before, with the array `trained`; and the rows that are left."""
     for role in _WHOLE_NUMBERS:
         values = flat.values.get(role)
         if values is not None and values.dtype.kind == "f":
-            bad = _rows_with(flat, ~np.isfinite(values))
+            bad = flat.having(~np.isfinite(values))
             keep.mark(bad, f"{role} holds nulls", among=rows)
             flat, rows = flat.select(~bad), rows[~bad]
     trained = np.ones(int(flat.lengths.sum()), dtype=np.bool_)
     for role in ("loss_mask", "padding_mask"):
         if role in flat.values:
             trained &= flat.values[role] != 0
+    if "loss_weight" in flat.values:
+        trained &= flat.values["loss_weight"] != 0  # a null is the weight of 1
     flat.values["trained"] = trained
     inside = flat.values.get("padding_mask", trained) != 0
     first, last = _ends(flat, trained if layout.whole else inside)
@@ -182,12 +156,12 @@ def _trimmed(flat: _Flat, layout: Layout, rows: np.ndarray, keep: _Keep) -> tupl
         first if layout.whole else np.zeros_like(first),
         np.where(last > first, last, flat.lengths) if layout.padded else flat.lengths,
     )
-    empty = ~_rows_with(flat, flat.values["trained"])
+    empty = ~flat.having(flat.values["trained"])
     keep.mark(empty, "no trained token", among=rows)
     return flat.select(~empty), rows[~empty]
 
 
-def _ends(flat: _Flat, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _ends(flat: Flat, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """First place inside and first place behind all inside, of each row; 0 and 0 where none is."""
     first = np.zeros(len(flat.lengths), dtype=np.int64)
     last = np.zeros(len(flat.lengths), dtype=np.int64)
@@ -199,11 +173,7 @@ def _ends(flat: _Flat, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first, last
 
 
-def _rows_with(flat: _Flat, tokens: np.ndarray) -> np.ndarray:
-    return np.bincount(flat.row[tokens], minlength=len(flat.lengths)) > 0
-
-
-def _finite_rows(flat: _Flat, trained: np.ndarray, tally: Tally) -> np.ndarray:
+def _finite_rows(flat: Flat, trained: np.ndarray, tally: Tally) -> np.ndarray:
     """Rows whose log-probs and entropy are finite at every trained token; at all other tokens these become 0.
 
     What stands at an untrained token is a placeholder or padding, so that no later stage may depend on it. The columns
@@ -225,94 +195,7 @@ def _finite_rows(flat: _Flat, trained: np.ndarray, tally: Tally) -> np.ndarray:
             bad |= odd & trained
         values[~trained] = 0
         flat.values[name] = values
-    return ~_rows_with(flat, bad)
-
-
-def _chunk(flat: _Flat, block: Block, rows: np.ndarray, roles: frozenset[str], tally: Tally, file: int) -> Chunk:
-    def number(role: str) -> np.ndarray | None:
-        return numbers(block.scalars[role])[rows] if role in block.scalars else None
-
-    def whole(role: str) -> np.ndarray | None:
-        return _integers(block.scalars[role], rows) if role in block.scalars else None
-
-    sampling = _sampling(block, rows, roles)
-    ids = flat.values.get("response_ids")
-    return Chunk(
-        starts=np.concatenate([[0], np.cumsum(flat.lengths)]).astype(np.int64),
-        mask=flat.values["trained"],
-        behavior=flat.values["logp_behavior"],
-        proximal=flat.values.get("logp_proximal"),
-        current=flat.values.get("logp_current"),
-        ids=None if ids is None else _as_integers(ids),
-        entropy=flat.values.get("entropy"),
-        version=_version(flat, block, rows),
-        step=whole("step"),
-        group=_groups(block, rows, tally, file) if "group" in roles else None,
-        proximal_version=whole("proximal_version"),
-        reward=number("reward"),
-        advantage=_advantage(flat) if "advantage" in flat.values else number("advantage"),
-        temperature=sampling.get("temperature"),
-        top_p=sampling.get("top_p"),
-        top_k=sampling.get("top_k"),
-        raw=sampling.get("raw"),
-    )
-
-
-def _version(flat: _Flat, block: Block, rows: np.ndarray) -> np.ndarray | None:
-    if "policy_version" in block.scalars:
-        return np.repeat(_integers(block.scalars["policy_version"], rows), flat.lengths)
-    values = flat.values.get("policy_version")
-    return None if values is None else _as_integers(values)
-
-
-def _sampling(block: Block, rows: np.ndarray, roles: frozenset[str]) -> Mapping[str, np.ndarray]:
-    """Sampling parameters (responses,): NaN for an unknown temperature or top_p, 0 for an unknown top_k."""
-    wanted = SAMPLING if "sampling" in roles else tuple(name for name in SAMPLING if name in roles)
-    found: dict[str, np.ndarray] = {}
-    for name in wanted:
-        values = block.scalars.get(name, np.full(block.rows, np.nan))
-        if name == "logprobs":
-            found["raw"] = np.array([value == "raw" for value in values], dtype=np.bool_)[rows]
-        elif name == "top_k":
-            found[name] = _as_integers(np.nan_to_num(numbers(values)[rows], nan=0))
-        else:
-            found[name] = numbers(values)[rows]
-    return found
-
-
-def _groups(block: Block, rows: np.ndarray, tally: Tally, file: int) -> np.ndarray:
-    """Numbers of prompt groups over all files (responses,): a group is a step's, or a file's without steps."""
-    values = block.scalars["group"]
-    steps = numbers(block.scalars["step"]).tolist() if "step" in block.scalars else None
-    keys = ((steps[row] if steps else ("file", file), _key(values[row], row)) for row in rows.tolist())
-    return np.fromiter((tally.group(key) for key in keys), dtype=np.int64, count=len(rows))
-
-
-def _key(value: object, row: int) -> Hashable:
-    """What tells a group from others. A response without one is a group by itself."""
-    if value is None or value != value:
-        return ("alone", row, object())
-    if isinstance(value, str | bytes):
-        return hash(value)  # prompts are long, and only told apart here
-    return value if isinstance(value, Hashable) else hash(repr(value))
-
-
-def _advantage(flat: _Flat) -> np.ndarray:
-    """The mean advantage of each response's trained tokens (responses,)."""
-    trained = flat.values["trained"]
-    with np.errstate(over="ignore", invalid="ignore"):
-        values = np.where(trained, flat.values["advantage"].astype(np.float64), 0)
-        total = np.bincount(flat.row, weights=values, minlength=len(flat.lengths))
-    return total / np.bincount(flat.row, weights=trained, minlength=len(flat.lengths))
-
-
-def _integers(values: object, rows: np.ndarray) -> np.ndarray:
-    return _as_integers(numbers(values)[rows])  # type: ignore[arg-type]
-
-
-def _as_integers(values: np.ndarray) -> np.ndarray:
-    with np.errstate(invalid="ignore"):  # beyond 64 bits: no id, version or step is
-        return values.astype(np.int64)
+    return ~flat.having(bad)
 
 
 def _count(chunk: Chunk, tally: Tally) -> None:

@@ -119,7 +119,10 @@ def _joined(rows: list[list[Any]]) -> np.ndarray | None:
     if not flat or values.dtype.kind in _NUMBERS:
         return values if values.ndim == 1 else None
     if values.dtype.kind == "O" and all(value is None or isinstance(value, int | float) for value in flat):
-        return numbers(flat)
+        try:
+            return np.array(flat, dtype=np.float64)
+        except OverflowError:  # an integer of more than 308 digits
+            return None
     return None
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from trimtab.errors import TrimtabError, nearest
 
 LOGPS = ("logp_behavior", "logp_proximal", "logp_current")
-TOKEN_ROLES = (*LOGPS, "response_ids", "loss_mask", "padding_mask", "entropy", "policy_version")
+TOKEN_ROLES = (*LOGPS, "response_ids", "loss_mask", "padding_mask", "loss_weight", "entropy", "policy_version")
 ROW_ROLES = (
     "step",
     "group",
@@ -53,7 +53,8 @@ class Layout:
 
 TRIMTAB = Layout(
     "trimtab",
-    {role: (role,) for role in ROLES if role not in ("group", "sample_id")} | {"group": ("group", "prompt_id")},
+    {role: (role,) for role in ROLES if role not in ("group", "sample_id", "loss_weight")}
+    | {"group": ("group", "prompt_id")},
     (frozenset({"logp_behavior"}), frozenset({"logp_proximal"}), frozenset({"logp_current"})),
     "trimtab's own trainer writes it to trajectories/",
 )
@@ -124,8 +125,8 @@ MILES = Layout(
         frozenset({"tokens", "response_length", "rollout_log_probs"}),
         frozenset({"rollout_log_probs", "log_probs"}),
     ),
-    "rollout dumps hold the sampler's side only: use --dump-details DIR (or --save-debug-train-data) with "
-    "--get-mismatch-metrics and read DIR/train_data",
+    "rollout dumps hold the sampler's side only: run with --dump-details DIR, without --use-rollout-logprobs, and read "
+    "DIR/train_data",
 )
 PRIME_RL = Layout(
     "prime-rl",
@@ -134,6 +135,7 @@ PRIME_RL = Layout(
         "logp_current": ("trainer_logprobs",),
         "response_ids": ("token_ids",),
         "loss_mask": ("loss_mask",),
+        "loss_weight": ("rl_weights",),
         "entropy": ("entropy",),
         "step": ("step",),
         "advantage": ("advantages",),

@@ -47,7 +47,10 @@ class Source:
             why = "; ".join(f"{count} x {reason}" for reason, count in tally.dropped.most_common(5))
             odd = "; ".join(f"{count} x {kind}" for kind, count in tally.nonfinite.items())
             causes = [text for text in (why, odd) if text] or ["the files hold no rows"]
-            raise TrimtabError(f"nothing to diagnose in {_several(self._tables)}: {'; '.join(causes)}")
+            raise TrimtabError(
+                f"nothing to diagnose in {_several(self._tables)}: {'; '.join(causes)} (a column that is not needed is "
+                f"left out with --columns NAME=)"
+            )
         return Origin(
             framework=resolved.framework,
             files=len(self._tables),

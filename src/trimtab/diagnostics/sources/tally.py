@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class Tally:
-    """Filled while files are read. `groups` numbers prompt groups over all files, `seen` the file of each response known by id or content."""
+    """Filled while files are read.
+
+    `groups` numbers prompt groups over all files; `seen` knows the file of each response, by its id or its content.
+    """
 
     responses: int = 0
     tokens: int = 0
@@ -21,6 +24,7 @@ class Tally:
     zero: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     nonfinite: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
     positive: Counter[str] = field(default_factory=Counter)
     largest: dict[str, float] = field(default_factory=dict)
     several_versions: bool = False
@@ -47,6 +51,9 @@ class Tally:
                 f"{count} of {self.trained} values of {name} are above 0 (largest {self.largest[name]:.4g}): a "
                 f"log-probability cannot be; check that the column holds natural logarithms"
             )
+        for name, count in self.unknown.items():
+            if count:
+                found.append(f"{name} is not a finite number in {count} of {self.responses} responses")
         if self.trained and self.equal == self.trained:
             found.append(
                 f"{anchor} equals logp_behavior bit for bit at all {self.trained} trained tokens: either the numerics "

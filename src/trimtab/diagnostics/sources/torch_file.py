@@ -6,6 +6,7 @@ tensors (batch, time).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ def _load(path: Path) -> Any:
     import torch
 
     try:
-        with torch.serialization.safe_globals(_array_globals()):
+        with warnings.catch_warnings(), torch.serialization.safe_globals(_array_globals()):
+            warnings.simplefilter("ignore")  # of a damaged file; what cannot be read ends as an error below
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None
@@ -184,6 +186,8 @@ def _array(value: Any) -> np.ndarray | None:
 
 
 def _plain(value: Any) -> Any:
-    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
-        return value.item()
-    return value
+    """A value a row; None for an array, which is none."""
+    dimensions = getattr(value, "ndim", None)
+    if dimensions is None:
+        return value
+    return value.item() if dimensions == 0 else None
