@@ -233,3 +233,15 @@ def test_what_does_not_fit_is_refused(recipe: str, override: str, named: str, tm
 def test_the_laboratory_folder_is_what_these_runs_start_from() -> None:
     loaded = load(str(laboratory_folder()), dtype=torch.float32)
     assert sum(p.numel() for p in loaded.model.parameters()) == pytest.approx(393e3, rel=0.01)
+
+
+def test_a_run_with_more_digits_starts_from_a_model_that_sorts_as_many(tmp_path: Path) -> None:
+    config = load_config("laboratory", ["task.digits=6", "sft.steps=60"])
+    six = laboratory_folder("laboratory", config)
+    assert six != laboratory_folder()
+    assert six == laboratory_folder(
+        "laboratory", load_config("laboratory", ["task.digits=6", "sft.steps=60", "seed=3"])
+    )
+    assert laboratory_folder("laboratory", load_config("laboratory")) == laboratory_folder()
+    rows = run(tmp_path / "run", "laboratory", "task.digits=6", "sft.steps=60", "trainer.steps=1")
+    assert rows[0]["eval/sort/before"] > 0.3

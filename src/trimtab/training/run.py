@@ -171,7 +171,7 @@ def load_model(config: Config) -> Loaded:
     """The trainable model in its master dtype; the laboratory's are warm-started the first time they are asked for."""
     path = config.model.path
     if path in (LABORATORY, MIXTURE):
-        path = str(laboratory_folder(path))
+        path = str(laboratory_folder(path, config))
     return load(path, dtype=getattr(torch, config.model.dtype))
 
 

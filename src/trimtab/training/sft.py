@@ -55,9 +55,15 @@ def warm_start(config: Config, *, out: Path, observer: Observer | None = None) -
     return SftResult(out, metrics)
 
 
-def laboratory_folder(name: str = LABORATORY) -> Path:
-    """The warm-started laboratory model of that name; made in a few seconds the first time, keyed by its recipe."""
+def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path:
+    """The warm-started laboratory model of that name; made in a few seconds the first time, keyed by its recipe.
+
+    A `run` decides how long the warm start is and, if it sorts, how many digits; all its seeds start from one model.
+    """
     config = load_config(LABORATORY, [f"model.path={name}"])
+    if run is not None:
+        task = run.task if run.task.name == config.task.name else config.task
+        config = config.model_copy(update={"task": task, "sft": run.sft})
     decides = config.model_dump_json(include={"seed", "model", "task", "sft", "threads"})
     key = sha256(decides.encode()).hexdigest()[:12]
     folder = cache_root() / f"{name}-{key}"
