@@ -69,7 +69,8 @@ def diagnose(
     with _progress() as watch:
         found = run(files, framework=framework, columns=names, watch=watch)
         watch("drawing the page", found.measured.origin.tokens)
-        written = write_page(found, target)
+        # Ids of one vocabulary only have one meaning: with several inputs it is not known whose they are.
+        written = write_page(found, target, files[0] if len(files) == 1 and files[0].is_dir() else None)
     if as_json:
         print_json({**as_dict(found), "report": written})
     else:
@@ -81,7 +82,7 @@ def parse_columns(given: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for pair in (part.strip() for word in given for part in word.split(",")):
         ours, equals, theirs = (part.strip() for part in pair.partition("="))
-        if not (ours and equals and theirs):
+        if not (ours and equals):  # an empty name leaves the column out
             raise TrimtabError(f"--columns {pair!r} is no pair: write OURS=THEIRS, as logp_behavior=rollout_logprobs")
         if ours in found:
             raise TrimtabError(f"--columns names {ours!r} twice: leave one of the two out")

@@ -31,6 +31,7 @@ from trimtab.diagnostics.plots import (
     short_power,
     to_svg,
 )
+from trimtab.diagnostics.tokens import FEWEST
 
 _SHADES = 5
 _SQUARE = np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
@@ -102,9 +103,10 @@ def scatter_svg(counts: np.ndarray) -> str:
 
 
 def envelope_svg(view: View, unit: str, xlabel: str, *, log: bool) -> str:
-    """Median and 2nd to 98th percentile of the log-ratio over the bins of a view with edges."""
+    """Median and 2nd to 98th percentile of the log-ratio over the bins of a view with edges; bins too thin for
+    percentiles are left out."""
     assert view.edges is not None
-    there = (view.count > 0) & np.isfinite(view.median)
+    there = thick(view)
     centers = _centers(view.edges, log=log)[there]
     low, median, high = view.low[there], view.median[there], view.high[there]
 
@@ -120,6 +122,13 @@ def envelope_svg(view: View, unit: str, xlabel: str, *, log: bool) -> str:
         axes.set(xlabel=xlabel, ylabel=unit)
 
     return _draw(f"Log-ratio by {view.name}", paint, legend=True)
+
+
+def thick(view: View) -> np.ndarray:
+    """Bins with enough tokens for percentiles (bins,) bool; all that hold any where hardly one has."""
+    there = np.isfinite(view.median) & (view.count > 0)
+    enough = there & (view.count >= FEWEST)
+    return enough if enough.sum() > 1 else there
 
 
 def bins_svg(name: str, labels: Sequence[str], values: np.ndarray, overall: float, xlabel: str) -> str:
@@ -171,7 +180,7 @@ def rejected_svg(view: View, rules: Mapping[str, np.ndarray]) -> str:
 
 
 def k3_steps_svg(steps: np.ndarray, k3: np.ndarray, floor: float) -> str:
-    """k3 of each step on a logarithmic axis, published ranges shaded."""
+    """k3 of each step, on a logarithmic axis where it varies much; published ranges shaded."""
 
     def paint(axes: Axes) -> None:
         shown = np.maximum(k3, _LEAST)
@@ -226,6 +235,9 @@ def tails_svg(steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> str:
 
 def _log_k3(axes: Axes) -> None:
     """A logarithmic axis whose lowest place stands for everything up to `_LEAST`, which is no mismatch at all."""
+    if axes.dataLim.y1 < 4 * axes.dataLim.y0:  # too narrow for labels at powers
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+        return
     log_scale(axes)
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: f"≤{short_power(_LEAST)}" if value <= 1.01 * _LEAST else short_power(value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -37,16 +38,18 @@ def where(measured: Measured) -> Panels:
     return Panels(shown, absent)
 
 
-def top_tokens(measured: Measured, most: int = 15) -> list[dict[str, str]]:
-    """Rows of the table of tokens with the largest share of k3, empty without token ids."""
+def top_tokens(measured: Measured, texts: Mapping[int, str], most: int = 15) -> list[dict[str, str]]:
+    """Rows of the table of tokens with the largest share of k3, empty without token ids; `texts` by id, where known."""
     view = measured.views.get("token")
     if view is None:
         return []
     tokens, k3 = shares(view, measured.size)
+    ids = view.columns.get("id", np.full(len(view.labels), -1))
     ranked = sorted(range(len(view.labels)), key=lambda index: -k3[index])[:most]
     return [
         {
             "label": view.labels[index].translate(SHOWN),
+            "text": texts.get(int(ids[index]), ""),
             "count": f"{int(view.count[index]):,}",
             "tokens": share_at(tokens, index),
             "share": share_at(k3, index),
@@ -61,7 +64,7 @@ def top_tokens(measured: Measured, most: int = 15) -> list[dict[str, str]]:
 
 def _envelope(view: View, measured: Measured) -> list[Panel]:
     width = view.high - view.low
-    wide, sure = int(np.nanargmax(np.where(view.count > 0, width, -np.inf))), _most_likely(view)
+    wide, sure = int(np.argmax(np.where(figures.thick(view), width, -np.inf))), _most_likely(view)
     tokens, k3 = shares(view, measured.size)
     look = (
         "A band that opens to the left: rare tokens mismatch most, as numerical noise does. A median off 0 is a bias."
@@ -79,7 +82,7 @@ def _envelope(view: View, measured: Measured) -> list[Panel]:
 def _most_likely(view: View) -> int:
     """The bin of the highest probability that holds tokens."""
     assert view.edges is not None
-    there = np.flatnonzero(view.count > 0)
+    there = np.flatnonzero(figures.thick(view))
     return int(there[np.argmax(view.edges[there])])
 
 

@@ -153,11 +153,21 @@ def test_steady_and_falling_k3_are_told_apart() -> None:
 
 
 def test_top_tokens_are_ranked_by_their_share_of_k3() -> None:
-    rows = views_of.top_tokens(example().measured)
+    rows = views_of.top_tokens(example().measured, {})
     assert [row["label"] for row in rows] == ["13", "1234", "220", "17"]
     # 51,200 * 0.0032 = 163.84 and 800 * 0.2 = 160 of 91,000 * 0.0048 = 436.8 nats.
     assert [row["share"] for row in rows] == ["38%", "37%", "14%", "8.2%"]
     assert rows[1]["tokens"] == "0.9%"
+
+
+def test_texts_of_ids_stand_before_them_escaped() -> None:
+    tokens = view("token", ["7", "other"], [50, 50], [0.1, 0.2], columns={"id": np.array([7, -1])})
+    found = bare(only={"token": tokens})
+    rows = views_of.top_tokens(found.measured, {7: EVIL})
+    assert [(row["label"], row["text"]) for row in rows] == [("other", ""), ("7", EVIL)]
+    text = page(found, {7: EVIL})
+    assert "&lt;script&gt;" in text
+    assert "<script" not in text
 
 
 def test_missing_views_are_one_line_and_no_empty_figure() -> None:
