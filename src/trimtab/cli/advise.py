@@ -39,8 +39,11 @@ class Measure:
         from trimtab.lab.analogy import KINDS
 
         named = [kind for cause in self.causes for kind in MECHANISMS.get(cause, ())]
-        known = tuple(kind for kind in KINDS if kind in named) or KINDS
-        return tuple(kind for kind in known if kind != "staleness") if self.lagged is False else known
+        return tuple(
+            kind
+            for kind in KINDS
+            if (not named or kind in named) and not (kind == "staleness" and self.lagged is False)
+        )
 
     @property
     def faults(self) -> tuple[str, ...]:

@@ -12,11 +12,9 @@ from trimtab.errors import TrimtabError
 from trimtab.lab.regimes import RECIPE, Regime
 from trimtab.training.run import check
 
-# `cispo` under a ceiling that nearly every token reaches weighs all tokens alike: the policy gradient without a ratio.
 METHODS = (
     "grpo",
     "cispo",
-    "cispo:ceiling=0.1",
     "token-bypass",
     "seq-bypass",
     "token-tis",

@@ -1,0 +1,131 @@
+"""The command line of a grid: lists, the clock, what a run's mismatch leads to."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from trimtab.cli import advise
+from trimtab.cli.compare import Lists, register
+from trimtab.cli.compare_display import Clock
+from trimtab.cli.main import run
+from trimtab.errors import TrimtabError
+from trimtab.lab.analogy import Candidate, Level, Match
+from trimtab.lab.regimes import regime
+
+
+def parsed(*words: str) -> dict[str, object]:
+    app = typer.Typer()
+    register(app)
+    command = typer.main.get_command(app)
+    assert isinstance(command, Lists)
+    return dict(command.make_context("compare", list(words)).params)
+
+
+def test_words_after_a_list_option_belong_to_it_until_the_next_option() -> None:
+    found = parsed("--methods", "dapo", "icepop:weight_max=3", "--seeds", "2", "--regimes", "int3", "--set", "a.b=1")
+    assert found["methods"] == ["dapo", "icepop:weight_max=3"]
+    assert (found["regimes"], found["seeds"], found["sets"]) == (["int3"], 2, ["a.b=1"])
+    assert parsed("--methods", "a", "--methods", "b")["methods"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--methods", "dapo", "tokentis"], "unknown objective 'tokentis' .*token-tis"),
+        (["--regimes", "stale-33"], "unknown regime 'stale-33' .*stale-32"),
+        (["--seeds", "0"], "Invalid value for '--seeds'"),
+        (["--set", "trainer.epoch=2"], "unknown key 'trainer.epoch'"),
+        (["dapo"], "unexpected extra argument"),
+        (["--advise", "nowhere", "--regimes", "int3"], "leave --regimes and --model out"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["compare", *words, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert re.search(line, said[0])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_clock_learns_from_finished_runs() -> None:
+    clock = Clock({"a": 10.0, "b": 10.0, "c": 20.0}, workers=2, measured=True)
+    assert clock.left() == pytest.approx(20)  # 40 seconds on two threads
+    clock.finished("a", 30.0)  # three times as slow as expected
+    assert clock.left() == pytest.approx(3 * 20)  # the longest run decides: 20 > 30 / 2
+    clock.progress("c", 0.75)
+    assert clock.left() == pytest.approx(3 * 10)
+
+
+def test_the_clock_says_nothing_before_it_knows_anything() -> None:
+    clock = Clock({"a": 10.0, "b": 10.0}, workers=1, measured=False)
+    assert clock.left() is None
+    clock.finished("a", 5.0)
+    assert clock.left() == pytest.approx(5.0)
+
+
+def test_a_level_is_the_mean_over_the_steps_that_measured_one() -> None:
+    rows = [
+        {"k3": 0.1, "ratio_q01": 0.5, "ratio_q99": 1.5},
+        {"k3": 0.3, "ratio_q01": 0.9, "ratio_q99": 4.0},
+        {"k3": None, "ratio_q01": 1.0, "ratio_q99": 1.0},
+    ]
+    found = Level.of(rows)
+    assert found.k3 == pytest.approx(0.2)
+    assert found.tail == pytest.approx((0.6931472 + 1.3862944) / 2)
+    with pytest.raises(TrimtabError, match="no step says how large"):
+        Level.of(rows[2:])
+
+
+def test_a_match_is_as_good_as_its_worse_number() -> None:
+    target = Level(1e-3, 0.2)
+    assert Level(1.4e-3, 0.2).quality(target) == "close"
+    assert Level(1e-3, 0.09).quality(target) == "rough"
+    assert Level(3.1e-3, 0.2).quality(target) == "far"
+
+
+@pytest.mark.parametrize(
+    ("causes", "lagged", "kinds"),
+    [
+        ((), None, ("noise", "rounding", "staleness")),
+        ((), False, ("noise", "rounding")),
+        (("quantized",), True, ("noise", "rounding")),
+        (("stale", "precision"), None, ("noise", "rounding", "staleness")),
+        (("misaligned",), None, ("noise", "rounding", "staleness")),
+    ],
+)
+def test_causes_decide_what_is_tried(causes: tuple[str, ...], lagged: bool | None, kinds: tuple[str, ...]) -> None:
+    assert advise.Measure(Level(1e-3, 0.1), 11.0, causes, lagged).kinds == kinds
+
+
+def test_what_is_said_of_a_run_and_of_its_match() -> None:
+    found = advise.Measure(Level(0.02, 0.6931472), 300.0, ("misaligned",))
+    size, fault = advise.before(Path("run"), found)
+    assert "k3 0.02 nats per token, ratios out to a factor of 2 " in size
+    assert fault.startswith("Mend first, no method repairs it: misaligned")
+    far = Candidate("rounding", "rounded", regime("int8"), Level(0.0002, 0.01))
+    lines = advise.after(Match(found.level, (far,), (far,)), found.length)
+    assert "k3 0.01 and tail 0.01 times the run's: no match" in lines[0]
+    assert "the run's 300 on average" in lines[1]
+
+
+def test_the_level_of_a_run_without_trajectories_comes_from_its_metrics(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("seed = 0\n")
+    rows = [
+        {
+            "step": s,
+            "mismatch/k3": 0.1 * s,
+            "mismatch/ratio_q01": 0.5,
+            "mismatch/ratio_q99": 1.5,
+            "length/mean": 10.0 * s,
+        }
+        | {"lag/max": s}
+        for s in (1, 2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = advise.measure(tmp_path)
+    assert (found.level.k3, found.length, found.lagged) == (pytest.approx(0.15), 15.0, True)

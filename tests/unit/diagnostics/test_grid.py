@@ -1,0 +1,147 @@
+"""Means, intervals and ranks of a grid, and its page."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.diagnostics.grid_page import write_grid
+from trimtab.diagnostics.grid_table import bootstrap, markdown, read_grid, summarize, words
+from trimtab.errors import TrimtabError
+
+
+def row(method: str, regime: str, seed: int, accuracy: float | None, **more: Any) -> dict[str, Any]:
+    status = "diverged" if accuracy is None else "done"
+    curve = [0.5, 0.6 if accuracy is None else accuracy]
+    return {
+        "method": method,
+        "regime": regime,
+        "regime_description": f"what {regime} is",
+        "seed": seed,
+        "status": status,
+        "error": "",
+        "accuracy_before": 0.5,
+        "accuracy": accuracy,
+        "curve_steps": [0, 4],
+        "curve": curve,
+        "seconds": 6.0,
+        **more,
+    }
+
+
+ROWS = [
+    *(row("good", "hard", seed, value) for seed, value in enumerate((0.8, 0.9))),
+    *(row("even", "hard", seed, value) for seed, value in enumerate((0.85, 0.8))),
+    *(row("bad", "hard", seed, value) for seed, value in enumerate((0.1, 0.3))),
+    *(row("gone", "hard", seed, value) for seed, value in enumerate((0.2, None))),
+    row("good", "easy", 0, 0.7),
+    row("bad", "easy", 0, 0.6) | {"status": "failed", "error": "out of memory"},
+    row("even", "easy", 0, None) | {"status": "refused", "seed": None, "error": "no room"},
+]
+
+
+def test_means_ranks_and_collapses_by_hand() -> None:
+    grid = summarize(ROWS)
+    good, even, bad, gone = (grid.scores[name, "hard"] for name in ("good", "even", "bad", "gone"))
+    assert [score.accuracy.value for score in (good, even, bad, gone)] == pytest.approx([0.85, 0.825, 0.2, 0.1])
+    assert [score.rank for score in (good, even, bad, gone)] == [1, 2, 3, 4]
+    # Below half of .5: one of two; then .2 and the diverged run, which counts as 0.
+    assert [(score.collapsed, score.fell) for score in (bad, gone)] == [(1, False), (2, True)]
+    assert (gone.diverged, gone.values) == (1, (0.2, 0.0))
+    assert grid.before == 0.5
+    assert grid.refused == {("even", "easy"): "no room"}
+    assert [r["error"] for r in grid.failed] == ["out of memory"]
+
+
+def test_two_values_resampled_in_every_way() -> None:
+    # Means of the four samples of .8 and .9: .8, .85, .85, .9; the quantile 2.5% lies 7.5% of the way to the second.
+    found = bootstrap([0.8, 0.9])
+    assert (found.value, found.low, found.high) == pytest.approx((0.85, 0.80375, 0.89625))
+
+
+def test_the_best_is_tied_with_those_whose_seeds_do_not_all_lose() -> None:
+    grid = summarize(ROWS)
+    # good - even is -.05 and .1 by seed; good - bad is .7 and .6.
+    assert grid.scores["even", "hard"].behind.value == pytest.approx(0.025)
+    assert [grid.scores[name, "hard"].tied for name in ("good", "even", "bad")] == [True, True, False]
+    assert grid.scores["bad", "hard"].behind.low == pytest.approx(0.6 + 0.075 * 0.05)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=9))
+def test_an_interval_holds_the_mean_and_stays_within_the_values(values: list[float]) -> None:
+    found = bootstrap(values)
+    assert min(values) - 1e-12 <= found.low <= found.value + 1e-12
+    assert found.value - 1e-12 <= found.high <= max(values) + 1e-12
+
+
+def test_few_values_are_resampled_without_chance_and_more_with_a_fixed_one() -> None:
+    five = [0.1, 0.5, 0.2, 0.9, 0.4]
+    means = sorted(np.mean(pick) for pick in itertools.product(five, repeat=5))
+    assert bootstrap(five, seed=1) == bootstrap(five, seed=2)
+    assert bootstrap(five).low == pytest.approx(float(np.quantile(means, 0.025)))
+    seven = [*five, 0.31, 0.77]
+    assert bootstrap(seven) == bootstrap(seven)
+    assert bootstrap(seven, seed=1) != bootstrap(seven, seed=2)
+
+
+def test_the_table_in_markdown() -> None:
+    grid = summarize(ROWS)
+    lines = markdown(grid).splitlines()
+    assert lines[0] == "| method | hard | easy |"
+    assert lines[2] == "| `good` | 0.850 [0.804, 0.896] #1 | 0.700 #1 |"
+    assert lines[3].startswith("| `even` | 0.825 ")
+    assert lines[3].endswith("#2= | – |")
+    assert words(grid, "gone", "hard").endswith("#4 †")
+    best_first = [line.split("`")[1] for line in markdown(grid, best_first=True).splitlines()[2:]]
+    assert best_first == ["good", "even", "bad", "gone"]
+
+
+def test_seeds_that_only_one_has_are_not_paired() -> None:
+    grid = summarize([row("a", "r", 0, 0.9), row("b", "r", 1, 0.1)])
+    assert grid.scores["b", "r"].tied, "no seed says that a is ahead"
+    assert math.isnan(grid.scores["b", "r"].behind.value)
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path / "results.parquet")
+    return path
+
+
+def test_the_page_shows_what_the_file_holds_and_escapes_it(tmp_path: Path) -> None:
+    rows = [*ROWS, row("<script>", "hard", 0, 0.4), row("<script>", "hard", 1, 0.4)]
+    page = write_grid(read_grid(written(tmp_path, rows)), tmp_path / "report.html", notes=["<b>note</b>"]).read_text()
+    assert "<script>" not in page
+    assert "&lt;b&gt;note" in page
+    assert "[0.804, 0.896]" in page
+    assert "what hard is" in page
+    assert "no room" in page
+    assert "easy, bad, seed 0: out of memory" in page
+    # By regime one figure for few methods.
+    assert page.count("<svg") == 2
+
+
+def test_many_methods_get_a_figure_each(tmp_path: Path) -> None:
+    rows = [row(f"m{index}", "r", seed, 0.5 + index / 20 + seed / 50) for index in range(8) for seed in (0, 1)]
+    assert write_grid(read_grid(written(tmp_path, rows)), tmp_path / "p.html").read_text().count("<svg") == 8
+
+
+def test_bad_files_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(TrimtabError, match=r"no .*results\.parquet: `trimtab compare"):
+        read_grid(tmp_path)
+    (tmp_path / "results.parquet").write_bytes(b"PAR1 and not more")
+    with pytest.raises(TrimtabError, match="is damaged"):
+        read_grid(tmp_path)
+    with pytest.raises(TrimtabError, match="has no column 'method'"):
+        read_grid(written(tmp_path, [{"a": 1}]))
+    pq.write_table(pa.Table.from_pylist(ROWS).slice(0, 0), tmp_path / "results.parquet")
+    with pytest.raises(TrimtabError, match="no finished run yet"):
+        read_grid(tmp_path)
