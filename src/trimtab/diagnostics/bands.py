@@ -106,4 +106,5 @@ def _bounds(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return table.min(axis=0), table.max(axis=0)
     draws = np.random.default_rng(0).multinomial(seeds, np.full(seeds, 1 / seeds), size=_RESAMPLES) / seeds
     low, high = np.quantile(draws @ table, _QUANTILES, axis=0)
-    return low, high
+    # Rounding must not give equal seeds an interval.
+    return np.clip(low, table.min(axis=0), table.max(axis=0)), np.clip(high, table.min(axis=0), table.max(axis=0))

@@ -174,19 +174,17 @@ def _seeds(axes: Axes, series: Sequence[Series], look: tuple[str, Any], *, point
 
 
 def _from_zero(axes: Axes) -> None:
-    """Curves that come near 0 are seen from 0 on, a little above the edge."""
-    low, high = axes.get_ylim()
+    """Curves that come near 0 are seen from 0 on, a little above the edge; so are constant ones."""
+    _, high = axes.get_ylim()
     if 0 < high < 0.01:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}".replace("e-0", "e-")))
     values = [np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines]
     least = min((value.min() for value in values if len(value)), default=0.0)
     most = max((value.max() for value in values if len(value)), default=0.0)
-    if least >= 0 and (least < 0.3 * most or most == 0):
+    # An axis that fits nearly constant curves would show their rounding.
+    if least >= 0 and (least < 0.3 * most or most - least <= 1e-3 * most):
         top = high if most > 0 else 1.0
         axes.set_ylim(-0.03 * top, top)
-    elif high - low < 1e-3 * abs(high):
-        # Nearly constant curves: rounding must not fill the axis.
-        axes.set_ylim(low - 0.05 * abs(low), high + 0.05 * abs(high))
 
 
 def _look(index: int) -> tuple[str, Any]:

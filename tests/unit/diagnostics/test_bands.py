@@ -54,6 +54,12 @@ def test_the_mean_lies_in_its_interval_and_the_interval_among_the_seeds(values: 
         assert found.low - slack <= found.mean <= found.high + slack
 
 
+def test_equal_seeds_have_no_interval() -> None:
+    found = interval([0.21] * 6)
+    assert found is not None
+    assert (found.low, found.high) == (0.21, 0.21)
+
+
 def test_a_band_covers_the_steps_all_seeds_have() -> None:
     found = band([series([1, 2, 3, 4], [1, 2, 3, 4]), series([2, 4, 6], [4, 0, 9])])
     assert found is not None
