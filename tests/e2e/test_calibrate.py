@@ -138,9 +138,7 @@ def test_the_report_shows_the_bounds_that_were_used(calibrated_run: tuple[Path, 
 
 
 def test_several_updates_a_batch_and_opsm_calibrate_on_the_whole_first_batch(tmp_path: Path) -> None:
-    config = recipe(
-        1, "objective.name=opsm", "objective.calibrate=true", "trainer.minibatches=4", "trainer.prompts=8"
-    )
+    config = recipe(1, "objective.name=opsm", "objective.calibrate=true", "trainer.minibatches=4", "trainer.prompts=8")
     seen = Messages()
     train(config, out=tmp_path / "run", observer=seen)
     assert any("on 64 responses: delta = " in line for line in seen.lines)

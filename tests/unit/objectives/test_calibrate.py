@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import trimtab
 from trimtab.errors import TrimtabError
-from trimtab.objectives import correct
+from trimtab.objectives import correct, objectives
 from trimtab.objectives.calibrate import SAMPLES_MIN, Observed, bounds_of, calibrated, from_section
 
-PUBLISHED = {name: bounds_of(name) for name in trimtab.objectives() if bounds_of(name)}
+PUBLISHED = {name: bounds_of(name) for name in objectives() if bounds_of(name)}
 
 
 def observed(log: torch.Tensor, mask: torch.Tensor | None = None) -> Observed:

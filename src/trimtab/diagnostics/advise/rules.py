@@ -93,10 +93,11 @@ RULES = (
     Rule(
         "quantized",
         lambda case: "quantized" in case.names,
-        "geo-mask-token-tis",
-        "A quantized sampler leaves a heavy tail (k3 {k3}): bounded token weights correct the bulk, and the geometric "
-        "mask drops whole responses that drifted, whatever their length. In Miles' 30B-A3B runs that mask decided "
-        "between collapse and stability. Bounds are quantiles of this data: published ones keep {geo_mask}.",
+        "icepop",
+        "A quantized sampler leaves a heavy tail of tokens (k3 {k3}): weights correct the bulk, and the few tokens "
+        "beyond the bounds are left out, whatever the length of their response. In the laboratory, with a sampler of "
+        "three bits, this did better than a geometric mask over clipped weights (.80 to .82 against .73 to .75). "
+        "Bounds are quantiles of this data.",
     ),
     Rule(
         "precision",

@@ -12,7 +12,7 @@ import trimtab
 from trimtab.diagnostics.advise.applied import Data, weights
 from trimtab.diagnostics.advise.outcomes import outcomes
 from trimtab.diagnostics.diagnosis import Chunk, Outcome
-from trimtab.objectives import correct
+from trimtab.objectives import correct, objectives
 
 RATIOS = [[1.0, 1.1, 0.9], [4.0, 1.0], [0.4, 0.5, 1.0, 1.0]]
 """Three responses of 3, 2 and 4 tokens; products .99, 4 and .2."""
@@ -51,7 +51,7 @@ def published(data: Chunk, *presets: str) -> dict[str, Outcome]:
 
 def test_every_preset_has_a_row_and_those_with_bounds_a_second_one() -> None:
     rows = outcomes(Data.of(noisy(400, 0.3)))
-    assert list(dict.fromkeys(row.preset for row in rows)) == trimtab.objectives()
+    assert list(dict.fromkeys(row.preset for row in rows)) == objectives()
     assert [row.preset for row in rows if row.calibrated] == [
         "token-tis",
         "seq-tis",

@@ -16,6 +16,7 @@ from trimtab.diagnostics.advise import advise
 from trimtab.diagnostics.advise.lines import lines
 from trimtab.diagnostics.advise.rules import FAULTS, RULES, Case, choose
 from trimtab.diagnostics.diagnosis import Cause, Chunk, Measured, Origin, Outcome, Size, Split
+from trimtab.objectives import objectives
 from trimtab.objectives.calibrate import from_section
 
 
@@ -24,6 +25,7 @@ def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float
         Outcome("seq-bypass", seq_kept, 0.0, 0.5, 0.1),
         Outcome("geo-mask", 0.3, 0.0, 0.3, 0.1),
         Outcome("token-tis", 1.0, 0.0, 0.9, 0.1, {"weight_max": 1.7}, calibrated=True),
+        Outcome("icepop", 0.998, 0.0, 0.9, 0.1, {"weight_min": 0.3, "weight_max": 3.0}, calibrated=True),
         Outcome("geo-mask-token-tis", 0.9, 0.0, 0.9, 0.1, {"keep_min": 0.97, "keep_max": 1.03}, calibrated=True),
     )
     return Case([Cause(name, 0.9, "seen") for name in causes], verdict, k3, table)
@@ -36,7 +38,7 @@ def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float
         (case("precision", verdict="rounding", k3=1e-8), "floor", "grpo", {}),
         (case(), "precision", "token-tis", {"weight_max": 1.7}),
         (case("precision", verdict="moe", k3=2e-3), "precision", "token-tis", {"weight_max": 1.7}),
-        (case("quantized", "precision", verdict="moe"), "quantized", "geo-mask-token-tis", {"keep_min": 0.97}),
+        (case("quantized", "precision", verdict="moe"), "quantized", "icepop", {"weight_min": 0.3}),
         (case(verdict="moe"), "moe", "geo-mask-token-tis", {"keep_max": 1.03}),
         (case(verdict="beyond", k3=0.8), "beyond", "geo-mask-token-tis", {"keep_max": 1.03}),
         (case("stale", "quantized", verdict="moe"), "stale, short", "seq-bypass", {}),
@@ -68,11 +70,11 @@ def test_faults_are_named_worst_first() -> None:
 
 def test_the_last_row_holds_for_everything_and_every_preset_exists() -> None:
     assert RULES[-1].holds(Case([], "nonsense", float("nan"), ()))
-    assert {rule.preset for rule in RULES} <= set(trimtab.objectives())
+    assert {rule.preset for rule in RULES} <= set(objectives())
     assert choose(Case([], "beyond", float("nan"), ()))[1] == {}
 
 
-@pytest.mark.parametrize("preset", trimtab.objectives())
+@pytest.mark.parametrize("preset", objectives())
 def test_lines_can_be_read_by_whoever_they_are_for(preset: str) -> None:
     found = lines(preset, {})
     assert list(found) == ["trimtab", "verl", "trl", "miles"]
