@@ -33,7 +33,7 @@ Columns = Annotated[
         "--columns",
         metavar="OURS=THEIRS",
         help="A column of the files under the name used here, as logp_behavior=rollout_logprobs; repeat it, or "
-        "separate several by commas.",
+        "separate several by commas. `OURS=` leaves a column of the files out.",
     ),
 ]
 Out = Annotated[
@@ -78,7 +78,7 @@ def diagnose(
 
 
 def parse_columns(given: Sequence[str]) -> dict[str, str]:
-    """`OURS=THEIRS` pairs, of which one word may hold several."""
+    """`OURS=THEIRS` pairs, of which one word may hold several; an empty THEIRS leaves the column out."""
     found: dict[str, str] = {}
     for pair in (part.strip() for word in given for part in word.split(",")):
         ours, equals, theirs = (part.strip() for part in pair.partition("="))

@@ -34,6 +34,8 @@ def rows(diagnosis: Diagnosis, page: Path | None = None) -> list[tuple[str, str]
     measured, origin = diagnosis.measured, diagnosis.measured.origin
     found = [("read", read_text(origin))]
     found += [("", finding) for finding in origin.findings]
+    if origin.missing:
+        found.append(("missing", "; ".join(f"{column} ({cost})" for column, cost in origin.missing.items())))
     found += _size(diagnosis)
     check = contract(measured.size)
     found.append(("contract", check.text))

@@ -87,17 +87,20 @@ def method_text(preset: str, overrides: Mapping[str, Any]) -> str:
 
 def read_text(origin: Origin) -> str:
     """What was read and what was left out, in one sentence."""
-    files = f"{origin.files:,} file{'s' if origin.files != 1 else ''} ({origin.framework})"
     trained = "" if origin.trained == origin.tokens else f", {origin.trained:,} of them trained"
-    text = f"{files}: {origin.responses:,} responses, {origin.tokens:,} tokens{trained}"
-    return f"{text}; {dropped_text(origin)}"
+    text = f"{many(origin.files, 'file')} ({origin.framework}): {many(origin.responses, 'response')}"
+    return f"{text}, {many(origin.tokens, 'token')}{trained}; {dropped_text(origin)}"
+
+
+def many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
 def dropped_text(origin: Origin) -> str:
     count = sum(origin.dropped.values())
     if not count:
         return "nothing dropped"
-    return f"dropped {count:,} ({', '.join(f'{many:,} {why}' for why, many in origin.dropped.items())})"
+    return f"dropped {count:,} ({', '.join(f'{number_:,} {why}' for why, number_ in origin.dropped.items())})"
 
 
 def contract(size: Size) -> Check:

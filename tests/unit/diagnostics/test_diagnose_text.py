@@ -21,6 +21,7 @@ GOLDEN = """\
 read      20 files (trimtab): 1,240 responses, 91,200 tokens, 91,000 of them trained; dropped 3 (2 lists of different \
 lengths, 1 no trained token)
           3 responses have a length of 1
+missing   turn starts (the view by turn)
 size      k3 4.8e-3 (4.3e-3 to 5.4e-3) nats per token: within what is published for mixture-of-experts models \
 (1e-3 to 1e-1), a lot for a dense one; rounding alone makes 3.1e-13
           k1 4.1e-3, k2 5.2e-3, chi2 0.012 per token; ESS 0.9878 of tokens, 0.3636 of sequences; Pearson 0.99641, \
