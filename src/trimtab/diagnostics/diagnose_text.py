@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 from trimtab.diagnostics.diagnose_words import (
@@ -22,6 +23,8 @@ from trimtab.diagnostics.diagnosis import Diagnosis
 from trimtab.diagnostics.page import number
 
 LABEL = 10
+MISSING = 3
+"""Absent columns that are explained in the verdict; more would drown it."""
 
 
 def verdict(diagnosis: Diagnosis, page: Path | None = None, width: int | None = None) -> str:
@@ -35,7 +38,7 @@ def rows(diagnosis: Diagnosis, page: Path | None = None) -> list[tuple[str, str]
     found = [("read", read_text(origin))]
     found += [("", finding) for finding in origin.findings]
     if origin.missing:
-        found.append(("missing", "; ".join(f"{column} ({cost})" for column, cost in origin.missing.items())))
+        found.append(("missing", _missing(origin.missing)))
     found += _size(diagnosis)
     check = contract(measured.size)
     found.append(("contract", check.text))
@@ -47,6 +50,13 @@ def rows(diagnosis: Diagnosis, page: Path | None = None) -> list[tuple[str, str]
     if page is not None:
         found.append(("page", str(page)))
     return found
+
+
+def _missing(columns: Mapping[str, str]) -> str:
+    """Each absent column with what it costs; of many, their names."""
+    if len(columns) <= MISSING:
+        return "; ".join(f"{column} ({cost})" for column, cost in columns.items())
+    return f"{', '.join(columns)}; the page says what each costs"
 
 
 def _size(diagnosis: Diagnosis) -> list[tuple[str, str]]:

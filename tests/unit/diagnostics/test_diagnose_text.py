@@ -59,6 +59,12 @@ def test_faults_come_before_the_correction() -> None:
     assert not words.faults(example()), "quantization and staleness are what corrections are for"
 
 
+def test_many_missing_columns_are_named_only() -> None:
+    absent = {name: f"no {name}" for name in ("entropy", "step", "group", "advantage")}
+    lines = verdict(example(origin={"missing": absent})).splitlines()
+    assert "missing   entropy, step, group, advantage; the page says what each costs" in lines
+
+
 def test_no_cause_is_said() -> None:
     assert "causes    none stands out above the noise floor" in verdict(example(causes=()))
 
