@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from trimtab.models import laboratory
-from trimtab.models.load import LABORATORY, load
+from trimtab.models.load import LABORATORY, MIXTURE, Loaded, load
 from trimtab.models.logprobs import TokenBatch, score
 
 
@@ -67,3 +68,46 @@ def test_it_learns_to_sort() -> None:
         (-logp).backward()
         optimizer.step()
     assert logp.item() > -1.9
+
+
+def test_the_mixture_is_as_large_as_the_dense_model_and_loads_anywhere(tmp_path: Path) -> None:
+    dense, mixture = laboratory.build(seed=0)[0], load(MIXTURE, dtype=torch.float32)
+    sizes = [sum(parameter.numel() for parameter in model.parameters()) for model in (dense, mixture.model)]
+    assert sizes[1] == 383_232
+    assert abs(sizes[1] - sizes[0]) < 0.03 * sizes[0]
+    assert "trimtab" not in _saved(mixture, tmp_path).joinpath("config.json").read_text()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)  # transformers alone, with its own experts and attention
+    ids = torch.tensor([mixture.tokenizer("3141592653=1123345569.").input_ids])
+    expected = plain(ids).logits[0, 10:-1].log_softmax(-1).gather(-1, ids[0, 11:, None])[:, 0]
+    rows = [np.array(mixture.tokenizer(text).input_ids) for text in ("3141592653=", "1123345569.")]
+    batch = TokenBatch.pack(rows[:1], rows[1:], [0], pad_id=12)
+    loaded = load(str(tmp_path), dtype=torch.float32)
+    for model in (mixture.model, loaded.model):
+        torch.testing.assert_close(score(model, batch).logp[0], expected, atol=1e-5, rtol=0)
+
+
+def test_responses_that_share_a_prompt_train_the_mixture_as_each_alone_would() -> None:
+    """Packing decides which tokens reach an expert together; it must not decide what they learn."""
+    model, tokenizer = laboratory.build(seed=0, name=MIXTURE)
+    prompts = [np.array(tokenizer(text).input_ids) for text in ("3141592653=", "27=")]
+    responses = [np.array(tokenizer(text).input_ids) for text in ("1123345569.", "11233.", "72.", "27.")]
+    owners = [0, 0, 1, 1]
+
+    def gradients(groups: list[list[int]]) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        for group in groups:
+            batch = TokenBatch.pack(prompts, [responses[i] for i in group], [owners[i] for i in group], pad_id=12)
+            score(model, batch).logp.sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    together, alone = gradients([[0, 1, 2, 3]]), gradients([[0], [1], [2], [3]])
+    assert {"model.layers.0.mlp.gate.weight", "model.layers.1.mlp.experts.down_proj"} <= together.keys()
+    for name, expected in alone.items():
+        torch.testing.assert_close(together[name], expected, atol=1e-6 + 1e-5 * float(expected.abs().max()), rtol=0)
+    assert float(together["model.layers.0.mlp.gate.weight"].abs().max()) > 0
+
+
+def _saved(loaded: Loaded, folder: Path) -> Path:
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return folder
