@@ -24,8 +24,10 @@ FIX_RAW = (
     "logprobs_mode=processed_logprobs), not those of the model before temperature and truncation."
 )
 
+LIKELIER = 1.0  # nats by which the trainer must explain the tokens better
 
-def find_broken(tokens: Tokens) -> tuple[list[Cause], Line | None, Cut | None]:
+
+def find_broken(tokens: Tokens, *, repaired: bool) -> tuple[list[Cause], Line | None, Cut | None]:
     """Causes, and the shapes found in the ratio, for whoever measures what is left."""
     if (greedy := _greedy(tokens)) is not None:
         return [greedy], Line(0.0, math.inf, 0.0, len(tokens)), None
@@ -36,7 +38,7 @@ def find_broken(tokens: Tokens) -> tuple[list[Cause], Line | None, Cut | None]:
     if cut is not None or mirrored is not None:
         line = _line_beside(tokens, line, sampler_cut=cut is not None)
     found = [] if declared is None else [declared]
-    sampler = _sampler_is_right(tokens, line, cut, mirrored)
+    sampler = _sampler_is_right(tokens, line, cut, mirrored, repaired=repaired)
     if cut is not None:
         found.append(_truncated(cut, len(tokens)))
     if mirrored is not None and declared is None:
@@ -96,11 +98,17 @@ def _line_beside(tokens: Tokens, line: Line | None, *, sampler_cut: bool) -> Lin
     return line if line is not None and (many or lifted) else None
 
 
-def _sampler_is_right(tokens: Tokens, line: Line | None, cut: Cut | None, mirrored: Cut | None) -> bool:
-    """Whether tokens follow the sampler's own log-probs rather than the trainer's."""
+def _sampler_is_right(
+    tokens: Tokens, line: Line | None, cut: Cut | None, mirrored: Cut | None, *, repaired: bool
+) -> bool:
+    """Whether tokens follow the sampler's own log-probs rather than the trainer's.
+
+    The sum of log-ratios is the log-likelihood ratio of the two. Repaired pairs were chosen by it, and need more.
+    """
     if cut is not None or mirrored is not None or line is None:
         return mirrored is None
-    return float(tokens.log_ratio.sum()) <= 0
+    ratio, z = mean_ratio(tokens)
+    return float(tokens.log_ratio.sum()) <= LIKELIER or ratio <= 1 or (repaired and z < 4)
 
 
 def _temperature(tokens: Tokens, line: Line, *, doubtful: bool = False) -> Cause:

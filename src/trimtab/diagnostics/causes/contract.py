@@ -12,8 +12,9 @@ is the mirror image of what a wrong trainer does, and every test is run on (samp
 Temperature is named when a line through (mean logit, logit difference) at tokens more likely than not has a slope
 beyond 8 standard errors and leaves at most `SPREAD` logits for each unit of slope: Renyi entropies of the tokens not
 sampled differ that much between contexts, noise of any kind by far more. Truncation is named when the mean ratio is
-below 1 by 6 standard errors (and `DEFICIT`) with the log-ratio leaning down, or when tokens have log-prob exactly 0
-for one side, hardly any are just below 0, and the other side disagrees: such a token was alone in its kept set.
+below 1 by 6 standard errors (and `DEFICIT`), the log-ratio leans down and has no wide upper tail; or when tokens have
+log-prob exactly 0 for one side, hardly any are just below 0, and the other side disagrees: such a token was alone in
+its kept set.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ SPREAD, SLOPE, STEEP = 6.0, 0.02, 8.0
 HOLD = (-3.0, 8.0)
 DEFICIT, DEEP = 1e-3, 6.0
 ALONE, CLOSE, DISAGREES = -1e-6, -0.01, -0.01
+WIDE, WIDE_SHARE = 0.7, 0.02
 LOG_RATIO_MOST = 20.0
 
 
@@ -61,10 +63,13 @@ def mean_ratio(tokens: Tokens) -> tuple[float, float]:
 
 
 def temperature_line(tokens: Tokens) -> Line | None:
-    """The line of two temperatures, if the data lies on one."""
+    """The line of two temperatures, if the data lies on one; less likely tokens are asked where too few are likely."""
     mean = 0.5 * (tokens.behavior + tokens.trainer)
     # Below -1e-4 on both sides: a token alone in its kept set has no logit to compare.
-    use = (mean > math.log(0.5)) & (np.maximum(tokens.behavior, tokens.trainer) < -1e-4)
+    doubt = np.maximum(tokens.behavior, tokens.trainer) < -1e-4
+    use = doubt & (mean > math.log(0.5))
+    if use.sum() < 100:
+        use = doubt & (mean > math.log(0.1))
     if use.sum() < 40:
         return None
     shift = tokens.shift[use]
@@ -92,7 +97,9 @@ def cut_off(tokens: Tokens) -> Cut | None:
     by_zeros = alone >= max(5, 0.002 * len(tokens)) and certain.sum() > just_below
     log_ratio = tokens.log_ratio
     leans = share(log_ratio > 1e-4) < 0.8 * share(log_ratio < -1e-4)
-    by_mass = mass < 1.0 - DEFICIT and z < -DEEP and leans
+    # A wide ratio has a mean below 1 until its rare large values are sampled.
+    wide = share(log_ratio > WIDE) > WIDE_SHARE
+    by_mass = mass < 1.0 - DEFICIT and z < -DEEP and leans and not wide
     if not (by_zeros or by_mass):
         return None
     return Cut(mass, z, alone, share(certain))

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnostics.causes.evidence import Tokens, sureness
+from trimtab.diagnostics.causes.noise import LEAST, NUDGE, Noise
 from trimtab.diagnostics.diagnosis import Cause
 
 GROWTH, CLEAR = 1.15, 5.0
-REWARDED, REWARDED_Z, SYNCED = 0.15, 5.0, 0.3
+REWARDED, REWARDED_Z, STRONG, STRONG_Z, SYNCED = 0.15, 5.0, 0.3, 3.5, 0.3
+FINE = -0.35
 BETWEEN_STEPS = 1.8
 TOKENS = 40
 FIX = (
@@ -34,23 +36,29 @@ class Drift:
     fresh: Tokens | None
 
 
-def find_drift(tokens: Tokens, coarse: float, *, systematic: bool) -> Drift:
-    """Staleness. `coarse` is the noise's distance beyond 16-bit arithmetic; `systematic` that other causes bend it."""
+def find_drift(tokens: Tokens, noise: Noise, *, systematic: bool) -> Drift:
+    """Staleness. `noise` is that of all tokens; `systematic` says that other causes bend it."""
     rewarded = None if systematic else _rewarded(tokens)
     if tokens.age is not None and tokens.age.any():
-        return _aged(tokens, coarse, rewarded)
+        return _aged(tokens, noise, rewarded)
     corr, z = rewarded or (0.0, 0.0)
     needed = REWARDED if tokens.age is None else SYNCED
-    if corr > needed and z > REWARDED_Z:
+    if corr > needed and z > (STRONG_Z if corr > STRONG and noise.coarse > 0 else REWARDED_Z):
         says = "" if tokens.age is None else " although the file says age 0"
         evidence = f"responses' log-ratios go with their advantage{says}: correlation {corr:.2f}, z = {z:.1f}"
         return Drift(Cause("stale", sureness(z, REWARDED_Z), evidence, FIX), None)
     if tokens.age is None and not systematic and (found := _steps(tokens)) is not None:
         return Drift(Cause("stale", 0.6, found, FIX), None)
+    if tokens.age is None and not systematic and noise.other_weights and noise.coarse < FINE + NUDGE:
+        evidence = (
+            f"{noise.persistent:.0%} of the logits' movement comes back wherever a token does, which rounding does "
+            f"not do, and it is too small for quantized weights (rms {noise.rms:.2g})"
+        )
+        return Drift(Cause("stale", 0.6, evidence, FIX), None)
     return Drift(None, tokens)
 
 
-def _aged(tokens: Tokens, coarse: float, rewarded: tuple[float, float] | None) -> Drift:
+def _aged(tokens: Tokens, noise: Noise, rewarded: tuple[float, float] | None) -> Drift:
     age = tokens.age
     assert age is not None
     middle = tokens.middle
@@ -69,11 +77,15 @@ def _aged(tokens: Tokens, coarse: float, rewarded: tuple[float, float] | None) -
             return Drift(Cause("stale", sureness(clear, CLEAR), evidence, FIX), fresh)
         if fresh is not None and not goes:
             return Drift(None, tokens)
-    if goes or coarse > 0:
-        mean = float(age.mean())
-        evidence = f"tokens are {mean:.1f} updates old and drift is beyond 16-bit rounding{goes}"
-        return Drift(Cause("stale", sureness(z, 4.0) if goes else 0.6, evidence, FIX), fresh)
-    return Drift(None, tokens)
+    if noise.rms < LEAST:
+        return Drift(None, tokens)
+    sure = sureness(z, 4.0) if goes else 0.6 if noise.coarse > 0 or noise.other_weights else 0.5
+    size = f"logits move by {noise.rms:.2g}, " + ("more than" if noise.coarse > 0 else "within")
+    evidence = (
+        f"tokens are {float(age.mean()):.1f} updates old and {size} what 16-bit rounding gives{goes}; no tokens of "
+        "another age are there to tell lag from rounding"
+    )
+    return Drift(Cause("stale", sure, evidence, FIX), tokens if noise.coarse <= 0 and not goes else None)
 
 
 def _growth(old: np.ndarray, young: np.ndarray) -> tuple[float, float]:

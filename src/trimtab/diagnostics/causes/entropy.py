@@ -17,7 +17,7 @@ import numpy as np
 from trimtab.diagnostics.causes.evidence import Tokens, logit, share, z_of
 
 QUIET, LEAST, DEEP = 0.02, 0.004, 6.0
-SAME, SECOND_ORDER = 1.1, 0.3
+SAME, SECOND_ORDER = 1.1, 0.34
 
 
 def undeclared(tokens: Tokens) -> tuple[float, str] | None:
@@ -63,7 +63,8 @@ def _by_entropy(tokens: Tokens) -> tuple[float, str] | None:
     exponent = _exponent(behavior, entropy)
     if exponent is None or exponent < 1 / SAME:
         return None
-    if exponent > SAME and not 0 < mean < SECOND_ORDER * (exponent - 1) * float(behavior.var()):
+    second = SECOND_ORDER * max(exponent - 1, 0.0) ** 1.5 * float(behavior.var())
+    if exponent > SAME and (not 0 < mean < second or _hot(tokens)):
         return None
     drawn = "flatter" if exponent <= SAME and mean > 0 else "sharper"
     evidence = (
@@ -71,6 +72,12 @@ def _by_entropy(tokens: Tokens) -> tuple[float, str] | None:
         f"a {drawn} distribution than the one reported"
     )
     return 0.8, evidence
+
+
+def _hot(tokens: Tokens) -> bool:
+    """Whether the file says that tokens were drawn at a temperature above 1."""
+    given = tokens.chunk.temperature
+    return given is not None and bool(np.nanmedian(given) > 1)
 
 
 def _exponent(behavior: np.ndarray, entropy: np.ndarray) -> float | None:

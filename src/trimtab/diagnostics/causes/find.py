@@ -6,7 +6,7 @@ from trimtab.diagnostics.causes.broken import find_broken
 from trimtab.diagnostics.causes.drift import find_drift
 from trimtab.diagnostics.causes.evidence import Tokens
 from trimtab.diagnostics.causes.jumps import find_jumps
-from trimtab.diagnostics.causes.noise import LEAST, name_noise, noise_beside, noise_of
+from trimtab.diagnostics.causes.noise import name_noise, noise_beside, noise_of
 from trimtab.diagnostics.causes.rows import find_swapped
 from trimtab.diagnostics.causes.shifts import find_shifts
 from trimtab.diagnostics.diagnosis import Cause, Measured, Origin
@@ -36,12 +36,12 @@ def _of_tokens(tokens: Tokens, floor: float) -> list[Cause]:
             found.append(cause)
     if len(tokens) < FEWEST // 2:
         return found
-    broken, line, cut = find_broken(tokens)
+    broken, line, cut = find_broken(tokens, repaired=bool(found))
     found += broken
     systematic = line is not None or cut is not None
     sampler_cut = any(cause.name == "truncated-sampling" for cause in broken)
     rest = noise_beside(tokens, line, sampler_cut=sampler_cut) if systematic else noise_of(tokens)
-    drift = find_drift(tokens, rest.coarse if rest.rms > LEAST else -1.0, systematic=systematic)
+    drift = find_drift(tokens, rest, systematic=systematic)
     if drift.cause is not None:
         found.append(drift.cause)
     if drift.fresh is not None:

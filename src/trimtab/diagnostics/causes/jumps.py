@@ -33,7 +33,8 @@ def find_jumps(tokens: Tokens) -> tuple[Cause | None, Tokens]:
     middle = tokens.middle
     if middle.sum() < 20:
         return None, tokens
-    scale = max(1.48 * float(np.median(shift[middle])), FINEST)
+    # The scale of the wider half: fresh and old tokens, or several steps, may be mixed.
+    scale = max(float(np.quantile(shift[middle], 0.8)) / 1.28, FINEST)
     far = (shift > FAR * scale) & (log_ratio > NATS)
     loose = (shift > LOOSE * scale) & (log_ratio > 1.0)
     opening = tokens.inner & (tokens.turn < OPENING)

@@ -22,7 +22,8 @@ from trimtab.diagnostics.causes.evidence import Tokens, joined, sureness
 from trimtab.diagnostics.diagnosis import Cause
 
 OFFSETS = tuple(s for k in range(1, 9) for s in (k, -k))
-CAP, STRETCH, LEAST, CLEAR, FIT, TIE = 3.0, 3.0, 12.0, 3.0, 0.4, 0.75
+CAP, STRETCH, LEAST, CLEAR, FIT, TIE = 3.0, 3.0, 12.0, 3.0, 0.65, 0.75
+INFORMS = 2.0  # nats of surprise in a response that could show its shift
 ROUNDS = 4
 FIX = (
     "Pair each sampled token with its own log-prob: logits at position t predict token t + 1, and both lists start at "
@@ -55,12 +56,14 @@ def find_shifts(tokens: Tokens) -> tuple[Cause | None, Tokens]:
     )
     fine = joined(good)
     # Responses too short or too certain to show their shift would pass for noise: the rest must be as good as this.
-    clean = len(left) and _distance(left) <= 2 * _distance(fine)
+    informs = np.bincount(tokens.row, -tokens.behavior) > INFORMS
+    mostly = rows > 0.5 * informs.sum()
+    clean = len(left) and not mostly and _distance(left) <= 2 * _distance(fine)
     return Cause("misaligned", sureness(most.gain, LEAST), evidence, FIX), joined([fine, left]) if clean else fine
 
 
 def _distance(tokens: Tokens) -> float:
-    return float(np.minimum(np.abs(tokens.log_ratio), CAP).mean())
+    return float(np.minimum(np.abs(tokens.log_ratio), CAP).mean()) if len(tokens) else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +98,19 @@ def _best(tokens: Tokens) -> _Found | None:
     if near > FIT * own[chosen].mean() or _correlation(behavior, moved) < TIE:
         return None
     # Once the offset is known, a stretch too short to prove it still shows it.
-    inside = _stretches(score, tokens.row, STRETCH / 10)[1] & real
+    inside = _trimmed(_stretches(score, tokens.row, STRETCH / 10)[1] & real, tokens.row, abs(best))
     return _Found(best, gains[best], len(np.unique(tokens.row[inside])), inside, partner)
+
+
+def _trimmed(inside: np.ndarray, row: np.ndarray, width: int) -> np.ndarray:
+    """Stretches without `width` tokens at each end, where the true partner may lie outside."""
+    kept = inside.copy()
+    for k in range(1, width + 1):
+        same = row[k:] == row[:-k]
+        kept[k:] &= inside[:-k] & same
+        kept[:-k] &= inside[k:] & same
+        kept[:k] = kept[-k:] = False
+    return kept
 
 
 def _score(tokens: Tokens, own: np.ndarray, offset: int) -> tuple[np.ndarray, np.ndarray]:
