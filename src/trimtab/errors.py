@@ -14,6 +14,10 @@ class TrimtabError(ValueError):
     """A mistake a user can mend. The command line prints it as one line and exits with code 2."""
 
 
+class Diverged(TrimtabError):
+    """The trained policy is no longer finite: of a single run a mistake in its settings, of an experiment a result."""
+
+
 class TrimtabWarning(UserWarning):
     """Something the user should know that does not stop the work."""
 

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trimtab.config import Config, check_config
-from trimtab.errors import TrimtabError
+from trimtab.errors import Diverged, TrimtabError
 from trimtab.lab.result import Result, Status, summarize, write
 from trimtab.training import atomic
 from trimtab.training.observer import Silent
 from trimtab.training.run import train
 from trimtab.training.rundir import CONFIG, METRICS, MODEL, read_metrics
-from trimtab.training.update import DivergedError
 
 TRACEBACK = "error.txt"
 
@@ -73,8 +72,7 @@ def run_cell(config: Config, *, keep: bool, observer: Silent) -> Result:
             shutil.rmtree(folder)
         train(config, resume=resume, observer=observer)
     except TrimtabError as stop:
-        diverged = isinstance(stop, DivergedError) or isinstance(stop.__context__, DivergedError)
-        status, error = ("diverged" if diverged else "failed"), str(stop)
+        status, error = ("diverged" if isinstance(stop, Diverged) else "failed"), str(stop)
     except Exception as bug:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / TRACEBACK).write_text(traceback.format_exc())

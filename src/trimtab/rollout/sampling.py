@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import Diverged
 from trimtab.types import Sampling
 
 # Scores of a few rows at a time stay in a core's cache through the half dozen passes over them.
@@ -83,7 +83,7 @@ def _greedy(logits: Tensor, sampling: Sampling) -> Draw:
 
 def _require_finite(numbers: Tensor) -> None:
     if not bool(torch.isfinite(numbers).all()):
-        raise TrimtabError("the model's logits are not finite: its weights have diverged; publish finite weights")
+        raise Diverged("the model's logits are not finite: its weights have diverged; publish finite weights")
 
 
 def _scores(logits: Tensor, temperature: float) -> Tensor:

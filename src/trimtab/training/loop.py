@@ -17,7 +17,7 @@ import torch
 
 from trimtab.config import Config
 from trimtab.corrections import finite_rows
-from trimtab.errors import TrimtabError
+from trimtab.errors import Diverged
 from trimtab.evaluation import evaluate
 from trimtab.objectives import advantages
 from trimtab.training import checkpoint, snapshot, trajectories
@@ -165,7 +165,7 @@ class Trainer:
                 self._checkpoint({})
             good = self.run.checkpoints()
             where = f"the last good checkpoint is {good[-1]}" if good else "no checkpoint was written yet"
-            raise TrimtabError(f"{error}; {where}: lower optim.lr or choose a stricter correction") from None
+            raise Diverged(f"{error}; {where}: lower optim.lr or choose a stricter correction") from None
         finally:
             self.seconds["update"] = time.perf_counter() - start
 

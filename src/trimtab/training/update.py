@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trimtab.config import Config
-from trimtab.errors import TrimtabError
+from trimtab.errors import Diverged
 from trimtab.models.logprobs import TokenScores, score
 from trimtab.models.perturbation import Changes, Perturbation
 from trimtab.objectives import Objective, PolicyLogps, mismatch
@@ -248,7 +248,7 @@ class Learner:
             yield
 
 
-class DivergedError(TrimtabError):
+class DivergedError(Diverged):
     """Training cannot go on; the loop adds where the last good checkpoint lies.
 
     `weights_are_good`: skipped updates left the weights as they were, so they can still be saved.

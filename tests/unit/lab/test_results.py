@@ -35,8 +35,8 @@ def rows() -> list[dict[str, Any]]:
             K3: 0.2,
             ESS: 0.6,
             greedy: 0.6,
-            "clip/low": 0.2,
-            "clip/high": 0.1,
+            "clip/low": 0.125,
+            "clip/high": 0.125,
         }
         | {"optim/grad_norm": 3.0, "optim/skipped": 1, "reject/tokens": 0.5, CHI2: 2.0, LARGEST: 1.5},
     ]

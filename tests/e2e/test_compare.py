@@ -1,0 +1,139 @@
+"""A real grid of tiny runs: killed in the middle, resumed, and the same as one that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+GRID = ("--methods", "dapo", "token-tis:weight_max=3", "--regimes", "on-policy", "stale-32+int3", "--seeds", "2")
+TINY = ("--set", "trainer.steps=3", "--set", "trainer.prompts=4", "--set", "eval.problems=16", "--workers", "2")
+
+
+def command(out: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "trimtab", "compare", *words, "--out", str(out)]
+
+
+def run(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command(out, *words), capture_output=True, text=True, check=False, env=environment)
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    """All that a grid found, without how long it took."""
+    return [
+        {k: v for k, v in row.items() if k != "seconds"} for row in pq.read_table(out / "results.parquet").to_pylist()
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("grid") / "whole"
+    done = run(out, *GRID, *TINY, "--markdown", str(out) + ".md")
+    assert done.returncode == 0, done.stderr
+    assert "8/8" in done.stdout
+    return out
+
+
+def test_a_grid_leaves_a_table_a_page_and_small_run_directories(whole: Path) -> None:
+    found = rows(whole)
+    assert len(found) == 8
+    assert all(row["status"] == "done" and row["steps"] == 3 and len(row["curve"]) == 4 for row in found)
+    stale = [row for row in found if row["regime"] == "stale-32+int3"]
+    assert (
+        min(row["k3_worst"] for row in stale)
+        > 1e-3
+        > max(row["k3_worst"] for row in found if row["regime"] == "on-policy")
+    )
+    assert "token-tis:weight_max=3" in (whole / "report.html").read_text()
+    table = Path(str(whole) + ".md").read_text().splitlines()
+    assert table[0] == "| method | on-policy | stale-32+int3 |"
+    assert table[3].startswith("| `token-tis:weight_max=3` | 0.")
+    assert {item.name for item in (whole / "on-policy/dapo/seed0").iterdir()} == {
+        "config.toml",
+        "metrics.jsonl",
+        "result.json",
+        ".lock",
+    }
+
+
+def test_killed_in_the_middle_it_goes_on_and_ends_bit_for_bit_the_same(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "killed"
+    with subprocess.Popen(command(out, *GRID, *TINY), stdout=subprocess.PIPE, text=True) as grid:
+        assert grid.stdout is not None
+        next(line for line in grid.stdout if line.startswith("3/8"))
+        grid.send_signal(signal.SIGKILL)
+    kept = {file: file.stat().st_mtime_ns for file in out.rglob("result.json")}
+    assert 3 <= len(kept) < 8
+    assert 3 <= len(rows(out)) <= len(kept), "the table is whole whenever the process dies"
+    again = run(out, *GRID, *TINY)
+    assert again.returncode == 0, again.stderr
+    assert "of them finished before" in again.stdout
+    assert rows(out) == rows(whole)
+    assert kept.items() <= {file: file.stat().st_mtime_ns for file in out.rglob("result.json")}.items()
+
+
+def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+    long = ("--methods", "dapo", "--regimes", "on-policy", "--seeds", "1", "--set", "trainer.steps=10000")
+    with subprocess.Popen(command(tmp_path / "long", *long), stdout=subprocess.PIPE, text=True) as grid:
+        metrics = tmp_path / "long/on-policy/dapo/seed0/metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            os.sched_yield()
+        grid.send_signal(signal.SIGKILL)
+    # The run's lock is free again only when the worker is gone; a second grid in the folder takes it.
+    done = run(tmp_path / "long", *long[:-1], "trainer.steps=10000", "--set", "optim.lr=1e-3")
+    assert done.returncode == 2
+    assert "optim.lr" in done.stderr
+    owner = int((metrics.parent / ".lock").read_text().split()[1])
+    while time.monotonic() < deadline and Path(f"/proc/{owner}").exists():
+        os.sched_yield()
+    assert not Path(f"/proc/{owner}").exists()
+
+
+def test_more_seeds_are_added_and_a_changed_setting_is_refused(whole: Path) -> None:
+    before = (whole / "results.parquet").read_bytes()
+    other = run(whole, *GRID, *TINY, "--set", "optim.lr=1e-3")
+    assert other.returncode == 2
+    assert "was trained with optim.lr = " in other.stderr
+    assert "choose another --out" in other.stderr
+    assert (whole / "results.parquet").read_bytes() == before
+
+
+def test_a_diverged_run_is_a_result_and_a_failed_one_does_not_stop_the_others(tmp_path: Path) -> None:
+    (tmp_path / "gone.jsonl").write_text(json.dumps({"prompt": "1=", "response": "1."}) + "\n")
+    methods = ("dapo", f"luffy:expert.path={tmp_path / 'gone.jsonl'}", "token-bypass:optim.lr=1e30")
+    done = run(tmp_path / "out", "--methods", *methods, "--seeds", "1", "--regimes", "on-policy", *TINY, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert [(row["method"], row["diverged"]) for row in found["scores"]] == [("dapo", 0), (methods[2], 1)]
+    assert found["scores"][1]["accuracy"] == 0.0
+    (failed,) = found["failed"]
+    assert failed["method"] == methods[1]
+    assert failed["error"] in done.stderr
+    status = {row["method"]: row["status"] for row in rows(tmp_path / "out")}
+    assert status == {"dapo": "done", methods[1]: "failed", methods[2]: "diverged"}
+
+
+def test_the_mismatch_of_a_run_is_reproduced_and_methods_are_ranked_at_it(whole: Path, tmp_path: Path) -> None:
+    source = whole / "stale-32+int3/dapo/seed0"
+    few = ("--methods", "dapo", "token-tis", "--seeds", "1", *TINY, "--json")
+    done = run(tmp_path / "out", "--advise", str(source), *few)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    advice = found["advice"]
+    assert {row["method"] for row in found["scores"]} == {"dapo", "token-tis"}
+    best = min(advice["matches"], key=lambda item: abs(item["k3"] - advice["target"]["k3"]))
+    assert best["quality"] == "close"
+    assert 1 / 1.5 < best["k3"] / advice["target"]["k3"] < 1.5
+    assert "times the run" in (tmp_path / "out/report.html").read_text()
