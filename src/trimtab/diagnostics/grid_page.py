@@ -42,6 +42,7 @@ def write_grid(
             {"regime": regime, "figures": _figures(grid, regime), "rows": _details(grid, regime)}
             for regime in grid.regimes
         ],
+        "refused": [f"{regime}, {method}: {reason}" for (method, regime), reason in grid.refused.items()],
         "failed": [f"{row['regime']}, {row['method']}, seed {row['seed']}: {row['error']}" for row in grid.failed],
     }
     return write(path, render("grid.html.j2", values).encode())

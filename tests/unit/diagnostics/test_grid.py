@@ -123,7 +123,7 @@ def test_the_page_shows_what_the_file_holds_and_escapes_it(tmp_path: Path) -> No
     assert "&lt;b&gt;note" in page
     assert "[0.804, 0.896]" in page
     assert "what hard is" in page
-    assert "no room" in page
+    assert "easy, even: no room" in page
     assert "easy, bad, seed 0: out of memory" in page
     # By regime one figure for few methods.
     assert page.count("<svg") == 2
