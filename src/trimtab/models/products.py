@@ -42,21 +42,35 @@ def linear(
     plain = states.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(states.device.type)
     if not (_ONEDNN and plain and states.device.type == "cpu"):
         return F.linear(states, weight, bias)
-    result: Tensor = _Product.apply(states, weight)
+    result: Any = _Product.apply(states, weight)
     return result if bias is None else result + bias
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(states, weight)
-        return product(states.reshape(-1, states.shape[-1]), weight).view(*states.shape[:-1], weight.shape[0])
+        rows = _padded(states)
+        ctx.save_for_backward(rows, weight)
+        ctx.shape = states.shape
+        return product(rows, weight)[: states.shape[:-1].numel()].view(*states.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        states, weight = ctx.saved_tensors
-        grad = grads[0].reshape(-1, weight.shape[0])
-        rows = states.reshape(-1, states.shape[-1])
-        to_states = product(grad, weight.T).view(states.shape) if ctx.needs_input_grad[0] else None
+        rows, weight = ctx.saved_tensors
+        grad = _padded(grads[0])
+        count = ctx.shape[:-1].numel()
+        to_states = product(grad, weight.T)[:count].view(ctx.shape) if ctx.needs_input_grad[0] else None
         to_weight = product(grad.T, rows.T) if ctx.needs_input_grad[1] else None
         return to_states, to_weight
+
+
+def _padded(states: Float[Tensor, "*batch k"]) -> Float[Tensor, "rows k"]:
+    """The rows, and rows of zeros up to one of eight counts an octave.
+
+    oneDNN keeps compiled kernels for every shape it meets, about half a megabyte each; micro-batches of ever new sizes
+    would grow a process by gigabytes.
+    """
+    rows = states.reshape(-1, states.shape[-1])
+    count = len(rows)
+    step = max(16, 1 << max(0, count.bit_length() - 4))
+    return F.pad(rows, (0, 0, 0, -count % step))
