@@ -3,7 +3,8 @@
 Text that was decoded and encoded again gives the trainer other tokens than were sampled, at few places, mostly where
 turns meet. There a log-prob jumps by nats; noise of any kind moves a logit by a few of its own scales. A jump is
 
-  * isolated: |logit shift| beyond `FAR` times the data's own scale, and |log-ratio| beyond `NATS`; or
+  * isolated: |logit shift| beyond `FAR` times the data's own scale, and |log-ratio| beyond `NATS`, with few tokens
+    between these and `NEARER` times the scale, as a heavy tail has them; or
   * at a boundary: beyond `LOOSE` times that scale within the first tokens of a turn, when it happens there at
     `DENSER` times the rate of elsewhere, with a binomial tail below 1e-6.
 
@@ -21,6 +22,7 @@ from trimtab.diagnostics.diagnosis import Cause
 
 FAR, NATS, LOOSE, FINEST, DENSER, MOST = 25.0, 1.5, 6.0, 0.03, 5.0, 0.15
 OPENING = 3
+NEARER, APART = 8.0, 0.35
 FIX = (
     "Train on the token ids the sampler returned. Never decode and encode a conversation again between turns; append "
     "new tokens to the old ids."
@@ -36,15 +38,16 @@ def find_jumps(tokens: Tokens) -> tuple[Cause | None, Tokens]:
     # The scale of the wider half: fresh and old tokens, or several steps, may be mixed.
     scale = max(float(np.quantile(shift[middle], 0.8)) / 1.28, FINEST)
     far = (shift > FAR * scale) & (log_ratio > NATS)
+    between = int(((shift > NEARER * scale) & ~far).sum())
     loose = (shift > LOOSE * scale) & (log_ratio > 1.0)
     opening = tokens.inner & (tokens.turn < OPENING)
     boundary = _concentrated(loose, opening)
     jumps = far | (loose & opening if boundary is not None else far)
     count = int(jumps.sum())
     certain = bool((far & (shift > 100 * scale) & (log_ratio > 5)).any())
-    if share(jumps) > MOST or not (boundary is not None or count >= 2 or certain):
-        return None, tokens
-    if count == 0:
+    # A heavy tail thins out steadily; jumps stand apart from what lies between them and the rest.
+    apart = count >= APART * between
+    if not 0 < share(jumps) < MOST or not (boundary is not None or (apart and (count >= 2 or certain))):
         return None, tokens
     size = float(np.median(log_ratio[jumps]))
     where = (

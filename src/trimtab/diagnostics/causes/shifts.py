@@ -4,7 +4,8 @@ For every offset s the score of a token is min(|b_t - p_t|, 3) - min(|b_t - p_(t
 trainer's neighbor is than its own. On aligned data it is negative on average, so the best stretch of a response
 collects next to nothing; on a shifted stretch it collects the whole difference. A shift is named when
 
-  * its stretches collect at least `LEAST` nats and `CLEAR` times what the other offsets collect by accident, and
+  * its stretches collect at least `LEAST` nats, `PART` of all the distance there is, and `CLEAR` times what the other
+    offsets collect by accident, and
   * inside them the shifted log-probs agree far better (`FIT` of the distance, correlation `TIE`).
 
 Found stretches are repaired, so that what else is wrong still shows, and the other responses are searched again: they
@@ -22,7 +23,7 @@ from trimtab.diagnostics.causes.evidence import Tokens, joined, sureness
 from trimtab.diagnostics.diagnosis import Cause
 
 OFFSETS = tuple(s for k in range(1, 9) for s in (k, -k))
-CAP, STRETCH, LEAST, CLEAR, FIT, TIE = 3.0, 3.0, 12.0, 3.0, 0.65, 0.75
+CAP, STRETCH, LEAST, CLEAR, FIT, TIE, PART = 3.0, 3.0, 12.0, 3.0, 0.65, 0.75, 0.12
 INFORMS = 2.0  # nats of surprise in a response that could show its shift
 ROUNDS = 4
 FIX = (
@@ -88,7 +89,7 @@ def _best(tokens: Tokens) -> _Found | None:
         rates[offset] = gains[offset] / max(int(real.sum()), 1)
     best = max(gains, key=lambda s: gains[s])
     usual = float(np.median([rate for s, rate in rates.items() if s != best]))
-    if gains[best] < LEAST or rates[best] < CLEAR * usual:
+    if gains[best] < max(LEAST, PART * own.sum()) or rates[best] < CLEAR * usual:
         return None
     score, real = _score(tokens, own, best)
     chosen = _stretches(score, tokens.row, STRETCH)[1] & real
@@ -98,18 +99,22 @@ def _best(tokens: Tokens) -> _Found | None:
     if near > FIT * own[chosen].mean() or _correlation(behavior, moved) < TIE:
         return None
     # Once the offset is known, a stretch too short to prove it still shows it.
-    inside = _trimmed(_stretches(score, tokens.row, STRETCH / 10)[1] & real, tokens.row, abs(best))
+    inside = _trimmed(_stretches(score, tokens.row, STRETCH / 10)[1] & real, tokens.row, best)
+    if inside.sum() < 6:
+        return None
     return _Found(best, gains[best], len(np.unique(tokens.row[inside])), inside, partner)
 
 
-def _trimmed(inside: np.ndarray, row: np.ndarray, width: int) -> np.ndarray:
-    """Stretches without `width` tokens at each end, where the true partner may lie outside."""
+def _trimmed(inside: np.ndarray, row: np.ndarray, offset: int) -> np.ndarray:
+    """Stretches without the `|offset|` tokens whose partner lies beyond the stretch's end, in the other part."""
     kept = inside.copy()
-    for k in range(1, width + 1):
-        same = row[k:] == row[:-k]
-        kept[k:] &= inside[:-k] & same
-        kept[:-k] &= inside[k:] & same
-        kept[:k] = kept[-k:] = False
+    for k in range(1, abs(offset) + 1):
+        if offset < 0:
+            kept[k:] &= inside[:-k] & (row[k:] == row[:-k])
+            kept[:k] = False
+        else:
+            # At the end of a response there is no other part.
+            kept[:-k] &= inside[k:] | (row[k:] != row[:-k])
     return kept
 
 
