@@ -1,6 +1,6 @@
 """How far the samplers of the laboratory's regimes are from the trainer, before any training.
 
-    python benchmarks/mismatch.py [--models laboratory laboratory-moe] [--prompts 64] [--samples 8]
+    python benchmarks/mismatch.py [--models laboratory laboratory-moe] [--prompts 256] [--samples 8]
 
 Each sampler draws responses at temperature 1 and reports its own log-probs; the trainer (float32) scores them. Printed
 per token: k3, the largest |log pi - log mu|, Pearson's r, the effective sample size of pi/mu.
@@ -94,7 +94,7 @@ class Sampled:
 
 
 def sample(engine: EmbeddedEngine, task: Any, tokenizer: Any, prompts: int, samples: int) -> Sampled:
-    asked = [tasks.encode(task, problem, tokenizer) for problem in list(task.train)[:prompts]]
+    asked = [tasks.encode(task, problem, tokenizer) for problem in task.train[:prompts]]
     sampling = Sampling(max_tokens=min(task.max_tokens, 32), stop=task.stop)
     groups = engine.generate(asked, samples, sampling, seed=0)
     answers = [(index, answer) for index, group in enumerate(groups) for answer in group]
@@ -150,7 +150,7 @@ def routing(model: Any, sampler: Any, batch: TokenBatch) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=[LABORATORY, MIXTURE], help=f"{BUNDLED} also works")
-    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--samples", type=int, default=8)
     given = parser.parse_args()
     print("| model | sampler | k3 | max | r | ESS | sent elsewhere | k3, full forward | k3, same experts |")
