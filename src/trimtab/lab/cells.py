@@ -14,6 +14,7 @@ from trimtab.training.run import check
 
 METHODS = (
     "grpo",
+    "reinforce",
     "cispo",
     "token-bypass",
     "seq-bypass",

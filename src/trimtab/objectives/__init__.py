@@ -13,7 +13,7 @@ from trimtab.objectives.policies import PolicyLogps
 from trimtab.objectives.presets import keywords_of, objective, objectives
 from trimtab.objectives.regularizers import KL
 from trimtab.objectives.state import State
-from trimtab.objectives.surrogates import Clipped, Regression, Reinforce, SecondMoment, Shaped, Unclipped
+from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, SecondMoment, Shaped, Unclipped
 
 __all__ = [
     "KL",
@@ -23,6 +23,7 @@ __all__ = [
     "Clipped",
     "Correction",
     "Divergence",
+    "LogProb",
     "Metrics",
     "Objective",
     "Output",

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING
 
 from trimtab.corrections.masks import OPSM, Band, Divergence, Mask, Veto
 from trimtab.corrections.weights import Weight
-from trimtab.objectives.surrogates import Clipped, Regression, Reinforce, SecondMoment, Shaped, Surrogate, Unclipped
+from trimtab.objectives.surrogates import (
+    Clipped,
+    LogProb,
+    Regression,
+    Reinforce,
+    SecondMoment,
+    Shaped,
+    Surrogate,
+    Unclipped,
+)
 
 if TYPE_CHECKING:
     from trimtab.objectives.objective import Objective
@@ -71,6 +80,8 @@ def _surrogate(surrogate: Surrogate, ratio: str) -> str:
         return clipped if surrogate.dual is None else f"max[A<0]({clipped}, {surrogate.dual:g} A)"
     if isinstance(surrogate, Reinforce):
         return f"sg[min({ratio}, {surrogate.ceiling:g})] A log π"
+    if isinstance(surrogate, LogProb):
+        return "A log π"
     if isinstance(surrogate, Regression):
         return f"−({surrogate.beta:g}·log {ratio} − A)²/T"
     if isinstance(surrogate, Shaped):

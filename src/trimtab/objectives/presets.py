@@ -17,7 +17,7 @@ from trimtab.errors import TrimtabError, nearest
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.objective import Objective, Ratio
 from trimtab.objectives.regularizers import KL
-from trimtab.objectives.surrogates import Clipped, Regression, Reinforce, SecondMoment, Shaped
+from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, SecondMoment, Shaped
 
 LENGTH_MAX = 1024
 """Tokens; the response budget of `dr-grpo` and `luffy` until a recipe sets `length_max` to its own."""
@@ -67,6 +67,12 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, clip_dual: float | 
 def cispo(*, ceiling: float = 5.0) -> Objective:
     """arXiv 2506.13585, with the absolute ceiling of arXiv 2510.13786."""
     return Objective("cispo", Ratio(), Reinforce(ceiling))
+
+
+@_preset
+def reinforce() -> Objective:
+    """Williams 1992: no ratio at all. What becomes of a batch that is used many times, when nothing says it is old."""
+    return Objective("reinforce", Ratio(), LogProb())
 
 
 # Bypass: current against behavior, no proximal policy.

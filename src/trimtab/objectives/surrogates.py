@@ -209,6 +209,14 @@ class SecondMoment:
 
 
 @dataclass(frozen=True)
+class LogProb:
+    """A log pi: the policy gradient as if every token were the current policy's own (REINFORCE, Williams 1992)."""
+
+    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+        return terms.advantage * terms.logp, {}
+
+
+@dataclass(frozen=True)
 class Unclipped:
     """r A: the plain importance-weighted policy gradient."""
 

@@ -234,3 +234,9 @@ def test_self_normalisation_makes_the_mean_weight_one_at_every_level():
         mean = sum(weights) / 3 if name == "token-tis" else (0.75 + 1.2) / 2
         assert current.grad is not None
         assert_close(-current.grad[mask] * 3, torch.tensor(weights, dtype=torch.float64) / mean)
+
+
+@pytest.mark.parametrize("ratio", [0.01, 1.0, 50.0])
+@pytest.mark.parametrize("advantage", [2.0, -3.0])
+def test_reinforce_does_not_look_at_the_ratio(ratio, advantage):
+    assert one_token("reinforce", ratio, advantage, logp=-1.5)[:2] == pytest.approx((-1.5 * advantage, advantage))

@@ -26,6 +26,7 @@ ABSENT = {
     "m2po": "M2PO is in its own fork of verl, and in AReaL",
     "luffy": "LUFFY mixes in external traces, its own code is a fork of verl",
     "seq-bypass": "it has no product ratio π/μ",
+    "reinforce": "each of its losses has a ratio",
 }
 """Presets none of the three has, and why."""
 

@@ -72,9 +72,9 @@ class Drift:
                 False, f"{found} of age 0 (the youngest is {self._youngest} updates old); {_FEWEST} are needed"
             )
         lonely = np.convolve(count[0], np.ones(_NEAR), "same") < _FEWEST
-        k3 = self._sums[1].sum(axis=(0, 1))
-        if k3[lonely].sum() > _LONELY * k3.sum():
-            share = f"{k3[lonely].sum() / k3.sum():.0%} of k3"
+        older, k3 = self._sums[1, :, 1].sum(axis=0), self._sums[1].sum()
+        if older[lonely].sum() > _LONELY * k3:
+            share = f"{older[lonely].sum() / k3:.0%} of k3"
             return Split(False, f"{share} lies at behavior probabilities with fewer than {_FEWEST} tokens of age 0")
         starts = _starts(count[0])
         merged = np.add.reduceat(self._sums, starts, axis=-1)
