@@ -165,6 +165,8 @@ def main() -> None:
             row = figures(log_probs(loaded.model, drawn.batch), drawn.logp)
             if name == MIXTURE:
                 row += routing(loaded.model, rounded_copy(loaded.model, dtype, rounding), drawn.batch)
+            else:
+                row += ["-"] * 3
             print(f"| {name} | {label} | {' | '.join(row)} |", flush=True)
 
 
