@@ -72,7 +72,8 @@ def experts(model: Any, batch: TokenBatch) -> torch.Tensor:
 def elsewhere(loaded: Loaded, sampler: str) -> float:
     """Share of tokens with another pair of experts in at least one layer."""
     dtype, rounding = SAMPLERS[sampler]
-    own = copy.deepcopy(loaded.model).to(dtype)
+    own: Any = copy.deepcopy(loaded.model)
+    own.to(dtype)
     with torch.no_grad():
         for name in matrices(own) if rounding.active else ():
             own.get_parameter(name).copy_(rounding.apply(name, own.get_parameter(name), 0))
