@@ -29,12 +29,10 @@ def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: Tally, f
     _mark_rows(block, keep, tally)
     flat = _aligned(block, keep)
     flat, keep_rows = _trimmed(flat, layout, keep.rows(), keep)
-    trained = flat.values.pop("trained")
-    finite = _finite_rows(flat, trained, tally)
-    tally.drop("non-finite log-probs or entropy", int((~finite).sum()))
+    flat, finite = _finite(flat, tally)
+    tally.drop("no finite log-prob at any trained token", int((~finite).sum()))
     for reason, count in keep.counts():
         tally.drop(reason, count)
-    flat.values["trained"] = trained
     flat, keep_rows = flat.select(finite), keep_rows[finite]
     if layout.repeats:
         again = _written_again(flat, tally, file)
@@ -173,12 +171,15 @@ def _ends(flat: Flat, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first, last
 
 
-def _finite_rows(flat: Flat, trained: np.ndarray, tally: Tally) -> np.ndarray:
-    """Rows whose log-probs and entropy are finite at every trained token; at all other tokens these become 0.
+def _finite(flat: Flat, tally: Tally) -> tuple[Flat, np.ndarray]:
+    """Without the trained tokens whose log-probs or entropy are not finite, and the rows (rows,) that have others left.
 
-    What stands at an untrained token is a placeholder or padding, so that no later stage may depend on it. The columns
+    The tokens are taken out altogether: an untrained token inside a response would read as the end of a turn. A trainer
+    has to drop such responses whole; here one bad token in each would leave nothing to look at. What stands at an
+    untrained token is a placeholder or padding and becomes 0, so that no later stage may depend on it. The columns
     become float32, in place of whatever they were.
     """
+    trained = flat.values["trained"]
     bad = np.zeros(len(trained), dtype=np.bool_)
     for name in (*LOGPS, "entropy"):
         if name not in flat.values:
@@ -195,7 +196,9 @@ def _finite_rows(flat: Flat, trained: np.ndarray, tally: Tally) -> np.ndarray:
             bad |= odd & trained
         values[~trained] = 0
         flat.values[name] = values
-    return ~flat.having(bad)
+    tally.damaged += int(flat.having(bad).sum())
+    flat = flat.without(bad)
+    return flat, flat.having(flat.values["trained"])
 
 
 def _count(chunk: Chunk, tally: Tally) -> None:

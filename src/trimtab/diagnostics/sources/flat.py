@@ -36,6 +36,13 @@ class Flat:
         tokens = (place >= np.repeat(first, self.lengths)) & (place < np.repeat(last, self.lengths))
         return Flat(last - first, {name: values[tokens] for name, values in self.values.items()})
 
+    def without(self, tokens: np.ndarray) -> Flat:
+        """All but the marked tokens; the rows stay, if only as empty ones."""
+        if not tokens.any():
+            return self
+        lengths = self.lengths - np.bincount(self.row[tokens], minlength=len(self.lengths))
+        return Flat(lengths, {name: values[~tokens] for name, values in self.values.items()})
+
     def having(self, tokens: np.ndarray) -> np.ndarray:
         """Rows (rows,) with at least one of the marked tokens."""
         return np.bincount(self.row[tokens], minlength=len(self.lengths)) > 0

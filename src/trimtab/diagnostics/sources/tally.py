@@ -28,6 +28,7 @@ class Tally:
     positive: Counter[str] = field(default_factory=Counter)
     largest: dict[str, float] = field(default_factory=dict)
     several_versions: bool = False
+    damaged: int = 0
     groups: dict[Hashable, int] = field(default_factory=dict)
     seen: dict[Hashable, int] = field(default_factory=dict)
 
@@ -54,6 +55,11 @@ class Tally:
         for name, count in self.unknown.items():
             if count:
                 found.append(f"{name} is not a finite number in {count} of {self.responses} responses")
+        if self.damaged:
+            found.append(
+                f"{_count(self.damaged, 'response')} with values at trained tokens that are not finite: those tokens are "
+                f"left out here, a trainer has to drop the responses"
+            )
         if self.trained and self.equal == self.trained:
             found.append(
                 f"{anchor} equals logp_behavior bit for bit at all {self.trained} trained tokens: either the numerics "

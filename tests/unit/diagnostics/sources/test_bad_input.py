@@ -60,10 +60,10 @@ GOOD = row()
         (row(loss_mask=[False, False]), "no trained token"),
         (row(loss_mask=[True, None]), "loss_mask holds nulls"),
         (row(response_ids=[1, None]), "response_ids holds nulls"),
-        (row((-1.0, NAN)), "non-finite log-probs or entropy"),
-        (row((-1.0, None)), "non-finite log-probs or entropy"),
-        (row((-1.0, -INF)), "non-finite log-probs or entropy"),
-        (row((-1.0, -1e300)), "non-finite log-probs or entropy"),
+        (row((NAN, NAN)), "no finite log-prob at any trained token"),
+        (row((-INF, None)), "no finite log-prob at any trained token"),
+        (row((-1e300, -INF)), "no finite log-prob at any trained token"),
+        (row((NAN, -1.0), loss_mask=[True, False]), "no finite log-prob at any trained token"),
         (row((-1.0, 10**400)), "logp_behavior is not a list of numbers"),
         (row(off_policy=True), "external trace (off_policy)"),
         (row(None, None, off_policy=True), "external trace (off_policy)"),
@@ -93,8 +93,10 @@ def test_every_non_finite_number_is_counted_by_column_and_kind(tmp_path: Path) -
         "logp_behavior nan": 1, "logp_behavior -inf": 2, "logp_proximal inf": 1, "logp_proximal nan": 1,
         "entropy nan": 1,
     }  # fmt: skip
-    assert origin.dropped == {"non-finite log-probs or entropy": 4}
-    assert chunk.responses == 1
+    assert origin.dropped == {"no finite log-prob at any trained token": 2}
+    assert np.diff(chunk.starts).tolist() == [1, 1, 2]
+    assert chunk.behavior.tolist() == [-1.0, *GOOD["logp_behavior"][:1], *GOOD["logp_behavior"]]
+    assert any(found.startswith("4 responses with values") for found in origin.findings)
 
 
 @pytest.mark.parametrize("garbage", [NAN, INF, -INF, 1e30, 0.0])
@@ -229,7 +231,7 @@ def test_a_parquet_file_of_no_rows_and_of_one(tmp_path: Path) -> None:
         (pa.array([-1.0, -2.0]), "logp_behavior is not a list of numbers"),
         (pa.array([None, None]), "no logp_behavior"),
         (pa.array([None, None], pa.list_(pa.float32())), "no logp_behavior"),
-        (pa.array([[None], [None]], pa.list_(pa.null())), "non-finite log-probs or entropy"),
+        (pa.array([[None], [None]], pa.list_(pa.null())), "no finite log-prob at any trained token"),
         (pa.array([[[-1.0]], [[-2.0]]]), "logp_behavior is not a list of numbers"),
     ],
 )

@@ -144,12 +144,12 @@ def test_prime_rl_prompts_are_cut_and_nulls_counted() -> None:
     assert origin.anchor == "current"
     # The first response has a trainer log-prob that was not finite, which the exporter writes as null.
     assert origin.nonfinite == {"logp_current nan": 1}
-    assert origin.dropped == {"non-finite log-probs or entropy": 1}
+    assert not origin.dropped
     assert chunk.ids is not None
-    assert chunk.ids.tolist() == rows[1]["token_ids"][1:] == [7, 8, 9, 10]
-    np.testing.assert_allclose(chunk.trainer, rows[1]["trainer_logprobs"][1:], rtol=1e-6)
+    assert chunk.ids[chunk.starts[1] :].tolist() == rows[1]["token_ids"][1:] == [7, 8, 9, 10]
+    np.testing.assert_allclose(chunk.trainer[chunk.starts[1] :], rows[1]["trainer_logprobs"][1:], rtol=1e-6)
     assert chunk.advantage is not None
-    assert chunk.advantage.tolist() == [-1]
+    assert chunk.advantage.tolist() == [1, -1]
 
 
 def test_prime_rl_tokens_without_weight_in_the_rl_loss_are_untrained(tmp_path: Path) -> None:
