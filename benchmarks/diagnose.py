@@ -1,13 +1,13 @@
-"""Reading and measuring 10 million tokens of trajectories: wall seconds and peak memory of a process of its own.
+"""`trimtab diagnose` on 10 million tokens of trajectories: wall seconds and peak memory of a process of its own.
 
     .venv/bin/python benchmarks/diagnose.py [--tokens 10000000] [--folder DIR]
 
 Writes 40 steps of synthetic trajectories in the trainer's layout (parquet, zstd, every optional column; responses of
 log-normal length around 400 tokens, a third of them of several turns; bf16-like noise that grows for rare tokens, some
-staleness) into a temporary folder, or into DIR, where a second run finds them. Then a child process, one thread, reads
-and measures them; its resident high-water mark is its own.
+staleness) into a temporary folder, or into DIR, where a second run finds them. Then a child process, one thread, goes
+through all stages of the command; its resident high-water mark is its own.
 
-Target: the whole of `trimtab diagnose` in <= 60 s and <= 2 GB on two cores; reading and measuring in half of that.
+Target: <= 60 s and <= 2 GB on two cores.
 """
 
 from __future__ import annotations
@@ -76,37 +76,29 @@ def write_run(folder: Path, tokens: int) -> int:
     return sum(write_step(folder / f"step-{step:06d}.parquet", step, tokens // STEPS) for step in range(1, STEPS + 1))
 
 
-def read_and_measure(folder: Path) -> dict[str, float]:
-    """What the child process does; times are its own, imports apart."""
+def phases(folder: Path) -> dict[str, float]:
+    """What the child process does: the stages of the command one after the other, and the page."""
     start = time.perf_counter()
-    from trimtab.diagnostics.measure import measure
-    from trimtab.diagnostics.sources import open_source
+    from trimtab.diagnostics.diagnose import diagnose
+    from trimtab.diagnostics.diagnose_page import write_page
 
-    imported = time.perf_counter()
-    source = open_source([folder])
-    reading = 0.0
+    marks: dict[str, float] = {"imports": time.perf_counter()}
 
-    def timed():
-        nonlocal reading
-        chunks = source.chunks()
-        while True:
-            begin = time.perf_counter()
-            chunk = next(chunks, None)
-            reading += time.perf_counter() - begin
-            if chunk is None:
-                return
-            yield chunk
+    def watch(what: str, _tokens: int) -> None:
+        marks.setdefault(what, time.perf_counter())
 
-    found = measure(timed(), source.origin)
-    whole = time.perf_counter() - imported
+    found = diagnose(folder, watch=watch)
+    marks["page"] = time.perf_counter()
+    write_page(found, folder / "diagnose.html")
+    names, times = list(marks), [*marks.values(), time.perf_counter()]
+    spent = {f"{name}, s": end - begin for name, begin, end in zip(names[1:], times[1:-1], times[2:], strict=True)}
     return {
-        "tokens": found.origin.tokens,
-        "k3": found.size.mismatch["k3"],
-        "import_s": imported - start,
-        "read_s": reading,
-        "measure_s": whole - reading,
-        "total_s": whole,
-        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+        "tokens": found.measured.origin.tokens,
+        "imports, s": times[0] - start,
+        **spent,
+        "whole process, s": times[-1] - start,
+        "processor, s": time.process_time(),
+        "peak, GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
     }
 
 
@@ -117,7 +109,7 @@ def main() -> None:
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
-        print(json.dumps(read_and_measure(chosen.child)))
+        print(json.dumps(phases(chosen.child)))
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = chosen.folder or Path(temporary)
@@ -126,7 +118,7 @@ def main() -> None:
         command = [sys.executable, __file__, "--child", str(folder)]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
     for name, value in json.loads(output.stdout).items():
-        print(f"{name:12} {value:,.4g}" if value < 1e4 else f"{name:12} {value:,.0f}")
+        print(f"{name:24} {value:,.4g}" if value < 1e4 else f"{name:24} {value:,.0f}")
 
 
 if __name__ == "__main__":
