@@ -115,7 +115,7 @@ def _temperature(tokens: Tokens, line: Line, *, doubtful: bool = False) -> Cause
     known = _known_temperature(tokens)
     ratio, _ = mean_ratio(tokens)
     evidence = (
-        f"trainer and sampler are one distribution at temperatures {line.a:.3g} : 1 (sampler over trainer"
+        f"trainer and sampler are one distribution at temperatures of about {line.a:.2f} : 1 (sampler over trainer"
         f"{known}): logit differences lie on a line, {line.spread:.1f} logits left per unit of slope, z = {line.z:.0f} "
         f"on {line.tokens} tokens; mean ratio {ratio:.4f}"
     )
@@ -127,7 +127,7 @@ def _raw_line(tokens: Tokens, line: Line) -> Cause:
     inverse, _ = mean_ratio(tokens.swapped())
     evidence = (
         f"the mean ratio is {ratio:.4f} (z = {z:.1f}) and the mean inverse ratio {inverse:.4f}: tokens were drawn from "
-        f"the trainer's distribution, which is the reported one at exponent {line.a:.3g} (temperature {1 / line.a:.2f})"
+        f"the trainer's distribution, which is the reported one at temperature {1 / line.a:.2f} or so"
     )
     return Cause("raw-logprobs", 0.6 if line.a < 1 else sureness(z, 4.0), evidence, FIX_RAW)
 

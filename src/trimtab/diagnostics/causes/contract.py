@@ -28,7 +28,7 @@ from trimtab.diagnostics.causes.evidence import Tokens, logit, share, z_of
 
 SPREAD, SLOPE, STEEP = 6.0, 0.02, 8.0
 HOLD = (-3.0, 8.0)
-DEFICIT, DEEP = 1e-3, 6.0
+DEFICIT, DEEP, BULK = 1e-3, 6.0, 4.0
 ALONE, CLOSE, DISAGREES = -1e-6, -0.01, -0.01
 WIDE, WIDE_SHARE = 0.5, 0.01
 LOG_RATIO_MOST = 20.0
@@ -99,7 +99,17 @@ def cut_off(tokens: Tokens) -> Cut | None:
     leans = share(log_ratio > 1e-4) < 0.8 * share(log_ratio < -1e-4)
     # A wide ratio has a mean below 1 until its rare large values are sampled.
     wide = share(log_ratio > WIDE) > WIDE_SHARE
-    by_mass = mass < 1.0 - DEFICIT and z < -DEEP and leans and not wide
+    by_mass = mass < 1.0 - DEFICIT and z < -DEEP and leans and not wide and _in_bulk(tokens)
     if not (by_zeros or by_mass):
         return None
     return Cut(mass, z, alone, share(certain))
+
+
+def _in_bulk(tokens: Tokens) -> bool:
+    """Whether ordinary undecided tokens carry the deficit, as lost mass does, rather than a few far ones."""
+    log_ratio = tokens.log_ratio[tokens.middle]
+    if len(log_ratio) < 20:
+        return False
+    scale = 1.48 * float(np.median(np.abs(log_ratio)))
+    held = np.clip(log_ratio, -3 * scale, 3 * scale)
+    return z_of(held) < -BULK and float(held.mean()) < 0.3 * float(log_ratio.mean())

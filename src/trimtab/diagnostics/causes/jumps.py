@@ -32,7 +32,8 @@ FIX = (
 def find_jumps(tokens: Tokens) -> tuple[Cause | None, Tokens]:
     """The cause, if found, and the tokens without the jumps."""
     shift, log_ratio = np.abs(tokens.shift), np.abs(tokens.log_ratio)
-    middle = tokens.middle
+    opening = tokens.inner & (tokens.turn < OPENING)
+    middle = tokens.middle & ~opening
     if middle.sum() < 20:
         return None, tokens
     # The scale of the wider half: fresh and old tokens, or several steps, may be mixed.
@@ -40,38 +41,37 @@ def find_jumps(tokens: Tokens) -> tuple[Cause | None, Tokens]:
     far = (shift > FAR * scale) & (log_ratio > NATS)
     between = int(((shift > NEARER * scale) & ~far).sum())
     loose = (shift > LOOSE * scale) & (log_ratio > 1.0)
-    opening = tokens.inner & (tokens.turn < OPENING)
     boundary = _concentrated(loose, opening)
-    jumps = far | (loose & opening if boundary is not None else far)
+    jumps = far | (loose & opening if boundary else far)
     count = int(jumps.sum())
     certain = bool((far & (shift > 100 * scale) & (log_ratio > 5)).any())
     # A heavy tail thins out steadily; jumps stand apart from what lies between them and the rest.
     apart = count >= APART * between
-    if not 0 < share(jumps) < MOST or not (boundary is not None or (apart and (count >= 2 or certain))):
+    if not 0 < share(jumps) < MOST or not (boundary or (apart and (count >= 2 or certain))):
         return None, tokens
     size = float(np.median(log_ratio[jumps]))
     where = (
         f", {share(loose[opening]):.1%} of the first {OPENING} tokens of a turn against "
         f"{share(loose[~opening]):.2%} elsewhere"
-        if boundary is not None
+        if boundary
         else ""
     )
     evidence = (
         f"{count} of {len(tokens)} tokens jump by {size:.1f} nats (median) where the rest moves by {scale:.2g} in "
         f"logits{where}"
     )
-    sure = sureness(float(count) * (3 if boundary is not None else 1), 1.5)
+    sure = sureness(float(count) * (3 if boundary else 1), 1.5)
     return Cause("retokenized", sure, evidence, FIX), tokens.kept(~_near(jumps, tokens))
 
 
-def _concentrated(jumps: np.ndarray, opening: np.ndarray) -> float | None:
-    """log10 of the binomial tail of so many jumps at boundaries, where that is next to impossible; else None."""
+def _concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:
+    """Whether so many jumps at boundaries are next to impossible at the rate of elsewhere (binomial tail, Chernoff)."""
     trials, hits = int(opening.sum()), int((jumps & opening).sum())
     elsewhere = (float((jumps & ~opening).sum()) + 1.0) / (float((~opening).sum()) + 1.0)
     if trials == 0 or hits < 3 or hits / trials < DENSER * elsewhere:
-        return None
+        return False
     tail = hits * math.log(hits / trials / elsewhere) - (hits - trials * elsewhere)
-    return -tail / math.log(10) if tail > 6 * math.log(10) else None
+    return tail > 6 * math.log(10)
 
 
 def _near(jumps: np.ndarray, tokens: Tokens) -> np.ndarray:

@@ -1,6 +1,6 @@
 """`misaligned`, its other form: the trainer's log-probs are those of another response.
 
-A response whose log-probs disagree is compared with the others of equal length that disagree. A list is a stranger's
+A response whose log-probs disagree is compared with the others of equal length. A list is a stranger's
 when it fits at less than `FIT` of the own distance and at less than `FIT` of what the next best one does: among
 thousands of short, near-certain responses something always fits a little. Named when at least `LEAST` are found, and
 `MOST_OF` of those that disagree, or a policy that has really changed would be taken for it.
@@ -13,7 +13,7 @@ import numpy as np
 from trimtab.diagnostics.causes.evidence import Tokens, sureness
 from trimtab.diagnostics.diagnosis import Cause
 
-CAP, BAD, FIT, LEAST, MOST_OF, MOST = 3.0, 0.3, 0.3, 3, 0.5, 400
+CAP, BAD, FIT, LEAST, MOST_OF, MOST = 3.0, 0.3, 0.3, 3, 0.5, 500
 WORDS = 3.0  # nats in a response that can be told from others
 
 
@@ -23,21 +23,22 @@ def find_swapped(tokens: Tokens) -> tuple[Cause | None, Tokens]:
     starts, lengths = edges[:-1], np.diff(edges)
     own = np.add.reduceat(np.minimum(np.abs(tokens.log_ratio), CAP), starts) / lengths if len(starts) else starts
     words = -np.add.reduceat(tokens.behavior, starts) if len(starts) else starts
-    bad = np.flatnonzero((own > BAD) & (lengths >= 4) & (words > WORDS))
-    trainer, found, judged = tokens.trainer.copy(), 0, 0
+    bad = (own > BAD) & (lengths >= 4) & (words > WORDS)
+    trainer, put_back, judged = tokens.trainer.copy(), np.zeros(len(starts), dtype=bool), 0
     for length in np.unique(lengths[bad]):
-        some = bad[lengths[bad] == length][:MOST]
-        if len(some) < 3:
+        equal = np.flatnonzero(lengths == length)[:MOST]
+        if len(equal) < 3:
             continue
-        judged += len(some)
-        place = starts[some][:, None] + np.arange(length)
-        behavior, values = tokens.behavior[place], tokens.trainer[place]
-        for i, response in enumerate(some):
-            distance = np.minimum(np.abs(behavior[i] - values), CAP).mean(-1)
-            owner, second = (int(place) for place in np.argsort(distance)[:2])
-            if owner != i and distance[owner] < FIT * min(own[response], distance[second]):
+        place = starts[equal][:, None] + np.arange(length)
+        values = tokens.trainer[place]
+        for i in np.flatnonzero(bad[equal]):
+            judged += 1
+            distance = np.minimum(np.abs(tokens.behavior[place[i]] - values), CAP).mean(-1)
+            owner, second = (int(place) for place in np.argpartition(distance, 1)[:2])
+            if owner != i and distance[owner] < FIT * min(own[equal[i]], distance[second]):
                 trainer[place[i]] = values[owner]
-                found += 1
+                put_back[equal[i]] = True
+    found = int(put_back.sum())
     if found < max(LEAST, MOST_OF * judged):
         return None, tokens
     evidence = (
@@ -45,6 +46,7 @@ def find_swapped(tokens: Tokens) -> tuple[Cause | None, Tokens]:
         f"one's fit at less than {FIT:g} of the distance"
     )
     fix = "Keep responses and their log-probs in one order: join them by an id, not by place, after sorting or packing."
+    # The others may be strangers' too and be too certain to show it.
     return Cause("misaligned", sureness(found, LEAST), evidence, fix), tokens.repaired(
-        trainer, np.ones(len(tokens), dtype=bool)
+        trainer, np.repeat(put_back, lengths)
     )
