@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from tests.unit.diagnostics.causes import support
+
 from trimtab.models.load import load
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Prompt, Sampling

@@ -7,7 +7,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-
 from tests.unit.diagnostics.causes import support as plant
 
 
