@@ -1,0 +1,131 @@
+"""Figures and tables of the pages about the laboratory, from the folder that `trimtab compare` leaves.
+
+    python docs/figures/grid.py runs/default --dots laboratory.png
+    python docs/figures/grid.py runs/tails --curves tails.png --metric mismatch/log_ratio_seq_max
+    python docs/figures/grid.py runs/tails --columns accuracy log_ratio_seq_worst grad_norm_max
+
+Dots: final accuracy of every method in every regime, seed by seed. Curves: one metric over steps, mean over seeds with
+their range. Columns: Markdown, mean [lowest, highest] over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pyarrow.parquet as pq
+from canvas import BLUE, GREEN, IMAGES, ORANGE, PALE, PURPLE, RC, SKY, VERMILLION, number, save, table
+
+COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, "#000000")
+Row = dict[str, Any]
+
+
+def read(grid: Path) -> list[Row]:
+    """Finished runs. One that diverged has accuracy 0, as in the grid's own table."""
+    rows = pq.read_table(grid / "results.parquet").to_pylist()
+    return [row | ({"accuracy": 0.0} if row["status"] == "diverged" else {}) for row in rows if row["seed"] is not None]
+
+
+def distinct(rows: list[Row], key: str) -> list[str]:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def dots(rows: list[Row], path: Path) -> None:
+    regimes, methods = distinct(rows, "regime"), distinct(rows, "method")
+    size = (3.1 * len(regimes) + 2.0, 0.3 * len(methods) + 1.2)
+    figure, panels = plt.subplots(1, len(regimes), figsize=size, sharey=True, constrained_layout=True, squeeze=False)
+    for axes, regime in zip(panels[0], regimes, strict=True):
+        here = [row for row in rows if row["regime"] == regime]
+        axes.axvline(np.mean([row["accuracy_before"] for row in here]), color=PALE, linewidth=1, linestyle=":")
+        for place, method in enumerate(methods):
+            values = [row["accuracy"] for row in here if row["method"] == method]
+            axes.plot(values, [place] * len(values), "o", color=BLUE, alpha=0.35, markersize=4, markeredgewidth=0)
+            if values:
+                axes.plot(np.mean(values), place, "|", color=VERMILLION, markersize=13, markeredgewidth=2)
+        axes.set_title(regime)
+        axes.set_xlim(-0.02, 1)
+        axes.set_xlabel("held-out accuracy")
+        axes.grid(axis="y", color="#eeeeee")
+    panels[0, 0].set_yticks(range(len(methods)), methods)
+    panels[0, 0].invert_yaxis()
+    save(figure, path)
+
+
+def curves(grid: Path, rows: list[Row], metric: str, path: Path, log: bool) -> None:
+    regimes, methods = distinct(rows, "regime"), distinct(rows, "method")
+    size = (4.6 * len(regimes) + 0.4, 3.6)
+    figure, panels = plt.subplots(1, len(regimes), figsize=size, sharey=True, constrained_layout=True, squeeze=False)
+    for axes, regime in zip(panels[0], regimes, strict=True):
+        for method, color in zip(methods, COLORS, strict=False):
+            here = [row for row in rows if (row["regime"], row["method"]) == (regime, method)]
+            steps, values = series([grid / row["run"] for row in here], metric)
+            if len(steps):
+                axes.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
+                axes.plot(steps, values.mean(0), color=color, label=method)
+        axes.set_title(regime)
+        axes.set_xlabel("step")
+        if log:
+            axes.set_yscale("log")
+    panels[0, 0].set_ylabel(metric)
+    panels[0, -1].legend(fontsize=8)
+    save(figure, path)
+
+
+def series(runs: list[Path], metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps (n,) that all runs logged and their values (runs, n)."""
+    found = []
+    for run in runs:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        found.append({row["step"]: row[metric] for row in lines if row.get(metric) is not None})
+    steps = sorted(set.intersection(*map(set, found))) if found else []
+    return np.array(steps), np.array([[one[step] for step in steps] for one in found])
+
+
+def columns(rows: list[Row], names: list[str]) -> str:
+    cells = []
+    for regime in distinct(rows, "regime"):
+        for method in distinct(rows, "method"):
+            here = [row for row in rows if (row["regime"], row["method"]) == (regime, method)]
+            if here:
+                cells.append([regime, f"`{method}`", *(spread([row[name] for row in here]) for name in names)])
+    return table(["regime", "method", *names], cells)
+
+
+def spread(values: list[float | None]) -> str:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return "-"
+    return f"{number(float(np.mean(numbers)))} [{number(min(numbers))}, {number(max(numbers))}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("grid", type=Path)
+    parser.add_argument("--dots", help="file name in docs/images")
+    parser.add_argument("--curves", help="file name in docs/images")
+    parser.add_argument("--metric", default="mismatch/k3")
+    parser.add_argument("--log", action="store_true", help="logarithmic axis of the metric")
+    parser.add_argument("--regimes", nargs="+")
+    parser.add_argument("--methods", nargs="+")
+    parser.add_argument("--columns", nargs="+", default=[])
+    given = parser.parse_args()
+    rows = [
+        row
+        for row in read(given.grid)
+        if row["regime"] in (given.regimes or [row["regime"]]) and row["method"] in (given.methods or [row["method"]])
+    ]
+    with plt.rc_context(RC):
+        if given.dots:
+            dots(rows, IMAGES / given.dots)
+        if given.curves:
+            curves(given.grid, rows, given.metric, IMAGES / given.curves, given.log)
+    if given.columns:
+        print(columns(rows, given.columns))
+
+
+if __name__ == "__main__":
+    main()
