@@ -24,7 +24,7 @@ FIX_RAW = (
     "logprobs_mode=processed_logprobs), not those of the model before temperature and truncation."
 )
 
-LIKELIER = 1.0  # nats by which the trainer must explain the tokens better
+LIKELIER = 2.0  # nats by which the trainer must explain the tokens better
 
 
 def find_broken(tokens: Tokens, *, repaired: bool) -> tuple[list[Cause], Line | None, Cut | None]:

@@ -10,11 +10,12 @@ is the mirror image of what a wrong trainer does, and every test is run on (samp
   truncation: log-ratio = log kept mass <= 0     truncated-sampling               raw-logprobs
 
 Temperature is named when a line through (mean logit, logit difference) at tokens more likely than not has a slope
-beyond 8 standard errors and leaves at most `SPREAD` logits for each unit of slope: Renyi entropies of the tokens not
-sampled differ that much between contexts, noise of any kind by far more. Truncation is named when the mean ratio is
-below 1 by 6 standard errors (and `DEFICIT`), the log-ratio leans down and has no wide upper tail; or when tokens have
-log-prob exactly 0 for one side, hardly any are just below 0, and the other side disagrees: such a token was alone in
-its kept set.
+beyond `STEEP` standard errors (`CLEAR` on a tight line) and leaves at most `SPREAD` logits for each unit of slope:
+Renyi entropies of the tokens not sampled differ that much between contexts, noise of any kind by far more.
+
+Truncation is named when the mean ratio is below 1 by `DEEP` standard errors (and `DEFICIT`), the log-ratio leans down
+and has no wide upper tail; or when tokens have log-prob exactly 0 for one side, hardly any are just below 0, and the
+other side disagrees: such a token was alone in its kept set.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ import numpy as np
 
 from trimtab.diagnostics.causes.evidence import Tokens, logit, share, z_of
 
-SPREAD, SLOPE, STEEP = 6.0, 0.02, 8.0
+SPREAD, TIGHT, SLOPE, STEEP, CLEAR = 6.0, 2.5, 0.02, 8.0, 6.0
 HOLD = (-3.0, 8.0)
 DEFICIT, DEEP, BULK = 1e-3, 6.0, 4.0
 ALONE, CLOSE, DISAGREES = -1e-6, -0.01, -0.01
-WIDE, WIDE_SHARE = 0.5, 0.01
+WIDE, WIDE_SHARE, UNEVEN = 0.5, 0.01, 4.0
 LOG_RATIO_MOST = 20.0
 
 
@@ -83,7 +84,13 @@ def temperature_line(tokens: Tokens) -> Line | None:
     z = abs(slope) / max(left / math.sqrt(power), 1e-12)
     hold = float(shift.mean()) / slope - float(middle.mean()) if slope else math.inf
     spread = left / max(abs(slope), 1e-12)
-    if abs(slope) < SLOPE or z < STEEP or spread > SPREAD or not HOLD[0] < hold < HOLD[1] or abs(slope) >= 1.9:
+    if (
+        abs(slope) < SLOPE
+        or z < (CLEAR if spread < TIGHT else STEEP)
+        or spread > SPREAD
+        or not HOLD[0] < hold < HOLD[1]
+        or abs(slope) >= 1.9
+    ):
         return None
     return Line((1 + slope / 2) / (1 - slope / 2), z, spread, int(use.sum()))
 
@@ -99,7 +106,9 @@ def cut_off(tokens: Tokens) -> Cut | None:
     leans = share(log_ratio > 1e-4) < 0.8 * share(log_ratio < -1e-4)
     # A wide ratio has a mean below 1 until its rare large values are sampled.
     wide = share(log_ratio > WIDE) > WIDE_SHARE
-    by_mass = mass < 1.0 - DEFICIT and z < -DEEP and leans and not wide and _in_bulk(tokens)
+    # Lost mass costs every token about as much; unsampled large ratios leave a mean log far below the log of the mean.
+    even = mass > 0 and float(log_ratio.mean()) > UNEVEN * math.log(mass)
+    by_mass = mass < 1.0 - DEFICIT and z < -DEEP and leans and even and not wide and _in_bulk(tokens)
     if not (by_zeros or by_mass):
         return None
     return Cut(mass, z, alone, share(certain))

@@ -13,7 +13,7 @@ import numpy as np
 from trimtab.diagnostics.causes.evidence import Tokens, sureness
 from trimtab.diagnostics.diagnosis import Cause
 
-CAP, BAD, FIT, LEAST, MOST_OF, MOST = 3.0, 0.3, 0.3, 3, 0.5, 500
+CAP, BAD, FIT, LEAST, MOST_OF, MOST = 3.0, 0.3, 0.15, 4, 0.5, 500
 WORDS = 3.0  # nats in a response that can be told from others
 
 

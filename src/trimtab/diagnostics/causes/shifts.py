@@ -23,7 +23,7 @@ from trimtab.diagnostics.causes.evidence import Tokens, joined, sureness
 from trimtab.diagnostics.diagnosis import Cause
 
 OFFSETS = tuple(s for k in range(1, 9) for s in (k, -k))
-CAP, STRETCH, LEAST, CLEAR, FIT, TIE, PART = 3.0, 3.0, 12.0, 3.0, 0.65, 0.75, 0.12
+CAP, STRETCH, LEAST, CLEAR, FIT, TIE, PART = 3.0, 3.0, 12.0, 3.0, 0.65, 0.75, 0.22
 INFORMS = 2.0  # nats of surprise in a response that could show its shift
 ROUNDS = 4
 FIX = (
