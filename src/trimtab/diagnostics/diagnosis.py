@@ -71,8 +71,8 @@ class Origin:
 
     framework: trimtab, verl, trl, miles, prime-rl or columns. anchor: proximal or current.
     dropped: responses left out, by reason. nonfinite: what was not finite at trained tokens, by column name and kind
-    ("logp_behavior -inf", "logp_proximal nan", ...), in tokens, which are left out. missing: absent columns, each with what it costs.
-    findings: what else is odd about the data, a sentence each.
+    ("logp_behavior -inf", "logp_proximal nan", ...), in tokens, which are left out. missing: absent columns, each with
+    what it costs. findings: what else is odd about the data, a sentence each.
     """
 
     framework: str

@@ -77,7 +77,7 @@ def pearson(x: np.ndarray, y: np.ndarray) -> float:
 
 def plane(x: np.ndarray, y: np.ndarray, bins: int) -> np.ndarray:
     """Counts (bins, bins) of points of the unit square, rows along y; 1 belongs to the last bin."""
-    column, row = (np.clip((values * bins).astype(np.int64), 0, bins - 1) for values in (x, y))
+    column, row = (np.clip(values * bins, 0, bins - 1).astype(np.int64) for values in (x, y))
     return np.bincount(row * bins + column, minlength=bins * bins).reshape(bins, bins)
 
 

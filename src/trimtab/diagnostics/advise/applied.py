@@ -33,9 +33,8 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """All usable responses, in blocks that together are one batch.
+    """All responses, in blocks that together are one batch.
 
-    Responses with a log-prob that is not finite at a trained token are left out, as training leaves them out.
     trained: trained tokens. known: whether the sign of every advantage is known.
     """
 
@@ -45,10 +44,8 @@ class Data:
 
     @classmethod
     def of(cls, chunk: Chunk) -> Data:
-        bad = chunk.mask & ~(np.isfinite(chunk.trainer) & np.isfinite(chunk.behavior))
-        dropped = np.bincount(chunk.rows[bad], minlength=chunk.responses) > 0
         sign = np.zeros(chunk.responses) if chunk.advantage is None else np.sign(np.nan_to_num(chunk.advantage))
-        usable = np.flatnonzero(~dropped & (np.diff(chunk.starts) > 0))
+        usable = np.flatnonzero(np.diff(chunk.starts) > 0)
         blocks = [_block(chunk, sign, rows) for rows in _alike(np.diff(chunk.starts), usable)]
         trained = sum(int(block.mask.sum()) for block in blocks)
         return cls(blocks, trained, bool((sign[usable] != 0).all()))

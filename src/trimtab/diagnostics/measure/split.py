@@ -108,7 +108,8 @@ def _parts(sums: np.ndarray) -> np.ndarray:
     tokens = whole[0].sum(axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):
         # What all tokens would have summed to, had each the mean of age 0 in its bin.
-        matched = np.where(whole[0] > 0, fresh / fresh[0] * whole[0], 0.0).sum(axis=-1) / tokens
+        # (A factor of exactly 1 where every token is of age 0: no staleness then, not one of 1e-19.)
+        matched = np.where(whole[0] > 0, fresh * (whole[0] / fresh[0]), 0.0).sum(axis=-1) / tokens
         total = whole.sum(axis=-1) / tokens
     _, k3_fresh, log_fresh, square_fresh = matched
     _, k3, log, square = total

@@ -59,7 +59,7 @@ class Trained:
         behavior, trainer = (values[places].astype(np.float64) for values in (chunk.behavior, chunk.trainer))
         log = trainer - behavior
         if not np.isfinite(log).all():
-            raise ValueError("a trained token has a log-prob that is not finite: readers leave such responses out")
+            raise ValueError("a trained token has a log-prob that is not finite: readers leave such tokens out")
         starts = np.append(upto[responses], upto[-1])
         return cls(chunk, places, responses, starts, behavior, trainer, log, first)
 
@@ -98,13 +98,13 @@ class Trained:
 
     @cached_property
     def q(self) -> np.ndarray:
-        """Probability the sampler gave to the token."""
-        return np.exp(self.behavior)
+        """Probability the sampler gave to the token; above 1, and bounded, for a log-prob above 0 (a finding)."""
+        return np.exp(np.minimum(self.behavior, _SEQUENCE_BOUND))
 
     @cached_property
     def p(self) -> np.ndarray:
-        """Probability the trainer gives to the token."""
-        return np.exp(self.trainer)
+        """Probability the trainer gives to the token, as `q`."""
+        return np.exp(np.minimum(self.trainer, _SEQUENCE_BOUND))
 
     @cached_property
     def sums(self) -> np.ndarray:

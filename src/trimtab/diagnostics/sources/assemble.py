@@ -15,6 +15,8 @@ from trimtab.diagnostics.sources.tally import Tally
 
 _ABOVE_ZERO = 1e-4
 """Log-probs up to this much above 0 are rounding of a logarithm of 1."""
+_FARTHEST = 1e6
+"""Nats beyond which a number stands for infinity: masks write the lowest float, or -1e9, where they mean -inf."""
 _WHOLE_NUMBERS = ("response_ids", "policy_version", "loss_mask", "padding_mask")
 _ROW_NUMBERS = ("step", "proximal_version")
 
@@ -186,10 +188,10 @@ def _finite(flat: Flat, tally: Tally) -> tuple[Flat, np.ndarray]:
             continue
         with np.errstate(over="ignore"):  # beyond float32 is infinite, and counted as such
             values = np.array(flat.values[name], dtype=np.float32)
-        odd = ~np.isfinite(values)
+        odd = ~(np.abs(values) <= _FARTHEST)
         if odd.any():
             wrong = values[odd & trained]
-            kinds = {"nan": np.isnan(wrong), "inf": wrong == np.inf, "-inf": wrong == -np.inf}
+            kinds = {"nan": np.isnan(wrong), "inf": wrong > 0, "-inf": wrong < 0}
             for kind, where in kinds.items():
                 if where.any():
                     tally.nonfinite[f"{name} {kind}"] += int(where.sum())

@@ -57,8 +57,8 @@ class Tally:
                 found.append(f"{name} is not a finite number in {count} of {self.responses} responses")
         if self.damaged:
             found.append(
-                f"{_count(self.damaged, 'response')} with values at trained tokens that are not finite: those tokens are "
-                f"left out here, a trainer has to drop the responses"
+                f"{_count(self.damaged, 'response')} with values at trained tokens that are not finite: those tokens "
+                f"are left out here, a trainer has to drop the responses"
             )
         if self.trained and self.equal == self.trained:
             found.append(

@@ -57,7 +57,7 @@ def test_quantiles_of_zeros_and_of_nothing() -> None:
 def test_probability_bins_are_those_of_the_reports_envelope() -> None:
     # (0.46, 1], (0.22, 0.46], ... three a decade; the last also takes impossible tokens; a hair above 0 is certain.
     logp = np.log([0.99, 0.465, 0.46, 0.2, 9e-5, 1e-9])
-    assert bins.probability_bin(np.append(logp, 1e-7)).tolist() == [14, 14, 13, 12, 2, 0, 14]
+    assert bins.probability_bin(np.append(logp, [1e-7, -1e30])).tolist() == [14, 14, 13, 12, 2, 0, 14, 0]
     drawn = -np.random.default_rng(0).exponential(3.0, 2000)
     known = tokens.envelope(drawn, np.zeros(2000))
     count = np.bincount(bins.probability_bin(drawn), minlength=bins.PROBABILITY_BINS)

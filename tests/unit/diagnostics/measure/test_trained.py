@@ -9,6 +9,7 @@ import pytest
 from tests.unit.diagnostics.measure.support import chunk, trained
 
 from trimtab.diagnostics.measure.trained import FIELDS, scrambled
+from trimtab.diagnostics.tokens import plane
 
 
 def test_sums_of_responses_by_hand() -> None:
@@ -85,3 +86,10 @@ def test_scrambled_numbers_are_even_and_fixed() -> None:
     assert share == pytest.approx(np.full(16, 1 / 16), rel=0.05)
     # First output of the published generator seeded with 0.
     assert int(found[0]) == 0xE220A8397B1DCDAF
+
+
+def test_a_log_prob_far_above_zero_overflows_nothing() -> None:
+    found = trained(chunk([[-1000.0, math.log(0.5)]], behavior=[[1000.0, 0.0]]))
+    assert np.isfinite(found.q).all()
+    assert np.isfinite(found.sums).all()
+    assert plane(found.q, found.p, 10).sum() == 2

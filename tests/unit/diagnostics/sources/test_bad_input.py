@@ -99,6 +99,14 @@ def test_every_non_finite_number_is_counted_by_column_and_kind(tmp_path: Path) -
     assert any(found.startswith("4 responses with values") for found in origin.findings)
 
 
+@pytest.mark.parametrize("low", [-3.4028235e38, -1e30, -1e9])
+def test_the_lowest_float_of_a_mask_is_minus_infinity(tmp_path: Path, low: float) -> None:
+    (chunk,), origin = read(lines(tmp_path / "a.jsonl", row((low, -2.0)), row((-2.0, -1.0), (-9999.0, 1e30))))
+    assert origin.nonfinite == {"logp_behavior -inf": 1, "logp_proximal inf": 1}
+    assert chunk.behavior.tolist() == [-2.0, -2.0]
+    assert chunk.trainer.tolist() == [GOOD["logp_proximal"][1], -9999.0]
+
+
 @pytest.mark.parametrize("garbage", [NAN, INF, -INF, 1e30, 0.0])
 def test_what_stands_at_an_untrained_token_does_not_matter(tmp_path: Path, garbage: float) -> None:
     data = row((-1.0, garbage, -3.0), (-1.0, garbage, -3.0), loss_mask=[True, False, True], entropy=[1.0, garbage, 1.0])
