@@ -10,7 +10,8 @@ is the mirror image of what a wrong trainer does, and every test is run on (samp
   truncation: log-ratio = log kept mass <= 0     truncated-sampling               raw-logprobs
 
 Temperature is named when a line through (mean logit, logit difference) at tokens more likely than not has a slope
-beyond `STEEP` standard errors (`CLEAR` on a tight line) and leaves at most `SPREAD` logits for each unit of slope:
+beyond `STEEP` standard errors (`CLEAR` on a tight line) and leaves at most `SPREAD` logits for each unit of slope
+(`LOOSE` where that is more than half a logit):
 Renyi entropies of the tokens not sampled differ that much between contexts, noise of any kind by far more.
 
 Truncation is named when the mean ratio is below 1 by `DEEP` standard errors (and `DEFICIT`), the log-ratio leans down
@@ -28,10 +29,12 @@ import numpy as np
 from trimtab.diagnostics.causes.evidence import Tokens, logit, share, z_of
 
 SPREAD, TIGHT, SLOPE, STEEP, CLEAR = 6.0, 2.5, 0.02, 8.0, 6.0
+# Weights rounded to four bits also flatten a large model, but far from evenly: what is left is over a logit.
+HALF, LOOSE = 0.5, 2.0
 HOLD = (-3.0, 8.0)
 DEFICIT, DEEP, BULK = 1e-3, 6.0, 4.0
 ALONE, CLOSE, DISAGREES = -1e-6, -0.01, -0.01
-WIDE, WIDE_SHARE, UNEVEN = 0.5, 0.01, 4.0
+WIDE, WIDE_SHARE, UNEVEN, ONE_WAY = 0.5, 0.01, 4.0, 0.6
 LOG_RATIO_MOST = 20.0
 
 
@@ -87,7 +90,7 @@ def temperature_line(tokens: Tokens) -> Line | None:
     if (
         abs(slope) < SLOPE
         or z < (CLEAR if spread < TIGHT else STEEP)
-        or spread > SPREAD
+        or spread > (SPREAD if left < HALF else LOOSE)
         or not HOLD[0] < hold < HOLD[1]
         or abs(slope) >= 1.9
     ):
@@ -101,8 +104,10 @@ def cut_off(tokens: Tokens) -> Cut | None:
     certain = tokens.behavior > ALONE
     alone = int((certain & (tokens.trainer < DISAGREES)).sum())
     just_below = int(((tokens.behavior <= ALONE) & (tokens.behavior > CLOSE)).sum())
-    by_zeros = alone >= max(5, 0.002 * len(tokens)) and certain.sum() > just_below
     log_ratio = tokens.log_ratio
+    up, down = share((log_ratio > 1e-4) & ~certain), share((log_ratio < -1e-4) & ~certain)
+    # Noise cut off at probability 1 also leaves zeros, but the tokens that are not at 0 go both ways.
+    by_zeros = alone >= max(5, 0.002 * len(tokens)) and certain.sum() > just_below and up <= ONE_WAY * down
     leans = share(log_ratio > 1e-4) < 0.8 * share(log_ratio < -1e-4)
     # A wide ratio has a mean below 1 until its rare large values are sampled.
     wide = share(log_ratio > WIDE) > WIDE_SHARE

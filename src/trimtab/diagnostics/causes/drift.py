@@ -49,7 +49,8 @@ def find_drift(tokens: Tokens, noise: Noise, *, systematic: bool) -> Drift:
         return Drift(Cause("stale", sureness(z, REWARDED_Z), evidence, FIX), None)
     if tokens.age is None and not systematic and (found := _steps(tokens)) is not None:
         return Drift(Cause("stale", 0.6, found, FIX), None)
-    if tokens.age is None and not systematic and noise.other_weights and noise.coarse < FINE + NUDGE:
+    fine = LEAST <= noise.rms and noise.coarse < FINE + NUDGE
+    if tokens.age is None and not systematic and noise.other_weights and fine:
         evidence = (
             f"{noise.persistent:.0%} of the logits' movement comes back wherever a token does, which rounding does "
             f"not do, and it is too small for quantized weights (rms {noise.rms:.2g})"
@@ -69,9 +70,10 @@ def _aged(tokens: Tokens, noise: Noise, rewarded: tuple[float, float] | None) ->
     if len(ages) >= 2:
         young, old = middle & (age == ages[0]), middle & (age > ages[0])
         growth, clear = _growth(tokens.shift[old], tokens.shift[young])
-        if growth > GROWTH and clear > CLEAR:
+        if growth > GROWTH and clear > CLEAR and _size(tokens.shift[old]) > LEAST:
+            times = f"{growth:.2f} times" if growth < 100 else "over 100 times"
             evidence = (
-                f"logits of tokens older than {ages[0]} updates moved {growth:.2f} times as far as at age {ages[0]} "
+                f"logits of tokens older than {ages[0]} updates moved {times} as far as at age {ages[0]} "
                 f"(z = {clear:.1f}; {int(old.sum())} and {int(young.sum())} tokens){goes}"
             )
             return Drift(Cause("stale", sureness(clear, CLEAR), evidence, FIX), fresh)
@@ -86,6 +88,10 @@ def _aged(tokens: Tokens, noise: Noise, rewarded: tuple[float, float] | None) ->
         "another age are there to tell lag from rounding"
     )
     return Drift(Cause("stale", sure, evidence, FIX), tokens if noise.coarse <= 0 and not goes else None)
+
+
+def _size(shift: np.ndarray) -> float:
+    return float(np.sqrt(np.square(shift).mean()))
 
 
 def _growth(old: np.ndarray, young: np.ndarray) -> tuple[float, float]:
@@ -148,7 +154,7 @@ def _steps(tokens: Tokens) -> str | None:
         return None
     order = sorted(sizes, key=lambda s: float(np.log(np.abs(sizes[s]) + 1e-6).mean()))
     growth, clear = _growth(sizes[order[-1]], sizes[order[0]])
-    if growth < BETWEEN_STEPS or clear < CLEAR + 1:
+    if growth < BETWEEN_STEPS or clear < CLEAR + 1 or _size(sizes[order[-1]]) < LEAST:
         return None
     return (
         f"logits move {growth:.1f} times as far at step {order[-1]} as at step {order[0]} (z = {clear:.1f}): rounding "

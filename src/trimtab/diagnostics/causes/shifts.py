@@ -8,6 +8,9 @@ collects next to nothing; on a shifted stretch it collects the whole difference.
     offsets collect by accident, and
   * inside them the shifted log-probs agree far better (`FIT` of the distance, correlation `TIE`).
 
+Where responses are too short or too certain for stretches, the score of all tokens together decides: it is above 0, by
+`CERTAIN` standard errors, only for lists that are shifted as a whole.
+
 Found stretches are repaired, so that what else is wrong still shows, and the other responses are searched again: they
 may be shifted differently. What no offset restores may still be the log-probs of another response of equal length.
 """
@@ -15,15 +18,17 @@ may be shifted differently. What no offset restores may still be the log-probs o
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnostics.causes.evidence import Tokens, joined, sureness
+from trimtab.diagnostics.causes.evidence import Tokens, joined, sureness, z_of
 from trimtab.diagnostics.diagnosis import Cause
 
 OFFSETS = tuple(s for k in range(1, 9) for s in (k, -k))
 CAP, STRETCH, LEAST, CLEAR, FIT, TIE, PART = 3.0, 3.0, 12.0, 3.0, 0.65, 0.75, 0.22
+CERTAIN = 6.0
 INFORMS = 2.0  # nats of surprise in a response that could show its shift
 ROUNDS = 4
 FIX = (
@@ -81,18 +86,23 @@ def _best(tokens: Tokens) -> _Found | None:
     own = np.minimum(np.abs(tokens.log_ratio), CAP)
     if own.sum() < LEAST:
         return None
-    gains, rates = {}, {}
+    gains, rates, wholes = {}, {}, {}
     for offset in OFFSETS:
         score, real = _score(tokens, own, offset)
         gains[offset], _ = _stretches(score, tokens.row, STRETCH)
         # Far offsets have fewer pairs to be lucky with.
         rates[offset] = gains[offset] / max(int(real.sum()), 1)
-    best = max(gains, key=lambda s: gains[s])
-    usual = float(np.median([rate for s, rate in rates.items() if s != best]))
-    if gains[best] < max(LEAST, PART * own.sum()) or rates[best] < CLEAR * usual:
+        wholes[offset] = float(score[real].sum()) if z_of(score[real]) > CERTAIN else 0.0
+    needed = max(LEAST, PART * own.sum())
+    best, gain = _by_stretches(gains, rates)
+    together = gain < needed
+    if together:
+        best = max(wholes, key=lambda s: wholes[s])
+        gain = wholes[best]
+    if gain < needed:
         return None
     score, real = _score(tokens, own, best)
-    chosen = _stretches(score, tokens.row, STRETCH)[1] & real
+    chosen = real if together else _stretches(score, tokens.row, STRETCH)[1] & real
     partner, _ = _partner(tokens, best)
     behavior, moved = tokens.behavior[chosen], tokens.trainer[partner][chosen]
     near = np.minimum(np.abs(behavior - moved), CAP).mean() if chosen.sum() >= 6 else CAP
@@ -102,7 +112,14 @@ def _best(tokens: Tokens) -> _Found | None:
     inside = _trimmed(_stretches(score, tokens.row, STRETCH / 10)[1] & real, tokens.row, best)
     if inside.sum() < 6:
         return None
-    return _Found(best, gains[best], len(np.unique(tokens.row[inside])), inside, partner)
+    return _Found(best, gain, len(np.unique(tokens.row[inside])), inside, partner)
+
+
+def _by_stretches(gains: Mapping[int, float], rates: Mapping[int, float]) -> tuple[int, float]:
+    """The offset that collects most, with 0 unless it is `CLEAR` times ahead of the others."""
+    best = max(gains, key=lambda s: gains[s])
+    usual = float(np.median([rate for s, rate in rates.items() if s != best]))
+    return best, gains[best] if rates[best] >= CLEAR * usual else 0.0
 
 
 def _trimmed(inside: np.ndarray, row: np.ndarray, offset: int) -> np.ndarray:
