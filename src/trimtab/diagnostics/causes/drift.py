@@ -49,7 +49,7 @@ def find_drift(tokens: Tokens, noise: Noise, *, systematic: bool) -> Drift:
         return Drift(Cause("stale", sureness(z, REWARDED_Z), evidence, FIX), None)
     if tokens.age is None and not systematic and (found := _steps(tokens)) is not None:
         return Drift(Cause("stale", 0.6, found, FIX), None)
-    fine = LEAST <= noise.rms and noise.coarse < FINE + NUDGE
+    fine = noise.rms >= LEAST and noise.coarse < FINE + NUDGE
     if tokens.age is None and not systematic and noise.other_weights and fine:
         evidence = (
             f"{noise.persistent:.0%} of the logits' movement comes back wherever a token does, which rounding does "
