@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ class Lists(TyperCommand):
     """Lets `--methods a b` stand for `--methods a --methods b`, for the options of `LISTS`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for option, word in itertools.pairwise([*args, "-"]):
+            if option in LISTS and (not word or word.startswith("-")):  # or the whole default grid would be trained
+                raise TrimtabError(f"{option} names nothing: name at least one, or leave {option} out")
         spread: list[str] = []
         option = ""
         for word in args:

@@ -99,12 +99,12 @@ class Trained:
     @cached_property
     def q(self) -> np.ndarray:
         """Probability the sampler gave to the token; above 1, and bounded, for a log-prob above 0 (a finding)."""
-        return np.exp(np.minimum(self.behavior, _SEQUENCE_BOUND))
+        return np.exp(np.minimum(self.behavior, LOG_RATIO_BOUND))
 
     @cached_property
     def p(self) -> np.ndarray:
         """Probability the trainer gives to the token, as `q`."""
-        return np.exp(np.minimum(self.trainer, _SEQUENCE_BOUND))
+        return np.exp(np.minimum(self.trainer, LOG_RATIO_BOUND))
 
     @cached_property
     def sums(self) -> np.ndarray:

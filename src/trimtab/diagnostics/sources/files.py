@@ -23,7 +23,8 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     if not paths:
         raise TrimtabError("no file given: name trajectory files, or the directory of a run")
     files = [file for path in paths for file in ([path] if not path.is_dir() else _of_folder(path))]
-    return list(dict.fromkeys(files))
+    # However a file is spelled, its rows count once.
+    return list({file.resolve(): file for file in reversed(files)}.values())[::-1]
 
 
 def _of_folder(folder: Path) -> list[Path]:

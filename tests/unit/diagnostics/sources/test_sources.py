@@ -178,3 +178,12 @@ def test_a_near_miss_is_named(tmp_path: Path) -> None:
     row["logp_behaviour"] = row.pop("logp_behavior")
     with pytest.raises(TrimtabError, match=r"has no logp_behavior, .*did you mean 'logp_behaviour'\?.*--columns"):
         open_source([write_lines(tmp_path / "a.jsonl", [row])])
+
+
+def test_a_file_named_twice_in_other_words_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.parquet"
+    write_parquet(file, rows(4))
+    monkeypatch.chdir(tmp_path)
+    source = open_source([Path("a.parquet"), file])
+    assert sum(chunk.responses for chunk in source.chunks()) == 4
+    assert source.origin().files == 1
