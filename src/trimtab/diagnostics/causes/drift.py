@@ -38,7 +38,7 @@ class Drift:
 
 def find_drift(tokens: Tokens, noise: Noise, *, systematic: bool) -> Drift:
     """Staleness. `noise` is that of all tokens; `systematic` says that other causes bend it."""
-    rewarded = None if systematic else _rewarded(tokens)
+    rewarded = None if systematic or noise.rms < LEAST else _rewarded(tokens)
     if tokens.age is not None and tokens.age.any():
         return _aged(tokens, noise, rewarded)
     corr, z = rewarded or (0.0, 0.0)
