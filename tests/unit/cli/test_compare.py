@@ -38,6 +38,8 @@ def test_words_after_a_list_option_belong_to_it_until_the_next_option() -> None:
     [
         (["--methods", "dapo", "tokentis"], "unknown objective 'tokentis' .*token-tis"),
         (["--regimes", "stale-33"], "unknown regime 'stale-33' .*stale-32"),
+        (["--methods", "--seeds", "2"], "--methods names nothing"),
+        (["--regimes"], "--regimes names nothing"),
         (["--seeds", "0"], "Invalid value for '--seeds'"),
         (["--set", "trainer.epoch=2"], "unknown key 'trainer.epoch'"),
         (["dapo"], "unexpected extra argument"),
