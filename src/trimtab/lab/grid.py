@@ -83,9 +83,11 @@ def _cells(config: Config, out: Path) -> dict[str, Config]:
 
 
 def _for_objective(config: Config, name: str) -> dict[str, Any]:
-    """The recipe with another objective: without keywords that one does not know, the section only the first could use,
-    and an advantage made for the first alone. Whatever else does not fit is refused by `check`, not dropped."""
+    """The recipe with another objective: without keywords that one does not know, bounds from step 0 where it has none,
+    the section only the first could use, and an advantage made for the first alone. Whatever else does not fit is
+    refused by `check`, not dropped."""
     from trimtab.objectives import objective
+    from trimtab.objectives.calibrate import bounds_of
 
     data = config.model_dump(exclude={"compare"}, exclude_none=True)
     if name == config.objective.name:
@@ -95,7 +97,8 @@ def _for_objective(config: Config, name: str) -> dict[str, Any]:
         data.pop(own, None)
     if objective(name).advantage != objective(config.objective.name).advantage:
         data.pop("advantage", None)
-    return data | {"objective": {"name": name, **_shared(name, config.objective.keywords)}}
+    calibrate = config.objective.calibrate and bool(bounds_of(name))
+    return data | {"objective": {"name": name, "calibrate": calibrate, **_shared(name, config.objective.keywords)}}
 
 
 def _shared(name: str, keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,3 +45,16 @@ def test_an_advantage_made_for_one_objective_stays_with_it() -> None:
     check(made["token-tis"]).scorer.close()
     shared = cells("m2po", "m2po", "token-tis", overrides=("advantage.kind=rloo",))
     assert shared["token-tis"].advantage.kind == "rloo"
+
+
+def test_every_objective_with_bounds_takes_them_from_the_data_or_none_does() -> None:
+    made = cells(
+        "laboratory", "icepop", "token-tis", "grpo", overrides=("objective.name=icepop", "objective.calibrate=true")
+    )
+    assert {name: cell.objective.calibrate for name, cell in made.items()} == {
+        "icepop": True,
+        "token-tis": True,
+        "grpo": False,
+    }
+    for cell in made.values():
+        check(cell).scorer.close()
