@@ -93,6 +93,8 @@ def compare(
     from trimtab.lab import cells as lab
     from trimtab.lab.regimes import regime
 
+    if page is not None and not page.absolute().parent.is_dir():
+        raise TrimtabError(f"--markdown {page}: there is no folder {page.parent}; make it first")
     if advise is not None and (regimes or model):
         raise TrimtabError("--advise finds the regime for the laboratory model: leave --regimes and --model out")
     if advise is None:

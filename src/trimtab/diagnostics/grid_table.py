@@ -176,6 +176,6 @@ def words(grid: Grid, method: str, regime: str) -> str:
 
 LEGEND = (
     "Held-out greedy accuracy after training: mean over seeds [95% bootstrap interval], #rank in the regime; =: as "
-    "good as the best by the interval of the difference paired by seed; †: most runs ended below half of where they "
-    "started. A diverged run counts as 0."
+    "good as the best by the interval of the difference paired by seed, which says little below four seeds; †: most "
+    "runs ended below half of where they started. A diverged run counts as 0."
 )

@@ -21,5 +21,5 @@ def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[Outcome, 
     """
     table = outcomes(Data.of(measured.sample))
     size = measured.size
-    rule, overrides, why = choose(Case(causes, size.verdict, size.mismatch["k3"], table))
+    rule, overrides, why = choose(Case(causes, size.verdict, size.mismatch["k3"], table, measured.origin.trained))
     return table, Recommendation(rule.preset, dict(overrides), why, lines(rule.preset, overrides))

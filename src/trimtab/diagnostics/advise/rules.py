@@ -9,9 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trimtab.diagnostics.diagnosis import Cause, Outcome
+from trimtab.objectives.calibrate import bounds_of
 
 FAULTS = ("non-finite", "misaligned", "retokenized", "raw-logprobs", "temperature", "truncated-sampling")
 """Faults of the contract between trainer and sampler, worst first: the log-probs are not those of what was sampled."""
+
+FEWEST = 100
+"""Trained tokens below which nothing is said about what kind of mismatch it is."""
 
 ACCEPTED = 0.7
 """Share of tokens a rule per response must keep to be worth it: trust-region masking watches 70% (arXiv 2512.23075)."""
@@ -19,12 +23,13 @@ ACCEPTED = 0.7
 
 @dataclass(frozen=True)
 class Case:
-    """What a row may look at. `outcomes`: the table of presets, empty when no token was usable."""
+    """What a row may look at. `outcomes`: the table of presets. `tokens`: trained ones."""
 
     causes: Sequence[Cause]
     verdict: str
     k3: float
     outcomes: Sequence[Outcome]
+    tokens: int
 
     @property
     def names(self) -> frozenset[str]:
@@ -71,6 +76,15 @@ RULES = (
         "grpo",
         "Trainer and sampler agree to rounding (k3 {k3}): every correction would multiply by 1. Any method without "
         "one will do; when a batch serves several updates, token-bypass gives the same and saves the proximal forward.",
+    ),
+    Rule(
+        "tiny",
+        lambda case: case.tokens < FEWEST and not case.names,
+        "token-tis",
+        "{tokens} trained tokens are too few to tell what the mismatch is (k3 {k3}). Until there is more data, "
+        "token-tis at its published bound is a safe start, as it changes next to nothing while trainer and sampler "
+        "agree.",
+        own_bounds=False,
     ),
     Rule(
         "stale, short",
@@ -134,5 +148,8 @@ def choose(case: Case) -> tuple[Rule, Mapping[str, float], str]:
         k3=f"{case.k3:.1e}",
         seq_bypass=f"{case.kept('seq-bypass'):.0%}",
         geo_mask=f"{case.kept('geo-mask'):.0%}",
+        tokens=case.tokens,
     )
+    if rule.own_bounds and not overrides and bounds_of(rule.preset):
+        why += " There are too few responses here to take bounds from, so these are the published ones."
     return rule, overrides, why

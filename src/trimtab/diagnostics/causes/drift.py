@@ -139,7 +139,9 @@ def _advantage(tokens: Tokens) -> np.ndarray | None:
         chunk.group if chunk.step is None else chunk.group + (chunk.step - chunk.step.min()) * (chunk.group.max() + 1)
     )
     _, index = np.unique(keys, return_inverse=True)
-    return chunk.reward - (np.bincount(index, chunk.reward) / np.bincount(index))[index]
+    known = np.isfinite(chunk.reward)
+    total = np.bincount(index, np.where(known, chunk.reward, 0.0))
+    return chunk.reward - (total / np.maximum(np.bincount(index, known), 1))[index]
 
 
 def _steps(tokens: Tokens) -> str | None:

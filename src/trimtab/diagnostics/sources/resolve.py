@@ -20,8 +20,8 @@ COSTS = {
     "proximal_version": "mismatch and staleness cannot be told apart",
     "step": "no course over training steps",
     "group": "intervals resample single responses, not groups of one prompt",
-    "reward": "no view by reward",
-    "advantage": "what a rule does to good and to bad responses is not told apart",
+    "reward": "old weights cannot be told by what was rewarded, where there is no advantage either",
+    "advantage": "what a preset does to good and to bad responses is not told apart",
     "sampling": "temperature, top-p and top-k of the sampler are unknown",
 }
 _SHOWN = 12

@@ -51,6 +51,11 @@ class Source:
                 f"nothing to diagnose in {_several(self._tables)}: {'; '.join(causes)} (a column that is not needed is "
                 f"left out with --columns NAME=)"
             )
+        if wrong := tally.no_logps():
+            raise TrimtabError(
+                f"{_several(self._tables)}: {wrong} is above 0 at most trained tokens, so it holds no log-probs (but "
+                f"probabilities, or their negative logarithms?); name the right column with --columns {wrong}=COLUMN"
+            )
         return Origin(
             framework=resolved.framework,
             files=len(self._tables),

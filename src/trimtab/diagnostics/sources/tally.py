@@ -44,6 +44,10 @@ class Tally:
         self.positive[name] += count
         self.largest[name] = max(largest, self.largest.get(name, largest))
 
+    def no_logps(self) -> str | None:
+        """A column that cannot be what it is taken for: most of its values are above 0."""
+        return next((name for name, count in self.positive.items() if 2 * count > self.trained), None)
+
     def findings(self, anchor: str) -> list[str]:
         """What is odd about the data as a whole, a sentence each."""
         found = []

@@ -20,7 +20,7 @@ from trimtab.objectives import objectives
 from trimtab.objectives.calibrate import from_section
 
 
-def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float = 0.9) -> Case:
+def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float = 0.9, tokens: int = 5000) -> Case:
     table = (
         Outcome("seq-bypass", seq_kept, 0.0, 0.5, 0.1),
         Outcome("geo-mask", 0.3, 0.0, 0.3, 0.1),
@@ -28,7 +28,7 @@ def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float
         Outcome("icepop", 0.998, 0.0, 0.9, 0.1, {"weight_min": 0.3, "weight_max": 3.0}, calibrated=True),
         Outcome("geo-mask-token-tis", 0.9, 0.0, 0.9, 0.1, {"keep_min": 0.97, "keep_max": 1.03}, calibrated=True),
     )
-    return Case([Cause(name, 0.9, "seen") for name in causes], verdict, k3, table)
+    return Case([Cause(name, 0.9, "seen") for name in causes], verdict, k3, table, tokens)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,9 @@ def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float
         (case("stale", "quantized", verdict="moe"), "stale, short", "seq-bypass", {}),
         (case("stale", verdict="beyond", seq_kept=0.69), "stale, long", "m2po", {}),
         (case("stale", "temperature", verdict="exact"), "fault", "token-tis", {}),
+        (case(verdict="moe", tokens=99), "tiny", "token-tis", {}),
+        (case("quantized", verdict="moe", tokens=99), "quantized", "icepop", {"weight_min": 0.3}),
+        (case(verdict="exact", k3=0.0, tokens=1), "floor", "grpo", {}),
     ],
 )
 def test_the_first_row_that_holds_decides(given: Case, rule: str, preset: str, overrides: dict[str, float]) -> None:
@@ -69,9 +72,11 @@ def test_faults_are_named_worst_first() -> None:
 
 
 def test_the_last_row_holds_for_everything_and_every_preset_exists() -> None:
-    assert RULES[-1].holds(Case([], "nonsense", float("nan"), ()))
+    assert RULES[-1].holds(Case([], "nonsense", float("nan"), (), 1000))
     assert {rule.preset for rule in RULES} <= set(objectives())
-    assert choose(Case([], "beyond", float("nan"), ()))[1] == {}
+    _, overrides, why = choose(Case([], "beyond", float("nan"), (), 1000))
+    assert not overrides
+    assert why.endswith("these are the published ones.")
 
 
 @pytest.mark.parametrize("preset", objectives())

@@ -300,3 +300,11 @@ def test_a_torch_file_of_another_shape_is_one_clear_line(tmp_path: Path, payload
 def test_padding_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
     torch.save({name: torch.zeros(2, 3) for name in ("rollout_log_probs", "old_log_probs")}, tmp_path / "a.pt")
     assert "tells tokens from padding" in refused(tmp_path / "a.pt")
+
+
+def test_a_column_of_probabilities_is_refused_by_name(tmp_path: Path) -> None:
+    message = refused(lines(tmp_path / "a.jsonl", *[row((0.5, 0.25), (-0.7, -1.4))] * 3))
+    assert "logp_behavior is above 0 at most trained tokens" in message
+    assert "--columns logp_behavior=COLUMN" in message
+    _, origin = read(lines(tmp_path / "b.jsonl", row((0.5, -0.25), (-0.7, -1.4)), GOOD))
+    assert any("above 0" in found for found in origin.findings), "a few are a finding"
