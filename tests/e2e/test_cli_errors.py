@@ -42,7 +42,7 @@ MISTAKES = [
     (["train", "quickstart", "--set", "objective.weight_mx=2"], ["'weight_mx'", "'weight_max'"]),
     (["train", "quickstart", "--set", "task.name=arithmetics"], ["'arithmetics'", "'arithmetic'"]),
     (["train", "quickstart", "--set", "model.path=./no-model"], ["./no-model"]),
-    (["train", "quickstart-stale", "--resume"], ["--resume", "comparison"]),
+    (["train", "quickstart-stale", "--resume"], ["holds no comparison", "--resume"]),
     (["train", "quickstart", "--out", "occupied"], ["occupied", "already holds a run", "--resume"]),
     (["train", "quickstart", "--out", "nothing-here", "--resume"], ["nothing-here", "no run"]),
     (["explain", "grop"], ["'grop'", "'grpo'"]),

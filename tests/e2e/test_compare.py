@@ -137,3 +137,26 @@ def test_the_mismatch_of_a_run_is_reproduced_and_methods_are_ranked_at_it(whole:
     assert best["quality"] == "close"
     assert 1 / 1.5 < best["k3"] / advice["target"]["k3"] < 1.5
     assert "times the run" in (tmp_path / "out/report.html").read_text()
+
+
+def test_a_comparison_of_a_recipe_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    out = tmp_path / "stale"
+    sets = ["trainer.steps=2", "trainer.prompts=2", "eval.problems=8", "compare.seeds=[0]", "compare.workers=1"]
+    words = ["train", "quickstart-stale", *(word for change in sets for word in ("--set", change)), "--out", str(out)]
+
+    def train(*more: str) -> str:
+        command = [sys.executable, "-m", "trimtab", *words, *more]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    train()
+    kept, lost = (out / name / "seed0" / "result.json" for name in ("dapo", "token-tis"))
+    stamp, metrics = kept.stat().st_mtime_ns, (lost.parent / "metrics.jsonl").read_text()
+    lost.unlink()  # as if it had been stopped there
+    train("--resume")
+    assert kept.stat().st_mtime_ns == stamp
+    again = [json.loads(line) for line in (lost.parent / "metrics.jsonl").read_text().splitlines()]
+    before = [json.loads(line) for line in metrics.splitlines()]
+    assert [row["eval/sort/greedy"] for row in again if "eval/sort/greedy" in row] == [
+        row["eval/sort/greedy"] for row in before if "eval/sort/greedy" in row
+    ]
+    assert [row["reward/mean"] for row in again] == [row["reward/mean"] for row in before]

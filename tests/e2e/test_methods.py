@@ -126,7 +126,7 @@ def test_soup_without_history_is_exactly_on_policy(override: str, tmp_path: Path
 
 
 def test_the_tokens_a_cycle_sampled_are_counted_once(tmp_path: Path) -> None:
-    rows = run(tmp_path / "run", "soup", "prefix.refresh=3", "trainer.steps=3")
+    rows = run(tmp_path / "run", "soup", "prefix.refresh=3", "prefix.share=1", "trainer.steps=3")
     responses = sum(row["length/mean"] * row["trajectories/consumed"] for row in rows)
     kept = sum(row["prefix/length"] * row["trajectories/consumed"] for row in rows)
     sampled = sum(row["tokens/rollout"] for row in rows)

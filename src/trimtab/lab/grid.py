@@ -28,9 +28,13 @@ class GridResult:
 def run_grid(config: Config, out: Path, observer: Observer, *, resume: bool = False) -> GridResult:
     """Train every objective of `[compare]` with every seed into `out/<objective>/seed<k>`.
 
-    Raises `TrimtabError` when `out` already holds something and `resume` is off, or when a run failed or diverged.
+    Raises `TrimtabError` when `out` holds something and `resume` is off, when it is empty and `resume` is on, or when a
+    run failed or diverged.
     """
-    if not resume and out.exists() and any(out.iterdir()):
+    begun = out.exists() and any(out.iterdir())
+    if resume and not begun:
+        raise TrimtabError(f"{out} holds no comparison: check --out, or start without --resume")
+    if begun and not resume:
         raise TrimtabError(f"{out} is not empty: continue it with --resume, or choose another --out")
     cells = _cells(config, out)
     for cell in cells.values():
