@@ -162,3 +162,16 @@ def test_what_cannot_be_meant_is_refused_before_a_model_is_loaded(changes: tuple
     with pytest.raises(TrimtabError) as refused:
         check(recipe(1, *changes, "objective.calibrate=true"))
     assert str(refused.value).startswith(line)
+
+
+def test_a_first_batch_that_is_fresher_than_the_rest_is_cautioned_about(
+    calibrated_run: tuple[Path, Messages], tmp_path: Path
+) -> None:
+    def cautions(seen: Messages) -> list[str]:
+        return [line for line in seen.lines if line.startswith("caution: this first batch is fresh")]
+
+    seen = Messages()
+    lagging = ("trainer.prompts=4", "trainer.sync_every=4", "objective.name=geo-mask", "objective.calibrate=true")
+    train(recipe(1, *lagging), out=tmp_path / "stale", observer=seen)
+    assert ["up to 3 updates older" in line for line in cautions(seen)] == [True]
+    assert not cautions(calibrated_run[1])

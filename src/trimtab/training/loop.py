@@ -43,6 +43,11 @@ from trimtab.training.update import DivergedError, Learner, MiniBatch, UpdateSta
 from trimtab.training.weights import named_weights, sampler_rounding
 from trimtab.types import Engine, Trajectory
 
+LAGGING = (
+    "caution: this first batch is fresh, later ones are up to {} updates older and will be rejected far more often; "
+    "take bounds from a run's own trajectories instead (trimtab diagnose)"
+)
+
 
 @dataclass
 class Batch:
@@ -135,7 +140,10 @@ class Trainer:
         if not self.config.objective.calibrate or self.learner.bounds is not None:
             return {}
         found = calibrate(self.learner, batch.minibatches)
-        for line in (found.line, *self.learner.objective.equation().splitlines()):
+        trainer = self.config.trainer
+        lag = (trainer.sync_every or 1) - trainer.minibatches * trainer.epochs
+        cautions = [LAGGING.format(lag)] if lag > 0 else []
+        for line in (found.line, *cautions, *self.learner.objective.equation().splitlines()):
             self.observer.message(line)
         return found.metrics()
 
