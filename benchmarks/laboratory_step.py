@@ -3,7 +3,7 @@
     python benchmarks/laboratory_step.py --steps 80 --rounds 5
 
 16 prompts x 8 samples, one update, float32, one thread. Wall clock and processor time, medians over rounds: the second
-is nearly the same on a busy machine.
+is nearly the same on a busy machine. Rounds alternate between the products Trimtab uses and PyTorch's own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from trimtab.config import load_config
+from trimtab.models import products
 from trimtab.training.run import train
 
 PHASES = ("time/collect", "time/score", "time/update", "time/step")
@@ -44,10 +45,18 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     measure(4)
-    rounds = [measure(given.steps) for _ in range(given.rounds)]
-    for key in rounds[0]:
-        values = sorted(found[key] for found in rounds)
-        print(f"{key:32} {statistics.median(values):.4f} s  [{values[0]:.4f}, {values[-1]:.4f}]")
+    chosen = products._ONEDNN  # pyright: ignore[reportPrivateUsage]
+    ours: list[dict[str, float]] = []
+    native: list[dict[str, float]] = []
+    for _ in range(given.rounds):
+        for rounds, onednn in ((ours, chosen), (native, False)):
+            products._ONEDNN = onednn  # pyright: ignore[reportPrivateUsage]
+            rounds.append(measure(given.steps))
+    for key in ours[0]:
+        values = sorted(found[key] for found in ours)
+        other = statistics.median(found[key] for found in native)
+        spread = f"{statistics.median(values):.4f} s  [{values[0]:.4f}, {values[-1]:.4f}]"
+        print(f"{key:32} {spread}  PyTorch's own products {other:.4f} s")
 
 
 if __name__ == "__main__":

@@ -101,16 +101,18 @@ def _turn(view: View, measured: Measured) -> list[Panel]:
 
 def _turn_number(view: View, measured: Measured) -> list[Panel]:
     look = "Growth from turn to turn: what tools answered leads the model where trainer and sampler differ more."
-    first, last = _ends(view, measured)
-    here = f"{at(view.k3, first)} in turn {view.labels[first]}, {at(view.k3, last)} in turn {view.labels[last]}."
-    return [_bins("k3 by turn", view, measured, "turn", look, here)]
+    return _growth("k3 by turn", view, measured, "turn", look, "in turn")
 
 
 def _age(view: View, measured: Measured) -> list[Panel]:
     look = "Age 0 is numerical mismatch alone; what grows with age is staleness, and a smaller lag removes it."
-    first, last = _ends(view, measured)
-    here = f"{at(view.k3, first)} at age {view.labels[first]}, {at(view.k3, last)} at age {view.labels[last]}."
-    return [_bins("k3 by age of the weights", view, measured, "age, optimizer updates", look, here)]
+    return _growth("k3 by age of the weights", view, measured, "age, optimizer updates", look, "at age")
+
+
+def _growth(title: str, view: View, measured: Measured, axis: str, look: str, where: str) -> list[Panel]:
+    """Bars of an ordered view, said by its two ends."""
+    first, last = (f"{at(view.k3, bin_)} {where} {view.labels[bin_]}" for bin_ in _ends(view, measured))
+    return [_bins(title, view, measured, axis, look, f"{first}, {last}.")]
 
 
 def _entropy(view: View, measured: Measured) -> list[Panel]:
