@@ -18,6 +18,10 @@ class Diverged(TrimtabError):
     """The trained policy is no longer finite: of a single run a mistake in its settings, of an experiment a result."""
 
 
+class EngineLost(TrimtabError):
+    """An engine died or cannot be reached in the middle of its work; `Engine.recover` brings it back."""
+
+
 class TrimtabWarning(UserWarning):
     """Something the user should know that does not stop the work."""
 

@@ -149,8 +149,18 @@ class Task(Protocol):
         ...
 
 
+class Interrupt(Protocol):
+    """A request to stop soon, as `threading.Event` is one: set from another thread, looked at between tokens."""
+
+    def is_set(self) -> bool: ...
+
+
 class Engine(Protocol):
-    """Samples responses and says with which probability. Stateless but for its weights: all randomness is in `seed`."""
+    """Samples responses and says with which probability. Stateless but for its weights: all randomness is in `seed`.
+
+    Calls come from one thread at a time. A call that the engine did not survive raises `EngineLost`; after `recover`
+    the engine works again, without weights: publish before generating.
+    """
 
     policy_version: int
     decoded: int  # tokens run through the model one at a time, since the start
@@ -164,12 +174,16 @@ class Engine(Protocol):
         *,
         seed: int,
         prefixes: Sequence[Sequence[Completion]] | None = None,
+        interrupt: Interrupt | None = None,
     ) -> list[list[Completion]]:
         """`samples` completions for each prompt, in order. Equal arguments and weights give equal tokens.
 
         `prefixes[p][s]` holds the first tokens of sample s of prompt p, whoever wrote them; the completion returned is
         the whole response, and its log-probs and versions say token by token who wrote what. An empty prefix gives
         exactly what no prefix gives.
+
+        Soon after `interrupt` is set the call returns what there is: responses that are not complete have
+        `finish="abort"` (and possibly no token), and may be given back as prefixes to go on under other weights.
         """
         ...
 
@@ -182,4 +196,12 @@ class Engine(Protocol):
 
     def weights(self) -> Iterable[tuple[str, Any]]:
         """The weights in use, by the names `publish` takes; publishing them `exact` changes no bit."""
+        ...
+
+    def recover(self) -> None:
+        """Bring the engine back after `EngineLost`; nothing to do where it is alive. Raises `TrimtabError` for good."""
+        ...
+
+    def close(self) -> None:
+        """End the engine and every process it started. Idempotent."""
         ...

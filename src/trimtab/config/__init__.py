@@ -1,5 +1,6 @@
 """Recipes: TOML in, one frozen and fully checked `Config` out. No torch here, so the command line stays fast."""
 
+from trimtab.config.engines import CanaryConfig, EngineConfig, ServerConfig, VllmConfig
 from trimtab.config.recipes import check_config, load_config, parse_override, recipe_names
 from trimtab.config.schema import (
     COMPANIONS,
@@ -10,19 +11,25 @@ from trimtab.config.schema import (
     OptimConfig,
     PerturbationConfig,
     PrefixConfig,
+    ShardingConfig,
     SurgeConfig,
 )
 
 __all__ = [
     "COMPANIONS",
+    "CanaryConfig",
     "Config",
+    "EngineConfig",
     "ExpertConfig",
     "LogConfig",
     "LoraConfig",
     "OptimConfig",
     "PerturbationConfig",
     "PrefixConfig",
+    "ServerConfig",
+    "ShardingConfig",
     "SurgeConfig",
+    "VllmConfig",
     "check_config",
     "load_config",
     "parse_override",

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-Dtype = Literal["float32", "bfloat16"]
+from trimtab.config.engines import EngineConfig
+from trimtab.config.section import Dtype, NamedPart, Section
+
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 # Objectives whose data or model the trainer makes from a section of its own.
@@ -20,23 +22,6 @@ COMPANIONS = {"token-alp": "perturbation", "seq-alp": "perturbation", "soup": "p
 
 # The keys that choose a part, each with the sections that belong to the part.
 NAMES = {"objective.name": ("objective", "advantage", *sorted({*COMPANIONS.values()})), "task.name": ("task",)}
-
-
-class Section(BaseModel):
-    """A closed section: unknown keys are errors, values cannot change after the check."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class NamedPart(BaseModel):
-    """A section that names a part and carries that part's own keywords."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
-    name: str
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
 
 
 class LoraConfig(Section):
@@ -72,19 +57,6 @@ class RewardConfig(NamedPart):
 
     weight: float = 1.0
     timeout: float = Field(default=5.0, gt=0, description="seconds one call may take")
-
-
-class EngineConfig(Section):
-    type: Literal["embedded", "vllm", "server"] = "embedded"
-    dtype: Dtype = "bfloat16"
-    quantize: Literal["none", "int8", "int4", "int3"] = Field(
-        default="none", description="rounding of the sampler's weight matrices, one scale a row (embedded)"
-    )
-    noise: float = Field(
-        default=0.0,
-        ge=0,
-        description="Gaussian noise on the sampler's weight matrices, relative to their RMS (embedded)",
-    )
 
 
 class SamplingConfig(Section):
@@ -139,7 +111,15 @@ class TrainerConfig(Section):
     sync_every: PositiveInt | None = Field(
         default=None, description="updates between publications; default: every step"
     )
-    max_lag: int | None = Field(default=None, ge=0, description="largest allowed age of a consumed token, in updates")
+    max_lag: int | None = Field(
+        default=None,
+        ge=0,
+        description="largest allowed age of a consumed token, in updates; above 0 generation runs beside training",
+    )
+    in_flight: Literal["finish", "discard", "continue"] = Field(
+        default="finish",
+        description="what becomes of responses still being written when new weights come (max_lag above 0)",
+    )
     micro_batch_tokens: PositiveInt = Field(default=2048, description="token budget of one forward and backward")
     dynamic_sampling: bool = Field(default=False, description="replace groups whose rewards are all equal (DAPO)")
     oversample: float = Field(default=1.0, ge=1, description="groups sampled per missing one; the rest waits")
@@ -230,6 +210,13 @@ class SftConfig(Section):
     warmup: int = Field(default=0, ge=0)
 
 
+class ShardingConfig(Section):
+    """How the trained model is spread over the ranks of torchrun (FSDP2); one process shards nothing."""
+
+    offload: bool = Field(default=False, description="parameters, gradients and optimizer state wait in CPU memory")
+    reshard: bool = Field(default=True, description="free gathered weights after a layer's forward")
+
+
 class CompareConfig(Section):
     """When present, `trimtab train` runs every objective with every seed and draws them side by side."""
 
@@ -263,6 +250,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     sft: SftConfig = SftConfig()
+    sharding: ShardingConfig = ShardingConfig()
     compare: CompareConfig | None = None
 
     @model_validator(mode="before")

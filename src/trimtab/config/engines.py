@@ -1,0 +1,86 @@
+"""The sampler's section of a recipe: which engine, in which numerics, and what only that engine understands."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from trimtab.config.section import Dtype, Section
+
+
+class VllmConfig(Section):
+    """What only vLLM understands (engine.type = "vllm")."""
+
+    process: Literal["own", "shared"] = Field(
+        default="shared",
+        description="`shared`: in this process (LLM); `own`: a core of its own that can be interrupted (AsyncLLM)",
+    )
+    memory: float = Field(
+        default=0.5, gt=0, description="KV cache: share of the device's memory on a GPU, GiB on a CPU"
+    )
+    context: PositiveInt | None = Field(default=None, description="longest sequence; default: the model's own")
+    eager: bool = Field(default=True, description="no compilation and no CUDA graphs: starts in seconds")
+    tensor_parallel: PositiveInt = 1
+    quantization: str | None = Field(default=None, description="vLLM's name of a quantization of the weights")
+    kv_cache_dtype: str = "auto"
+
+
+class ServerConfig(Section):
+    """Inference servers that run beside the trainer (engine.type = "server")."""
+
+    urls: list[str] = Field(default_factory=list, description="base URLs, e.g. http://127.0.0.1:8000; work is shared")
+    kind: Literal["vllm", "sglang"] = Field(
+        default="vllm", description="which wire format and weight routes they speak"
+    )
+    model: str | None = Field(default=None, description="the name they serve the model under; default: asked")
+    timeout: float = Field(default=600.0, gt=0, description="seconds one request may take")
+    patience: float = Field(default=120.0, gt=0, description="seconds to wait for a server to come back")
+    concurrency: PositiveInt = Field(default=64, description="requests in flight at one server")
+    folder: str | None = Field(
+        default=None, description="where weights are handed over, seen by trainer and servers; default: /dev/shm"
+    )
+
+
+class CanaryConfig(Section):
+    """A few fixed prompts, sampled by the engine and scored by the trainer after every publication of weights."""
+
+    every: int | None = Field(
+        default=None, ge=0, description="publications between looks; 0: never; default: 1, for embedded engines 0"
+    )
+    prompts: PositiveInt = 4
+    tokens: PositiveInt = 16
+    bound: float | None = Field(
+        default=None, gt=0, description="largest mean |log-prob difference|; default: 3x that of the fresh engine"
+    )
+
+
+class EngineConfig(Section):
+    type: Literal["embedded", "vllm", "server"] = "embedded"
+    dtype: Dtype = "bfloat16"
+    workers: int | None = Field(
+        default=None,
+        ge=0,
+        description="engines in processes of their own (embedded, vllm); default: 1 where max_lag is above 0, else 0",
+    )
+    quantize: Literal["none", "int8", "int4", "int3"] = Field(
+        default="none", description="rounding of the sampler's weight matrices, one scale a row (embedded)"
+    )
+    noise: float = Field(
+        default=0.0,
+        ge=0,
+        description="Gaussian noise on the sampler's weight matrices, relative to their RMS (embedded)",
+    )
+    vllm: VllmConfig = VllmConfig()
+    server: ServerConfig = ServerConfig()
+    canary: CanaryConfig = CanaryConfig()
+
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> EngineConfig:
+        parts: dict[str, tuple[Any, Any]] = {"vllm": (self.vllm, VllmConfig()), "server": (self.server, ServerConfig())}
+        for name, (given, default) in parts.items():
+            if self.type != name and given != default:
+                raise ValueError(f'{name} has no effect with type = {self.type!r}: leave it out or set type = "{name}"')
+        if self.type == "server" and not self.server.urls:
+            raise ValueError('server.urls is empty: name at least one server, e.g. ["http://127.0.0.1:8000"]')
+        return self
