@@ -30,9 +30,7 @@ class ServerConfig(Section):
     """Inference servers that run beside the trainer (engine.type = "server")."""
 
     urls: list[str] = Field(default_factory=list, description="base URLs, e.g. http://127.0.0.1:8000; work is shared")
-    kind: Literal["vllm", "sglang"] = Field(
-        default="vllm", description="which wire format and weight routes they speak"
-    )
+    kind: Literal["vllm", "sglang"] = Field(default="vllm", description="whose wire format and weight routes")
     model: str | None = Field(default=None, description="the name they serve the model under; default: asked")
     timeout: float = Field(default=600.0, gt=0, description="seconds one request may take")
     patience: float = Field(default=120.0, gt=0, description="seconds to wait for a server to come back")
