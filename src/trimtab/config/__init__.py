@@ -1,6 +1,7 @@
 """Recipes: TOML in, one frozen and fully checked `Config` out. No torch here, so the command line stays fast."""
 
 from trimtab.config.engines import CanaryConfig, EngineConfig, ServerConfig, VllmConfig
+from trimtab.config.placement import RayConfig
 from trimtab.config.recipes import check_config, load_config, parse_override, recipe_names
 from trimtab.config.schema import (
     COMPANIONS,
@@ -26,6 +27,7 @@ __all__ = [
     "OptimConfig",
     "PerturbationConfig",
     "PrefixConfig",
+    "RayConfig",
     "ServerConfig",
     "ShardingConfig",
     "SurgeConfig",

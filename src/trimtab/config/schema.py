@@ -13,6 +13,7 @@ import tomli_w
 from pydantic import Field, PositiveInt, model_validator
 
 from trimtab.config.engines import EngineConfig
+from trimtab.config.placement import Placement, RayConfig
 from trimtab.config.section import Dtype, NamedPart, Section
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -251,6 +252,8 @@ class Config(Section):
     log: LogConfig = LogConfig()
     sft: SftConfig = SftConfig()
     sharding: ShardingConfig = ShardingConfig()
+    placement: Placement = Field(default="local", description="where processes run: this machine, or a Ray cluster")
+    ray: RayConfig = RayConfig()
     compare: CompareConfig | None = None
 
     @model_validator(mode="before")
@@ -262,6 +265,19 @@ class Config(Section):
             if section is not None and data.get(section) is None:
                 return {**data, section: {}}
         return data
+
+    @model_validator(mode="after")
+    def _placed(self) -> Config:
+        if self.placement == "local" and self.ray != RayConfig():
+            raise ValueError('ray has no effect with placement = "local": leave it out or set placement = "ray"')
+        if self.placement == "ray":
+            if self.compare is not None:
+                raise ValueError('compare runs on one machine: leave it out or set placement = "local"')
+            if self.engine.workers is not None:
+                raise ValueError('engine.workers has no effect with placement = "ray": use ray.engines')
+            if self.engine.type == "server" and self.ray.engines != RayConfig().engines:
+                raise ValueError('ray.engines has no effect with engine.type = "server": leave it out')
+        return self
 
     def dump(self) -> str:
         """The resolved recipe as TOML (absent options are left out, as TOML has no null)."""

@@ -1,0 +1,33 @@
+"""Where a run's processes live: the Ray section of a recipe (`placement = "ray"`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from trimtab.config.section import Section
+
+Placement = Literal["local", "ray"]
+
+
+class RayConfig(Section):
+    """Actors on an existing Ray cluster. One placement group holds them all, with one bundle for each actor.
+
+    CPUs and GPUs are what Ray counts, not what it enforces; an actor uses as many threads as it has whole CPUs.
+    """
+
+    address: str = Field(default="auto", description="the cluster: host:port, or `auto` for the one of this machine")
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        default="PACK", description="how Ray lays the actors over its nodes"
+    )
+    patience: float = Field(default=300.0, gt=0, description="seconds to wait for resources and for an actor to start")
+    engines: PositiveInt = Field(default=1, description="actors that sample")
+    engine_cpus: float = Field(default=1.0, ge=0)
+    engine_gpus: float = Field(default=0.0, ge=0)
+    trainers: PositiveInt = Field(default=1, description="ranks of the trainer; the model is sharded over them (FSDP2)")
+    trainer_cpus: float = Field(default=1.0, ge=0)
+    trainer_gpus: float = Field(default=0.0, ge=0)
+    rewards: int = Field(default=0, ge=0, description="actors that score; 0: the trainer's first rank scores")
+    reward_cpus: float = Field(default=1.0, ge=0)
+    shard_mib: PositiveInt = Field(default=256, description="size of one object of a publication of weights")
