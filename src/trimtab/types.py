@@ -180,10 +180,11 @@ class Engine(Protocol):
 
         `prefixes[p][s]` holds the first tokens of sample s of prompt p, whoever wrote them; the completion returned is
         the whole response, and its log-probs and versions say token by token who wrote what. An empty prefix gives
-        exactly what no prefix gives.
+        exactly what no prefix gives; a complete response (`finish="stop"`, or `max_tokens` long) comes back as it is.
 
         Soon after `interrupt` is set the call returns what there is: responses that are not complete have
-        `finish="abort"` (and possibly no token), and may be given back as prefixes to go on under other weights.
+        `finish="abort"` (and possibly no token). All of it may be given back as `prefixes`, to go on under other
+        weights.
         """
         ...
 

@@ -16,10 +16,10 @@ from trimtab.rollout.decoder import Decoder, GenericDecoder
 from trimtab.rollout.lean import LeanModel, supports
 from trimtab.rollout.lockstep import LockstepDecoder
 from trimtab.rollout.rounding import EXACT, Rounding, matrices
-from trimtab.rollout.rows import Prefixes, Row, check_prefixes, check_tokens, make_rows, make_starts, record
+from trimtab.rollout.rows import Prefixes, Row, abort, check_prefixes, check_tokens, make_rows, make_starts, record
 from trimtab.rollout.sampling import draw
 from trimtab.rollout.stops import StopRule, eos_ids
-from trimtab.types import Completion, Prompt, Sampling
+from trimtab.types import Completion, Interrupt, Prompt, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Keys and values of one batch; more rows are split into several batches, by arguments alone, so that results repeat.
@@ -70,16 +70,21 @@ class EmbeddedEngine:
         *,
         seed: int,
         prefixes: Prefixes | None = None,
+        interrupt: Interrupt | None = None,
     ) -> list[list[Completion]]:
         """`samples` completions for each prompt, in order.
 
         Equal arguments and weights give equal tokens: every draw depends on (seed, position of the prompt, sample,
         position of the token) alone. `prefixes[p][s]` holds the first tokens of a response, whoever wrote them; equal
-        prefixes of one prompt are run through the model once.
+        prefixes of one prompt are run through the model once, and a whole response comes back as it is.
+
+        `interrupt` is looked at before every token. What an interrupted call returned, given back as `prefixes` with
+        the same seed, leads under the same weights to the tokens of the uninterrupted call (in float32; in bfloat16
+        keys and values of a prefix are rounded a little differently from those of single tokens).
 
         Raises:
-            TrimtabError: a prompt is empty or does not fit the context with `max_tokens`; a prefix is as long as
-                `max_tokens`, is already complete, or does not fit the rest; the sampling contract cannot be met; the
+            TrimtabError: a prompt is empty or does not fit the context with `max_tokens`; a prefix is longer than
+                `max_tokens`, has ended unnoticed, or does not fit the rest; the sampling contract cannot be met; the
                 model's logits are not finite.
         """
         self._check(prompts, samples, sampling, seed)
@@ -87,8 +92,11 @@ class EmbeddedEngine:
         stop = StopRule(self._tokenizer, self._eos, sampling)
         check_tokens(prefixes, prompts, stop, self._model.get_input_embeddings().num_embeddings)
         rows = make_rows(len(prompts), samples, sampling, seed, prefixes)
-        for batch in self._batches(rows, prompts, sampling.max_tokens):
-            self._decode(batch, prompts, sampling, stop)
+        for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
+            if interrupt is not None and interrupt.is_set():
+                abort(batch)
+            else:
+                self._decode(batch, prompts, sampling, stop, interrupt)
         done = [row.completion(self.policy_version, stop) for row in rows]
         return [done[p * samples : (p + 1) * samples] for p in range(len(prompts))]
 
@@ -141,6 +149,12 @@ class EmbeddedEngine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights in use (not copies), by the names `publish` takes; publishing them `exact` changes no bit."""
         return self._model.named_parameters()
+
+    def recover(self) -> None:
+        """Nothing to do: it lives and dies with its process."""
+
+    def close(self) -> None:
+        """Nothing to do: it started no process."""
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -200,7 +214,14 @@ class EmbeddedEngine:
             return LockstepDecoder(self._lean, starts, steps)
         return GenericDecoder(self._model, starts, steps)
 
-    def _decode(self, rows: list[Row], prompts: Sequence[Prompt], sampling: Sampling, stop: StopRule) -> None:
+    def _decode(
+        self,
+        rows: list[Row],
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        stop: StopRule,
+        interrupt: Interrupt | None,
+    ) -> None:
         """Grow all rows in lockstep; `live` holds, for each row of the decoder's batch, whether it is still growing."""
         decoder, last = self._decoder(rows, prompts, sampling.max_tokens), sampling.max_tokens - 1
         self.prefilled += decoder.prefilled
@@ -216,6 +237,9 @@ class EmbeddedEngine:
                 live[i] = not ended and len(rows[i].ids) <= last
             growing = live.count(True)
             if not growing:
+                return
+            if interrupt is not None and interrupt.is_set():
+                abort(row for row, alive in zip(rows, live, strict=True) if alive)
                 return
             tokens = drawn.ids
             if len(live) - growing > COMPACT_SHARE * len(live):

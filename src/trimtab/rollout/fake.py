@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from trimtab.errors import TrimtabError
-from trimtab.rollout.prefixes import splice
-from trimtab.rollout.rows import Prefixes, check_prefixes
-from trimtab.types import Completion, Prompt, Sampling
+from trimtab.rollout.prefixes import EMPTY, cut, splice
+from trimtab.rollout.rows import Prefixes, check_prefixes, complete
+from trimtab.types import Completion, Interrupt, Prompt, Sampling
 
 
 class FakeEngine:
@@ -39,35 +40,52 @@ class FakeEngine:
         *,
         seed: int,
         prefixes: Prefixes | None = None,
+        interrupt: Interrupt | None = None,
     ) -> list[list[Completion]]:
         """The scripted completions, cut at `max_tokens`. `seed` changes nothing.
 
-        A prefix takes the place of as many scripted tokens. Tokens are counted as a model would be run: each prompt and
-        each prefix at once, all sampled tokens but the first one at a time.
+        A prefix takes the place of as many scripted tokens. All responses grow token by token together, and `interrupt`
+        is looked at before each. Tokens are counted as a model would be run: each prompt and each prefix at once, all
+        sampled tokens but the first one at a time.
         """
         del seed
         missing = [prompt.problem.id for prompt in prompts if not self._script.get(prompt.problem.id)]
         if missing:
             raise TrimtabError(f"no completion is scripted for prompt {missing[0]!r}; add it to the script")
         check_prefixes(prefixes, prompts, samples, sampling)
-        played = []
-        for p, prompt in enumerate(prompts):
-            lines = self._script[prompt.problem.id]
-            group = [self._play(lines[i % len(lines)], sampling) for i in range(samples)]
-            self.prefilled += len(prompt.ids)
-            self.decoded += sum(max(0, len(completion.response_ids) - 1) for completion in group)
-            played.append(group if prefixes is None else self._continue(prefixes[p], group, prompt))
-        return played
+        begun = prefixes or [[EMPTY] * samples for _ in prompts]
+        whole = [self._whole(prompt, group, sampling) for prompt, group in zip(prompts, begun, strict=True)]
+        left = [
+            [len(full.response_ids) - len(prefix.response_ids) for prefix, full in zip(*pair, strict=True)]
+            for pair in zip(begun, whole, strict=True)
+        ]
+        steps = max((max(group) for group in left if group), default=0)
+        if interrupt is not None:
+            steps = next((step for step in range(steps) if interrupt.is_set()), steps)
+        self._count(prompts, begun, left, steps)
+        return [
+            [_grown(prefix, full, steps) for prefix, full in zip(*pair, strict=True)]
+            for pair in zip(begun, whole, strict=True)
+        ]
 
-    def _continue(
-        self, prefixes: Sequence[Completion], group: Sequence[Completion], prompt: Prompt
-    ) -> list[Completion]:
-        self.prefilled += sum(len(ids) for ids in {tuple(prefix.response_ids.tolist()) for prefix in prefixes})
-        self.decoded -= sum(len(prefix.response_ids) for prefix in prefixes)
-        short = any(len(a.response_ids) >= len(b.response_ids) > 0 for a, b in zip(prefixes, group, strict=True))
-        if short:
-            raise TrimtabError(f"a prefix of prompt {prompt.problem.id!r} leaves nothing of its script to play")
-        return [splice(prefix, whole) for prefix, whole in zip(prefixes, group, strict=True)]
+    def _whole(self, prompt: Prompt, prefixes: Sequence[Completion], sampling: Sampling) -> list[Completion]:
+        lines, found = self._script[prompt.problem.id], []
+        for sample, prefix in enumerate(prefixes):
+            full = self._play(lines[sample % len(lines)], sampling)
+            if complete(prefix, sampling.max_tokens):
+                full = prefix
+            elif len(prefix.response_ids) >= len(full.response_ids) > 0:
+                raise TrimtabError(f"a prefix of prompt {prompt.problem.id!r} leaves nothing of its script to play")
+            found.append(splice(prefix, full))
+        return found
+
+    def _count(self, prompts: Sequence[Prompt], begun: Prefixes, left: Sequence[Sequence[int]], steps: int) -> None:
+        if steps == 0:
+            return
+        for prompt, prefixes, sizes in zip(prompts, begun, left, strict=True):
+            distinct = {tuple(prefix.response_ids.tolist()) for prefix, n in zip(prefixes, sizes, strict=True) if n}
+            self.prefilled += len(prompt.ids) * bool(distinct) + sum(len(ids) for ids in distinct)
+            self.decoded += sum(max(0, min(n, steps) - 1) for n in sizes)
 
     def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
         """Note the version and the names of what was published; nothing is ever rounded, `exact` or not."""
@@ -78,6 +96,12 @@ class FakeEngine:
     def weights(self) -> Iterable[tuple[str, Any]]:
         """A script has no weights."""
         return ()
+
+    def recover(self) -> None:
+        """Nothing to do: a script is never lost."""
+
+    def close(self) -> None:
+        """Nothing to do."""
 
     def _play(self, line: str | Completion, sampling: Sampling) -> Completion:
         if isinstance(line, Completion):
@@ -99,3 +123,9 @@ class FakeEngine:
             entropy=None if entropy is None else entropy[:n],
             kept=None if kept is None else kept[:n],
         )
+
+
+def _grown(prefix: Completion, whole: Completion, steps: int) -> Completion:
+    """`whole`, or what there is of it `steps` tokens after the prefix."""
+    n = len(prefix.response_ids) + steps
+    return whole if n >= len(whole.response_ids) else replace(cut(whole, n), finish="abort")

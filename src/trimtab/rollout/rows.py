@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,7 @@ class Row:
     entropy: list[float] = field(default_factory=list)
     kept: list[NDArray[np.int64]] = field(default_factory=list)
     finish: Finish = "length"
+    complete: bool = False  # nothing is left to sample
 
     @property
     def begun(self) -> int:
@@ -53,6 +54,12 @@ class Row:
         )
 
 
+def complete(prefix: Completion, max_tokens: int) -> bool:
+    """Whether this prefix is a whole response, as those of an interrupted call that had ended before it are."""
+    n = len(prefix.response_ids)
+    return n > 0 and (prefix.finish == "stop" or n == max_tokens)
+
+
 def make_rows(count: int, samples: int, sampling: Sampling, seed: int, prefixes: Prefixes | None) -> list[Row]:
     """`samples` rows for each of `count` prompts, prompt by prompt."""
     rows = [Row(p, s, uniforms(seed, p, s, sampling.max_tokens)) for p in range(count) for s in range(samples)]
@@ -63,6 +70,8 @@ def make_rows(count: int, samples: int, sampling: Sampling, seed: int, prefixes:
         if len(prefix.response_ids) == 0:
             continue
         row.prefix = prefix
+        row.complete = complete(prefix, sampling.max_tokens)
+        row.finish = "stop" if row.complete and prefix.finish == "stop" else "length"
         row.ids, row.logp = prefix.response_ids.tolist(), prefix.logp_behavior.tolist()
         row.entropy = [] if prefix.entropy is None else prefix.entropy.tolist()
         row.kept = list(prefix.kept or ())
@@ -78,6 +87,12 @@ def record(rows: list[Row], grown: list[int], drawn: Draw) -> None:
         row.entropy.append(entropy[i])
         if drawn.kept is not None:
             row.kept.append(drawn.kept[i])
+
+
+def abort(rows: Iterable[Row]) -> None:
+    """They end here for now, with the tokens they have."""
+    for row in rows:
+        row.finish = "abort"
 
 
 def make_starts(rows: Sequence[Row], prompts: Sequence[Prompt], device: torch.device) -> Starts:
@@ -97,8 +112,8 @@ def check_prefixes(prefixes: Prefixes | None, prompts: Sequence[Prompt], samples
     """Refuse prefixes that cannot begin these responses.
 
     Raises:
-        TrimtabError: not one prefix for each sample of each prompt; per-token fields of another length than the ids; as
-            long as `max_tokens` or longer; keep sets missing, or given where the sampling is not truncated.
+        TrimtabError: not one prefix for each sample of each prompt; per-token fields of another length than the ids;
+            longer than `max_tokens`; keep sets missing, or given where the sampling is not truncated.
     """
     if prefixes is None:
         return
@@ -112,7 +127,7 @@ def check_prefixes(prefixes: Prefixes | None, prompts: Sequence[Prompt], samples
         fields = (prefix.logp_behavior, prefix.policy_version, prefix.entropy, prefix.kept)
         if any(len(values) != length for values in fields if values is not None):
             raise TrimtabError(f"{name}: its log-probs, versions, entropies or keep sets are not {length} like its ids")
-        if length >= sampling.max_tokens:
+        if length > sampling.max_tokens:
             raise TrimtabError(
                 f"{name} has {length} tokens, max_tokens for the whole response is {sampling.max_tokens}: "
                 "cut the prefix or raise max_tokens"
@@ -125,10 +140,10 @@ def check_prefixes(prefixes: Prefixes | None, prompts: Sequence[Prompt], samples
 
 
 def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: StopRule, vocabulary: int) -> None:
-    """Refuse prefixes that hold a foreign id or have already ended.
+    """Refuse prefixes that hold a foreign id, or that have ended and do not say so.
 
     Raises:
-        TrimtabError: an id outside the vocabulary; a stop id or stop string.
+        TrimtabError: an id outside the vocabulary; a stop id or stop string, unless `finish` is "stop".
     """
     if prefixes is None:
         return
@@ -136,7 +151,7 @@ def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: Sto
         ids = prefix.response_ids
         if np.min(ids) < 0 or np.max(ids) >= vocabulary:
             raise TrimtabError(f"{name} has token ids outside the model's vocabulary of {vocabulary}")
-        if stop.inside(ids.tolist()):
+        if prefix.finish != "stop" and stop.inside(ids.tolist()):
             raise TrimtabError(f"{name} contains a stop, so it is already complete: cut it before its last token")
 
 

@@ -199,7 +199,7 @@ def prefix_of(ids: Sequence[int], **changes) -> Completion:
     [
         ([[prefix_of([11])]], FREE, ["1 prompts", "2 prompts"]),
         ([[prefix_of([11])] * 2, [EMPTY]], FREE, ["[1, 2] samples", "2 prompts with 1"]),
-        ([[EMPTY], [prefix_of([11] * 12)]], FREE, ["'p1'", "12 tokens", "max_tokens"]),
+        ([[EMPTY], [prefix_of([11] * 13)]], FREE, ["'p1'", "13 tokens", "max_tokens"]),
         ([[EMPTY], [prefix_of([11, 7])]], STOPS, ["'p1'", "sample 0", "already complete"]),
         ([[EMPTY], [prefix_of([11, EOS])]], STOPS, ["already complete"]),
         ([[EMPTY], [prefix_of([PIECES.index("ab")])]], STOPS, ["already complete"]),
