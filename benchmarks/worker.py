@@ -1,0 +1,141 @@
+"""What an engine in a process of its own costs, against the same engine in this process, alternating in one run.
+
+    python benchmarks/worker.py [--models laboratory smollm2-135m-instruct] [--threads 1] [--rounds 9]
+
+Both sample the same tokens (checked, bit for bit), so what differs is frames and their packing; a publication adds the
+copy that is handed over. One of the two processes waits while the other works: no core is shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trimtab import tasks
+from trimtab.models.load import LABORATORY, Loaded, load
+from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.rollout.handover import SharedWeights, share
+from trimtab.rollout.remote import WorkerEngine
+from trimtab.training.collect import PromptStream
+from trimtab.training.export import save_model_files
+from trimtab.training.sft import laboratory_folder
+from trimtab.types import Completion, Engine, Sampling
+
+TARGET = 1.05
+# name -> task, prompts of a batch, forced tokens of a response; 8 samples each
+CASES = {LABORATORY: ("sort", 16, 11), "smollm2-135m-instruct": ("arithmetic", 8, 64)}
+SAMPLES = 8
+
+
+class Clock:
+    """An interruption that is set at the third look; says when."""
+
+    def __init__(self) -> None:
+        self.looks, self.set_at = 0, 0.0
+
+    def is_set(self) -> bool:
+        self.looks += 1
+        if self.looks == 3:
+            self.set_at = time.perf_counter()
+        return self.looks >= 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for name in options.models:
+        path = str(laboratory_folder()) if name == LABORATORY else name
+        compare(name, load(path, dtype=torch.float32), options.threads, options.rounds)
+
+
+def compare(name: str, loaded: Loaded, threads: int, rounds: int) -> None:
+    kind, count, tokens = CASES[name]
+    prompts = PromptStream(tasks.build(kind), loaded.tokenizer, 0).take(count)
+    sampling, weights = Sampling(max_tokens=tokens, ignore_stop=True), list(loaded.model.state_dict().items())
+    with tempfile.TemporaryDirectory() as folder:
+        save_model_files(loaded.model, loaded.tokenizer, Path(folder) / "model")
+        spec = {"type": "embedded", "model": f"{folder}/model", "dtype": "bfloat16", "rounding": {}}
+        start = time.perf_counter()
+        worker = WorkerEngine(spec, threads=threads)
+        worker.publish(iter(weights), 0)
+        started = time.perf_counter() - start
+        own = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16)
+        print(f"{name}: {count} prompts x {SAMPLES} x {tokens} tokens, bfloat16, {threads} threads, {rounds} rounds")
+        print(f"  start of the process to its first weights: {started:.1f} s")
+
+        def generate(engine: Engine, seed: int) -> list[list[Completion]]:
+            return engine.generate(prompts, SAMPLES, sampling, seed=seed)
+
+        def publish(engine: Engine, version: int) -> None:
+            engine.publish(iter(weights), version)
+
+        assert same(generate(own, 0), generate(worker, 0))
+        report("batch", alternate(generate, own, worker, rounds))
+        report("publication", alternate(publish, own, worker, rounds))
+        shared, writing = written(weights, rounds)
+        handed = [timed(worker.publish, shared, i) for i in range(rounds)]
+        print(f"  of it: writing {writing:.4f} s; taking over what is written {statistics.median(handed):.4f} s")
+        waits = [interrupted(worker, prompts, tokens, seed) for seed in range(rounds)]
+        print(
+            f"  interruption to answer: median {statistics.median(waits):.3f} s, longest {max(waits):.3f} s", flush=True
+        )
+        worker.close()
+
+
+def alternate(
+    call: Callable[[Engine, int], Any], own: Engine, worker: Engine, rounds: int
+) -> tuple[list[float], list[float]]:
+    pairs = [[timed(call, engine, i) for engine in (own, worker)] for i in range(1, rounds + 1)]
+    ours, theirs = zip(*pairs, strict=True)
+    return list(ours), list(theirs)
+
+
+def timed(call: Callable[..., Any], *arguments: Any) -> float:
+    start = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - start
+
+
+def written(weights: Iterable[tuple[str, Any]], rounds: int) -> tuple[SharedWeights, float]:
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        shared = share(weights)
+        seconds.append(time.perf_counter() - start)
+    return shared, statistics.median(seconds)
+
+
+def interrupted(worker: Engine, prompts: list[Any], tokens: int, seed: int) -> float:
+    clock, many = Clock(), 32 * SAMPLES  # long enough to be interrupted
+    worker.generate(prompts, many, Sampling(max_tokens=tokens, ignore_stop=True), seed=seed, interrupt=clock)
+    return time.perf_counter() - clock.set_at
+
+
+def same(ours: list[list[Completion]], theirs: list[list[Completion]]) -> bool:
+    pairs = [(a, b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True)]
+    return all(
+        np.array_equal(a.response_ids, b.response_ids) and np.array_equal(a.logp_behavior, b.logp_behavior)
+        for a, b in pairs
+    )
+
+
+def report(what: str, seconds: tuple[list[float], list[float]]) -> None:
+    ours, theirs = (statistics.median(side) for side in seconds)
+    met = "   target <= " + str(TARGET) if what == "batch" else ""
+    print(f"  {what}: here {ours:.4f} s, in its own process {theirs:.4f} s ({theirs / ours:.2f}x){met}")
+
+
+if __name__ == "__main__":
+    main()

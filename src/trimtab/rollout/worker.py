@@ -1,0 +1,163 @@
+"""A process that hosts one engine for another process: `python -m trimtab.rollout.worker SOCKET PARENT`.
+
+The first frame describes the engine (`hosted.py`); every other one is a request, answered in order by the main thread.
+A second thread reads the connection, so that an interruption arrives while tokens are sampled. The process ends, with
+everything the engine started, once the connection is closed or its parent is gone, however the parent ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.errors import TrimtabError
+from trimtab.rollout import wire
+from trimtab.types import Engine
+
+LOOK = 1.0  # seconds between looks at the parent
+GRACE = 5.0  # seconds for the engine to end in good order
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A frame to answer, and the wish that it be answered soon."""
+
+    frame: wire.Frame
+    interrupt: threading.Event = field(default_factory=threading.Event)
+
+
+class Host:
+    """The engine and the two ends of its work: requests that wait, and the connection that answers go to."""
+
+    def __init__(self, connection: socket.socket, parent: int) -> None:
+        self._connection, self._parent = connection, parent
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._latest: Request | None = None
+        self._engine: Engine | None = None
+        self._refusal: dict[str, str] = {}
+        self._closed = threading.Event()
+
+    def serve(self) -> None:
+        threading.Thread(target=self._listen, daemon=True).start()
+        described = self._requests.get()
+        if described is not None:
+            self._start(described.frame.head)
+        while (request := self._requests.get()) is not None:
+            self._answer(request)
+        if self._engine is not None:
+            self._engine.close()
+        self._closed.set()
+        threading.Event().wait()  # the listener ends the process
+
+    def _listen(self) -> None:
+        try:
+            while self._parent_lives():
+                if select.select([self._connection], [], [], LOOK)[0]:
+                    self._take(wire.receive(self._connection))
+        except OSError:
+            pass  # closed by the parent, or with it
+        except Exception:
+            traceback.print_exc()
+        finally:
+            self._leave()
+
+    def _parent_lives(self) -> bool:
+        """A connection outlives the parent where a process forked from it still holds its end."""
+        return os.getppid() == self._parent
+
+    def _take(self, frame: wire.Frame) -> None:
+        if frame.head.get("do") != "interrupt":
+            self._latest = Request(frame)
+            self._requests.put(self._latest)
+        elif self._latest is not None and self._latest.frame.head.get("call") == frame.head["call"]:
+            self._latest.interrupt.set()
+
+    def _leave(self) -> None:
+        self._requests.put(None)
+        if self._latest is not None:
+            self._latest.interrupt.set()
+        if self._engine is not None:
+            self._closed.wait(GRACE)
+        os.killpg(0, signal.SIGKILL)  # this process leads a group of its own, of whatever the engine started
+
+    def _start(self, spec: dict[str, Any]) -> None:
+        try:
+            from trimtab.rollout.hosted import build
+
+            if "threads" in spec:
+                _use_threads(spec["threads"])
+            self._engine = build(spec)
+        except Exception as error:  # told to whoever asks first
+            self._refusal = _described(error)
+
+    def _answer(self, request: Request) -> None:
+        head: dict[str, Any] = {"error": self._refusal}
+        arrays: wire.Arrays = {}
+        with contextlib.ExitStack() as cleanup:
+            files: list[int] = []
+            if self._engine is not None:
+                try:
+                    head, arrays, files = self._perform(self._engine, request, cleanup)
+                except Exception as error:
+                    head = {"error": _described(error)}
+                engine = self._engine
+                head["state"] = [engine.policy_version, engine.decoded, engine.prefilled]
+            wire.send(self._connection, head, arrays, files)
+
+    def _perform(
+        self, engine: Engine, request: Request, cleanup: contextlib.ExitStack
+    ) -> tuple[dict[str, Any], wire.Arrays, list[int]]:
+        head, arrays = request.frame.head, request.frame.arrays
+        if head["do"] == "generate":
+            prefixes = None if head["prefixes"] is None else wire.unpack_completions(head["prefixes"], arrays)
+            groups = engine.generate(
+                wire.unpack_prompts(head["prompts"], arrays),
+                head["samples"],
+                wire.unpack_sampling(head["sampling"]),
+                seed=head["seed"],
+                prefixes=prefixes,
+                interrupt=request.interrupt,
+            )
+            described, found = wire.pack_completions(groups)
+            return {"groups": described}, found, []
+        from trimtab.rollout.handover import SharedWeights, share
+
+        if head["do"] == "publish":
+            shared = SharedWeights(request.frame.files[0], head["entries"])
+            cleanup.callback(shared.close)
+            engine.publish(shared, head["version"], exact=head["exact"])
+            return {}, {}, []
+        shared = share(engine.weights())
+        cleanup.callback(shared.close)
+        return {"entries": shared.entries}, {}, [shared.descriptor]
+
+
+def _use_threads(count: int) -> None:
+    import torch
+
+    torch.set_num_threads(count)
+
+
+def _described(error: Exception) -> dict[str, str]:
+    """A user's mistake travels as its type and its line; a defect as its traceback."""
+    if isinstance(error, TrimtabError):
+        return {"type": type(error).__name__, "text": str(error)}
+    return {"type": "defect", "text": traceback.format_exc().rstrip()}
+
+
+def main() -> None:
+    connection, parent = sys.argv[1:]
+    Host(socket.socket(fileno=int(connection)), int(parent)).serve()
+
+
+if __name__ == "__main__":
+    main()

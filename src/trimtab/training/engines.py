@@ -1,0 +1,130 @@
+"""From a recipe's [engine] section to the engines of a run: in this process, in processes of their own, or servers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.config import Config
+from trimtab.errors import TrimtabError
+from trimtab.models.load import Loaded
+from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.rollout.handover import Handover
+from trimtab.rollout.remote import WorkerEngine
+from trimtab.training.weights import sampler_rounding
+from trimtab.types import Engine
+
+
+def check_engines(config: Config) -> None:
+    """Refuse combinations that cannot work, before any model is loaded."""
+    engine, kind = config.engine, config.engine.type
+    if kind != "embedded" and sampler_rounding(config).active:
+        raise TrimtabError(
+            f'engine.quantize and engine.noise need engine.type = "embedded"; {kind!r} has options of its own for '
+            "quantized weights"
+        )
+    if kind == "server" and engine.workers:
+        raise TrimtabError(
+            f"engine.workers = {engine.workers} has no effect on servers, which are processes already: leave it out, "
+            "or name more engine.server.urls"
+        )
+    if engine.workers is not None and engine.workers > 1 and not config.trainer.max_lag:
+        raise TrimtabError(
+            f"engine.workers = {engine.workers}: without trainer.max_lag one engine writes each batch while all others "
+            "wait; set max_lag above 0, or workers to 1 or 0"
+        )
+
+
+def worker_count(config: Config) -> int:
+    """Engines in processes of their own; an engine that has a process anyway gets no second one by default."""
+    if config.engine.type == "server":
+        return 0
+    if config.engine.workers is not None:
+        return config.engine.workers
+    apart = config.engine.type == "vllm" and config.engine.vllm.process == "own"
+    return 1 if config.trainer.max_lag and not apart else 0
+
+
+def build_engines(config: Config, loaded: Loaded, folder: Path) -> list[Engine]:
+    """The engines of a run, each to be published to before it generates.
+
+    `loaded` is the model where it is trained, `folder` its config, generation config and tokenizer (weights are not
+    read). Processes start at once and load beside the caller; the threads of this process are set to its share.
+
+    Raises:
+        TrimtabError: what `check_engines` refuses; more GPUs are needed than there are.
+    """
+    check_engines(config)
+    if config.engine.type == "server":
+        from trimtab.rollout.server import ServerEngine
+
+        return [ServerEngine(url, loaded.tokenizer, config.engine) for url in config.engine.server.urls]
+    if count := worker_count(config):
+        return _workers(config, folder, count)
+    if config.engine.type == "vllm":
+        from trimtab.rollout.vllm import VllmEngine
+
+        return [VllmEngine(folder, loaded.tokenizer, config.engine)]
+    dtype, rounding = getattr(torch, config.engine.dtype), sampler_rounding(config)
+    return [EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=dtype, rounding=rounding)]
+
+
+def engine_spec(config: Config, folder: Path) -> dict[str, Any]:
+    """The recipe's engine as `rollout.hosted.build` takes it: JSON, for another process."""
+    if config.engine.type == "vllm":
+        return {"type": "vllm", "model": str(folder), "engine": config.engine.model_dump(mode="json")}
+    rounding = sampler_rounding(config)
+    return {
+        "type": "embedded",
+        "model": str(folder),
+        "dtype": config.engine.dtype,
+        "rounding": {"bits": rounding.bits, "noise": rounding.noise, "seed": rounding.seed},
+    }
+
+
+def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    each = config.engine.vllm.tensor_parallel if config.engine.type == "vllm" else 1
+    places = device_lists(visible.split(","), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), count, each)
+    if config.threads:
+        threads = config.threads
+    else:
+        own, threads = thread_shares(torch.get_num_threads(), count, beside=bool(config.trainer.max_lag))
+        torch.set_num_threads(own)
+    spec, handover = engine_spec(config, folder), Handover()
+    return [WorkerEngine(spec, threads=threads, handover=handover, devices=place) for place in places]
+
+
+def thread_shares(cores: int, workers: int, *, beside: bool) -> tuple[int, int]:
+    """Threads of this process and of each worker; `beside`: they compute at the same time.
+
+    Equal shares, what is left over going to this process. More threads than cores make all of them crawl: two
+    processes of two threads on two cores reach a tenth of what one thread each does.
+    """
+    if not beside:
+        return cores, cores
+    each = max(1, cores // (workers + 1))
+    return max(1, cores - workers * each), each
+
+
+def device_lists(visible: Sequence[str], ranks: int, workers: int, each: int) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of every worker, behind the GPUs of the trainer's ranks; a single GPU is shared by all.
+
+    Raises:
+        TrimtabError: there are several GPUs, but too few.
+    """
+    gpus = [name for name in visible if name]
+    if len(gpus) <= 1:
+        return [None] * workers
+    needed = ranks + workers * each
+    if needed > len(gpus):
+        raise TrimtabError(
+            f"{ranks} trainer ranks and {workers} engines of {each} GPUs need {needed} GPUs, {len(gpus)} are visible: "
+            "lower engine.workers or engine.vllm.tensor_parallel, or start fewer ranks"
+        )
+    starts = range(ranks, needed, each)
+    return [",".join(gpus[start : start + each]) for start in starts]

@@ -1,0 +1,329 @@
+"""An engine in a process of its own: the same bits as in this one, and no silence when a process dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from tests.unit.rollout.support import prompt, prompts
+
+from trimtab.errors import Diverged, EngineLost, TrimtabError
+from trimtab.models import laboratory
+from trimtab.models.load import load
+from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.rollout.handover import Handover
+from trimtab.rollout.prefixes import EMPTY
+from trimtab.rollout.remote import WorkerEngine
+from trimtab.rollout.rounding import Rounding
+from trimtab.training.export import save_model_files
+from trimtab.types import Completion, Sampling
+
+pytestmark = pytest.mark.e2e
+
+ASKED = [replace(one, ids=one.ids % 14) for one in prompts([5, 1, 17, 20])]
+FREE = Sampling(max_tokens=30, ignore_stop=True)
+STOPS = Sampling(max_tokens=30, stop=("3",), stop_ids=(7,))
+TRUNCATED = Sampling(max_tokens=12, temperature=0.7, top_k=8, top_p=0.8)
+ENDED = 30.0  # seconds after which a process that should have ended is a failure
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model files without weights, as a run has them."""
+    path = tmp_path_factory.mktemp("model") / "files"
+    save_model_files(*laboratory.build(0), path)
+    assert not list(path.glob("*.safetensors"))
+    return path
+
+
+def spec_of(folder: Path, dtype: str = "float32", **rounding: float) -> dict:
+    return {"type": "embedded", "model": str(folder), "dtype": dtype, "rounding": rounding}
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[WorkerEngine]:
+    torch.set_num_threads(1)
+    engine = WorkerEngine(spec_of(folder), threads=1)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared: WorkerEngine) -> WorkerEngine:
+    """The one process of this module, or its successor, with the weights of seed 1 as version 5."""
+    shared.recover()
+    shared.publish(laboratory.build(1)[0].named_parameters(), version=5)
+    return shared
+
+
+def local(dtype: str = "float32", rounding: Rounding | None = None, seed: int = 1) -> EmbeddedEngine:
+    """The same engine in this process."""
+    model, tokenizer = load(laboratory.NAME, dtype=torch.float32)[:2]
+    engine = EmbeddedEngine(model, tokenizer, dtype, rounding=rounding or Rounding())
+    engine.publish(laboratory.build(seed)[0].named_parameters(), version=5)
+    return engine
+
+
+class After:
+    """Set once it was looked at `looks` times; `then` is called at that look."""
+
+    def __init__(self, looks: int, then=lambda: None) -> None:
+        self.left, self.then = looks, then
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        if self.left == -1:
+            self.then()
+        return self.left < 0
+
+
+def assert_same(found: list[list[Completion]], expected: list[list[Completion]]) -> None:
+    assert [len(group) for group in found] == [len(group) for group in expected]
+    for one, other in zip(chain(*found), chain(*expected), strict=True):
+        assert (one.finish, one.text) == (other.finish, other.text)
+        for name in ("response_ids", "logp_behavior", "policy_version", "entropy"):
+            a, b = getattr(one, name), getattr(other, name)
+            assert a.dtype == b.dtype
+            assert a.tobytes() == b.tobytes(), name
+        assert all(np.array_equal(a, b) for a, b in zip(one.kept or (), other.kept or (), strict=True))
+
+
+def gone(pid: int) -> None:
+    end = time.monotonic() + ENDED
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # an orphan may wait for its reaper
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def test_tokens_and_log_probs_have_the_bits_of_this_process(engine: WorkerEngine) -> None:
+    own = local()
+    before = engine.decoded, engine.prefilled
+    for sampling in (FREE, STOPS, TRUNCATED):
+        found = engine.generate(ASKED, 4, sampling, seed=3)
+        assert_same(found, own.generate(ASKED, 4, sampling, seed=3))
+        part = own.generate(ASKED, 4, sampling, seed=3, interrupt=After(3))
+        again = engine.generate(ASKED, 4, sampling, seed=3, prefixes=part)
+        assert_same(again, own.generate(ASKED, 4, sampling, seed=3, prefixes=part))
+        own.decoded -= sum(max(0, len(one.response_ids) - 1) for one in chain(*part))
+        own.prefilled -= sum(len(one.ids) for one in ASKED)
+    assert (engine.decoded - before[0], engine.prefilled - before[1]) == (own.decoded, own.prefilled)
+    assert engine.policy_version == 5
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", Rounding(3, 0.05, 7))])
+def test_another_dtype_and_rounding_too(folder: Path, dtype: str, rounding: Rounding) -> None:
+    spec = spec_of(folder, dtype, bits=rounding.bits or 8, noise=rounding.noise, seed=rounding.seed)
+    engine, own = WorkerEngine(spec, threads=1), local(dtype, rounding)
+    engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
+    assert_same(engine.generate(ASKED, 4, FREE, seed=3), own.generate(ASKED, 4, FREE, seed=3))
+    weights = dict(engine.weights())
+    assert list(weights) == [name for name, _ in own.weights()]
+    assert all(torch.equal(weights[name], weight) for name, weight in own.weights())
+    engine.publish(weights.items(), version=6, exact=True)
+    own.publish([(name, weight.clone()) for name, weight in own.weights()], version=6, exact=True)
+    assert_same(engine.generate(ASKED, 4, FREE, seed=3), own.generate(ASKED, 4, FREE, seed=3))
+    engine.close()
+
+
+def test_an_interruption_arrives_and_going_on_loses_nothing(engine: WorkerEngine) -> None:
+    whole = local().generate(ASKED, 64, FREE, seed=3)
+    part = engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(0))
+    assert {one.finish for one in chain(*part)} == {"abort"}
+    rounds = 0
+    while any(one.finish == "abort" for one in chain(*part)):
+        rounds += 1
+        # Later and later, so that it ends on any machine.
+        part = engine.generate(ASKED, 64, FREE, seed=3, prefixes=part, interrupt=After(rounds))
+    for one, other in zip(chain(*part), chain(*whole), strict=True):
+        assert one.response_ids.tolist() == other.response_ids.tolist()
+        np.testing.assert_allclose(one.logp_behavior, other.logp_behavior, atol=1e-4)
+    # What was set for one call is not set for the next.
+    assert_same(engine.generate(ASKED, 64, FREE, seed=3), whole)
+
+
+def test_an_interrupted_response_goes_on_under_other_weights(engine: WorkerEngine) -> None:
+    part = engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(1))
+    engine.publish(laboratory.build(2)[0].named_parameters(), version=9)
+    own = local(seed=2)
+    own.policy_version = 9
+    found = engine.generate(ASKED, 64, FREE, seed=3, prefixes=part)
+    assert_same(found, own.generate(ASKED, 64, FREE, seed=3, prefixes=part))
+    for begun, one in zip(chain(*part), chain(*found), strict=True):
+        k = len(begun.response_ids)
+        assert one.policy_version.tolist() == [5] * k + [9] * (30 - k)
+
+
+def test_killed_while_generating(engine: WorkerEngine) -> None:
+    expected = engine.generate(ASKED, 4, FREE, seed=3)
+    counted, pid = engine.decoded, engine.pid
+    with pytest.raises(EngineLost, match=r"was killed .* during generate") as lost:
+        engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(0, then=lambda: os.kill(pid, signal.SIGKILL)))
+    assert "\n" not in str(lost.value)
+    gone(pid)
+    with pytest.raises(EngineLost, match="recover"):
+        engine.generate(ASKED, 4, FREE, seed=3)
+    engine.recover()
+    assert engine.pid not in (None, pid)
+    with pytest.raises(TrimtabError, match="publish before generating"):
+        engine.generate(ASKED, 4, FREE, seed=3)
+    engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
+    assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)
+    assert engine.decoded == counted + 4 * 4 * 29
+    engine.recover()
+    assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)  # a living engine keeps its weights
+
+
+def test_killed_while_publishing(engine: WorkerEngine) -> None:
+    def weights():
+        for index, item in enumerate(laboratory.build(1)[0].named_parameters()):
+            if index == 3:
+                os.kill(pid, signal.SIGKILL)
+            yield item
+
+    pid, files = engine.pid, sorted(os.listdir("/dev/shm"))
+    with pytest.raises(EngineLost, match="during publish"):
+        engine.publish(weights(), version=6)
+    assert sorted(os.listdir("/dev/shm")) == files
+    engine.recover()
+    # Stopped, it cannot take what it was sent: it dies with the weights on their way.
+    pid = engine.pid
+    os.kill(pid, signal.SIGSTOP)
+    caught: list[Exception] = []
+
+    def publish() -> None:
+        try:
+            engine.publish(laboratory.build(1)[0].named_parameters(), version=6)
+        except EngineLost as error:
+            caught.append(error)
+
+    caller = threading.Thread(target=publish)
+    caller.start()
+    os.kill(pid, signal.SIGKILL)
+    caller.join()
+    assert "publish" in str(caught[0])
+    assert sorted(os.listdir("/dev/shm")) == files
+
+
+def test_it_says_how_the_process_ended(engine: WorkerEngine) -> None:
+    os.kill(engine.pid, signal.SIGTERM)
+    gone(engine.pid)
+    with pytest.raises(EngineLost, match="killed by SIGTERM"):
+        engine.weights()
+
+
+@pytest.mark.parametrize("state", ["idle", "busy", "starting", "forked"])
+def test_the_child_ends_with_its_parent(folder: Path, state: str) -> None:
+    script = Path(__file__).with_name("worker_parent.py")
+    command = [sys.executable, str(script), str(folder), state]
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}) as parent:
+        assert parent.stdout is not None
+        child, helper = map(int, parent.stdout.readline().split())
+        assert psutil.pid_exists(child)
+        parent.kill()
+    gone(child)
+    if helper != parent.pid:
+        os.kill(helper, signal.SIGKILL)
+
+
+def test_a_users_mistake_is_the_same_line_as_in_this_process(engine: WorkerEngine) -> None:
+    own = local()
+    twice = [*laboratory.build(1)[0].named_parameters()] * 2
+    calls = [
+        lambda e: e.generate(ASKED, 0, FREE, seed=0),
+        lambda e: e.generate([prompt([99])], 1, FREE, seed=0),
+        lambda e: e.generate([prompt([1] * 60)], 1, FREE, seed=0),
+        lambda e: e.generate(ASKED, 1, FREE, seed=0, prefixes=[[EMPTY]]),
+        lambda e: e.publish(twice, version=8),
+        lambda e: e.publish([("unknown", torch.zeros(1))], version=8),
+    ]
+    for call in calls:
+        lines = []
+        for one in (own, engine):
+            with pytest.raises(TrimtabError) as caught:
+                call(one)
+            assert type(caught.value) is TrimtabError
+            lines.append(str(caught.value))
+        assert lines[0] == lines[1]
+    assert engine.policy_version == 5
+    assert_same(engine.generate(ASKED, 2, FREE, seed=1), own.generate(ASKED, 2, FREE, seed=1))
+
+
+def test_a_diverged_model_keeps_its_name(engine: WorkerEngine) -> None:
+    weights = {name: weight.detach().clone() for name, weight in laboratory.build(1)[0].named_parameters()}
+    weights["lm_head.weight"].fill_(3e38)
+    engine.publish(weights.items(), version=6)
+    with pytest.raises(Diverged, match="not finite"):
+        engine.generate(ASKED, 1, FREE, seed=0)
+
+
+def test_a_defect_shows_its_traceback_and_is_survived(engine: WorkerEngine) -> None:
+    with pytest.raises(RuntimeError, match="Traceback") as caught:
+        engine.generate(ASKED, 1, replace(FREE, temperature="warm"), seed=0)  # pyright: ignore[reportArgumentType]
+    assert not isinstance(caught.value, TrimtabError)
+    assert len(engine.generate(ASKED, 1, FREE, seed=0)) == 4
+
+
+def test_a_wrong_description_is_one_line(folder: Path, tmp_path: Path) -> None:
+    for spec, words in [
+        (spec_of(tmp_path), "no config.json"),
+        (spec_of(folder, dtype="float16"), "'float16'"),
+        ({**spec_of(folder), "type": "embeded"}, "did you mean 'embedded'"),
+    ]:
+        engine = WorkerEngine(spec, threads=1)
+        for _ in range(2):
+            with pytest.raises(TrimtabError, match=words) as caught:
+                engine.publish(laboratory.build(1)[0].named_parameters(), version=1)
+            assert type(caught.value) is TrimtabError
+        engine.close()
+
+
+def test_ctrl_c_leaves_no_answer_behind(engine: WorkerEngine) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    pid = engine.pid
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(0, then=stop))
+    gone(pid)
+    with pytest.raises(EngineLost):
+        engine.generate(ASKED, 1, FREE, seed=3)
+
+
+def test_closed_is_closed(folder: Path) -> None:
+    engine = WorkerEngine(spec_of(folder), threads=1)
+    pid = engine.pid
+    engine.publish(laboratory.build(1)[0].named_parameters(), version=1)
+    engine.close()
+    gone(pid)
+    engine.close()
+    with pytest.raises(EngineLost):
+        engine.generate(ASKED, 1, FREE, seed=3)
+    with pytest.raises(TrimtabError, match="closed"):
+        engine.recover()
+
+
+def test_engines_of_one_handover_sample_alike(folder: Path) -> None:
+    handover, weights = Handover(), list(laboratory.build(1)[0].named_parameters())
+    engines = [WorkerEngine(spec_of(folder), threads=1, handover=handover) for _ in range(2)]
+    for engine in engines:
+        engine.publish(weights, version=5)
+    first, second = (engine.generate(ASKED, 4, FREE, seed=3) for engine in engines)
+    assert_same(first, second)
+    assert_same(first, local().generate(ASKED, 4, FREE, seed=3))
+    for engine in engines:
+        engine.close()

@@ -1,0 +1,117 @@
+"""Weights in a file without a name."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tests.unit.rollout.support import tiny
+
+from trimtab.errors import TrimtabError
+from trimtab.rollout import handover
+from trimtab.rollout.handover import Handover, SharedWeights, share
+
+EVERY_TYPE = {
+    "float32": torch.tensor([[1.5, -0.0], [float("inf"), 3e-45]]),
+    "bfloat16": torch.randn(3, 5).bfloat16(),
+    "int64": torch.tensor([2**62, -1]),
+    "bool": torch.tensor([True, False, True]),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.empty(0, 4),
+    "transposed": torch.arange(6.0).view(2, 3).T,
+}
+
+
+def descriptors() -> set[str]:
+    """What every open descriptor of this process leads to."""
+    found = set()
+    for item in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(f"{item.name} {os.readlink(item)}")
+        except OSError:
+            continue  # the folder's own
+    return found
+
+
+@pytest.mark.parametrize("memory", [True, False], ids=["memory", "disk"])
+def test_weights_come_back_bit_for_bit(memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not memory:
+        monkeypatch.delattr(os, "memfd_create")
+    shared = share(EVERY_TYPE.items())
+    for _ in range(2):
+        found = dict(shared)
+        assert list(found) == list(EVERY_TYPE)
+        for name, tensor in EVERY_TYPE.items():
+            assert found[name].shape == tensor.shape
+            assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    assert dict(share({}.items())) == {}
+
+
+def test_who_writes_reaches_no_one_else_and_tensors_outlive_the_file() -> None:
+    shared = share([("a", torch.zeros(4))])
+    [(_, mine)] = shared
+    mine += 1
+    [(_, other)] = shared
+    shared.close()
+    shared.close()
+    assert other.tolist() == [0.0] * 4
+    assert mine.tolist() == [1.0] * 4
+    with pytest.raises(OSError, match="descriptor"):
+        list(shared)
+
+
+def test_tied_weights_are_stored_once_but_addresses_used_again_are_no_ties() -> None:
+    model = tiny()
+    size = os.fstat(share(model.state_dict().items()).descriptor).st_size
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    assert whole <= size < whole + 64 * len(list(model.parameters()))
+
+    def merged():
+        for i in range(6):
+            yield f"w{i}", torch.full((1000,), float(i))  # freed after its turn: the next one gets the same address
+
+    assert [float(weight[0]) for _, weight in share(merged())] == [0, 1, 2, 3, 4, 5]
+
+
+def test_nothing_is_left_open_or_behind() -> None:
+    before, files = descriptors(), sorted(os.listdir("/dev/shm"))
+    shared = share(EVERY_TYPE.items())
+    assert sorted(os.listdir("/dev/shm")) == files
+    del shared
+    gc.collect()
+    assert descriptors() == before
+
+    def broken():
+        yield "a", torch.zeros(3)
+        raise KeyError("the caller's own")
+
+    with pytest.raises(KeyError):
+        share(broken())
+    assert descriptors() == before
+
+
+def test_no_room_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+    with pytest.raises(TrimtabError, match="No space left on device"):
+        share([("a", torch.zeros(4))])
+
+
+def test_a_publication_is_written_once_for_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = []
+    monkeypatch.setattr(handover, "_write", lambda *a, original=handover._write: writes.append(1) or original(*a))
+    shared, one, other = Handover(), [("a", torch.zeros(4))], [("a", torch.ones(4))]
+    first = shared.put(one, 1)
+    assert shared.put(one, 1) is first
+    assert len(writes) == 1
+    # Another object under the same version (an evaluation), the same object filled anew, and something read only once.
+    assert [float(w[0]) for _, w in shared.put(other, 1)] == [1.0]
+    other[0][1].fill_(5)
+    assert [float(w[0]) for _, w in shared.put(other, 2)] == [5.0]
+    once = iter(one)
+    assert shared.put(once, 2) is not shared.put(once, 2)
+    assert len(writes) == 5
+    assert shared.put(first, 9) is first
+    assert isinstance(first, SharedWeights)

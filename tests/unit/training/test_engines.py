@@ -1,0 +1,128 @@
+"""Which engines a recipe gets, what is refused, and how cores and GPUs are shared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.config import Config
+from trimtab.errors import TrimtabError
+from trimtab.models import laboratory
+from trimtab.models.load import Loaded
+from trimtab.rollout import hosted
+from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.training import engines
+from trimtab.training.engines import build_engines, check_engines, device_lists, engine_spec, thread_shares
+from trimtab.training.export import save_model_files
+from trimtab.training.weights import sampler_rounding
+
+SERVER = {"type": "server", "server": {"urls": ["http://127.0.0.1:1"]}}
+
+
+def config(engine: dict, **trainer: int) -> Config:
+    return Config.model_validate({"engine": engine, "trainer": trainer})
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "words"),
+    [
+        ({"type": "vllm", "quantize": "int8"}, {}, ["engine.quantize", "'vllm'"]),
+        ({**SERVER, "noise": 0.1}, {}, ["engine.noise", "'server'"]),
+        ({**SERVER, "workers": 2}, {}, ["engine.workers = 2", "server.urls"]),
+        ({"workers": 2}, {}, ["engine.workers = 2", "max_lag"]),
+        ({"workers": 2}, {"max_lag": 0}, ["engine.workers = 2", "max_lag"]),
+    ],
+)
+def test_what_cannot_work_is_refused(engine: dict, trainer: dict, words: list[str]) -> None:
+    with pytest.raises(TrimtabError) as caught:
+        check_engines(config(engine, **trainer))
+    assert all(word in str(caught.value) for word in words)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "count"),
+    [
+        ({}, {}, 0),
+        ({}, {"max_lag": 0}, 0),
+        ({}, {"max_lag": 2}, 1),
+        ({"workers": 0}, {"max_lag": 2}, 0),
+        ({"workers": 1}, {}, 1),
+        ({"workers": 3}, {"max_lag": 2}, 3),
+        ({"type": "vllm"}, {"max_lag": 2}, 1),
+        ({"type": "vllm", "vllm": {"process": "own"}}, {"max_lag": 2}, 0),
+        (SERVER, {"max_lag": 2}, 0),
+    ],
+)
+def test_processes_of_their_own(engine: dict, trainer: dict, count: int) -> None:
+    recipe = config(engine, **trainer)
+    check_engines(recipe)
+    assert engines.worker_count(recipe) == count
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "beside", "shares"),
+    [
+        (2, 1, True, (1, 1)),
+        (2, 1, False, (2, 2)),
+        (1, 1, True, (1, 1)),
+        (8, 1, True, (4, 4)),
+        (8, 2, True, (4, 2)),
+        (2, 5, True, (1, 1)),
+    ],
+)
+def test_shares_of_the_cores(cores: int, workers: int, beside: bool, shares: tuple[int, int]) -> None:
+    assert thread_shares(cores, workers, beside=beside) == shares
+
+
+@given(st.integers(1, 200), st.integers(1, 50))
+def test_no_core_is_idle_and_none_is_shared_where_there_are_enough(cores: int, workers: int) -> None:
+    own, each = thread_shares(cores, workers, beside=True)
+    assert own >= each >= 1
+    assert own + workers * each == max(cores, workers + 1)
+
+
+def test_shares_of_the_gpus() -> None:
+    assert device_lists([""], 1, 2, 1) == [None, None]
+    assert device_lists(["0"], 1, 2, 1) == [None, None]
+    assert device_lists(["0", "1", "2"], 1, 2, 1) == ["1", "2"]
+    assert device_lists(["4", "5", "6", "7"], 2, 1, 2) == ["6,7"]
+    with pytest.raises(TrimtabError, match="need 6 GPUs, 4 are visible"):
+        device_lists(["4", "5", "6", "7"], 2, 2, 2)
+
+
+def test_the_description_of_an_engine_is_json_and_builds_that_engine(tmp_path: Path) -> None:
+    recipe = config({"quantize": "int3", "noise": 0.1, "dtype": "bfloat16"})
+    save_model_files(*laboratory.build(0), tmp_path / "model")
+    spec = json.loads(json.dumps(engine_spec(recipe, tmp_path / "model")))
+    engine, own = (
+        hosted.build(spec),
+        EmbeddedEngine(*laboratory.build(0), "bfloat16", rounding=sampler_rounding(recipe)),
+    )
+    for one in (engine, own):
+        one.publish(laboratory.build(1)[0].named_parameters(), version=3)
+    for (name, weight), (twin, other) in zip(engine.weights(), own.weights(), strict=True):
+        assert name == twin
+        assert torch.equal(weight, other)
+
+
+def test_vllms_section_survives_the_journey(tmp_path: Path) -> None:
+    recipe = config({"type": "vllm", "vllm": {"memory": 1, "context": 512, "quantization": "fp8"}})
+    spec = json.loads(json.dumps(engine_spec(recipe, tmp_path)))
+    assert type(recipe.engine).model_validate(spec["engine"]) == recipe.engine
+    with pytest.raises(TrimtabError, match=r"no config\.json"):
+        hosted.build(spec)
+
+
+def test_without_processes_the_engine_is_in_this_one(tmp_path: Path) -> None:
+    model, tokenizer = laboratory.build(0)
+    threads = torch.get_num_threads()
+    [engine] = build_engines(config({"dtype": "float32"}), Loaded(model, tokenizer, ""), tmp_path)
+    assert isinstance(engine, EmbeddedEngine)
+    assert torch.get_num_threads() == threads
+    assert next(iter(engine.weights()))[1].dtype == torch.float32
