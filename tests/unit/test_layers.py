@@ -24,6 +24,7 @@ ALLOWED = {
     "evaluation": {"models", "tasks", "rewards", "rollout", "types", "errors"},
     "training": {"corrections", "objectives", "models", "tasks", "rewards", "rollout", "evaluation", *LEAVES},
     "diagnostics": {"corrections", "objectives", *LEAVES},
+    "placement": {"models", "tasks", "rewards", "rollout", "training", *LEAVES},
     "lab": {"corrections", "objectives", "models", "tasks", "rewards", "rollout", "evaluation", "training", *LEAVES},
 }
 HEAVY = {"torch", "transformers", "datasets", "matplotlib", "pyarrow", "numpy"}

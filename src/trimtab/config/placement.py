@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from trimtab.config.section import Section
 
@@ -24,10 +24,17 @@ class RayConfig(Section):
     patience: float = Field(default=300.0, gt=0, description="seconds to wait for resources and for an actor to start")
     engines: PositiveInt = Field(default=1, description="actors that sample")
     engine_cpus: float = Field(default=1.0, ge=0)
-    engine_gpus: float = Field(default=0.0, ge=0)
+    engine_gpus: float = Field(default=0.0, ge=0, description="of one engine, on one node")
     trainers: PositiveInt = Field(default=1, description="ranks of the trainer; the model is sharded over them (FSDP2)")
     trainer_cpus: float = Field(default=1.0, ge=0)
-    trainer_gpus: float = Field(default=0.0, ge=0)
+    trainer_gpus: float = Field(default=0.0, ge=0, le=1, description="a rank uses one device at most")
     rewards: int = Field(default=0, ge=0, description="actors that score; 0: the trainer's first rank scores")
-    reward_cpus: float = Field(default=1.0, ge=0)
+    reward_cpus: float = Field(default=1.0, gt=0)
     shard_mib: PositiveInt = Field(default=256, description="size of one object of a publication of weights")
+
+    @model_validator(mode="after")
+    def _something(self) -> RayConfig:
+        for kind in ("engine", "trainer"):
+            if not getattr(self, f"{kind}_cpus") and not getattr(self, f"{kind}_gpus"):
+                raise ValueError(f"{kind}_cpus and {kind}_gpus are both 0: Ray cannot reserve nothing, set one")
+        return self

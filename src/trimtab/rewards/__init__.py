@@ -17,7 +17,7 @@ from trimtab.rewards.response import Response
 from trimtab.rewards.scorer import Score, Scorer, Weighted
 from trimtab.types import RewardSpec, Task
 
-__all__ = ["Response", "Score", "Scorer", "build", "names"]
+__all__ = ["Response", "Score", "Scorer", "Weighted", "build", "names", "weighted"]
 
 _BUILT_IN = {
     "exact": "trimtab.rewards.exact",
@@ -45,16 +45,21 @@ def build(specs: Sequence[Spec], task: Task) -> Scorer:
 
     Raises `TrimtabError`: unknown reward or option (naming the nearest), a user function that cannot be imported.
     """
-    weighted: list[Weighted] = []
+    return Scorer(weighted(specs, task))
+
+
+def weighted(specs: Sequence[Spec], task: Task) -> list[Weighted]:
+    """The rewards of `build`, without the processes that run them. Raises what `build` raises."""
+    found: list[Weighted] = []
     for spec in specs or task.rewards:
         given = RewardSpec(*spec)
         label = given.name if isinstance(given.name, str) else getattr(given.name, "__name__", "reward")
-        same = sum(other.name == label or other.name.startswith(f"{label}-") for other in weighted)
+        same = sum(other.name == label or other.name.startswith(f"{label}-") for other in found)
         _check_numbers(label, given)
-        weighted.append(
+        found.append(
             Weighted(f"{label}-{same + 1}" if same else label, given.weight, given.timeout, _built(given, task))
         )
-    return Scorer(weighted)
+    return found
 
 
 def _check_numbers(label: str, spec: RewardSpec) -> None:

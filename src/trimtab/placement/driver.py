@@ -1,0 +1,120 @@
+"""The run as the command line sees it: reserve seats, start the ranks, show what they tell, leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from trimtab.config import Config
+from trimtab.errors import Diverged, TrimtabError
+from trimtab.placement.actors import ActorLost, ask, end
+from trimtab.placement.cluster import Seats, connected, reserved
+from trimtab.placement.events import replay
+from trimtab.placement.rank import DIVERGED, TrainerRank
+from trimtab.training.observer import Observer, Silent
+from trimtab.training.run import RunResult, check
+from trimtab.training.rundir import CONFIG
+
+NEWS = 1.0  # seconds one look for news lasts at most
+GRACE = 15.0  # seconds a run that is told to stop has for it, and the other ranks of a failed one to fail as well
+
+
+def train(
+    config: Config, *, out: Path | str | None = None, resume: bool = False, observer: Observer | None = None
+) -> RunResult:
+    """Train as `config` says on the Ray cluster of `config.ray`.
+
+    Everything else is as in `trimtab.training.run.train`. The run directory is written by the first rank, on its node:
+    it must lie where this process sees it too.
+
+    Raises:
+        TrimtabError: for anything a user can mend, a rank that died among it.
+    """
+    watcher, run = observer or Silent(), Path(out or config.out or "runs/run").resolve()
+    check(config).scorer.close()
+    with connected(config.ray), reserved(config) as seats, _started(seats) as ranks:
+        meeting = ask(ranks[0].address.remote(), config.ray.patience)
+        arguments = (config.dump(), str(Path.cwd()), str(run), resume, meeting, seats)
+        runs = [rank.train.remote(*arguments) for rank in ranks]
+        try:
+            metrics = _follow(ranks[0], runs, watcher, config, run)
+        except KeyboardInterrupt:
+            ranks[0].stop.remote()
+            with suppress(ActorLost):
+                ask(runs[0], GRACE)
+            raise
+    return RunResult(run, metrics)
+
+
+@contextmanager
+def _started(seats: Seats) -> Iterator[list[Any]]:
+    """The ranks. At the end they are killed whatever they do, and with rank 0 the actors it started."""
+    ranks: list[Any] = []
+    try:
+        ranks += [seat.start(TrainerRank, rank, len(seats.trainers)) for rank, seat in enumerate(seats.trainers)]
+        yield ranks
+    finally:
+        for rank in ranks:
+            end(rank)
+
+
+def _follow(first: Any, runs: list[Any], observer: Observer, config: Config, run: Path) -> dict[str, Any]:
+    """Show the first rank's news until all ranks are done; returns its metrics of the last step."""
+    import ray
+
+    left, news = list(runs), first.news.remote(NEWS)
+    try:
+        while left:
+            (ready, *_), _ = ray.wait([news, *left], num_returns=1)
+            if ready == news:
+                _show(ask(news), observer, config, run)
+                news = first.news.remote(NEWS)
+            else:
+                _metrics(ready)
+                left.remove(ready)
+        _show(ask(first.news.remote(0.0)), observer, config, run)
+        return _metrics(runs[0])
+    except (TrimtabError, ActorLost, ray.exceptions.RayTaskError) as error:
+        raise _cause(runs, error) from None
+
+
+def _show(news: str, observer: Observer, config: Config, run: Path) -> None:
+    if replay(news, observer, config) and not (run / CONFIG).is_file():
+        raise TrimtabError(
+            f"the first rank writes {run} where this machine does not see it: choose an --out on a file system that "
+            "all nodes share"
+        )
+
+
+def _metrics(finished: Any) -> dict[str, Any]:
+    """Of a rank that is done. Raises what it failed of."""
+    answer = json.loads(ask(finished))
+    if "error" in answer:
+        raise (Diverged if answer["error"] == DIVERGED else TrimtabError)(answer["line"])
+    return answer["metrics"]
+
+
+def _cause(runs: list[Any], error: Exception) -> Exception:
+    """What to tell when a rank failed: ranks that wait for it fail as well, in other words and perhaps before it.
+
+    What a rank says in a line of its own comes first, then which rank was lost, then whatever else was raised.
+    """
+    import ray
+
+    if isinstance(error, TrimtabError):
+        return error
+    found: list[tuple[int, Exception]] = []
+    done, _ = ray.wait(runs, num_returns=len(runs), timeout=GRACE)
+    for rank, run in enumerate(runs):
+        try:
+            _metrics(run) if run in done else None
+        except TrimtabError as told:
+            found.append((0, told))
+        except ActorLost as lost:
+            found.append((1, TrimtabError(f"trainer rank {rank} was lost ({lost}): continue the run with --resume")))
+        except ray.exceptions.RayTaskError as unexpected:
+            found.append((2, unexpected))
+    return min(found, key=lambda entry: entry[0])[1] if found else error

@@ -1,0 +1,174 @@
+"""An engine that lives in an actor: prompts and completions through Ray's calls, weights through its object store."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trimtab.config import Config, RayConfig
+from trimtab.errors import EngineLost, TrimtabError
+from trimtab.placement.actors import ActorLost, Seat, ask, end, explained
+from trimtab.placement.host import EngineHost
+from trimtab.placement.weights import Publisher, fetch, unpack
+from trimtab.rollout import wire
+from trimtab.rollout.rows import check_prefixes
+from trimtab.types import Completion, Interrupt, Prompt, Sampling
+
+WEIGHTS = ".safetensors"
+LOOK = 0.02  # seconds between two looks at an interrupt while an actor works
+
+
+class RayEngine:
+    """`types.Engine` over the actor in `seat`, built there from a specification of `rollout.hosted`.
+
+    Engines of one run share a publisher, so that weights are stored once. `place`: process and node of the actor.
+    """
+
+    def __init__(self, spec: Mapping[str, Any], seat: Seat, publisher: Publisher, config: RayConfig) -> None:
+        self.policy_version = 0
+        self.decoded = 0
+        self.prefilled = 0
+        self.place: dict[str, Any] = {}
+        self._spec = dict(spec)
+        self._files = _files(Path(spec["model"]))
+        self._seat = seat
+        self._publisher = publisher
+        self._patience = config.patience
+        self._limit = config.shard_mib << 20
+        self._calls = 0
+        self._host: Any = None
+        self._starting: Any = None
+        self._begin()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        prefixes: Sequence[Sequence[Completion]] | None = None,
+        interrupt: Interrupt | None = None,
+    ) -> list[list[Completion]]:
+        check_prefixes(prefixes, prompts, samples, sampling)
+        self.wait()
+        if not self._has_weights:
+            raise TrimtabError("the engine's actor holds no weights yet: publish before generating")
+        names, arrays = wire.pack_prompts(prompts)
+        head = None
+        if prefixes is not None:
+            head, more = wire.pack_completions(prefixes)
+            arrays |= more
+        request = {
+            "prompts": names,
+            "samples": samples,
+            "sampling": wire.pack_sampling(sampling),
+            "seed": seed,
+            "prefixes": head,
+        }
+        self._calls += 1
+        with self._alive():
+            answer = self._host.generate.remote(self._calls, request, arrays)
+            self._watch(answer, interrupt)
+            found, parts, *counters = ask(answer)
+        self._count(*counters)
+        # Objects of the store are read-only, and stay there as long as an array of theirs is used.
+        return wire.unpack_completions(found, {name: np.array(part) for name, part in parts.items()})
+
+    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
+        self.wait()
+        news = self._publisher.put(weights, version)
+        with self._alive():
+            ask(self._host.publish.remote(news, exact))
+        self.policy_version, self._has_weights = version, True
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        """Copies in the object store; they stay there as long as a tensor is used."""
+        self.wait()
+        with self._alive():
+            found = ask(self._host.weights.remote(self._limit))
+            shards = list(fetch(found.references))
+        yield from unpack(shards, found.key, found.version)
+
+    def recover(self) -> None:
+        """A new actor in the seat of the dead one, without weights; where it lives, nothing.
+
+        Raises:
+            EngineLost: the new actor was lost too, or did not start within `ray.patience` seconds.
+            TrimtabError: the engine was closed.
+        """
+        if self._host is None:
+            raise TrimtabError("the engine was closed: build another one")
+        try:
+            with self._alive():
+                ask(self._host.alive.remote(), self._patience)
+        except EngineLost:
+            end(self._host)
+            self._begin()
+            self.wait()
+
+    def close(self) -> None:
+        """Let the engine end its own processes, then end its actor."""
+        if self._host is None:
+            return
+        with contextlib.suppress(ActorLost):
+            ask(self._host.close.remote(), patience=10.0)
+        end(self._host)
+        self._host = None
+
+    def _begin(self) -> None:
+        self._host = self._seat.start(EngineHost, self._seat.threads)
+        self._starting = self._host.start.remote(self._spec, self._files)
+        self._counted = (0, 0)  # tokens of this actor's own counters
+        self.policy_version, self._has_weights = 0, False
+
+    def wait(self) -> None:
+        """Wait for the actor's engine; all actors of a run start side by side and are waited for one by one."""
+        if self._starting is not None:
+            with self._alive():
+                self.place = ask(self._starting, self._patience)
+            self._starting = None
+
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
+        try:
+            with explained():
+                yield
+        except ActorLost as error:
+            raise EngineLost(f"the engine in bundle {self._seat.bundle} of the cluster was lost ({error})") from None
+
+    def _watch(self, answer: Any, interrupt: Interrupt | None) -> None:
+        import ray
+
+        while interrupt is not None and not ray.wait([answer], timeout=LOOK)[0]:
+            if interrupt.is_set():
+                self._host.interrupt.remote(self._calls)
+                return
+
+    def _count(self, decoded: int, prefilled: int) -> None:
+        self.decoded += decoded - self._counted[0]
+        self.prefilled += prefilled - self._counted[1]
+        self._counted = (decoded, prefilled)
+
+
+def build_engines(config: Config, spec: Mapping[str, Any], seats: Sequence[Seat]) -> list[RayEngine]:
+    """One engine in each seat, all started.
+
+    Raises:
+        TrimtabError: an engine cannot be built there, or its actor did not start within `ray.patience` seconds.
+    """
+    publisher = Publisher(getattr(torch, config.engine.dtype), config.ray.shard_mib << 20)
+    engines = [RayEngine(spec, seat, publisher, config.ray) for seat in seats]
+    for engine in engines:
+        engine.wait()
+    return engines
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    """What an engine reads of a model's folder. Weights are not among it: they are published."""
+    return {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file() and item.suffix != WEIGHTS}

@@ -1,0 +1,78 @@
+"""The actor around an engine: the far end of `RayEngine`. Any engine that can be built from a specification fits in."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.placement.weights import Publication, fetch, pack, publication, unpack
+from trimtab.rollout import wire
+from trimtab.rollout.hosted import build
+from trimtab.types import Engine
+
+
+class EngineHost:
+    """Calls come one at a time, but for `interrupt`: Ray runs it beside the call it interrupts."""
+
+    _engine: Engine
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._folder = tempfile.TemporaryDirectory(prefix="trimtab-engine-")
+        self._interrupted = 0
+
+    def start(self, spec: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:
+        """Build the engine from its specification and the files of its model; says where it is."""
+        folder = Path(self._folder.name)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        self._engine = build({**spec, "model": str(folder)})
+        return {"pid": os.getpid(), "node": os.uname().nodename}
+
+    def generate(self, call: int, request: Mapping[str, Any], arrays: wire.Arrays) -> tuple[Any, ...]:
+        """The completions as `wire` packs them, then tokens decoded and prefilled since the engine's start."""
+        prefixes = request["prefixes"]
+        groups = self._engine.generate(
+            wire.unpack_prompts(request["prompts"], arrays),
+            request["samples"],
+            wire.unpack_sampling(request["sampling"]),
+            seed=request["seed"],
+            prefixes=None if prefixes is None else wire.unpack_completions(prefixes, arrays),
+            interrupt=_Interrupt(self, call),
+        )
+        return (*wire.pack_completions(groups), self._engine.decoded, self._engine.prefilled)
+
+    def alive(self) -> None:
+        """Answers."""
+
+    def interrupt(self, call: int) -> None:
+        """End call number `call` soon, even if it has not begun."""
+        self._interrupted = max(self._interrupted, call)
+
+    def publish(self, news: Publication, exact: bool) -> None:
+        shards = unpack(fetch(news.references), news.key, news.version)
+        self._engine.publish(shards, news.version, exact=exact)
+
+    def weights(self, limit: int) -> Publication:
+        """The weights in use, as objects in the store of this node."""
+        return publication(pack(self._engine.weights(), "", self._engine.policy_version, limit))
+
+    def close(self) -> None:
+        self._engine.close()
+        self._folder.cleanup()
+
+
+class _Interrupt:
+    """Whether one call of a host was interrupted."""
+
+    def __init__(self, host: EngineHost, call: int) -> None:
+        self._host = host
+        self._call = call
+
+    def is_set(self) -> bool:
+        return self._host._interrupted >= self._call
