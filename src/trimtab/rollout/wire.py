@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,7 +58,9 @@ def send(
 
 def receive(connection: socket.socket) -> Frame:
     """The next frame. `ConnectionError` where the connection ends, or holds something else than a frame."""
-    start, files, _, _ = socket.recv_fds(connection, START.size, 1, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+    start, files, _, _ = socket.recv_fds(connection, START.size, 1)
+    for file in files:
+        os.set_inheritable(file, False)
     if not start:
         raise ConnectionError("the other end has closed the connection")
     start += bytes(_exactly(connection, START.size - len(start)))

@@ -65,7 +65,8 @@ def test_who_writes_reaches_no_one_else_and_tensors_outlive_the_file() -> None:
 
 def test_tied_weights_are_stored_once_but_addresses_used_again_are_no_ties() -> None:
     model = tiny()
-    size = os.fstat(share(model.state_dict().items()).descriptor).st_size
+    shared = share(model.state_dict().items())
+    size = os.fstat(shared.descriptor).st_size
     whole = sum(p.numel() * 4 for p in model.parameters())
     assert whole <= size < whole + 64 * len(list(model.parameters()))
 

@@ -101,9 +101,9 @@ def test_after_a_publication_each_token_is_its_authors(name: str) -> None:
     engine = EmbeddedEngine(old, its_tokenizer, torch.float32)
     asked = [replace(one, ids=one.ids % 14) for one in prompts([6, 11, 9])]
     sampling = Sampling(max_tokens=12, stop_ids=(3, 7)) if name == "laboratory" else replace(STOPS, max_tokens=12)
-    part = engine.generate(asked, 4, sampling, seed=3, interrupt=After(4))
+    part = engine.generate(asked, 16, sampling, seed=3, interrupt=After(4))
     engine.publish(new.named_parameters(), version=7)
-    out = engine.generate(asked, 4, sampling, seed=3, prefixes=part)
+    out = engine.generate(asked, 16, sampling, seed=3, prefixes=part)
     owner = [p for p, group in enumerate(out) for _ in group]
     batch = TokenBatch.pack([one.ids for one in asked], [one.response_ids for one in chain(*out)], owner, pad_id=0)
     with torch.no_grad():
