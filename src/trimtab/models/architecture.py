@@ -26,6 +26,7 @@ class Parts:
     bias: Tensor | None  # (vocabulary,)
     softcap: float | None
     packs: bool  # its attention reads a layout
+    owner: object = None  # the head itself: a sharded model shows another weight while it is whole
 
 
 def parts(model: Any) -> Parts:
@@ -50,4 +51,5 @@ def parts(model: Any) -> Parts:
         bias=head.bias,
         softcap=getattr(model.config, "final_logit_softcapping", None),
         packs=model.config._attn_implementation == IMPLEMENTATION,
+        owner=head,
     )

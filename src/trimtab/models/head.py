@@ -30,7 +30,7 @@ TILE_VOCABULARY = 2048
 class _Noise(NamedTuple):
     """Noise on the logits of one head (ALP's logits-only variant): `exp(log_sigma)` times normals of `seed`."""
 
-    weight: Tensor  # of the head it belongs to; others scored meanwhile stay clean
+    owner: object  # the head it belongs to; others scored meanwhile stay clean
     log_sigma: Float[Tensor, "1"]
     seed: int
 
@@ -39,11 +39,11 @@ _noise: ContextVar[_Noise | None] = ContextVar("noise", default=None)
 
 
 @contextmanager
-def perturbed(weight: Tensor, log_sigma: Float[Tensor, "1"], seed: int) -> Iterator[None]:
-    """Inside, `head_scores` adds `exp(log_sigma)` * N(0, 1) to each logit of the head `weight`: after the soft cap,
-    before the temperature. Drawn tile by tile from `seed`, and drawn again in the backward, which may run outside.
+def perturbed(owner: object, log_sigma: Float[Tensor, "1"], seed: int) -> Iterator[None]:
+    """Inside, `head_scores` adds `exp(log_sigma)` * N(0, 1) to each logit of the head `owner` (`Parts.owner`): after the
+    soft cap, before the temperature. Drawn tile by tile from `seed`, and again in the backward, which may run outside.
     """
-    token = _noise.set(_Noise(weight, log_sigma, seed))
+    token = _noise.set(_Noise(owner, log_sigma, seed))
     try:
         yield
     finally:
@@ -78,7 +78,7 @@ def head_scores(
     """
     device = hidden.device.type
     noise = _noise.get()
-    if noise is not None and noise.weight is not model.weight:
+    if noise is not None and noise.owner is not model.owner:
         noise = None
     log_sigma = None if noise is None else noise.log_sigma
     options = _Options(

@@ -26,6 +26,7 @@ from trimtab.errors import TrimtabError
 from trimtab.models.architecture import Parts, parts
 from trimtab.models.attention import Layout
 from trimtab.models.head import head_scores
+from trimtab.models.sharding import inside
 
 IntRow = NDArray[np.int64]
 
@@ -104,17 +105,20 @@ def score(
     _check_padding(batch)
     if kept is not None:
         _check_kept(batch, kept)
-    model_parts = parts(model)
-    hidden = _packed(model_parts, batch) if model_parts.packs else _plain(model_parts, batch)
     real = batch.response_mask
-    logp, tokens_entropy = head_scores(
-        hidden,
-        batch.response_ids[real],
-        model_parts,
-        temperature=temperature,
-        entropy=entropy,
-        kept=None if kept is None else kept[real],
-    )
+
+    def work() -> tuple[Tensor, Tensor | None]:
+        model_parts = parts(model)
+        return head_scores(
+            _packed(model_parts, batch) if model_parts.packs else _plain(model_parts, batch),
+            batch.response_ids[real],
+            model_parts,
+            temperature=temperature,
+            entropy=entropy,
+            kept=None if kept is None else kept[real],
+        )
+
+    logp, tokens_entropy = inside(model, work)
     return TokenScores(_scatter(logp, real), None if tokens_entropy is None else _scatter(tokens_entropy, real))
 
 

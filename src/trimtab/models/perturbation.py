@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -51,6 +51,19 @@ class Changes:
         self._changed[layer] = changed + self._changed[layer] if layer in self._changed else changed
         self._total[layer] = self._total.get(layer, 0) + clean.numel()
 
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Entries changed and entries seen, by layer."""
+        return {layer: (int(count), self._total[layer]) for layer, count in self._changed.items()}
+
+    @classmethod
+    def merged(cls, parts: Iterable[Mapping[str, Sequence[int]]]) -> Changes:
+        """The sum of several `counts`, such as those of different ranks."""
+        whole = cls()
+        for layer, (changed, seen) in (item for part in parts for item in part.items()):
+            whole._changed[layer] = whole._changed.get(layer, torch.zeros((), dtype=torch.int64)) + changed
+            whole._total[layer] = whole._total.get(layer, 0) + seen
+        return whole
+
     def fractions(self) -> dict[str, float]:
         """By layer, as in `Perturbation.sigmas`; without layers of sigma 0 and logits, which nothing rounds."""
         return {layer: int(count) / max(self._total[layer], 1) for layer, count in self._changed.items()}
@@ -68,8 +81,8 @@ class Perturbation(nn.Module):
         if not 0 <= std < math.inf:
             raise TrimtabError(f"perturbation std {std} must be a number from 0 up")
         self._decoder = decoder(model)
-        # In a tuple: a parameter kept as an attribute would be trained, and saved, as this module's own.
-        self._head: tuple[Tensor, ...] = (parts(model).weight,) if layers == LOGITS else ()
+        # In a tuple: a module kept as an attribute would be trained, and saved, as this module's own.
+        self._head: tuple[object, ...] = (parts(model).owner,) if layers == LOGITS else ()
         self._chosen = [] if layers == LOGITS else choose(layers, len(self._decoder.layers))
         start = math.log(std) if std > 0 else -math.inf
         size = len(self.names)
@@ -105,8 +118,8 @@ class Perturbation(nn.Module):
 
     @contextmanager
     def _logits(self, seed: int) -> Iterator[None]:
-        (weight,) = self._head
-        with head.perturbed(weight, self.log_sigma, seed) if self.sigmas()[LOGITS] != 0 else nullcontext():
+        (owner,) = self._head
+        with head.perturbed(owner, self.log_sigma, seed) if self.sigmas()[LOGITS] != 0 else nullcontext():
             yield
 
     @contextmanager

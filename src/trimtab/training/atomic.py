@@ -23,7 +23,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace the file `path` by `data` in one step. `TrimtabError` if the disk is full; the old file survives."""
-    with _explained(path):
+    with explained(path):
         temporary = _temporary(path)
         try:
             with temporary.open("xb") as file:
@@ -48,7 +48,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     With `replace` an existing `path` gives way (it stays as `.trimtab-old-<name>` if the process dies between two
     renames); without it a `path` that is not empty is an error. Errors of the disk become one line naming `path`.
     """
-    with _explained(path):
+    with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _temporary(path)
         temporary.mkdir()
@@ -67,7 +67,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 def remove_folder(path: Path) -> None:
     """Delete a folder so that no half-deleted folder is ever seen under its name."""
-    with _explained(path, "remove"):
+    with explained(path, "remove"):
         doomed = _temporary(path)
         path.rename(doomed)
         shutil.rmtree(doomed)
@@ -77,7 +77,7 @@ def sweep(folder: Path) -> None:
     """Finish or undo what a killed process left in `folder`. Only for the one process that may write there."""
     if not folder.is_dir():
         return
-    with _explained(folder, "clean up"):
+    with explained(folder, "clean up"):
         for item in list(folder.iterdir()):
             if item.name.startswith(REPLACED):
                 name = item.with_name(item.name.removeprefix(REPLACED))
@@ -115,7 +115,7 @@ def _exchange(temporary: Path, path: Path) -> None:
 
 
 @contextmanager
-def _explained(path: Path, verb: str = "write") -> Iterator[None]:
+def explained(path: Path, verb: str = "write") -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -3,6 +3,7 @@
     manifest.json            format, step, and size + sha256 of every other file
     meta.json                counters and everything that is not a tensor
     <section>.safetensors    named tensors: model, optimizer, ...
+    <section>/*.safetensors  the same, every rank its part (`sharded.py`), where the tensors are spread over ranks
     <anything else>          files of the caller, e.g. pending.parquet
 
 `checkpoints/best.json` points at the best one; it and its folder survive `prune`.
@@ -15,8 +16,10 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.models.sharding import is_sharded
 from trimtab.training import atomic
+from trimtab.training.ranks import SINGLE, Ranks, here
+from trimtab.training.sharded import Shards, write
 
 FORMAT = 1
 MANIFEST, META, BEST = "manifest.json", "meta.json", "best.json"
@@ -37,12 +43,13 @@ _NAME = re.compile(rf"(?:{re.escape(atomic.REPLACED)})?step-(\d{{6,}})")
 class LoadedCheckpoint:
     """A verified checkpoint. CPU tensors are mapped from its files: copy them into place, do not keep them.
 
+    Sections that ranks wrote together are `sharded.Shards`, which read what is asked for.
     `skipped` says, newest first and one line each, which newer checkpoints were damaged.
     """
 
     step: int
     folder: Path
-    tensors: dict[str, dict[str, Tensor]]
+    tensors: dict[str, Mapping[str, Tensor]]
     meta: Any
     files: dict[str, bytes] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
@@ -66,19 +73,33 @@ def save(
 ) -> Path:
     """Write `root/step-<step>` in one rename and return it; a checkpoint of the same step is replaced.
 
+    Where there are several ranks, all must call; `meta`, `files` and what is not sharded are the leader's.
     `tensors`: section -> name -> tensor (no two may share memory, see `states.model_state`). `meta`: JSON values;
     non-finite floats are allowed here, as only `load` reads them. Raises `TrimtabError` when the disk is full; every
     checkpoint that was there before is still there.
     """
-    folder = folder_of(root, step)
-    with atomic.new_folder(folder, replace=True) as temporary:
-        for section, named in tensors.items():
-            _write_tensors(temporary / f"{section}{_SECTION}", named)
-        (temporary / META).write_text(json.dumps(meta))
-        for name, data in (files or {}).items():
-            (temporary / name).write_bytes(data)
-        described = {item.name: _describe(item) for item in sorted(temporary.iterdir())}
-        (temporary / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": described}, indent=1))
+    folder, ranks = folder_of(root, step), here()
+    spread = {section for section, named in tensors.items() if any(map(is_sharded, named.values()))}
+    with _new_folder(folder, ranks) as temporary:
+        described: dict[str, Any] = {}
+        if spread:
+            parts = {section: tensors[section] for section in sorted(spread)}
+            mine = ranks.together(partial(_write_shards, temporary, parts, ranks.rank))
+            for part in ranks.gather(json.dumps(mine).encode()):
+                described |= json.loads(part)
+        whole = {section: named for section, named in tensors.items() if section not in spread}
+
+        def finish() -> None:
+            for section, named in whole.items():
+                _write_tensors(temporary / f"{section}{_SECTION}", named)
+            (temporary / META).write_text(json.dumps(meta))
+            for name, data in (files or {}).items():
+                (temporary / name).write_bytes(data)
+            items = {item.name: _describe(item) for item in sorted(temporary.iterdir()) if item.is_file()}
+            manifest = {"format": FORMAT, "step": step, "files": items | described}
+            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+        ranks.together(finish if ranks.leads else _nothing)
     return folder
 
 
@@ -87,12 +108,22 @@ def load(folder: Path, sections: Collection[str] | None = None) -> LoadedCheckpo
 
     Raises `TrimtabError` naming the file that is missing, cut, changed or unreadable.
     """
+    return _load(folder, sections, SINGLE)
+
+
+def _load(folder: Path, sections: Collection[str] | None, ranks: Ranks) -> LoadedCheckpoint:
+    """`load` where each rank checks its share of the files: use it inside `Ranks.together`."""
     files = _manifest(folder)["files"]
     wanted = [name for name in files if _is_wanted(name, sections)]
-    tensors, others = {}, {}
-    for name in wanted:
-        _verify(folder / name, files[name])
-        if name.endswith(_SECTION):
+    tensors: dict[str, Mapping[str, Tensor]] = {}
+    others: dict[str, bytes] = {}
+    for index, name in enumerate(wanted):
+        if index % ranks.size == ranks.rank:
+            _verify(folder / name, files[name])
+        section, inner, _ = name.partition("/")
+        if inner:
+            tensors[section] = tensors.get(section) or Shards(folder / section)
+        elif name.endswith(_SECTION):
             tensors[name.removesuffix(_SECTION)] = load_file(folder / name)
         elif name != META:
             others[name] = (folder / name).read_bytes()
@@ -110,11 +141,14 @@ def latest(
 
     Each damaged one on the way is reported through `notify` (default: a `TrimtabWarning`). Raises `TrimtabError` when
     there are checkpoints and none is intact, so that no run silently starts over. Changes nothing on the disk.
+    Where there are several ranks, all must call, and all find the same one.
     """
     skipped: list[str] = []
-    for folder in reversed(folders(root)):
+    ranks = here()
+    listed = json.loads(ranks.broadcast(json.dumps([folder.name for folder in folders(root)]).encode()))
+    for folder in (root / name for name in reversed(listed)):
         try:
-            found = load(folder, sections)
+            found = ranks.together(partial(_load, folder, sections, ranks))
         except TrimtabError as error:
             skipped.append(str(error))
             continue
@@ -147,6 +181,8 @@ def prune(root: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
     """Delete all but the newest `keep` checkpoints, the best one and the steps in `protect`; returns what went."""
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
+    if not here().leads:
+        return []
     marked = best(root)
     protected = {*protect} | ({marked.step} if marked else set())
     doomed = [folder for folder in folders(root)[:-keep] if _step(folder) not in protected]
@@ -161,6 +197,8 @@ def mark_best(root: Path, step: int, metric: str, value: float) -> bool:
     Higher is better, a tie keeps the older one, NaN never wins, another metric starts afresh. Calling it again with
     the same arguments changes nothing, so a resumed run may repeat the call that a kill cut off.
     """
+    if not here().leads:
+        return False
     if not folder_of(root, step).is_dir():
         raise ValueError(f"there is no checkpoint of step {step} in {root}")
     current = best(root)
@@ -208,7 +246,34 @@ def _step(folder: Path) -> int:
 
 
 def _is_wanted(name: str, sections: Collection[str] | None) -> bool:
-    return sections is None or name == META or name.removesuffix(_SECTION) in sections
+    return sections is None or name == META or name.removesuffix(_SECTION).partition("/")[0] in sections
+
+
+@contextmanager
+def _new_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
+    """`atomic.new_folder` of the leader, for all ranks to fill; it is renamed when the last one is done."""
+    with ExitStack() as stack, atomic.explained(folder):
+
+        def start() -> str:
+            return str(stack.enter_context(atomic.new_folder(folder, replace=True))) if ranks.leads else ""
+
+        yield Path(ranks.broadcast(ranks.together(start).encode()).decode())
+        ranks.together(stack.close)
+
+
+def _nothing() -> None:
+    """What the others do while the leader writes."""
+
+
+def _write_shards(temporary: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: int) -> dict[str, Any]:
+    """This rank's part of every sharded section; the files' descriptions by their names in the checkpoint."""
+    described: dict[str, Any] = {}
+    for section, named in parts.items():
+        (temporary / section).mkdir(exist_ok=True)
+        path = write(temporary / section, named, rank)
+        if path is not None:
+            described[f"{section}/{path.name}"] = _describe(path)
+    return described
 
 
 def _write_tensors(path: Path, named: Mapping[str, Tensor]) -> None:

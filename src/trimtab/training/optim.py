@@ -6,12 +6,14 @@ Resuming needs no scheduler state but that one step (`trimtab.training.surge`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from trimtab.config import OptimConfig, SurgeConfig
+from trimtab.models.sharding import local
+from trimtab.training.ranks import Ranks
 
 # 1.8 times a whole number, in floating point, may lie a hair above the whole number of steps it stands for.
 _ROUNDING = 1e-9
@@ -68,6 +70,18 @@ def surge_share(config: SurgeConfig, step: int, surge: int | None) -> float:
 def first_halving(config: SurgeConfig, surge: int) -> int:
     """The first step with a lower rate."""
     return surge + max(1, math.ceil(config.period * surge - _ROUNDING))
+
+
+def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks: Ranks) -> float:
+    """Scale the gradient down to a norm of `bound` where it is larger; returns its norm over all ranks' parts."""
+    if ranks.size == 1:
+        return float(torch.nn.utils.clip_grad_norm_(parameters, bound))
+    grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    norm = math.sqrt(ranks.total(float(torch.nn.utils.get_total_norm(grads)) ** 2))
+    share = bound / (norm + 1e-6)
+    if share < 1:
+        torch._foreach_mul_(grads, share)
+    return norm
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

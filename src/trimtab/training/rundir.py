@@ -37,16 +37,19 @@ class RunDir:
     so that the mended command is not refused.
     """
 
+    writes = True  # ranks other than the first have views that do not
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoint_root = path / "checkpoints"
         self.trajectory_folder = path / "trajectories"
         self.model_folder = path / MODEL
         self.report = path / "report.html"
-        self._lock = _acquire(path)
+        self._lock: int | None = None
         self._metrics: int | None = None
         self._last_step: int | None = None
         self._new = False
+        self._take()
 
     @classmethod
     def create(cls, path: Path, config_toml: str) -> RunDir:
@@ -89,6 +92,9 @@ class RunDir:
             run.close()
             raise
         return run
+
+    def _take(self) -> None:
+        self._lock = _acquire(self.path)
 
     @property
     def config_toml(self) -> str:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.models.sharding import is_sharded, shared_parameters
+from trimtab.training.sharded import described, fill
 
 _TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$dict"
 
@@ -49,7 +51,13 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, tied ones once, under their first name (as HF files have it)."""
     state: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
+    again = shared_parameters(model)
     for name, tensor in model.state_dict().items():
+        if is_sharded(tensor):
+            # A part may be empty on this rank, and all ranks must agree: memory does not tell what is tied.
+            if name not in again:
+                state[name] = tensor
+            continue
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in seen:
             continue
@@ -60,18 +68,20 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy `tensors` into `model` in place, ties kept. Names, shapes and dtypes must match exactly (`TrimtabError`)."""
+    """Copy `tensors` into `model` in place, ties kept. Names, shapes and dtypes must match exactly (`TrimtabError`).
+
+    Either side may be sharded: a rank takes its part of what one process or any other number of ranks saved.
+    """
     state = model_state(model)
     _same_names(set(state), set(tensors), "weights")
     for name, target in state.items():
-        source = tensors[name]
-        if source.shape != target.shape or source.dtype != target.dtype:
+        shape, dtype = described(tensors, name)
+        if shape != target.shape or dtype != target.dtype:
             raise TrimtabError(
-                f"weight {name!r} is {source.dtype} {tuple(source.shape)} in the checkpoint and {target.dtype} "
+                f"weight {name!r} is {dtype} {tuple(shape)} in the checkpoint and {target.dtype} "
                 f"{tuple(target.shape)} in the model: use the recipe the run was started with"
             )
-    for name, target in state.items():
-        target.copy_(tensors[name])
+    fill(state, tensors)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
@@ -88,8 +98,7 @@ def load_optimizer_state(
     """The inverse of `optimizer_state`; the groups must hold the same parameters in the same order (`TrimtabError`)."""
     names = _parameter_names(optimizer, model)
     index_of = {name: index for index, name in names.items()}
-    # Cloned: loaded tensors are mapped from the checkpoint file, which pruning may delete while the run goes on.
-    saved = unpack({name: tensor.clone() for name, tensor in tensors.items()}, data)
+    saved = unpack(_like_parameters(tensors, dict(model.named_parameters())), data)
     here = [[names[index] for index in group["params"]] for group in optimizer.state_dict()["param_groups"]]
     there = [group["params"] for group in saved["param_groups"]]
     _same_names({n for group in here for n in group}, {n for group in there for n in group}, "optimizer state")
@@ -144,6 +153,23 @@ def _pack(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
             return items
         return {_DICT: [[key, item] for key, item in items.items()]}
     raise TypeError(f"cannot store {place or 'the value'}: {type(value).__name__} is neither data nor a tensor")
+
+
+def _like_parameters(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Copies of saved optimizer state, each shared among ranks as the parameter it belongs to.
+
+    Copies, because loaded tensors are mapped from the checkpoint's files, which pruning may delete while the run goes on.
+    """
+    targets: dict[str, Tensor] = {}
+    for name in tensors:
+        shape, dtype = described(tensors, name)
+        owner = parameters.get(name.removeprefix("state/").rpartition("/")[0])
+        if owner is not None and is_sharded(owner) and owner.shape == shape:
+            targets[name] = torch.empty_like(owner, dtype=dtype).detach()
+        else:
+            targets[name] = torch.empty(shape, dtype=dtype)
+    fill(targets, tensors)
+    return targets
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,12 @@ from trimtab.config import Config
 from trimtab.errors import Diverged
 from trimtab.models.logprobs import TokenScores, score
 from trimtab.models.perturbation import Changes, Perturbation
+from trimtab.models.sharding import local
 from trimtab.objectives import Objective, PolicyLogps, mismatch
 from trimtab.training.batching import MicroBatch
-from trimtab.training.optim import learning_rate, set_learning_rate
+from trimtab.training.dealing import dealt, exchanged, joined, neutral
+from trimtab.training.optim import clip_gradient, learning_rate, set_learning_rate
+from trimtab.training.ranks import Ranks, here
 from trimtab.training.seeds import derive
 
 MiniBatch = list[MicroBatch]
@@ -58,11 +61,12 @@ class Learner:
     updates: int = 0
     bad_in_a_row: int = 0
     bounds: dict[str, float] | None = None
+    ranks: Ranks = field(default_factory=here)
     share: float = 1.0  # of the scheduled learning rate, the same for all updates of a step
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self.ranks.device or next(self.model.parameters()).device
 
     @property
     def trained(self) -> nn.Module:
@@ -83,13 +87,22 @@ class Learner:
         need_proximal = "proximal" in self.objective.needs and not self.proximal_is_current
         readers = {"proximal": self.model if need_proximal else None, "reference": self.reference}
         models = {name: model for name, model in readers.items() if model is not None}
-        return [
-            [
-                micro.with_scores(**{name: self._score(model, micro).logp for name, model in models.items()})
-                for micro in batch
-            ]
-            for batch in batches
+        return [self._scored(batch, models) for batch in batches] if models else [list(batch) for batch in batches]
+
+    def _scored(self, batch: MiniBatch, models: Mapping[str, nn.Module]) -> MiniBatch:
+        """`batch` with the log-probs of `models`, each micro-batch scored by one rank and known to all."""
+        scores = [
+            (index, {name: self._score(model, micro).logp for name, model in models.items()})
+            for index, micro in dealt(batch, self.ranks)
         ]
+        if self.ranks.size > 1:
+            mine = {f"{index}|{name}": logp for index, found in scores for name, logp in found.items()}
+            theirs = exchanged({place: logp for place, logp in mine.items() if len(logp)}, self.ranks)
+            scores = [
+                (index, {name: theirs[f"{index}|{name}"].to(self.device) for name in models})
+                for index in range(len(batch))
+            ]
+        return [batch[index].with_scores(**found) for index, found in scores]
 
     @torch.no_grad()
     def logp(self, micro: MicroBatch) -> torch.Tensor:
@@ -109,28 +122,36 @@ class Learner:
         for epoch in range(epochs):
             for index, batch in enumerate(batches):
                 has_proximal = batch[0].proximal is not None
-                self._one_update(batch, stats, version, measure=epoch == 0 and (index == 0 or has_proximal))
+                measure = epoch == 0 and (index == 0 or has_proximal)
+                self._one_update(batch, stats, version, first=epoch == 0, measure=measure)
                 on_progress(epoch * len(batches) + index + 1, epochs * len(batches))
+        if self.ranks.size > 1:
+            joined(stats, self.ranks)
         return stats
 
-    def _one_update(self, batch: MiniBatch, stats: UpdateStats, version: int, *, measure: bool) -> None:
-        """`version` is that of the batch's start; `measure`: whether these rows still show the mismatch alone."""
-        state = self._prepare(batch)
+    def _one_update(self, batch: MiniBatch, stats: UpdateStats, version: int, *, first: bool, measure: bool) -> None:
+        """`version` is that of the batch's start; `first`: whether these rows are seen for the first time; `measure`:
+        whether they still show the mismatch alone."""
+        mine = list(dealt(batch, self.ranks))
+        state = self._prepare(mine)
         loss_sum = 0.0
-        for index, micro in enumerate(batch):
-            clean = self._clean(micro, stats)
-            scores = self._current(micro, index, stats.changes)
+        for index, micro in mine:
+            # All rows of a mini-batch are new or none is: ranks must agree on every forward.
+            clean = self.logp(micro) if first and stats.changes is not None else None
+            scores = self._current(micro, index, stats.changes if micro.rows else None)
             out = self.objective(self._logps(micro, scores), micro.advantage, state=state)
-            out.loss.backward()
-            loss_sum += float(out.loss.detach())
-            stats.objective = out.metrics if stats.objective is None else stats.objective + out.metrics
+            (out.loss if micro.rows else scores.logp.sum()).backward()
+            loss_sum += float(out.loss.detach()) if micro.rows else 0.0
+            seen = out.metrics if micro.rows else neutral(out.metrics)
+            stats.objective = seen if stats.objective is None else stats.objective + seen
             anchor = self._anchor(micro, scores, clean)
             if anchor is not None:
                 if measure:
                     measured = mismatch(anchor, micro.behavior, micro.on_policy)
+                    measured = measured if micro.rows else neutral(measured)
                     stats.mismatch = measured if stats.mismatch is None else stats.mismatch + measured
                 self._remember(micro, anchor, None if clean is None else scores.logp.detach(), stats, version)
-            stats.tokens += int(micro.tokens.response_mask.sum())
+            stats.tokens += int(micro.tokens.response_mask.sum()) if micro.rows else 0
         self._guarded_step(loss_sum, stats)
 
     def _current(self, micro: MicroBatch, index: int, changes: Changes | None = None) -> TokenScores:
@@ -142,12 +163,6 @@ class Learner:
         with self.perturbation.attached(seed=seed, watch=changes):
             return self._score(self.model, micro)
 
-    def _clean(self, micro: MicroBatch, stats: UpdateStats) -> torch.Tensor | None:
-        """Log-probs without noise, at the first look at these rows of a probe step."""
-        if stats.changes is None or micro.rows[0] in stats.anchors:
-            return None
-        return self.logp(micro)
-
     def _guarded_step(self, loss: float, stats: UpdateStats) -> None:
         """Step the optimizer unless the loss or the gradient is not finite; then skip, count, and in the end stop."""
         stats.lr = self.share * learning_rate(self.config.optim, self.updates, self.total_updates)
@@ -155,11 +170,14 @@ class Learner:
         # The first group is the policy's. The noise has one of its own: its gradient must not scale the policy's, and a
         # log sigma of -inf is how a layer without noise is written.
         parameters = self.optimizer.param_groups[0]["params"]
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.optim.grad_clip))
+        if self.perturbation is not None and (grad := self.perturbation.log_sigma.grad) is not None:
+            self.ranks.add_up(grad)  # the one parameter that FSDP does not hold
+        loss, norm = self.ranks.total(loss), clip_gradient(parameters, self.config.optim.grad_clip, self.ranks)
         if math.isfinite(loss) and math.isfinite(norm):
             self.optimizer.step()
             # A finite step can still overflow the weights; nothing that follows could be trusted or saved.
-            if not bool(torch.stack([p.detach().sum() for p in parameters]).isfinite().all()):
+            finite = torch.stack([local(p).detach().sum() for p in parameters]).isfinite().all()
+            if self.ranks.total(float(~finite)):
                 raise DivergedError("an update made the weights non-finite", weights_are_good=False)
             self.updates += 1
             self.bad_in_a_row = 0
@@ -174,16 +192,16 @@ class Learner:
                 weights_are_good=True,
             )
 
-    def _prepare(self, batch: MiniBatch) -> Any:
+    def _prepare(self, mine: Sequence[tuple[int, MicroBatch]]) -> Any:
         """What the objective must know of the whole update before its first micro-batch."""
         needs_current = "current" in self.objective.prepare_needs
         state = None
-        for index, micro in enumerate(batch):
+        for index, micro in mine:
             with torch.no_grad():
                 scores = self._current(micro, index) if needs_current else None
             part = self.objective.prepare(self._logps(micro, scores), micro.advantage)
             state = part if state is None else state + part
-        return state
+        return state.all_reduce() if state is not None and self.ranks.size > 1 else state
 
     def _logps(self, micro: MicroBatch, scores: TokenScores | None) -> PolicyLogps:
         current = scores.logp if scores is not None else None
@@ -231,13 +249,16 @@ class Learner:
 
     def _score(self, model: nn.Module, micro: MicroBatch) -> TokenScores:
         with self._precision():
-            return score(
+            scores = score(
                 model,
                 micro.tokens,
                 temperature=self.config.sampling.temperature,
                 entropy="entropy" in self.objective.needs,
                 kept=micro.kept,
             )
+        if micro.rows:
+            return scores
+        return TokenScores(scores.logp[:0], None if scores.entropy is None else scores.entropy[:0])
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from trimtab.config import Config, LoraConfig
 from trimtab.errors import TrimtabError
+from trimtab.models.sharding import full, is_sharded, shared_parameters
 from trimtab.rollout.rounding import BITS, Rounding
 from trimtab.training.seeds import derive
 
@@ -32,14 +33,20 @@ def add_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
 @torch.no_grad()
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight under the name it has without adapters. Merging happens on the fly: peft's own merge followed by
-    unmerge is not exact in floating point and would slowly drift the frozen base."""
+    unmerge is not exact in floating point and would slowly drift the frozen base.
+
+    Of a sharded model the weights are put together one at a time: every rank must take all of them, and a tied one
+    comes once.
+    """
     deltas = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    again = shared_parameters(model)
     for name, weight in model.state_dict().items():
-        if ".lora_" in name:
+        if ".lora_" in name or (is_sharded(weight) and name in again):
             continue
         plain = name.replace(_BASE, "")
         adapted: Any = deltas.get(plain) if _BASE in name else None
-        yield plain, weight if adapted is None else weight + adapted.get_delta_weight("default").to(weight.dtype)
+        merged = weight if adapted is None else weight + adapted.get_delta_weight("default").to(weight.dtype)
+        yield plain, full(merged)
 
 
 def sampler_rounding(config: Config) -> Rounding:

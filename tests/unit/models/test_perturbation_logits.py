@@ -16,6 +16,7 @@ from trimtab.models.noise import normals
 from trimtab.models.perturbation import Changes, Perturbation
 
 SEED, STD = 5, 0.3
+OWNER = nn.Identity()
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +46,11 @@ def test_equals_all_logits_at_once(softcap: float | None, restricted: bool) -> N
     kept = torch.tensor([[0, 7], [3, 4], [7, -1], [2, 1], [5, 0]]) if restricted else None
 
     def ours(hidden: Tensor, weight: Tensor, bias: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
-        with head.perturbed(weight, log_sigma, SEED):
+        with head.perturbed(OWNER, log_sigma, SEED):
             logp, entropy = head.head_scores(
                 hidden,
                 ids,
-                Parts(nn.Identity(), weight, bias, softcap, packs=True),
+                Parts(nn.Identity(), weight, bias, softcap, packs=True, owner=OWNER),
                 temperature=0.7,
                 entropy=True,
                 kept=kept,

@@ -1,0 +1,117 @@
+"""A model spread over ranks with FSDP2: one group of parameters for each decoder layer, one for all the rest.
+
+FSDP gathers a group's weights before a module's forward and frees them after it. Scoring, however, calls the backbone
+and then reads the head's weight itself, outside of any forward. So the model's own forward may also be asked to do
+some work: `inside` runs it where embedding, final norm and head are whole, and its backward finds them whole again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.models.layers import decoder
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Something to do while a model's weights are whole."""
+
+    do: Callable[[], Any]
+
+
+class _Forward:
+    """The forward of a sharded model: work if it is given some, else what it was before."""
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self._own = own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0].do() if args and isinstance(args[0], _Work) else self._own(*args, **kwargs)
+
+
+def shard(
+    model: Any, mesh: DeviceMesh, *, compute: torch.dtype | None = None, offload: bool = False, reshard: bool = True
+) -> None:
+    """Spread `model` over the ranks of the one-dimensional `mesh`, in place; every rank must hold equal weights.
+
+    Parameters become DTensors cut along their first dimension, under their old names; tied ones stay tied. Gradients
+    are summed over ranks, not averaged, in float32 or wider. Every rank must run the model equally often.
+
+    Args:
+        compute: type in which a layer's weights are gathered, for use under autocast of the same type; None: their
+            own. Embedding, norm after the last layer and head keep their own type, as does the residual stream.
+        offload: parameters, gradients and optimizer state stay in CPU memory, weights visit the device.
+        reshard: free a layer's weights after its forward and gather them again for its backward.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    reduce = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    pinned = mesh.device_type == "cuda"
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
+    }
+    layer_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    for layer in decoder(model).layers:
+        fully_shard(layer, reshard_after_forward=reshard, mp_policy=layer_policy, **options)
+    # Embedding, final norm and head are needed at both ends of forward and backward: freeing them in between is no gain.
+    root_policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
+    fully_shard(model, reshard_after_forward=False, mp_policy=root_policy, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    model.forward = _Forward(model.forward)
+    model.register_forward_hook(_free)
+
+
+def inside(model: Any, work: Callable[[], T]) -> T:
+    """Run `work` where the model's weights outside of its layers are whole; a model that is not sharded just runs it.
+
+    What of `work` needs a gradient must be what it returns: a tensor, or a tuple of tensors.
+    """
+    return model(_Work(work)) if isinstance(vars(model).get("forward"), _Forward) else work()
+
+
+def _free(model: nn.Module, _args: Any, _result: Any) -> None:
+    """Without a backward nothing else frees what was gathered, and the next forward would see stale weights."""
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()  # pyright: ignore[reportCallIssue]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory; a plain tensor is its own."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor. Every rank must ask, in the same order."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ranks hold parts of it (a DTensor). Asked without loading what nobody has loaded yet."""
+    return hasattr(tensor, "to_local") and hasattr(tensor, "full_tensor")
+
+
+def shared_parameters(model: nn.Module) -> dict[str, str]:
+    """Every further name of a tied parameter, and its first name."""
+    first: dict[int, str] = {}
+    again: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            again[name] = first[id(parameter)]
+        first.setdefault(id(parameter), name)
+    return again

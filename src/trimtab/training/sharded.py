@@ -1,0 +1,117 @@
+"""Sections of a checkpoint that every rank writes its part of, and any number of ranks read again.
+
+    model/shard-00001-model-00001-of-00001.safetensors     rank 0's part of every tensor, and its place in the whole
+
+The files are those of `torch.distributed.checkpoint`'s Hugging Face storage: safetensors, with offsets in the header.
+Its own `save` and `load` would pickle plans from rank to rank. None are needed: ranks of one mesh own disjoint parts,
+and whoever reads finds all offsets in the headers, so every rank plans for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Size, Tensor
+
+from trimtab.errors import TrimtabError
+from trimtab.models.sharding import is_sharded, local
+
+
+def write(folder: Path, named: Mapping[str, Tensor], rank: int) -> Path | None:
+    """Write this rank's part of `named` into the new `folder`; returns the file, None where it has no part.
+
+    Of a DTensor that is the local shard; tensors that every rank has whole are written by rank 0. `OSError` when the
+    disk is full.
+    """
+    mine = {name: tensor for name, tensor in named.items() if _has_part(tensor, rank)}
+    if not mine:
+        return None
+    from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageWriter
+
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(mine), is_coordinator=True)
+    plan = replace(planner.create_local_plan(), storage_data={"shard_index": rank + 1})
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    (written, *_) = writer.write_data(planner.finish_plan(plan), planner).wait()
+    return folder / written.storage_data.relative_path
+
+
+class Shards(Mapping[str, Tensor]):
+    """The tensors of a section that several ranks wrote. Indexing puts one together; `fill` reads parts in place.
+
+    Raises `TrimtabError` for a section whose headers cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+        self._reader = HuggingFaceStorageReader(str(folder))
+        try:
+            self._metadata = self._reader.read_metadata()
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise TrimtabError(f"{folder} is not a sharded section of a checkpoint: {error}") from None
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def described(self, name: str) -> tuple[Size, torch.dtype]:
+        """Shape and type of a whole tensor, without reading it."""
+        found: Any = self._metadata.state_dict_metadata[name]
+        return found.size, found.properties.dtype
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Copy into every target its value, or of a DTensor this rank's part of it; shapes and types must agree."""
+        from torch.distributed.checkpoint import DefaultLoadPlanner
+
+        parts = {name: target for name, target in targets.items() if local(target).numel() or target.ndim == 0}
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(parts), self._metadata, is_coordinator=True)
+        plan = self._reader.prepare_local_plan(planner.create_local_plan())
+        self._reader.read_data(planner.finish_plan(plan), planner).wait()
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape, dtype = self.described(name)
+        whole = torch.empty(shape, dtype=dtype)
+        self.fill({name: whole})
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metadata.state_dict_metadata)
+
+    def __len__(self) -> int:
+        return len(self._metadata.state_dict_metadata)
+
+
+def described(tensors: Mapping[str, Tensor], name: str) -> tuple[Size, torch.dtype]:
+    """Shape and type of a tensor of a section, sharded or not."""
+    if isinstance(tensors, Shards):
+        return tensors.described(name)
+    return tensors[name].shape, tensors[name].dtype
+
+
+@torch.no_grad()
+def fill(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy the tensors of a section into targets of the same names, shapes and types; either side may be sharded."""
+    if isinstance(tensors, Shards):
+        tensors.fill(targets)
+        return
+    for name, target in targets.items():
+        if is_sharded(target):
+            local(target).copy_(_part(tensors[name], target))
+        else:
+            target.copy_(tensors[name])
+
+
+def _part(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of `whole` that this rank holds of the DTensor `like`."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(like, DTensor)
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def _has_part(tensor: Tensor, rank: int) -> bool:
+    return local(tensor).numel() > 0 if is_sharded(tensor) else rank == 0
