@@ -145,9 +145,11 @@ class RayEngine:
     def _watch(self, answer: Any, interrupt: Interrupt | None) -> None:
         import ray
 
-        while interrupt is not None and not ray.wait([answer], timeout=LOOK)[0]:
+        while interrupt is not None:
             if interrupt.is_set():
                 self._host.interrupt.remote(self._calls)
+                return
+            if ray.wait([answer], timeout=LOOK)[0]:
                 return
 
     def _count(self, decoded: int, prefilled: int) -> None:

@@ -1,0 +1,244 @@
+"""Engines and rewards as actors of a real Ray cluster, with real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
+
+from tests.e2e.ray_support import local_cluster
+
+from trimtab import rewards, tasks
+from trimtab.config import Config, load_config
+from trimtab.config.schema import RewardConfig
+from trimtab.errors import EngineLost, TrimtabError
+from trimtab.models.load import load
+from trimtab.placement.cluster import Seats, connected, reserved
+from trimtab.placement.engine import RayEngine, build_engines
+from trimtab.placement.rewards import RayScorer
+from trimtab.placement.weights import Publisher
+from trimtab.rewards import Response
+from trimtab.rollout.handover import share
+from trimtab.rollout.hosted import build
+from trimtab.training.collect import PromptStream
+from trimtab.training.engines import engine_spec
+from trimtab.training.export import save_model_files
+from trimtab.types import Problem, Prompt, Sampling
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+SAMPLING = Sampling(max_tokens=12, stop=(".",))
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    places = ["placement=ray", "ray.engines=2", "ray.rewards=2", "ray.shard_mib=1", "ray.patience=60"]
+    return load_config("laboratory", places)
+
+
+@pytest.fixture(scope="module")
+def seats(config: Config) -> Iterator[Seats]:
+    with local_cluster() as cluster:
+        place = config.ray.model_copy(update={"address": cluster.address})
+        with connected(place), reserved(config.model_copy(update={"ray": place})) as seats:
+            yield seats
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    torch.set_num_threads(1)
+    loaded = load("laboratory", dtype=torch.float32)
+    folder = tmp_path_factory.mktemp("model") / "files"
+    save_model_files(loaded.model, loaded.tokenizer, folder)
+    return loaded, folder
+
+
+@pytest.fixture(scope="module")
+def engines(config: Config, seats: Seats, model: tuple[Any, Path]) -> Iterator[list[RayEngine]]:
+    engines = build_engines(config, engine_spec(config, model[1]), seats.engines)
+    yield engines
+    for engine in engines:
+        pid = engine.place["pid"]
+        engine.close()
+        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
+        assert not psutil.pid_exists(pid)
+
+
+@pytest.fixture(scope="module")
+def prompts(config: Config, model: tuple[Any, Path]) -> list[Prompt]:
+    return PromptStream(tasks.build(config.task.name), model[0].tokenizer, seed=0).take(4)
+
+
+def weights(model: tuple[Any, Path], scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    return [(name, scale * weight.detach()) for name, weight in model[0].model.named_parameters()]
+
+
+def rows(groups: Any) -> list[tuple[list[int], list[float], list[int], str]]:
+    return [
+        (c.response_ids.tolist(), c.logp_behavior.tolist(), c.policy_version.tolist(), c.finish)
+        for group in groups
+        for c in group
+    ]
+
+
+def test_an_actor_samples_what_the_same_engine_samples_here(engines, prompts, model, config) -> None:
+    here = build(engine_spec(config, model[1]))
+    for version, scale in ((3, 1.0), (4, 1.5)):
+        here.publish(weights(model, scale), version)
+        shared = share(weights(model, scale))
+        for engine in engines:
+            before = engine.decoded, engine.prefilled
+            engine.publish(shared, version)
+            there = engine.generate(prompts, 3, SAMPLING, seed=5)
+            at = here.decoded, here.prefilled
+            assert rows(there) == rows(here.generate(prompts, 3, SAMPLING, seed=5))
+            assert {v for _, _, versions, _ in rows(there) for v in versions} == {version}
+            assert (engine.decoded - before[0], engine.prefilled - before[1]) == (
+                here.decoded - at[0],
+                here.prefilled - at[1],
+            )
+            assert all(c.logp_behavior.flags.writeable for group in there for c in group)
+    found = dict(engines[0].weights())
+    assert found.keys() == dict(here.weights()).keys()
+    assert all(torch.equal(found[name], weight) for name, weight in here.weights())
+
+
+def test_one_publication_is_stored_once_for_all_engines(seats, model) -> None:  # noqa: ARG001  # connected
+    import ray
+
+    publisher, shared = Publisher(torch.bfloat16, 1 << 18), share(weights(model))
+    first = publisher.put(shared, 1)
+    assert len(first.references) > 2
+    assert publisher.put(shared, 1) is first
+    assert publisher.put(share(weights(model)), 1).key != first.key  # equal numbers, but nobody says so
+    header, *arrays = ray.get(publisher.put(shared, 2).references[0])
+    assert '"version": 2' in header
+    assert sum(array.nbytes for array in arrays) <= 1 << 18
+
+
+def test_a_stale_object_is_refused_and_the_engine_keeps_its_weights(engines, prompts, model) -> None:
+    engine = engines[0]
+    engine.publish(weights(model), 1)
+    before = rows(engine.generate(prompts, 2, SAMPLING, seed=1))
+    old = engine._publisher.put(weights(model, 0.5), 2)
+    new = engine._publisher.put(weights(model, 2.0), 3)
+    mixed = type(new)(new.key, new.version, (*new.references[:-1], old.references[-1]))
+    engine._publisher = type("Planted", (), {"put": lambda *_: mixed})()
+    try:
+        with pytest.raises(TrimtabError, match="mixed them up"):
+            engine.publish([], 3)
+    finally:
+        engine._publisher = engines[1]._publisher
+    assert rows(engine.generate(prompts, 2, SAMPLING, seed=1)) == before
+
+
+class Soon:
+    """An interrupt that is set from its second look on, some milliseconds after the call."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def is_set(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+
+def test_an_interrupted_response_goes_on_under_new_weights(engines, prompts, model) -> None:
+    engine, samples, length = engines[0], 256, 50
+    engine.publish(weights(model), 1)
+    sampling, begun = Sampling(max_tokens=length, ignore_stop=True), None
+    while begun is None or not len(begun[0].response_ids):
+        found = engine.generate(prompts[:1], samples, sampling, seed=2, prefixes=begun and [begun], interrupt=Soon())
+        begun = found[0]
+    assert {c.finish for c in begun} == {"abort"}
+    engine.publish(weights(model, 1.1), 2)
+    (whole,) = engine.generate(prompts[:1], samples, sampling, seed=2, prefixes=[begun], interrupt=threading.Event())
+    for start, full in zip(begun, whole, strict=True):
+        cut = len(start.response_ids)
+        assert 0 < cut < length
+        assert full.finish == "length"
+        assert full.response_ids[:cut].tolist() == start.response_ids.tolist()
+        assert full.policy_version.tolist() == [1] * cut + [2] * (length - cut)
+
+
+def test_a_killed_actor_is_lost_and_its_successor_takes_its_seat(engines, prompts, model) -> None:
+    engine, other = engines
+    published = share(weights(model))
+    engine.publish(published, 1)
+    expected, done = rows(engine.generate(prompts, 2, SAMPLING, seed=9)), engine.decoded
+    pid, lost = engine.place["pid"], []
+
+    class Kill:
+        """Looked at while the actor works: kills it then, and interrupts nothing."""
+
+        def is_set(self) -> bool:
+            if psutil.pid_exists(pid) and not lost:
+                lost.append(pid)
+                os.kill(pid, signal.SIGKILL)
+            return False
+
+    with pytest.raises(EngineLost, match="was lost"):
+        engine.generate(prompts, 256, Sampling(max_tokens=50, ignore_stop=True), seed=9, interrupt=Kill())
+    with pytest.raises(EngineLost):
+        engine.publish(published, 1)
+    other.publish(published, 1)  # the neighbor does not notice
+    engine.recover()
+    assert engine.place["pid"] not in (pid, other.place["pid"])
+    with pytest.raises(TrimtabError, match="publish before generating"):
+        engine.generate(prompts, 2, SAMPLING, seed=9)
+    engine.publish(published, 1)
+    assert rows(engine.generate(prompts, 2, SAMPLING, seed=9)) == expected
+    assert engine.decoded > done
+    again = engine.place["pid"]
+    engine.recover()  # alive: nothing happens
+    assert engine.place["pid"] == again
+
+
+MINE = """
+import threading
+
+def length(completion, problem):
+    if completion == "hang":
+        threading.Event().wait()
+    return float(len(completion))
+"""
+
+
+def test_rewards_of_a_user_are_bounded_in_time_on_their_node(config, seats, tmp_path, monkeypatch) -> None:
+    (tmp_path / "rewards_of_mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    mine = config.model_copy(
+        update={"reward": [RewardConfig.model_validate({"name": "rewards_of_mine:length", "timeout": 0.3})]}
+    )
+    task = tasks.build(mine.task.name)
+    weighted = rewards.weighted([("rewards_of_mine:length", 1.0, 0.3, {})], task)
+    with RayScorer(weighted, mine, str(tmp_path), seats.rewards) as scorer:
+        texts = ["a", "bb", "hang", "dddd", "eeeee", "hang"]
+        items = [(Problem(str(i), "", ""), Response(text, "stop", 1)) for i, text in enumerate(texts)]
+        scores = scorer.score(items)
+        assert [score.total for score in scores] == [1.0, 2.0, None, 4.0, 5.0, None]
+        assert all("took longer than 0.3 s" in str(scores[i].error) for i in (2, 5))
+        cannot_travel = Problem("x", "", "", {"set": {1}})
+        assert "not JSON" in str(scorer.score([(cannot_travel, Response("a", "stop", 1))])[0].error)
+
+
+def test_samples_of_a_killed_reward_actor_are_scored_by_its_successor(config: Config, seats: Seats) -> None:
+    import ray
+
+    task = tasks.build(config.task.name)
+    items = [(problem, Response(task.gold(problem), "stop", 1)) for problem in task.test[:7]]
+    with RayScorer(rewards.weighted([], task), config, str(Path.cwd()), seats.rewards) as scorer:
+        before = scorer.score(items)
+        assert [score.total for score in before] == [1.0] * 7
+        ray.kill(scorer._hosts[0])
+        assert scorer.score(items) == before
+        assert scorer.score([]) == []
