@@ -24,6 +24,7 @@ ALLOWED = {
     "evaluation": {"models", "tasks", "rewards", "rollout", "types", "errors"},
     "training": {"corrections", "objectives", "models", "tasks", "rewards", "rollout", "evaluation", *LEAVES},
     "diagnostics": {"corrections", "objectives", *LEAVES},
+    "planning": {"config", "errors"},
     "placement": {"models", "tasks", "rewards", "rollout", "training", *LEAVES},
     "lab": {"corrections", "objectives", "models", "tasks", "rewards", "rollout", "evaluation", "training", *LEAVES},
 }
@@ -74,7 +75,7 @@ def test_corrections_import_torch_and_jaxtyping_only() -> None:
 
 
 def test_command_line_and_recipes_start_without_heavy_imports() -> None:
-    for path in [*room_files("cli"), *room_files("config"), ROOT / "errors.py", ROOT / "__init__.py"]:
+    for path in [*room_files("cli"), *room_files("config"), *room_files("planning"), ROOT / "errors.py", ROOT / "__init__.py"]:
         heavy = {name.split(".")[0] for name in imports(path, top_level_only=True)} & HEAVY
         assert not heavy, f"{path.relative_to(ROOT)} imports {sorted(heavy)} at the top"
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from trimtab.cli import compare, describe, diagnose, doctor, evaluate, export, report, train
+from trimtab.cli import compare, describe, diagnose, doctor, evaluate, export, plan, report, train
 from trimtab.errors import TrimtabError
 
 MISTAKE, INTERRUPTED = 2, 130
@@ -63,7 +63,7 @@ def _root(
     """Stable reinforcement learning of language models when the data is off-policy."""
 
 
-for module in (train, describe, evaluate, diagnose, report, compare, export, doctor):
+for module in (train, describe, evaluate, diagnose, report, compare, plan, export, doctor):
     module.register(app)
 
 

@@ -1,0 +1,185 @@
+"""Peak memory of a training rank, measured beside computed (`trimtab.planning.memory`).
+
+    .venv/bin/python benchmarks/memory.py                     # the table of docs/scale.md, about five minutes
+    .venv/bin/python benchmarks/memory.py --models laboratory
+
+Every row is a process of its own: it loads the model, makes two updates of two micro-batches each with the trainer's
+own parts (forward, backward, clipping, fused AdamW) on random tokens, and reads the highest resident memory of the
+second update less what it had before the model was loaded. malloc returns large blocks at once there, so that resident
+memory follows the tensors. `kept` (with the weights' copies) is counted exactly, from the tensors autograd saves; what
+checkpointing keeps does not pass there. Target: computed within 15% of measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    rows: int
+    prompt: int
+    response: int
+    autocast: bool = True
+    recompute: bool = False
+
+
+SMALL, REAL = "laboratory", "smollm2-135m-instruct"
+CASES = (
+    Case(SMALL, 256, 11, 11, autocast=False),
+    Case(SMALL, 1024, 11, 11, autocast=False),
+    Case(SMALL, 1024, 11, 11),
+    Case(REAL, 8, 64, 64),
+    Case(REAL, 16, 64, 128),
+    Case(REAL, 16, 64, 128, autocast=False),
+    Case(REAL, 16, 64, 128, recompute=True),
+    Case(REAL, 4, 64, 512),
+    Case(REAL, 2, 64, 1024),
+    Case(REAL, 2, 64, 1024, recompute=True),
+    Case(REAL, 1, 64, 2048),
+    Case(REAL, 1, 64, 2048, recompute=True),
+    Case(REAL, 1, 64, 4096, recompute=True),
+)
+
+
+def resident(peak: bool = False) -> int:
+    """Bytes of this process now, or at most since `reset_peak`."""
+    key = "VmHWM" if peak else "VmRSS"
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return int(fields[key].split()[0]) * 1024
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+class Saved:
+    """Bytes autograd holds for the backward: every storage once, parameters not counted."""
+
+    def __init__(self, model: Any) -> None:
+        self.most = 0
+        self._now: dict[int, int] = {}
+        self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(self, tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._parameters:
+            self._now[storage.data_ptr()] = storage.nbytes()
+            self.most = max(self.most, sum(self._now.values()))
+        return tensor
+
+
+def measure(case: Case) -> dict[str, float]:
+    """One case, in this process."""
+    import numpy as np
+    import torch
+
+    from trimtab.config import load_config
+    from trimtab.models.load import load
+    from trimtab.models.logprobs import TokenBatch, score
+    from trimtab.training.optim import build_optimizer
+    from trimtab.training.run import prepare_model
+
+    config = load_config({"model": {"path": case.model, "gradient_checkpointing": case.recompute}})
+    torch.set_num_threads(1)
+    (torch.ones(64, 64, requires_grad=True) @ torch.ones(64, 64)).sum().backward()  # the libraries' own memory
+    before = resident()
+    model = prepare_model(load(case.model, dtype=torch.float32).model, config, torch.device("cpu"))
+    optimizer = build_optimizer(model.parameters(), config.optim)
+    numbers = np.random.default_rng(0)
+    vocabulary = model.config.vocab_size  # pyright: ignore[reportAttributeAccessIssue]
+
+    def batch() -> TokenBatch:
+        prompt = numbers.integers(vocabulary, size=case.prompt)
+        responses = list(numbers.integers(vocabulary, size=(case.rows, case.response)))
+        return TokenBatch.pack([prompt], responses, [0] * case.rows, pad_id=0)
+
+    saved = Saved(model)
+    for update in range(2):
+        if update == 1:
+            reset_peak()
+        for _ in range(2):
+            # Counting costs a little memory of its own: only in the update that is not measured.
+            hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda kept: kept)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.autocast):
+                if update == 0:
+                    saved._now.clear()
+                    with hooks:
+                        logp = score(model, batch()).logp
+                else:
+                    logp = score(model, batch()).logp
+            (-logp.mean()).backward()
+            del logp
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return {"peak": resident(peak=True) - before, "kept": saved.most}
+
+
+def computed(case: Case) -> dict[str, float]:
+    from trimtab.planning.memory import Rank, training_rank
+    from trimtab.planning.shapes import find
+
+    rank = Rank(
+        ranks=1,
+        tokens=case.prompt + case.rows * (case.response - 1),  # a response's last token predicts nothing
+        scored=case.rows * case.response,
+        rows=case.rows,
+        prompt=case.prompt,
+        response=case.response,
+        compute=2 if case.autocast else 4,
+        recompute=case.recompute,
+    )
+    return training_rank(find(case.model), rank)
+
+
+def in_a_process(case: Case) -> dict[str, float]:
+    call = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
+    done = subprocess.run(call, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=[SMALL, REAL])
+    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        print(json.dumps(measure(Case(**arguments.case))))
+        return
+    print(
+        "| model | rows x (prompt + response) | products | checkpointing | measured MiB | computed MiB | ratio | kept |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    ratios = []
+    for case in (case for case in CASES if case.model in arguments.models):
+        found, parts = in_a_process(case), computed(case)
+        total = sum(parts.values())
+        ratios.append(total / found["peak"])
+        print(
+            f"| {case.model} | {case.rows} x ({case.prompt} + {case.response}) | "
+            f"{'bfloat16' if case.autocast else 'float32'} | {'yes' if case.recompute else 'no'} | "
+            f"{found['peak'] / MIB:.0f} | {total / MIB:.0f} | {ratios[-1]:.2f} | "
+            + ("-" if case.recompute else f"{found['kept'] / MIB:.0f}, {(parts['kept'] + parts['copies']) / MIB:.0f}")
+            + " |",
+            flush=True,
+        )
+    print(f"\ncomputed / measured: {min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}")
+
+
+if __name__ == "__main__":
+    main()

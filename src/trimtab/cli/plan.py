@@ -1,0 +1,121 @@
+"""`trimtab plan`: how to divide GPUs between sampling and training, how long a step takes, how old tokens get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trimtab.cli.output import Json, print_json
+from trimtab.errors import TrimtabError
+
+EXAMPLE = "trimtab plan --model qwen2.5-7b --gpus 8 --prompts 512 --samples 16 --response 16384"
+Model = Annotated[
+    str | None,
+    typer.Option("--model", metavar="MODEL", help="qwen2.5-7b, an HF id of the table, or a folder with a config.json."),
+]
+Gpus = Annotated[int | None, typer.Option("--gpus", min=2, metavar="N", help="How many there are, of one kind.")]
+Kind = Annotated[str, typer.Option("--device", metavar="NAME", help="Kind of GPU: a100-80gb, h100, h200, ...")]
+Longest = Annotated[int, typer.Option("--response", min=1, metavar="N", help="Longest response, in tokens.")]
+Mean = Annotated[
+    int | None,
+    typer.Option("--mean", min=1, metavar="N", help="Average response. Default: half the longest.", show_default=False),
+]
+Lag = Annotated[
+    int | None,
+    typer.Option(
+        "--max-lag",
+        min=0,
+        metavar="N",
+        help="Largest age of a token, in updates. Default: the least that hides all waiting.",
+        show_default=False,
+    ),
+]
+Run = Annotated[
+    Path | None,
+    typer.Option("--run", metavar="RUN", help="Predict from the measured seconds of a synchronous run instead."),
+]
+Assume = Annotated[
+    list[str] | None,
+    typer.Option("--assume", metavar="NAME=VALUE", help="Change one assumption (all are printed); may be repeated."),
+]
+Chosen = typer.Option(min=1, metavar="N", help="Default: chosen.", show_default=False)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("plan", epilog=f"Example: [bold]{EXAMPLE}[/bold]")(plan)
+
+
+def plan(
+    model: Model = None,
+    gpus: Gpus = None,
+    device: Kind = "h100",
+    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts of a step.")] = 512,
+    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Responses to a prompt.")] = 16,
+    prompt: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a prompt.")] = 512,
+    response: Longest = 16384,
+    mean: Mean = None,
+    minibatches: Annotated[int, typer.Option(min=1, metavar="N", help="Updates in an epoch of a batch.")] = 1,
+    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over a batch.")] = 1,
+    max_lag: Lag = None,
+    rollout_gpus: Annotated[int | None, Chosen] = None,
+    tensor_parallel: Annotated[int | None, Chosen] = None,
+    micro_batch_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of one forward and backward; one response at least.")
+    ] = 16384,
+    assume: Assume = None,
+    run: Run = None,
+    as_json: Json = False,
+) -> None:
+    """Split GPUs between sampling and training: seconds of a step, age of tokens, memory, keys of the recipe.
+
+    Nothing is run: figures are arithmetic over public peaks and the printed assumptions. With --run, from a measured
+    synchronous run instead: what the asynchronous one will do.
+    """
+    if run is not None:
+        _from_run(run, max_lag, as_json)
+        return
+    if model is None or gpus is None:
+        raise TrimtabError(f"name --model and --gpus, or a measured --run; for example: {EXAMPLE}")
+    from trimtab.cli.plan_display import as_dict, text
+    from trimtab.planning.assumptions import assume as assumptions
+    from trimtab.planning.devices import device as find_device
+    from trimtab.planning.plan import Question
+    from trimtab.planning.plan import plan as choose
+    from trimtab.planning.rates import Workload
+    from trimtab.planning.shapes import find
+
+    average = (response + 1) // 2 if mean is None else mean
+    if average > response:
+        raise TrimtabError(f"--mean {average} is above --response {response}, the longest: lower it")
+    work = Workload(prompts, samples, prompt, average, response, updates=minibatches * epochs, epochs=epochs)
+    chosen = choose(
+        Question(
+            find(model),
+            find_device(device),
+            gpus,
+            work,
+            assumptions(assume or ()),
+            rollout_gpus,
+            tensor_parallel,
+            micro_batch_tokens,
+            max_lag,
+        )
+    )
+    if as_json:
+        print_json(as_dict(chosen))
+    else:
+        typer.echo(text(chosen))
+
+
+def _from_run(run: Path, max_lag: int | None, as_json: bool) -> None:
+    from trimtab.cli.plan_display import measured_dict, measured_text
+    from trimtab.planning.measured import read
+
+    found = read(run)
+    data: dict[str, Any] = measured_dict(found, max_lag)
+    if as_json:
+        print_json(data)
+    else:
+        typer.echo(measured_text(found, data))

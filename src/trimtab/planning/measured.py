@@ -1,0 +1,81 @@
+"""Seconds of the phases from a synchronous run's metrics, to predict the asynchronous one."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.config import Config, check_config
+from trimtab.errors import TrimtabError
+from trimtab.planning.schedule import Phases
+
+# The first steps of a run compile, allocate and fill caches.
+_WARMUP = 0.2
+_NEEDED = ("time/collect", "time/score", "time/proximal", "time/update", "time/publish", "time/step")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Medians over the steps of a run: seconds by phase, tokens, updates of a step."""
+
+    phases: Phases
+    steps: int
+    updates: int
+    generated: float
+    trained: float
+
+
+def read(run: Path) -> Measured:
+    """Phases of a run without overlap; what a step took besides them is the trainer's.
+
+    Raises `TrimtabError` where there is no such run, it is not synchronous, or it has too few steps.
+    """
+    config, logged = _files(run)
+    if config.trainer.max_lag:
+        raise TrimtabError(
+            f"{run} ran with trainer.max_lag = {config.trainer.max_lag}, where waiting hides what a phase takes: "
+            "predict from a run without max_lag"
+        )
+    rows = [row for row in logged if all(row.get(key) is not None for key in _NEEDED)]
+    rows = rows[int(len(rows) * _WARMUP) :]
+    if len(rows) < 3:
+        raise TrimtabError(f"{run} has {len(rows)} steps to measure by after the first: let it run for 5 or more")
+    return Measured(
+        _phases(rows),
+        steps=len(rows),
+        updates=config.trainer.minibatches * config.trainer.epochs,
+        generated=_median(rows, "tokens/rollout"),
+        trained=_median(rows, "tokens/train"),
+    )
+
+
+def _files(run: Path) -> tuple[Config, list[dict[str, Any]]]:
+    path, number = run / "config.toml", 0
+    try:
+        config = check_config(tomllib.loads(path.read_text()), str(path))
+        path = run / "metrics.jsonl"
+        rows = []
+        for number, line in enumerate(path.read_text().splitlines(), 1):  # noqa: B007  # named in the error
+            rows.append(json.loads(line))
+    except OSError as error:
+        raise TrimtabError(f"{path}: {error.strerror}; give a run directory") from None
+    except tomllib.TOMLDecodeError as error:
+        raise TrimtabError(f"{path}: {error}") from None
+    except json.JSONDecodeError:
+        raise TrimtabError(f"{path}, line {number} is not JSON: cut the file before it") from None
+    return config, rows
+
+
+def _phases(rows: Sequence[Mapping[str, Any]]) -> Phases:
+    generate, score, proximal, update, publish, step = (_median(rows, key) for key in _NEEDED)
+    rest = max(0.0, step - generate - score - proximal - update - publish)
+    return Phases(generate=generate, train=proximal + update + rest, score=score, publish=publish)
+
+
+def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float:
+    return statistics.median(float(row[key]) for row in rows)

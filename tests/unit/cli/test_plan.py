@@ -1,0 +1,89 @@
+"""`trimtab plan` as a command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.unit.planning.test_measured import STEP, run
+
+from trimtab.cli import main
+
+SEVEN = ["plan", "--model", "qwen2.5-7b", "--gpus", "8", "--prompts", "64", "--response", "2048"]
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["plan", "--help"]) == 0
+    assert "Example: trimtab plan --model" in " ".join(capsys.readouterr().out.split())
+
+
+def test_it_answers_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(SEVEN) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "engines",
+        "ranks",
+        "a step",
+        "updates old",
+        "fits",
+        "ray.trainers",
+        "train_flops",
+        "nothing of this was",
+    ):
+        assert part in said, part
+
+
+def test_json_holds_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([*SEVEN, "--assume", "score=30", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True
+    assert found["assumptions"]["score"] == 30
+    assert found["engines"]["count"] * found["engines"]["gpus"] + found["trainer"]["ranks"] == 8
+    seconds = found["seconds"]
+    assert seconds["step"] >= max(seconds["generate"], seconds["train"])
+    assert seconds["step_in_turn"] == pytest.approx(
+        sum(seconds[phase] for phase in ("generate", "train", "score", "publish", "load"))
+    )
+    assert found["lag"]["max"] <= found["lag"]["max_lag"] == found["recipe"]["trainer.max_lag"]
+
+
+def test_a_measured_run_is_predicted_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["plan", "--run", str(run(tmp_path, [STEP] * 6)), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # 5 seconds in turn, 3 of them generation: one step ahead hides the rest.
+    assert found["predicted"]["step"] == 3.0
+    assert found["recipe"] == {"trainer.max_lag": 2}
+    assert main.run(["plan", "--run", str(tmp_path), "--max-lag", "0"]) == 0
+    assert "1.00x" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "name --model and --gpus"),
+        (["--model", "gpt-7", "--gpus", "8"], "unknown model 'gpt-7'"),
+        (["--model", "qwen2.5-7b", "--gpus", "1"], "2"),
+        (["--model", "qwen2.5-7b", "--gpus", "8", "--device", "h1000"], "unknown device"),
+        (["--model", "qwen2.5-7b", "--gpus", "8", "--mean", "99999"], "--mean 99999 is above"),
+        (["--model", "qwen2.5-7b", "--gpus", "8", "--assume", "x=1"], "unknown assumption"),
+        (["--run", "/nowhere"], "give a run directory"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["plan", *arguments]) == 2
+    line = capsys.readouterr().err
+    assert named in line
+    assert line.count("\n") == 1
+
+
+def test_it_imports_no_torch() -> None:
+    program = (
+        "import sys; from trimtab.cli.main import run; "
+        "assert run(['plan', '--model', 'qwen2.5-7b', '--gpus', '8']) == 0; "
+        "heavy = {'torch', 'transformers', 'pyarrow'} & set(sys.modules); assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,44 @@
+"""Assumptions: named, bounded, explained."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from trimtab.errors import TrimtabError
+from trimtab.planning.assumptions import Assumptions, assume, reasons
+from trimtab.planning.devices import DEVICES, device
+
+
+def test_every_assumption_says_why() -> None:
+    assert reasons().keys() == asdict(Assumptions()).keys()
+    assert all(len(why) > 10 for why in reasons().values())
+
+
+def test_changes_replace_defaults() -> None:
+    assert assume(["train_flops=0.5", "score=12"]) == Assumptions(train_flops=0.5, score=12)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("train_flop=1", "unknown assumption 'train_flop'.*train_flops"),
+        ("score", "write it as name=value"),
+        ("score=fast", "'fast' is not a number"),
+        ("score=-1", "above 0"),
+        ("train_flops=1.5", "at most 1"),
+        ("handover=0", "above 0"),
+        ("handover=nan", "above 0"),
+    ],
+)
+def test_mistakes_are_one_line(change: str, named: str) -> None:
+    with pytest.raises(TrimtabError, match=named):
+        assume([change])
+
+
+def test_devices_carry_their_source() -> None:
+    assert all(entry.source and entry.memory > 1e10 for entry in DEVICES.values())
+    assert device("H100").flops == 989e12
+    with pytest.raises(TrimtabError, match=r"unknown device 'h1000'.*did you mean 'h100'"):
+        device("h1000")

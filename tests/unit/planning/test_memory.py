@@ -1,0 +1,82 @@
+"""Memory of a training rank: constants of the code it describes, hand numbers, and what sharding changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trimtab.models import attention, head
+from trimtab.planning import memory
+from trimtab.planning.memory import Rank, host, layer_kept, training_rank
+from trimtab.planning.shapes import SHAPES, Shape
+
+TINY = Shape("tiny", 2, 4, 2, 1, 2, 8, 10, tied=True)
+ONE = Rank(ranks=1, tokens=100, scored=80, rows=4, prompt=20, response=20)
+
+
+def test_the_constants_are_those_of_the_code() -> None:
+    assert head.TILE_TOKENS * head.TILE_VOCABULARY == memory.TILE
+    assert (attention.BLOCK_SCORES, attention.KEEP_SCORES) == (memory.BLOCK_SCORES, memory.KEEP_SCORES)
+
+
+def test_sixteen_bytes_for_a_parameter() -> None:
+    found = training_rank(TINY, ONE)
+    assert found["weights"] + found["gradients"] + found["optimizer"] == 16 * TINY.parameters
+
+
+def test_a_layer_by_hand() -> None:
+    # float32: two residuals and two norms of 4; bfloat16: five rounded inputs of 4, queries and output of 4, keys and
+    # values of 2, and four times the network's 8.
+    assert layer_kept(TINY, ONE) == 4 * 4 * 4 + 2 * (5 * 4 + 2 * 4 + 2 * 2 + 4 * 8)
+    # In float32 a CPU pads the input of every product anew.
+    assert layer_kept(TINY, replace(ONE, compute=4)) == 4 * 4 * 4 + 4 * (5 * 4 + 2 * 4 + 2 * 2 + 4 * 8)
+
+
+def test_checkpointing_keeps_one_input_for_each_layer() -> None:
+    with_, without = (training_rank(TINY, replace(ONE, recompute=on)) for on in (True, False))
+    assert with_["kept"] == (2 + 3) * 4 * 4 * 100
+    assert with_["layer"] - without["layer"] == layer_kept(TINY, ONE) * 100
+    assert with_["kept"] < without["kept"]
+
+
+def test_ranks_share_weights_but_not_activations() -> None:
+    shape = SHAPES["qwen2.5-7b"]
+    two, four = (training_rank(shape, replace(ONE, ranks=ranks)) for ranks in (2, 4))
+    for term in ("weights", "gradients", "optimizer"):
+        assert two[term] == 2 * four[term]
+    for term in ("copies", "kept", "layer", "attention", "head"):
+        assert two[term] == four[term]
+
+
+def test_copies_by_hand() -> None:
+    # One rank under autocast: all layers in bfloat16. Several: two layers of 152 parameters and a gradient in bfloat16,
+    # one reduced in float32, and the embedding in float32 (its gradient is the head's term).
+    assert training_rank(TINY, ONE)["copies"] == 2 * 152 * 2
+    assert training_rank(TINY, replace(ONE, compute=4))["copies"] == 0
+    assert training_rank(TINY, replace(ONE, ranks=2))["copies"] == 152 * (3 * 2 + 4) + 40 * 4
+    untied = replace(TINY, tied=False)
+    assert training_rank(untied, replace(ONE, ranks=2))["copies"] == 152 * (3 * 2 + 4) + 3 * 40 * 4
+
+
+def test_offload_moves_the_weights_to_the_host() -> None:
+    rank = replace(ONE, ranks=4, offload=True)
+    assert training_rank(TINY, rank)["weights"] == 0
+    # Two publications in float32 wait there anyway.
+    assert (host(TINY, ONE), host(TINY, rank)) == (8 * TINY.parameters, (8 + 16) * TINY.parameters)
+
+
+def test_no_term_holds_tokens_times_vocabulary() -> None:
+    """Twice the vocabulary costs one more gradient of the head, whatever the tokens."""
+    double = replace(TINY, vocabulary=20)
+    for tokens in (100, 10_000):
+        rank = replace(ONE, tokens=tokens, scored=tokens)
+        assert training_rank(double, rank)["head"] - training_rank(TINY, rank)["head"] == 4 * 10 * 4
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_everything_grows_with_the_row(recompute: bool) -> None:
+    shape = SHAPES["qwen2.5-7b"]
+    rows = [Rank(8, n + 64, n, 1, 64, n, recompute=recompute) for n in (1024, 2048, 4096)]
+    totals = [sum(training_rank(shape, rank).values()) for rank in rows]
+    assert totals == sorted(totals)
