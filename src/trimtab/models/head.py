@@ -40,8 +40,8 @@ _noise: ContextVar[_Noise | None] = ContextVar("noise", default=None)
 
 @contextmanager
 def perturbed(owner: object, log_sigma: Float[Tensor, "1"], seed: int) -> Iterator[None]:
-    """Inside, `head_scores` adds `exp(log_sigma)` * N(0, 1) to each logit of the head `owner` (`Parts.owner`): after the
-    soft cap, before the temperature. Drawn tile by tile from `seed`, and again in the backward, which may run outside.
+    """Inside, `head_scores` adds `exp(log_sigma)` * N(0, 1) to each logit of the head `owner` (`Parts.owner`): after
+    the soft cap, before the temperature. Drawn tile by tile from `seed`, in the backward too, which may run outside.
     """
     token = _noise.set(_Noise(owner, log_sigma, seed))
     try:

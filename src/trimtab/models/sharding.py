@@ -64,7 +64,7 @@ def shard(
     layer_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     for layer in decoder(model).layers:
         fully_shard(layer, reshard_after_forward=reshard, mp_policy=layer_policy, **options)
-    # Embedding, final norm and head are needed at both ends of forward and backward: freeing them in between is no gain.
+    # Embedding, final norm and head are needed at both ends of forward and backward: freeing them gains nothing.
     root_policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
     fully_shard(model, reshard_after_forward=False, mp_policy=root_policy, **options)
     for module in model.modules():

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -89,23 +91,25 @@ def neutral(metrics: Metrics) -> Metrics:
 
 def _neutral(part: Part) -> Part:
     sums = {f.name: torch.zeros_like(getattr(part, f.name)) for f in fields(part) if "merge" not in f.metadata}
-    others = {f.name: getattr(part, f.name) for f in fields(part) if "merge" in f.metadata}
-    return type(part)(**sums, **others)
+    return replace(part, **sums)
 
 
 def summed(metrics: Metrics, ranks: Ranks) -> Metrics:
     """Statistics of all ranks; every rank must have the same ones."""
-    mine = {f"{name}|{f.name}": getattr(part, f.name) for name, part in metrics.parts.items() for f in fields(part)}
-    theirs = [load(data) for data in ranks.gather(_packed(mine))]
-    whole = None
-    for tensors in theirs:
-        parts = {
-            name: type(part)(**{f.name: tensors[f"{name}|{f.name}"] for f in fields(part)})
-            for name, part in metrics.parts.items()
-        }
-        whole = Metrics(parts) if whole is None else whole + Metrics(parts)
-    assert whole is not None
-    return whole
+    mine = {
+        f"{name}|{f.name}": value
+        for name, part in metrics.parts.items()
+        for f in fields(part)
+        if isinstance(value := getattr(part, f.name), Tensor)
+    }
+    parts = []
+    for data in ranks.gather(_packed(mine)):
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in load(data).items():
+            name, _, place = key.rpartition("|")
+            found.setdefault(name, {})[place] = tensor
+        parts.append(Metrics({name: replace(part, **found[name]) for name, part in metrics.parts.items()}))
+    return reduce(add, parts)
 
 
 def exchanged(mine: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:

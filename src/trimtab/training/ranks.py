@@ -121,8 +121,8 @@ def _size() -> int:
 def join() -> Iterator[Ranks]:
     """Meet the other ranks that torchrun started (gloo on CPU, nccl between GPUs); `SINGLE` where there are none.
 
-    May be nested: they meet once. Inside, a rank that is lost becomes a `TrimtabError` on those that notice. Raises `TrimtabError` for an
-    environment that is not torchrun's, or fewer GPUs than local ranks.
+    May be nested: they meet once. Inside, a rank that is lost becomes a `TrimtabError` on those that notice. Raises
+    `TrimtabError` for an environment that is not torchrun's, or fewer GPUs than local ranks.
     """
     global _current
     size = _size()

@@ -158,7 +158,7 @@ def _pack(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
 def _like_parameters(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Copies of saved optimizer state, each shared among ranks as the parameter it belongs to.
 
-    Copies, because loaded tensors are mapped from the checkpoint's files, which pruning may delete while the run goes on.
+    Loaded tensors are mapped from the checkpoint's files, which pruning may delete while the run goes on.
     """
     targets: dict[str, Tensor] = {}
     for name in tensors:
