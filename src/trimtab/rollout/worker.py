@@ -133,11 +133,11 @@ class Host:
 
         if head["do"] == "publish":
             shared = SharedWeights(request.frame.files[0], head["entries"])
-            cleanup.callback(shared.close)
+            cleanup.enter_context(contextlib.closing(shared))
             engine.publish(shared, head["version"], exact=head["exact"])
             return {}, {}, []
         shared = share(engine.weights())
-        cleanup.callback(shared.close)
+        cleanup.enter_context(contextlib.closing(shared))
         return {"entries": shared.entries}, {}, [shared.descriptor]
 
 
