@@ -13,6 +13,7 @@ from pathlib import Path
 
 import typer
 
+from trimtab.cli import doctor_vllm
 from trimtab.cli.output import Json, print_json
 
 LIBRARIES = ("torch", "transformers", "gguf", "safetensors", "pyarrow", "datasets", "peft", "math-verify")
@@ -40,7 +41,7 @@ def doctor(as_json: Json = False) -> None:
     """Check libraries, the bundled model, threads, memory and disk. Exit code 1 when something needed is missing."""
     checks = [Check("trimtab", importlib.metadata.version("trimtab")), Check("python", platform.python_version())]
     checks += [_library(name) for name in LIBRARIES]
-    checks += [_torch_works(), _bundled_model(), _threads(), _memory(), _disk()]
+    checks += [_torch_works(), _vllm(), _bundled_model(), _threads(), _memory(), _disk()]
     faults = [check for check in checks if check.advice and check.required]
     if as_json:
         listed = [{"name": c.name, "value": c.value, "advice": c.advice, "required": c.required} for c in checks]
@@ -69,6 +70,11 @@ def _torch_works() -> Check:
     if torch.cuda.is_available():
         return Check("torch import", f"works, {torch.cuda.device_count()} CUDA device(s)")
     return Check("torch import", f"works, CPU ({torch.backends.cpu.get_cpu_capability()})")
+
+
+def _vllm() -> Check:
+    found = doctor_vllm.diagnose()
+    return Check("vllm", found.value, found.advice)
 
 
 def _bundled_model() -> Check:

@@ -14,7 +14,7 @@ class VllmConfig(Section):
 
     process: Literal["own", "shared"] = Field(
         default="shared",
-        description="`shared`: in this process (LLM); `own`: a core of its own that can be interrupted (AsyncLLM)",
+        description="`shared`: stepped in this process, repeatable; `own`: AsyncLLM, the model in a process of its own",
     )
     memory: float = Field(
         default=0.5, gt=0, description="KV cache: share of the device's memory on a GPU, GiB on a CPU"
@@ -24,6 +24,9 @@ class VllmConfig(Section):
     tensor_parallel: PositiveInt = 1
     quantization: str | None = Field(default=None, description="vLLM's name of a quantization of the weights")
     kv_cache_dtype: str = "auto"
+    keep_sets: bool = Field(
+        default=False, description="return the set each token was drawn from, which top_k (and top_p with it) needs"
+    )
 
 
 class ServerConfig(Section):
@@ -46,10 +49,10 @@ class CanaryConfig(Section):
     every: int | None = Field(
         default=None, ge=0, description="publications between looks; 0: never; default: 1, for embedded engines 0"
     )
-    prompts: PositiveInt = 4
-    tokens: PositiveInt = 16
+    prompts: int = Field(default=4, ge=2, description="every second one is new at every look, the others are not")
+    tokens: PositiveInt = Field(default=16, description="contexts to each prompt, at its end")
     bound: float | None = Field(
-        default=None, gt=0, description="largest mean |log-prob difference|; default: 3x that of the fresh engine"
+        default=None, gt=0, description="largest mean |log-prob difference|; default: 3x that of the first look"
     )
 
 
