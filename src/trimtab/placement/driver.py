@@ -19,7 +19,8 @@ from trimtab.training.run import RunResult, check
 from trimtab.training.rundir import CONFIG
 
 NEWS = 1.0  # seconds one look for news lasts at most
-GRACE = 15.0  # seconds a run that is told to stop has for it, and the other ranks of a failed one to fail as well
+GRACE = 15.0  # seconds a run that is told to stop has for it
+NOTICE = 5.0  # seconds the other ranks of a failed one have to fail as well
 
 
 def train(
@@ -36,7 +37,7 @@ def train(
     watcher, run = observer or Silent(), Path(out or config.out or "runs/run").resolve()
     check(config).scorer.close()
     with connected(config.ray), reserved(config) as seats, _started(seats) as ranks:
-        meeting = ask(ranks[0].address.remote(), config.ray.patience)
+        meeting = _meeting(ranks[0], config.ray.patience)
         arguments = (config.dump(), str(Path.cwd()), str(run), resume, meeting, seats)
         runs = [rank.train.remote(*arguments) for rank in ranks]
         try:
@@ -61,6 +62,13 @@ def _started(seats: Seats) -> Iterator[list[Any]]:
             end(rank)
 
 
+def _meeting(first: Any, patience: float) -> tuple[str, int]:
+    try:
+        return ask(first.address.remote(), patience)
+    except ActorLost as lost:
+        raise TrimtabError(f"the first trainer rank did not start ({lost}): look at the cluster's logs") from None
+
+
 def _follow(first: Any, runs: list[Any], observer: Observer, config: Config, run: Path) -> dict[str, Any]:
     """Show the first rank's news until all ranks are done; returns its metrics of the last step."""
     import ray
@@ -78,7 +86,10 @@ def _follow(first: Any, runs: list[Any], observer: Observer, config: Config, run
         _show(ask(first.news.remote(0.0)), observer, config, run)
         return _metrics(runs[0])
     except (TrimtabError, ActorLost, ray.exceptions.RayTaskError) as error:
-        raise _cause(runs, error) from None
+        cause = _cause(runs, error)
+        with suppress(ActorLost):
+            replay(ask(first.news.remote(0.0), NOTICE), observer, config)
+        raise cause from None
 
 
 def _show(news: str, observer: Observer, config: Config, run: Path) -> None:
@@ -98,23 +109,21 @@ def _metrics(finished: Any) -> dict[str, Any]:
 
 
 def _cause(runs: list[Any], error: Exception) -> Exception:
-    """What to tell when a rank failed: ranks that wait for it fail as well, in other words and perhaps before it.
+    """What to tell when a rank failed: those that wait for it fail as well, in other words and perhaps before it.
 
-    What a rank says in a line of its own comes first, then which rank was lost, then whatever else was raised.
+    Which rank was lost comes first, then what a rank says in a line of its own, then whatever else was raised.
     """
     import ray
 
-    if isinstance(error, TrimtabError):
-        return error
     found: list[tuple[int, Exception]] = []
-    done, _ = ray.wait(runs, num_returns=len(runs), timeout=GRACE)
+    done, _ = ray.wait(runs, num_returns=len(runs), timeout=NOTICE)
     for rank, run in enumerate(runs):
         try:
             _metrics(run) if run in done else None
-        except TrimtabError as told:
-            found.append((0, told))
         except ActorLost as lost:
-            found.append((1, TrimtabError(f"trainer rank {rank} was lost ({lost}): continue the run with --resume")))
+            found.append((0, TrimtabError(f"trainer rank {rank} was lost ({lost}): continue the run with --resume")))
+        except TrimtabError as told:
+            found.append((1, told))
         except ray.exceptions.RayTaskError as unexpected:
             found.append((2, unexpected))
     return min(found, key=lambda entry: entry[0])[1] if found else error

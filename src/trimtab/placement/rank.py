@@ -89,16 +89,12 @@ class TrainerRank:
 
 
 def _makers(folder: str, seats: Seats) -> Makers:
-    """Engines and rewards of the cluster in place of local ones."""
+    """Engines and rewards of the cluster, where they have seats there."""
 
-    def engines(config: Config, loaded: Loaded, files: Path) -> Sequence[Engine]:
-        if not seats.engines:
-            return LOCAL.engines(config, loaded, files)
+    def engines(config: Config, loaded: Loaded, files: Path) -> Sequence[Engine]:  # noqa: ARG001
         return build_engines(config, engine_spec(config, files), seats.engines)
 
     def scorer(config: Config, specs: Sequence[RewardSpec], task: Task) -> Scorer:
-        if not seats.rewards:
-            return LOCAL.scorer(config, specs, task)
         return RayScorer(rewards.weighted(specs, task), config, folder, seats.rewards)
 
-    return Makers(engines, scorer)
+    return Makers(engines if seats.engines else None, scorer if seats.rewards else None)

@@ -1,4 +1,4 @@
-"""The parts of a run that may live in other places, and who makes them. A placement brings makers of its own."""
+"""Parts of a run that a placement may put on other machines, and its own makers of them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab import rewards
 from trimtab.config import Config
 from trimtab.models.load import Loaded
 from trimtab.rewards import Scorer
-from trimtab.training.engines import build_engines
 from trimtab.types import Engine, RewardSpec, Task
-
-
-def _scorer(config: Config, specs: Sequence[RewardSpec], task: Task) -> Scorer:  # noqa: ARG001
-    return rewards.build(specs, task)
 
 
 @dataclass(frozen=True, slots=True)
 class Makers:
-    """`engines` takes the recipe, the trained model and the folder of its config and tokenizer; `scorer` the recipe,
-    its rewards and its task. By default everything lives on this machine."""
+    """Each makes what its name says; None: the run makes it on this machine.
 
-    engines: Callable[[Config, Loaded, Path], Sequence[Engine]] = build_engines
-    scorer: Callable[[Config, Sequence[RewardSpec], Task], Scorer] = _scorer
+    `engines` takes the recipe, the trained model and the folder of its config and tokenizer; `scorer` the recipe, its
+    rewards and its task.
+    """
+
+    engines: Callable[[Config, Loaded, Path], Sequence[Engine]] | None = None
+    scorer: Callable[[Config, Sequence[RewardSpec], Task], Scorer] | None = None
 
 
 LOCAL = Makers()
