@@ -1,7 +1,7 @@
 """A process that starts an engine in a child, says so, and then waits to be killed: `worker_parent.py FOLDER STATE`.
 
-STATE: `idle` after a publication, `busy` in the middle of generating, `starting` right after the start, `forked` with
-another child that holds copies of everything open.
+STATE: `busy` in the middle of generating; `forked` right after the start, with another child that holds copies of
+everything open.
 """
 
 from __future__ import annotations
@@ -9,13 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
-from pathlib import Path
 
-import torch
-from tests.unit.rollout.support import prompt
-
-from trimtab.models import laboratory
 from trimtab.rollout.remote import WorkerEngine
 from trimtab.types import Sampling
 
@@ -34,23 +28,26 @@ class Announced:
 
 
 def main() -> None:
-    folder, state = Path(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    spec = {"type": "embedded", "model": str(folder), "dtype": "float32", "rounding": {}}
-    engine = WorkerEngine(spec, threads=1)
-    helper = os.getpid()
-    if state == "forked" and (helper := os.fork()) == 0:
+    folder, state = sys.argv[1:]
+    engine = WorkerEngine({"type": "embedded", "model": folder, "dtype": "float32", "rounding": {}}, threads=1)
+    if state == "forked":
+        if (helper := os.fork()) == 0:
+            signal.pause()
+        print(engine.pid, helper, flush=True)
         signal.pause()
-    words = f"{engine.pid} {helper}"
-    if state != "starting":
-        engine.publish(laboratory.build(0)[0].named_parameters(), version=1)
-    if state == "busy":
-        forever = Sampling(max_tokens=40, ignore_stop=True)
-        while True:
-            engine.generate([prompt([1, 2, 3])] * 64, 16, forever, seed=0, interrupt=Announced(words))
-            words = ""
-    print(words, flush=True)
-    threading.Event().wait()
+    generate(engine)
+
+
+def generate(engine: WorkerEngine) -> None:
+    from tests.unit.rollout.support import prompt
+
+    from trimtab.models import laboratory
+
+    engine.publish(laboratory.build(0)[0].named_parameters(), version=1)
+    words, long = f"{engine.pid} {os.getpid()}", Sampling(max_tokens=40, ignore_stop=True)
+    while True:
+        engine.generate([prompt([1, 2, 3])] * 64, 16, long, seed=0, interrupt=Announced(words))
+        words = ""
 
 
 if __name__ == "__main__":

@@ -111,12 +111,17 @@ def test_the_description_of_an_engine_is_json_and_builds_that_engine(tmp_path: P
         assert torch.equal(weight, other)
 
 
+def test_a_wrong_description_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TrimtabError, match=r"no config\.json"):
+        hosted.build({"type": "embedded", "model": str(tmp_path)})
+    with pytest.raises(TrimtabError, match="did you mean 'embedded'"):
+        hosted.build({"type": "embeded", "model": str(tmp_path)})
+
+
 def test_vllms_section_survives_the_journey(tmp_path: Path) -> None:
     recipe = config({"type": "vllm", "vllm": {"memory": 1, "context": 512, "quantization": "fp8"}})
     spec = json.loads(json.dumps(engine_spec(recipe, tmp_path)))
     assert type(recipe.engine).model_validate(spec["engine"]) == recipe.engine
-    with pytest.raises(TrimtabError, match=r"no config\.json"):
-        hosted.build(spec)
 
 
 def test_without_processes_the_engine_is_in_this_one(tmp_path: Path) -> None:
