@@ -41,6 +41,8 @@ import torch
 
 from trimtab.config import Config, load_config
 from trimtab.training.collect import Collector, PromptStream
+from trimtab.training.feed.buffer import Buffer
+from trimtab.training.feed.feed import InStep
 from trimtab.training.loop import Trainer
 from trimtab.training.observer import Silent
 from trimtab.training.prefixes import PrefixPool
@@ -71,7 +73,7 @@ class Turns(Silent):
     def __init__(self, refresh: int) -> None:
         self.refresh = refresh
         self.trainer: Trainer | None = None
-        self.collectors: dict[str, Collector] = {}
+        self.feeds: dict[str, InStep] = {}
         self.seen: dict[str, list[Mapping[str, Any]]] = {name: [] for name in VARIANTS}
         self._turn = 0
 
@@ -79,7 +81,7 @@ class Turns(Silent):
         del done, total
         if name == "collect":
             assert self.trainer is not None
-            self.trainer.collector = self.collectors[self._name]
+            self.trainer.feed = self.feeds[self._name]
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         self.seen[self._name].append({key: metrics[key] for key in (*KEYS, "length/mean")})
@@ -130,14 +132,16 @@ def run(case: str, options: argparse.Namespace) -> tuple[Turns, float]:
         for name in VARIANTS:
             own = recipe(case, name, options, steps)
             assert own.prefix is not None
-            turns.collectors[name] = Collector(
+            engine = trainer.collector.engine
+            collector = Collector(
                 config=own,
                 stream=PromptStream(parts.task, loaded.tokenizer, own.seed),
-                engine=trainer.engine,
+                engine=engine,
                 scorer=parts.scorer,
                 sampling=sampling,
-                prefixes=PrefixPool(own.prefix, trainer.engine, sampling, own.trainer.samples, own.seed),
+                prefixes=PrefixPool(own.prefix, engine, sampling, own.trainer.samples, own.seed),
             )
+            turns.feeds[name] = InStep(collector, Buffer(own.trainer))
         trainer.train()
         parts.scorer.close()
     asked = PromptStream(parts.task, loaded.tokenizer, config.seed).take(64)

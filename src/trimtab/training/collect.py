@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from trimtab.config import Config
 from trimtab.rewards import Score, Scorer
 from trimtab.rollout.contract import check_trajectory
 from trimtab.training.experts import Experts
+from trimtab.training.feed.schedule import Request
 from trimtab.training.prefixes import PrefixPool
 from trimtab.training.seeds import derive
 from trimtab.types import EXTERNAL, Completion, Engine, Prompt, Sampling, Task, Trajectory
@@ -47,15 +48,16 @@ class PromptStream:
 
     def _prompt(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self.task.train))
-        if self._order is None or self._order[0] != epoch:
+        order = self._order
+        if order is None or order[0] != epoch:
             rng = np.random.default_rng(derive(self.seed, "order", epoch))
-            self._order = (epoch, rng.permutation(len(self.task.train)))
-        return tasks.encode(self.task, self.task.train[int(self._order[1][index])], self.tokenizer)
+            self._order = order = (epoch, rng.permutation(len(self.task.train)))
+        return tasks.encode(self.task, self.task.train[int(order[1][index])], self.tokenizer)
 
 
 @dataclass
 class CollectStats:
-    """What happened while a batch was collected; all counts are of this step."""
+    """What happened while groups were collected; all counts are since the last batch was taken."""
 
     generated: int = 0
     response_tokens: int = 0
@@ -67,19 +69,26 @@ class CollectStats:
     failed_rewards: int = 0
     dropped: int = 0
     stale: int = 0
+    discarded_lengths: list[int] = field(default_factory=list)  # of responses written in vain, as far as they got
     no_signal: int = 0
     refilled: int = 0
+    restarts: int = 0
+    interrupted: int = 0
     errors: list[str] = field(default_factory=list)
     seconds_generating: float = 0.0
     seconds_scoring: float = 0.0
+    seconds_waiting: float = 0.0
+
+    def add(self, other: CollectStats) -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
 
 @dataclass
 class Collector:
-    """Keeps the data side of a run: where the stream stands, how many groups were drawn, and what is still pending.
+    """The data side of a run: which prompts are asked, what they are paid, and what of it can be used.
 
-    `pending` holds groups sampled but not yet trained on (surplus of oversampling). They are consumed before anything
-    new is sampled and are part of every checkpoint, as are the prefixes that `prefixes` still holds.
+    `engine` is the one that generates in step with training.
     """
 
     config: Config
@@ -89,72 +98,47 @@ class Collector:
     sampling: Sampling
     prefixes: PrefixPool | None = None
     experts: Experts | None = None
-    groups_drawn: int = 0
-    pending: list[Group] = field(default_factory=list)
-    discarded: int = 0
 
-    def collect(self, now: int) -> tuple[list[Group], CollectStats]:
-        """The groups of the step that starts after `now` updates; without dynamic sampling, the next `prompts` ones."""
-        trainer, stats = self.config.trainer, CollectStats(stale=self.discarded)
-        self.discarded = 0
-        if not trainer.dynamic_sampling:
-            return self._sample(trainer.prompts, stats), stats
-        ready, spare = self._fresh(now, stats), []
-        for round_ in range(trainer.refill_rounds):
-            missing = trainer.prompts - len(ready)
-            if missing <= 0:
-                break
-            sampled = self._sample(math.ceil(missing * trainer.oversample), stats)
-            stats.refilled += len(sampled) if round_ else 0
-            for group in sampled:
-                (ready if has_signal(group) else spare).append(group)
-        # A batch of nothing but equal rewards still carries KL and entropy: better than an empty step.
-        batch = ready[: trainer.prompts] or spare[: trainer.prompts]
-        self.pending = ready[trainer.prompts :]
-        return batch, stats
-
-    def _fresh(self, now: int, stats: CollectStats) -> list[Group]:
-        """Take what was left over, without what has become too old to be consumed."""
-        limit, groups = self.config.trainer.max_lag, self.pending
-        self.pending = []
-        if limit is None:
-            return groups
-        fresh = [group for group in groups if now - _oldest(group) <= limit]
-        stats.stale += sum(len(group) for group in groups) - sum(len(group) for group in fresh)
-        return fresh
-
-    def discard_pending(self) -> None:
-        """Empty the buffer; the next step reports what was in it as stale."""
-        self.discarded += sum(len(group) for group in self.pending)
-        self.pending = []
-
-    def _sample(self, count: int, stats: CollectStats) -> list[Group]:
+    def sample(self, request: Request, stats: CollectStats) -> list[Group]:
+        """Generate and score the groups of a request, in this thread."""
         start = time.perf_counter()
         decoded, prefilled = self.engine.decoded, self.engine.prefilled
-        prompts, completions = self._generate(count, stats)
+        prompts, completions = self._generate(request, stats)
         stats.decoded += self.engine.decoded - decoded
         stats.prefilled += self.engine.prefilled - prefilled
-        middle = time.perf_counter()
+        stats.seconds_generating += time.perf_counter() - start
+        return self.grade(request, prompts, completions, stats)
+
+    def grade(
+        self,
+        request: Request,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[Completion]],
+        stats: CollectStats,
+    ) -> list[Group]:
+        """Score the responses of a request and keep what can be used, one group for each prompt."""
+        start = time.perf_counter()
         pairs = [
             (prompt.problem, answer) for prompt, answers in zip(prompts, completions, strict=True) for answer in answers
         ]
         scores = iter(self.scorer.score(pairs))
         groups = [
-            self._group(prompt, self.groups_drawn + index, [(answer, next(scores)) for answer in answers], stats)
-            for index, (prompt, answers) in enumerate(zip(prompts, completions, strict=True))
+            self._group(prompt, number, [(answer, next(scores)) for answer in answers], stats)
+            for number, prompt, answers in zip(request.numbers, prompts, completions, strict=True)
         ]
-        self.groups_drawn += count
         own = [len(answer.response_ids) for _, answer in pairs if not _is_external(answer)]
         stats.generated += len(own)
         stats.response_tokens += sum(own)
-        stats.no_signal += sum(not has_signal(group) for group in groups)
-        stats.seconds_generating += middle - start
-        stats.seconds_scoring += time.perf_counter() - middle
+        stats.seconds_scoring += time.perf_counter() - start
         return groups
 
-    def _generate(self, count: int, stats: CollectStats) -> tuple[list[Prompt], list[list[Completion]]]:
+    def seed(self, request: Request) -> int:
+        """The seed of a request's draws."""
+        return derive(self.config.seed, "rollout", request.first)
+
+    def _generate(self, request: Request, stats: CollectStats) -> tuple[list[Prompt], list[list[Completion]]]:
         """The next prompts with their responses: sampled whole, continued from prefixes, or joined by traces."""
-        seed, samples = derive(self.config.seed, "rollout", self.groups_drawn), self.config.trainer.samples
+        seed, samples, count = self.seed(request), self.config.trainer.samples, request.count
         pool = self.prefixes
         if pool is not None and not pool.due:
             prompts, prefixes = pool.take(count)
@@ -164,7 +148,7 @@ class Collector:
             return prompts, completions
         prompts = self.stream.take(count)
         if self.experts is not None:
-            return prompts, self._join_traces(self.experts, prompts, seed, stats)
+            return prompts, self._join_traces(self.experts, request, prompts, stats)
         completions = self.engine.generate(prompts, samples, self.sampling, seed=seed)
         if pool is not None:
             pool.observe([len(answer.response_ids) for answers in completions for answer in answers])
@@ -174,7 +158,7 @@ class Collector:
         return prompts, completions
 
     def _join_traces(
-        self, experts: Experts, prompts: Sequence[Prompt], seed: int, stats: CollectStats
+        self, experts: Experts, request: Request, prompts: Sequence[Prompt], stats: CollectStats
     ) -> list[list[Completion]]:
         """External traces take the place of sampled responses, so that every group has `trainer.samples` members."""
         assert self.config.expert is not None
@@ -182,8 +166,8 @@ class Collector:
         before = experts.dropped, experts.missing
         epoch = len(self.stream.task.train)
         traces = [
-            experts.take(prompt, wanted, turn=(self.groups_drawn + index) // epoch)
-            for index, prompt in enumerate(prompts)
+            experts.take(prompt, wanted, turn=number // epoch)
+            for number, prompt in zip(request.numbers, prompts, strict=True)
         ]
         stats.traces += sum(len(found) for found in traces)
         stats.traces_dropped += experts.dropped - before[0]
@@ -194,7 +178,7 @@ class Collector:
                 f"{experts.missing - before[1]} of {len(prompts)} prompts have none"
             )
         most = samples - min(len(found) for found in traces)
-        sampled = self.engine.generate(prompts, most, self.sampling, seed=seed)
+        sampled = self.engine.generate(prompts, most, self.sampling, seed=self.seed(request))
         return [answers[: samples - len(found)] + found for answers, found in zip(sampled, traces, strict=True)]
 
     def _group(
@@ -233,9 +217,10 @@ def _is_external(answer: Completion) -> bool:
     return bool(len(answer.policy_version)) and int(answer.policy_version[0]) == EXTERNAL
 
 
-def _oldest(group: Group) -> float:
+def oldest(group: Group) -> float:
     """The oldest policy that wrote in the group; external traces have none and do not age."""
-    return min((int(t.completion.policy_version.min()) for t in group if not t.off_policy), default=math.inf)
+    versions = (t.completion.policy_version for t in group if not t.off_policy)
+    return min((int(written.min()) for written in versions if len(written)), default=math.inf)
 
 
 def has_signal(group: Group) -> bool:

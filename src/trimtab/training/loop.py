@@ -1,9 +1,10 @@
 """The training loop, top to bottom. Everything stateful in a run hangs off `Trainer`; everything else is a function.
 
-    collect -> score rewards -> proximal log-probs -> advantages -> mini-batch updates -> publish weights
+    take a batch -> proximal log-probs -> advantages -> mini-batch updates -> publish weights
 
-Time is counted in optimizer updates. A step consumes one batch; the sampler's weights are refreshed once at least
-`sync_every` updates have passed since the last publication.
+Where batches come from is the feed's affair: made in step, or taken from engines that never stop (feed/). Time is
+counted in optimizer updates. A step consumes one batch; weights are published once at least `sync_every` updates have
+passed since the last publication.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ import torch
 from trimtab.config import Config
 from trimtab.corrections import finite_rows
 from trimtab.errors import Diverged
-from trimtab.evaluation import evaluate
+from trimtab.evaluation import EvalResult, evaluate
 from trimtab.objectives import advantages
 from trimtab.training import checkpoint, snapshot, trajectories
 from trimtab.training.batching import micro_batches, split_minibatches, to_tensors
 from trimtab.training.calibration import calibrate
+from trimtab.training.canary import Canary
 from trimtab.training.collect import Collector, CollectStats, Group
+from trimtab.training.feed.feed import Feed
+from trimtab.training.feed.refusals import runs_beside
 from trimtab.training.metrics import (
     batch_metrics,
+    beside_metrics,
     collect_metrics,
     expert_metrics,
     perturbation_metrics,
@@ -64,15 +69,19 @@ class Trainer:
     """One run. `step` counts finished steps; `learner.updates` is the clock the policies are dated with."""
 
     config: Config
-    collector: Collector
+    feed: Feed
     learner: Learner
-    engine: Engine
     run: RunDir
     observer: Observer
     surge: Surge | None = None
+    canary: Canary | None = None
     sinks: Sequence[Sink] = ()
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def collector(self) -> Collector:
+        return self.feed.collector
 
     def train(self) -> dict[str, Any]:
         """Run to the last step and return its metrics. On divergence the error names the last good checkpoint."""
@@ -92,7 +101,7 @@ class Trainer:
         start = time.perf_counter()
         version = self.learner.updates
         self.observer.phase("collect", self.step, self.config.trainer.steps)
-        groups, collected = self.collector.collect(version)
+        groups, collected = self.feed.take(version, self.config.trainer.steps - self.step)
         batch = self._prepare_batch(groups)
         calibrated = self._calibrate(batch)
         stats = self._update(batch)
@@ -141,7 +150,7 @@ class Trainer:
             return {}
         found = calibrate(self.learner, batch.minibatches)
         trainer = self.config.trainer
-        lag = (trainer.sync_every or 1) - trainer.minibatches * trainer.epochs
+        lag = max(trainer.max_lag or 0, (trainer.sync_every or 1) - trainer.minibatches * trainer.epochs)
         cautions = [LAGGING.format(lag)] if lag > 0 else []
         for line in (found.line, *cautions, *self.learner.objective.equation().splitlines()):
             self.observer.message(line)
@@ -179,13 +188,16 @@ class Trainer:
 
     def _publish(self, *, force: bool = False) -> None:
         start = time.perf_counter()
-        every = self.config.trainer.sync_every or 1
-        if force or self.learner.updates - self.engine.policy_version >= every:
-            if self.learner.objective.single_behavior:
-                # Every sample of the buffer must come from the one sampler in use (OAPL, Algorithm 1).
-                self.collector.discard_pending()
-            self.engine.publish(self.current_weights(), self.learner.updates)
+        every, version = self.config.trainer.sync_every or 1, self.learner.updates
+        if force or version - self.feed.published >= every:
+            self.publish_now()
         self.seconds["publish"] = time.perf_counter() - start
+
+    def publish_now(self) -> None:
+        """Give the engines the policy as it is, and the canary what it must look like there."""
+        version = self.learner.updates
+        expected = None if self.canary is None else self.canary.expect(self.learner.model, version)
+        self.feed.publish(self.current_weights(), version, expected)
 
     def current_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return named_weights(self.learner.model)
@@ -205,7 +217,7 @@ class Trainer:
         return {
             "step": self.step,
             "updates": self.learner.updates,
-            "policy_version": self.engine.policy_version,
+            "policy_version": self.feed.published,
             **batch_metrics(batch.trajectories, version),
             **collect_metrics(collected, dropped=batch.dropped),
             **update_metrics(stats, anchor=self.learner.anchor_name),
@@ -232,6 +244,8 @@ class Trainer:
             found |= expert_metrics(collected)
         if self.learner.perturbation is not None:
             found |= perturbation_metrics(self.learner.perturbation, stats)
+        if runs_beside(self.config):
+            found |= beside_metrics(batch.trajectories, collected, version)
         if self.learner.bounds is not None:
             found |= {f"calibrate/{name}": bound for name, bound in self.learner.bounds.items()}
         return found
@@ -239,22 +253,21 @@ class Trainer:
     def _evaluate(self, moment: Moment) -> dict[str, float]:
         """Held-out greedy accuracy of the trainer's current policy, in the engine's dtype but neither quantized nor
         noisy; the sampler's own weights are put back after."""
-        own, version = None, self.engine.policy_version
-        if version != self.learner.updates or sampler_rounding(self.config).active:
-            own = [(name, weight.clone()) for name, weight in self.engine.weights()]
-            self.engine.publish(self.current_weights(), self.learner.updates, exact=True)
         task = self.collector.stream.task
-        result = evaluate(
-            self.engine,
-            self.collector.stream.tokenizer,
-            task,
-            self.collector.scorer,
-            problems=list(task.test[: self.config.eval.problems]),
-            sampling=replace(self.collector.sampling, temperature=0.0, top_p=1.0, top_k=0),
-            seed=derive(self.config.seed, "eval"),
-        )
-        if own is not None:
-            self.engine.publish(own, version, exact=True)
+
+        def through(engine: Engine) -> EvalResult:
+            return evaluate(
+                engine,
+                self.collector.stream.tokenizer,
+                task,
+                self.collector.scorer,
+                problems=list(task.test[: self.config.eval.problems]),
+                sampling=replace(self.collector.sampling, temperature=0.0, top_p=1.0, top_k=0),
+                seed=derive(self.config.seed, "eval"),
+            )
+
+        rounded = sampler_rounding(self.config).active
+        result = self.feed.look(self.current_weights(), self.learner.updates, through, rounded=rounded)
         self.observer.evaluated(task.name, moment, result.accuracy)
         return {f"eval/{task.name}/greedy": result.accuracy}
 

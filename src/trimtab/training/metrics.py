@@ -38,6 +38,27 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
     }
 
 
+def beside_metrics(trajectories: Sequence[Trajectory], stats: CollectStats, version: int) -> dict[str, float]:
+    """Of runs whose engines work beside the trainer: how old tokens were, what discarding favored, what went wrong.
+
+    Every response counts once, in the step in which it was consumed or given up. Of those that were given up before
+    their end only the first tokens are known, so that `lag/length_generated` is rather too small.
+    """
+    ages = [version - t.completion.policy_version for t in trajectories]
+    values, counts = np.unique(np.concatenate(ages), return_counts=True) if ages else ((), ())
+    total = max(1, sum(len(age) for age in ages))
+    accepted = [len(t) for t in trajectories]
+    generated = accepted + stats.discarded_lengths
+    return {
+        **{f"lag/share/{int(age)}": float(count / total) for age, count in zip(values, counts, strict=True)},
+        "lag/length_accepted": float(np.mean(accepted)) if accepted else 0.0,
+        "lag/length_generated": float(np.mean(generated)) if generated else 0.0,
+        "engine/restarts": stats.restarts,
+        "engine/interrupted": stats.interrupted,
+        "time/wait": stats.seconds_waiting,
+    }
+
+
 def _entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Mean entropy, in nats, of the distributions the tokens were drawn from; engines may not report it."""
     found = [t.completion.entropy for t in trajectories if t.completion.entropy is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,16 @@ from trimtab.models.perturbation import Perturbation
 from trimtab.objectives import Objective
 from trimtab.objectives.calibrate import from_section
 from trimtab.rewards import Scorer
-from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.training import prefixes, snapshot
+from trimtab.training.canary import Canary
 from trimtab.training.collect import Collector, PromptStream
+from trimtab.training.engines import build_engines, check_engines
 from trimtab.training.experts import GOLD, Experts
 from trimtab.training.export import save_model_files
+from trimtab.training.feed import refusals
+from trimtab.training.feed.beside import Beside
+from trimtab.training.feed.buffer import Buffer
+from trimtab.training.feed.feed import Feed, InStep
 from trimtab.training.loop import Trainer
 from trimtab.training.observer import Observer, Silent
 from trimtab.training.optim import build_optimizer
@@ -32,7 +37,7 @@ from trimtab.training.sft import laboratory_folder
 from trimtab.training.sinks import open_sinks
 from trimtab.training.surge import Surge
 from trimtab.training.update import Learner
-from trimtab.training.weights import add_lora, sampler_rounding
+from trimtab.training.weights import add_lora
 from trimtab.types import Engine, Problem, RewardSpec, Sampling, Task
 
 RewardFunction = Callable[[str, Problem], float]
@@ -79,6 +84,7 @@ def train(
         if not run.model_folder.exists():
             save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
         trainer = assemble(config, parts, loaded, run, watcher)
+        cleanup.callback(trainer.feed.close)
         if resume:
             snapshot.resume(trainer)
         trainer.sinks = open_sinks(config.log, run.path, first_step=trainer.step + 1)
@@ -92,15 +98,10 @@ def check(config: Config, reward: RewardFunction | None = None) -> Parts:
     """Build the objective, the task and the rewards, and refuse combinations that cannot be meant."""
     if config.numerics != "native":
         raise TrimtabError('numerics = "invariant" is not available yet; use numerics = "native"')
-    if config.engine.type != "embedded" and sampler_rounding(config).active:
-        raise TrimtabError(
-            f'engine.quantize and engine.noise need engine.type = "embedded"; {config.engine.type!r} has options of '
-            "its own for quantized weights"
-        )
-    if config.engine.type != "embedded":
-        raise TrimtabError(f'engine.type = "{config.engine.type}" is not available yet; use "embedded"')
+    check_engines(config)
     built = from_section(config.objective.model_dump())
     _check_companions(config, built)
+    refusals.check(config, built)
     kind, expected = config.advantage.kind, built.advantage
     if kind not in (None, expected) and (expected != "grpo" or kind == "optimal"):
         raise TrimtabError(
@@ -163,7 +164,7 @@ def _check_prefix(config: Config, built: Objective) -> None:
     if trainer.max_lag is not None and oldest > trainer.max_lag:
         raise TrimtabError(
             f"prefix.refresh = {age + 1} makes prefixes up to {oldest} updates old, max_lag allows {trainer.max_lag}: "
-            "lower refresh or raise max_lag"
+            "lower refresh or leave max_lag out"
         )
 
 
@@ -179,22 +180,29 @@ def assemble(config: Config, parts: Parts, loaded: Loaded, run: RunDir, observer
     """Put the trained model, the sampler's copy and the data side together."""
     device = default_device()
     loaded.model.to(device)  # pyright: ignore[reportArgumentType]  # first: the engine copies the model where it lies
-    engine: Engine = EmbeddedEngine(
-        loaded.model,
-        loaded.tokenizer,
-        dtype=getattr(torch, config.engine.dtype),
-        rounding=sampler_rounding(config),
-    )
+    engines = build_engines(config, loaded, run.model_folder)
+    canary = Canary.build(config, loaded.tokenizer, loaded.model)
     model = prepare_model(loaded.model, config, device)
     return Trainer(
         config=config,
-        collector=_collector(config, parts, loaded, engine),
+        feed=_feed(config, parts, loaded, engines, observer, canary),
         learner=_learner(config, parts.objective, model, device),
-        engine=engine,
         run=run,
         observer=observer,
         surge=Surge(config.optim.surge) if config.optim.schedule == "surge" else None,
+        canary=canary,
     )
+
+
+def _feed(
+    config: Config, parts: Parts, loaded: Loaded, engines: Sequence[Engine], observer: Observer, canary: Canary | None
+) -> Feed:
+    collector, buffer = _collector(config, parts, loaded, engines[0]), Buffer(config.trainer)
+    if refusals.runs_beside(config):
+        return Beside(collector, buffer, engines, observer.message, canary)
+    if len(engines) > 1:
+        raise TrimtabError(f"[prefix] and [expert] work with one engine, the recipe names {len(engines)}: name one")
+    return InStep(collector, buffer, canary, single=parts.objective.single_behavior)
 
 
 def _learner(config: Config, built: Objective, model: nn.Module, device: torch.device) -> Learner:

@@ -8,38 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.config import Config, check_config
 from trimtab.errors import TrimtabError
-from trimtab.training import atomic, checkpoint, states, trajectories
+from trimtab.training import atomic, checkpoint, states
 from trimtab.training.calibration import adopt
 from trimtab.training.rundir import CONFIG, RunDir
 
 if TYPE_CHECKING:
     from trimtab.training.loop import Trainer
 
-PENDING, PREFIXES = "pending.parquet", "prefixes.parquet"
-
 
 def take(trainer: Trainer, measured: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
-    """Tensors by section, JSON, and files; `measured` is what was evaluated at this step.
-
-    The sampler's weights are kept only while they lag behind the trainer's.
-    """
-    learner, collector = trainer.learner, trainer.collector
+    """Tensors by section, JSON, and files; `measured` is what was evaluated at this step."""
+    learner = trainer.learner
     optimizer, groups = states.optimizer_state(learner.optimizer, learner.trained)
     generators, generator_data = states.pack(states.rng_state())
-    tensors = {"model": states.model_state(learner.model), "optimizer": optimizer, "random": generators}
+    fed, feed_data, files = trainer.feed.state(learner.updates)
+    tensors = {"model": states.model_state(learner.model), "optimizer": optimizer, "random": generators, **fed}
     if learner.perturbation is not None:
         tensors["perturbation"] = states.model_state(learner.perturbation)
-    if trainer.engine.policy_version != learner.updates:
-        tensors["engine"] = dict(trainer.engine.weights())
     meta = {
         "step": trainer.step,
         "measured": dict(measured),
         "updates": learner.updates,
         "bad_in_a_row": learner.bad_in_a_row,
-        "policy_version": trainer.engine.policy_version,
-        "position": collector.stream.position,
-        "groups_drawn": collector.groups_drawn,
-        "discarded": collector.discarded,
+        "feed": feed_data,
         "optimizer": groups,
         "random": generator_data,
     }
@@ -47,11 +38,8 @@ def take(trainer: Trainer, measured: Mapping[str, float]) -> tuple[dict[str, Any
         meta["surge"] = trainer.surge.state()
     if learner.bounds is not None:
         meta["bounds"] = learner.bounds
-    files: dict[str, bytes] = {}
-    if pending := [trajectory for group in collector.pending for trajectory in group]:
-        files[PENDING] = trajectories.to_bytes(pending)
-    if collector.prefixes is not None:
-        files[PREFIXES], meta["prefixes"] = collector.prefixes.to_bytes(), collector.prefixes.meta()
+    if trainer.canary is not None:
+        meta["canary"] = trainer.canary.noise
     return tensors, meta, files
 
 
@@ -71,7 +59,7 @@ def resume(trainer: Trainer) -> None:
 
 
 def _restore(trainer: Trainer, found: checkpoint.LoadedCheckpoint) -> None:
-    learner, collector, meta = trainer.learner, trainer.collector, found.meta
+    learner, meta = trainer.learner, found.meta
     states.load_model_state(learner.model, found.tensors["model"])
     if learner.perturbation is not None:
         states.load_model_state(learner.perturbation, found.tensors["perturbation"])
@@ -84,26 +72,11 @@ def _restore(trainer: Trainer, found: checkpoint.LoadedCheckpoint) -> None:
         adopt(learner, meta["bounds"])
     if trainer.surge is not None:
         trainer.surge.restore(meta["surge"])
-    collector.stream.position = meta["position"]
-    collector.groups_drawn = meta["groups_drawn"]
-    collector.discarded = meta["discarded"]
-    if collector.prefixes is not None:
-        waiting = meta["prefixes"]["waiting"]
-        prompts = collector.stream.at(collector.stream.position - waiting, waiting)
-        collector.prefixes.restore(found.files[PREFIXES], meta["prefixes"], prompts)
-    if PENDING in found.files:
-        collector.pending = _groups(trajectories.from_bytes(found.files[PENDING]))
-    if "engine" in found.tensors:
-        trainer.engine.publish(found.tensors["engine"].items(), meta["policy_version"], exact=True)
-    else:
-        trainer.engine.publish(trainer.current_weights(), meta["policy_version"])
-
-
-def _groups(rows: list[Any]) -> list[list[Any]]:
-    owned: dict[int, list[Any]] = {}
-    for row in rows:
-        owned.setdefault(row.group, []).append(row)
-    return list(owned.values())
+    if trainer.canary is not None:
+        trainer.canary.noise = meta["canary"]
+    if "engine" not in found.tensors:
+        trainer.publish_now()
+    trainer.feed.restore(found.tensors, meta["feed"], found.files)
 
 
 def _check_same_recipe(run: RunDir, config: Config) -> None:

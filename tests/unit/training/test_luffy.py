@@ -18,6 +18,8 @@ from trimtab.rollout.fake import FakeEngine
 from trimtab.training.batching import MicroBatch, micro_batches, to_tensors
 from trimtab.training.collect import Collector, Group, PromptStream
 from trimtab.training.experts import Experts
+from trimtab.training.feed.buffer import Buffer
+from trimtab.training.feed.feed import InStep
 from trimtab.training.update import Learner, UpdateStats
 from trimtab.types import Problem, Sampling
 
@@ -46,14 +48,15 @@ def recipe(**trainer: object) -> Config:
     )
 
 
-def collector(scorer: rewards.Scorer, config: Config) -> Collector:
+def feed(scorer: rewards.Scorer, config: Config) -> InStep:
     """Sampled responses are always "99." (two digits: wrong), traces are gold answers."""
     experts = Experts.load(config.expert, TASK, TOKENIZER, SAMPLING, 64)
     stream = PromptStream(TASK, TOKENIZER, seed=0)
     script = {item.problem.id: ["99."] for item in PromptStream(TASK, TOKENIZER, seed=0).take(64)}
     engine = FakeEngine(script, tokenizer=TOKENIZER)
     engine.publish([], UPDATES)
-    return Collector(config, stream, engine, scorer, SAMPLING, experts=experts)
+    collector = Collector(config, stream, engine, scorer, SAMPLING, experts=experts)
+    return InStep(collector, Buffer(config.trainer))
 
 
 def batch_of(groups: list[Group], budget: int) -> list[MicroBatch]:
@@ -80,7 +83,7 @@ def updated(groups: list[Group], budget: int = 1000, **trainer: object) -> tuple
 
 
 def test_a_trace_takes_the_place_of_a_sampled_response(scorer):
-    groups, stats = collector(scorer, recipe()).collect(UPDATES)
+    groups, stats = feed(scorer, recipe()).take(UPDATES, left=1)
     for group in groups:
         assert [trajectory.off_policy for trajectory in group] == [False, False, True]
         assert [trajectory.reward for trajectory in group] == [0.0, 0.0, 1.0]
@@ -89,35 +92,35 @@ def test_a_trace_takes_the_place_of_a_sampled_response(scorer):
 
 
 def test_a_prompt_without_a_trace_is_sampled_once_more(scorer):
-    made = collector(scorer, recipe())
-    assert made.experts is not None
-    known, gold = [], made.experts.texts
+    made = feed(scorer, recipe())
+    assert made.collector.experts is not None
+    known, gold = [], made.collector.experts.texts
 
     def only_the_first(problem: Problem):
         known.append(problem.id)
         return gold(problem) if problem.id == known[0] else ()
 
-    made.experts.texts = only_the_first
-    groups, stats = made.collect(UPDATES)
+    made.collector.experts.texts = only_the_first
+    groups, stats = made.take(UPDATES, left=1)
     assert [[t.off_policy for t in group] for group in groups] == [[False, False, True], [False] * 3]
     assert (stats.traces, stats.traces_missing) == (1, 1)
-    made.experts.texts = lambda _: ("1234567.",)
-    groups, stats = made.collect(UPDATES)
+    made.collector.experts.texts = lambda _: ("1234567.",)
+    groups, stats = made.take(UPDATES, left=1)
     assert [[t.off_policy for t in group] for group in groups] == [[False] * 3] * 2
     assert (stats.traces, stats.traces_dropped, stats.traces_missing) == (0, 2, 0)
 
 
 def test_a_trace_does_not_age_the_group_that_waits_with_it(scorer):
     """Its policy version is no version: under max_lag a leftover group would otherwise always be too old."""
-    made = collector(scorer, recipe(dynamic_sampling=True, oversample=2.0, max_lag=1))
-    _, first = made.collect(UPDATES)
+    made = feed(scorer, recipe(dynamic_sampling=True, oversample=2.0, max_lag=1))
+    _, first = made.take(UPDATES, left=1)
     assert first.generated == 8  # four groups of two sampled responses, two of them left over
-    _, second = made.collect(UPDATES + 1)
+    _, second = made.take(UPDATES + 1, left=1)
     assert (second.stale, second.generated) == (0, 0)
 
 
 def test_the_step_is_the_plain_gradient_on_policy_and_the_shaped_one_on_traces(scorer):
-    groups, _ = collector(scorer, recipe()).collect(UPDATES)
+    groups, _ = feed(scorer, recipe()).take(UPDATES, left=1)
     (micro,) = batch_of(groups, 1000)
     model = copy.deepcopy(MODEL)
     logp = score(model, micro.tokens).logp
@@ -141,7 +144,7 @@ def test_the_step_is_the_plain_gradient_on_policy_and_the_shaped_one_on_traces(s
 @pytest.mark.parametrize("trainer", [{}, {"epochs": 2}])
 def test_traces_are_left_out_of_the_mismatch(scorer, budget, trainer):
     """NaN behavior log-probs that reached the report or the loss would show here; so would ratio 1 in their place."""
-    groups, _ = collector(scorer, recipe()).collect(UPDATES)
+    groups, _ = feed(scorer, recipe()).take(UPDATES, left=1)
     learner, stats = updated(groups, budget, **trainer)
     seen = stats.mismatch.finalize()
     assert seen["tokens"] == 12
@@ -151,7 +154,7 @@ def test_traces_are_left_out_of_the_mismatch(scorer, budget, trainer):
 
 def test_a_trainer_that_forgets_the_mark_makes_no_update(scorer):
     """The NaN in a trace's log-probs is there for that: no other objective can train it by accident."""
-    groups, _ = collector(scorer, recipe()).collect(UPDATES)
+    groups, _ = feed(scorer, recipe()).take(UPDATES, left=1)
     (micro,) = batch_of(groups, 1000)
     scores = score(MODEL, micro.tokens).logp.detach()
     logps = PolicyLogps(scores, micro.behavior, micro.mask, scores)
