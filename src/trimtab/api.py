@@ -9,6 +9,7 @@ from typing import Any
 from trimtab.config import Config, load_config
 from trimtab.diagnostics.read import read_run
 from trimtab.diagnostics.report import write_report
+from trimtab.errors import TrimtabError
 from trimtab.training.observer import Observer, Silent
 from trimtab.training.run import RunResult
 from trimtab.training.run import train as run_training
@@ -33,7 +34,16 @@ def train(
     """
     resolved = config if isinstance(config, Config) else load_config(config, overrides)
     watcher = observer or Silent()
-    result = run_training(resolved, reward=reward, out=out, resume=resume, observer=watcher)
+    if resolved.placement == "ray":
+        if reward is not None:
+            raise TrimtabError(
+                'a function does not travel to a cluster: name it in the recipe, reward.name = "module:it"'
+            )
+        from trimtab.placement.driver import train as run_on_cluster
+
+        result = run_on_cluster(resolved, out=out, resume=resume, observer=watcher)
+    else:
+        result = run_training(resolved, reward=reward, out=out, resume=resume, observer=watcher)
     watcher.finished(_held_out(result.run), write_report(result.run))
     return result
 

@@ -275,6 +275,10 @@ class Config(Section):
                 raise ValueError('compare runs on one machine: leave it out or set placement = "local"')
             if self.engine.workers is not None:
                 raise ValueError('engine.workers has no effect with placement = "ray": use ray.engines')
+            if (self.prefix or self.expert) and self.ray.engines > 1:
+                raise ValueError(
+                    f"[prefix] and [expert] work with one engine: leave out ray.engines = {self.ray.engines}"
+                )
             if self.engine.type == "server" and self.ray.engines != RayConfig().engines:
                 raise ValueError('ray.engines has no effect with engine.type = "server": leave it out')
         return self

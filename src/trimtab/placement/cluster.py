@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ def connected(config: RayConfig) -> Iterator[None]:
         yield
         return
     try:
-        ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         raise TrimtabError(
             f"no Ray cluster at ray.address = {config.address!r} ({str(error).splitlines()[0]}): start one with "

@@ -72,6 +72,7 @@ def _meeting(first: Any, patience: float) -> tuple[str, int]:
 def _follow(first: Any, runs: list[Any], observer: Observer, config: Config, run: Path) -> dict[str, Any]:
     """Show the first rank's news until all ranks are done; returns its metrics of the last step."""
     import ray
+    from ray.exceptions import RayTaskError
 
     left, news = list(runs), first.news.remote(NEWS)
     try:
@@ -85,7 +86,7 @@ def _follow(first: Any, runs: list[Any], observer: Observer, config: Config, run
                 left.remove(ready)
         _show(ask(first.news.remote(0.0)), observer, config, run)
         return _metrics(runs[0])
-    except (TrimtabError, ActorLost, ray.exceptions.RayTaskError) as error:
+    except (TrimtabError, ActorLost, RayTaskError) as error:
         cause = _cause(runs, error)
         with suppress(ActorLost):
             replay(ask(first.news.remote(0.0), NOTICE), observer, config)
@@ -114,6 +115,7 @@ def _cause(runs: list[Any], error: Exception) -> Exception:
     Which rank was lost comes first, then what a rank says in a line of its own, then whatever else was raised.
     """
     import ray
+    from ray.exceptions import RayTaskError
 
     found: list[tuple[int, Exception]] = []
     done, _ = ray.wait(runs, num_returns=len(runs), timeout=NOTICE)
@@ -124,6 +126,6 @@ def _cause(runs: list[Any], error: Exception) -> Exception:
             found.append((0, TrimtabError(f"trainer rank {rank} was lost ({lost}): continue the run with --resume")))
         except TrimtabError as told:
             found.append((1, told))
-        except ray.exceptions.RayTaskError as unexpected:
+        except RayTaskError as unexpected:
             found.append((2, unexpected))
     return min(found, key=lambda entry: entry[0])[1] if found else error

@@ -30,6 +30,7 @@ from trimtab.training.feed.beside import Beside
 from trimtab.training.feed.buffer import Buffer
 from trimtab.training.feed.feed import Feed, InStep
 from trimtab.training.loop import Trainer
+from trimtab.training.makers import LOCAL, Makers
 from trimtab.training.observer import Observer, Silent
 from trimtab.training.optim import build_optimizer
 from trimtab.training.rundir import RunDir
@@ -67,8 +68,11 @@ def train(
     out: Path | str | None = None,
     resume: bool = False,
     observer: Observer | None = None,
+    makers: Makers = LOCAL,
 ) -> RunResult:
     """Train as `config` says; `reward` (a function of completion text and problem) replaces the recipe's rewards.
+
+    `makers` make the engines and the scorer; a placement brings its own.
 
     Raises `TrimtabError` for anything a user can mend.
     """
@@ -76,14 +80,14 @@ def train(
     if config.threads:
         torch.set_num_threads(config.threads)
     with ExitStack() as cleanup:
-        parts = check(config, reward)
+        parts = check(config, reward, makers)
         cleanup.callback(parts.scorer.close)
         folder = Path(out or config.out or "runs/run")
         run = cleanup.enter_context(RunDir.open(folder) if resume else RunDir.create(folder, config.dump()))
         loaded = load_model(config)
         if not run.model_folder.exists():
             save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
-        trainer = assemble(config, parts, loaded, run, watcher)
+        trainer = assemble(config, parts, loaded, run, watcher, makers)
         cleanup.callback(trainer.feed.close)
         if resume:
             snapshot.resume(trainer)
@@ -94,7 +98,7 @@ def train(
         return RunResult(run.path, trainer.train())
 
 
-def check(config: Config, reward: RewardFunction | None = None) -> Parts:
+def check(config: Config, reward: RewardFunction | None = None, makers: Makers = LOCAL) -> Parts:
     """Build the objective, the task and the rewards, and refuse combinations that cannot be meant."""
     if config.numerics != "native":
         raise TrimtabError('numerics = "invariant" is not available yet; use numerics = "native"')
@@ -119,7 +123,9 @@ def check(config: Config, reward: RewardFunction | None = None) -> Parts:
     if config.eval.best not in (None, best):
         raise TrimtabError(f"eval.best = {config.eval.best!r} is not measured in this run: use {best!r}")
     specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
-    scorer = rewards.build(specs if reward is None else [RewardSpec(reward)], task)
+    if reward is not None:
+        specs = [RewardSpec(reward)]
+    scorer = rewards.build(specs, task) if makers.scorer is None else makers.scorer(config, specs, task)
     taken = [entry.name for entry in scorer.rewards if entry.name in ("mean", "std", "failed")]
     if taken:
         raise TrimtabError(f"a reward cannot be named {taken[0]!r}, a metric has that name: rename the function")
@@ -176,11 +182,11 @@ def load_model(config: Config) -> Loaded:
     return load(path, dtype=getattr(torch, config.model.dtype))
 
 
-def assemble(config: Config, parts: Parts, loaded: Loaded, run: RunDir, observer: Observer) -> Trainer:
+def assemble(config: Config, parts: Parts, loaded: Loaded, run: RunDir, observer: Observer, makers: Makers) -> Trainer:
     """Put the trained model, the sampler's copy and the data side together."""
     device = default_device()
     loaded.model.to(device)  # pyright: ignore[reportArgumentType]  # first: the engine copies the model where it lies
-    engines = build_engines(config, loaded, run.model_folder)
+    engines = (makers.engines or build_engines)(config, loaded, run.model_folder)
     canary = Canary.build(config, loaded.tokenizer, loaded.model)
     model = prepare_model(loaded.model, config, device)
     return Trainer(

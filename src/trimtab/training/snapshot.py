@@ -93,8 +93,8 @@ def _check_same_recipe(run: RunDir, config: Config) -> None:
 
 
 def _deciding(config: Config) -> dict[str, Any]:
-    """Dotted keys that decide a run's numbers; the number of steps does only under a schedule that ends with it."""
-    free = {"out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare"}
+    """Dotted keys that decide a run's numbers: not where it runs, and how long only where the schedule asks."""
+    free = {"out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare", "placement", "ray"}
     data = config.model_dump(mode="json", exclude=free)
     if config.optim.schedule != "cosine":
         del data["trainer"]["steps"]

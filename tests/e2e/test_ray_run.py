@@ -1,0 +1,142 @@
+"""Whole runs on a real Ray cluster: actors are killed, the driver is interrupted and killed; nothing is lost."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
+
+from tests.e2e.ray_support import Cluster, local_cluster
+
+from trimtab.api import train
+from trimtab.config import load_config
+from trimtab.models.load import Loaded
+from trimtab.training import trajectories
+from trimtab.training.export import restore
+from trimtab.training.observer import Silent
+from trimtab.training.rundir import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+STEPS, PROMPTS, SAMPLES, MAX_LAG = 6, 4, 4, 2
+SMALL = [
+    *("placement=ray", "ray.patience=90", f"trainer.steps={STEPS}", f"trainer.prompts={PROMPTS}"),
+    *(f"trainer.samples={SAMPLES}", f"trainer.max_lag={MAX_LAG}", "eval.problems=4", "eval.every=0"),
+    *("checkpoint.every=1", "checkpoint.keep=99", "log.trajectories_every=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with local_cluster() as cluster:
+        yield cluster
+
+
+class Killer(Silent):
+    """Kills a rollout actor once two steps are done."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.victim: int | None = None
+        self.lines: list[str] = []
+
+    def step(self, metrics: Mapping[str, float | str]) -> None:
+        if metrics["step"] == 2:
+            self.victim = self.cluster.actors("EngineHost")[0].pid
+            os.kill(self.victim, signal.SIGKILL)
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_a_rollout_actor_killed_in_the_middle_is_replaced_and_every_group_is_accounted_for(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    places = [f"ray.address={cluster.address}", "ray.engines=2", "ray.trainers=2", "ray.rewards=1", "ray.shard_mib=1"]
+    killer = Killer(cluster)
+    result = train(load_config("laboratory", [*SMALL, *places]), out=tmp_path / "run", observer=killer)
+    assert killer.victim is not None
+    assert any("was lost" in line for line in killer.lines)
+    logged = read_metrics(result.run / "metrics.jsonl")
+    assert [row["step"] for row in logged] == list(range(1, STEPS + 1))
+    assert all(math.isfinite(row["loss/total"]) for row in logged)
+    assert sum(row["engine/restarts"] for row in logged) == 1
+    assert (result.run / "report.html").is_file()
+    seen: list[int] = []
+    for step in range(1, STEPS + 1):
+        rows = trajectories.read(result.run / "trajectories" / f"step-{step:06d}.parquet")
+        seen += [row.trajectory.group for row in rows]
+        for row in rows:
+            versions = row.trajectory.completion.policy_version
+            assert step - 1 - MAX_LAG <= versions.min() <= versions.max() <= step - 1
+    assert sorted(seen) == [group for group in range(STEPS * PROMPTS) for _ in range(SAMPLES)]
+    assert_versions_are_true(result.run)
+    assert not [kind for kind in ("TrainerRank", "EngineHost", "RewardHost") if cluster.actors(kind)]
+
+
+def assert_versions_are_true(run: Path) -> None:
+    """Every token has, under the weights of the version it carries, the log-prob its sampler reported."""
+    policies: dict[int, torch.nn.Module] = {}
+    for step in range(1, STEPS + 1):
+        for row in trajectories.read(run / "trajectories" / f"step-{step:06d}.parquet"):
+            answer, prompt = row.trajectory.completion, row.trajectory.prompt
+            for version in np.unique(answer.policy_version):
+                if version not in policies:
+                    policies[version] = weights_of(run, int(version))
+                said = answer.logp_behavior[answer.policy_version == version]
+                logp = token_logp(policies[version], prompt.ids, answer.response_ids)
+                np.testing.assert_allclose(said, logp[answer.policy_version == version], atol=2e-5)
+
+
+def weights_of(run: Path, version: int) -> torch.nn.Module:
+    """One update a step: the checkpoint of step v holds version v. Version 0 is the model before training."""
+    if version:
+        return restore(run, f"step-{version:06d}")[0]
+    from trimtab.training.run import load_model
+
+    loaded: Loaded = load_model(load_config(run / "config.toml"))
+    return loaded.model.eval()
+
+
+@torch.no_grad()
+def token_logp(model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
+    ids = torch.tensor(np.concatenate([prompt, response]))[None]
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
+
+
+def test_ctrl_c_and_even_a_kill_of_the_driver_leave_no_actor_behind(cluster: Cluster, tmp_path: Path) -> None:
+    out, actors = tmp_path / "run", []
+    sets = [*SMALL, f"ray.address={cluster.address}", "trainer.steps=500", "checkpoint.keep=2"]
+    for ending, resume in ((signal.SIGINT, []), (signal.SIGKILL, ["--resume"])):
+        command = [sys.executable, "-m", "trimtab", "train", "laboratory", *(w for s in sets for w in ("--set", s))]
+        driver = subprocess.Popen(
+            [*command, "--out", str(out), *resume], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert driver.stdout is not None
+        lines = []
+        for line in driver.stdout:
+            lines.append(line)
+            if line.startswith("step "):
+                break
+        actors = [*cluster.actors("TrainerRank"), *cluster.actors("EngineHost")]
+        assert len(actors) == 2, "".join(lines)
+        driver.send_signal(ending)
+        rest = driver.communicate()[0]
+        _, alive = psutil.wait_procs(actors, timeout=30)
+        assert not alive
+        if ending == signal.SIGINT:
+            assert driver.returncode == 130
+            assert "--resume" in rest
+    assert len(read_metrics(out / "metrics.jsonl")) >= 2
