@@ -20,7 +20,7 @@ ALLOWED = {
     "models": {"types", "errors"},
     "tasks": {"types", "errors"},
     "rewards": {"types", "errors", "plugins"},
-    "rollout": {"models", "tasks", "types", "errors", "plugins"},
+    "rollout": {"models", "tasks", "plugins", *LEAVES},
     "evaluation": {"models", "tasks", "rewards", "rollout", "types", "errors"},
     "training": {"corrections", "objectives", "models", "tasks", "rewards", "rollout", "evaluation", *LEAVES},
     "diagnostics": {"corrections", "objectives", *LEAVES},

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +14,8 @@ from trimtab.errors import TrimtabError, nearest
 from trimtab.rollout.decoder import Decoder, GenericDecoder
 from trimtab.rollout.lean import LeanModel, supports
 from trimtab.rollout.lockstep import LockstepDecoder
+from trimtab.rollout.publication import Inventory
+from trimtab.rollout.request import check_request
 from trimtab.rollout.rounding import EXACT, Rounding, matrices
 from trimtab.rollout.rows import Prefixes, Row, abort, check_prefixes, check_tokens, make_rows, make_starts, record
 from trimtab.rollout.sampling import draw
@@ -56,7 +57,7 @@ class EmbeddedEngine:
         self._eos = eos_ids(model, tokenizer)
         self._model = _own_copy(model, dtype)
         self._lean = LeanModel(self._model) if supports(self._model) else None
-        self._aliases = _aliases(self._model)
+        self._inventory = Inventory.of(self._model)
         self._rounding = rounding
         self._rounded = matrices(self._model) if rounding.active else ()
         self._round()
@@ -87,10 +88,12 @@ class EmbeddedEngine:
                 `max_tokens`, has ended unnoticed, or does not fit the rest; the sampling contract cannot be met; the
                 model's logits are not finite.
         """
-        self._check(prompts, samples, sampling, seed)
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        context = getattr(self._model.config, "max_position_embeddings", None)
+        check_request(prompts, samples, sampling, seed, vocabulary=vocabulary, context=context)
         check_prefixes(prefixes, prompts, samples, sampling)
         stop = StopRule(self._tokenizer, self._eos, sampling)
-        check_tokens(prefixes, prompts, stop, self._model.get_input_embeddings().num_embeddings)
+        check_tokens(prefixes, prompts, stop, vocabulary)
         rows = make_rows(len(prompts), samples, sampling, seed, prefixes)
         for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
             if interrupt is not None and interrupt.is_set():
@@ -111,36 +114,9 @@ class EmbeddedEngine:
             TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, or two names
                 of one tied weight carry different values.
         """
-        given: dict[str, Tensor] = {}
-        for name, tensor in weights:
-            if name in given:
-                raise TrimtabError(f"weight {name!r} was published twice; publish each name once")
-            given[name] = tensor.detach()
+        given = self._inventory.check(weights)
         state = self._model.state_dict(keep_vars=True)
-        updates = {}
         for name, tensor in given.items():
-            if name not in state:
-                raise TrimtabError(f"weight {name!r} is not in the engine's model{nearest(name, state)}")
-            if tensor.shape != state[name].shape:
-                shapes = f"{tuple(tensor.shape)}, the engine's is {tuple(state[name].shape)}"
-                raise TrimtabError(f"weight {name!r} has shape {shapes}; publish merged weights of the same model")
-            first = updates.setdefault(self._aliases.get(name, name), tensor)
-            if first is not tensor and first.data_ptr() != tensor.data_ptr() and not torch.equal(first, tensor):
-                raise TrimtabError(
-                    f"weight {name!r} is tied in the engine but differs from its twin; tie them or publish one name"
-                )
-        missing = [name for name, _ in self._model.named_parameters() if name not in updates]
-        if missing:
-            raise TrimtabError(
-                f"weight {missing[0]!r} is missing ({len(missing)} in all); publish every weight of the model"
-            )
-        for name, tensor in updates.items():
-            # A sum is one cheap pass, and finite but for overflow; only a suspicious one is looked at closely.
-            if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
-                raise TrimtabError(
-                    f"weight {name!r} has non-finite values; the engine keeps version {self.policy_version}"
-                )
-        for name, tensor in updates.items():
             state[name].data.copy_(tensor)
         self.policy_version = version
         if not exact:
@@ -162,35 +138,6 @@ class EmbeddedEngine:
         for name in self._rounded:
             weight = self._model.get_parameter(name)
             weight.copy_(self._rounding.apply(name, weight, self.policy_version))
-
-    def _check(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int) -> None:
-        if samples < 1 or sampling.max_tokens < 1:
-            raise TrimtabError(f"samples = {samples}, max_tokens = {sampling.max_tokens}: both must be at least 1")
-        if seed < 0:
-            raise TrimtabError(f"seed = {seed}: it must not be negative")
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-            values = f"temperature = {sampling.temperature}, top_p = {sampling.top_p}, top_k = {sampling.top_k}"
-            raise TrimtabError(f"{values}: need temperature >= 0, 0 < top_p <= 1, top_k >= 0")
-        if sampling.logprobs != "processed":
-            raise TrimtabError(
-                'this engine returns "processed" log-probs only: those of the distribution it samples from'
-            )
-        context = getattr(self._model.config, "max_position_embeddings", None)
-        vocabulary = self._model.get_input_embeddings().num_embeddings
-        for prompt in prompts:
-            length = len(prompt.ids)
-            if length == 0:
-                raise TrimtabError(f"prompt {prompt.problem.id!r} has no tokens; there is nothing to continue")
-            if np.min(prompt.ids) < 0 or np.max(prompt.ids) >= vocabulary:
-                raise TrimtabError(
-                    f"prompt {prompt.problem.id!r} has token ids outside the model's vocabulary of {vocabulary}; "
-                    "encode it with the model's own tokenizer"
-                )
-            if context is not None and length + sampling.max_tokens > context:
-                raise TrimtabError(
-                    f"prompt {prompt.problem.id!r} has {length} tokens and max_tokens is {sampling.max_tokens}, "
-                    f"but the model's context holds {context}; shorten the prompt or lower max_tokens"
-                )
 
     def _batches(self, rows: list[Row], prompts: Sequence[Prompt], max_tokens: int) -> list[list[Row]]:
         """Rows in batches whose cache stays within `CACHE_BYTES`, prompts of similar length together."""
@@ -261,9 +208,3 @@ def _own_copy(model: Any, dtype: torch.dtype) -> Any:
     # SDPA has no soft cap on attention scores (Gemma 2) and would leave it out without a word.
     own.set_attn_implementation("eager" if getattr(own.config, "attn_logit_softcapping", None) else "sdpa")
     return own
-
-
-def _aliases(model: Any) -> dict[str, str]:
-    """Every further name of a tied parameter -> the name `named_parameters` uses for it."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}

@@ -111,7 +111,8 @@ def pack_sampling(sampling: Sampling) -> dict[str, Any]:
 
 
 def unpack_sampling(data: Mapping[str, Any]) -> Sampling:
-    return Sampling(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    return Sampling(**values)
 
 
 def pack_completions(groups: Groups) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:

@@ -62,7 +62,8 @@ def build_engines(config: Config, loaded: Loaded, folder: Path) -> list[Engine]:
     if config.engine.type == "server":
         from trimtab.rollout.server import ServerEngine
 
-        return [ServerEngine(url, loaded.tokenizer, config.engine) for url in config.engine.server.urls]
+        # One engine for all servers: the responses a lost one owes go to the others.
+        return [ServerEngine(config.engine.server.urls, loaded.tokenizer, config.engine, folder)]
     if count := worker_count(config):
         return _workers(config, folder, count)
     if config.engine.type == "vllm":
