@@ -1,0 +1,157 @@
+"""One HTTP/1.1 connection to an inference server: JSON in, JSON out, errors told apart.
+
+A connection belongs to one thread; only `cancel` may be called from another. It is kept open between calls, and opens
+itself again when it is used after an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from trimtab.errors import TrimtabError
+
+# Answers that say "not now": too many requests, a gateway without its server, a server that starts or stops.
+TRANSIENT = frozenset((408, 425, 429, 502, 503, 504))
+CONNECT_TIMEOUT = 10.0  # seconds
+# Seconds of silence after which the kernel asks whether the other machine is still there, between questions, and how
+# often: a machine that vanished without a word is noticed in a minute, not when the request times out.
+KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+EXCERPT = 300
+
+
+class Unreachable(Exception):
+    """The server did not answer, or answered that it cannot now; asking again later, or elsewhere, may succeed."""
+
+
+class Rejected(TrimtabError):
+    """The server understood the request and refuses it; asking again does not help."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Connection:
+    """`url` is the server's base URL; `timeout` is in seconds and covers one call."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self.url = url
+        self._timeout = timeout
+        self._http: http.client.HTTPConnection | None = None
+        self._canceled = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next call goes to the process that answered the last one."""
+        return self._http is not None and self._http.sock is not None
+
+    def get(self, path: str) -> dict[str, Any]:
+        return self._call("GET", path, None)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return self._call("POST", path, {} if body is None else body)
+
+    def cancel(self) -> None:
+        """From another thread, for good: end the call in progress; it and all later ones are `Unreachable`."""
+        self._canceled = True
+        held = self._http
+        sock = None if held is None else held.sock
+        if sock is not None:
+            with contextlib.suppress(OSError):  # the other side was faster
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        if self._http is not None:
+            self._http.close()
+            self._http = None
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {} if data is None else {"Content-Type": "application/json"}
+        try:
+            connection = self._open()
+            connection.request(method, path, body=data, headers=headers)
+            response = connection.getresponse()
+            found = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        if response.status >= 300:
+            message = f"{self.url}{path} answered {response.status}: {_message(found)}"
+            raise Unreachable(message) if response.status in TRANSIENT else Rejected(message, response.status)
+        # Some control routes answer with nothing, or with a bare word.
+        return _decode(found) if found[:1] == b"{" else {}
+
+    def _open(self) -> http.client.HTTPConnection:
+        if self._http is None:
+            parts = urlsplit(self.url)
+            assert parts.hostname is not None
+            if parts.scheme == "https":
+                context = ssl.create_default_context()
+                self._http = http.client.HTTPSConnection(
+                    parts.hostname, parts.port, timeout=CONNECT_TIMEOUT, context=context
+                )
+            else:
+                self._http = http.client.HTTPConnection(parts.hostname, parts.port, timeout=CONNECT_TIMEOUT)
+        if self._http.sock is None:
+            self._http.connect()
+            sock: socket.socket = self._http.sock  # pyright: ignore[reportAssignmentType]  # unknown to its stub
+            _keep_alive(sock)
+            sock.settimeout(self._timeout)
+        if self._canceled:  # looked at after the socket is there: `cancel` sees the one, or this the other
+            raise ConnectionAbortedError("canceled")
+        return self._http
+
+
+def check_url(url: str) -> str:
+    """`url` without a trailing slash.
+
+    Raises:
+        TrimtabError: it is not `http(s)://host[:port]`.
+    """
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        good = False
+    else:
+        good = good and parts.path in ("", "/") and not parts.query and not parts.fragment
+    if not good:
+        raise TrimtabError(f"{url!r} is not the base URL of a server: write it like http://127.0.0.1:8000")
+    return url.rstrip("/")
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE:
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _decode(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise Unreachable(f"the answer is not a JSON object: {data[:EXCERPT]!r}")
+    return found
+
+
+def _message(data: bytes) -> str:
+    """What a server says about an error, in one line, however it wraps it."""
+    try:
+        found: Any = json.loads(data)
+    except ValueError:
+        found = data.decode(errors="replace")
+    for key in ("error", "detail", "message"):
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+    return " ".join(str(found).split())[:EXCERPT]

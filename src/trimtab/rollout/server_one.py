@@ -1,0 +1,154 @@
+"""One server as the engine knows it: what it serves, which weights it was given, whether it answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trimtab.errors import TrimtabError
+from trimtab.rollout.server_http import Connection, Rejected, Unreachable
+from trimtab.rollout.server_wire import Answer, Ask, Model, Wire
+
+# Seconds an answer about itself may take: a server full of work answers late, one that hangs never.
+CONTROL_TIMEOUT = 30.0
+# Seconds between two looks at a server that does not answer: the first, doubled up to the longest.
+FIRST_WAIT, LONGEST_WAIT = 0.25, 5.0
+# Looks before a server counts as lost: what passes in these four seconds was a hiccup.
+LOOKS = 5
+# How a server whose model process is dying answers a request. To a command it means that the command failed.
+INTERNAL = 500
+
+
+class Server:
+    """`model` and `label` are what it must serve; both are learned when it is met for the first time."""
+
+    def __init__(self, url: str, wire: Wire, timeout: float) -> None:
+        self.url = url
+        self.wire = wire
+        self.alive = True
+        self.model: Model | None = None
+        self.label: str | None = None
+        self._timeout = timeout
+        self._looking = threading.Lock()
+        self._meetings = 0
+
+    def connect(self) -> Connection:
+        return Connection(self.url, self._timeout)
+
+    def ask(self, connection: Connection, ask: Ask) -> Answer:
+        """One response over a connection of `connect`.
+
+        A connection ends in one process. So the weights are asked for whenever it was opened anew: a server that was
+        restarted in between answers, and with the weights it started from.
+        """
+        assert self.model is not None
+        if not connection.is_open and (found := self.wire.label(connection)) != self.label:
+            connection.close()
+            raise Unreachable(f"{self.url} was restarted: its weights are {found!r}, not {self.label!r}")
+        try:
+            return self.wire.ask(connection, ask, self.model)
+        except Rejected as error:
+            if error.status == INTERNAL:
+                raise Unreachable(str(error)) from error
+            raise
+
+    def abort(self) -> None:
+        """End what it is working on; a server that does not answer has ended it."""
+        connection = Connection(self.url, CONTROL_TIMEOUT)
+        try:
+            self.wire.abort(connection)
+        except Unreachable:
+            return
+        finally:
+            connection.close()
+
+    def meet(self, weights: Path | None) -> None:
+        """Make sure that it works, with the right model and the weights it was given last.
+
+        Raises:
+            Unreachable: it does not, for now.
+            TrimtabError: it serves another model, or does not take the weights.
+        """
+        connection = Connection(self.url, CONTROL_TIMEOUT)
+        try:
+            connection.get("/health")
+            model, label = self.wire.model(connection), self.wire.label(connection)
+        finally:
+            connection.close()
+        if self.model is not None and model != self.model:
+            raise TrimtabError(
+                f"{self.url} came back with {model.name!r} (context {model.context}), it served {self.model.name!r} "
+                f"(context {self.model.context}): start it as it was"
+            )
+        if self.label is not None and label != self.label and weights is not None:
+            self.load(weights, self.label)
+        elif weights is None:
+            self.label = label
+        self.model, self.alive = model, True
+        self._meetings += 1
+
+    def load(self, weights: Path, label: str) -> None:
+        """Give it the weights in a folder. `Unreachable` if it dies of them."""
+        self.label = label
+        connection = self.connect()
+        try:
+            self.wire.load(connection, weights, label)
+        except Unreachable:
+            self.alive = False
+            raise
+        finally:
+            connection.close()
+
+    def await_return(
+        self, weights: Path | None, pause: Callable[[float], bool], lost: Callable[[Unreachable], None]
+    ) -> bool:
+        """Look after it until it works (True) or `pause` says that nobody waits any more (False).
+
+        One thread looks; others that come here wait for what it finds. `lost` is told when it counts as lost.
+        """
+        before = self._meetings
+        with self._looking:
+            looks, wait = 0, FIRST_WAIT
+            while not pause(0.0):
+                if self._meetings != before:
+                    return True
+                try:
+                    self.meet(weights)
+                    return True
+                except Unreachable as error:
+                    looks += 1
+                    if looks == LOOKS:
+                        self.alive = False
+                        lost(error)
+                pause(wait)
+                wait = min(2 * wait, LONGEST_WAIT)
+            return False
+
+
+def await_any(servers: list[Server], weights: Path | None, patience: float, *, everyone: bool) -> None:
+    """Wait until one server, or everyone, works.
+
+    Raises:
+        TrimtabError: not within `patience` seconds.
+    """
+    deadline, wait = time.monotonic() + patience, FIRST_WAIT
+    while True:
+        silent: list[Unreachable] = []
+        for server in servers:
+            try:
+                server.meet(weights)
+            except Unreachable as error:
+                server.alive = False
+                silent.append(error)
+        if not silent or (not everyone and len(silent) < len(servers)):
+            return
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TrimtabError(
+                f"{len(silent)} of {len(servers)} inference servers did not answer within {patience:g} s "
+                f"({silent[0]}): start them, or raise engine.server.patience (docs/servers.md)"
+            )
+        time.sleep(min(wait, left))
+        wait = min(2 * wait, LONGEST_WAIT)

@@ -1,0 +1,99 @@
+"""SGLang's native wire format: `/generate` with token ids in and out, weights from a folder.
+
+Sources: docs/advanced_features/sglang_for_rl.md, docs/basic_usage/native_api.md, srt/managers/io_struct.py and
+tokenizer_manager.py of sgl-project/sglang.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import TrimtabError
+from trimtab.rollout.server_http import Connection, Rejected, Unreachable
+from trimtab.rollout.server_wire import Answer, Ask, Model, checked
+
+# Older releases keep seeds in int32.
+SEEDS = 1 << 31
+
+
+class SglangWire:
+    """Log-probs are those of softmax(logits / temperature), unless the server runs with SGLANG_RETURN_ORIGINAL_LOGPROB.
+    Seeds are used only by servers started with `--enable-deterministic-inference`.
+    """
+
+    def model(self, connection: Connection) -> Model:
+        info = connection.get("/model_info")
+        # `model_path` becomes the folder of the weights loaded last; the tokenizer stays.
+        return Model(str(info.get("tokenizer_path")), None)
+
+    def label(self, connection: Connection) -> str:
+        return str(connection.get("/model_info").get("weight_version"))
+
+    def ask(self, connection: Connection, ask: Ask, model: Model) -> Answer:  # noqa: ARG002
+        sampling = ask.sampling
+        reply = connection.post(
+            "/generate",
+            {
+                "rid": ask.name,
+                "input_ids": ask.ids,
+                "return_logprob": True,
+                "sampling_params": {
+                    "max_new_tokens": ask.max_tokens,
+                    "temperature": sampling.temperature,
+                    "top_p": 1.0,
+                    "top_k": -1,
+                    "min_p": 0.0,
+                    "frequency_penalty": 0.0,
+                    "presence_penalty": 0.0,
+                    "repetition_penalty": 1.0,
+                    "stop": [] if sampling.ignore_stop else list(sampling.stop),
+                    "stop_token_ids": list(ask.stop_ids),
+                    "ignore_eos": sampling.ignore_stop,
+                    "skip_special_tokens": False,
+                    "spaces_between_special_tokens": False,
+                    "no_stop_trim": True,
+                    "sampling_seed": ask.seed % SEEDS,
+                },
+            },
+        )
+        return _answer(connection.url, reply)
+
+    def abort(self, connection: Connection) -> None:
+        connection.post("/abort_request", {"rid": "", "abort_all": True})
+
+    def load(self, connection: Connection, folder: Path, label: str) -> None:
+        body = {
+            "model_path": str(folder),
+            "weight_version": label,
+            "flush_cache": True,
+            "abort_all_requests": True,
+        }
+        try:
+            reply = connection.post("/update_weights_from_disk", body)
+            why = None if reply.get("success") is True else str(reply.get("message"))
+        except Rejected as error:
+            why = str(error)
+        if why is not None:
+            raise TrimtabError(
+                f"{connection.url} did not take the weights in {folder} ({why}): engine.server.folder must be seen by "
+                "the trainer and by every server"
+            )
+
+
+def _answer(url: str, reply: dict[str, Any]) -> Answer:
+    info = reply.get("meta_info") or {}
+    reason = info.get("finish_reason") or {}
+    kind = reason.get("type")
+    if kind not in ("stop", "length", "abort"):
+        raise TrimtabError(f"{url}/generate finished for an unknown reason: {reason}")
+    if kind == "abort" and reason.get("status_code"):
+        raise Unreachable(f"{url}/generate gave up: {reason.get('message')}")
+    # A request that was aborted before it began has neither tokens nor log-probs.
+    triples = info.get("output_token_logprobs") or []
+    ids = [int(triple[1]) for triple in triples]
+    if len(ids) != info.get("completion_tokens", 0):
+        raise TrimtabError(
+            f"{url}/generate wrote {info.get('completion_tokens')} tokens and returned log-probs for {len(ids)} of them"
+        )
+    return checked(f"{url}/generate", ids, [triple[0] for triple in triples], kind)

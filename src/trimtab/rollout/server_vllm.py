@@ -1,0 +1,100 @@
+"""vLLM's wire format: `/v1/completions` with token ids in and out, weights through a worker extension.
+
+Sources, of vllm 0.32.0: entrypoints/openai/completion/{protocol,serving}.py, entrypoints/rl/online/api_router.py,
+entrypoints/serve/dev/{rpc,cache}/api_router.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import TrimtabError
+from trimtab.rollout.server_http import Connection, Rejected
+from trimtab.rollout.server_weights import entries
+from trimtab.rollout.server_wire import Answer, Ask, Model, checked
+
+START = "start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls trimtab.rollout.vllm_worker.WeightLoading"
+
+
+class VllmWire:
+    """`name`: what the model is served under; None: whatever the server serves first."""
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+
+    def model(self, connection: Connection) -> Model:
+        served = {card["id"]: card for card in connection.get("/v1/models").get("data", [])}
+        name = self._name or next(iter(served), None)
+        if name is None or name not in served:
+            raise TrimtabError(
+                f"{connection.url} serves {', '.join(served) or 'no model'}, not {name!r}: set engine.server.model"
+            )
+        return Model(name, served[name].get("max_model_len"))
+
+    def label(self, connection: Connection) -> str:
+        return str(_control(connection, "GET", "/weight_info")["weight_version"])
+
+    def ask(self, connection: Connection, ask: Ask, model: Model) -> Answer:
+        sampling = ask.sampling
+        reply = connection.post(
+            "/v1/completions",
+            {
+                "model": model.name,
+                "request_id": ask.name,
+                "prompt": ask.ids,
+                "max_tokens": ask.max_tokens,
+                "temperature": sampling.temperature,
+                "seed": ask.seed,
+                # The model's own generation config would otherwise fill these in.
+                "top_p": 1.0,
+                "top_k": 0,
+                "min_p": 0.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "repetition_penalty": 1.0,
+                "stop": [] if sampling.ignore_stop else list(sampling.stop),
+                "stop_token_ids": list(ask.stop_ids),
+                "ignore_eos": sampling.ignore_stop,
+                "skip_special_tokens": False,
+                "spaces_between_special_tokens": False,
+                "add_special_tokens": False,
+                "logprobs": 0,
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
+            },
+        )
+        where = f"{connection.url}/v1/completions"
+        [choice] = reply["choices"]
+        ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
+        if ids is None or logprobs is None:
+            raise TrimtabError(f"{where} returned no token ids or no log-probs: it needs vllm >= 0.32")
+        finish = choice["finish_reason"]
+        if finish not in ("stop", "length", "abort"):
+            raise TrimtabError(f"{where} finished for an unknown reason: {finish!r}")
+        return checked(where, ids, logprobs["token_logprobs"], finish)
+
+    def abort(self, connection: Connection) -> None:
+        _control(connection, "POST", "/abort_requests", {})
+
+    def load(self, connection: Connection, folder: Path, label: str) -> None:
+        # Nothing may run while weights change, and what runs at a publication is nobody's any more.
+        _control(connection, "POST", "/pause?mode=abort")
+        try:
+            path, table = entries(folder)
+            body = {"method": "load_published", "args": [str(path), table]}
+            _control(connection, "POST", "/collective_rpc", body)
+            if _control(connection, "POST", "/reset_prefix_cache").get("success") is not True:
+                raise TrimtabError(f"{connection.url} did not reset its prefix cache: requests are still running")
+            _control(connection, "POST", "/update_weight_version", {"new_version": label})
+        finally:
+            connection.close()  # after an error it may be half dead
+            _control(connection, "POST", "/resume")
+
+
+def _control(connection: Connection, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A route that only servers in development mode have."""
+    try:
+        return connection.get(path) if method == "GET" else connection.post(path, body)
+    except Rejected as error:
+        raise TrimtabError(f"{error}; {START}") from error

@@ -1,0 +1,367 @@
+"""The engine over inference servers: real server processes, both wire formats, real kills."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.e2e.servers import Served
+
+from trimtab import tasks
+from trimtab.config import EngineConfig
+from trimtab.errors import EngineLost, TrimtabError
+from trimtab.models.load import Loaded, load
+from trimtab.rollout import server, server_one
+from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.rollout.server import ServerEngine
+from trimtab.training.sft import laboratory_folder
+from trimtab.types import Completion, Prompt, Sampling
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+TASK = tasks.build("sort")
+SAMPLING = Sampling(max_tokens=20, stop=(".",))
+SAMPLES, SEED = 4, 11
+
+
+@pytest.fixture(scope="module")
+def laboratory() -> Loaded:
+    return load(str(laboratory_folder()), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(laboratory: Loaded) -> list[Prompt]:
+    return [tasks.encode(TASK, problem, laboratory.tokenizer) for problem in TASK.train[:3]]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Served]]]:
+    """Two servers of the vLLM kind, one of the SGLang kind; tests that kill one start it again."""
+    folder, diaries = laboratory_folder(), tmp_path_factory.mktemp("diaries")
+    kinds = ["vllm", "vllm", "sglang"]
+    with ThreadPoolExecutor() as pool:
+        made = list(pool.map(lambda i: Served(kinds[i], folder, diaries / str(i)), range(len(kinds))))
+    yield {"vllm": made[:2], "sglang": made[2:]}
+    for one in made:
+        one.kill()
+
+
+@pytest.fixture
+def servers(both: dict[str, list[Served]]) -> Iterator[list[Served]]:
+    for one in both["vllm"]:
+        one.forget()
+    yield both["vllm"]
+    for one in both["vllm"]:
+        if one.process is None:
+            one.start()
+
+
+def engine_over(
+    laboratory: Loaded, served: Sequence[Served], folder: Path | None = None, **options: Any
+) -> ServerEngine:
+    settings = {"urls": [one.url for one in served], "kind": served[0].kind, "patience": 30.0, "timeout": 60.0}
+    settings |= {"folder": None if folder is None else str(folder)}
+    config = EngineConfig.model_validate({"type": "server", "dtype": "float32", "server": settings | options})
+    return ServerEngine(config.server.urls, laboratory.tokenizer, config, laboratory_folder())
+
+
+def expected(laboratory: Loaded, prompts: Sequence[Prompt], sampling: Sampling = SAMPLING) -> list[list[Completion]]:
+    """What the servers' own model writes for the seeds they are sent."""
+    local = EmbeddedEngine(laboratory.model, laboratory.tokenizer, torch.float32)
+    seeds = [[server._seed(SEED, p, s, 0) for s in range(SAMPLES)] for p in range(len(prompts))]
+    return [[local.generate([prompts[p]], 1, sampling, seed=seed)[0][0] for seed in row] for p, row in enumerate(seeds)]
+
+
+def assert_equal(found: list[list[Completion]], wanted: list[list[Completion]], version: int = 0) -> None:
+    for one, other in zip(np.ravel(found), np.ravel(wanted), strict=True):
+        assert one.response_ids.tolist() == other.response_ids.tolist()
+        np.testing.assert_array_equal(one.logp_behavior, other.logp_behavior)  # JSON carries every bit
+        assert set(one.policy_version.tolist()) <= {version}
+        assert (one.finish, one.text) == (other.finish, other.text)
+        assert one.entropy is None
+
+
+def changed(laboratory: Loaded) -> dict[str, torch.Tensor]:
+    return {name: weight + 0.05 * weight.std() for name, weight in laboratory.model.named_parameters()}
+
+
+def other_model(laboratory: Loaded) -> Loaded:
+    """The laboratory model with `changed` weights."""
+    model = load(str(laboratory_folder()), dtype=torch.float32).model
+    model.load_state_dict(changed(laboratory), strict=False)
+    return laboratory._replace(model=model)
+
+
+class TestWire:
+    @pytest.fixture(params=["vllm", "sglang"])
+    def served(self, both: dict[str, list[Served]], request: pytest.FixtureRequest) -> list[Served]:
+        for one in both[request.param]:
+            one.forget()
+        return both[request.param]
+
+    def test_tokens_and_log_probs_are_the_models_own(
+        self, laboratory: Loaded, served: list[Served], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self._short_seeds(served, monkeypatch)
+        engine = engine_over(laboratory, served)
+        found = engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED)
+        assert_equal(found, expected(laboratory, prompts))
+        stopped = [one for row in found for one in row if one.finish == "stop"]
+        assert stopped
+        assert all(laboratory.tokenizer.decode(one.response_ids).endswith(".") for one in stopped)  # it is kept
+        assert not any(one.text.endswith(".") for one in stopped)
+        assert engine.decoded == sum(len(one.response_ids) for row in found for one in row)
+        assert engine.prefilled == sum(SAMPLES * len(prompt.ids) for prompt in prompts)
+        asked = [seed for one in served for seed in one.noted("asked")]
+        assert len(asked) == len(set(asked)) == len(prompts) * SAMPLES
+
+    @staticmethod
+    def _short_seeds(served: list[Served], monkeypatch: pytest.MonkeyPatch) -> None:
+        """SGLang takes 31 bits of a seed."""
+        if served[0].kind == "sglang":
+            whole = server._seed
+            monkeypatch.setattr(server, "_seed", lambda *key: whole(*key) % (1 << 31))
+
+    def test_published_weights_are_sampled_from(
+        self,
+        laboratory: Loaded,
+        served: list[Served],
+        prompts: list[Prompt],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        self._short_seeds(served, monkeypatch)
+        engine = engine_over(laboratory, served, tmp_path)
+        engine.publish(changed(laboratory).items(), 7)
+        assert engine.policy_version == 7
+        found = engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED)
+        assert_equal(found, expected(other_model(laboratory), prompts), version=7)
+
+        held = dict(engine.weights())
+        assert held.keys() == changed(laboratory).keys()
+        assert all(torch.equal(held[name], weight) for name, weight in changed(laboratory).items())
+        engine.publish(laboratory.model.named_parameters(), 8)
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 1  # what came before is gone
+        assert_equal(engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED), expected(laboratory, prompts), version=8)
+        engine.close()
+        assert list(tmp_path.iterdir()) == []
+
+    def test_an_interrupted_call_keeps_its_tokens_and_goes_on_from_them(
+        self, laboratory: Loaded, served: list[Served], prompts: list[Prompt]
+    ) -> None:
+        served = served[:1]
+        engine, interrupt = engine_over(laboratory, served), threading.Event()
+        forced = replace(SAMPLING, ignore_stop=True)
+        served[0].behave(after=1, tokens=3)
+        with ThreadPoolExecutor() as pool:
+            call = pool.submit(engine.generate, prompts, 2, forced, seed=SEED, interrupt=interrupt)
+            served[0].holds(2 * len(prompts))
+            interrupt.set()
+            begun = call.result()
+        assert {(one.finish, len(one.response_ids)) for row in begun for one in row} == {("abort", 3)}
+        served[0].behave()
+        engine.publish(changed(laboratory).items(), 5)
+        done = engine.generate(prompts, 2, forced, seed=SEED, prefixes=begun)
+        for prompt, row, old in zip(prompts, done, begun, strict=True):
+            for one, first in zip(row, old, strict=True):
+                assert one.response_ids.tolist()[:3] == first.response_ids.tolist()
+                assert one.policy_version.tolist() == [0] * 3 + [5] * 17
+                assert one.finish == "length"
+                assert_log_probs(other_model(laboratory), prompt, one, start=3)
+        again = engine.generate(prompts, 2, forced, seed=SEED, prefixes=done)
+        assert [[one is other for one, other in zip(*rows, strict=True)] for rows in zip(again, done, strict=True)] == (
+            [[True] * 2] * len(prompts)
+        )
+
+    def test_an_interrupt_before_anything_began(
+        self, laboratory: Loaded, served: list[Served], prompts: list[Prompt]
+    ) -> None:
+        interrupt = threading.Event()
+        interrupt.set()
+        served[0].behave(after=1)
+        found = engine_over(laboratory, served[:1]).generate(prompts, 2, SAMPLING, seed=SEED, interrupt=interrupt)
+        assert {(one.finish, len(one.response_ids)) for row in found for one in row} == {("abort", 0)}
+
+    def test_a_token_without_a_log_prob_is_an_error(
+        self, laboratory: Loaded, served: list[Served], prompts: list[Prompt]
+    ) -> None:
+        served[0].behave(silent=2)
+        engine = engine_over(laboratory, served[:1], concurrency=1)
+        with pytest.raises(TrimtabError, match=r"no log-prob for token \d+ of"):
+            engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED)
+
+    def test_log_probs_from_before_the_temperature_are_refused(
+        self, laboratory: Loaded, served: list[Served], prompts: list[Prompt]
+    ) -> None:
+        warm = replace(SAMPLING, temperature=0.7)
+        engine = engine_over(laboratory, served)
+        assert len(engine.generate(prompts, 2, warm, seed=SEED)) == len(prompts)
+        for one in served:
+            one.behave(raw=True)
+        with pytest.raises(TrimtabError, match="from before the temperature"):
+            engine_over(laboratory, served).generate(prompts, 2, warm, seed=SEED)
+
+    def test_refused_weights_are_an_error_that_says_what_to_do(self, laboratory: Loaded, served: list[Served]) -> None:
+        served[0].behave(reject=True)
+        advice = "--worker-extension-cls" if served[0].kind == "vllm" else "engine.server.folder"
+        with pytest.raises(TrimtabError, match=advice) as raised:
+            engine_over(laboratory, served[:1]).publish(laboratory.model.named_parameters(), 1)
+        assert not isinstance(raised.value, EngineLost)
+
+
+def assert_log_probs(laboratory: Loaded, prompt: Prompt, one: Completion, start: int) -> None:
+    """From `start` on, log-probs are those of a full forward of this model."""
+    ids = torch.tensor(np.concatenate([prompt.ids, one.response_ids]))[None]
+    with torch.no_grad():
+        logits = laboratory.model(ids).logits[0, len(prompt.ids) - 1 : -1]
+    logp = logits.log_softmax(-1).gather(-1, torch.tensor(one.response_ids)[:, None])[:, 0]
+    np.testing.assert_allclose(one.logp_behavior[start:], logp[start:].numpy(), atol=1e-4)
+
+
+class TestKills:
+    def call(self, engine: ServerEngine, prompts: list[Prompt], pool: ThreadPoolExecutor) -> Future[Any]:
+        return pool.submit(engine.generate, prompts, SAMPLES, SAMPLING, seed=SEED)
+
+    def test_the_others_take_over_and_nothing_is_lost_or_answered_twice(
+        self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt]
+    ) -> None:
+        first, second = servers
+        second.behave(after=3)
+        engine = engine_over(laboratory, servers, concurrency=2)
+        with ThreadPoolExecutor() as pool:
+            call = self.call(engine, prompts, pool)
+            second.holds()
+            second.kill()
+            assert_equal(call.result(), expected(laboratory, prompts))
+        counted = first.noted("answered") + second.noted("answered")
+        assert len(counted) == len(set(counted)) == len(prompts) * SAMPLES
+        assert len(second.noted("answered")) == 2
+        assert not set(second.noted("answered")) & set(first.noted("asked"))  # answered ones are not asked again
+
+    def test_a_server_that_returns_gets_its_weights_back(
+        self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt]
+    ) -> None:
+        """Both hold everything; one dies and comes back with its first weights, while the other still holds."""
+        engine = engine_over(laboratory, servers, concurrency=2)
+        engine.publish(changed(laboratory).items(), 3)
+        first, second = servers
+        first.behave(after=1)
+        second.behave(after=1)
+        with ThreadPoolExecutor() as pool:
+            call = self.call(engine, prompts, pool)
+            first.holds(2)
+            second.holds(2)
+            second.kill()
+            second.start()  # knows nothing of publications; answers everything now
+            while len(second.noted("answered")) < len(prompts) * SAMPLES - 2:
+                assert not call.done()
+                threading.Event().wait(0.05)
+            first.behave(release=True)  # what it held comes back unfinished, and is asked for again
+            assert_equal(call.result(), expected(other_model(laboratory), prompts), version=3)
+
+    def test_without_others_the_call_is_lost_and_repeated_where_it_broke(
+        self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt]
+    ) -> None:
+        alone = servers[0]
+        engine = engine_over(laboratory, [alone], concurrency=2)
+        engine.publish(changed(laboratory).items(), 3)
+        alone.behave(after=6)
+        with ThreadPoolExecutor() as pool:
+            call = self.call(engine, prompts, pool)
+            alone.holds(2)
+            alone.kill()
+            with pytest.raises(EngineLost, match="no inference server is left"):
+                call.result()
+        answered = alone.noted("answered")
+        assert len(answered) == 5
+        with pytest.raises(EngineLost):
+            engine.publish(changed(laboratory).items(), 3)
+        alone.start()
+        engine.recover()
+        engine.publish(changed(laboratory).items(), 3)
+        found = self.call(engine, prompts, ThreadPoolExecutor()).result()
+        assert_equal(found, expected(other_model(laboratory), prompts), version=3)
+        assert len(alone.noted("answered")) == len(set(alone.noted("answered"))) == len(prompts) * SAMPLES
+
+    def test_answers_of_older_weights_are_not_used_for_newer_ones(
+        self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt]
+    ) -> None:
+        alone = servers[0]
+        engine = engine_over(laboratory, [alone], concurrency=1)
+        alone.behave(after=4)
+        with ThreadPoolExecutor() as pool:
+            call = self.call(engine, prompts, pool)
+            alone.holds()
+            alone.kill()
+            with pytest.raises(EngineLost):
+                call.result()
+        alone.start()
+        engine.recover()
+        engine.publish(changed(laboratory).items(), 4)
+        found = self.call(engine, prompts, ThreadPoolExecutor()).result()
+        assert_equal(found, expected(other_model(laboratory), prompts), version=4)
+
+    def test_a_restart_between_calls_is_noticed(
+        self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt]
+    ) -> None:
+        engine = engine_over(laboratory, servers)
+        engine.publish(changed(laboratory).items(), 3)
+        servers[1].kill()
+        servers[1].start()
+        found = engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED)
+        assert_equal(found, expected(other_model(laboratory), prompts), version=3)
+        assert servers[1].noted("answered")
+
+    def test_another_model_in_its_place_is_refused(
+        self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt], tmp_path: Path
+    ) -> None:
+        alone = servers[0]
+        engine = engine_over(laboratory, [alone])
+        alone.kill()
+        other = tmp_path / "other"
+        load(str(laboratory_folder()), dtype=torch.float32).model.save_pretrained(other)
+        laboratory.tokenizer.save_pretrained(other)
+        impostor = Served("vllm", other, tmp_path / "diary", alone.port)
+        try:
+            with pytest.raises(TrimtabError, match="came back with") as raised:
+                engine.generate(prompts, 1, SAMPLING, seed=SEED)
+            assert not isinstance(raised.value, EngineLost)
+            with pytest.raises(TrimtabError, match="came back with"):
+                engine.recover()
+            with pytest.raises(TrimtabError, match="start all servers alike"):
+                engine_over(laboratory, [impostor, servers[1]])
+        finally:
+            impostor.kill()
+
+    def test_patience_ends(self, laboratory: Loaded, servers: list[Served]) -> None:
+        engine = engine_over(laboratory, servers[:1], patience=0.3)
+        servers[0].kill()
+        with pytest.raises(TrimtabError, match=r"1 of 1 inference servers did not answer within 0\.3 s"):
+            engine.recover()
+        with pytest.raises(TrimtabError, match="start them, or raise"):
+            engine_over(laboratory, servers[:1], patience=0.3)
+
+
+def test_truncated_sampling_is_refused(laboratory: Loaded, servers: list[Served], prompts: list[Prompt]) -> None:
+    with pytest.raises(TrimtabError, match="which tokens were kept"):
+        engine_over(laboratory, servers).generate(prompts, 1, replace(SAMPLING, top_p=0.9), seed=SEED)
+
+
+def test_greedy_log_probs_are_zero(laboratory: Loaded, servers: list[Served], prompts: list[Prompt]) -> None:
+    for one in servers:
+        one.behave(raw=True)
+    [row] = engine_over(laboratory, servers).generate(prompts[:1], 1, replace(SAMPLING, temperature=0.0), seed=SEED)
+    assert not row[0].logp_behavior.any()
+    assert row[0].logp_behavior.size
+
+
+def test_waits_between_looks_are_short_here() -> None:
+    """Kills above cost what these say, not minutes."""
+    assert server_one.FIRST_WAIT * (2**server_one.LOOKS - 1) < 10
