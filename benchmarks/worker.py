@@ -118,7 +118,7 @@ def written(weights: Iterable[tuple[str, Any]], rounds: int) -> tuple[SharedWeig
 
 
 def interrupted(worker: Engine, prompts: list[Any], tokens: int, seed: int) -> float:
-    clock, many = Clock(), 32 * SAMPLES  # long enough to be interrupted
+    clock, many = Clock(), 4 * SAMPLES  # long enough to be interrupted
     worker.generate(prompts, many, Sampling(max_tokens=tokens, ignore_stop=True), seed=seed, interrupt=clock)
     return time.perf_counter() - clock.set_at
 

@@ -24,7 +24,7 @@ from trimtab.errors import Diverged, EngineLost, TrimtabError
 from trimtab.models import laboratory
 from trimtab.models.load import load
 from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.rollout.handover import Handover
+from trimtab.rollout.handover import share
 from trimtab.rollout.prefixes import EMPTY
 from trimtab.rollout.remote import WorkerEngine
 from trimtab.rollout.rounding import Rounding
@@ -54,14 +54,9 @@ def spec_of(folder: Path, dtype: str = "float32", **rounding: float) -> dict:
 
 
 @pytest.fixture(scope="module")
-def handover() -> Handover:
-    return Handover()
-
-
-@pytest.fixture(scope="module")
-def shared(folder: Path, handover: Handover) -> Iterator[WorkerEngine]:
+def shared(folder: Path) -> Iterator[WorkerEngine]:
     torch.set_num_threads(1)
-    engine = WorkerEngine(spec_of(folder), threads=1, handover=handover)
+    engine = WorkerEngine(spec_of(folder), threads=1)
     yield engine
     engine.close()
 
@@ -304,11 +299,11 @@ def test_ctrl_c_leaves_no_answer_behind(engine: WorkerEngine) -> None:
         engine.generate(ASKED, 1, FREE, seed=3)
 
 
-def test_another_engine_of_the_handover_samples_alike_until_it_is_closed(
-    engine: WorkerEngine, folder: Path, handover: Handover
+def test_another_engine_with_the_same_weights_samples_alike_until_it_is_closed(
+    engine: WorkerEngine, folder: Path
 ) -> None:
-    weights = list(laboratory.build(1)[0].named_parameters())
-    other = WorkerEngine(spec_of(folder), threads=1, handover=handover)
+    weights = share(laboratory.build(1)[0].named_parameters())
+    other = WorkerEngine(spec_of(folder), threads=1)
     for one in (engine, other):
         one.publish(weights, version=5)
     expected = local().generate(ASKED, 4, FREE, seed=3)

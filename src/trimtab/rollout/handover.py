@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -30,7 +29,8 @@ class SharedWeights:
     """Named weights in a nameless file; iterating yields (name, tensor), each time from the start.
 
     The tensors are views of a private mapping on the CPU: writing to them reaches no one else, and they outlive
-    `close`, which happens by itself when the object is forgotten.
+    `close`, which happens by itself when the object is forgotten. Published to several `WorkerEngine`s, one object
+    hands the weights to all of them.
     """
 
     def __init__(self, descriptor: int, entries: Sequence[Entry]) -> None:
@@ -62,31 +62,6 @@ def share(weights: Iterable[tuple[str, Any]]) -> SharedWeights:
         if isinstance(error, OSError):
             raise TrimtabError(f"weights cannot be handed to the engine: {error.strerror}; free memory") from error
         raise
-
-
-class Handover:
-    """Shared by the engines of a run, in whatever threads: what all of them publish is written once.
-
-    Publications are told apart by the object that holds the weights, and the version: an evaluation publishes two sets
-    of weights under one version. An iterator can be read only once and is always written.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last: tuple[Iterable[tuple[str, Any]], int, SharedWeights] | None = None
-
-    def put(self, weights: Iterable[tuple[str, Any]], version: int) -> SharedWeights:
-        """`weights` for other processes; those of the publication before are forgotten here."""
-        if isinstance(weights, SharedWeights):
-            return weights
-        with self._lock:
-            if self._last is not None and self._last[0] is weights and self._last[1] == version:
-                return self._last[2]
-            self._last = None  # gone before the next one needs the room
-            shared = share(weights)
-            if not isinstance(weights, Iterator):
-                self._last = (weights, version, shared)
-            return shared
 
 
 def _temporary() -> int:

@@ -17,7 +17,7 @@ from typing import IO, Any, NoReturn
 
 from trimtab.errors import Diverged, EngineLost, TrimtabError
 from trimtab.rollout import wire
-from trimtab.rollout.handover import Handover, SharedWeights
+from trimtab.rollout.handover import SharedWeights, share
 from trimtab.rollout.rows import Prefixes, check_prefixes
 from trimtab.types import Completion, Interrupt, Prompt, Sampling
 
@@ -38,7 +38,6 @@ class WorkerEngine:
     Args:
         spec: JSON; see `hosted.py`.
         threads: processor threads the engine may use.
-        handover: shared with other engines, so that weights published to all of them are written once.
         devices: CUDA_VISIBLE_DEVICES of the process; None: those of this one.
     """
 
@@ -47,7 +46,6 @@ class WorkerEngine:
         spec: Mapping[str, Any],
         *,
         threads: int,
-        handover: Handover | None = None,
         devices: str | None = None,
     ) -> None:
         self.policy_version = 0
@@ -57,7 +55,6 @@ class WorkerEngine:
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if devices is not None:
             self._environment["CUDA_VISIBLE_DEVICES"] = devices
-        self._handover = handover or Handover()
         self._calls = itertools.count()
         self._child: _Child | None = None
         self._closed = False
@@ -103,13 +100,13 @@ class WorkerEngine:
         return wire.unpack_completions(frame.head["groups"], frame.arrays)
 
     def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
-        """See `types.Engine`. Weights that another engine of the same `handover` was given are not written again.
+        """See `types.Engine`. `SharedWeights` are handed over as they are; anything else is written for this call.
 
         Raises:
             EngineLost: the process died; whether it had taken the weights does not matter, a new one has none.
             TrimtabError: what the hosted engine refuses; there is no memory for the handover.
         """
-        shared = self._handover.put(weights, version)
+        shared = weights if isinstance(weights, SharedWeights) else share(weights)
         head = {"version": version, "exact": exact, "entries": shared.entries}
         self._ask("publish", head, files=[shared.descriptor])
         self._has_weights = True

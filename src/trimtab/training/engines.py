@@ -13,7 +13,6 @@ from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.models.load import Loaded
 from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.rollout.handover import Handover
 from trimtab.rollout.remote import WorkerEngine
 from trimtab.training.weights import sampler_rounding
 from trimtab.types import Engine
@@ -32,11 +31,9 @@ def check_engines(config: Config) -> None:
             f"engine.workers = {engine.workers} has no effect on servers, which are processes already: leave it out, "
             "or name more engine.server.urls"
         )
-    if engine.workers is not None and engine.workers > 1 and not config.trainer.max_lag:
-        raise TrimtabError(
-            f"engine.workers = {engine.workers}: without trainer.max_lag one engine writes each batch while all others "
-            "wait; set max_lag above 0, or workers to 1 or 0"
-        )
+    in_step = [name for name in ("prefix", "expert") if getattr(config, name) is not None]
+    if in_step and (engine.workers or 0) > 1:
+        raise TrimtabError(f"[{in_step[0]}] works with one engine: leave engine.workers out, or set it to 1 or 0")
 
 
 def worker_count(config: Config) -> int:
@@ -96,18 +93,18 @@ def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
     else:
         own, threads = thread_shares(torch.get_num_threads(), count, beside=bool(config.trainer.max_lag))
         torch.set_num_threads(own)
-    spec, handover = engine_spec(config, folder), Handover()
-    return [WorkerEngine(spec, threads=threads, handover=handover, devices=place) for place in places]
+    spec = engine_spec(config, folder)
+    return [WorkerEngine(spec, threads=threads, devices=place) for place in places]
 
 
 def thread_shares(cores: int, workers: int, *, beside: bool) -> tuple[int, int]:
-    """Threads of this process and of each worker; `beside`: they compute at the same time.
+    """Threads of this process and of each worker; `beside`: it computes at the same time as they do.
 
     Equal shares, what is left over going to this process. More threads than cores make all of them crawl: two
     processes of two threads on two cores reach a tenth of what one thread each does.
     """
     if not beside:
-        return cores, cores
+        return cores, max(1, cores // workers)
     each = max(1, cores // (workers + 1))
     return max(1, cores - workers * each), each
 

@@ -11,8 +11,7 @@ import torch
 from tests.unit.rollout.support import tiny
 
 from trimtab.errors import TrimtabError
-from trimtab.rollout import handover
-from trimtab.rollout.handover import Handover, SharedWeights, share
+from trimtab.rollout.handover import share
 
 EVERY_TYPE = {
     "float32": torch.tensor([[1.5, -0.0], [float("inf"), 3e-45]]),
@@ -98,21 +97,3 @@ def test_no_room_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "memfd_create", lambda _: os.open("/dev/full", os.O_WRONLY))
     with pytest.raises(TrimtabError, match="No space left on device"):
         share([("a", torch.zeros(4))])
-
-
-def test_a_publication_is_written_once_for_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    writes = []
-    monkeypatch.setattr(handover, "_write", lambda *a, original=handover._write: writes.append(1) or original(*a))
-    shared, one, other = Handover(), [("a", torch.zeros(4))], [("a", torch.ones(4))]
-    first = shared.put(one, 1)
-    assert shared.put(one, 1) is first
-    assert len(writes) == 1
-    # Another object under the same version (an evaluation), the same object filled anew, and something read only once.
-    assert [float(w[0]) for _, w in shared.put(other, 1)] == [1.0]
-    other[0][1].fill_(5)
-    assert [float(w[0]) for _, w in shared.put(other, 2)] == [5.0]
-    once = iter(one)
-    assert shared.put(once, 2) is not shared.put(once, 2)
-    assert len(writes) == 5
-    assert shared.put(first, 9) is first
-    assert isinstance(first, SharedWeights)

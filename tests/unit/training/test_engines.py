@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.config import Config
+from trimtab.config import Config, EngineConfig
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
 from trimtab.models.load import Loaded
@@ -34,8 +34,6 @@ def config(engine: dict, **trainer: int) -> Config:
         ({"type": "vllm", "quantize": "int8"}, {}, ["engine.quantize", "'vllm'"]),
         ({**SERVER, "noise": 0.1}, {}, ["engine.noise", "'server'"]),
         ({**SERVER, "workers": 2}, {}, ["engine.workers = 2", "server.urls"]),
-        ({"workers": 2}, {}, ["engine.workers = 2", "max_lag"]),
-        ({"workers": 2}, {"max_lag": 0}, ["engine.workers = 2", "max_lag"]),
     ],
 )
 def test_what_cannot_work_is_refused(engine: dict, trainer: dict, words: list[str]) -> None:
@@ -43,6 +41,15 @@ def test_what_cannot_work_is_refused(engine: dict, trainer: dict, words: list[st
         check_engines(config(engine, **trainer))
     assert all(word in str(caught.value) for word in words)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("section", ["prefix", "expert"])
+def test_what_makes_its_batches_in_step_has_one_engine(section: str) -> None:
+    objective = {"prefix": "soup", "expert": "luffy"}[section]
+    recipe = Config.model_validate({"engine": {"workers": 2}, "objective": {"name": objective}, section: {}})
+    with pytest.raises(TrimtabError, match=rf"\[{section}\] works with one engine"):
+        check_engines(recipe)
+    check_engines(recipe.model_copy(update={"engine": EngineConfig(workers=1)}))
 
 
 @pytest.mark.parametrize(
@@ -53,6 +60,7 @@ def test_what_cannot_work_is_refused(engine: dict, trainer: dict, words: list[st
         ({}, {"max_lag": 2}, 1),
         ({"workers": 0}, {"max_lag": 2}, 0),
         ({"workers": 1}, {}, 1),
+        ({"workers": 2}, {}, 2),
         ({"workers": 3}, {"max_lag": 2}, 3),
         ({"type": "vllm"}, {"max_lag": 2}, 1),
         ({"type": "vllm", "vllm": {"process": "own"}}, {"max_lag": 2}, 0),
@@ -70,6 +78,8 @@ def test_processes_of_their_own(engine: dict, trainer: dict, count: int) -> None
     [
         (2, 1, True, (1, 1)),
         (2, 1, False, (2, 2)),
+        (8, 3, False, (8, 2)),
+        (2, 3, False, (2, 1)),
         (1, 1, True, (1, 1)),
         (8, 1, True, (4, 4)),
         (8, 2, True, (4, 2)),
