@@ -11,6 +11,7 @@ from trimtab.diagnostics.read import read_run
 from trimtab.diagnostics.report import write_report
 from trimtab.errors import TrimtabError
 from trimtab.training.observer import Observer, Silent
+from trimtab.training.ranks import follows
 from trimtab.training.run import RunResult
 from trimtab.training.run import train as run_training
 from trimtab.types import Problem
@@ -33,7 +34,7 @@ def train(
     Raises `TrimtabError`, in one line, for anything the caller can mend.
     """
     resolved = config if isinstance(config, Config) else load_config(config, overrides)
-    watcher = observer or Silent()
+    watcher = Silent() if follows() else observer or Silent()
     if resolved.placement == "ray":
         if reward is not None:
             raise TrimtabError(
@@ -44,6 +45,8 @@ def train(
         result = run_on_cluster(resolved, out=out, resume=resume, observer=watcher)
     else:
         result = run_training(resolved, reward=reward, out=out, resume=resume, observer=watcher)
+    if follows():
+        return result  # the leader reports
     watcher.finished(_held_out(result.run), write_report(result.run))
     return result
 

@@ -50,14 +50,20 @@ def train(
             from trimtab.api import train as start
 
             result = start(config, out=run, resume=resume, observer=observer).metrics
-    if as_json:
+    from trimtab.training.ranks import follows
+
+    if as_json and not follows():
         print_json({"run": run, "report": run / "report.html", "metrics": result})
 
 
 def _compare(config: Config, out: Path, resume: bool, observer: Observer) -> dict[str, Any]:
     from trimtab.diagnostics.compare import held_out, write_comparison
+    from trimtab.errors import TrimtabError
     from trimtab.lab.grid import run_grid
+    from trimtab.training.ranks import follows
 
+    if follows():
+        raise TrimtabError("a comparison starts processes of its own (compare.workers): run it without torchrun")
     result = run_grid(config, out, observer, resume=resume)
     page = write_comparison(result.runs, out / "report.html")
     observer.finished(held_out(result.runs), page)

@@ -19,7 +19,7 @@ import torch
 from trimtab.config import Config
 from trimtab.corrections import finite_rows
 from trimtab.errors import Diverged
-from trimtab.evaluation import EvalResult, evaluate
+from trimtab.evaluation import evaluate
 from trimtab.objectives import advantages
 from trimtab.training import checkpoint, snapshot, trajectories
 from trimtab.training.batching import micro_batches, split_minibatches, to_tensors
@@ -255,7 +255,7 @@ class Trainer:
         noisy; the sampler's own weights are put back after."""
         task = self.collector.stream.task
 
-        def through(engine: Engine) -> EvalResult:
+        def through(engine: Engine) -> float:
             return evaluate(
                 engine,
                 self.collector.stream.tokenizer,
@@ -264,17 +264,17 @@ class Trainer:
                 problems=list(task.test[: self.config.eval.problems]),
                 sampling=replace(self.collector.sampling, temperature=0.0, top_p=1.0, top_k=0),
                 seed=derive(self.config.seed, "eval"),
-            )
+            ).accuracy
 
         rounded = sampler_rounding(self.config).active
-        result = self.feed.look(self.current_weights(), self.learner.updates, through, rounded=rounded)
-        self.observer.evaluated(task.name, moment, result.accuracy)
-        return {f"eval/{task.name}/greedy": result.accuracy}
+        accuracy = self.feed.look(self.current_weights(), self.learner.updates, through, rounded=rounded)
+        self.observer.evaluated(task.name, moment, accuracy)
+        return {f"eval/{task.name}/greedy": accuracy}
 
     def _write(self, batch: Batch, stats: UpdateStats, metrics: dict[str, Any], measured: Mapping[str, float]) -> None:
         """Files first, then whoever is watching: what was seen on the display is already on disk."""
         every = self.config.log.trajectories_every
-        if every and self.step % every == 0:
+        if self.run.writes and every and self.step % every == 0:
             trajectories.write(self.run.trajectory_file(self.step), self._rows(batch, stats), self.step)
         self.run.log(metrics)
         if self._due(self.config.checkpoint.every) or self._improved(measured):

@@ -167,9 +167,8 @@ def _explained() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        reason = str(error).strip().splitlines()[0]
         raise TrimtabError(
-            f"another rank is gone ({reason}): its own message says why; continue with --resume, on any number of ranks"
+            "another rank is gone, its own message says why: continue with --resume, on any number of ranks"
         ) from error
 
 

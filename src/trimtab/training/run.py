@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trimtab.rewards import Scorer
 from trimtab.training import prefixes, snapshot
 from trimtab.training.canary import Canary
 from trimtab.training.collect import Collector, PromptStream
+from trimtab.training.distributed import NoEngine, run_directory, shared_feed, spread
 from trimtab.training.engines import build_engines, check_engines
 from trimtab.training.experts import GOLD, Experts
 from trimtab.training.export import save_model_files
@@ -33,6 +35,7 @@ from trimtab.training.loop import Trainer
 from trimtab.training.makers import LOCAL, Makers
 from trimtab.training.observer import Observer, Silent
 from trimtab.training.optim import build_optimizer
+from trimtab.training.ranks import here, join
 from trimtab.training.rundir import RunDir
 from trimtab.training.sft import laboratory_folder
 from trimtab.training.sinks import open_sinks
@@ -80,18 +83,20 @@ def train(
     if config.threads:
         torch.set_num_threads(config.threads)
     with ExitStack() as cleanup:
+        cleanup.enter_context(join())
         parts = check(config, reward, makers)
         cleanup.callback(parts.scorer.close)
         folder = Path(out or config.out or "runs/run")
-        run = cleanup.enter_context(RunDir.open(folder) if resume else RunDir.create(folder, config.dump()))
+        make = partial(RunDir.open, folder) if resume else partial(RunDir.create, folder, config.dump())
+        run = cleanup.enter_context(run_directory(folder, make))
         loaded = load_model(config)
-        if not run.model_folder.exists():
+        if run.writes and not run.model_folder.exists():
             save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
         trainer = assemble(config, parts, loaded, run, watcher, makers)
         cleanup.callback(trainer.feed.close)
         if resume:
             snapshot.resume(trainer)
-        trainer.sinks = open_sinks(config.log, run.path, first_step=trainer.step + 1)
+        trainer.sinks = open_sinks(config.log, run.path, first_step=trainer.step + 1) if run.writes else ()
         for sink in trainer.sinks:
             cleanup.callback(sink.close)
         watcher.started(config, trainer.learner.objective.equation(), config.trainer.steps, run.path)
@@ -184,11 +189,12 @@ def load_model(config: Config) -> Loaded:
 
 def assemble(config: Config, parts: Parts, loaded: Loaded, run: RunDir, observer: Observer, makers: Makers) -> Trainer:
     """Put the trained model, the sampler's copy and the data side together."""
-    device = default_device()
+    device = here().device or default_device()
     loaded.model.to(device)  # pyright: ignore[reportArgumentType]  # first: the engine copies the model where it lies
-    engines = (makers.engines or build_engines)(config, loaded, run.model_folder)
+    make = makers.engines or build_engines
+    engines = make(config, loaded, run.model_folder) if here().leads else [NoEngine()]
     canary = Canary.build(config, loaded.tokenizer, loaded.model)
-    model = prepare_model(loaded.model, config, device)
+    model = spread(prepare_model(loaded.model, config, device), config)
     return Trainer(
         config=config,
         feed=_feed(config, parts, loaded, engines, observer, canary),
@@ -204,11 +210,15 @@ def _feed(
     config: Config, parts: Parts, loaded: Loaded, engines: Sequence[Engine], observer: Observer, canary: Canary | None
 ) -> Feed:
     collector, buffer = _collector(config, parts, loaded, engines[0]), Buffer(config.trainer)
-    if refusals.runs_beside(config):
-        return Beside(collector, buffer, engines, observer.message, canary)
-    if len(engines) > 1:
-        raise TrimtabError(f"[prefix] and [expert] work with one engine, the recipe names {len(engines)}: name one")
-    return InStep(collector, buffer, canary, single=parts.objective.single_behavior)
+
+    def make() -> Feed:
+        if refusals.runs_beside(config):
+            return Beside(collector, buffer, engines, observer.message, canary)
+        if len(engines) > 1:
+            raise TrimtabError(f"[prefix] and [expert] work with one engine, the recipe names {len(engines)}: name one")
+        return InStep(collector, buffer, canary, single=parts.objective.single_behavior)
+
+    return shared_feed(collector, make)
 
 
 def _learner(config: Config, built: Objective, model: nn.Module, device: torch.device) -> Learner:
@@ -268,4 +278,4 @@ def _reference(config: Config, built: Objective, device: torch.device) -> nn.Mod
     """The KL anchor is the initial model, loaded again: resuming must not anchor to the resumed weights."""
     if "reference" not in built.needs:
         return None
-    return prepare_model(load_model(config).model, config, device).requires_grad_(False)
+    return spread(prepare_model(load_model(config).model, config, device), config).requires_grad_(False)

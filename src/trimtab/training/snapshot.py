@@ -89,7 +89,8 @@ def _check_same_recipe(run: RunDir, config: Config) -> None:
             f"{run.path} was started with another recipe (now: {'; '.join(changed[:3])}): resume with the recipe and "
             "overrides of its config.toml, or choose another --out"
         )
-    atomic.write_text(run.path / CONFIG, config.dump())
+    if run.writes:
+        atomic.write_text(run.path / CONFIG, config.dump())
 
 
 def _deciding(config: Config) -> dict[str, Any]:

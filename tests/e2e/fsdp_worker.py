@@ -1,0 +1,88 @@
+"""Every rank of a test: `torchrun ... fsdp_worker.py JOBS.json` trains one job after the other on recorded rollouts.
+
+A job: {"out": folder, "recording": folder, "sets": [overrides], "resume": bool, "fault": null | "average" | "twice"}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.config import Config, load_config
+from trimtab.models import sharding
+from trimtab.models.load import Loaded
+from trimtab.training import dealing, run, trajectories
+from trimtab.training.engines import build_engines
+from trimtab.training.makers import Makers
+from trimtab.training.ranks import join
+from trimtab.types import Completion, Engine, Prompt, Sampling
+
+
+class Recorded:
+    """Answers training prompts with what another run sampled for them; everything else a real engine does."""
+
+    def __init__(self, engine: Engine, recording: Path) -> None:
+        self._engine = engine
+        self._answers: dict[bytes, list[Completion]] = {}
+        for file in sorted((recording / "trajectories").glob("*.parquet")):
+            for row in trajectories.read(file):
+                self._answers.setdefault(row.trajectory.prompt.ids.tobytes(), []).append(row.trajectory.completion)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(
+        self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, **keywords: Any
+    ) -> list[list[Completion]]:
+        if sampling.temperature == 0:
+            return self._engine.generate(prompts, samples, sampling, **keywords)
+        return [self._answers[prompt.ids.tobytes()] for prompt in prompts]
+
+
+def train(job: Mapping[str, Any]) -> None:
+    """Start or continue the run of a job."""
+
+    def engines(config: Config, loaded: Loaded, files: Path) -> list[Recorded]:
+        return [Recorded(engine, Path(job["recording"])) for engine in build_engines(config, loaded, files)]
+
+    torch.manual_seed(0)  # adapters begin with random numbers
+    config = load_config("laboratory", job["sets"])
+    run.train(config, out=job["out"], resume=job["resume"], makers=Makers(engines))
+
+
+def plant(fault: str | None) -> None:
+    """Break the arithmetic of several ranks."""
+    if fault == "average":
+        shard = sharding.shard
+
+        def averaged(model: Any, mesh: Any, **options: Any) -> None:
+            shard(model, mesh, **options)
+            for module in model.modules():
+                if hasattr(module, "set_gradient_divide_factor"):
+                    module.set_gradient_divide_factor(float(mesh.size()))
+
+        sys.modules["trimtab.training.distributed"].shard = averaged  # pyright: ignore[reportAttributeAccessIssue]
+    elif fault == "twice":
+        deal = dealing.deal
+
+        def greedy(sizes: Sequence[int], ranks: int) -> list[list[int | None]]:
+            shares = deal(sizes, ranks)
+            return [[0, *share[1:]] for share in shares]
+
+        dealing.deal = greedy
+
+
+def main(jobs: Iterable[Mapping[str, Any]]) -> None:
+    with join():
+        for job in jobs:
+            plant(job["fault"])
+            train(job)
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,130 @@
+"""The same recorded rollouts trained on by 1, 2 and 4 processes: same losses, and checkpoints that fit any of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.e2e import fsdp_worker
+
+from trimtab.training import run
+from trimtab.training.rundir import read_metrics
+
+pytestmark = pytest.mark.e2e
+
+WORKER = Path(__file__).with_name("fsdp_worker.py")
+# 12 groups of about 55 tokens in micro-batches of at most 250: three micro-batches, so that 2 ranks need one that is
+# empty and 4 ranks another.
+COMMON = [
+    "trainer.prompts=12",
+    "trainer.samples=4",
+    "trainer.micro_batch_tokens=250",
+    "checkpoint.every=10",
+    "checkpoint.keep=9",
+    "eval.problems=8",
+    "eval.every=0",
+    "log.trajectories_every=1",
+]
+PLAIN = ["trainer.steps=20"]
+VARIANTS = {
+    "lora": ["model.lora.rank=4", "model.gradient_checkpointing=true", "optim.lr=1e-3"],
+    "alp": [
+        "objective.name=token-alp",
+        "perturbation.std=0.05",
+        "model.gradient_checkpointing=true",
+        "diagnose.every=1",
+    ],
+    "m2po": ["objective.name=m2po", "trainer.minibatches=2", "trainer.epochs=2"],
+    "cispo": ["objective.name=cispo", "trainer.minibatches=2", "objective.kl_coef=0.05", "objective.entropy_coef=0.01"],
+    "calibrated": ["objective.name=icepop", "objective.calibrate=true", "objective.denominator=kept"],
+}
+SHORT = ["trainer.steps=3", "checkpoint.every=0"]
+
+
+def job(out: Path, recording: Path, sets: Sequence[str], *, resume: bool = False, fault: str | None = None) -> Any:
+    return {"out": str(out), "recording": str(recording), "sets": [*COMMON, *sets], "resume": resume, "fault": fault}
+
+
+def torchrun(ranks: int, jobs: list[Any], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    plan = folder / "jobs.json"
+    plan.write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(WORKER), str(plan)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-30000:]
+
+
+def numbers(out: Path, *keys: str) -> dict[str, torch.Tensor]:
+    lines = read_metrics(out / "metrics.jsonl")
+    return {key: torch.tensor([float(line[key]) for line in lines], dtype=torch.float64) for key in keys}
+
+
+def difference(one: Path, other: Path) -> float:
+    """The largest difference between two runs in loss, gradient norm (both absolute), and mismatch."""
+    keys = ("loss/policy", "optim/grad_norm", "mismatch/k3", "mismatch/abs_diff_max", "ratio/q99")
+    here, there = numbers(one, *keys), numbers(other, *keys)
+    return max(float((here[key] - there[key]).abs().max()) for key in keys)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("recording") / "run"
+    run.train(fsdp_worker.load_config("laboratory", [*COMMON, *PLAIN]), out=out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def runs(recording: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every variant by 1 and 2 processes, the plain one by 4 as well; then what resumes from 2 ranks' checkpoint."""
+    root = tmp_path_factory.mktemp("runs")
+    sets = {"plain": PLAIN, **{name: [*SHORT, *sets] for name, sets in VARIANTS.items()}}
+    fsdp_worker.main(job(root / f"{name}-1", recording, own) for name, own in sets.items())
+    few = [*SHORT, "log.trajectories_every=0"]  # rows that nobody computed could not be written
+    faults = [job(root / fault, recording, few, fault=fault) for fault in ("average", "twice")]
+    torchrun(2, [*(job(root / f"{name}-2", recording, own) for name, own in sets.items()), *faults], root / "two")
+    for ranks in (1, 4):
+        half = root / f"resumed-{ranks}"
+        shutil.copytree(root / "plain-2", half)
+        shutil.rmtree(half / "checkpoints" / "step-000020")
+    fsdp_worker.main([job(root / "resumed-1", recording, PLAIN, resume=True)])
+    four = [job(root / "plain-4", recording, PLAIN), job(root / "resumed-4", recording, PLAIN, resume=True)]
+    torchrun(4, four, root / "four")
+    return {item.name: item for item in root.iterdir()}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_number_of_processes_does_not_change_the_losses(runs: dict[str, Path], ranks: int) -> None:
+    assert len(read_metrics(runs["plain-1"] / "metrics.jsonl")) == 20
+    assert difference(runs["plain-1"], runs[f"plain-{ranks}"]) < 1e-5
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_checkpoint_of_two_resumes_on_another_number(runs: dict[str, Path], ranks: int) -> None:
+    assert len(read_metrics(runs[f"resumed-{ranks}"] / "metrics.jsonl")) == 20
+    assert difference(runs["plain-1"], runs[f"resumed-{ranks}"]) < 1e-5
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_methods_that_span_the_update_agree(runs: dict[str, Path], variant: str) -> None:
+    assert difference(runs[f"{variant}-1"], runs[f"{variant}-2"]) < 1e-5
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", ["average", "twice"])
+def test_a_fault_in_the_sharing_would_be_seen(runs: dict[str, Path], fault: str) -> None:
+    plain, broken = (numbers(runs[name], "loss/policy", "optim/grad_norm") for name in ("plain-1", fault))
+    assert any(float((plain[key][:3] - broken[key]).abs().max()) > 1e-3 for key in plain)
