@@ -21,11 +21,12 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback only, as it is there by default
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+os.environ |= QUIET  # Ray reads some of them when it is imported, in this process too
 
 
 def free_port() -> int:
@@ -62,9 +63,7 @@ def local_cluster(cpus: int = 8) -> Iterator[Cluster]:
             *(f"--temp-dir={folder}/s", "--include-log-monitor=false"),
         ]
         with log.open("wb") as out:
-            head = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | QUIET, start_new_session=True
-            )
+            head = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             wait_until_up(head, log)
             yield Cluster(address, head.pid)

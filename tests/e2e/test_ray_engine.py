@@ -12,10 +12,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.e2e.ray_support import local_cluster
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
-
-from tests.e2e.ray_support import local_cluster
 
 from trimtab import rewards, tasks
 from trimtab.config import Config, load_config
@@ -34,7 +33,7 @@ from trimtab.training.engines import engine_spec
 from trimtab.training.export import save_model_files
 from trimtab.types import Problem, Prompt, Sampling
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SAMPLING = Sampling(max_tokens=12, stop=(".",))
 

@@ -14,10 +14,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from tests.e2e.ray_support import Cluster, local_cluster
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
-
-from tests.e2e.ray_support import Cluster, local_cluster
 
 from trimtab.api import train
 from trimtab.config import load_config
@@ -27,9 +26,9 @@ from trimtab.training.export import restore
 from trimtab.training.observer import Silent
 from trimtab.training.rundir import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-STEPS, PROMPTS, SAMPLES, MAX_LAG = 6, 4, 4, 2
+STEPS, PROMPTS, SAMPLES, MAX_LAG = 8, 4, 4, 2
 SMALL = [
     *("placement=ray", "ray.patience=90", f"trainer.steps={STEPS}", f"trainer.prompts={PROMPTS}"),
     *(f"trainer.samples={SAMPLES}", f"trainer.max_lag={MAX_LAG}", "eval.problems=4", "eval.every=0"),
@@ -44,34 +43,36 @@ def cluster() -> Iterator[Cluster]:
 
 
 class Killer(Silent):
-    """Kills a rollout actor once two steps are done."""
+    """Kills one rollout actor after step 2 and the other after step 4: without replacement nobody could go on."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.victim: int | None = None
+        self.victims: list[int] = []
         self.lines: list[str] = []
 
     def step(self, metrics: Mapping[str, float | str]) -> None:
         if metrics["step"] == 2:
-            self.victim = self.cluster.actors("EngineHost")[0].pid
-            os.kill(self.victim, signal.SIGKILL)
+            self.victims = [process.pid for process in self.cluster.actors("EngineHost")]
+            os.kill(self.victims[0], signal.SIGKILL)
+        if metrics["step"] == 4:
+            os.kill(self.victims[1], signal.SIGKILL)
 
     def message(self, text: str) -> None:
         self.lines.append(text)
 
 
-def test_a_rollout_actor_killed_in_the_middle_is_replaced_and_every_group_is_accounted_for(
+def test_rollout_actors_killed_in_the_middle_are_replaced_and_every_group_is_accounted_for(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     places = [f"ray.address={cluster.address}", "ray.engines=2", "ray.trainers=2", "ray.rewards=1", "ray.shard_mib=1"]
     killer = Killer(cluster)
     result = train(load_config("laboratory", [*SMALL, *places]), out=tmp_path / "run", observer=killer)
-    assert killer.victim is not None
-    assert any("was lost" in line for line in killer.lines)
+    assert len(killer.victims) == 2
+    assert any("was lost" in line and "starting it again" in line for line in killer.lines)
     logged = read_metrics(result.run / "metrics.jsonl")
     assert [row["step"] for row in logged] == list(range(1, STEPS + 1))
-    assert all(math.isfinite(row["loss/total"]) for row in logged)
-    assert sum(row["engine/restarts"] for row in logged) == 1
+    assert all(math.isfinite(row["loss/policy"]) for row in logged)
+    assert 1 <= sum(row["engine/restarts"] for row in logged) <= 2
     assert (result.run / "report.html").is_file()
     seen: list[int] = []
     for step in range(1, STEPS + 1):

@@ -36,7 +36,11 @@ def connected(config: RayConfig) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    from ray._private import worker
+
     try:
+        # Ray tells the death of an actor on stdout, amid the display and before `--json`; the run tells it itself.
+        worker._worker_logs_enabled = False
         ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         raise TrimtabError(
@@ -47,6 +51,7 @@ def connected(config: RayConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+        worker._worker_logs_enabled = True
 
 
 @contextmanager
