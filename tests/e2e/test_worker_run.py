@@ -1,0 +1,61 @@
+"""A run with its engine in a process of its own has the numbers of one without, also when that process is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from trimtab.config import load_config
+from trimtab.training.observer import Silent
+from trimtab.training.run import train
+from trimtab.training.rundir import METRICS, read_metrics
+
+pytestmark = pytest.mark.e2e
+
+ENGINE = "trimtab.rollout.worker"
+# What the clock and the system say, and what is measured of lanes only.
+APART = ("time/", "tokens_per_second/", "memory/", "engine/", "lag/share", "lag/length")
+
+
+class Killer(Silent):
+    """Kills the engine's process before every batch but the first."""
+
+    def __init__(self) -> None:
+        self.killed, self.messages = 0, []
+
+    def phase(self, name: str, done: int, total: int) -> None:  # noqa: ARG002
+        if name == "collect" and done:
+            for child in psutil.Process().children():
+                if ENGINE in child.cmdline():
+                    os.kill(child.pid, signal.SIGKILL)
+                    self.killed += 1
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+def numbers(out: Path, workers: int, observer: Silent | None = None) -> list[dict[str, Any]]:
+    overrides = [f"engine.workers={workers}", "trainer.steps=3", "trainer.prompts=4", "trainer.samples=4"]
+    config = load_config("laboratory", [*overrides, "eval.problems=16", "checkpoint.every=0"])
+    train(config, out=out, observer=observer)
+    return [
+        {key: value for key, value in row.items() if not key.startswith(APART)} for row in read_metrics(out / METRICS)
+    ]
+
+
+def test_workers_change_no_number_and_neither_does_a_kill(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    plain = numbers(tmp_path / "here", workers=0)
+    assert len(plain) == 3
+    assert numbers(tmp_path / "apart", workers=1) == plain
+    killer = Killer()
+    assert numbers(tmp_path / "killed", workers=1, observer=killer) == plain
+    assert killer.killed == 2
+    assert any("was killed" in line for line in killer.messages)
+    assert not [child for child in psutil.Process().children() if ENGINE in child.cmdline()]
