@@ -1,0 +1,149 @@
+"""Generation beside training with the real loop, real engine processes and real kills, on the laboratory model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from trimtab.config import Config, load_config
+from trimtab.diagnostics.catalog import undocumented
+from trimtab.errors import TrimtabError
+from trimtab.training import checkpoint, trajectories
+from trimtab.training.run import train
+from trimtab.training.rundir import read_metrics
+
+pytestmark = pytest.mark.e2e
+
+STEPS, PROMPTS, LAG = 16, 4, 4
+SMALL = (
+    f"trainer.prompts={PROMPTS}",
+    "trainer.samples=4",
+    f"trainer.max_lag={LAG}",
+    "eval.problems=4",
+    "eval.every=0",
+    "checkpoint.every=2",
+    "log.trajectories_every=1",
+)
+
+
+def recipe(*overrides: str) -> Config:
+    return load_config("laboratory", (f"trainer.steps={STEPS}", *SMALL, *overrides))
+
+
+def consumed(out: Path) -> list[list[int]]:
+    """The groups of every step, from its trajectory file, which also shows that no token was too old."""
+    rows = read_metrics(out / "metrics.jsonl")
+    found = []
+    for row in rows:
+        read = trajectories.read(out / "trajectories" / f"step-{row['step']:06d}.parquet")
+        start = [one.proximal_version for one in read]
+        for one in read:
+            assert one.proximal_version is not None
+            ages = one.proximal_version - one.trajectory.completion.policy_version
+            assert ((ages >= 0) & (ages <= LAG)).all(), (row["step"], ages)
+        assert len(set(start)) == 1
+        found.append(sorted({one.trajectory.group for one in read}))
+    return found
+
+
+def in_order(steps: int) -> list[list[int]]:
+    return [list(range(step * PROMPTS, (step + 1) * PROMPTS)) for step in range(steps)]
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "continue", "discard"])
+def test_a_run_beside_two_engines(in_flight: str, tmp_path: Path) -> None:
+    overrides = (f'trainer.in_flight="{in_flight}"', "engine.workers=2", "trainer.steps=8", "trainer.minibatches=2")
+    train(recipe(*overrides), out=tmp_path / "run")
+    rows, groups = read_metrics(tmp_path / "run" / "metrics.jsonl"), consumed(tmp_path / "run")
+    assert undocumented(key for row in rows for key in row) == []
+    assert [row["updates"] for row in rows] == [2 * step for step in range(1, 9)]
+    assert max(row["lag/max"] for row in rows) <= LAG
+    for row in rows:
+        assert sum(value for key, value in row.items() if key.startswith("lag/share/")) == pytest.approx(1.0)
+    flat = [number for batch in groups for number in batch]
+    assert len(set(flat)) == len(flat)
+    assert max(row["mismatch/k3"] for row in rows) < 0.2
+    if in_flight != "discard":
+        assert groups == in_order(8)
+        assert all(row["lag/length_accepted"] == row["lag/length_generated"] for row in rows)
+
+
+def train_in_child(out: str, resume: bool) -> None:
+    train(recipe("engine.workers=2"), out=out, resume=resume)
+
+
+def engines_of(trainer: int) -> list[psutil.Process]:
+    try:
+        children = psutil.Process(trainer).children()
+    except psutil.NoSuchProcess:
+        return []
+    return [child for child in children if any("trimtab.rollout.worker" in word for word in _words(child))]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_killed_trainers_and_engines_lose_nothing_and_use_nothing_twice(tmp_path: Path) -> None:
+    """Engines and trainers die at random moments between checkpoints; every group is in exactly one batch."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trimtab.training.run"])
+    out, chance, killed = tmp_path / "run", random.Random(1), {"engine": 0, "trainer": 0}
+    while True:
+        child = context.Process(target=train_in_child, args=(str(out), (out / "config.toml").exists()))
+        child.start()
+        assert child.pid is not None
+        known = len(checkpoint.folders(out / "checkpoints"))
+        while child.is_alive() and killed["trainer"] < 2:
+            child.join(timeout=chance.uniform(0.1, 0.6))
+            engines = engines_of(child.pid)
+            if known == len(checkpoint.folders(out / "checkpoints")) or not engines:
+                continue
+            known = len(checkpoint.folders(out / "checkpoints"))
+            if killed["engine"] < 3 and chance.random() < 0.6:
+                os.kill(chance.choice(engines).pid, signal.SIGKILL)
+                killed["engine"] += 1
+            else:
+                child.kill()
+                killed["trainer"] += 1
+        child.join()
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+    assert killed["trainer"] + killed["engine"] > 0
+    assert consumed(out) == in_order(STEPS)
+    state = checkpoint.load(checkpoint.folders(out / "checkpoints")[-1]).meta["feed"]
+    assert (state["consumed"], state["drawn"]) == (STEPS * PROMPTS, STEPS * PROMPTS)
+    assert not state["dropped"]
+    assert not state["unfinished"]
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("objective.name=dapo", "never reads their log-probs"),
+        ("trainer.minibatches=4 trainer.epochs=2", "less than the 8 updates"),
+        ("trainer.oversample=1.5", "oversample has no effect"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_loaded(override: str, named: str, tmp_path: Path) -> None:
+    words = override.split()
+    config = load_config("laboratory", (*SMALL, *words)) if "dapo" not in override else _dapo()
+    with pytest.raises(TrimtabError, match=named):
+        train(config, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def _dapo() -> Config:
+    data = recipe().model_dump(exclude_none=True)
+    return load_config(data | {"objective": {"name": "dapo"}})
