@@ -103,27 +103,27 @@ def runs(recording: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {item.name: item for item in root.iterdir()}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_number_of_processes_does_not_change_the_losses(runs: dict[str, Path], ranks: int) -> None:
     assert len(read_metrics(runs["plain-1"] / "metrics.jsonl")) == 20
     assert difference(runs["plain-1"], runs[f"plain-{ranks}"]) < 1e-5
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_checkpoint_of_two_resumes_on_another_number(runs: dict[str, Path], ranks: int) -> None:
     assert len(read_metrics(runs[f"resumed-{ranks}"] / "metrics.jsonl")) == 20
     assert difference(runs["plain-1"], runs[f"resumed-{ranks}"]) < 1e-5
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_methods_that_span_the_update_agree(runs: dict[str, Path], variant: str) -> None:
     assert difference(runs[f"{variant}-1"], runs[f"{variant}-2"]) < 1e-5
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", ["average", "twice"])
 def test_a_fault_in_the_sharing_would_be_seen(runs: dict[str, Path], fault: str) -> None:
     plain, broken = (numbers(runs[name], "loss/policy", "optim/grad_norm") for name in ("plain-1", fault))

@@ -1,0 +1,102 @@
+"""`torchrun -m trimtab train`: a whole run on two ranks, and one that loses a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trimtab.config import load_config
+from trimtab.training import checkpoint
+from trimtab.training.export import restore
+from trimtab.training.run import train
+from trimtab.training.rundir import read_metrics
+
+pytestmark = pytest.mark.e2e
+
+SETS = [
+    "trainer.prompts=8",
+    "trainer.samples=4",
+    "trainer.micro_batch_tokens=250",
+    "eval.problems=8",
+    "eval.every=0",
+    "checkpoint.every=2",
+    "log.trajectories_every=1",
+]
+BOUND = 120.0  # seconds: a rank that waits for a dead one would wait for days
+
+
+def start(out: Path, *sets: str) -> subprocess.Popen[str]:
+    """`torchrun --nproc-per-node 2 -m trimtab train laboratory`, its output in one pipe."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trimtab"]
+    command += ["train", "laboratory", "--out", str(out), *(f"--set={entry}" for entry in (*SETS, *sets))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def rank(run: subprocess.Popen[str], number: int) -> psutil.Process:
+    for child in psutil.Process(run.pid).children():
+        if child.environ().get("RANK") == str(number):
+            return child
+    raise AssertionError(f"torchrun has no rank {number}")
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_are_one_run(tmp_path: Path) -> None:
+    """One display, one report; the first rewards are those of one process, and its checkpoint is a model."""
+    run = start(tmp_path / "two", "trainer.steps=3")
+    said = run.communicate()[0]
+    assert run.returncode == 0, said[-4000:]
+    assert said.count("objective  token-tis") == 1
+    assert (tmp_path / "two" / "report.html").is_file()
+    alone = train(load_config("laboratory", [*SETS, "trainer.steps=1"]), out=tmp_path / "one")
+    lines = read_metrics(tmp_path / "two" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for key in ("reward/mean", "tokens/decoded", "eval/sort/before", "trajectories/consumed"):
+        assert lines[0][key] == alone.metrics[key], key
+    saved = tmp_path / "two" / "checkpoints" / "step-000003"
+    parts = sorted(item.name for item in (saved / "model").iterdir())
+    assert parts == [f"shard-0000{number}-model-00001-of-00001.safetensors" for number in (1, 2)]
+    model, _, step = restore(tmp_path / "two")
+    tensors = checkpoint.load(saved).tensors["model"]
+    assert step == 3
+    assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("victim", "sets"), [(1, []), (0, ["trainer.max_lag=2"])])
+def test_a_lost_rank_ends_the_others_and_the_run_resumes(tmp_path: Path, victim: int, sets: list[str]) -> None:
+    """A follower of a synchronous run, and the leader of an asynchronous one with an engine in a process of its own."""
+    out = tmp_path / "run"
+    run = start(out, "trainer.steps=1000", *sets)
+    assert run.stdout is not None
+    for line in run.stdout:
+        if line.startswith("step 4/"):
+            break
+    ranks = [rank(run, number) for number in (0, 1)]
+    family = [*ranks, *(child for process in ranks for child in process.children(recursive=True))]
+    ranks[victim].send_signal(signal.SIGKILL)
+    rest = run.communicate(timeout=BOUND)[0]
+    assert run.returncode != 0
+    _, alive = psutil.wait_procs(family, timeout=BOUND)
+    assert not alive
+    if victim == 1:
+        assert "another rank is gone" in rest
+    before = read_metrics(out / "metrics.jsonl")
+    last = checkpoint.latest(out / "checkpoints")
+    assert last is not None
+    assert before[-1]["step"] - 2 <= last.step <= before[-1]["step"]
+    target = last.step + 2
+    train(load_config("laboratory", [*SETS, *sets, f"trainer.steps={target}"]), out=out, resume=True)
+    after = read_metrics(out / "metrics.jsonl")
+    assert [line["step"] for line in after] == list(range(1, target + 1))
+    assert after[: last.step] == before[: last.step]
+    assert json.loads((out / "checkpoints" / f"step-{target:06d}" / "meta.json").read_text())["updates"] == target
