@@ -90,6 +90,17 @@ class After:
         return self.left < 0
 
 
+class Announced:
+    """Never set; says that somebody waits for an answer."""
+
+    def __init__(self, busy: threading.Event) -> None:
+        self.busy = busy
+
+    def is_set(self) -> bool:
+        self.busy.set()
+        return False
+
+
 def assert_same(found: list[list[Completion]], expected: list[list[Completion]]) -> None:
     assert [len(group) for group in found] == [len(group) for group in expected]
     for one, other in zip(chain(*found), chain(*expected), strict=True):
@@ -309,8 +320,20 @@ def test_another_engine_with_the_same_weights_samples_alike_until_it_is_closed(
     expected = local().generate(ASKED, 4, FREE, seed=3)
     for one in (engine, other):
         assert_same(one.generate(ASKED, 4, FREE, seed=3), expected)
-    pid = other.pid
+    pid, busy, caught = other.pid, threading.Event(), []
+
+    def generate() -> None:
+        try:
+            other.generate(ASKED * 8, 64, FREE, seed=3, interrupt=Announced(busy))
+        except EngineLost as error:
+            caught.append(error)
+
+    caller = threading.Thread(target=generate)
+    caller.start()
+    busy.wait()
     other.close()
+    caller.join()
+    assert len(caught) == 1
     gone(pid)
     other.close()
     with pytest.raises(EngineLost):

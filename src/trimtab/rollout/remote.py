@@ -13,7 +13,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from trimtab.errors import Diverged, EngineLost, TrimtabError
 from trimtab.rollout import wire
@@ -164,6 +164,8 @@ class WorkerEngine:
             self._child = None
             child.end()
             raise
+        if self._closed:
+            raise EngineLost(f"the engine was closed during {doing}")
         self._note(frame.head)
         return frame
 
@@ -185,23 +187,25 @@ class WorkerEngine:
     def _lose(self, child: _Child, doing: str) -> NoReturn:
         self._child = None
         child.end()
-        raise EngineLost(f"the engine's process {child.fate()} during {doing}: recover the engine, then publish")
+        raise EngineLost(f"the engine's process {child.fate()} during {doing}")
 
 
 class _Child:
-    """The process, our end of its connection, and what it prints."""
+    """The process, our end of its connection, and what it prints (into a deleted file)."""
 
     def __init__(self, spec: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self.connection, theirs = socket.socketpair()
-        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process lives
+        with tempfile.TemporaryFile() as log:
+            self._log = os.dup(log.fileno())
+        weakref.finalize(self, os.close, self._log)
         with theirs:
             self.process = subprocess.Popen(
                 # -P: no module in the working directory may take the place of an installed one.
                 [sys.executable, "-P", "-m", "trimtab.rollout.worker", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=self.log,
+                stdout=self._log,
+                stderr=self._log,
                 env=environment,
                 start_new_session=True,  # Ctrl-C is the trainer's to handle
             )
@@ -215,21 +219,19 @@ class _Child:
             self.connection.shutdown(socket.SHUT_WR)
             self.process.wait(GRACE)
         self.end()
-        self.log.close()
 
     def fate(self) -> str:
         """How it ended, with its last line."""
         code = self.process.wait()
         if code == -signal.SIGKILL:
-            how = "was killed (by hand, or because memory ran out)"
+            how = "was killed (memory ran out, or somebody killed it)"
         elif code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
             how = f"ended with exit code {code}"
-        size = self.log.seek(0, os.SEEK_END)
-        self.log.seek(max(0, size - LAST_WORDS))
-        lines = self.log.read().decode(errors="replace").strip().splitlines()
-        self.log.close()
+        size = os.fstat(self._log).st_size
+        words = os.pread(self._log, LAST_WORDS, max(0, size - LAST_WORDS)).decode(errors="replace")
+        lines = words.strip().splitlines()
         return f"{how}, last saying {lines[-1].strip()[:200]!r}," if lines else how
 
 

@@ -74,11 +74,11 @@ def build_engines(config: Config, loaded: Loaded, folder: Path) -> list[Engine]:
 def engine_spec(config: Config, folder: Path) -> dict[str, Any]:
     """The recipe's engine as `rollout.hosted.build` takes it: JSON, for another process."""
     if config.engine.type == "vllm":
-        return {"type": "vllm", "model": str(folder), "engine": config.engine.model_dump(mode="json")}
+        return {"type": "vllm", "model": str(folder.absolute()), "engine": config.engine.model_dump(mode="json")}
     rounding = sampler_rounding(config)
     return {
         "type": "embedded",
-        "model": str(folder),
+        "model": str(folder.absolute()),
         "dtype": config.engine.dtype,
         "rounding": {"bits": rounding.bits, "noise": rounding.noise, "seed": rounding.seed},
     }
