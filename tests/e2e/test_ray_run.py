@@ -1,9 +1,10 @@
-"""Whole runs on a real Ray cluster: actors are killed, the driver is interrupted and killed; nothing is lost."""
+"""Whole runs on a real Ray cluster: actors are killed, so is the driver; nothing is lost or left behind."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def test_rollout_actors_killed_in_the_middle_are_replaced_and_every_group_is_acc
             assert step - 1 - MAX_LAG <= versions.min() <= versions.max() <= step - 1
     assert sorted(seen) == [group for group in range(STEPS * PROMPTS) for _ in range(SAMPLES)]
     assert_versions_are_true(result.run)
-    assert not [kind for kind in ("TrainerRank", "EngineHost", "RewardHost") if cluster.actors(kind)]
+    assert not everyone(cluster)
 
 
 def assert_versions_are_true(run: Path) -> None:
@@ -117,27 +118,54 @@ def token_logp(model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray)
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
 
 
-def test_ctrl_c_and_even_a_kill_of_the_driver_leave_no_actor_behind(cluster: Cluster, tmp_path: Path) -> None:
-    out, actors = tmp_path / "run", []
-    sets = [*SMALL, f"ray.address={cluster.address}", "trainer.steps=500", "checkpoint.keep=2"]
-    for ending, resume in ((signal.SIGINT, []), (signal.SIGKILL, ["--resume"])):
-        command = [sys.executable, "-m", "trimtab", "train", "laboratory", *(w for s in sets for w in ("--set", s))]
-        driver = subprocess.Popen(
-            [*command, "--out", str(out), *resume], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        assert driver.stdout is not None
-        lines = []
-        for line in driver.stdout:
-            lines.append(line)
-            if line.startswith("step "):
-                break
-        actors = [*cluster.actors("TrainerRank"), *cluster.actors("EngineHost")]
-        assert len(actors) == 2, "".join(lines)
-        driver.send_signal(ending)
-        rest = driver.communicate()[0]
-        _, alive = psutil.wait_procs(actors, timeout=30)
-        assert not alive
-        if ending == signal.SIGINT:
-            assert driver.returncode == 130
-            assert "--resume" in rest
-    assert len(read_metrics(out / "metrics.jsonl")) >= 2
+def begin(cluster: Cluster, out: Path, *options: str) -> subprocess.Popen[str]:
+    """The command, as far as the end of its first step."""
+    sets = [*SMALL, f"ray.address={cluster.address}", "trainer.steps=500", "checkpoint.keep=2", *options]
+    resume = ["--resume"] if out.exists() else []
+    command = [sys.executable, "-m", "trimtab", "train", "laboratory", *(w for s in sets for w in ("--set", s))]
+    driver = subprocess.Popen(
+        [*command, "--out", str(out), *resume], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert driver.stdout is not None
+    said = []
+    for line in driver.stdout:
+        said.append(line)
+        if line.startswith("step "):
+            return driver
+    raise AssertionError("".join(said))
+
+
+def everyone(cluster: Cluster) -> list[psutil.Process]:
+    return [process for kind in ("TrainerRank", "EngineHost", "RewardHost") for process in cluster.actors(kind)]
+
+
+def test_however_a_run_ends_no_actor_stays_and_the_next_command_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    driver = begin(cluster, out, "ray.trainers=2")
+    actors = everyone(cluster)
+    assert len(actors) == 3
+    cluster.actors("TrainerRank")[1].kill()
+    told = driver.communicate()[0]
+    assert driver.returncode == 2
+    assert re.search(r"trainer rank [01] was lost .* --resume", told)
+    assert "Traceback" not in told
+    assert not psutil.wait_procs(actors, timeout=60)[1]
+
+    driver = begin(cluster, out)
+    actors = everyone(cluster)
+    assert len(actors) == 2
+    driver.send_signal(signal.SIGINT)
+    assert "--resume" in driver.communicate()[0]
+    assert driver.returncode == 130
+    assert not psutil.wait_procs(actors, timeout=60)[1]
+
+    driver = begin(cluster, out)
+    actors = everyone(cluster)
+    assert len(actors) == 2
+    driver.kill()
+    driver.communicate()
+    assert not psutil.wait_procs(actors, timeout=60)[1]
+    steps = [row["step"] for row in read_metrics(out / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 3

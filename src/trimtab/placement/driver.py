@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,8 @@ def train(
     Raises:
         TrimtabError: for anything a user can mend, a rank that died among it.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise TrimtabError('placement = "ray" starts the ranks itself: leave torchrun out and set ray.trainers')
     watcher, run = observer or Silent(), Path(out or config.out or "runs/run").resolve()
     check(config).scorer.close()
     with connected(config.ray), reserved(config) as seats, _started(seats) as ranks:

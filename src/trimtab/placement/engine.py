@@ -72,9 +72,11 @@ class RayEngine:
             "prefixes": head,
         }
         self._calls += 1
+        host = self._host  # `close` may take it away from another thread
         with self._alive():
-            answer = self._host.generate.remote(self._calls, request, arrays)
-            self._watch(answer, interrupt)
+            answer = host.generate.remote(self._calls, request, arrays)
+            if interrupt is not None and _interrupted(answer, interrupt):
+                host.interrupt.remote(self._calls)
             found, parts, *counters = ask(answer)
         self._count(*counters)
         # Objects of the store are read-only, and stay there as long as an array of theirs is used.
@@ -142,16 +144,6 @@ class RayEngine:
         except ActorLost as error:
             raise EngineLost(f"the engine in bundle {self._seat.bundle} of the cluster was lost ({error})") from None
 
-    def _watch(self, answer: Any, interrupt: Interrupt | None) -> None:
-        import ray
-
-        while interrupt is not None:
-            if interrupt.is_set():
-                self._host.interrupt.remote(self._calls)
-                return
-            if ray.wait([answer], timeout=LOOK)[0]:
-                return
-
     def _count(self, decoded: int, prefilled: int) -> None:
         self.decoded += decoded - self._counted[0]
         self.prefilled += prefilled - self._counted[1]
@@ -169,6 +161,16 @@ def build_engines(config: Config, spec: Mapping[str, Any], seats: Sequence[Seat]
     for engine in engines:
         engine.wait()
     return engines
+
+
+def _interrupted(answer: Any, interrupt: Interrupt) -> bool:
+    """Wait for the answer or the interrupt; whether the interrupt came first."""
+    import ray
+
+    while not interrupt.is_set():
+        if ray.wait([answer], timeout=LOOK)[0]:
+            return False
+    return True
 
 
 def _files(folder: Path) -> dict[str, bytes]:
