@@ -102,8 +102,9 @@ class Beside:
         meta, files = self._floor.buffer.state()
         meta["published"] = self.published
         publication = self._floor.publication
-        lags = publication is not None and publication.version != updates
-        return {"engine": _once(publication.weights)} if lags else {}, meta, files
+        if publication is None or publication.version == updates:
+            return {}, meta, files
+        return {"engine": _once(publication.weights)}, meta, files
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
         self._floor.buffer.restore(meta, files)
@@ -164,9 +165,10 @@ class Beside:
             if floor.in_flight == "continue":
                 self._interrupt()
             floor.buffer.changed.notify_all()
+            self._look()
             while not self._at_rest():
-                self._look()
                 floor.buffer.changed.wait()
+                self._look()
         try:
             yield
         finally:

@@ -114,7 +114,7 @@ class Buffer:
     def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Books (JSON) and files for a checkpoint: ready groups whole, of all others the numbers."""
         with self.changed:
-            state = self.schedule.state() | {"stale": self._stats.stale}
+            state: dict[str, Any] = {**self.schedule.state(), "stale": self._stats.stale}
             rows = [trajectory for number in state["ready"] for trajectory in self._groups[number]]
             return state, {PENDING: trajectories.to_bytes(rows)} if rows else {}
 
