@@ -10,7 +10,7 @@ from trimtab.planning.assumptions import reasons
 from trimtab.planning.measured import Measured
 from trimtab.planning.memory import host
 from trimtab.planning.plan import Plan
-from trimtab.planning.schedule import cycle, enough_ahead
+from trimtab.planning.schedule import cycle, lead
 
 GB = 1e9
 
@@ -87,7 +87,7 @@ def text(plan: Plan) -> str:
 
 def measured_dict(found: Measured, max_lag: int | None) -> dict[str, Any]:
     """What the asynchronous run will do, by the synchronous run's phases."""
-    ahead = enough_ahead(found.phases) if max_lag is None else max_lag // found.updates
+    ahead = lead(max_lag, found.updates, found.phases)
     steady = cycle(found.phases, ahead)
     return {
         "measured": {**asdict(found.phases), "step": found.phases.in_turn, "steps": found.steps},
@@ -119,7 +119,7 @@ def measured_text(found: Measured, data: Mapping[str, Any]) -> str:
 
 
 def _lag(mean: float, most: int, updates: int, max_lag: int) -> dict[str, float]:
-    return {"mean": mean * updates, "max": most * updates, "max_lag": max_lag}
+    return {"mean": mean * updates, "max": most * updates, "max_lag": max_lag, "updates": updates}
 
 
 def _sides(plan: Plan) -> list[str]:

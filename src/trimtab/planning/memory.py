@@ -93,7 +93,8 @@ def _kept(shape: Shape, rank: Rank) -> float:
     last = 3 * EXACT * shape.hidden * rank.tokens  # the last residual, its norm, and what comes out of it
     if rank.recompute:
         return shape.layers * EXACT * shape.hidden * rank.tokens + last
-    probabilities = min(2 * KEEP_SCORES, _scores(shape, rank)) * rank.compute
+    scores = _scores(shape, rank)
+    probabilities = scores * rank.compute if scores <= KEEP_SCORES else 0.0
     return shape.layers * (layer_kept(shape, rank) * rank.tokens + probabilities) + last
 
 

@@ -13,7 +13,7 @@ from trimtab.planning.assumptions import Assumptions
 from trimtab.planning.devices import Device
 from trimtab.planning.memory import Rank
 from trimtab.planning.rates import Engine, Workload, training, writing
-from trimtab.planning.schedule import Cycle, Phases, cycle, enough_ahead
+from trimtab.planning.schedule import Cycle, Phases, cycle, lead
 from trimtab.planning.shapes import Shape
 
 NODE = 8  # GPUs of one machine: a larger cluster is divided by machines
@@ -175,7 +175,7 @@ def _candidates(question: Question, size: int, engines: int) -> Iterator[Plan]:
     for recompute, offload in ((False, False), (True, False), (True, True)):
         rank = _rank(question, ranks, recompute, offload)
         phases = _phases(question, rank, generate)
-        ahead = enough_ahead(phases) if question.max_lag is None else question.max_lag // question.work.updates
+        ahead = lead(question.max_lag, question.work.updates, phases)
         held = memory.training_rank(question.shape, rank)
         found = Plan(question, engine, engines, rank, phases, ahead, held)
         if found.trainer_fits or offload:

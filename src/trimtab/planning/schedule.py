@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from trimtab.errors import TrimtabError
+
 # Steps until transients are gone, and steps looked at: phases are constant, so what follows repeats.
 _SETTLE, _LOOK = 200, 400
 
@@ -74,6 +76,18 @@ def enough_ahead(phases: Phases) -> int:
     if not phases.ideal:
         return 0
     return math.ceil(phases.in_turn / phases.ideal - 1 - 1e-9)
+
+
+def lead(max_lag: int | None, updates: int, phases: Phases) -> int:
+    """How many steps engines may be ahead under `max_lag` updates; None: as many as are needed."""
+    if max_lag is None:
+        return enough_ahead(phases)
+    if 0 < max_lag < updates:
+        raise TrimtabError(
+            f"--max-lag {max_lag} is less than the {updates} updates of a step: nothing could be generated beside "
+            f"training; give {updates} or more, or 0"
+        )
+    return max_lag // updates
 
 
 def _lags(phases: Phases, ahead: int) -> list[int]:

@@ -33,6 +33,14 @@ def test_a_layer_by_hand() -> None:
     assert layer_kept(TINY, replace(ONE, compute=4)) == 4 * 4 * 4 + 4 * (5 * 4 + 2 * 4 + 2 * 2 + 4 * 8)
 
 
+def test_few_probabilities_are_kept_and_many_computed_again() -> None:
+    short = training_rank(TINY, ONE)["kept"]
+    # Two heads, four rows of 20 queries and 40 keys: 6400 probabilities in each of two layers.
+    assert short == 2 * (layer_kept(TINY, ONE) * 100 + 2 * 6400) + 3 * 4 * 4 * 100
+    long = replace(ONE, response=4000)
+    assert training_rank(TINY, long)["kept"] == 2 * layer_kept(TINY, ONE) * 100 + 3 * 4 * 4 * 100
+
+
 def test_checkpointing_keeps_one_input_for_each_layer() -> None:
     with_, without = (training_rank(TINY, replace(ONE, recompute=on)) for on in (True, False))
     assert with_["kept"] == (2 + 3) * 4 * 4 * 100

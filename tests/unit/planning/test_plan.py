@@ -82,8 +82,7 @@ def test_lag_is_counted_in_updates() -> None:
     four = replace(SEVEN, work=replace(WORK, updates=4))
     assert plan(four).max_lag % 4 == 0
     assert plan(replace(four, max_lag=0)).cycle.seconds == pytest.approx(plan(replace(four, max_lag=0)).phases.in_turn)
-    # Three updates are less than a step: engines may not run ahead.
-    assert plan(replace(four, max_lag=3)).ahead == 0
+    assert [plan(replace(four, max_lag=lag)).ahead for lag in (4, 7, 8)] == [1, 1, 2]
 
 
 def test_more_gpus_are_never_slower() -> None:
@@ -96,6 +95,7 @@ def test_more_gpus_are_never_slower() -> None:
     [
         ({"rollout_gpus": 8}, "8 GPUs cannot be split --rollout-gpus 8"),
         ({"gpus": 3, "tensor_parallel": 4}, "engines of 4 GPUs"),
+        ({"work": replace(WORK, updates=4), "max_lag": 3}, "--max-lag 3 is less than the 4 updates of a step"),
         ({"shape": SHAPES["qwen2.5-72b"], "gpus": 2}, "no engine"),
     ],
 )
