@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -14,9 +15,12 @@ from typing import Any
 import pytest
 import torch
 from tests.e2e import fsdp_worker
+from transformers import LlamaForCausalLM
 
+from trimtab.models.load import load
 from trimtab.training import run
 from trimtab.training.rundir import read_metrics
+from trimtab.training.sft import laboratory_folder
 
 pytestmark = pytest.mark.e2e
 
@@ -46,6 +50,16 @@ VARIANTS = {
     "cispo": ["objective.name=cispo", "trainer.minibatches=2", "objective.kl_coef=0.05", "objective.entropy_coef=0.01"],
     "calibrated": ["objective.name=icepop", "objective.calibrate=true", "objective.denominator=kept"],
 }
+# What only sharding has: a tied head, noise on its logits, and both of its options.
+TIED = [
+    "objective.name=token-alp",
+    "perturbation.layers=logits",
+    "perturbation.std=0.1",
+    "diagnose.every=1",
+    "sharding.offload=true",
+    "sharding.reshard=false",
+]
+MIXED = ["model.autocast=bfloat16", "model.gradient_checkpointing=true"]
 SHORT = ["trainer.steps=3", "checkpoint.every=0"]
 
 
@@ -84,11 +98,23 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def tied(folder: Path) -> str:
+    """An untrained model whose head is its embedding; returns the override that names it."""
+    loaded = load(str(laboratory_folder()), dtype=torch.float32)
+    settings = copy.deepcopy(loaded.model.config)
+    settings.tie_word_embeddings = True
+    torch.manual_seed(0)
+    LlamaForCausalLM(settings).save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return f"model.path={folder}"
+
+
 @pytest.fixture(scope="module")
 def runs(recording: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every variant by 1 and 2 processes, the plain one by 4 as well; then what resumes from 2 ranks' checkpoint."""
     root = tmp_path_factory.mktemp("runs")
-    sets = {"plain": PLAIN, **{name: [*SHORT, *sets] for name, sets in VARIANTS.items()}}
+    variants = VARIANTS | {"tied": [*TIED, tied(root / "tied")], "mixed": MIXED}
+    sets = {"plain": PLAIN, **{name: [*SHORT, *sets] for name, sets in variants.items()}}
     fsdp_worker.main(job(root / f"{name}-1", recording, own) for name, own in sets.items())
     few = [*SHORT, "log.trajectories_every=0"]  # rows that nobody computed could not be written
     faults = [job(root / fault, recording, few, fault=fault) for fault in ("average", "twice")]
@@ -118,9 +144,18 @@ def test_a_checkpoint_of_two_resumes_on_another_number(runs: dict[str, Path], ra
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("variant", [*VARIANTS, "tied"])
 def test_methods_that_span_the_update_agree(runs: dict[str, Path], variant: str) -> None:
     assert difference(runs[f"{variant}-1"], runs[f"{variant}-2"]) < 1e-5
+
+
+@pytest.mark.timeout(600)
+def test_mixed_precision_is_close_to_autocast_alone(runs: dict[str, Path]) -> None:
+    """A layer's weights are gathered in bfloat16, so that those of its norms are rounded, too."""
+    one, two = (numbers(runs[f"mixed-{ranks}"], "loss/policy", "optim/grad_norm") for ranks in (1, 2))
+    assert torch.allclose(one["loss/policy"], two["loss/policy"], rtol=0, atol=5e-3)
+    assert torch.allclose(one["optim/grad_norm"], two["optim/grad_norm"], rtol=0.05)
+    assert not torch.equal(one["optim/grad_norm"], two["optim/grad_norm"])
 
 
 @pytest.mark.timeout(600)

@@ -45,7 +45,8 @@ def shard(
     """Spread `model` over the ranks of the one-dimensional `mesh`, in place; every rank must hold equal weights.
 
     Parameters become DTensors cut along their first dimension, under their old names; tied ones stay tied. Gradients
-    are summed over ranks, not averaged, in float32 or wider. Every rank must run the model equally often.
+    are summed over ranks, not averaged, in float32 or wider. Every rank must run the model equally often. A model that
+    lies elsewhere comes to the mesh's device layer by layer: no device ever holds all of it.
 
     Args:
         compute: type in which a layer's weights are gathered, for use under autocast of the same type; None: their
@@ -62,10 +63,16 @@ def shard(
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
     }
     layer_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
-    for layer in decoder(model).layers:
+    layers = decoder(model).layers
+    for layer in layers:
+        layer.to(mesh.device_type)
         fully_shard(layer, reshard_after_forward=reshard, mp_policy=layer_policy, **options)
     # Embedding, final norm and head are needed at both ends of forward and backward: freeing them gains nothing.
     root_policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
+    inner = {id(module) for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        if id(module) not in inner:
+            module._apply(lambda tensor: tensor.to(mesh.device_type), recurse=False)
     fully_shard(model, reshard_after_forward=False, mp_policy=root_policy, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):

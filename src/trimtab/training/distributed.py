@@ -45,8 +45,10 @@ def spread(model: nn.Module, config: Config) -> nn.Module:
 
         assert ranks.device is not None
         for name, parameter in model.named_parameters():
-            if ADAPTER in name:
-                dist.broadcast(parameter.data, 0)
+            if ADAPTER in name:  # on the CPU: the leader's model may lie on its device already
+                data = parameter.data.cpu()
+                dist.broadcast(data, 0, group=ranks.control)
+                parameter.data.copy_(data)
         shard(
             model,
             init_device_mesh(ranks.device.type, (ranks.size,)),

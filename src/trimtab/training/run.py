@@ -189,10 +189,13 @@ def load_model(config: Config) -> Loaded:
 
 def assemble(config: Config, parts: Parts, loaded: Loaded, run: RunDir, observer: Observer, makers: Makers) -> Trainer:
     """Put the trained model, the sampler's copy and the data side together."""
-    device = here().device or default_device()
-    loaded.model.to(device)  # pyright: ignore[reportArgumentType]  # first: the engine copies the model where it lies
+    ranks = here()
+    device = ranks.device or default_device()
+    if ranks.size == 1 or (ranks.leads and config.engine.type == "embedded"):
+        # First: the engine copies the model where it lies.
+        loaded.model.to(device)  # pyright: ignore[reportArgumentType]
     make = makers.engines or build_engines
-    engines = make(config, loaded, run.model_folder) if here().leads else [NoEngine()]
+    engines = make(config, loaded, run.model_folder) if ranks.leads else [NoEngine()]
     canary = Canary.build(config, loaded.tokenizer, loaded.model)
     model = spread(prepare_model(loaded.model, config, device), config)
     return Trainer(
@@ -257,7 +260,9 @@ def _collector(config: Config, parts: Parts, loaded: Loaded, engine: Engine) -> 
 
 def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """Training mode (gradient checkpointing acts only there; dropout was switched off on loading) and adapters."""
-    model.to(device).train()
+    if here().size == 1:
+        model.to(device)  # `spread` brings a sharded one there, layer by layer
+    model.train()
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
     return add_lora(model, config.model.lora) if config.model.lora.rank else model

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.models.sharding import is_sharded, shared_parameters
+from trimtab.training.ranks import here
 from trimtab.training.sharded import described, fill
 
 _TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$dict"
@@ -110,12 +111,12 @@ def load_optimizer_state(
 
 
 def rng_state() -> dict[str, Any]:
-    """The global random generators (python, numpy, torch, every CUDA device) as a tree for `pack`."""
+    """The global random generators (python, numpy, torch, every CUDA device of this process) as a tree for `pack`."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002 - a user's reward may draw from the global generator
         "torch": torch.get_rng_state(),
-        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.get_rng_state(device) for device in _cuda_devices()],
     }
 
 
@@ -124,16 +125,24 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])
-    devices = torch.cuda.device_count()
-    if len(state["cuda"]) == devices:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    devices = _cuda_devices()
+    if len(state["cuda"]) == len(devices):
+        for device, generator in zip(devices, state["cuda"], strict=True):
+            torch.cuda.set_rng_state(generator, device)
     else:
         warnings.warn(
-            f"the checkpoint has the random state of {len(state['cuda'])} CUDA devices, here are {devices}: "
+            f"the checkpoint has the random state of {len(state['cuda'])} CUDA devices, here are {len(devices)}: "
             "the run continues, but not with the same random numbers",
             TrimtabWarning,
             stacklevel=2,
         )
+
+
+def _cuda_devices() -> list[int]:
+    """All of them, or of several ranks each its own: touching a device costs memory there."""
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.current_device()] if here().size > 1 else list(range(torch.cuda.device_count()))
 
 
 def _pack(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
