@@ -74,8 +74,13 @@ def explained() -> Iterator[None]:
     except GetTimeoutError:
         raise ActorLost("it did not answer in time") from None
     except RayError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ActorLost(lines[-1] if lines else type(error).__name__) from None
+        raise ActorLost(_reason(str(error)) or type(error).__name__) from None
+
+
+def _reason(text: str) -> str:
+    """The first sentence of the last line: Ray goes on with everything that might have been."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].partition(". ")[0][:200] if lines else ""
 
 
 def end(handle: Any) -> None:

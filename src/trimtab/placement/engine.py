@@ -33,7 +33,7 @@ class RayEngine:
         self.policy_version = 0
         self.decoded = 0
         self.prefilled = 0
-        self.place: dict[str, Any] = {}
+        self.place: dict[str, Any]
         self._spec = dict(spec)
         self._files = _files(Path(spec["model"]))
         self._seat = seat
@@ -125,6 +125,7 @@ class RayEngine:
 
     def _begin(self) -> None:
         self._host = self._seat.start(EngineHost, self._seat.threads)
+        self.place = {}
         self._starting = self._host.start.remote(self._spec, self._files)
         self._counted = (0, 0)  # tokens of this actor's own counters
         self.policy_version, self._has_weights = 0, False
@@ -142,7 +143,8 @@ class RayEngine:
             with explained():
                 yield
         except ActorLost as error:
-            raise EngineLost(f"the engine in bundle {self._seat.bundle} of the cluster was lost ({error})") from None
+            where = f"process {self.place['pid']} on {self.place['node']}" if self.place else "its actor"
+            raise EngineLost(f"{where}: {error}") from None
 
     def _count(self, decoded: int, prefilled: int) -> None:
         self.decoded += decoded - self._counted[0]
