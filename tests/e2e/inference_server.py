@@ -1,10 +1,10 @@
-"""A real inference server over a real model, small enough to be killed: an embedded engine behind two wire formats.
+"""Real inference servers over a real model, small enough to be killed: embedded engines behind two wire formats.
 
-    inference_server.py KIND FOLDER DIARY PORT
-
-KIND is `vllm` or `sglang`; what is answered follows those projects' own sources (named in rollout/server_vllm.py and
-server_sglang.py). FOLDER holds a model with its weights. Says `port N` on standard output when it listens. DIARY gets
-one JSON line for every request that samples, when it arrives and when its answer is sent.
+This process imports torch once and forks a server for each line on its standard input, a JSON list:
+[KIND, FOLDER, DIARY, SAYS, PORT]. KIND is "vllm" or "sglang"; what is answered follows those projects' own sources
+(named in rollout/server_vllm.py and server_sglang.py). FOLDER holds a model with its weights. DIARY gets one JSON line
+for every request that samples, when it arrives and when its answer is sent. SAYS is a named pipe: first `PORT PID`,
+when the server listens, at last the end of the file, when it is dead.
 
 `POST /behave` with a JSON object changes how it behaves from then on: {"after": N, "tokens": T}: from the N-th request
 on, each waits, after T tokens, until it is aborted, and `holding` is said for it. {"raw": true}: log-probs from before
@@ -15,9 +15,12 @@ the temperature. {"silent": N}: the N-th answer lacks a log-prob. {"reject": tru
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 from dataclasses import replace
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from trimtab.models.load import load
+from trimtab.models.load import Loaded, load
 from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.rollout.handover import SharedWeights
 from trimtab.rollout.prefixes import EMPTY
@@ -37,15 +40,16 @@ from trimtab.types import Completion, Problem, Prompt, Sampling
 class Service:
     """What both dialects share: the model, its weights' label, and who is waiting."""
 
-    def __init__(self, kind: str, folder: Path, diary: Path) -> None:
-        loaded = load(str(folder), dtype=torch.float32)
+    def __init__(self, kind: str, folder: str, diary: str, says: str) -> None:
+        loaded = model(folder)
         self.kind = kind
-        self.folder = str(folder)
+        self.folder = folder
         self.engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.float32)
         self.label = "default"
         self.paused = False
         self.options: dict[str, Any] = {}
-        self._diary = diary.open("a")
+        self._diary = open(diary, "a")  # noqa: SIM115  # as long as the process lives
+        self._says = open(says, "w")  # noqa: SIM115
         self._lock = threading.Lock()
         self._asked = 0
         self._aborts = 0
@@ -54,6 +58,7 @@ class Service:
     def behave(self, options: dict[str, Any]) -> None:
         with self._lock:
             self.options, self._asked = options, 0
+        self.say("behaving")
         if options.get("release"):
             self.abort_all()
 
@@ -61,6 +66,10 @@ class Service:
         with self._lock:
             self._diary.write(json.dumps(entry) + "\n")
             self._diary.flush()
+
+    def say(self, line: str) -> None:
+        self._says.write(line + "\n")
+        self._says.flush()
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
         with self._lock:
@@ -80,7 +89,7 @@ class Service:
         if number >= self.options.get("after", sys.maxsize):
             with self._aborted:
                 seen = self._aborts
-                print("holding", flush=True)
+                self.say("holding")
                 self._aborted.wait_for(lambda: self._aborts > seen)
             tokens = self.options.get("tokens", 0)
             if tokens == 0:
@@ -161,13 +170,14 @@ class Handler(BaseHTTPRequestHandler):
         assert not self.service.paused
         sampling = Sampling(
             temperature=body["temperature"],
+            top_k=body["top_k"],
             max_tokens=body["max_tokens"],
-            stop=tuple(body["stop"]),
-            stop_ids=tuple(body["stop_token_ids"]),
+            stop=tuple(body.get("stop", ())),
+            stop_ids=tuple(body.get("stop_token_ids", ())),
             ignore_stop=body["ignore_eos"],
         )
-        found = self.service.sample(body["prompt"], sampling, body["seed"])
-        self.service.note(answered=body["seed"])
+        found = self.service.sample(body["prompt"], sampling, body.get("seed", 0))
+        self.service.note(answered=body.get("seed"))
         logprobs = {"token_logprobs": self.service.logprobs(found), "tokens": [], "top_logprobs": [], "text_offset": []}
         choice = {
             "index": 0,
@@ -176,7 +186,7 @@ class Handler(BaseHTTPRequestHandler):
             "finish_reason": found.finish,
             "token_ids": found.response_ids.tolist(),
         }
-        return {"id": f"cmpl-{body['request_id']}", "object": "text_completion", "choices": [choice]}
+        return {"id": f"cmpl-{body.get('request_id')}", "object": "text_completion", "choices": [choice]}
 
     def vllm_abort_requests(self, body: Any) -> Any:
         assert not body.get("request_ids")
@@ -225,15 +235,15 @@ class Handler(BaseHTTPRequestHandler):
         sampling = Sampling(
             temperature=params["temperature"],
             max_tokens=params["max_new_tokens"],
-            stop=tuple(params["stop"]),
-            stop_ids=tuple(params["stop_token_ids"]),
+            stop=tuple(params.get("stop", ())),
+            stop_ids=tuple(params.get("stop_token_ids", ())),
             ignore_stop=params["ignore_eos"],
         )
-        found = self.service.sample(body["input_ids"], sampling, params["sampling_seed"])
-        self.service.note(answered=params["sampling_seed"])
+        found = self.service.sample(body["input_ids"], sampling, params.get("sampling_seed", 0))
+        self.service.note(answered=params.get("sampling_seed"))
         ids = found.response_ids.tolist()
         info = {
-            "id": body["rid"],
+            "id": body.get("rid"),
             "finish_reason": {"type": found.finish},
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(ids),
@@ -260,14 +270,31 @@ class Handler(BaseHTTPRequestHandler):
         return {"success": True, "message": "Succeeded", "num_paused_requests": 0}
 
 
-def main(kind: str, folder: str, diary: str, port: str) -> None:
-    torch.set_num_threads(1)
-    Handler.service = Service(kind, Path(folder), Path(diary))
-    server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
+@cache
+def model(folder: str) -> Loaded:
+    return load(folder, dtype=torch.float32)
+
+
+def serve(kind: str, folder: str, diary: str, says: str, port: int) -> None:
+    """As long as the process lives that started it."""
+    Handler.service = Service(kind, folder, diary, says)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
-    print("port", server.server_address[1], flush=True)
+    parent = os.getppid()
+    server.service_actions = lambda: None if os.getppid() == parent else os._exit(1)
+    Handler.service.say(f"{server.server_address[1]} {os.getpid()}")
     server.serve_forever()
 
 
+def main() -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    for line in sys.stdin:
+        kind, folder, diary, says, port = json.loads(line)
+        model(folder)
+        if os.fork() == 0:
+            serve(kind, folder, diary, says, port)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

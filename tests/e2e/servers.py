@@ -3,65 +3,83 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.request import Request, urlopen
 
 SCRIPT = str(Path(__file__).with_name("inference_server.py"))
 
 
 class Served:
-    """One running `inference_server.py`."""
+    """One server, forked from a `starter` process; it keeps its port when it is killed and started again."""
 
-    def __init__(self, kind: str, folder: Path, diary: Path, port: int = 0) -> None:
-        self.kind, self.folder, self.diary = kind, folder, diary
-        self.port = port
-        self.process: subprocess.Popen[str] | None = None
+    def __init__(self, starter: IO[str], kind: str, folder: Path, home: Path, port: int = 0) -> None:
+        home.mkdir()
+        self.kind, self.port = kind, port
+        self._starter, self._folder = starter, folder
+        self._diary, self._says = home / "diary", home / "says"
+        self._diary.touch()
+        os.mkfifo(self._says)
+        self._said: IO[str] | None = None
+        self._pid = 0
         self.start()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        """Where it was before, if it ran before."""
-        command = [sys.executable, SCRIPT, self.kind, str(self.folder), str(self.diary), str(self.port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        word, _, port = self.line().partition(" ")
-        assert word == "port"
-        self.port = int(port)
+    @property
+    def alive(self) -> bool:
+        return self._said is not None
 
-    def line(self) -> str:
-        assert self.process is not None
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the server ended"
-        return line.strip()
+    def start(self) -> None:
+        line = [self.kind, str(self._folder), str(self._diary), str(self._says), self.port]
+        self._starter.write(json.dumps(line) + "\n")
+        self._starter.flush()
+        self._said = self._says.open()
+        self.port, self._pid = map(int, self._said.readline().split())
 
     def holds(self, count: int = 1) -> None:
         """Wait until it holds so many responses."""
+        assert self._said is not None
         for _ in range(count):
-            assert self.line() == "holding"
+            assert self._said.readline().strip() == "holding"
 
     def behave(self, **options: Any) -> None:
+        """See `inference_server.py`; what it said before is forgotten."""
         urlopen(Request(f"{self.url}/behave", json.dumps(options).encode()), timeout=30).close()
+        assert self._said is not None
+        while self._said.readline().strip() != "behaving":
+            pass
 
     def kill(self) -> None:
-        if self.process is not None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
-            assert self.process.stdout is not None
-            self.process.stdout.close()
-            self.process = None
+        """SIGKILL; when this returns it is dead."""
+        if self._said is not None:
+            os.kill(self._pid, signal.SIGKILL)
+            self._said.read()
+            self._said.close()
+            self._said = None
 
     def noted(self, what: str) -> list[int]:
         """Seeds of the requests that were `asked`, or `answered`, in order."""
-        lines = [json.loads(line) for line in self.diary.read_text().splitlines()]
+        lines = [json.loads(line) for line in self._diary.read_text().splitlines()]
         return [line[what] for line in lines if what in line]
 
     def forget(self) -> None:
         self.behave()
-        self.diary.write_text("")
+        self._diary.write_text("")
+
+
+@contextmanager
+def starter() -> Iterator[IO[str]]:
+    """The standard input of a process that starts servers; they end with it."""
+    with subprocess.Popen([sys.executable, SCRIPT], stdin=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        yield process.stdin
+        process.stdin.close()

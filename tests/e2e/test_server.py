@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.e2e.servers import Served
+from tests.e2e.servers import Served, starter
 
 from trimtab import tasks
 from trimtab.config import EngineConfig
@@ -44,13 +44,13 @@ def prompts(laboratory: Loaded) -> list[Prompt]:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Served]]]:
     """Two servers of the vLLM kind, one of the SGLang kind; tests that kill one start it again."""
-    folder, diaries = laboratory_folder(), tmp_path_factory.mktemp("diaries")
+    folder, home = laboratory_folder(), tmp_path_factory.mktemp("servers")
     kinds = ["vllm", "vllm", "sglang"]
-    with ThreadPoolExecutor() as pool:
-        made = list(pool.map(lambda i: Served(kinds[i], folder, diaries / str(i)), range(len(kinds))))
-    yield {"vllm": made[:2], "sglang": made[2:]}
-    for one in made:
-        one.kill()
+    with starter() as start:
+        made = [Served(start, kind, folder, home / str(index)) for index, kind in enumerate(kinds)]
+        yield {"vllm": made[:2], "sglang": made[2:]}
+        for one in made:
+            one.kill()
 
 
 @pytest.fixture
@@ -59,17 +59,20 @@ def servers(both: dict[str, list[Served]]) -> Iterator[list[Served]]:
         one.forget()
     yield both["vllm"]
     for one in both["vllm"]:
-        if one.process is None:
+        if not one.alive:
             one.start()
 
 
 def engine_over(
     laboratory: Loaded, served: Sequence[Served], folder: Path | None = None, **options: Any
 ) -> ServerEngine:
+    """With the laboratory's own weights, published as version 0."""
     settings = {"urls": [one.url for one in served], "kind": served[0].kind, "patience": 30.0, "timeout": 60.0}
     settings |= {"folder": None if folder is None else str(folder)}
     config = EngineConfig.model_validate({"type": "server", "dtype": "float32", "server": settings | options})
-    return ServerEngine(config.server.urls, laboratory.tokenizer, config, laboratory_folder())
+    engine = ServerEngine(config.server.urls, laboratory.tokenizer, config, laboratory_folder())
+    engine.publish(laboratory.model.named_parameters(), 0)
+    return engine
 
 
 def expected(laboratory: Loaded, prompts: Sequence[Prompt], sampling: Sampling = SAMPLING) -> list[list[Completion]]:
@@ -209,10 +212,11 @@ class TestWire:
             engine_over(laboratory, served).generate(prompts, 2, warm, seed=SEED)
 
     def test_refused_weights_are_an_error_that_says_what_to_do(self, laboratory: Loaded, served: list[Served]) -> None:
+        engine = engine_over(laboratory, served[:1])
         served[0].behave(reject=True)
         advice = "--worker-extension-cls" if served[0].kind == "vllm" else "engine.server.folder"
         with pytest.raises(TrimtabError, match=advice) as raised:
-            engine_over(laboratory, served[:1]).publish(laboratory.model.named_parameters(), 1)
+            engine.publish(laboratory.model.named_parameters(), 1)
         assert not isinstance(raised.value, EngineLost)
 
 
@@ -328,8 +332,8 @@ class TestKills:
         other = tmp_path / "other"
         load(str(laboratory_folder()), dtype=torch.float32).model.save_pretrained(other)
         laboratory.tokenizer.save_pretrained(other)
-        impostor = Served("vllm", other, tmp_path / "diary", alone.port)
-        try:
+        with starter() as start:
+            impostor = Served(start, "vllm", other, tmp_path / "server", alone.port)
             with pytest.raises(TrimtabError, match="came back with") as raised:
                 engine.generate(prompts, 1, SAMPLING, seed=SEED)
             assert not isinstance(raised.value, EngineLost)
@@ -337,7 +341,6 @@ class TestKills:
                 engine.recover()
             with pytest.raises(TrimtabError, match="start all servers alike"):
                 engine_over(laboratory, [impostor, servers[1]])
-        finally:
             impostor.kill()
 
     def test_patience_ends(self, laboratory: Loaded, servers: list[Served]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +31,6 @@ from trimtab.types import Completion, Finish, Interrupt, Prompt, Sampling
 
 # Seconds between two looks at `interrupt`, and between two tries to end requests that may not have arrived yet.
 LOOK, AGAIN = 0.02, 1.0
-# At this temperature every token is equally likely, so a log-prob that belongs to it is -log(vocabulary).
-HOT, HOT_TOKENS, HOT_TOLERANCE = 1e4, 8, 0.5
 
 
 class ServerEngine:
@@ -65,10 +61,9 @@ class ServerEngine:
         self._eos = eos_ids(SimpleNamespace(config=model, generation_config=_generation(Path(model_folder))), tokenizer)
         self._inventory = Inventory.read(model_folder)
         wire: Wire = VllmWire(settings.model) if settings.kind == "vllm" else SglangWire()
-        self._servers = [Server(check_url(url), wire, settings.timeout) for url in urls]
+        self._servers = [Server(check_url(url), wire, settings.timeout, self._vocabulary) for url in urls]
         self._published = Published(settings.folder, getattr(torch, config.dtype))
         self._unclaimed: tuple[int, list[Ask], dict[int, Answer]] | None = None
-        self._processed = False
         self._calls = 0
         await_any(self._servers, None, settings.patience, everyone=True)
         self._model = self._one_model()
@@ -98,8 +93,6 @@ class ServerEngine:
         check_tokens(prefixes, prompts, stop, self._vocabulary)
         begun = [None if prefixes is None else prefixes[p][s] for p in range(len(prompts)) for s in range(samples)]
         jobs = self._jobs(prompts, samples, sampling, seed, begun)
-        if jobs:
-            self._check_processed(jobs[0].ask)
         answers = self._answers(jobs, interrupt)
         asked = {job.index for job in jobs}
         done = [
@@ -159,20 +152,6 @@ class ServerEngine:
                 "servers do not say which tokens were kept under top_p or top_k, so ratios would be biased: set top_p "
                 '= 1 and top_k = 0, or use engine.type = "vllm"'
             )
-
-    def _check_processed(self, ask: Ask) -> None:
-        """Once, where it makes a difference: log-probs must be those after the temperature, not the model's own."""
-        if self._processed or ask.sampling.temperature in (0.0, 1.0):
-            return
-        hot = replace(ask.sampling, temperature=HOT, max_tokens=HOT_TOKENS, ignore_stop=True)
-        probe = replace(ask, name=f"{ask.name}-hot", sampling=hot, max_tokens=HOT_TOKENS, stop_ids=())
-        for logp in self._answers([Job(0, probe)], None)[0].logp:
-            if abs(logp + math.log(self._vocabulary)) > HOT_TOLERANCE:
-                raise TrimtabError(
-                    "the servers return log-probs from before the temperature: start vLLM with --logprobs-mode "
-                    "processed_logprobs, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
-                )
-        self._processed = True
 
     def _jobs(
         self,

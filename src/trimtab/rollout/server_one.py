@@ -24,7 +24,7 @@ INTERNAL = 500
 class Server:
     """`model` and `label` are what it must serve; both are learned when it is met for the first time."""
 
-    def __init__(self, url: str, wire: Wire, timeout: float) -> None:
+    def __init__(self, url: str, wire: Wire, timeout: float, vocabulary: int) -> None:
         self.url = url
         self.wire = wire
         self.alive = True
@@ -33,6 +33,9 @@ class Server:
         self._timeout = timeout
         self._looking = threading.Lock()
         self._meetings = 0
+        self._vocabulary = vocabulary
+        self._asking = threading.Lock()
+        self._processed = False
 
     def connect(self) -> Connection:
         return Connection(self.url, self._timeout)
@@ -48,11 +51,23 @@ class Server:
             connection.close()
             raise Unreachable(f"{self.url} was restarted: its weights are {found!r}, not {self.label!r}")
         try:
+            if ask.sampling.temperature not in (0.0, 1.0):
+                self._check_processed(connection, ask.ids, self.model)
             return self.wire.ask(connection, ask, self.model)
         except Rejected as error:
             if error.status == INTERNAL:
                 raise Unreachable(str(error)) from error
             raise
+
+    def _check_processed(self, connection: Connection, ids: list[int], model: Model) -> None:
+        """Once per start of the server, where it makes a difference."""
+        with self._asking:
+            self._processed = self._processed or self.wire.processed(connection, ids, model, self._vocabulary)
+        if not self._processed:
+            raise TrimtabError(
+                f"{self.url} returns log-probs from before the temperature: start vLLM with --logprobs-mode "
+                "processed_logprobs, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+            )
 
     def abort(self) -> None:
         """End what it is working on; a server that does not answer has ended it."""
@@ -86,7 +101,7 @@ class Server:
             self.load(weights, self.label)
         elif weights is None:
             self.label = label
-        self.model, self.alive = model, True
+        self.model, self.alive, self._processed = model, True, False
         self._meetings += 1
 
     def load(self, weights: Path, label: str) -> None:

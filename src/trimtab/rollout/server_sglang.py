@@ -6,6 +6,7 @@ tokenizer_manager.py of sgl-project/sglang.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,20 @@ from trimtab.rollout.server_wire import Answer, Ask, Model, checked
 
 # Older releases keep seeds in int32.
 SEEDS = 1 << 31
+# At this temperature every token is equally likely, so a log-prob that belongs to it is -log(vocabulary).
+HOT, HOT_TOKENS, HOT_TOLERANCE = 1e4, 8, 0.5
+_COMMON = {
+    # Left out, these may be filled in by the server's preferred sampling parameters.
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "no_stop_trim": True,
+}
 
 
 class SglangWire:
@@ -32,32 +47,20 @@ class SglangWire:
 
     def ask(self, connection: Connection, ask: Ask, model: Model) -> Answer:  # noqa: ARG002
         sampling = ask.sampling
-        reply = connection.post(
-            "/generate",
-            {
-                "rid": ask.name,
-                "input_ids": ask.ids,
-                "return_logprob": True,
-                "sampling_params": {
-                    "max_new_tokens": ask.max_tokens,
-                    "temperature": sampling.temperature,
-                    "top_p": 1.0,
-                    "top_k": -1,
-                    "min_p": 0.0,
-                    "frequency_penalty": 0.0,
-                    "presence_penalty": 0.0,
-                    "repetition_penalty": 1.0,
-                    "stop": [] if sampling.ignore_stop else list(sampling.stop),
-                    "stop_token_ids": list(ask.stop_ids),
-                    "ignore_eos": sampling.ignore_stop,
-                    "skip_special_tokens": False,
-                    "spaces_between_special_tokens": False,
-                    "no_stop_trim": True,
-                    "sampling_seed": ask.seed % SEEDS,
-                },
-            },
-        )
-        return _answer(connection.url, reply)
+        params = {
+            "max_new_tokens": ask.max_tokens,
+            "temperature": sampling.temperature,
+            "stop": [] if sampling.ignore_stop else list(sampling.stop),
+            "stop_token_ids": list(ask.stop_ids),
+            "ignore_eos": sampling.ignore_stop,
+            "sampling_seed": ask.seed % SEEDS,
+        }
+        return _generate(connection, {"rid": ask.name, "input_ids": ask.ids}, params)
+
+    def processed(self, connection: Connection, ids: list[int], model: Model, vocabulary: int) -> bool:  # noqa: ARG002
+        params = {"max_new_tokens": HOT_TOKENS, "temperature": HOT, "ignore_eos": True}
+        answer = _generate(connection, {"input_ids": ids}, params)
+        return all(abs(logp + math.log(vocabulary)) < HOT_TOLERANCE for logp in answer.logp)
 
     def abort(self, connection: Connection) -> None:
         connection.post("/abort_request", {"rid": "", "abort_all": True})
@@ -81,7 +84,9 @@ class SglangWire:
             )
 
 
-def _answer(url: str, reply: dict[str, Any]) -> Answer:
+def _generate(connection: Connection, body: dict[str, Any], params: dict[str, Any]) -> Answer:
+    url = connection.url
+    reply = connection.post("/generate", {**body, "return_logprob": True, "sampling_params": {**_COMMON, **params}})
     info = reply.get("meta_info") or {}
     reason = info.get("finish_reason") or {}
     kind = reason.get("type")

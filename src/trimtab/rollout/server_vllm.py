@@ -17,6 +17,24 @@ from trimtab.rollout.server_wire import Answer, Ask, Model, checked
 START = "start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls trimtab.rollout.vllm_worker.WeightLoading"
 
 
+PROBE_TOKENS = 8
+_COMMON = {
+    # Left out, these are filled in by the model's own generation config.
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "add_special_tokens": False,
+    "logprobs": 0,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+}
+
+
 class VllmWire:
     """`name`: what the model is served under; None: whatever the server serves first."""
 
@@ -37,42 +55,22 @@ class VllmWire:
 
     def ask(self, connection: Connection, ask: Ask, model: Model) -> Answer:
         sampling = ask.sampling
-        reply = connection.post(
-            "/v1/completions",
-            {
-                "model": model.name,
-                "request_id": ask.name,
-                "prompt": ask.ids,
-                "max_tokens": ask.max_tokens,
-                "temperature": sampling.temperature,
-                "seed": ask.seed,
-                # The model's own generation config would otherwise fill these in.
-                "top_p": 1.0,
-                "top_k": 0,
-                "min_p": 0.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
-                "repetition_penalty": 1.0,
-                "stop": [] if sampling.ignore_stop else list(sampling.stop),
-                "stop_token_ids": list(ask.stop_ids),
-                "ignore_eos": sampling.ignore_stop,
-                "skip_special_tokens": False,
-                "spaces_between_special_tokens": False,
-                "add_special_tokens": False,
-                "logprobs": 0,
-                "return_token_ids": True,
-                "return_tokens_as_token_ids": True,
-            },
-        )
-        where = f"{connection.url}/v1/completions"
-        [choice] = reply["choices"]
-        ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
-        if ids is None or logprobs is None:
-            raise TrimtabError(f"{where} returned no token ids or no log-probs: it needs vllm >= 0.32")
-        finish = choice["finish_reason"]
-        if finish not in ("stop", "length", "abort"):
-            raise TrimtabError(f"{where} finished for an unknown reason: {finish!r}")
-        return checked(where, ids, logprobs["token_logprobs"], finish)
+        body = {
+            "prompt": ask.ids,
+            "request_id": ask.name,
+            "max_tokens": ask.max_tokens,
+            "temperature": sampling.temperature,
+            "seed": ask.seed,
+            "stop": [] if sampling.ignore_stop else list(sampling.stop),
+            "stop_token_ids": list(ask.stop_ids),
+            "ignore_eos": sampling.ignore_stop,
+        }
+        return _complete(connection, model, body)
+
+    def processed(self, connection: Connection, ids: list[int], model: Model, vocabulary: int) -> bool:  # noqa: ARG002
+        # Of one possible token the log-prob is 0; temperatures above 2, which would tell as well, are refused.
+        body = {"prompt": ids, "max_tokens": PROBE_TOKENS, "temperature": 1.0, "top_k": 1, "ignore_eos": True}
+        return all(logp == 0 for logp in _complete(connection, model, body).logp)
 
     def abort(self, connection: Connection) -> None:
         _control(connection, "POST", "/abort_requests", {})
@@ -90,6 +88,18 @@ class VllmWire:
         finally:
             connection.close()  # after an error it may be half dead
             _control(connection, "POST", "/resume")
+
+
+def _complete(connection: Connection, model: Model, body: dict[str, Any]) -> Answer:
+    where = f"{connection.url}/v1/completions"
+    [choice] = connection.post("/v1/completions", {**_COMMON, "model": model.name, **body})["choices"]
+    ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
+    if ids is None or logprobs is None:
+        raise TrimtabError(f"{where} returned no token ids or no log-probs: it needs vllm >= 0.32")
+    finish = choice["finish_reason"]
+    if finish not in ("stop", "length", "abort"):
+        raise TrimtabError(f"{where} finished for an unknown reason: {finish!r}")
+    return checked(where, ids, logprobs["token_logprobs"], finish)
 
 
 def _control(connection: Connection, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

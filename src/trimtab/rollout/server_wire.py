@@ -58,6 +58,10 @@ class Wire(Protocol):
         """Sample one response."""
         ...
 
+    def processed(self, connection: Connection, ids: list[int], model: Model, vocabulary: int) -> bool:
+        """Whether log-probs are those of the distribution sampled from, found by sampling a few tokens after `ids`."""
+        ...
+
     def abort(self, connection: Connection) -> None:
         """End all requests the server is working on; each answers with the tokens it has."""
         ...
