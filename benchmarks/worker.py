@@ -12,7 +12,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from trimtab import tasks
 from trimtab.models.load import LABORATORY, Loaded, load
 from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.rollout.handover import SharedWeights, share
+from trimtab.rollout.handover import share
 from trimtab.rollout.remote import WorkerEngine
 from trimtab.training.collect import PromptStream
 from trimtab.training.export import save_model_files
@@ -85,9 +85,10 @@ def compare(name: str, loaded: Loaded, threads: int, rounds: int) -> None:
         target = "" if name == LABORATORY else f"   target <= {TARGET}"
         report("batch", alternate(generate, own, worker, rounds), target)
         report("publication", alternate(publish, own, worker, rounds))
-        shared, writing = written(weights, rounds)
-        handed = [timed(worker.publish, shared, i) for i in range(rounds)]
-        print(f"  of it: writing {writing:.4f} s; taking over what is written {statistics.median(handed):.4f} s")
+        writing = statistics.median(timed(share, weights) for _ in range(rounds))
+        shared = share(weights)
+        taking = statistics.median(timed(worker.publish, shared, i) for i in range(rounds))
+        print(f"  of it: writing {writing:.4f} s; taking over what is written {taking:.4f} s")
         waits = [interrupted(worker, prompts, sampling, seed) for seed in range(rounds)]
         step = timed(generate, worker, 0) / tokens
         print(
@@ -110,15 +111,6 @@ def timed(call: Callable[..., Any], *arguments: Any) -> float:
     start = time.perf_counter()
     call(*arguments)
     return time.perf_counter() - start
-
-
-def written(weights: Iterable[tuple[str, Any]], rounds: int) -> tuple[SharedWeights, float]:
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        shared = share(weights)
-        seconds.append(time.perf_counter() - start)
-    return shared, statistics.median(seconds)
 
 
 def interrupted(worker: Engine, prompts: list[Any], sampling: Sampling, seed: int) -> float:

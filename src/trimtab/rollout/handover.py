@@ -92,7 +92,7 @@ def _write(descriptor: int, weights: Iterable[tuple[str, Any]]) -> list[Entry]:
 
 def _put(descriptor: int, tensor: Tensor, start: int) -> int:
     """Write the tensor's numbers from byte `start` on; how many bytes they are."""
-    data = memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     size = len(data)
     while data:  # one call writes 2 GiB at most
         written = os.pwrite(descriptor, data, start)

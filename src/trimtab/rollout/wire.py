@@ -52,7 +52,7 @@ def send(
     sent = socket.send_fds(connection, [start], files) if files else 0
     connection.sendall(start[sent:] + header)
     for array in parts.values():
-        connection.sendall(array.reshape(-1).view(np.uint8))
+        connection.sendall(array.reshape(-1).view(np.uint8).data)
         connection.sendall(bytes(_padded(array.nbytes) - array.nbytes))
 
 
