@@ -146,7 +146,8 @@ def _splits(question: Question) -> Iterator[tuple[int, int]]:
         for rollout in range(unit, question.gpus, unit) if question.rollout_gpus is None else (question.rollout_gpus,):
             engines = rollout // size
             # An engine writes whole groups: more engines than prompts would stand still.
-            if rollout % size == 0 and 0 < engines <= question.work.prompts and rollout < question.gpus:
+            divides = rollout % size == 0 and question.shape.heads % size == 0
+            if divides and 0 < engines <= question.work.prompts and rollout < question.gpus:
                 yield size, engines
 
 
@@ -159,8 +160,9 @@ def _no_split(question: Question) -> str:
         )
     asked = f"--rollout-gpus {question.rollout_gpus} " if question.rollout_gpus is not None else ""
     return (
-        f"{question.gpus} GPUs cannot be split {asked}into engines of {sizes} and at least one for training: change "
-        "--gpus, --rollout-gpus or --tensor-parallel"
+        f"{question.gpus} GPUs cannot be split {asked}into engines of {sizes} (a divisor of the model's "
+        f"{question.shape.heads} heads) and at least one for training: change --gpus, --rollout-gpus or "
+        "--tensor-parallel"
     )
 
 

@@ -95,6 +95,7 @@ def test_more_gpus_are_never_slower() -> None:
     [
         ({"rollout_gpus": 8}, "8 GPUs cannot be split --rollout-gpus 8"),
         ({"gpus": 3, "tensor_parallel": 4}, "engines of 4 GPUs"),
+        ({"gpus": 16, "tensor_parallel": 8}, "a divisor of the model's 28 heads"),
         ({"work": replace(WORK, updates=4), "max_lag": 3}, "--max-lag 3 is less than the 4 updates of a step"),
         ({"shape": SHAPES["qwen2.5-72b"], "gpus": 2}, "no engine"),
     ],
