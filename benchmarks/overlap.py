@@ -102,7 +102,9 @@ def main() -> None:
         ideal, faster = sum(phases.values()) / max(phases.values()), step.period / beside.period
         shares.append(faster / ideal)
         print(f"round {number + 1}: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases.items()))
-        print(f"  in step {step.period:.3f} s a step, beside {beside.period:.3f} s, waiting {beside.mean('wait'):.3f} s")
+        print(
+            f"  in step {step.period:.3f} s, beside {beside.period:.3f} s, of them waiting {beside.mean('wait'):.3f} s"
+        )
         print(f"  {faster:.2f} times as fast; ideal {ideal:.2f}: {shares[-1]:.1%} of it", flush=True)
         largest = max(row["lag/max"] for row in beside.steps)
         print(f"  oldest token consumed: {largest} updates, bound {options.lag}")

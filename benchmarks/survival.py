@@ -73,8 +73,8 @@ def live(out: Path, options: argparse.Namespace) -> Counter[str]:
         before = steps_done(out)
         process = subprocess.Popen(command(out, options), stdout=subprocess.DEVNULL)
         while killed.total() < options.kills and process.poll() is None:
-            # One kill in five comes while the run still starts.
-            while chance.random() < 0.8 and steps_done(out) <= before and process.poll() is None:
+            early = chance.random() < 0.15  # some kills come while the run still starts
+            while not early and steps_done(out) <= before and process.poll() is None:
                 time.sleep(0.05)
             time.sleep(chance.uniform(0.0, options.spread))
             engines = victims(psutil.Process(process.pid)) if process.poll() is None else []

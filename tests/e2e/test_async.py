@@ -59,8 +59,15 @@ def in_order(steps: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("in_flight", ["finish", "continue", "discard"])
 def test_a_run_beside_two_engines(in_flight: str, tmp_path: Path) -> None:
-    overrides = (f'trainer.in_flight="{in_flight}"', "engine.workers=2", "trainer.steps=8", "trainer.minibatches=2")
-    train(recipe(*overrides), out=tmp_path / "run")
+    """Evaluations pause the lanes; the canary looks at both engines."""
+    overrides = (
+        "engine.workers=2",
+        "trainer.steps=8",
+        "trainer.minibatches=2",
+        "eval.every=3",
+        "engine.canary.every=1",
+    )
+    train(recipe(f'trainer.in_flight="{in_flight}"', *overrides), out=tmp_path / "run")
     rows, groups = read_metrics(tmp_path / "run" / "metrics.jsonl"), consumed(tmp_path / "run")
     assert undocumented(key for row in rows for key in row) == []
     assert [row["updates"] for row in rows] == [2 * step for step in range(1, 9)]
@@ -70,6 +77,7 @@ def test_a_run_beside_two_engines(in_flight: str, tmp_path: Path) -> None:
     flat = [number for batch in groups for number in batch]
     assert len(set(flat)) == len(flat)
     assert max(row["mismatch/k3"] for row in rows) < 0.2
+    assert [row["step"] for row in rows if "eval/sort/greedy" in row] == [1, 3, 6, 8]
     if in_flight != "discard":
         assert groups == in_order(8)
         assert all(row["lag/length_accepted"] == row["lag/length_generated"] for row in rows)

@@ -187,7 +187,9 @@ def load_model(config: Config) -> Loaded:
     return load(path, dtype=getattr(torch, config.model.dtype))
 
 
-def assemble(config: Config, parts: Parts, loaded: Loaded, run: RunDir, observer: Observer, makers: Makers) -> Trainer:
+def assemble(
+    config: Config, parts: Parts, loaded: Loaded, run: RunDir, observer: Observer, makers: Makers = LOCAL
+) -> Trainer:
     """Put the trained model, the sampler's copy and the data side together."""
     ranks = here()
     device = ranks.device or default_device()
