@@ -84,11 +84,12 @@ def save(
         described: dict[str, Any] = {}
         if spread:
             parts = {section: tensors[section] for section in sorted(spread)}
-            mine = ranks.together(partial(_write_shards, temporary, parts, ranks.rank))
+            mine = ranks.together(partial(_write_shards, folder, temporary, parts, ranks.rank))
             for part in ranks.gather(json.dumps(mine).encode()):
                 described |= json.loads(part)
         whole = {section: named for section, named in tensors.items() if section not in spread}
 
+        @atomic.explained(folder)
         def finish() -> None:
             for section, named in whole.items():
                 _write_tensors(temporary / f"{section}{_SECTION}", named)
@@ -252,7 +253,7 @@ def _is_wanted(name: str, sections: Collection[str] | None) -> bool:
 @contextmanager
 def _new_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
     """`atomic.new_folder` of the leader, for all ranks to fill; it is renamed when the last one is done."""
-    with ExitStack() as stack, atomic.explained(folder):
+    with ExitStack() as stack:
 
         def start() -> str:
             return str(stack.enter_context(atomic.new_folder(folder, replace=True))) if ranks.leads else ""
@@ -265,14 +266,17 @@ def _nothing() -> None:
     """What the others do while the leader writes."""
 
 
-def _write_shards(temporary: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: int) -> dict[str, Any]:
+def _write_shards(
+    folder: Path, temporary: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: int
+) -> dict[str, Any]:
     """This rank's part of every sharded section; the files' descriptions by their names in the checkpoint."""
     described: dict[str, Any] = {}
-    for section, named in parts.items():
-        (temporary / section).mkdir(exist_ok=True)
-        path = write(temporary / section, named, rank)
-        if path is not None:
-            described[f"{section}/{path.name}"] = _describe(path)
+    with atomic.explained(folder):
+        for section, named in parts.items():
+            (temporary / section).mkdir(exist_ok=True)
+            path = write(temporary / section, named, rank)
+            if path is not None:
+                described[f"{section}/{path.name}"] = _describe(path)
     return described
 
 

@@ -80,7 +80,8 @@ def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks:
     norm = math.sqrt(ranks.total(float(torch.nn.utils.get_total_norm(grads)) ** 2))
     share = bound / (norm + 1e-6)
     if share < 1:
-        torch._foreach_mul_(grads, share)
+        for grad in grads:
+            grad.mul_(share)
     return norm
 
 

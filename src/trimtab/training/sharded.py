@@ -31,7 +31,8 @@ def write(folder: Path, named: Mapping[str, Tensor], rank: int) -> Path | None:
     mine = {name: tensor for name, tensor in named.items() if _has_part(tensor, rank)}
     if not mine:
         return None
-    from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(mine), is_coordinator=True)
@@ -48,7 +49,7 @@ class Shards(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path) -> None:
-        from torch.distributed.checkpoint import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
         self._reader = HuggingFaceStorageReader(str(folder))
         try:
@@ -64,7 +65,7 @@ class Shards(Mapping[str, Tensor]):
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """Copy into every target its value, or of a DTensor this rank's part of it; shapes and types must agree."""
-        from torch.distributed.checkpoint import DefaultLoadPlanner
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
         parts = {name: target for name, target in targets.items() if local(target).numel() or target.ndim == 0}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

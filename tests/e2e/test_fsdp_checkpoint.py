@@ -1,0 +1,53 @@
+"""Three ranks write checkpoints together: whole or absent, damage and full disks included."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.e2e.shards_worker import whole
+
+from trimtab.training import checkpoint, states
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.timeout(300)
+def test_three_ranks_write_one_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    command += [str(Path(__file__).with_name("shards_worker.py")), str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = [json.loads(line.partition("SAID ")[2]) for line in done.stdout.splitlines() if "SAID " in line]
+    assert len(said) == 3
+    # One rank could not write: all know, and nothing is left of the attempt.
+    assert all("step-000003" in one["failed"] for one in said)
+    assert sum(one["failed"].startswith("rank 1: ") for one in said) == 2
+    # One part of the newest was changed: all ranks go on from the one before.
+    assert all((one["step"], one["meta"]) == (1, {"serial": 1}) for one in said)
+    assert all("step-000002" in one["notes"][0] for one in said)
+
+    found = checkpoint.load(tmp_path / "step-000001")
+    model = found.tensors["model"]
+    assert set(model) == {*whole(1), "step", "shared"}
+    for name, tensor in whole(1).items():
+        assert torch.equal(model[name], tensor), name
+    assert (float(model["step"]), model["shared"].tolist()) == (1.0, [1, 2, 3])
+    assert found.tensors["random"]["shared"].tolist() == [1, 2, 3]
+    assert found.files == {"note": b"1"}
+
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, tensor in model.items():
+                self.register_buffer(name, torch.zeros_like(tensor))
+
+    plain = Plain()
+    states.load_model_state(plain, model)
+    assert torch.equal(plain.get_buffer("seven"), whole(1)["seven"])
