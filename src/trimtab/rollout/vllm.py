@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
@@ -110,16 +111,20 @@ class VllmEngine:
         is handed over. vLLM's own quantization, if there is any, cannot be left out: `exact` changes nothing.
 
         Raises:
-            TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, or two names
-                of one tied weight carry different values.
+            TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, two names of
+                one tied weight carry different values, or vLLM left a weight out.
+            EngineLost: vLLM's process died.
         """
         del exact
         dtype = getattr(torch, self._config.dtype)
         chosen = self._inventory.check(weights)
         held = share((name, tensor.to(dtype)) for name, tensor in chosen.items())
-        self._core.load(held)
-        if self._held is not None:
-            self._held.close()
+        self._forget()  # until it is done there are no weights: half of them would be worse
+        if left := self._core.load(held):
+            raise TrimtabError(
+                f"vLLM did not take over weight {left[0]!r} ({len(left)} in all): its model is not transformers'; "
+                "use another engine for this model"
+            )
         self._held, self.policy_version = held, version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -206,12 +211,22 @@ class VllmEngine:
 
 
 def _start(folder: Path | str, config: EngineConfig) -> Core:
+    if config.vllm.process == "shared" and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise TrimtabError(
+            'vLLM cannot share a process with a trainer of several ranks: set engine.vllm.process = "own"'
+        )
     arguments = vllm_setup.arguments(folder, config)
     try:
         return (SharedCore if config.vllm.process == "shared" else OwnCore)(arguments)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
-        said = next((line for line in reversed(str(error).strip().splitlines()) if line.strip()), type(error).__name__)
-        raise TrimtabError(f"vLLM does not start: {said.strip()}") from error
+        raise TrimtabError(f"vLLM does not start: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """The line of a long message that says something: of pydantic's it is the one before the type and the link."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "errors.pydantic.dev" not in line]
+    telling = [line.removeprefix("Value error, ") for line in lines if line.startswith("Value error, ")]
+    return (telling or lines[-1:] or [type(error).__name__])[0].partition(" [type=")[0]
 
 
 def _generation(folder: Path | str) -> GenerationConfig | None:

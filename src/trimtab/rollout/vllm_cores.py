@@ -45,7 +45,9 @@ class Core(Protocol):
         """Until every request is complete or `interrupt` is set; nothing is left running afterwards."""
         ...
 
-    def load(self, weights: SharedWeights) -> None: ...
+    def load(self, weights: SharedWeights) -> list[str]:
+        """Take them over and forget every cached prefix; the names of vLLM's parameters that took nothing."""
+        ...
 
     def recover(self) -> bool:
         """Start again if it is dead; whether it was (and has no weights now)."""
@@ -90,10 +92,11 @@ class SharedCore:
             if running:
                 self._engine.abort_request(list(running))
 
-    def load(self, weights: SharedWeights) -> None:
-        self._engine.collective_rpc("load_published", args=(_path(weights), weights.entries))
+    def load(self, weights: SharedWeights) -> list[str]:
+        left = self._engine.collective_rpc("load_published", args=(_path(weights), weights.entries))
         if not self._engine.reset_prefix_cache():
             raise TrimtabError("vLLM did not reset its prefix cache: requests are still running")
+        return [name for names in left for name in names]
 
     def recover(self) -> bool:
         return False
@@ -117,7 +120,9 @@ class OwnCore:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+        await llm.collective_rpc("end_with", args=(os.getpid(),))
+        return llm
 
     def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -155,13 +160,14 @@ class OwnCore:
             # Tells the engine to drop the request, if it has not finished.
             await outputs.aclose()
 
-    def load(self, weights: SharedWeights) -> None:
-        self._call(self._load(weights))
+    def load(self, weights: SharedWeights) -> list[str]:
+        return self._call(self._load(weights))
 
-    async def _load(self, weights: SharedWeights) -> None:
-        await self._llm.collective_rpc("load_published", args=(_path(weights), weights.entries))
+    async def _load(self, weights: SharedWeights) -> list[str]:
+        left = await self._llm.collective_rpc("load_published", args=(_path(weights), weights.entries))
         if not await self._llm.reset_prefix_cache():
             raise TrimtabError("vLLM did not reset its prefix cache: requests are still running")
+        return [name for names in left for name in names]
 
     def recover(self) -> bool:
         if not self._llm.errored:

@@ -68,10 +68,20 @@ def arguments(folder: Path | str, config: EngineConfig) -> dict[str, Any]:
         "disable_log_stats": True,
         "trust_remote_code": False,
     }
+    if settings.keep_sets and current_platform.is_cpu():
+        raise TrimtabError(
+            "engine.vllm.keep_sets needs a GPU: vLLM cannot return the sets on a CPU; set top_p = 1 and top_k = 0"
+        )
     if settings.keep_sets:
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the older one does not know them
         given["return_sampling_mask"] = True
     if current_platform.is_cpu():
-        given |= {"kv_cache_memory_bytes": int(settings.memory * GIB), "block_size": CPU_BLOCK}
+        given |= {
+            "kv_cache_memory_bytes": int(settings.memory * GIB),
+            "block_size": CPU_BLOCK,
+            # A prompt that is cut draws a number at the cut and takes it back, which CPU generators cannot.
+            "enable_chunked_prefill": False,
+        }
     else:
         given["gpu_memory_utilization"] = settings.memory
     return given

@@ -1,0 +1,126 @@
+"""The canary over real vLLM in bfloat16: each way in which vLLM keeps old weights and reports success is planted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.e2e.vllm_support import needs_vllm, policy, start, update
+from tests.unit.rollout.support import tokenizer
+
+from trimtab.config import load_config
+from trimtab.errors import Diverged, TrimtabError
+from trimtab.training import canary as canaries
+from trimtab.training.canary import MARGIN, Canary
+
+pytestmark = [pytest.mark.e2e, needs_vllm]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    started = start(tmp_path_factory.mktemp("engine"), "bfloat16")
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Canary:
+    """The tiny vocabulary has no letters to write the corpus in: its pieces, in some order, do as well."""
+    generator = torch.Generator().manual_seed(0)
+    pieces = torch.randint(2, len(tokenizer()), (400,), generator=generator)
+    monkeypatch.setattr(
+        canaries,
+        "_texts",
+        lambda _, count, length: torch.stack([pieces[i * 40 :][:length] for i in range(count)]).numpy(),
+    )
+    built = Canary.build(load_config("quickstart-vllm", ["model.autocast=none"]), tokenizer(), policy())
+    assert built is not None
+    return built
+
+
+def look(watch: Canary, engine: Any, model: Any, version: int) -> float:
+    engine.publish(model.named_parameters(), version)
+    expected = watch.expect(model, version)
+    assert expected is not None
+    return watch.check(engine, expected)
+
+
+def worker_of(engine: Any) -> Any:
+    return engine._core._engine.model_executor.driver_worker.worker
+
+
+def test_a_healthy_engine_is_never_accused(engine: Any, watch: Canary) -> None:
+    model = policy()
+    differences = []
+    for version in range(12):
+        differences.append(look(watch, engine, model, version))
+        update(model, 1e-3 if version < 8 else 0.05, seed=version)
+    assert 1e-4 < differences[0] < 0.1
+    assert max(differences) < MARGIN * differences[0]
+
+
+def test_a_stale_tied_head_is_caught(engine: Any, watch: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy()
+    look(watch, engine, model, 0)
+    update(model, 0.2, seed=1)
+    monkeypatch.setattr(type(worker_of(engine)), "_repack_tied_head", lambda *_: None)
+    with pytest.raises(TrimtabError, match=r"a part of the weights was not taken over .*tied head"):
+        look(watch, engine, model, 1)
+    # As a run would meet it that is resumed, or started: at the first look.
+    fresh = watch_again(watch)
+    with pytest.raises(TrimtabError, match=r"bound 0\.5.*tied head"):
+        look(fresh, engine, policy(seed=3), 2)
+    monkeypatch.undo()
+
+
+def watch_again(watch: Canary) -> Canary:
+    return Canary(watch._texts, watch._config, tied=True)
+
+
+def test_a_stale_prefix_cache_is_caught(engine: Any, watch: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy()
+    look(watch, engine, model, 0)
+    update(model, 0.2, seed=1)
+    monkeypatch.setattr(engine._core._engine, "reset_prefix_cache", lambda: True)
+    with pytest.raises(TrimtabError, match=r"only contexts it had seen before are wrong.*prefix cache"):
+        look(watch, engine, model, 1)
+
+
+@pytest.mark.parametrize("size", [0.01, 0.2])
+def test_a_skipped_update_is_caught(engine: Any, watch: Canary, monkeypatch: pytest.MonkeyPatch, size: float) -> None:
+    model = policy()
+    look(watch, engine, model, 0)
+    update(model, size, seed=1)
+    monkeypatch.setattr(engine._core, "load", lambda _: [])
+    with pytest.raises(TrimtabError, match=r"version 1.*version 0.*the update was skipped"):
+        look(watch, engine, model, 1)
+
+
+def test_weights_that_vllm_leaves_out_are_an_error(engine: Any, watch: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy()
+    look(watch, engine, model, 0)
+    kind = type(worker_of(engine).model_runner.get_model())
+    load = kind.load_weights
+
+    def lossy(self: Any, weights: Any) -> Any:
+        return load(self, [(name, tensor) for name, tensor in weights if "layers.1.mlp.down_proj" not in name])
+
+    monkeypatch.setattr(kind, "load_weights", lossy)
+    with pytest.raises(TrimtabError, match=r"did not take over.*layers\.1\.mlp\.down_proj"):
+        look(watch, engine, model, 1)
+    with pytest.raises(TrimtabError, match="no weights yet"):
+        watch.check(engine, watch.expect(model, 1))
+
+
+def test_weights_that_are_not_finite_are_caught(engine: Any, watch: Canary) -> None:
+    """Last: what they left in the KV cache makes later log-probs NaN under good weights as well."""
+    model = policy()
+    look(watch, engine, model, 0)
+    norm = worker_of(engine).model_runner.get_model().model.layers[0].input_layernorm.weight
+    norm.data.fill_(float("nan"))
+    expected = watch.expect(model, 0)
+    assert expected is not None
+    with pytest.raises(Diverged, match="not finite"):
+        watch.check(engine, expected)

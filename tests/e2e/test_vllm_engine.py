@@ -1,0 +1,266 @@
+"""Real vLLM in this process: the contract of every engine, in float32, where numbers can be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.e2e.vllm_support import After, needs_vllm, policy, prompts, start, update
+from tests.unit.rollout.support import EOS, PIECES, processed, tokenizer, tokens
+
+from trimtab.errors import TrimtabError
+from trimtab.rollout import vllm_cores, vllm_setup
+from trimtab.rollout.prefixes import EMPTY, cut
+from trimtab.rollout.stops import StopRule
+from trimtab.types import Completion, Sampling
+
+pytestmark = [pytest.mark.e2e, needs_vllm]
+
+FORCED = Sampling(max_tokens=12, ignore_stop=True)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    engine = start(tmp_path_factory.mktemp("engine"), "float32")
+    with pytest.raises(TrimtabError, match="no weights yet: publish before generating"):
+        engine.generate(prompts([3]), 1, FORCED, seed=0)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared: Any) -> Any:
+    shared.publish(policy().state_dict().items(), 7)
+    return shared
+
+
+def all_of(groups: list[list[Completion]]) -> list[Completion]:
+    return [completion for group in groups for completion in group]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_the_sampled_distribution(engine: Any, temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, max_tokens=12, ignore_stop=True)
+    asked = prompts([5, 40, 70])
+    for prompt, group in zip(asked, engine.generate(asked, 3, sampling, seed=1), strict=True):
+        for completion in group:
+            exact = processed(policy(), prompt, completion, sampling)
+            chosen = exact[torch.arange(12), torch.from_numpy(completion.response_ids)]
+            np.testing.assert_allclose(completion.logp_behavior, chosen.numpy(), atol=1e-4)
+            assert completion.policy_version.tolist() == [7] * 12
+            assert completion.finish == "length"
+            assert completion.entropy is None
+
+
+def test_tokens_are_drawn_with_these_probabilities(engine: Any) -> None:
+    [prompt] = prompts([9])
+    draws = all_of(engine.generate([prompt], 1000, Sampling(max_tokens=1, ignore_stop=True), seed=5))
+    counts = np.bincount([completion.response_ids[0] for completion in draws], minlength=len(PIECES))
+    wanted = processed(policy(), prompt, draws[0], FORCED)[0].exp().numpy() * 1000
+    likely = wanted > 5
+    chi_square = float(np.sum((counts[likely] - wanted[likely]) ** 2 / wanted[likely]))
+    assert chi_square < likely.sum() + 5 * np.sqrt(2 * likely.sum())  # five standard deviations
+
+
+def test_greedy_takes_the_likeliest_and_its_log_prob_is_zero(engine: Any) -> None:
+    asked = prompts([6, 33])
+    for prompt, [completion] in zip(
+        asked, engine.generate(asked, 1, Sampling(temperature=0, max_tokens=8, ignore_stop=True), seed=0), strict=True
+    ):
+        assert completion.response_ids.tolist() == processed(policy(), prompt, completion, FORCED).argmax(-1).tolist()
+        assert completion.logp_behavior.tolist() == [0.0] * 8
+
+
+def test_a_response_ends_at_the_token_that_completes_a_stop(engine: Any) -> None:
+    sampling = Sampling(max_tokens=40, stop=("\n", "ab"), stop_ids=(20,))
+    rule = StopRule(tokenizer(), {EOS}, sampling)
+    done = all_of(engine.generate(prompts([5, 9, 17, 30]), 12, sampling, seed=3))
+    last = set()
+    for completion in done:
+        ids = completion.response_ids.tolist()
+        ended = [rule.ended([ids[: n + 1]])[0] for n in range(len(ids))]
+        assert ended == [False] * (len(ids) - 1) + [completion.finish == "stop"]
+        assert completion.finish == "stop" or len(ids) == 40
+        assert len(completion.logp_behavior) == len(ids)
+        assert "\n" not in completion.text
+        assert "ab" not in completion.text
+        last.add(PIECES[ids[-1]] if completion.finish == "stop" else "")
+    assert len(last) >= 4  # several stops, and the length, really ended responses
+    forced = all_of(engine.generate(prompts([5]), 8, Sampling(max_tokens=40, stop=("\n",), ignore_stop=True), seed=3))
+    assert {len(completion.response_ids) for completion in forced} == {40}
+
+
+def test_tokens_depend_on_seed_prompt_and_sample_alone(engine: Any) -> None:
+    asked = prompts([5, 40, 21])
+    whole = tokens(engine.generate(asked, 3, FORCED, seed=11))
+    assert tokens(engine.generate(asked, 3, FORCED, seed=11)) == whole
+    assert tokens(engine.generate(asked[:2], 2, FORCED, seed=11)) == [group[:2] for group in whole[:2]]
+    assert tokens(engine.generate(asked, 3, FORCED, seed=12)) != whole
+    assert len({tuple(row) for group in whole for row in group}) == 9
+
+
+def test_a_prefix_is_kept_and_the_rest_is_drawn_anew(engine: Any) -> None:
+    asked = prompts([5, 40])
+    before = engine.generate(asked, 2, FORCED, seed=2)
+    engine.publish(policy().state_dict().items(), 8)
+    lengths = [[5, 0], [11, 1]]
+    prefixes = [[cut(whole, n) for whole, n in zip(*pair, strict=True)] for pair in zip(before, lengths, strict=True)]
+    after = engine.generate(asked, 2, FORCED, seed=2, prefixes=prefixes)
+    for prompt, olds, news, kept in zip(asked, before, after, lengths, strict=True):
+        for old, new, n in zip(olds, news, kept, strict=True):
+            np.testing.assert_array_equal(new.response_ids[:n], old.response_ids[:n])
+            np.testing.assert_array_equal(new.logp_behavior[:n], old.logp_behavior[:n])
+            assert new.policy_version.tolist() == [7] * n + [8] * (12 - n)
+            exact = processed(policy(), prompt, new, FORCED)[torch.arange(12), torch.from_numpy(new.response_ids)]
+            np.testing.assert_allclose(new.logp_behavior, exact.numpy(), atol=1e-4)
+    assert tokens(after)[0][1] == tokens(before)[0][1]  # an empty prefix is none
+    rows = [engine._request(row, asked[0], FORCED, 2).params.seed for row in _rows(0, 3)]
+    assert len(set(rows)) == 2  # the numbers that chose the prefix are not used a second time
+
+
+def _rows(*begun: int) -> list[Any]:
+    from trimtab.rollout.rows import make_rows
+
+    whole = cut(
+        Completion(np.arange(2, 8), np.full(6, -1.0, np.float32), np.zeros(6, np.int64), "length", ""), max(begun)
+    )
+    return [make_rows(1, 1, FORCED, 2, [[cut(whole, n) if n else EMPTY]])[0] for n in begun]
+
+
+def test_an_interrupted_call_keeps_what_there_is_and_goes_on_under_other_weights(engine: Any) -> None:
+    asked = prompts([5, 40])
+    parts = engine.generate(asked, 3, FORCED, seed=4, interrupt=After(5))
+    for part in all_of(parts):
+        assert part.finish == "abort"
+        assert 0 < len(part.response_ids) == len(part.logp_behavior) < 12
+    model = policy()
+    update(model, 0.2, seed=0)
+    engine.publish(model.named_parameters(), 9)
+    for prompt, olds, news in zip(asked, parts, engine.generate(asked, 3, FORCED, seed=4, prefixes=parts), strict=True):
+        for old, new in zip(olds, news, strict=True):
+            n = len(old.response_ids)
+            assert new.policy_version.tolist() == [7] * n + [9] * (12 - n)
+            exact = processed(model, prompt, new, FORCED)[torch.arange(12), torch.from_numpy(new.response_ids)]
+            np.testing.assert_allclose(new.logp_behavior[n:], exact[n:].numpy(), atol=1e-4)
+    whole = engine.generate(asked, 3, FORCED, seed=4)
+    again = engine.generate(asked, 3, FORCED, seed=4, prefixes=whole, interrupt=After(0))
+    assert tokens(again) == tokens(whole)  # nothing was left to interrupt
+    untouched = engine.generate(asked, 1, FORCED, seed=4, interrupt=After(0))
+    assert [(part.finish, len(part.response_ids)) for part in all_of(untouched)] == [("abort", 0)] * 2
+
+
+def test_published_weights_are_used_at_once_and_completely(engine: Any) -> None:
+    asked, model = prompts([5, 40, 130]), policy()
+    engine.generate(asked, 2, FORCED, seed=6)
+    for version in range(1, 4):
+        update(model, 0.3, seed=version)
+        engine.publish(model.state_dict().items(), version)
+        for prompt, group in zip(asked, engine.generate(asked, 2, FORCED, seed=6), strict=True):
+            for completion in group:
+                exact = processed(model, prompt, completion, FORCED)
+                chosen = exact[torch.arange(12), torch.from_numpy(completion.response_ids)]
+                np.testing.assert_allclose(completion.logp_behavior, chosen.numpy(), atol=2e-4)
+
+
+def test_the_weights_in_use_can_be_had_back(engine: Any) -> None:
+    before = tokens(engine.generate(prompts([5]), 4, FORCED, seed=0))
+    held = {name: tensor.clone() for name, tensor in engine.weights()}
+    for name, tensor in policy().named_parameters():
+        assert torch.equal(held[name], tensor), name
+    other = policy(seed=1)
+    engine.publish(other.named_parameters(), 1)
+    assert tokens(engine.generate(prompts([5]), 4, FORCED, seed=0)) != before
+    engine.publish(held.items(), 0, exact=True)
+    assert tokens(engine.generate(prompts([5]), 4, FORCED, seed=0)) == before
+
+
+def test_bad_weights_are_refused_and_change_nothing(engine: Any) -> None:
+    before = tokens(engine.generate(prompts([5]), 4, FORCED, seed=0))
+    good = dict(policy(seed=1).named_parameters())
+    name = "model.layers.0.mlp.up_proj.weight"
+    nan = good[name].detach().clone()
+    nan[3, 4] = float("nan")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({key: value for key, value in good.items() if key != name}, "is missing"),
+        (good | {"model.layers.9.mlp.up_proj.weight": nan}, "is not in the engine's model"),
+        (good | {name: nan[:7]}, "has shape"),
+        (good | {name: nan}, "non-finite"),
+        (good | {"lm_head.weight": torch.zeros_like(good["model.embed_tokens.weight"])}, "differs from its twin"),
+    ]
+    for weights, message in cases:
+        with pytest.raises(TrimtabError, match=message):
+            engine.publish(weights.items(), 99)
+        assert engine.policy_version == 7
+    assert tokens(engine.generate(prompts([5]), 4, FORCED, seed=0)) == before
+
+
+def test_what_cannot_be_sampled_is_refused(engine: Any) -> None:
+    for sampling, message in [
+        (Sampling(top_p=0.9, max_tokens=4), r"engine\.vllm\.keep_sets"),
+        (Sampling(top_k=5, max_tokens=4), r"engine\.vllm\.keep_sets"),
+        (Sampling(temperature=0.001, max_tokens=4), r"samples at 0\.01 or above"),
+        (Sampling(max_tokens=300), "context holds 256"),
+    ]:
+        with pytest.raises(TrimtabError, match=message):
+            engine.generate(prompts([5]), 1, sampling, seed=0)
+
+
+def test_keep_sets_travel_with_their_tokens(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM returns them on GPUs only: here they are put into its answers."""
+    real, sampling = vllm_cores.chunk, Sampling(top_k=5, max_tokens=6, ignore_stop=True)
+
+    def masked(output: Any) -> vllm_cores.Chunk:
+        found = real(output)
+        return dataclasses.replace(found, kept=[[90, int(token), 2] for token in found.ids])
+
+    wanted = engine._config.vllm.model_copy(update={"keep_sets": True})
+    monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"vllm": wanted}))
+    with pytest.raises(TrimtabError, match="without the set it was drawn from"):
+        engine.generate(prompts([5]), 1, sampling, seed=0)
+    monkeypatch.setattr(vllm_cores, "chunk", masked)
+    [[completion]] = engine.generate(prompts([5]), 1, sampling, seed=0)
+    assert [kept.tolist() for kept in completion.kept] == [sorted([90, int(i), 2]) for i in completion.response_ids]
+    with pytest.raises(TrimtabError, match="top_k only"):
+        engine.generate(prompts([5]), 1, Sampling(top_p=0.9, max_tokens=6), seed=0)
+
+
+def test_keep_sets_need_a_gpu(engine: Any) -> None:
+    wanted = engine._config.vllm.model_copy(update={"keep_sets": True})
+    with pytest.raises(TrimtabError, match="needs a GPU"):
+        vllm_setup.arguments("anywhere", engine._config.model_copy(update={"vllm": wanted}))
+
+
+def test_a_token_without_its_log_prob_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = vllm_cores.chunk
+
+    def forgetful(output: Any) -> vllm_cores.Chunk:
+        [new] = output.outputs
+        new.logprobs = [{token + 1: entry[token]} for token, entry in zip(new.token_ids, new.logprobs, strict=True)]
+        return real(output)
+
+    monkeypatch.setattr(vllm_cores, "chunk", forgetful)
+    with pytest.raises(TrimtabError, match="without its log-prob"):
+        engine.generate(prompts([5]), 2, FORCED, seed=0)
+    monkeypatch.setattr(vllm_cores, "chunk", real)
+    engine.publish(policy().state_dict().items(), 7)  # nothing was left running: the prefix cache can be emptied
+    assert len(engine.generate(prompts([5]), 2, FORCED, seed=0)[0]) == 2
+
+
+def test_more_prompts_than_one_batch_holds(engine: Any) -> None:
+    asked = prompts([200] * 24)  # 4800 tokens; vLLM runs 2048 at a time
+    for prompt, [completion] in zip(asked, engine.generate(asked, 1, FORCED, seed=0), strict=True):
+        exact = processed(policy(), prompt, completion, FORCED)
+        chosen = exact[torch.arange(12), torch.from_numpy(completion.response_ids)]
+        np.testing.assert_allclose(completion.logp_behavior, chosen.numpy(), atol=2e-4)
+
+
+def test_tokens_run_through_the_model_are_counted(engine: Any) -> None:
+    decoded, prefilled = engine.decoded, engine.prefilled
+    engine.generate(prompts([70]), 4, FORCED, seed=0)
+    assert engine.decoded - decoded == 4 * 11
+    # Two full blocks of 32 are run once for all four samples, what follows them for each.
+    assert engine.prefilled - prefilled == 64 + 4 * 6

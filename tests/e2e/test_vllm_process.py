@@ -1,0 +1,115 @@
+"""Real vLLM in a process of its own (AsyncLLM): the same tokens, interruption, death and return."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from tests.e2e.vllm_support import After, needs_vllm, policy, prompts, start, update
+from tests.unit.rollout.support import processed
+
+from trimtab.errors import EngineLost
+from trimtab.types import Completion, Sampling
+
+pytestmark = [pytest.mark.e2e, needs_vllm]
+
+FORCED = Sampling(max_tokens=12, ignore_stop=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    started = start(tmp_path_factory.mktemp("engine"), "float32", "own")
+    started.publish(policy().named_parameters(), 0)
+    yield started
+    family = children()
+    started.close()
+    psutil.wait_procs(family, timeout=30)
+    assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def children() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children(recursive=True) if "EngineCore" in process.name()]
+
+
+def check_exact(model: Any, engine: Any, groups: list[list[Completion]], begun: int = 0) -> None:
+    for prompt, group in zip(prompts([5, 40]), groups, strict=True):
+        for completion in group:
+            n = len(completion.response_ids)
+            exact = processed(model, prompt, completion, FORCED)[
+                torch.arange(n), torch.from_numpy(completion.response_ids)
+            ]
+            np.testing.assert_allclose(completion.logp_behavior[begun:], exact[begun:].numpy(), atol=1e-4)
+            assert completion.policy_version[begun:].tolist() == [engine.policy_version] * (n - begun)
+
+
+def test_it_samples_publishes_and_is_interrupted(engine: Any) -> None:
+    asked, model = prompts([5, 40]), policy()
+    whole = engine.generate(asked, 3, FORCED, seed=0)
+    check_exact(model, engine, whole)
+    update(model, 0.3, seed=0)
+    engine.publish(model.named_parameters(), 1)
+    check_exact(model, engine, engine.generate(asked, 3, FORCED, seed=0))
+    long = Sampling(max_tokens=200, ignore_stop=True)
+    parts = engine.generate(asked, 3, long, seed=0, interrupt=After(2))
+    assert {part.finish for group in parts for part in group} == {"abort"}
+    check_exact(model, engine, parts)
+    engine.publish(policy().named_parameters(), 2)  # needs an empty engine
+    done = engine.generate(asked, 3, Sampling(max_tokens=210, ignore_stop=True), seed=0, prefixes=parts)
+    for before, after in zip((p for g in parts for p in g), (p for g in done for p in g), strict=True):
+        n = len(before.response_ids)
+        assert after.policy_version.tolist() == [1] * n + [2] * (210 - n)
+        assert after.response_ids[:n].tolist() == before.response_ids.tolist()
+    held = dict(engine.weights())
+    assert all(torch.equal(held[name], tensor) for name, tensor in policy().named_parameters())
+
+
+def test_a_killed_process_is_lost_and_comes_back(engine: Any) -> None:
+    class Kill(After):
+        def is_set(self) -> bool:
+            if super().is_set():
+                for process in children():
+                    process.kill()
+            return False
+
+    long = Sampling(max_tokens=200, ignore_stop=True)
+    with pytest.raises(EngineLost, match="died"):
+        engine.generate(prompts([5, 40]), 3, long, seed=0, interrupt=Kill(2))
+    engine.recover()
+    model = policy(seed=2)
+    engine.publish(model.named_parameters(), 5)
+    check_exact(model, engine, engine.generate(prompts([5, 40]), 3, FORCED, seed=0))
+    engine.recover()  # alive: nothing to do, and nothing is forgotten
+    check_exact(model, engine, engine.generate(prompts([5, 40]), 3, FORCED, seed=0))
+
+
+ORPHAN = """
+import os, psutil
+from pathlib import Path
+from tests.e2e.vllm_support import start
+if __name__ == "__main__":
+    engine = start(Path({folder!r}), "float32", "own")
+    print([p.pid for p in psutil.Process().children(recursive=True) if "EngineCore" in p.name()][0], flush=True)
+    os.read(0, 1)
+"""
+
+
+def test_it_dies_with_its_parent(tmp_path: Any) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(ORPHAN.format(folder=str(tmp_path)))
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        line = next(line for line in parent.stdout if line.strip().isdigit())
+        core = psutil.Process(int(line))
+        parent.send_signal(signal.SIGKILL)
+        core.wait(timeout=60)
