@@ -246,9 +246,11 @@ def test_the_child_ends_with_its_parent(folder: Path, state: str) -> None:
         child, helper = map(int, parent.stdout.readline().split())
         assert psutil.pid_exists(child)
         parent.kill()
-    gone(child)
-    if helper != parent.pid:
-        os.kill(helper, signal.SIGKILL)
+    try:
+        gone(child)
+    finally:
+        if helper != parent.pid:
+            os.kill(helper, signal.SIGKILL)
 
 
 def test_a_users_mistake_is_the_same_line_as_in_this_process(engine: WorkerEngine) -> None:
