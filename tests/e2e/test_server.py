@@ -16,7 +16,7 @@ from tests.e2e.servers import Served, starter
 
 from trimtab import tasks
 from trimtab.config import EngineConfig
-from trimtab.errors import EngineLost, TrimtabError
+from trimtab.errors import EngineLost, TrimtabError, TrimtabWarning
 from trimtab.models.load import Loaded, load
 from trimtab.rollout import server, server_one
 from trimtab.rollout.embedded import EmbeddedEngine
@@ -270,12 +270,32 @@ class TestKills:
             first.behave(release=True)  # what it held comes back unfinished, and is asked for again
             assert_equal(call.result(), expected(other_model(laboratory), prompts), version=3)
 
-    def test_without_others_the_call_is_lost_and_repeated_where_it_broke(
+    def test_without_others_the_call_waits_for_its_return(
         self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt]
     ) -> None:
         alone = servers[0]
         engine = engine_over(laboratory, [alone], concurrency=2)
         engine.publish(changed(laboratory).items(), 3)
+        alone.behave(after=6)
+        warned = pytest.warns(TrimtabWarning, match="waiting 30 s for one to come back")
+        with ThreadPoolExecutor() as pool, warned:
+            call = self.call(engine, prompts, pool)
+            alone.holds(2)
+            alone.kill()
+            while engine._servers[0].alive:
+                assert not call.done()
+                threading.Event().wait(0.05)
+            alone.start()
+            assert_equal(call.result(), expected(other_model(laboratory), prompts), version=3)
+        assert len(alone.noted("answered")) == len(set(alone.noted("answered"))) == len(prompts) * SAMPLES
+
+    @pytest.mark.filterwarnings("ignore:no inference server is left")
+    @pytest.mark.parametrize("newer", [False, True])
+    def test_a_lost_call_is_repeated_where_it_broke_unless_weights_changed(
+        self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt], newer: bool
+    ) -> None:
+        alone = servers[0]
+        engine = engine_over(laboratory, [alone], concurrency=2, patience=1.0)
         alone.behave(after=6)
         with ThreadPoolExecutor() as pool:
             call = self.call(engine, prompts, pool)
@@ -283,34 +303,21 @@ class TestKills:
             alone.kill()
             with pytest.raises(EngineLost, match="no inference server is left"):
                 call.result()
-        answered = alone.noted("answered")
-        assert len(answered) == 5
+        assert len(alone.noted("answered")) == 5
         with pytest.raises(EngineLost):
             engine.publish(changed(laboratory).items(), 3)
         alone.start()
         engine.recover()
-        engine.publish(changed(laboratory).items(), 3)
-        found = self.call(engine, prompts, ThreadPoolExecutor()).result()
-        assert_equal(found, expected(other_model(laboratory), prompts), version=3)
-        assert len(alone.noted("answered")) == len(set(alone.noted("answered"))) == len(prompts) * SAMPLES
-
-    def test_answers_of_older_weights_are_not_used_for_newer_ones(
-        self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt]
-    ) -> None:
-        alone = servers[0]
-        engine = engine_over(laboratory, [alone], concurrency=1)
-        alone.behave(after=4)
-        with ThreadPoolExecutor() as pool:
-            call = self.call(engine, prompts, pool)
-            alone.holds()
-            alone.kill()
-            with pytest.raises(EngineLost):
-                call.result()
-        alone.start()
-        engine.recover()
-        engine.publish(changed(laboratory).items(), 4)
-        found = self.call(engine, prompts, ThreadPoolExecutor()).result()
-        assert_equal(found, expected(other_model(laboratory), prompts), version=4)
+        if newer:
+            engine.publish(changed(laboratory).items(), 4)
+        else:
+            engine.publish(laboratory.model.named_parameters(), 0)
+        found = engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED)
+        wanted = other_model(laboratory) if newer else laboratory
+        assert_equal(found, expected(wanted, prompts), version=4 if newer else 0)
+        again = 5 if newer else 0  # answers of older weights are not used
+        assert len(alone.noted("answered")) == len(prompts) * SAMPLES + again
+        assert len(set(alone.noted("answered"))) == len(prompts) * SAMPLES
 
     def test_a_restart_between_calls_is_noticed(
         self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt]

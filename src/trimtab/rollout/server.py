@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from trimtab.config import EngineConfig
-from trimtab.errors import EngineLost, TrimtabError
+from trimtab.errors import EngineLost, TrimtabError, TrimtabWarning
 from trimtab.rollout.publication import Inventory
 from trimtab.rollout.request import check_request
 from trimtab.rollout.rows import Prefixes, check_prefixes, check_tokens, complete
@@ -36,9 +38,11 @@ LOOK, AGAIN = 0.02, 1.0
 class ServerEngine:
     """Samples from every server of `config.server.urls` at once (`types.Engine`); each response is one request.
 
-    A server that fails gives its unanswered responses to the others and is asked for again once it is back, with the
-    weights it had been given. An answer is kept, whatever happens to servers after it. Where all are lost the call
-    raises `EngineLost`; repeated under the same weights, it asks for the missing answers only.
+    A server that fails gives its unanswered responses to the others and works on once it is back, with the weights it
+    had been given. Where all are lost the call waits `patience` seconds for the first to return, then it raises
+    `EngineLost`. An answer is kept, whatever happens to servers after it: only what was not answered is asked for
+    again, from its beginning and with its seed; that holds for a call that is repeated after `EngineLost` under the
+    same weights, too.
 
     Equal arguments and weights give equal tokens as far as the servers' own arithmetic does: it depends on what else
     they compute at the moment, and SGLang uses seeds only if it is told to. `policy_version` starts at 0.
@@ -81,7 +85,7 @@ class ServerEngine:
         """`samples` completions for each prompt, in order; see `types.Engine`.
 
         Raises:
-            EngineLost: no server is left.
+            EngineLost: no server is left, and none came back.
             TrimtabError: the arguments cannot be met; a server refuses a request or returns a token without its
                 log-prob; a response was not answered after many attempts.
         """
@@ -233,8 +237,15 @@ class ServerEngine:
         server = self._servers[index]
 
         def lost(error: Unreachable) -> None:
-            if not any(other.alive for other in self._servers):
+            since = [other.lost_at for other in self._servers if other.lost_at is not None]
+            if len(since) < len(self._servers):
+                return
+            patience = self._settings.patience
+            if time.monotonic() - max(since) > patience:
                 batch.fail(EngineLost(f"no inference server is left: {error}"))
+            elif batch.warn():
+                line = f"no inference server is left ({error}); waiting {patience:g} s for one to come back"
+                warnings.warn(line, TrimtabWarning, stacklevel=2)
 
         def back() -> bool:
             return server.await_return(self._published.current, batch.wait, lost)

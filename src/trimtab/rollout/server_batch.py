@@ -38,6 +38,7 @@ class Batch:
         self._missing = len(jobs)
         self._changed = threading.Condition()
         self.interrupted = False
+        self._warned = False
         self.answers: dict[int, Answer] = {}
         self.error: BaseException | None = None
 
@@ -81,6 +82,12 @@ class Batch:
             if job.failures == ATTEMPTS and not self.over:
                 self.error = TrimtabError(f"a response was asked for {ATTEMPTS} times without an answer; {reason}")
             self._changed.notify_all()
+
+    def warn(self) -> bool:
+        """Whether nobody has warned yet."""
+        with self._changed:
+            first, self._warned = not self._warned, True
+            return first
 
     def fail(self, error: BaseException) -> None:
         """End the call; the first error is the one that is told."""

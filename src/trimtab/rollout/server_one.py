@@ -27,7 +27,7 @@ class Server:
     def __init__(self, url: str, wire: Wire, timeout: float, vocabulary: int) -> None:
         self.url = url
         self.wire = wire
-        self.alive = True
+        self.lost_at: float | None = None  # on the monotonic clock
         self.model: Model | None = None
         self.label: str | None = None
         self._timeout = timeout
@@ -36,6 +36,11 @@ class Server:
         self._vocabulary = vocabulary
         self._asking = threading.Lock()
         self._processed = False
+
+    @property
+    def alive(self) -> bool:
+        """Not known to be lost."""
+        return self.lost_at is None
 
     def connect(self) -> Connection:
         return Connection(self.url, self._timeout)
@@ -101,7 +106,7 @@ class Server:
             self.load(weights, self.label)
         elif weights is None:
             self.label = label
-        self.model, self.alive, self._processed = model, True, False
+        self.model, self.lost_at, self._processed = model, None, False
         self._meetings += 1
 
     def load(self, weights: Path, label: str) -> None:
@@ -111,7 +116,7 @@ class Server:
         try:
             self.wire.load(connection, weights, label)
         except Unreachable:
-            self.alive = False
+            self._lose()
             raise
         finally:
             connection.close()
@@ -121,7 +126,8 @@ class Server:
     ) -> bool:
         """Look after it until it works (True) or `pause` says that nobody waits any more (False).
 
-        One thread looks; others that come here wait for what it finds. `lost` is told when it counts as lost.
+        One thread looks; others that come here wait for what it finds. `lost` is told of every look in vain once the
+        server counts as lost.
         """
         before = self._meetings
         with self._looking:
@@ -134,12 +140,15 @@ class Server:
                     return True
                 except Unreachable as error:
                     looks += 1
-                    if looks == LOOKS:
-                        self.alive = False
+                    if looks >= LOOKS:
+                        self._lose()
                         lost(error)
                 pause(wait)
                 wait = min(2 * wait, LONGEST_WAIT)
             return False
+
+    def _lose(self) -> None:
+        self.lost_at = time.monotonic() if self.lost_at is None else self.lost_at
 
 
 def await_any(servers: list[Server], weights: Path | None, patience: float, *, everyone: bool) -> None:
@@ -155,7 +164,6 @@ def await_any(servers: list[Server], weights: Path | None, patience: float, *, e
             try:
                 server.meet(weights)
             except Unreachable as error:
-                server.alive = False
                 silent.append(error)
         if not silent or (not everyone and len(silent) < len(servers)):
             return
