@@ -160,7 +160,7 @@ class VllmEngine:
                 raise TrimtabError("vLLM returns keep sets with top_k only: set sampling.top_k as well")
 
     def _request(self, row: Row, prompt: Prompt, sampling: Sampling, seed: int) -> Request:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
         place = (row.prompt, row.sample, row.begun) if row.begun else (row.prompt, row.sample)
         own = int(np.random.SeedSequence(entropy=seed, spawn_key=place).generate_state(1, np.uint64)[0] >> 1)

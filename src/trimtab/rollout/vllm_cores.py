@@ -62,8 +62,8 @@ class SharedCore:
     def __init__(self, arguments: dict[str, Any]) -> None:
         # Read by vLLM when the engine is made; its child process would otherwise be the default.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
 
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._count = 0
@@ -117,15 +117,15 @@ class OwnCore:
         self._llm: Any = self._call(self._start())
 
     async def _start(self) -> Any:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
         await llm.collective_rpc("end_with", args=(os.getpid(),))
         return llm
 
     def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
 
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -39,8 +39,8 @@ def require(*, eager: bool) -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         torch._dynamo.config.disable = True
     try:
-        import vllm.sampling_params  # noqa: F401
-        from vllm.v1.engine import async_llm, llm_engine  # noqa: F401
+        import vllm.sampling_params  # noqa: F401  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine import async_llm, llm_engine  # noqa: F401  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         said = " ".join(str(error).split())
         raise TrimtabError(f"vLLM is installed but broken ({said}); `trimtab doctor` says what to mend") from error
@@ -48,7 +48,7 @@ def require(*, eager: bool) -> None:
 
 def arguments(folder: Path | str, config: EngineConfig) -> dict[str, Any]:
     """vLLM's engine arguments. The engine starts with made-up weights: nothing is sampled before a publication."""
-    from vllm.platforms import current_platform
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     settings = config.vllm
     given: dict[str, Any] = {

@@ -56,8 +56,8 @@ class WeightLoading:
 
     def _repack_tied_head(self, model: Any) -> None:
         """On a CPU a head packs its weight when it is loaded; a tied one is never loaded again, its twin is."""
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-        from vllm.platforms import current_platform
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # pyright: ignore[reportMissingImports]
+        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
         if current_platform.is_cpu() and getattr(model.config, "tie_word_embeddings", False):
             dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
