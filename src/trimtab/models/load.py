@@ -38,14 +38,15 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load(path: str, *, dtype: torch.dtype) -> Loaded:
+def load(path: str, *, dtype: torch.dtype, weights: bool = True) -> Loaded:
     """Load a causal language model with its tokenizer, in evaluation mode, on the CPU.
 
     `path` is the bundled model's name (`BUNDLED`), `laboratory` or `laboratory-moe` (untrained, seed 0), a local
     folder, or an HF id.
     `dtype` is the type of the master weights, whatever the files hold. Dropout is switched off: a log-prob that
     changes between two forwards makes every importance ratio wrong. The tokenizer has a padding token of the
-    vocabulary (its own, else end of text, else unknown); the embedding is never resized.
+    vocabulary (its own, else end of text, else unknown); the embedding is never resized. Without `weights` the model
+    is empty (on the meta device), for a rank that receives them from another.
 
     Raises `TrimtabError` for a missing or broken model, in one line.
     """
@@ -56,36 +57,25 @@ def load(path: str, *, dtype: torch.dtype) -> Loaded:
         use_in(model.base_model)
         return Loaded(model, tokenizer, path)
     if path == BUNDLED:
-        return _from_folder(str(bundled.folder()), path, dtype)
+        return _from_folder(str(bundled.folder()), path, dtype, weights)
     local = Path(path).expanduser()
     if local.is_dir():
-        return _from_folder(str(local), path, dtype)
+        return _from_folder(str(local), path, dtype, weights)
     if local.is_file():
         raise TrimtabError(f"model {path!r} is a file; give the folder that holds config.json and *.safetensors")
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise TrimtabError(f"model folder {path!r} does not exist")
-    return _from_folder(path, path, dtype)
+    return _from_folder(path, path, dtype, weights)
 
 
-def _from_folder(source: str, name: str, dtype: torch.dtype) -> Loaded:
+def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> Loaded:
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise TrimtabError(f"model folder {name!r} has no config.json; give a folder written by save_pretrained")
     with _readable_errors(name), quiet():
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         _switch_off_dropout(config)
-        # `output_loading_info` makes the result a pair, which its annotation does not say.
-        pair: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention.IMPLEMENTATION,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # refused below, with the parameter's name
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        model, info = _filled(source, config, dtype) if weights else _empty(config, dtype)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    model, info = pair
     absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if absent:
         raise TrimtabError(
@@ -95,6 +85,29 @@ def _from_folder(source: str, name: str, dtype: torch.dtype) -> Loaded:
     _ensure_padding_token(tokenizer, model, name)
     use_in(model.base_model)
     return Loaded(model, tokenizer, source)
+
+
+def _filled(source: str, config: Any, dtype: torch.dtype) -> Any:
+    """The model, and what transformers has to say about its parameters."""
+    return AutoModelForCausalLM.from_pretrained(
+        source,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention.IMPLEMENTATION,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # refused by the caller, with the parameter's name
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+
+
+def _empty(config: Any, dtype: torch.dtype) -> Any:
+    """The same without any weight."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION, trust_remote_code=False
+        )
+    return model.eval(), {"missing_keys": (), "mismatched_keys": ()}
 
 
 @contextmanager

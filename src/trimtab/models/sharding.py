@@ -7,11 +7,12 @@ some work: `inside` runs it where embedding, final norm and head are whole, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.models.layers import decoder
@@ -42,11 +43,12 @@ class _Forward:
 def shard(
     model: Any, mesh: DeviceMesh, *, compute: torch.dtype | None = None, offload: bool = False, reshard: bool = True
 ) -> None:
-    """Spread `model` over the ranks of the one-dimensional `mesh`, in place; every rank must hold equal weights.
+    """Spread `model` over the ranks of the one-dimensional `mesh`, in place. The values are rank 0's.
 
-    Parameters become DTensors cut along their first dimension, under their old names; tied ones stay tied. Gradients
-    are summed over ranks, not averaged, in float32 or wider. Every rank must run the model equally often. A model that
-    lies elsewhere comes to the mesh's device layer by layer: no device ever holds all of it.
+    They come to the mesh's device layer by layer, so that no device ever holds all of them; other ranks' models may be
+    empty (on the meta device). Parameters become DTensors cut along their first dimension, under their old names; tied
+    ones stay tied. Gradients are summed over ranks, not averaged, in float32 or wider. From now on every rank must run
+    the model equally often.
 
     Args:
         compute: type in which a layer's weights are gathered, for use under autocast of the same type; None: their
@@ -63,16 +65,17 @@ def shard(
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
     }
     layer_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
-    layers = decoder(model).layers
+    layers, again = decoder(model).layers, shared_parameters(model)
+    inner = {id(module) for layer in layers for module in layer.modules()}
     for layer in layers:
-        layer.to(mesh.device_type)
+        _bring(layer.modules(), mesh)
         fully_shard(layer, reshard_after_forward=reshard, mp_policy=layer_policy, **options)
     # Embedding, final norm and head are needed at both ends of forward and backward: freeing them gains nothing.
     root_policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
-    inner = {id(module) for layer in layers for module in layer.modules()}
-    for module in model.modules():
-        if id(module) not in inner:
-            module._apply(lambda tensor: tensor.to(mesh.device_type), recurse=False)
+    _bring((module for module in model.modules() if id(module) not in inner), mesh)
+    for name, first in again.items():
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, model.get_parameter(first))
     fully_shard(model, reshard_after_forward=False, mp_policy=root_policy, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -80,6 +83,21 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
     model.forward = _Forward(model.forward)
     model.register_forward_hook(_free)
+
+
+def _bring(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Parameters and buffers of these modules, but not of those inside them, with rank 0's values on the mesh's device.
+
+    A module that was empty is given memory of its own, tied or not.
+    """
+
+    def moved(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=mesh.device_type) if tensor.is_meta else tensor.to(mesh.device_type)
+
+    for module in modules:
+        module._apply(moved, recurse=False)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            dist.broadcast(tensor.data, 0, group=mesh.get_group())
 
 
 def inside(model: Any, work: Callable[[], T]) -> T:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.config import Config
@@ -28,7 +27,6 @@ from trimtab.training.collect import Collector, CollectStats, Group
 from trimtab.training.feed.feed import Feed, FeedState, Found, Weights
 from trimtab.training.ranks import Ranks, here
 from trimtab.training.rundir import RunDir
-from trimtab.training.weights import ADAPTER
 from trimtab.types import Engine
 
 _TAKEN, _LEFT = b"taken", b"left"
@@ -37,18 +35,13 @@ _TAKEN, _LEFT = b"taken", b"left"
 def spread(model: nn.Module, config: Config) -> nn.Module:
     """Shard `model` over the ranks as `[sharding]` says, in place; one process keeps it as it is. Returns it.
 
-    Call it before the optimizer is built. What was loaded is equal on every rank; new adapters are the leader's.
+    Call it before the optimizer is built. The weights are the leader's; on other ranks the model may be empty.
     """
     ranks = here()
     if ranks.size > 1:
         from torch.distributed.device_mesh import init_device_mesh
 
         assert ranks.device is not None
-        for name, parameter in model.named_parameters():
-            if ADAPTER in name:  # on the CPU: the leader's model may lie on its device already
-                data = parameter.data.cpu()
-                dist.broadcast(data, 0, group=ranks.control)
-                parameter.data.copy_(data)
         shard(
             model,
             init_device_mesh(ranks.device.type, (ranks.size,)),

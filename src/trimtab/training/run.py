@@ -180,11 +180,14 @@ def _check_prefix(config: Config, built: Objective) -> None:
 
 
 def load_model(config: Config) -> Loaded:
-    """The trainable model in its master dtype; the laboratory's are warm-started the first time they are asked for."""
+    """The trainable model in its master dtype; the laboratory's are warm-started the first time they are asked for.
+
+    Ranks that do not lead get it without weights, which `spread` brings.
+    """
     path = config.model.path
     if path in (LABORATORY, MIXTURE):
         path = str(laboratory_folder(path, config))
-    return load(path, dtype=getattr(torch, config.model.dtype))
+    return load(path, dtype=getattr(torch, config.model.dtype), weights=here().leads)
 
 
 def assemble(

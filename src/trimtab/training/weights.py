@@ -15,7 +15,6 @@ from trimtab.rollout.rounding import BITS, Rounding
 from trimtab.training.seeds import derive
 
 _BASE = ".base_layer"
-ADAPTER = ".lora_"
 
 
 def add_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
@@ -42,7 +41,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     deltas = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     again = shared_parameters(model)
     for name, weight in model.state_dict().items():
-        if ADAPTER in name or (is_sharded(weight) and name in again):
+        if ".lora_" in name or (is_sharded(weight) and name in again):
             continue
         plain = name.replace(_BASE, "")
         adapted: Any = deltas.get(plain) if _BASE in name else None
