@@ -1,0 +1,108 @@
+"""A whole run over inference servers, one of which is killed in the middle of a batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.servers import Served, starter
+
+from trimtab.config import Config, load_config
+from trimtab.training import trajectories
+from trimtab.training.observer import Silent
+from trimtab.training.run import train
+from trimtab.training.rundir import read_metrics
+from trimtab.training.sft import laboratory_folder
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+STEPS, PROMPTS, SAMPLES = 3, 4, 4
+SMALL = (
+    f"trainer.steps={STEPS}",
+    f"trainer.prompts={PROMPTS}",
+    f"trainer.samples={SAMPLES}",
+    "eval.problems=4",
+    "log.trajectories_every=1",
+)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
+    home = tmp_path_factory.mktemp("servers")
+    with starter() as start:
+        made = [Served(start, "vllm", laboratory_folder(), home / str(index)) for index in range(2)]
+        yield made
+        for one in made:
+            one.kill()
+
+
+def recipe(servers: list[Served], *overrides: str) -> Config:
+    urls = ", ".join(f'"{one.url}"' for one in servers)
+    engine = ("engine.type=server", f"engine.server.urls=[{urls}]", "engine.server.patience=30.0")
+    return load_config("laboratory", (*SMALL, *engine, *overrides))
+
+
+class After(Silent):
+    """Does something once, after the first step."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def step(self, metrics: Mapping[str, float | str]) -> None:
+        if metrics["step"] == 1:
+            self._act()
+
+
+def rows(run: Path) -> list[tuple[Any, ...]]:
+    """Every trajectory of a run, in order."""
+    files = sorted((run / "trajectories").iterdir())
+    assert len(files) == STEPS
+    return [
+        (t.group, t.completion.response_ids.tolist(), t.completion.logp_behavior.tolist(), t.reward)
+        for file in files
+        for t in trajectories.from_bytes(file.read_bytes())
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(servers: list[Served], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(recipe(servers), out=tmp_path_factory.mktemp("runs") / "undisturbed").run
+
+
+def test_a_run_over_servers_trains(undisturbed: Path) -> None:
+    metrics = read_metrics(undisturbed / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
+    # The servers' weights are the trainer's, on-policy and in float32: no mismatch is left.
+    assert all(abs(row["mismatch/k3"]) < 1e-6 for row in metrics)
+    assert len(rows(undisturbed)) == STEPS * PROMPTS * SAMPLES
+
+
+@pytest.mark.parametrize("returns", [False, True], ids=["the other takes over", "it returns in time"])
+def test_a_server_killed_in_the_middle_of_a_batch_changes_nothing(
+    servers: list[Served], undisturbed: Path, tmp_path: Path, returns: bool
+) -> None:
+    """Every response has a seed of its own, so the killed run must be the undisturbed one, token for token."""
+    first, second = servers
+    killed = threading.Event()
+
+    def kill() -> None:
+        second.holds()
+        second.kill()
+        if returns:
+            second.start()
+        killed.set()
+
+    def watch() -> None:
+        second.behave(after=2)
+        threading.Thread(target=kill, daemon=True).start()
+
+    result = train(recipe(servers), out=tmp_path / "run", observer=After(watch))
+    assert killed.is_set()
+    assert rows(result.run) == rows(undisturbed)
+    if not second.alive:
+        second.start()
+    for one in (first, second):
+        one.forget()
