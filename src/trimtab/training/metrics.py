@@ -117,7 +117,7 @@ def collect_metrics(stats: CollectStats, *, dropped: int) -> dict[str, float]:
     }
 
 
-def update_metrics(stats: UpdateStats, *, anchor: str) -> dict[str, Any]:
+def update_metrics(stats: UpdateStats, *, anchor: str, ranks: int = 1) -> dict[str, Any]:
     """Mismatch, objective and optimizer. `optim/grad_norm` is the mean over the step's updates, before clipping."""
     measured = {f"mismatch/{key}": value for key, value in stats.mismatch.finalize().items()} if stats.mismatch else {}
     return {
@@ -127,6 +127,7 @@ def update_metrics(stats: UpdateStats, *, anchor: str) -> dict[str, Any]:
         "optim/lr": stats.lr,
         "optim/grad_norm": float(np.mean(stats.grad_norms)) if stats.grad_norms else float("nan"),
         "optim/skipped": stats.skipped,
+        **({"ranks/idle": stats.idle / stats.turns} if ranks > 1 and stats.turns else {}),
     }
 
 

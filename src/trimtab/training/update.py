@@ -40,6 +40,8 @@ class UpdateStats:
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
     tokens: int = 0
+    turns: int = 0  # of several ranks, each with at most one micro-batch
+    idle: int = 0  # turns without one
     lr: float = 0.0
 
 
@@ -133,6 +135,8 @@ class Learner:
         """`version` is that of the batch's start; `first`: whether these rows are seen for the first time; `measure`:
         whether they still show the mismatch alone."""
         mine = list(dealt(batch, self.ranks))
+        stats.turns += len(mine) * self.ranks.size
+        stats.idle += len(mine) * self.ranks.size - len(batch)
         state = self._prepare(mine)
         loss_sum = 0.0
         for index, micro in mine:
