@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.vllm_support import needs_vllm
 
 from trimtab.cli.doctor_vllm import diagnose
+from trimtab.diagnostics.catalog import undocumented
 from trimtab.training.rundir import read_metrics
 
 pytestmark = [pytest.mark.e2e, needs_vllm]
@@ -38,6 +39,8 @@ def test_a_run_and_its_continuation_agree_with_the_trainer_at_every_step(tmp_pat
         # Both sides compute in float32: a weight that was not taken over would be seen at once.
         assert row["mismatch/k3"] < 1e-9
         assert row["policy_version"] == row["step"]
+        assert row["canary/abs_diff"] < 1e-4
+        assert not undocumented(row)
     assert rows[-1]["reward/mean"] > 0.2
 
 

@@ -92,6 +92,7 @@ class Canary:
     ) -> None:
         """`texts` (prompts, length): the last `config.tokens` positions of each row are looked at."""
         self.noise: float | None = None
+        self._difference: float | None = None
         self._texts, self._config, self._temperature = texts, config, temperature
         self._autocast, self._tied = autocast, tied
         self._published = 0
@@ -152,7 +153,7 @@ class Canary:
         with self._lock:
             seen = self._seen.get(engine)
             self._check_changed(answers, expected, seen)
-            bound = self._bound()
+            self._difference, bound = difference, self._bound()
             if difference > bound:
                 cause = self._cause(answers, expected, seen, bound)
                 raise TrimtabError(
@@ -164,6 +165,10 @@ class Canary:
             if seen is None or not _equal(seen.answers, answers, expected.fixed):
                 self._seen[engine] = _Seen(answers, expected)
         return difference
+
+    def metrics(self) -> dict[str, float]:
+        """The last look, for the metrics of a step."""
+        return {} if self._difference is None else {"canary/abs_diff": self._difference}
 
     def _ask(self, engine: Engine, expected: Expected) -> _Answers:
         """One token at every context, through the engine's ordinary way."""

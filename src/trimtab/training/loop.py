@@ -246,6 +246,8 @@ class Trainer:
             found |= perturbation_metrics(self.learner.perturbation, stats)
         if runs_beside(self.config):
             found |= beside_metrics(batch.trajectories, collected, version)
+        if self.canary is not None:
+            found |= self.canary.metrics()
         if self.learner.bounds is not None:
             found |= {f"calibrate/{name}": bound for name, bound in self.learner.bounds.items()}
         return found

@@ -118,6 +118,7 @@ def test_a_healthy_engine_is_never_accused(dtype: torch.dtype, size: float) -> N
         differences.append(look(watch, engine, model, version))
         update(model, size, seed=version)
     assert watch.noise == differences[0]
+    assert watch.metrics() == {"canary/abs_diff": differences[-1]}
     assert max(differences) < max(MARGIN * differences[0], FLOOR)
 
 
