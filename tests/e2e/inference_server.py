@@ -106,7 +106,7 @@ class Service:
 
     def logprobs(self, found: Completion) -> list[float | None]:
         values: list[float | None] = [float(value) for value in found.logp_behavior]
-        if self._asked == self.options.get("silent", 0):
+        if self._asked == self.options.get("silent", -1):
             values[-1] = None
         return values
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,31 @@ def recipe(servers: list[Served], *overrides: str) -> Config:
     urls = ", ".join(f'"{one.url}"' for one in servers)
     engine = ("engine.type=server", f"engine.server.urls=[{urls}]", "engine.server.patience=30.0")
     return load_config("laboratory", (*SMALL, *engine, *overrides))
+
+
+class Killer(threading.Thread):
+    """Kills a server that has begun to answer a batch, and starts it again, at once or when it is joined."""
+
+    def __init__(self, victim: Served, *, returns: bool) -> None:
+        super().__init__(daemon=True)
+        self._victim, self._returns = victim, returns
+
+    def start(self) -> None:
+        self._victim.behave(after=2)
+        super().start()
+
+    def run(self) -> None:
+        self._victim.holds()
+        self._victim.kill()
+        if self._returns:
+            self._victim.start()
+
+    def join(self, timeout: float | None = 60.0) -> None:
+        super().join(timeout)
+        assert not self.is_alive()
+        if not self._victim.alive:
+            self._victim.start()
+        self._victim.forget()
 
 
 class After(Silent):
@@ -86,23 +112,22 @@ def test_a_server_killed_in_the_middle_of_a_batch_changes_nothing(
 ) -> None:
     """Every response has a seed of its own, so the killed run must be the undisturbed one, token for token."""
     first, second = servers
-    killed = threading.Event()
-
-    def kill() -> None:
-        second.holds()
-        second.kill()
-        if returns:
-            second.start()
-        killed.set()
-
-    def watch() -> None:
-        second.behave(after=2)
-        threading.Thread(target=kill, daemon=True).start()
-
-    result = train(recipe(servers), out=tmp_path / "run", observer=After(watch))
-    assert killed.is_set()
+    killer = Killer(second, returns=returns)
+    result = train(recipe([first, second]), out=tmp_path / "run", observer=After(killer.start))
+    killer.join()
     assert rows(result.run) == rows(undisturbed)
-    if not second.alive:
-        second.start()
-    for one in (first, second):
-        one.forget()
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "continue"])
+def test_beside_the_trainer_no_group_is_lost_or_counted_twice(
+    servers: list[Served], tmp_path: Path, in_flight: str
+) -> None:
+    first, second = servers
+    killer = Killer(second, returns=True)
+    config = recipe([first, second], "trainer.max_lag=4", f"trainer.in_flight={in_flight}")
+    result = train(config, out=tmp_path / "run", observer=After(killer.start))
+    killer.join()
+    groups = Counter(row[0] for row in rows(result.run))
+    assert groups == dict.fromkeys(range(STEPS * PROMPTS), SAMPLES)
+    for row in read_metrics(result.run / "metrics.jsonl"):
+        assert row["lag/max"] <= 4
