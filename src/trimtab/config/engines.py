@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
@@ -34,13 +35,26 @@ class ServerConfig(Section):
 
     urls: list[str] = Field(default_factory=list, description="base URLs, e.g. http://127.0.0.1:8000; work is shared")
     kind: Literal["vllm", "sglang"] = Field(default="vllm", description="whose wire format and weight routes")
-    model: str | None = Field(default=None, description="the name they serve the model under; default: asked")
+    model: str | None = Field(
+        default=None, description="the name they serve the model under (vllm); default: what they serve first"
+    )
     timeout: float = Field(default=600.0, gt=0, description="seconds one request may take")
     patience: float = Field(default=120.0, gt=0, description="seconds to wait for a server to come back")
     concurrency: PositiveInt = Field(default=64, description="requests in flight at one server")
     folder: str | None = Field(
         default=None, description="where weights are handed over, seen by trainer and servers; default: /dev/shm"
     )
+
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> ServerConfig:
+        if self.model is not None and self.kind != "vllm":
+            raise ValueError(
+                f"model has no effect with kind = {self.kind!r}, whose servers have one model: leave it out"
+            )
+        twice = [url for url, count in Counter(url.rstrip("/") for url in self.urls).items() if count > 1]
+        if twice:
+            raise ValueError(f"urls names {twice[0]} twice: name each server once and raise concurrency")
+        return self
 
 
 class CanaryConfig(Section):
