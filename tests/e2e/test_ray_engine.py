@@ -77,6 +77,13 @@ def prompts(config: Config, model: tuple[Any, Path]) -> list[Prompt]:
     return PromptStream(tasks.build(config.task.name), model[0].tokenizer, seed=0).take(4)
 
 
+def test_resources_that_are_not_there_are_named(seats: Seats, config: Config) -> None:  # noqa: ARG001  # connected
+    large = config.model_copy(update={"ray": config.ray.model_copy(update={"trainers": 9, "patience": 0.5})})
+    told = r"9 trainers of 1 CPU, 0 GPU; 2 engines of 1 CPU, 0 GPU; 2 rewards of 1 CPU.*it has 8 CPU, 0 GPU in all"
+    with pytest.raises(TrimtabError, match=told), reserved(large):
+        pass
+
+
 def weights(model: tuple[Any, Path], scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
     return [(name, scale * weight.detach()) for name, weight in model[0].model.named_parameters()]
 

@@ -15,12 +15,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests.e2e.ray_support import Cluster, local_cluster
+from tests.e2e.ray_support import Cluster, free_port, local_cluster
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
 
 from trimtab.api import train
 from trimtab.config import load_config
+from trimtab.errors import TrimtabError
 from trimtab.models.load import Loaded
 from trimtab.training import trajectories
 from trimtab.training.export import restore
@@ -116,6 +117,13 @@ def token_logp(model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray)
     ids = torch.tensor(np.concatenate([prompt, response]))[None]
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
+
+
+def test_an_absent_cluster_is_one_line_and_leaves_no_run(tmp_path: Path) -> None:
+    config = load_config("laboratory", ["placement=ray", f"ray.address=127.0.0.1:{free_port()}"])
+    with pytest.raises(TrimtabError, match=r"no Ray cluster at ray.address = '127.0.0.1:\d+' .*: start one with"):
+        train(config, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def begin(cluster: Cluster, out: Path, *options: str) -> subprocess.Popen[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 from trimtab.config import Config, RayConfig
 from trimtab.errors import TrimtabError
 from trimtab.placement.actors import Seat
+
+REACH = 10.0  # seconds for the cluster's address to answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,11 @@ def connected(config: RayConfig) -> Iterator[None]:
     from ray._private import worker
 
     try:
+        _reach(config.address)
         # Ray tells the death of an actor on stdout, amid the display and before `--json`; the run tells it itself.
         worker._worker_logs_enabled = False
         ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise TrimtabError(
             f"no Ray cluster at ray.address = {config.address!r} ({str(error).splitlines()[0]}): start one with "
             "`ray start --head`, or set ray.address"
@@ -52,6 +56,13 @@ def connected(config: RayConfig) -> Iterator[None]:
     finally:
         ray.shutdown()
         worker._worker_logs_enabled = True
+
+
+def _reach(address: str) -> None:
+    """A short look at whether anybody listens: Ray itself would try for a quarter of an hour."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), REACH).close()
 
 
 @contextmanager
@@ -64,14 +75,17 @@ def reserved(config: Config) -> Iterator[Seats]:
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    asked = bundles(config)
-    group = placement_group(asked, strategy=config.ray.strategy)
+    group = placement_group(bundles(config), strategy=config.ray.strategy)
     try:
         if not group.wait(config.ray.patience):
-            there = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
+            wanted = [
+                f"{count} {kind} of {cpus:g} CPU, {gpus:g} GPU" for kind, (count, cpus, gpus) in _kinds(config).items()
+            ]
+            cpus, gpus = (ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU"))
             raise TrimtabError(
-                f"the cluster did not give {', '.join(map(str, asked))} ({config.ray.strategy}) within "
-                f"{config.ray.patience:g} s; it has {there} in all: lower [ray], add nodes, or wait for other jobs"
+                f"the cluster did not give {'; '.join(wanted)} within {config.ray.patience:g} s "
+                f"({config.ray.strategy}); it has {cpus:g} CPU, {gpus:g} GPU in all: lower [ray], add nodes, or wait "
+                "for other jobs"
             )
         yield _seats(config, group)
     finally:
