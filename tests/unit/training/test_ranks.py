@@ -1,0 +1,41 @@
+"""One process among none: nothing is exchanged, and an environment that is not torchrun's is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from trimtab.errors import TrimtabError
+from trimtab.training.ranks import SINGLE, follows, here, join
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_alone_a_process_leads_and_agrees_with_itself() -> None:
+    with join() as ranks:
+        assert ranks is here() is SINGLE
+        assert ranks.leads
+        assert ranks.broadcast(b"x") == b"x"
+        assert ranks.gather(b"y") == [b"y"]
+        assert ranks.total(0.1) == 0.1
+        assert ranks.together(lambda: 3) == 3
+    assert not follows()
+
+
+def test_torchrun_with_one_process_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    with join() as ranks:
+        assert ranks is SINGLE
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert follows()
+    with pytest.raises(TrimtabError, match="LOCAL_RANK is not: start several ranks with `torchrun"), join():
+        pass
+    assert here() is SINGLE
