@@ -73,6 +73,8 @@ def measure(options: argparse.Namespace, *, lag: int) -> Clock:
             f"trainer.samples={options.samples}",
             f"trainer.max_lag={lag}",
             "trainer.micro_batch_tokens=8192",
+            "task.digits=20",  # twice the tokens for each reward that waits
+            "sft.steps=20",
             "engine.workers=1",
             "eval.problems=1",
             "eval.every=0",
@@ -83,25 +85,31 @@ def measure(options: argparse.Namespace, *, lag: int) -> Clock:
     return clock
 
 
+def lengths(clock: Clock) -> dict[str, float]:
+    """Seconds of each phase of a step."""
+    trained = clock.mean("proximal", "update", "publish")
+    return {"generate": clock.mean("collect"), "score": clock.mean("score"), "train": trained}
+
+
+def said(phases: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases.items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--lag", type=int, default=4)
     options = parser.parse_args()
     shares = []
     for number in range(options.rounds):
         step, beside = measure(options, lag=0), measure(options, lag=options.lag)
-        phases = {
-            "generate": step.mean("collect"),
-            "score": step.mean("score"),
-            "train": step.mean("proximal", "update", "publish"),
-        }
+        phases = lengths(step)
         ideal, faster = sum(phases.values()) / max(phases.values()), step.period / beside.period
         shares.append(faster / ideal)
-        print(f"round {number + 1}: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases.items()))
+        print(f"round {number + 1}: in step {said(phases)}; beside {said(lengths(beside))}")
         print(
             f"  in step {step.period:.3f} s, beside {beside.period:.3f} s, of them waiting {beside.mean('wait'):.3f} s"
         )
