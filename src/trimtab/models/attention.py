@@ -29,9 +29,13 @@ from trimtab.errors import TrimtabError
 
 IMPLEMENTATION = "trimtab"
 
-# Scores worked on at once, in elements: the passes over them stay in cache, and long rows cost no memory.
+# Scores worked on at once, in elements: the passes over them stay in cache, and memory grows with the length of a row,
+# not with its square.
 BLOCK_SCORES = 1 << 20
+# A row too long for that is cut into at least this many queries at a time; products of fewer rows are slow.
+BLOCK_QUERIES = 128
 # Probabilities kept for backward, per layer and kind of row; more are computed again (a third of attention's time).
+# Masks of as many numbers are kept for all layers; larger ones are made again, block by block.
 KEEP_SCORES = 1 << 22
 
 
@@ -56,6 +60,14 @@ class Rows(NamedTuple):
         return flat if self.slots is None else flat.index_select(0, self.slots)
 
 
+class _Block(NamedTuple):
+    """Worked on at once: these queries of these rows, and the first `keys` keys, all that the last query sees."""
+
+    rows: slice
+    queries: slice
+    keys: int
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Which packed token attends to which. Built once for a micro-batch, read by every layer."""
@@ -74,27 +86,36 @@ class Layout:
         prompts = _rows(prompt_mask, 0)
         return cls(prompts, _rows(input_mask, prompts.stop), prompt_index, prompt_mask.sum(-1), {})
 
-    def mask(self, shared: bool, window: int | None, dtype: torch.dtype) -> Float[Tensor, "rows 1 queries keys"]:
+    def mask(
+        self, shared: bool, window: int | None, dtype: torch.dtype, block: _Block
+    ) -> Float[Tensor, "rows 1 queries keys"]:
         """0 where a query may look, the lowest number elsewhere. Every query sees a real key, padded ones too."""
-        key = (shared, window, dtype)
-        if key not in self.masks:
-            self.masks[key] = self._mask(shared, window, dtype)
-        return self.masks[key]
+        rows = self.responses if shared else self.prompts
+        keys = rows.width + (self.prompts.width if shared else 0)
+        if rows.batch * rows.width * keys > KEEP_SCORES:
+            return self._mask(shared, window, dtype, block)
+        kind = (shared, window, dtype)
+        if kind not in self.masks:
+            whole = _Block(slice(0, rows.batch), slice(0, rows.width), keys)
+            self.masks[kind] = self._mask(shared, window, dtype, whole)
+        return self.masks[kind][block.rows, :, block.queries, : block.keys]
 
-    def _mask(self, shared: bool, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _mask(self, shared: bool, window: int | None, dtype: torch.dtype, block: _Block) -> Tensor:
         device = self.prompt_lengths.device
         prompt = torch.arange(self.prompts.width, device=device)
         lengths = self.prompt_lengths[:, None]
         if shared:
-            lengths = lengths[self.prompt_index]
+            lengths = lengths[self.prompt_index[block.rows]]
             own = lengths + torch.arange(self.responses.width, device=device)
             keys = torch.cat([prompt.expand(len(lengths), -1), own], dim=1)
             real = torch.cat([prompt < lengths, torch.ones_like(own, dtype=torch.bool)], dim=1)
             queries = own
         else:
+            lengths = lengths[block.rows]
             keys = queries = prompt.expand(len(lengths), -1)
             # A padded query must see something; its own row's first token is always real.
             real = prompt < lengths
+        queries, keys, real = queries[:, block.queries], keys[:, : block.keys], real[:, : block.keys]
         distance = queries[:, :, None] - keys[:, None, :]
         allowed = (distance >= 0) & real[:, None, :]
         if window is not None:
@@ -156,26 +177,29 @@ class _Packed(torch.autograd.Function):
         heads, key_heads, width = query.shape[1], key.shape[1], query.shape[3]
         q, k, v = (_token_major(x, options.dtype) for x in (query, key, value))
         out = torch.empty_like(q)
-        kept = []
-        for rows, keys, values, mask in _kinds(layout, k, v, options):
-            part, probability = _attend(rows.spread(q), keys, values, mask, key_heads, width, options)
-            out[rows.start : rows.stop] = rows.pack(part)
-            kept.append(probability)
-        ctx.save_for_backward(q, k, v, *kept)
+        kept: list[list[Tensor]] = []
+        for kind in _kinds(layout, k, v):
+            part, probabilities = _attend(kind, kind.rows.spread(q), layout, key_heads, width, options)
+            out[kind.rows.start : kind.rows.stop] = kind.rows.pack(part)
+            kept.append(probabilities)
+        ctx.save_for_backward(q, k, v, *(probability for part in kept for probability in part))
+        ctx.kept = [len(part) for part in kept]
         ctx.layout, ctx.options, ctx.sizes = layout, options, (heads, key_heads, width)
         return out.view(1, -1, heads, width)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *kept = ctx.saved_tensors
+        q, k, v, *saved = ctx.saved_tensors
         layout: Layout = ctx.layout
         options: _Options = ctx.options
         heads, key_heads, width = ctx.sizes
         grad = grads[0].reshape(q.shape).to(options.dtype)
         to_q, to_k, to_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for (rows, keys, values, mask), probability in zip(_kinds(layout, k, v, options), kept, strict=True):
+        for kind, count in zip(_kinds(layout, k, v), ctx.kept, strict=True):
+            kept, saved = saved[:count], saved[count:]
+            rows = kind.rows
             gq, gk, gv = _attend_backward(
-                rows.spread(grad), rows.spread(q), keys, values, mask, probability, key_heads, width, options
+                kind, rows.spread(grad), rows.spread(q), kept, layout, key_heads, width, options
             )
             to_q[rows.start : rows.stop] = rows.pack(gq)
             _collect(to_k, gk, rows, layout)
@@ -193,16 +217,24 @@ def _token_major(x: Tensor, dtype: torch.dtype) -> Float[Tensor, "tokens channel
     return x[0].transpose(0, 1).to(dtype).flatten(1)
 
 
-def _kinds(layout: Layout, k: Tensor, v: Tensor, options: _Options) -> list[tuple[Rows, Tensor, Tensor, Tensor]]:
-    """Prompts looking at themselves, and responses looking at their prompt and themselves: rows, keys, values, mask."""
+class _Kind(NamedTuple):
+    """Rows of queries with the padded keys and values they look at; `shared`: those of their prompt come first."""
+
+    rows: Rows
+    keys: Float[Tensor, "rows keys channels"]
+    values: Float[Tensor, "rows keys channels"]
+    shared: bool
+
+
+def _kinds(layout: Layout, k: Tensor, v: Tensor) -> list[_Kind]:
+    """Prompts looking at themselves, and responses looking at their prompt and themselves."""
     prompts, responses = layout.prompts, layout.responses
-    exact = torch.float64 if options.dtype == torch.float64 else torch.float32
     k_prompt, v_prompt = prompts.spread(k), prompts.spread(v)
-    kinds = [(prompts, k_prompt, v_prompt, layout.mask(False, options.window, exact))]
+    kinds = [_Kind(prompts, k_prompt, v_prompt, False)]
     if responses.width:
         keys = torch.cat([k_prompt.index_select(0, layout.prompt_index), responses.spread(k)], dim=1)
         values = torch.cat([v_prompt.index_select(0, layout.prompt_index), responses.spread(v)], dim=1)
-        kinds.append((responses, keys, values, layout.mask(True, options.window, exact)))
+        kinds.append(_Kind(responses, keys, values, True))
     return kinds
 
 
@@ -217,9 +249,20 @@ def _collect(to: Tensor, grad: Tensor, rows: Rows, layout: Layout) -> None:
     to[rows.start : rows.stop] += rows.pack(grad)
 
 
-def _blocks(rows: int, scores_per_row: int) -> list[slice]:
-    step = max(1, BLOCK_SCORES // max(scores_per_row, 1))
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+def _blocks(rows: int, heads: int, queries: int, keys: int) -> list[_Block]:
+    """Whole rows, as many as fit, or parts of one row, whose last query sees all keys and each one before one less."""
+    per_row = heads * queries * keys
+    if per_row <= BLOCK_SCORES or queries <= BLOCK_QUERIES:
+        step = max(1, BLOCK_SCORES // max(per_row, 1))
+        starts = range(0, rows, step)
+        return [_Block(slice(start, min(start + step, rows)), slice(0, queries), keys) for start in starts]
+    step = max(BLOCK_QUERIES, BLOCK_SCORES // (heads * keys))
+    ends = [(start, min(start + step, queries)) for start in range(0, queries, step)]
+    return [
+        _Block(slice(row, row + 1), slice(start, stop), keys - queries + stop)
+        for row in range(rows)
+        for start, stop in ends
+    ]
 
 
 def _fold(x: Tensor, key_heads: int, width: int) -> Float[Tensor, "rows_x_key_heads group_x_time width"]:
@@ -243,55 +286,73 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, options: _Options) -> Float[Tens
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, key_heads: int, width: int, options: _Options
-) -> tuple[Tensor, Tensor | None]:
-    """Output rows, and the probabilities if they are few enough to keep."""
+    kind: _Kind, q: Tensor, layout: Layout, key_heads: int, width: int, options: _Options
+) -> tuple[Tensor, list[Tensor]]:
+    """Output rows, and the probabilities of every block if they are few enough to keep."""
     rows, queries, channels = q.shape
-    total = channels // width * queries * keys.shape[1]
-    out, kept = [], []
-    for block in _blocks(rows, total):
-        fq, fk, fv = (_fold(x[block], key_heads, width) for x in (q, keys, values))
-        probability = _scores(fq, fk, mask[block], options).softmax(-1).to(options.dtype)
-        out.append(
-            _unfold(torch.bmm(probability.view(len(fq), -1, keys.shape[1]), fv), block.stop - block.start, queries)
-        )
-        if rows * total <= KEEP_SCORES:
+    heads, keys = channels // width, kind.keys.shape[1]
+    out, kept = torch.empty_like(q), []
+    for block in _blocks(rows, heads, queries, keys):
+        fq, fk, fv, mask = _inputs(kind, q, layout, block, key_heads, width, options)
+        probability = _scores(fq, fk, mask, options).softmax(-1).to(options.dtype)
+        product = torch.bmm(probability.view(len(fq), -1, block.keys), fv)
+        out[block.rows, block.queries] = _unfold(product, len(mask), mask.shape[2])
+        if rows * heads * queries * keys <= KEEP_SCORES:
             kept.append(probability)
-    return torch.cat(out), torch.cat(kept) if kept else None
+    return out, kept
+
+
+def _inputs(
+    kind: _Kind, q: Tensor, layout: Layout, block: _Block, key_heads: int, width: int, options: _Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Folded queries, keys and values of a block, and its mask."""
+    exact = torch.float64 if options.dtype == torch.float64 else torch.float32
+    return (
+        _fold(q[block.rows, block.queries], key_heads, width),
+        _fold(kind.keys[block.rows, : block.keys], key_heads, width),
+        _fold(kind.values[block.rows, : block.keys], key_heads, width),
+        layout.mask(kind.shared, options.window, exact, block),
+    )
 
 
 def _attend_backward(
+    kind: _Kind,
     grad: Tensor,
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    kept: Tensor | None,
+    kept: list[Tensor],
+    layout: Layout,
     key_heads: int,
     width: int,
     options: _Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, queries, channels = q.shape
-    grads: list[tuple[Tensor, Tensor, Tensor]] = []
-    for block in _blocks(rows, channels // width * queries * keys.shape[1]):
-        fg, fq, fk, fv = (_fold(x[block], key_heads, width) for x in (grad, q, keys, values))
+    blocks = _blocks(rows, channels // width, queries, kind.keys.shape[1])
+    parted = len(blocks) > 0 and blocks[0].queries.stop < queries
+    to_q = torch.empty_like(q)
+    # Parts of a row add up to the gradient of its keys; in the type of 16-bit products the sum would lose digits.
+    sums = torch.float32 if parted and options.dtype != torch.float64 else options.dtype
+    to_k = torch.zeros_like(kind.keys, dtype=sums)
+    to_v = torch.zeros_like(kind.values, dtype=sums)
+    for index, block in enumerate(blocks):
+        fq, fk, fv, mask = _inputs(kind, q, layout, block, key_heads, width, options)
+        fg = _fold(grad[block.rows, block.queries], key_heads, width)
         slope = None
-        if kept is None or options.softcap is not None:
-            scores = _scores(fq, fk, mask[block], options)
+        if not kept or options.softcap is not None:
+            scores = _scores(fq, fk, mask, options)
             if options.softcap is not None:
-                slope = 1 - ((scores - mask[block]) / options.softcap).square_()
+                slope = 1 - ((scores - mask) / options.softcap).square_()
             probability = scores.softmax(-1).to(options.dtype)
         else:
-            probability = kept[block]
-        flat = probability.view(len(fq), -1, keys.shape[1])
+            probability = kept[index]
+        flat = probability.view(len(fq), -1, block.keys)
         gv = torch.bmm(flat.transpose(1, 2), fg)
         inner = torch.bmm(fg, fv.transpose(1, 2)).view_as(probability).to(mask.dtype)
         inner = torch.ops.aten._softmax_backward_data(inner, probability.to(mask.dtype), -1, mask.dtype)
         if slope is not None:
             inner.mul_(slope)
         inner = inner.mul_(options.scaling).to(options.dtype).view_as(flat)
-        gq, gk = torch.bmm(inner, fk), torch.bmm(inner.transpose(1, 2), fq)
-        size = block.stop - block.start
-        grads.append((_unfold(gq, size, queries), _unfold(gk, size, keys.shape[1]), _unfold(gv, size, keys.shape[1])))
-    gq, gk, gv = (torch.cat(parts) for parts in zip(*grads, strict=True))
-    return gq, gk, gv
+        to_q[block.rows, block.queries] = _unfold(torch.bmm(inner, fk), len(mask), mask.shape[2])
+        gk = torch.bmm(inner.transpose(1, 2), fq)
+        to_k[block.rows, : block.keys] += _unfold(gk, len(mask), block.keys)
+        to_v[block.rows, : block.keys] += _unfold(gv, len(mask), block.keys)
+    return to_q, to_k, to_v

@@ -111,6 +111,23 @@ def assert_close_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], b
 @pytest.mark.parametrize("kind", sorted(KNOWN))
 @pytest.mark.parametrize("attention", [IMPLEMENTATION, "eager"])
 def test_scores_and_gradients_equal_the_plain_forward(kind: str, attention: str) -> None:
+    check_against_plain(kind, attention)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])  # gemma2: a window and a soft cap
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_long_rows_are_worked_on_in_parts(kind: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_room, "BLOCK_SCORES", 20)
+    monkeypatch.setattr(attention_room, "BLOCK_QUERIES", 2)
+    monkeypatch.setattr(attention_room, "KEEP_SCORES", kept)
+    blocks = attention_room._blocks(2, heads=4, queries=7, keys=13)
+    spans = [(b.rows.start, b.queries.start, b.queries.stop, b.keys) for b in blocks]
+    assert spans[:4] == [(0, 0, 2, 8), (0, 2, 4, 10), (0, 4, 6, 12), (0, 6, 7, 13)]
+    assert len(spans) == 8
+    check_against_plain(kind, IMPLEMENTATION)
+
+
+def check_against_plain(kind: str, attention: str) -> None:
     plain = build(kind, "eager")  # transformers' sdpa leaves out Gemma 2's soft cap
     ours = build(kind, attention)
     ours.load_state_dict(plain.state_dict())
