@@ -43,13 +43,14 @@ CASES = (
     Case(SMALL, 256, 11, 11, autocast=False),
     Case(SMALL, 1024, 11, 11, autocast=False),
     Case(SMALL, 1024, 11, 11),
+    Case(SMALL, 1, 11, 2048),
+    Case(SMALL, 1, 11, 4096),
     Case(REAL, 8, 64, 64),
     Case(REAL, 8, 64, 64, autocast=False),
     Case(REAL, 4, 64, 256),
     Case(REAL, 4, 64, 256, recompute=True),
     Case(REAL, 1, 64, 1024),
     Case(REAL, 1, 64, 1024, recompute=True),
-    Case(REAL, 1, 64, 2048, recompute=True),
 )
 
 

@@ -112,8 +112,8 @@ def _scores(shape: Shape, rank: Rank) -> float:
 def _attention(shape: Shape, rank: Rank) -> float:
     square = rank.response * (rank.prompt + rank.response)
     block = max(min(BLOCK_SCORES, _scores(shape, rank)), shape.heads * square)
-    # Backward of a block: probabilities, their gradient, the softmax's and its result in float32.
-    return block * (3 * EXACT + rank.compute) + rank.rows * square * EXACT
+    # Backward of a block: in float32 scores, probabilities and the gradients of both, and rounded probabilities.
+    return block * (4 * EXACT + rank.compute) + rank.rows * square * EXACT
 
 
 def _head(shape: Shape, rank: Rank) -> float:
