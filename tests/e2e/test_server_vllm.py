@@ -180,9 +180,11 @@ def test_an_interrupted_call_goes_on_under_new_weights(
         assert one.response_ids[: len(old.response_ids)].tolist() == old.response_ids.tolist()
 
 
+@pytest.mark.filterwarnings("ignore:no inference server is left")
 def test_a_killed_server_is_lost(
     process: tuple[subprocess.Popen[bytes], str], engine: ServerEngine, prompts: list[Prompt]
 ) -> None:
+    engine._settings = engine._settings.model_copy(update={"patience": 1.0})  # nobody starts it again
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(engine.generate, prompts, 2, replace(FORCED, max_tokens=400), seed=9)
         wait_for_tokens(process[1], 40)

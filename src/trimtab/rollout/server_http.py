@@ -19,7 +19,8 @@ from trimtab.errors import TrimtabError
 
 # Answers that say "not now": too many requests, a gateway without its server, a server that starts or stops.
 TRANSIENT = frozenset((408, 425, 429, 502, 503, 504))
-CONNECT_TIMEOUT = 10.0  # seconds
+# Seconds. A machine that is gone without a word delays the end of a call by as much.
+CONNECT_TIMEOUT = 4.0
 # Seconds of silence after which the kernel asks whether the other machine is still there, between questions, and how
 # often: a machine that vanished without a word is noticed in a minute, not when the request times out.
 KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))

@@ -81,7 +81,8 @@ class VllmWire:
         try:
             path, table = entries(folder)
             body = {"method": "load_published", "args": [str(path), table]}
-            _control(connection, "POST", "/collective_rpc", body)
+            seen = f"{folder} must be seen by the server (engine.server.folder); {START}"
+            _control(connection, "POST", "/collective_rpc", body, advice=seen)
             if _control(connection, "POST", "/reset_prefix_cache").get("success") is not True:
                 raise TrimtabError(f"{connection.url} did not reset its prefix cache: requests are still running")
             _control(connection, "POST", "/update_weight_version", {"new_version": label})
@@ -102,9 +103,11 @@ def _complete(connection: Connection, model: Model, body: dict[str, Any]) -> Ans
     return checked(where, ids, logprobs["token_logprobs"], finish)
 
 
-def _control(connection: Connection, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def _control(
+    connection: Connection, method: str, path: str, body: dict[str, Any] | None = None, *, advice: str = START
+) -> dict[str, Any]:
     """A route that only servers in development mode have."""
     try:
         return connection.get(path) if method == "GET" else connection.post(path, body)
     except Rejected as error:
-        raise TrimtabError(f"{error}; {START}") from error
+        raise TrimtabError(f"{error}; {advice}") from error

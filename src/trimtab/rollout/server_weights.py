@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import socket
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class Published:
         self._home = root / f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{self.token}"
         self._count = 0
         self.current: Path | None = None
+        self._end = weakref.finalize(self, _remove, self._home, os.getpid())
         _sweep(root)
 
     def write(self, tensors: Mapping[str, Tensor], version: int) -> tuple[Path, str]:
@@ -76,7 +78,7 @@ class Published:
                 yield name, file.get_tensor(name)
 
     def remove(self) -> None:
-        shutil.rmtree(self._home, ignore_errors=True)
+        self._end()
         self.current = None
 
     def _own(self, tensor: Tensor) -> Tensor:
@@ -96,6 +98,11 @@ def entries(folder: Path) -> tuple[Path, list[Entry]]:
         if name != "__metadata__"
     ]
     return path, table
+
+
+def _remove(home: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked copy of the owner must not take its weights away
+        shutil.rmtree(home, ignore_errors=True)
 
 
 def _sweep(root: Path) -> None:
