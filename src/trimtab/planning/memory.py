@@ -5,7 +5,7 @@
                                      layers, the gradient of one, and whole what lies outside of the layers
     kept                             what the layers keep for the backward; with checkpointing, one input for each layer
     layer                            one layer while its backward runs
-    attention                        one block of scores and the masks: quadratic in the longest row
+    attention                        one block of scores and its mask: some queries of a long row, or whole short rows
     head                             hidden states, tiles of logits, and the head's dense gradient
 
 docs/scale.md derives the terms, and `benchmarks/memory.py` measures them.
@@ -21,6 +21,7 @@ EXACT = 4  # bytes of float32: residual stream, norms and scores
 # Of models/head.py and models/attention.py.
 TILE = 512 * 2048
 BLOCK_SCORES = 1 << 20
+BLOCK_QUERIES = 128
 KEEP_SCORES = 1 << 22
 
 
@@ -110,10 +111,19 @@ def _scores(shape: Shape, rank: Rank) -> float:
 
 
 def _attention(shape: Shape, rank: Rank) -> float:
-    square = rank.response * (rank.prompt + rank.response)
-    block = max(min(BLOCK_SCORES, _scores(shape, rank)), shape.heads * square)
+    keys = rank.prompt + rank.response
+    row, masks = shape.heads * rank.response * keys, rank.rows * rank.response * keys
+    cut = row > BLOCK_SCORES and rank.response > BLOCK_QUERIES
+    if cut:
+        block = shape.heads * keys * max(BLOCK_QUERIES, BLOCK_SCORES // (shape.heads * keys))
+    else:
+        block = max(row, min(BLOCK_SCORES, _scores(shape, rank)))
+    # Masks are kept for all layers, or made for a block, together with the positions they come from.
+    mask = masks * EXACT if masks <= KEEP_SCORES else block / shape.heads * (EXACT + 10)
+    # The gradient of keys and values, to which all parts of a row add.
+    sums = 2 * rank.rows * keys * shape.keys * EXACT if cut else 0.0
     # Backward of a block: in float32 scores, probabilities and the gradients of both, and rounded probabilities.
-    return block * (4 * EXACT + rank.compute) + rank.rows * square * EXACT
+    return block * (4 * EXACT + rank.compute) + mask + sums
 
 
 def _head(shape: Shape, rank: Rank) -> float:

@@ -136,7 +136,7 @@ def training(
     `prompts`: how often prompts are run (once for every micro-batch that holds one of their responses).
     """
     tokens = work.tokens + prompts * work.prompt
-    # Attention computes its whole rectangle: what a token may not see is computed and masked.
+    # The whole rectangle: what a token may not see is computed and masked (of long rows, little more than half is).
     seen = work.responses * (work.square + work.prompt * work.response) + prompts * work.prompt**2
     forward = 2 * (shape.products * tokens + shape.embedding * work.tokens) + 4 * shape.layers * shape.queries * seen
     proximal = 1 if work.updates > 1 else 0

@@ -17,7 +17,8 @@ ONE = Rank(ranks=1, tokens=100, scored=80, rows=4, prompt=20, response=20)
 
 def test_the_constants_are_those_of_the_code() -> None:
     assert head.TILE_TOKENS * head.TILE_VOCABULARY == memory.TILE
-    assert (attention.BLOCK_SCORES, attention.KEEP_SCORES) == (memory.BLOCK_SCORES, memory.KEEP_SCORES)
+    ours = (memory.BLOCK_SCORES, memory.BLOCK_QUERIES, memory.KEEP_SCORES)
+    assert ours == (attention.BLOCK_SCORES, attention.BLOCK_QUERIES, attention.KEEP_SCORES)
 
 
 def test_sixteen_bytes_for_a_parameter() -> None:
@@ -80,6 +81,14 @@ def test_no_term_holds_tokens_times_vocabulary() -> None:
     for tokens in (100, 10_000):
         rank = replace(ONE, tokens=tokens, scored=tokens)
         assert training_rank(double, rank)["head"] - training_rank(TINY, rank)["head"] == 4 * 10 * 4
+
+
+def test_attention_of_long_rows_grows_with_their_length() -> None:
+    shape = SHAPES["qwen2.5-7b"]
+    once, twice = (training_rank(shape, replace(ONE, rows=1, response=n))["attention"] for n in (16384, 32768))
+    # 28 heads x 128 queries x 16404 keys, 18 bytes a score, and 14 for each pair of positions.
+    assert once == pytest.approx(28 * 128 * 16404 * 18 + 128 * 16404 * 14 + 2 * 16404 * 512 * 4)
+    assert twice < 2 * once
 
 
 @pytest.mark.parametrize("recompute", [False, True])
