@@ -24,10 +24,14 @@ from trimtab.types import Completion, Engine, Prompt, Sampling
 
 
 class Recorded:
-    """Answers training prompts with what another run sampled for them; everything else a real engine does."""
+    """Answers training prompts with what another run sampled for them; everything else a real engine does.
 
-    def __init__(self, engine: Engine, recording: Path) -> None:
+    The last published weights are summed up in `published.json` of the run.
+    """
+
+    def __init__(self, engine: Engine, recording: Path, out: Path) -> None:
         self._engine = engine
+        self._out = out
         self._answers: dict[bytes, list[Completion]] = {}
         for file in sorted((recording / "trajectories").glob("*.parquet")):
             for row in trajectories.read(file):
@@ -35,6 +39,12 @@ class Recorded:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
+        taken = {name: tensor.clone() for name, tensor in weights}
+        sums = {name: float(tensor.double().square().sum()) for name, tensor in taken.items()}
+        (self._out / "published.json").write_text(json.dumps(sums))
+        self._engine.publish(taken.items(), version, exact=exact)
 
     def generate(
         self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, **keywords: Any
@@ -48,7 +58,8 @@ def train(job: Mapping[str, Any]) -> None:
     """Start or continue the run of a job."""
 
     def engines(config: Config, loaded: Loaded, files: Path) -> list[Recorded]:
-        return [Recorded(engine, Path(job["recording"])) for engine in build_engines(config, loaded, files)]
+        recording, out = Path(job["recording"]), Path(job["out"])
+        return [Recorded(engine, recording, out) for engine in build_engines(config, loaded, files)]
 
     torch.manual_seed(0)  # adapters begin with random numbers
     config = load_config("laboratory", job["sets"])

@@ -160,7 +160,11 @@ def test_a_checkpoint_of_two_resumes_on_another_number(runs: dict[str, Path], na
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("variant", [*VARIANTS, "tied"])
 def test_methods_that_span_the_update_agree(runs: dict[str, Path], variant: str) -> None:
+    """In their numbers, and in the weights that the engine is given (adapters merged, a tied head once)."""
     assert difference(runs[f"{variant}-1"], runs[f"{variant}-2"]) < 1e-5
+    one, two = (json.loads((runs[f"{variant}-{ranks}"] / "published.json").read_text()) for ranks in (1, 2))
+    assert one.keys() - two.keys() == ({"lm_head.weight"} if variant == "tied" else set())
+    assert two == pytest.approx({name: one[name] for name in two}, rel=1e-6)
 
 
 @pytest.mark.timeout(600)
