@@ -88,6 +88,26 @@ def test_a_stale_prefix_cache_is_caught(engine: Any, watch: Canary, monkeypatch:
         look(watch, engine, model, 1)
 
 
+@pytest.mark.parametrize("fault", ["head", "cache"])
+def test_what_falls_behind_slowly_is_caught(
+    engine: Any, watch: Canary, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    model = policy()
+    look(watch, engine, model, 0)
+    if fault == "head":
+        monkeypatch.setattr(type(worker_of(engine)), "_repack_tied_head", lambda *_: None)
+    else:
+        monkeypatch.setattr(engine._core._engine, "reset_prefix_cache", lambda: True)
+
+    def train() -> None:
+        for version in range(1, 80):
+            update(model, 4e-3, seed=version)
+            look(watch, engine, model, version)
+
+    with pytest.raises(TrimtabError, match=r"of the policy's way back|was not taken over|prefix cache"):
+        train()
+
+
 @pytest.mark.parametrize("size", [0.01, 0.2])
 def test_a_skipped_update_is_caught(engine: Any, watch: Canary, monkeypatch: pytest.MonkeyPatch, size: float) -> None:
     model = policy()

@@ -35,6 +35,10 @@ MARGIN = 3.0
 # A share of the fresh engine's difference: weights that changed more than this cannot round to the same bits.
 UNCHANGED = 0.5
 STAMP = 6
+# Share of the policy's way since the first look that the engine did not go, and how far that is beyond chance: the
+# projection in units of the fresh engine's mean difference, single differences held within CLIP of them. A healthy
+# bfloat16 engine stays below 5 (docs/vllm.md); a stale head or cache passes 12 before it passes the bound.
+LEFT, PULL, CLIP = 0.25, 12.0, 6.0
 
 CORPUS = """The sum of 27 and 45 is 72. A train leaves at 9:40 and arrives at 13:25, so the journey takes 225 minutes.
 Question: What is 31 * 8?
@@ -74,10 +78,14 @@ class _Answers:
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """The last look at an engine, and what the trainer said when these answers were given for the first time."""
+    """The last look at an engine, and what the trainer said when these answers were given for the first time.
+
+    `first`: what it said at the first look at this engine.
+    """
 
     answers: _Answers
     expected: Expected
+    first: Expected
 
 
 class Canary:
@@ -162,8 +170,10 @@ class Canary:
                 )
             if self.noise is None:
                 self.noise = difference
+            first = expected if seen is None else seen.first
+            self._check_way(answers, expected, first, self.noise)
             if seen is None or not _equal(seen.answers, answers, expected.fixed):
-                self._seen[engine] = _Seen(answers, expected)
+                self._seen[engine] = _Seen(answers, expected, first)
         return difference
 
     def metrics(self) -> dict[str, float]:
@@ -207,6 +217,23 @@ class Canary:
                 f"canary: the engine's answers at version {expected.version} are those of version "
                 f"{seen.expected.version} to the bit, although the policy's log-probs moved by {moved:.3g}: the update "
                 "was skipped"
+            )
+
+    def _check_way(self, answers: _Answers, expected: Expected, first: Expected, noise: float) -> None:
+        """A part that stays behind pulls the engine back towards where the policy began, below any bound at first."""
+        if noise < FLOOR / MARGIN:
+            return  # exact numerics: the bound is as sharp
+        places, ids = np.flatnonzero(expected.fixed), answers.ids[expected.fixed]
+        now = expected.logp[places, ids]
+        way = first.logp[places, ids] - now
+        length = float(np.linalg.norm(way))
+        if length == 0:
+            return
+        back = float(np.clip(answers.logp[places] - now, -CLIP * noise, CLIP * noise) @ way)
+        if back / length**2 > LEFT and back / (length * noise) > PULL:
+            raise TrimtabError(
+                f"canary: at version {expected.version} the engine is {back / length**2:.0%} of the policy's way back "
+                f"towards version {first.version}: a part of its weights, or its prefix cache, is that old"
             )
 
     def _cause(self, answers: _Answers, expected: Expected, seen: _Seen | None, bound: float) -> str:

@@ -199,6 +199,26 @@ def test_a_tied_head_with_its_own_copy_is_caught(dtype: torch.dtype) -> None:
         watch.check(engine, expected)
 
 
+def test_a_head_that_falls_behind_slowly_is_caught() -> None:
+    model = policy()
+    watch, engine = canary(model), engine_of(model, torch.bfloat16)
+    look(watch, engine, model, 0)
+    head = engine._model.lm_head.weight.detach().clone()
+
+    def train() -> None:
+        for version in range(1, 60):
+            update(model, 0.01, seed=version)
+            engine._model.lm_head.weight = engine._model.model.embed_tokens.weight
+            engine.publish(model.named_parameters(), version)
+            engine._model.lm_head.weight = nn.Parameter(head, requires_grad=False)
+            expected = watch.expect(model, version)
+            assert expected is not None
+            watch.check(engine, expected)
+
+    with pytest.raises(TrimtabError, match=r"of the policy's way back towards version 0|was not taken over"):
+        train()
+
+
 def test_a_wrong_head_is_caught_at_the_first_look_too() -> None:
     model = policy()
     watch, engine = canary(model), engine_of(policy(seed=1), torch.bfloat16)
