@@ -342,6 +342,7 @@ def _attend_backward(
             if options.softcap is not None:
                 slope = 1 - ((scores - mask) / options.softcap).square_()
             probability = scores.softmax(-1).to(options.dtype)
+            del scores
         else:
             probability = kept[index]
         flat = probability.view(len(fq), -1, block.keys)

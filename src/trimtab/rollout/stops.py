@@ -32,6 +32,13 @@ class StopRule:
             hit or (self._candidate(ids[-1]) and self._found(ids)) for hit, ids in zip(by_id, responses, strict=True)
         ]
 
+    def end(self, ids: Sequence[int], begun: int = 0) -> int | None:
+        """How many tokens a finished response has, if one of those from `begun` on completes it."""
+        for last in range(begun, len(ids)):
+            if self.ended([ids[max(0, last + 1 - self._window) : last + 1]])[0]:
+                return last + 1
+        return None
+
     def _candidate(self, token: int) -> bool:
         """Can a stop string end in this token? A look at its own text, once a token, saves decoding most responses."""
         known = self._may_complete.get(token)
