@@ -74,6 +74,8 @@ def plan(
     synchronous run instead: what the asynchronous one will do.
     """
     if run is not None:
+        if model is not None or gpus is not None or assume:
+            raise TrimtabError("--run predicts from what was measured: leave --model, --gpus and --assume out")
         _from_run(run, max_lag, as_json)
         return
     if model is None or gpus is None:

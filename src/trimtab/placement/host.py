@@ -48,7 +48,10 @@ class EngineHost:
         return (*wire.pack_completions(groups), self._engine.decoded, self._engine.prefilled)
 
     def alive(self) -> None:
-        """Answers."""
+        """Answers when what it hosts is alive, or alive again."""
+        engine = getattr(self, "_engine", None)  # it may still be starting
+        if engine is not None:
+            engine.recover()
 
     def interrupt(self, call: int) -> None:
         """End call number `call` soon, even if it has not begun."""
@@ -63,7 +66,9 @@ class EngineHost:
         return publication(pack(self._engine.weights(), "", self._engine.policy_version, limit))
 
     def close(self) -> None:
-        self._engine.close()
+        engine = getattr(self, "_engine", None)  # it may still be starting
+        if engine is not None:
+            engine.close()
         self._folder.cleanup()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 
@@ -62,7 +63,7 @@ def assume(changes: Iterable[str]) -> Assumptions:
             raise TrimtabError(f"--assume {change!r}: {raw!r} is not a number") from None
         low, high = known[name].metadata["low"], known[name].metadata["high"]
         positive = name == "score" or values[name] > 0
-        if not (low <= values[name] <= high and positive):
+        if not (math.isfinite(values[name]) and low <= values[name] <= high and positive):
             raise TrimtabError(f"--assume {change!r}: it must be above {low:g} and at most {high:g}")
     return replace(Assumptions(), **values)
 

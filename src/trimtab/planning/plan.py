@@ -108,6 +108,8 @@ class Plan:
         found: dict[str, Any] = {
             "trainer.prompts": work.prompts,
             "trainer.samples": work.samples,
+            "trainer.minibatches": work.updates // work.epochs,
+            "trainer.epochs": work.epochs,
             "trainer.max_lag": self.max_lag,
             "trainer.micro_batch_tokens": self.question.micro_batch,
             "sampling.max_tokens": work.longest,
@@ -174,13 +176,15 @@ def _candidates(question: Question, size: int, engines: int) -> Iterator[Plan]:
         return
     generate = _generation(engine, engines, question.work, slots)
     ranks = question.gpus - size * engines
-    for recompute, offload in ((False, False), (True, False), (True, True)):
+    # A single rank shards nothing, and what is not sharded is not offloaded.
+    ways = ((False, False), (True, False), (True, True))[: 3 if ranks > 1 else 2]
+    for recompute, offload in ways:
         rank = _rank(question, ranks, recompute, offload)
         phases = _phases(question, rank, generate)
         ahead = lead(question.max_lag, question.work.updates, phases)
         held = memory.training_rank(question.shape, rank)
         found = Plan(question, engine, engines, rank, phases, ahead, held)
-        if found.trainer_fits or offload:
+        if found.trainer_fits or (recompute, offload) == ways[-1]:
             yield found
             return
 

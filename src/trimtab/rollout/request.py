@@ -9,6 +9,10 @@ import numpy as np
 from trimtab.errors import TrimtabError
 from trimtab.types import Prompt, Sampling
 
+# vLLM raises lower temperatures to the first, and so would sample another distribution than it was asked for, and
+# refuses any above the second.
+VLLM_COLDEST, VLLM_HOTTEST = 0.01, 2.0
+
 
 def check_request(
     prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int, *, vocabulary: int, context: int | None
@@ -42,3 +46,11 @@ def check_request(
                 f"prompt {prompt.problem.id!r} has {length} tokens and max_tokens is {sampling.max_tokens}, "
                 f"but the model's context holds {context}; shorten the prompt or lower max_tokens"
             )
+
+
+def check_vllm_temperature(sampling: Sampling) -> None:
+    """Refuse a temperature at which vLLM, in this process or a server, would not sample."""
+    if 0 < sampling.temperature < VLLM_COLDEST or sampling.temperature > VLLM_HOTTEST:
+        raise TrimtabError(
+            f"temperature = {sampling.temperature}: vLLM samples at {VLLM_COLDEST} to {VLLM_HOTTEST}, or greedily"
+        )

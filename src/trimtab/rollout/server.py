@@ -19,7 +19,7 @@ from transformers import AutoConfig, GenerationConfig
 from trimtab.config import EngineConfig
 from trimtab.errors import EngineLost, TrimtabError, TrimtabWarning
 from trimtab.rollout.publication import Inventory
-from trimtab.rollout.request import check_request
+from trimtab.rollout.request import check_request, check_vllm_temperature
 from trimtab.rollout.rows import Prefixes, check_prefixes, check_tokens, complete
 from trimtab.rollout.server_batch import Batch, Job
 from trimtab.rollout.server_http import Connection, Unreachable, check_url
@@ -151,6 +151,8 @@ class ServerEngine:
         return first.model
 
     def _check(self, sampling: Sampling) -> None:
+        if self._settings.kind == "vllm":
+            check_vllm_temperature(sampling)
         if sampling.truncated:
             raise TrimtabError(
                 "servers do not say which tokens were kept under top_p or top_k, so ratios would be biased: set top_p "

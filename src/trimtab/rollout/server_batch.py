@@ -80,7 +80,10 @@ class Batch:
             if not self.interrupted:
                 self._waiting[server].appendleft(job)
             if job.failures == ATTEMPTS and not self.over:
-                self.error = TrimtabError(f"a response was asked for {ATTEMPTS} times without an answer; {reason}")
+                self.error = TrimtabError(
+                    f"a response was asked for {ATTEMPTS} times without an answer; {reason}; raise "
+                    "engine.server.timeout if responses take longer"
+                )
             self._changed.notify_all()
 
     def warn(self) -> bool:

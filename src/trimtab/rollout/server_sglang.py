@@ -55,7 +55,8 @@ class SglangWire:
             "ignore_eos": sampling.ignore_stop,
             "sampling_seed": ask.seed % SEEDS,
         }
-        return _generate(connection, {"rid": ask.name, "input_ids": ask.ids}, params)
+        # Without a name: one that is asked again would be refused while the server has not yet noticed the broken call.
+        return _generate(connection, {"input_ids": ask.ids}, params)
 
     def processed(self, connection: Connection, ids: list[int], model: Model, vocabulary: int) -> bool:  # noqa: ARG002
         params = {"max_new_tokens": HOT_TOKENS, "temperature": HOT, "ignore_eos": True}

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -41,7 +41,7 @@ class Published:
             )
         self.token = secrets.token_hex(4)
         self._dtype = dtype
-        self._home = root / f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{self.token}"
+        self._home = root / f"{_machine()}{os.getpid()}-{self.token}"
         self._count = 0
         self.current: Path | None = None
         self._end = weakref.finalize(self, _remove, self._home, os.getpid())
@@ -59,13 +59,14 @@ class Published:
                 _sync(path)
             temporary.rename(folder)
             _sync(self._home)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            said = getattr(error, "strerror", None) or error
             raise TrimtabError(
-                f"cannot write weights to {folder}: {error.strerror}; free space there or set engine.server.folder"
+                f"cannot write weights to {folder}: {said}; free space there or set engine.server.folder"
             ) from error
         if self.current is not None:
-            shutil.rmtree(self.current)
+            shutil.rmtree(self.current, ignore_errors=True)
         self.current = folder
         return folder, f"{self.token}-{self._count}-v{version}"
 
@@ -105,9 +106,15 @@ def _remove(home: Path, owner: int) -> None:
         shutil.rmtree(home, ignore_errors=True)
 
 
+def _machine() -> str:
+    """How folders of this machine begin. Containers may share name and folder, but not the numbers of processes."""
+    space = Path("/proc/self/ns/pid")
+    return f"{PREFIX}{socket.gethostname()}-{space.stat().st_ino if space.exists() else 0}-"
+
+
 def _sweep(root: Path) -> None:
     """Remove what engines of this machine left whose process is gone."""
-    start = f"{PREFIX}{socket.gethostname()}-"
+    start = _machine()
     for item in root.glob(f"{start}*-*"):
         owner = item.name.removeprefix(start).partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():

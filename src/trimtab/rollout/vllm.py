@@ -30,14 +30,11 @@ from trimtab.errors import Diverged, TrimtabError
 from trimtab.rollout import vllm_setup
 from trimtab.rollout.handover import SharedWeights, share
 from trimtab.rollout.publication import Inventory
-from trimtab.rollout.request import check_request
+from trimtab.rollout.request import check_request, check_vllm_temperature
 from trimtab.rollout.rows import Prefixes, Row, check_prefixes, check_tokens, make_rows
 from trimtab.rollout.stops import StopRule, eos_ids
 from trimtab.rollout.vllm_cores import Chunk, Core, OwnCore, Request, SharedCore
 from trimtab.types import Completion, Interrupt, Prompt, Sampling
-
-# vLLM raises lower temperatures to this one, and so would sample another distribution than it was asked for.
-COLDEST = 0.01
 
 
 class VllmEngine:
@@ -148,8 +145,7 @@ class VllmEngine:
         check_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=self._context)
         if self._held is None:
             raise TrimtabError("the engine has no weights yet: publish before generating")
-        if 0 < sampling.temperature < COLDEST:
-            raise TrimtabError(f"temperature = {sampling.temperature}: vLLM samples at {COLDEST} or above, or greedily")
+        check_vllm_temperature(sampling)
         if sampling.truncated and sampling.temperature > 0:
             if not self._config.vllm.keep_sets:
                 raise TrimtabError(
@@ -164,10 +160,14 @@ class VllmEngine:
 
         place = (row.prompt, row.sample, row.begun) if row.begun else (row.prompt, row.sample)
         own = int(np.random.SeedSequence(entropy=seed, spawn_key=place).generate_state(1, np.uint64)[0] >> 1)
+        heat, most = sampling.temperature, sampling.top_k
+        if self._config.vllm.keep_sets:
+            # vLLM then returns sets for every request, and refuses greedy ones and those without top_k.
+            heat, most = (heat, most or self._vocabulary) if heat > 0 else (1.0, 1)
         params = SamplingParams(
-            temperature=sampling.temperature,
+            temperature=heat,
             top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            top_k=most,
             seed=own,
             max_tokens=sampling.max_tokens - row.begun,
             # Stops are this side's; those that are ids save the token that would follow them.

@@ -62,6 +62,8 @@ def arguments(folder: Path | str, config: EngineConfig) -> dict[str, Any]:
         "enforce_eager": settings.eager,
         "max_model_len": settings.context,
         "tensor_parallel_size": settings.tensor_parallel,
+        # In a Ray actor vLLM would ask the placement group for a bundle per GPU; these GPUs are this process's already.
+        "distributed_executor_backend": "mp" if settings.tensor_parallel > 1 else None,
         "quantization": settings.quantization,
         "kv_cache_dtype": settings.kv_cache_dtype,
         "worker_extension_cls": "trimtab.rollout.vllm_worker.WeightLoading",

@@ -116,7 +116,8 @@ class Canary:
             return None
         canary = canary.model_copy(update={"every": every})
         settings: Any = model.config
-        context = getattr(settings, "max_position_embeddings", None) or BASE + canary.tokens
+        limits = (getattr(settings, "max_position_embeddings", None), config.engine.vllm.context)
+        context = min((limit for limit in limits if limit), default=BASE + canary.tokens)
         length = min(BASE + canary.tokens - 1, context - 1)
         if length < canary.tokens + STAMP:
             raise TrimtabError(f"engine.canary.tokens = {canary.tokens} does not fit a context of {context}: lower it")

@@ -125,13 +125,16 @@ def _load(folder: Path, sections: Collection[str] | None, ranks: Ranks) -> Loade
         if inner:
             tensors[section] = tensors.get(section) or Shards(folder / section)
         elif name.endswith(_SECTION):
-            tensors[name.removesuffix(_SECTION)] = load_file(folder / name)
+            tensors[name.removesuffix(_SECTION)] = _read_tensors(folder / name)
         elif name != META:
             others[name] = (folder / name).read_bytes()
     absent = sorted(set(sections or ()) - set(tensors))
     if absent:
         raise TrimtabError(f"checkpoint {folder} has no {absent[0]!r} tensors")
-    meta = json.loads((folder / META).read_text())
+    try:
+        meta = json.loads((folder / META).read_text())
+    except ValueError:
+        raise TrimtabError(f"checkpoint {folder} is damaged: {META} cannot be read") from None
     return LoadedCheckpoint(_step(folder), folder, tensors, meta, others)
 
 
@@ -244,6 +247,14 @@ def _step(folder: Path) -> int:
     if not match:
         raise TrimtabError(f"{folder} is not a checkpoint: its name is not like step-000010")
     return int(match[1])
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """A file that another rank verifies may be damaged all the same."""
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise TrimtabError(f"checkpoint {path.parent} is damaged: {path.name} cannot be read ({error})") from None
 
 
 def _is_wanted(name: str, sections: Collection[str] | None) -> bool:

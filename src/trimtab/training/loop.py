@@ -40,6 +40,7 @@ from trimtab.training.metrics import (
 )
 from trimtab.training.observer import Moment, Observer
 from trimtab.training.optim import surge_share
+from trimtab.training.ranks import here
 from trimtab.training.rundir import RunDir
 from trimtab.training.seeds import derive
 from trimtab.training.sinks import Sink
@@ -178,7 +179,9 @@ class Trainer:
                 batch.minibatches, lambda done, of: self.observer.phase("update", done, of), probe=self._probes
             )
         except DivergedError as error:
-            if error.weights_are_good:
+            # The last step's own checkpoint, if there is one, is not replaced by weights of a step that did not end.
+            written = checkpoint.folder_of(self.run.checkpoint_root, self.step).is_dir()
+            if error.weights_are_good and here().broadcast(b"1" if written else b"0") == b"0":
                 self._checkpoint({})
             good = self.run.checkpoints()
             where = f"the last good checkpoint is {good[-1]}" if good else "no checkpoint was written yet"
@@ -306,7 +309,9 @@ class Trainer:
         if metric is None or metric not in measured:
             return False
         best = checkpoint.best(self.run.checkpoint_root)
-        return best is None or measured[metric] > best.value
+        better = best is None or measured[metric] > best.value
+        # The leader's answer: on a shared file system the others may still see the older mark.
+        return here().broadcast(b"1" if better else b"0") == b"1"
 
     def _checkpoint(self, measured: Mapping[str, float]) -> None:
         root, keep = self.run.checkpoint_root, self.config.checkpoint.keep

@@ -10,6 +10,7 @@ from trimtab.config import Config, check_config
 from trimtab.errors import TrimtabError
 from trimtab.training import atomic, checkpoint, states
 from trimtab.training.calibration import adopt
+from trimtab.training.feed.refusals import runs_beside
 from trimtab.training.rundir import CONFIG, RunDir
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ def _restore(trainer: Trainer, found: checkpoint.LoadedCheckpoint) -> None:
 def _check_same_recipe(run: RunDir, config: Config) -> None:
     """What decides the numbers must be as it was; how long to train and what to log may change, and is written down."""
     saved = check_config(tomllib.loads(run.config_toml), str(run.path / CONFIG))
+    if runs_beside(saved) and not runs_beside(config):
+        raise TrimtabError(
+            f"{run.path} was made by engines beside the trainer: resume it with placement = {saved.placement!r}"
+        )
     old, new = _deciding(saved), _deciding(config)
     changed = [f"{key} = {new.get(key)!r}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     if changed:

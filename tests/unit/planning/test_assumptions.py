@@ -30,6 +30,7 @@ def test_changes_replace_defaults() -> None:
         ("train_flops=1.5", "at most 1"),
         ("handover=0", "above 0"),
         ("handover=nan", "above 0"),
+        ("decode_overhead=inf", "above 0"),
     ],
 )
 def test_mistakes_are_one_line(change: str, named: str) -> None:

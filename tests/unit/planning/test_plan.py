@@ -39,6 +39,16 @@ def test_its_keys_are_keys_of_a_recipe() -> None:
     assert as_recipe(offloaded).sharding.offload
 
 
+def test_its_lag_means_the_same_in_the_recipe_it_prints() -> None:
+    trainer = as_recipe(plan(replace(SEVEN, work=replace(WORK, updates=4)))).trainer
+    assert (trainer.minibatches, trainer.epochs, trainer.max_lag) == (4, 1, 4)
+
+
+def test_one_rank_offloads_nothing() -> None:
+    alone = plan(replace(SEVEN, gpus=2))
+    assert (alone.rank.ranks, alone.rank.offload, alone.fits) == (1, False, False)
+
+
 def test_every_gpu_has_one_duty() -> None:
     for gpus in (2, 3, 8):
         found = plan(replace(SEVEN, gpus=gpus))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +22,7 @@ from tests.unit.rollout.support import EOS, PIECES, tokenizer
 from trimtab.config import EngineConfig
 from trimtab.errors import TrimtabError
 from trimtab.rollout.handover import SharedWeights
+from trimtab.rollout.request import check_vllm_temperature
 from trimtab.rollout.server import _completion, _seed
 from trimtab.rollout.server_batch import ATTEMPTS, Batch, Job
 from trimtab.rollout.server_http import Connection, Rejected, Unreachable, check_url
@@ -163,7 +166,7 @@ class TestPublished:
         assert list(tmp_path.iterdir()) == []
 
     def test_what_a_killed_process_left_is_removed_and_nothing_else(self, tmp_path: Path) -> None:
-        host = socket.gethostname()
+        host = f"{socket.gethostname()}-{Path('/proc/self/ns/pid').stat().st_ino}"
         dead = next(pid for pid in range(4_000_000, 5_000_000) if not Path(f"/proc/{pid}").exists())
         names = [f"{PREFIX}{host}-{dead}-x", f"{PREFIX}{host}-{os.getpid()}-x", f"{PREFIX}other-{dead}-x", "mine"]
         for name in names:
@@ -171,11 +174,32 @@ class TestPublished:
         Published(str(tmp_path), torch.float32)
         assert sorted(item.name for item in tmp_path.iterdir()) == sorted(names[1:])
 
+    def test_a_full_disk_is_told_and_leaves_nothing(self, tmp_path: Path) -> None:
+        published = Published(str(tmp_path), torch.float32)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        try:
+            with pytest.raises(TrimtabError, match="free space there"):
+                published.write({"a": torch.zeros(100_000)}, 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, old)
+        assert not list(tmp_path.glob("*/.*"))
+
     def test_mistakes_are_told(self, tmp_path: Path) -> None:
         with pytest.raises(TrimtabError, match=r"engine\.server\.folder"):
             Published(str(tmp_path / "none"), torch.float32)
         with pytest.raises(TrimtabError, match="publish first"):
             next(Published(str(tmp_path), torch.float32).read())
+
+
+@pytest.mark.parametrize("temperature", [0.001, 2.5])
+def test_temperatures_vllm_would_not_sample_at_are_refused(temperature: float) -> None:
+    with pytest.raises(TrimtabError, match="vLLM samples at"):
+        check_vllm_temperature(Sampling(temperature=temperature))
+    for fine in (0.0, 0.01, 2.0):
+        check_vllm_temperature(Sampling(temperature=fine))
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://x/v1", "http://x?y"])
@@ -336,7 +360,7 @@ def test_what_sglang_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
     assert ask() == Answer([5, 6], [-0.25, -0.5], "stop")
     [(_, body)] = scripted.asked
     params = body["sampling_params"]
-    assert (body["input_ids"], body["return_logprob"], body["rid"]) == ([3, 4], True, "run-1-0")
+    assert (body["input_ids"], body["return_logprob"]) == ([3, 4], True)
     assert (params["max_new_tokens"], params["sampling_seed"], params["stop"]) == (4, 5, ["ab"])  # 31 bits of the seed
     assert (params["no_stop_trim"], params["top_k"], params["repetition_penalty"]) == (True, -1, 1.0)
     # Aborted before it began: neither tokens nor log-probs.

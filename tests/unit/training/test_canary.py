@@ -108,6 +108,16 @@ def test_contexts_fit_a_short_model() -> None:
     assert watch.check(EmbeddedEngine(model, tokenizer, torch.float32), expected) < 1e-5
 
 
+def test_contexts_fit_a_context_the_recipe_shortens() -> None:
+    model, tokenizer = laboratory.build(seed=0)
+    words = ["engine.canary.every=1", 'engine.type="vllm"', "engine.vllm.context=40"]
+    watch = Canary.build(load_config("laboratory", words), tokenizer, model)
+    assert watch is not None
+    expected = watch.expect(model, 0)
+    assert expected is not None
+    assert max(len(ids) for ids in expected.contexts) == 39
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-5, 3e-2])
 def test_a_healthy_engine_is_never_accused(dtype: torch.dtype, size: float) -> None:

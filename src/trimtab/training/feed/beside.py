@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
@@ -59,6 +59,7 @@ class Beside:
         self._start()
         start, floor = time.perf_counter(), self._floor
         with floor.buffer.changed:
+            self._look()  # no wait may follow: the other engines can keep every batch ready
             floor.buffer.schedule.wait(now, left)
             floor.buffer.changed.notify_all()  # what the trainer waits for may be admitted now
             self._drop_late()
@@ -93,8 +94,9 @@ class Beside:
                     self._notify(f"engine {lane.number} was lost ({lost}); starting it again")
                     self._floor.sleep(life / 2)
                     lane.version = None
-                    lane.engine.recover()
-                    self._floor.buffer.count(CollectStats(restarts=1))
+                    with suppress(EngineLost):  # the next attempt says so
+                        lane.engine.recover()
+                        self._floor.buffer.count(CollectStats(restarts=1))
             raise EngineLost(f"engine {lane.number} was lost {LIVES} times in a row: look at what ends it")
 
     def state(self, updates: int) -> FeedState:
@@ -136,9 +138,10 @@ class Beside:
             lane.interrupt.set()
 
     def _drop_late(self) -> None:
-        """In order, nothing is ever late. Otherwise, what is too old for the next batch is not written to its end."""
+        """In order nothing is late, unless a batch of groups without signal came in between, which moves the clock but
+        uses up nothing of what was generated ahead. What is too old for the next batch is not written to its end."""
         floor = self._floor
-        if floor.in_flight != "discard":
+        if floor.in_flight != "discard" and not self.collector.config.trainer.dynamic_sampling:
             return
         floor.buffer.expire()
         for lane in self._lanes:

@@ -14,8 +14,11 @@ into when everything before it is consumed first:
     latest + (live groups before it // prompts) * updates - version of the engine <= max_lag
 
 `latest` is the version at which the next batch is taken at the latest. Groups before it only ever become fewer and
-updates are only ever skipped, so the left side can only fall once the group is admitted. Without a lag (`max_lag` 0 or
-None) groups are admitted only for the batch the trainer is waiting for: generation and training take turns.
+updates are only ever skipped, so the left side can only fall once the group is admitted. One case breaks this: a
+batch of spares moves the clock without using up a group, and whatever is then too old must expire.
+
+Without a lag (`max_lag` 0 or None) groups are admitted only for the batch the trainer is waiting for: generation and
+training take turns.
 """
 
 from __future__ import annotations

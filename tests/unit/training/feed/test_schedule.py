@@ -40,6 +40,7 @@ class World:
     batches: list[list[int]] = field(default_factory=list)
     saved: str = ""
     events: int = 0
+    unscored: list[tuple[Request, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.schedule = self._empty()
@@ -58,7 +59,7 @@ class World:
         while self.step < STEPS:
             self.events += 1
             assert self.events < 20_000, "no progress"
-            moves = [self._trainer, *(lambda lane=lane: self._lane(lane) for lane in self.crew)]
+            moves = [self._trainer, self._score, *(lambda lane=lane: self._lane(lane) for lane in self.crew)]
             self.chance.choice(moves)()
             if kills and self.chance.random() < 0.01:
                 kills -= 1
@@ -88,7 +89,7 @@ class World:
             self._save()
 
     def _expire(self) -> None:
-        if not self.in_order:
+        if not self.in_order or self.refill is not None:
             self.schedule.expire()
 
     def _lane(self, lane: Lane) -> None:
@@ -101,11 +102,18 @@ class World:
         if self.chance.random() < 0.1:
             self.schedule.repeat(lane.request)
         else:
-            for number in lane.request.numbers:
-                signal = self.chance.random() < self.signal
-                if self.schedule.deliver(number, lane.version, signal=signal or self.refill is None):
-                    self.oldest[number] = lane.version
+            self.unscored.append((lane.request, lane.version))
         lane.request = None
+
+    def _score(self) -> None:
+        """Rewards may be slower than engines, so that many requests wait for theirs."""
+        if not self.unscored or self.chance.random() < 0.5:
+            return
+        request, version = self.unscored.pop(0)
+        for number in request.numbers:
+            signal = self.chance.random() < self.signal
+            if self.schedule.deliver(number, version, signal=signal or self.refill is None):
+                self.oldest[number] = version
 
     def _save(self) -> None:
         mine = [self.now, self.step, self.published, self.batches, self.oldest]
@@ -117,6 +125,7 @@ class World:
         self.schedule = self._empty()
         self.schedule.restore(state, {number: self.oldest[number] for number in state["ready"]})
         self.crew = [Lane() for _ in range(self.lanes)]
+        self.unscored = []
         self.waiting = False
 
     def _balance(self) -> None:
@@ -193,6 +202,29 @@ def test_admission_by_hand() -> None:
     assert books.admit(4, version=10) == Request(8, 4)  # age 4
     assert books.admit(4, version=10) is None  # age 6
     assert books.admit(4, version=12) == Request(12, 4)
+
+
+def test_a_batch_of_spares_makes_what_was_generated_ahead_too_old() -> None:
+    """One prompt, one update a step, lag 2: the spare's place was given to group 3, and the spare took a step too."""
+    books = Schedule(prompts=1, updates=1, max_lag=2, patience=1)
+    books.wait(0)
+    for number in range(3):
+        assert books.admit(1, version=0) == Request(number, 1)
+    books.deliver(0, 0, signal=False)
+    assert books.admit(1, version=0) == Request(3, 1)
+    for now, number in enumerate(range(3)):
+        books.wait(now)
+        assert books.expire() == []
+        assert books.batch() == [number]
+        books.consume([number], now)
+        if now == 0:
+            for other in (1, 2, 3):
+                books.deliver(other, 0)
+    books.wait(3)
+    assert books.age(3, 3) == 3
+    assert books.expire() == [3]
+    assert books.batch() is None
+    assert books.dropped == {STALE: 1}
 
 
 def test_lost_requests_come_first_and_in_order() -> None:
