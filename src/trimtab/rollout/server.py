@@ -23,7 +23,7 @@ from trimtab.rollout.request import check_request, check_vllm_temperature
 from trimtab.rollout.rows import Prefixes, check_prefixes, check_tokens, complete
 from trimtab.rollout.server_batch import Batch, Job
 from trimtab.rollout.server_http import Connection, Unreachable, check_url
-from trimtab.rollout.server_one import Server, await_any
+from trimtab.rollout.server_one import NotAsked, Server, await_any
 from trimtab.rollout.server_sglang import SglangWire
 from trimtab.rollout.server_vllm import VllmWire
 from trimtab.rollout.server_weights import Published
@@ -260,7 +260,7 @@ class ServerEngine:
                     if answer.finish == "abort" and not batch.interrupted:
                         raise Unreachable(f"{server.url} gave up a response that nobody had ended")
                 except Unreachable as error:
-                    batch.give_back(job, index, error)
+                    batch.give_back(job, index, error, asked=not isinstance(error, NotAsked))
                     works = back()
                 else:
                     batch.finish(job, answer)

@@ -72,14 +72,18 @@ class Batch:
             self._missing -= 1
             self._changed.notify_all()
 
-    def give_back(self, job: Job, server: int, reason: Exception) -> None:
-        """The job was not answered: it goes first in its server's list, where others may take it."""
+    def give_back(self, job: Job, server: int, reason: Exception, *, asked: bool = True) -> None:
+        """The job was not answered: it goes first in its server's list, where others may take it.
+
+        `asked`: whether the server ever saw it. The idle connections of a lost server, which take it one after the
+        other, must not use up its attempts.
+        """
         with self._changed:
             self._running.remove(job.index)
-            job.failures += 1
+            job.failures += asked
             if not self.interrupted:
                 self._waiting[server].appendleft(job)
-            if job.failures == ATTEMPTS and not self.over:
+            if asked and job.failures == ATTEMPTS and not self.over:
                 self.error = TrimtabError(
                     f"a response was asked for {ATTEMPTS} times without an answer; {reason}; raise "
                     "engine.server.timeout if responses take longer"

@@ -21,6 +21,10 @@ LOOKS = 5
 INTERNAL = 500
 
 
+class NotAsked(Unreachable):
+    """The server was found lost before the request was sent."""
+
+
 class Server:
     """`model` and `label` are what it must serve; both are learned when it is met for the first time."""
 
@@ -52,9 +56,14 @@ class Server:
         restarted in between answers, and with the weights it started from.
         """
         assert self.model is not None
-        if not connection.is_open and (found := self.wire.label(connection)) != self.label:
-            connection.close()
-            raise Unreachable(f"{self.url} was restarted: its weights are {found!r}, not {self.label!r}")
+        if not connection.is_open:
+            try:
+                found = self.wire.label(connection)
+            except Unreachable as error:
+                raise NotAsked(str(error)) from error
+            if found != self.label:
+                connection.close()
+                raise NotAsked(f"{self.url} was restarted: its weights are {found!r}, not {self.label!r}")
         try:
             if ask.sampling.temperature not in (0.0, 1.0):
                 self._check_processed(connection, ask.ids, self.model)

@@ -12,7 +12,6 @@ watching. The others have stand-ins with the same interface, which receive what 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.config import Config
-from trimtab.errors import TrimtabWarning
 from trimtab.models.sharding import shard
 from trimtab.training import trajectories
 from trimtab.training.canary import Expected
@@ -50,10 +48,6 @@ def spread(model: nn.Module, config: Config) -> nn.Module:
             compute=torch.bfloat16 if config.model.autocast == "bfloat16" else None,
             offload=config.sharding.offload,
             reshard=config.sharding.reshard,
-        )
-    elif config.sharding.offload:
-        warnings.warn(
-            "sharding.offload has no effect in one process: start several with torchrun", TrimtabWarning, stacklevel=2
         )
     return model
 
