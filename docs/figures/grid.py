@@ -3,9 +3,11 @@
     python docs/figures/grid.py runs/default --dots laboratory.png
     python docs/figures/grid.py runs/tails --curves tails.png --metric mismatch/log_ratio_seq_max
     python docs/figures/grid.py runs/tails --columns accuracy log_ratio_seq_worst grad_norm_max
+    python docs/figures/grid.py runs/schedules --quarters mismatch/k3
 
 Dots: final accuracy of every method in every regime, seed by seed. Curves: one metric over steps, mean over seeds with
-their range. Columns: Markdown, mean [lowest, highest] over seeds.
+their range. Columns: Markdown, mean [lowest, highest] over seeds. Quarters: Markdown, mean over seeds and steps of each
+quarter of the runs.
 """
 
 from __future__ import annotations
@@ -95,6 +97,18 @@ def columns(rows: list[Row], names: list[str]) -> str:
     return table(["regime", "method", *names], cells)
 
 
+def quarters(grid: Path, rows: list[Row], metric: str) -> str:
+    cells = []
+    for regime in distinct(rows, "regime"):
+        for method in distinct(rows, "method"):
+            here = [row for row in rows if (row["regime"], row["method"]) == (regime, method)]
+            steps, values = series([grid / row["run"] for row in here], metric)
+            if len(steps):
+                parts = np.array_split(values.mean(0), 4)
+                cells.append([regime, f"`{method}`", *(number(float(part.mean())) for part in parts)])
+    return table(["regime", "method", *(f"{metric}, quarter {part}" for part in range(1, 5))], cells)
+
+
 def spread(values: list[float | None]) -> str:
     numbers = [value for value in values if value is not None]
     if not numbers:
@@ -112,6 +126,7 @@ def main() -> None:
     parser.add_argument("--regimes", nargs="+")
     parser.add_argument("--methods", nargs="+")
     parser.add_argument("--columns", nargs="+", default=[])
+    parser.add_argument("--quarters", metavar="METRIC")
     given = parser.parse_args()
     rows = [
         row
@@ -125,6 +140,8 @@ def main() -> None:
             curves(given.grid, rows, given.metric, IMAGES / given.curves, given.log)
     if given.columns:
         print(columns(rows, given.columns))
+    if given.quarters:
+        print(quarters(given.grid, rows, given.quarters))
 
 
 if __name__ == "__main__":

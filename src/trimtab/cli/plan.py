@@ -74,9 +74,7 @@ def plan(
     synchronous run instead: what the asynchronous one will do.
     """
     if run is not None:
-        if model is not None or gpus is not None or assume:
-            raise TrimtabError("--run predicts from what was measured: leave --model, --gpus and --assume out")
-        _from_run(run, max_lag, as_json)
+        _from_run(run, max_lag, as_json, planned=bool(model or gpus or assume))
         return
     if model is None or gpus is None:
         raise TrimtabError(f"name --model and --gpus, or a measured --run; for example: {EXAMPLE}")
@@ -111,7 +109,9 @@ def plan(
         typer.echo(text(chosen))
 
 
-def _from_run(run: Path, max_lag: int | None, as_json: bool) -> None:
+def _from_run(run: Path, max_lag: int | None, as_json: bool, *, planned: bool) -> None:
+    if planned:
+        raise TrimtabError("--run predicts from what was measured: leave --model, --gpus and --assume out")
     from trimtab.cli.plan_display import measured_dict, measured_text
     from trimtab.planning.measured import read
 

@@ -214,7 +214,9 @@ class SftConfig(Section):
 class ShardingConfig(Section):
     """How the trained model is spread over the ranks of torchrun (FSDP2); one process shards nothing."""
 
-    offload: bool = Field(default=False, description="parameters, gradients and optimizer state wait in CPU memory")
+    offload: bool = Field(
+        default=False, description="parameters, gradients and optimizer state wait in CPU memory (several ranks)"
+    )
     reshard: bool = Field(default=True, description="free gathered weights after a layer's forward")
 
 
