@@ -76,7 +76,8 @@ class EngineConfig(Section):
     workers: int | None = Field(
         default=None,
         ge=0,
-        description="engines in processes of their own (embedded, vllm); default: 1 where max_lag is above 0 (0 for vllm.process = own), else 0",
+        description="engines in processes of their own (embedded, vllm); default: 1 where max_lag is above 0 "
+        "(0 for vllm.process = own), else 0",
     )
     quantize: Literal["none", "int8", "int4", "int3"] = Field(
         default="none", description="rounding of the sampler's weight matrices, one scale a row (embedded)"
