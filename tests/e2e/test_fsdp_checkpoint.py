@@ -20,11 +20,13 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_three_ranks_write_one_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    command += [str(Path(__file__).with_name("shards_worker.py")), str(tmp_path)]
+    told = tmp_path / "told"
+    told.mkdir()
+    command += [str(Path(__file__).with_name("shards_worker.py")), str(tmp_path / "checkpoints"), str(told)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    said = [json.loads(line.partition("SAID ")[2]) for line in done.stdout.splitlines() if "SAID " in line]
+    said = [json.loads(file.read_text()) for file in told.iterdir()]
     assert len(said) == 3
     # One rank could not write: all know, and nothing is left of the attempt.
     assert all("step-000003" in one["failed"] for one in said)
@@ -33,7 +35,7 @@ def test_three_ranks_write_one_checkpoint(tmp_path: Path) -> None:
     assert all((one["step"], one["meta"]) == (1, {"serial": 1}) for one in said)
     assert all("step-000002" in one["notes"][0] for one in said)
 
-    found = checkpoint.load(tmp_path / "step-000001")
+    found = checkpoint.load(tmp_path / "checkpoints" / "step-000001")
     model = found.tensors["model"]
     assert set(model) == {*whole(1), "step", "shared"}
     for name, tensor in whole(1).items():

@@ -22,7 +22,9 @@ from trimtab.types import Completion, Sampling
 
 pytestmark = [pytest.mark.e2e, needs_vllm]
 
-ASKED, LONG = prompts([5, 40]), Sampling(max_tokens=60, ignore_stop=True)
+# Long enough that an interruption, which crosses two processes, always comes before the end.
+LENGTH = 200
+ASKED, LONG = prompts([5, 40]), Sampling(max_tokens=LENGTH, ignore_stop=True)
 
 
 def assert_written_by(model: Any, groups: list[list[Completion]], begun: list[list[Completion]]) -> None:
@@ -45,7 +47,7 @@ def test_vllm_is_hosted_interrupted_killed_and_started_again(tmp_path: Path) -> 
     assert_written_by(policy(seed=1), whole, part)
     for begun, one in zip(chain(*part), chain(*whole), strict=True):
         k = len(begun.response_ids)
-        assert one.policy_version.tolist() == [1] * k + [2] * (60 - k)
+        assert one.policy_version.tolist() == [1] * k + [2] * (LENGTH - k)
     assert engine.pid is not None
     family = psutil.Process(engine.pid).children(recursive=True)
     os.kill(engine.pid, signal.SIGKILL)
