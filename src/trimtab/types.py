@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+RouteArray = NDArray[np.int16]
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -74,6 +75,10 @@ class Completion:
 
     `kept` holds, under truncated sampling, the vocabulary ids each token was drawn from (METHODS 3.4, "keep
     sampling mask"); the trainer renormalises over them so that both policies share one action space.
+
+    `routes` holds the experts that a mixture-of-experts model sent each token to, (prompt + response - 1, layers, k):
+    one entry for each token that was run, which the last one never is (METHODS 8.1). Where weights changed in between,
+    an entry is of the policy that ran its token first.
     """
 
     response_ids: IntArray
@@ -83,6 +88,7 @@ class Completion:
     text: str
     entropy: FloatArray | None = None
     kept: tuple[IntArray, ...] | None = None
+    routes: RouteArray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

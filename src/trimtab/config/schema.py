@@ -14,6 +14,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from trimtab.config.engines import EngineConfig
 from trimtab.config.placement import Placement, RayConfig
+from trimtab.config.routing import RoutingConfig
 from trimtab.config.section import Dtype, NamedPart, Section
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -245,6 +246,7 @@ class Config(Section):
     prefix: PrefixConfig | None = None
     expert: ExpertConfig | None = None
     engine: EngineConfig = EngineConfig()
+    routing: RoutingConfig = RoutingConfig()
     sampling: SamplingConfig = SamplingConfig()
     optim: OptimConfig = OptimConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from trimtab.rollout.routes import Recorder
+
 # Prompts run through the model together; more only costs memory.
 PREFILL_TOKENS = 4096
 
@@ -66,10 +68,10 @@ class GenericDecoder:
     """Any transformers causal model with a key-value cache, through its own forward and a preallocated cache.
 
     A prompt and a prefix are run as one text. Texts are padded on the left, so that a sliding window sees true
-    distances. `capacity` bounds the steps.
+    distances. `capacity` bounds the steps; `recorder` is told what each pass but the steps has run.
     """
 
-    def __init__(self, model: Any, starts: Starts, capacity: int) -> None:
+    def __init__(self, model: Any, starts: Starts, capacity: int, recorder: Recorder | None = None) -> None:
         self._model = model
         texts = [
             torch.cat([starts.prompts[p], prefix])
@@ -89,6 +91,8 @@ class GenericDecoder:
             use_cache=True,
             logits_to_keep=1,
         )
+        if recorder is not None:
+            recorder.starts(range(len(texts)), mask.bool())
         self.first = out.logits[owner, -1]
         self._mask = F.pad(mask[owner], (0, capacity), value=1)
         self._position = mask.sum(-1)[owner].unsqueeze(-1)

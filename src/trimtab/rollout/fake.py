@@ -106,13 +106,13 @@ class FakeEngine:
     def _play(self, line: str | Completion, sampling: Sampling) -> Completion:
         if isinstance(line, Completion):
             ids, logp, text, finish = line.response_ids, line.logp_behavior, line.text, line.finish
-            entropy, kept = line.entropy, line.kept
+            entropy, kept, routes = line.entropy, line.kept, line.routes
         else:
             if self._tokenizer is None:
                 raise TrimtabError("the script gives text: FakeEngine needs a tokenizer to encode it")
             ids = np.array(self._tokenizer.encode(line, add_special_tokens=False), dtype=np.int64)
             logp, text, finish = np.full(len(ids), self._logp, dtype=np.float32), line, "stop"
-            entropy = kept = None
+            entropy = kept = routes = None
         n = sampling.max_tokens
         return Completion(
             response_ids=ids[:n],
@@ -122,6 +122,7 @@ class FakeEngine:
             text=text,
             entropy=None if entropy is None else entropy[:n],
             kept=None if kept is None else kept[:n],
+            routes=None if routes is None else routes[: len(routes) - max(0, len(ids) - n)],
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trimtab.rollout.decoder import Starts, prefill_blocks
 from trimtab.rollout.lean import LeanModel
+from trimtab.rollout.routes import Recorder
 
 # Own keys and values are allocated for this many tokens at a time: a product with a contiguous block of keys, its
 # unwritten end included, is two to four times as fast as one with a strided part of a large allocation.
@@ -23,10 +24,10 @@ BLOCK = 32
 
 
 class LockstepDecoder:
-    """See `decoder.Decoder`. `capacity` bounds the steps."""
+    """See `decoder.Decoder`. `capacity` bounds the steps; `recorder` is told what each pass but the steps has run."""
 
-    def __init__(self, lean: LeanModel, starts: Starts, capacity: int) -> None:
-        self._lean = lean
+    def __init__(self, lean: LeanModel, starts: Starts, capacity: int, recorder: Recorder | None = None) -> None:
+        self._lean, self._recorder = lean, recorder
         self._lengths = torch.tensor([len(ids) for ids in starts.prompts], device=starts.row.device)
         own = torch.tensor([len(ids) for ids in starts.prefixes], device=starts.row.device)
         self._filled = int(own.max())
@@ -62,6 +63,9 @@ class LockstepDecoder:
             positions = torch.arange(width, device=weight.device).repeat(rows)
             hidden = lean.run(tokens.view(-1), lean.rotary(positions), attend).view(rows, width, -1)
             last[index] = hidden[torch.arange(rows, device=weight.device), self._lengths[index] - 1]
+            if self._recorder is not None:
+                places = torch.arange(width, device=weight.device)
+                self._recorder.prompts(block, places < self._lengths[index].unsqueeze(-1))
         self._prompts = (keys, values)
         return last
 
@@ -103,7 +107,10 @@ class LockstepDecoder:
             return out.transpose(1, 2).reshape(rows * width, -1)
 
         positions = (lengths.unsqueeze(-1) + (place - padding).clamp(min=0)).view(-1)
-        return lean.run(tokens.view(-1), lean.rotary(positions), attend).view(rows, width, -1)[:, -1]
+        last = lean.run(tokens.view(-1), lean.rotary(positions), attend).view(rows, width, -1)[:, -1]
+        if self._recorder is not None:
+            self._recorder.starts(index.tolist(), place >= padding)
+        return last
 
     def _edge(self, own: Tensor) -> None:
         """What a ragged left edge takes: positions shifted by it, and a mask over the places before it."""

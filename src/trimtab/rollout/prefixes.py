@@ -120,6 +120,7 @@ def cut(completion: Completion, kept: int) -> Completion:
         text="",
         entropy=None if completion.entropy is None else completion.entropy[:k],
         kept=None if completion.kept is None else completion.kept[:k],
+        routes=None if completion.routes is None else completion.routes[: len(completion.routes) - (n - k)],
     )
 
 
@@ -129,6 +130,7 @@ def splice(prefix: Completion, whole: Completion) -> Completion:
     if k == 0:
         return whole
     old, new, old_kept, new_kept = prefix.entropy, whole.entropy, prefix.kept, whole.kept
+    routes, before = whole.routes, prefix.routes
     return replace(
         whole,
         response_ids=np.concatenate([prefix.response_ids, whole.response_ids[k:]]),
@@ -136,4 +138,5 @@ def splice(prefix: Completion, whole: Completion) -> Completion:
         policy_version=np.concatenate([prefix.policy_version, whole.policy_version[k:]]),
         entropy=None if old is None or new is None else np.concatenate([old, new[k:]]),
         kept=None if old_kept is None or new_kept is None else old_kept + new_kept[k:],
+        routes=None if routes is None or before is None else np.concatenate([before, routes[len(before) :]]),
     )

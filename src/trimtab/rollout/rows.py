@@ -20,7 +20,10 @@ Prefixes = Sequence[Sequence[Completion]]
 
 @dataclass(slots=True)
 class Row:
-    """One response while it grows; `ids`, `logp`, `entropy` and `kept` begin with those of `prefix`."""
+    """One response while it grows; `ids`, `logp`, `entropy` and `kept` begin with those of `prefix`.
+
+    `routes`, where experts are recorded, holds those of the prompt as well, once the row is decoded.
+    """
 
     prompt: int
     sample: int
@@ -30,6 +33,7 @@ class Row:
     logp: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
     kept: list[NDArray[np.int64]] = field(default_factory=list)
+    routes: list[NDArray[np.int16]] = field(default_factory=list)  # of (tokens, layers, k), one after the other
     finish: Finish = "length"
     complete: bool = False  # nothing is left to sample
 
@@ -43,6 +47,9 @@ class Row:
         old = () if self.prefix is None else self.prefix.policy_version
         new = np.full(len(self.ids) - self.begun, version, dtype=np.int64)
         lacking = self.prefix is not None and self.prefix.entropy is None
+        routes = np.concatenate(self.routes) if self.routes else None
+        if self.prefix is not None and len(new) == 0:
+            routes = self.prefix.routes
         return Completion(
             response_ids=np.array(self.ids, dtype=np.int64),
             logp_behavior=np.array(self.logp, dtype=np.float32),
@@ -51,6 +58,7 @@ class Row:
             text=stop.text(self.ids),
             entropy=None if lacking else np.array(self.entropy, dtype=np.float32),
             kept=tuple(self.kept) if self.kept else None,
+            routes=routes,
         )
 
 
@@ -113,7 +121,8 @@ def check_prefixes(prefixes: Prefixes | None, prompts: Sequence[Prompt], samples
 
     Raises:
         TrimtabError: not one prefix for each sample of each prompt; per-token fields of another length than the ids;
-            longer than `max_tokens`; keep sets missing, or given where the sampling is not truncated.
+            longer than `max_tokens`; keep sets missing, or given where the sampling is not truncated; experts recorded
+            for another number of tokens.
     """
     if prefixes is None:
         return
@@ -122,7 +131,7 @@ def check_prefixes(prefixes: Prefixes | None, prompts: Sequence[Prompt], samples
             f"prefixes for {len(prefixes)} prompts with {sorted({len(group) for group in prefixes})} samples do not "
             f"fit {len(prompts)} prompts with {samples}: give one prefix, possibly empty, for each response"
         )
-    for name, prefix in _begun(prefixes, prompts):
+    for name, prompt, prefix in _begun(prefixes, prompts):
         length = len(prefix.response_ids)
         fields = (prefix.logp_behavior, prefix.policy_version, prefix.entropy, prefix.kept)
         if any(len(values) != length for values in fields if values is not None):
@@ -137,6 +146,9 @@ def check_prefixes(prefixes: Prefixes | None, prompts: Sequence[Prompt], samples
                 f"{name} {'has no' if sampling.truncated else 'has'} keep sets, but the sampling is "
                 f"{'' if sampling.truncated else 'not '}truncated: draw the prefix under the same top_p and top_k"
             )
+        run = len(prompt.ids) + length - 1
+        if prefix.routes is not None and len(prefix.routes) != run:
+            raise TrimtabError(f"{name}: its experts are recorded for {len(prefix.routes)} tokens, but {run} were run")
 
 
 def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: StopRule, vocabulary: int) -> None:
@@ -147,7 +159,7 @@ def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: Sto
     """
     if prefixes is None:
         return
-    for name, prefix in _begun(prefixes, prompts):
+    for name, _, prefix in _begun(prefixes, prompts):
         ids = prefix.response_ids
         if np.min(ids) < 0 or np.max(ids) >= vocabulary:
             raise TrimtabError(f"{name} has token ids outside the model's vocabulary of {vocabulary}")
@@ -155,11 +167,11 @@ def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: Sto
             raise TrimtabError(f"{name} contains a stop, so it is already complete: cut it before its last token")
 
 
-def _begun(prefixes: Prefixes, prompts: Sequence[Prompt]) -> Iterator[tuple[str, Completion]]:
-    """Prefixes that are not empty, each object once, and what to call them in errors."""
+def _begun(prefixes: Prefixes, prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt, Completion]]:
+    """Prefixes that are not empty, each object once, what to call them in errors, and their prompts."""
     seen: set[int] = set()
     for prompt, group in zip(prompts, prefixes, strict=True):
         for sample, prefix in enumerate(group):
             if id(prefix) not in seen and len(prefix.response_ids):
                 seen.add(id(prefix))
-                yield f"prefix of prompt {prompt.problem.id!r}, sample {sample},", prefix
+                yield f"prefix of prompt {prompt.problem.id!r}, sample {sample},", prompt, prefix

@@ -28,7 +28,7 @@ Groups = Sequence[Sequence[Completion]]
 MAGIC = b"trm1"
 START = struct.Struct("<4sQQ")
 ALIGN = 8  # torch refuses arrays whose numbers straddle their natural places
-DTYPES = frozenset({"int64", "float32"})
+DTYPES = frozenset({"int64", "int16", "float32"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +124,7 @@ def pack_completions(groups: Groups) -> tuple[dict[str, Any], dict[str, NDArray[
         "text": [row.text for row in rows],
         "entropy": [row.entropy is not None for row in rows],
         "kept": [row.kept is not None for row in rows],
+        "routes": [None if row.routes is None else list(row.routes.shape[1:]) for row in rows],
     }
     arrays = (
         _joined("ids", [row.response_ids for row in rows], np.int64)
@@ -131,13 +132,14 @@ def pack_completions(groups: Groups) -> tuple[dict[str, Any], dict[str, NDArray[
         | _joined("version", [row.policy_version for row in rows], np.int64)
         | _joined("entropy", [row.entropy for row in rows if row.entropy is not None], np.float32)
         | _joined("kept", [ids for row in rows for ids in row.kept or ()], np.int64)
+        | _joined("routes", [row.routes.reshape(-1) for row in rows if row.routes is not None], np.int16)
     )
     return head, arrays
 
 
 def unpack_completions(head: Mapping[str, Any], arrays: Arrays) -> list[list[Completion]]:
     ids, logp, version = (_parted(name, arrays) for name in ("ids", "logp", "version"))
-    entropies, sets = iter(_parted("entropy", arrays)), iter(_parted("kept", arrays))
+    entropies, sets, routes = (iter(_parted(name, arrays)) for name in ("entropy", "kept", "routes"))
     rows = iter(
         [
             Completion(
@@ -148,9 +150,10 @@ def unpack_completions(head: Mapping[str, Any], arrays: Arrays) -> list[list[Com
                 text=text,
                 entropy=next(entropies) if has_entropy else None,
                 kept=tuple(next(sets) for _ in ids[i]) if has_kept else None,
+                routes=None if choices is None else next(routes).reshape(-1, *choices),
             )
-            for i, (finish, text, has_entropy, has_kept) in enumerate(
-                zip(head["finish"], head["text"], head["entropy"], head["kept"], strict=True)
+            for i, (finish, text, has_entropy, has_kept, choices) in enumerate(
+                zip(*(head[name] for name in ("finish", "text", "entropy", "kept", "routes")), strict=True)
             )
         ]
     )
