@@ -13,7 +13,10 @@ from trimtab.models.attention import IMPLEMENTATION
 # Architectures whose forward is `head(backbone(x))`, with at most `config.final_logit_softcapping` after it. Others
 # scale logits or hidden states in ways of their own (Granite, Cohere): scoring them this way would be silently wrong.
 KNOWN = frozenset(
-    {"gemma", "gemma2", "gpt2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"}
+    {
+        *("gemma", "gemma2", "gpt2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
+        *("mixtral", "olmoe", "qwen3_moe"),
+    }
 )
 
 

@@ -26,6 +26,7 @@ from trimtab.errors import TrimtabError
 from trimtab.models.architecture import Parts, parts
 from trimtab.models.attention import Layout
 from trimtab.models.head import head_scores
+from trimtab.models.routing_rows import Places, Routes
 from trimtab.models.sharding import inside
 
 IntRow = NDArray[np.int64]
@@ -82,6 +83,7 @@ class TokenScores(NamedTuple):
 
     logp: Float[Tensor, "batch time"]
     entropy: Float[Tensor, "batch time"] | None  # nats
+    routes: Routes | None = None  # what the routers chose of themselves, if it was asked for
 
 
 def score(
@@ -91,26 +93,35 @@ def score(
     temperature: float = 1.0,
     entropy: bool = False,
     kept: Int[Tensor, "batch time k"] | None = None,
+    routes: Routes | None = None,
+    record: bool = False,
 ) -> TokenScores:
     """Log-prob of every response token under softmax(logits / temperature), and optionally its entropy in nats.
 
     Runs under whatever grad mode and autocast the caller set. With `kept` (vocabulary ids, -1 for none) the
-    distribution is renormalised over each token's set: the replay of top-p/top-k sampling.
+    distribution is renormalised over each token's set: the replay of top-p/top-k sampling. With `routes` tokens go to
+    these experts; `record` returns those that the routers chose, or under `routes` would have chosen, themselves.
 
     Raises `TrimtabError` for an architecture whose head this room does not know, a temperature that is not
-    positive, padding on the wrong side, or a response token outside its own keep set.
+    positive, padding on the wrong side, a response token outside its own keep set, or routes of another model.
     """
     if not temperature > 0:
         raise TrimtabError(f"temperature {temperature} must be positive to score")
     _check_padding(batch)
     if kept is not None:
         _check_kept(batch, kept)
-    real = batch.response_mask
+    real, chosen = batch.response_mask, None
 
     def work() -> tuple[Tensor, Tensor | None]:
+        nonlocal chosen
         model_parts = parts(model)
+        run = _run(batch)
+        places = Places(batch.prompt_mask, run, batch.prompt_index, model_parts.packs)
+        with places.routed(model, routes, record) as tape:
+            hidden = _packed(model_parts, batch, run) if model_parts.packs else _plain(model_parts, batch)
+        chosen = None if tape is None else places.spread(tape.take())
         return head_scores(
-            _packed(model_parts, batch) if model_parts.packs else _plain(model_parts, batch),
+            hidden,
             batch.response_ids[real],
             model_parts,
             temperature=temperature,
@@ -119,7 +130,8 @@ def score(
         )
 
     logp, tokens_entropy = inside(model, work)
-    return TokenScores(_scatter(logp, real), None if tokens_entropy is None else _scatter(tokens_entropy, real))
+    spread = None if tokens_entropy is None else _scatter(tokens_entropy, real)
+    return TokenScores(_scatter(logp, real), spread, chosen)
 
 
 def _scatter(values: Tensor, real: Tensor) -> Tensor:
@@ -147,13 +159,16 @@ def _check_kept(batch: TokenBatch, kept: Tensor) -> None:
         )
 
 
-def _packed(model: Parts, batch: TokenBatch) -> Float[Tensor, "tokens hidden"]:
-    """Hidden states that predict each real response token, row by row; every prompt runs once, padding never."""
+def _run(batch: TokenBatch) -> Bool[Tensor, "batch time"]:
+    """Response tokens that predict one that is scored: all but each row's last."""
     lengths = batch.response_mask.sum(-1)
-    # A row's last token predicts nothing that is scored, so it is not run.
-    run = batch.response_mask & (
+    return batch.response_mask & (
         torch.arange(batch.response_ids.shape[1], device=lengths.device) < lengths[:, None] - 1
     )
+
+
+def _packed(model: Parts, batch: TokenBatch, run: Bool[Tensor, "batch time"]) -> Float[Tensor, "tokens hidden"]:
+    """Hidden states that predict each real response token, row by row; every prompt runs once, padding never."""
     prompt_lengths = batch.prompt_mask.sum(-1)
     prompt_positions = batch.prompt_mask.cumsum(-1) - 1
     positions = prompt_lengths[batch.prompt_index, None] + torch.arange(run.shape[1], device=run.device)

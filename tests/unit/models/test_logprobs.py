@@ -43,6 +43,8 @@ EXTRA: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 3.0,
         "query_pre_attn_scalar": 8,
     },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 3.0},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
     "smollm3": {"no_rope_layers": [1, 0]},
 }

@@ -1,0 +1,250 @@
+"""Which experts see a token: recorded in one forward of a mixture of experts, replayed in another.
+
+Sampler and trainer compute the same router scores with other roundings, and where two experts are nearly tied they
+send a token to different ones. Replaying the sampler's choice (R3, arXiv 2510.11370) or that of the proximal pass (R2,
+arXiv 2507.18071) removes the jump. Only the choice is replayed: the gates, which weigh the experts' outputs, are
+computed from this forward's own scores, so that the router keeps its gradient.
+
+Nothing of the model is changed. While a context is open, hooks on the routers read or replace what these return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int, Int16
+from torch import Tensor, nn
+
+from trimtab.errors import TrimtabError
+from trimtab.models.layers import decoder
+
+FREE = -1
+"""In all entries of a token in one layer: nothing is known of it, it goes where its router sends it."""
+
+
+class _Family(NamedTuple):
+    """How a family makes gates of a router's scores: softmax over all experts in float32, then the chosen ones.
+
+    (Choosing first and taking the softmax over the chosen is the same as renormalising.)
+    """
+
+    router: str  # its class in transformers
+    renormalised: bool | None  # the chosen gates sum to 1; None: `norm_topk_prob` says so
+    float32: bool  # gates stay float32; else they take the type of the scores
+
+
+FAMILIES = {
+    "mixtral": _Family("MixtralTopKRouter", True, True),
+    "olmoe": _Family("OlmoeTopKRouter", None, False),
+    "qwen3_moe": _Family("Qwen3MoeTopKRouter", None, False),
+}
+
+
+class Routers(NamedTuple):
+    """The layers of a model that are mixtures, the experts of each, and how many of these see a token.
+
+    All three are 0 for a dense model.
+    """
+
+    layers: int
+    experts: int
+    chosen: int
+
+
+class _Place(NamedTuple):
+    layer: Any  # the decoder layer that is run again under gradient checkpointing
+    router: Any
+    family: _Family
+
+
+def routers(model: Any) -> Routers:
+    """What there is to record and replay. Raises `TrimtabError` for a mixture of a family that is not in `FAMILIES`."""
+    places = _places(model)
+    if not places:
+        return Routers(0, 0, 0)
+    return Routers(len(places), places[0].router.num_experts, places[0].router.top_k)
+
+
+def _mixtures(model: Any) -> list[_Place]:
+    if not (places := _places(model)):
+        raise TrimtabError('this model has no experts, so it has no routing: set routing.replay = "none"')
+    return places
+
+
+def _places(model: Any) -> list[_Place]:
+    """Layers with a router, in the order of the forward."""
+    names = {family.router: family for family in FAMILIES.values()}
+    found: list[_Place] = []
+    unknown: set[str] = set()
+    for layer in decoder(model).layers:
+        for module in layer.modules():
+            kinds = [kind.__name__ for kind in type(module).__mro__]
+            if family := next((names[kind] for kind in kinds if kind in names), None):
+                found.append(_Place(layer, module, family))
+            elif "Router" in kinds[0] or "Experts" in kinds[0]:
+                unknown.add(kinds[0])
+    if unknown and not found:
+        raise TrimtabError(
+            f"cannot replay the routing of this mixture of experts ({', '.join(sorted(unknown))}): "
+            f'known are {", ".join(FAMILIES)}; set routing.replay = "none"'
+        )
+    return found
+
+
+class Tape:
+    """What routers chose, forward by forward."""
+
+    def __init__(self, places: list[_Place]) -> None:
+        self._seen: list[list[Tensor]] = [[] for _ in places]
+        self._chosen: int = places[0].router.top_k
+
+    def _note(self, layer: int, _router: nn.Module, _given: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._seen[layer].append(out[2].to(torch.int16))
+
+    def take(self) -> Int16[Tensor, "tokens layers chosen"]:
+        """The choices since the last call, tokens in the order they were run (flattened batch x time), padding too.
+
+        Columns have the order of the router, highest score first. Raises `TrimtabError` when a forward stopped
+        between two layers.
+        """
+        counts = {sum(len(part) for part in parts) for parts in self._seen}
+        if len(counts) > 1:
+            raise TrimtabError(f"layers recorded the routing of {sorted(counts)} tokens: a forward was not finished")
+        if counts == {0}:
+            return torch.empty(0, len(self._seen), self._chosen, dtype=torch.int16)
+        taken = torch.stack([torch.cat(parts) for parts in self._seen], dim=1)
+        for parts in self._seen:
+            parts.clear()
+        return taken
+
+
+@contextmanager
+def recorded(model: Any) -> Iterator[Tape]:
+    """Record where every token goes that runs through the model, or through single layers of it, inside.
+
+    Under `replayed` it records what the routers would have chosen themselves, given the replayed choices of the layers
+    before. Leave it before a backward under gradient checkpointing, which runs the layers once more.
+
+    Raises `TrimtabError` as `routers` does, and for a dense model.
+    """
+    places = _mixtures(model)
+    tape = Tape(places)
+    with ExitStack() as stack:
+        for index, place in enumerate(places):
+            # Before any hook that replaces what the router returns.
+            handle = place.router.register_forward_hook(partial(tape._note, index), prepend=True)
+            stack.callback(handle.remove)
+        yield tape
+
+
+@contextmanager
+def replayed(model: Any, routes: Int[Tensor, "tokens layers chosen"]) -> Iterator[None]:
+    """One forward of the model inside, with these experts for its tokens (flattened batch x time).
+
+    Columns keep their order, so that replaying what a forward chose changes no bit of it. The backward may run
+    outside: gradient checkpointing recomputes each forward with its own routes, whatever is replayed meanwhile.
+
+    Raises `TrimtabError` as `recorded` does, for another shape, an index that is no expert, an expert twice for one
+    token, and when a layer runs more or less than once inside.
+    """
+    places = _mixtures(model)
+    _check(routers(model), routes)
+    layers = [
+        _Replay(index, place, routes[:, index].to(place.router.weight.device, torch.int64))
+        for index, place in enumerate(places)
+    ]
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(layer.attached())
+        yield
+    if idle := [str(layer.index) for layer in layers if layer.uses == 0]:
+        raise TrimtabError(f"the routing of mixture layers {', '.join(idle)} was never replayed: run the model inside")
+
+
+def _check(model: Routers, routes: Int[Tensor, "tokens layers chosen"]) -> None:
+    if tuple(routes.shape[-2:]) != (model.layers, model.chosen):
+        raise TrimtabError(
+            f"routes of shape {tuple(routes.shape)} are not those of {model.layers} mixture layers with {model.chosen} "
+            "experts for each token: they come from another model"
+        )
+    ordered = routes.sort(-1).values
+    low, high = ordered[..., 0], ordered[..., -1]
+    known = (low != FREE) | (high != FREE)
+    foreign = ((low < 0) | (high >= model.experts)) & known
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & known
+    for bad, what in ((foreign, f"is not among experts 0-{model.experts - 1}"), (twice, "names an expert twice")):
+        if bool(bad.any()):
+            token, layer = (int(i) for i in bad.nonzero()[0])
+            choice = routes[token, layer].tolist()
+            raise TrimtabError(f"routes: choice {choice} of token {token} in mixture layer {layer} {what}")
+
+
+@dataclass(eq=False)
+class _Replay:
+    """One layer's part of one replayed forward, kept alive by the graph if that layer will be run again."""
+
+    index: int
+    place: _Place
+    chosen: Int[Tensor, "tokens chosen"]
+    uses: int = field(default=0)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        layer = self.place.layer
+        with ExitStack() as stack:
+            if getattr(layer, "gradient_checkpointing", False) and layer.training:
+                # Bound to the call, not to the context: the layer's next run may come when this context was left.
+                original = layer._gradient_checkpointing_func
+                layer._gradient_checkpointing_func = partial(self._checkpoint, original)
+                stack.callback(setattr, layer, "_gradient_checkpointing_func", original)
+            else:
+                stack.callback(self.place.router.register_forward_hook(self._count_and_replace).remove)
+            yield
+
+    def _checkpoint(self, original: Callable[..., Any], run: Callable[..., Any], *args: Any) -> Any:
+        self._count()
+        return original(partial(self._run, run), *args)
+
+    def _run(self, run: Callable[..., Any], *args: Any) -> Any:
+        handle = self.place.router.register_forward_hook(self._replace)
+        try:
+            return run(*args)
+        finally:
+            handle.remove()
+
+    def _count(self) -> None:
+        self.uses += 1
+        if self.uses > 1:
+            raise TrimtabError(
+                f"mixture layer {self.index} runs a second time with routes of one forward: replay each forward alone"
+            )
+
+    def _count_and_replace(self, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self._count()
+        return self._replace(*call)
+
+    def _replace(
+        self, router: nn.Module, _given: Any, out: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores, _, own = out
+        if len(scores) != len(self.chosen):
+            raise TrimtabError(
+                f"routes of {len(self.chosen)} tokens do not belong to this forward, which runs {len(scores)}"
+            )
+        chosen = torch.where(self.chosen == FREE, own, self.chosen)
+        return scores, _gates(router, self.place.family, scores, chosen), chosen
+
+
+def _gates(
+    router: Any, family: _Family, scores: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens chosen"]
+) -> Float[Tensor, "tokens chosen"]:
+    """The family's own formula, operation by operation, with `gather` in the place of `topk`."""
+    gates = scores.softmax(-1, dtype=torch.float32).gather(-1, chosen)
+    if router.norm_topk_prob if family.renormalised is None else family.renormalised:
+        gates = gates / gates.sum(-1, keepdim=True)
+    return gates if family.float32 else gates.to(scores.dtype)
