@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, nearest
+from trimtab.models.routing import recorded, routers
 from trimtab.rollout.decoder import Decoder, GenericDecoder
 from trimtab.rollout.lean import LeanModel, supports
 from trimtab.rollout.lockstep import LockstepDecoder
 from trimtab.rollout.publication import Inventory
 from trimtab.rollout.request import check_request
 from trimtab.rollout.rounding import EXACT, Rounding, matrices
+from trimtab.rollout.routes import Recorder, Tape
 from trimtab.rollout.rows import Prefixes, Row, abort, check_prefixes, check_tokens, make_rows, make_starts, record
 from trimtab.rollout.sampling import draw
 from trimtab.rollout.stops import StopRule, eos_ids
@@ -35,7 +38,8 @@ class EmbeddedEngine:
 
     The copy lives in `dtype` ("float32" or "bfloat16", or the torch dtype), so that bfloat16 rollouts really differ
     from a float32 trainer; it shares no storage with the model it was made from. `rounding` makes it differ more.
-    `policy_version` starts at 0.
+    `routes`: completions hold the experts each token was sent to (`types.Completion.routes`); the model must be a
+    mixture of experts whose routers are known (`TrimtabError`). `policy_version` starts at 0.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class EmbeddedEngine:
         dtype: str | torch.dtype = torch.bfloat16,
         *,
         rounding: Rounding = EXACT,
+        routes: bool = False,
     ) -> None:
         if isinstance(dtype, str):
             if dtype not in DTYPES:
@@ -60,6 +65,9 @@ class EmbeddedEngine:
         self._inventory = Inventory.of(self._model)
         self._rounding = rounding
         self._rounded = matrices(self._model) if rounding.active else ()
+        self._routes = routes
+        if routes and routers(self._model).layers == 0:
+            raise TrimtabError("the engine's model has no experts whose choice could be recorded: it is dense")
         self._round()
 
     @torch.inference_mode()
@@ -95,11 +103,12 @@ class EmbeddedEngine:
         stop = StopRule(self._tokenizer, self._eos, sampling)
         check_tokens(prefixes, prompts, stop, vocabulary)
         rows = make_rows(len(prompts), samples, sampling, seed, prefixes)
-        for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
-            if interrupt is not None and interrupt.is_set():
-                abort(batch)
-            else:
-                self._decode(batch, prompts, sampling, stop, interrupt)
+        with recorded(self._model) if self._routes else contextlib.nullcontext() as tape:
+            for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
+                if interrupt is not None and interrupt.is_set():
+                    abort(batch)
+                else:
+                    self._decode(batch, prompts, sampling, stop, interrupt, tape)
         done = [row.completion(self.policy_version, stop) for row in rows]
         return [done[p * samples : (p + 1) * samples] for p in range(len(prompts))]
 
@@ -153,13 +162,19 @@ class EmbeddedEngine:
         edges = [len(rows) * i // count for i in range(count + 1)]
         return [rows[start:stop] for start, stop in itertools.pairwise(edges)]
 
-    def _decoder(self, rows: list[Row], prompts: Sequence[Prompt], max_tokens: int) -> Decoder:
+    def _decoder(
+        self, rows: list[Row], prompts: Sequence[Prompt], max_tokens: int, recorder: Recorder | None = None
+    ) -> Decoder:
         starts = make_starts(rows, prompts, self._model.device)
         steps = max_tokens - min(row.begun for row in rows)
         window = self._lean.window if self._lean else None
         if self._lean and (window is None or max(len(ids) for ids in starts.prompts) + max_tokens <= window):
-            return LockstepDecoder(self._lean, starts, steps)
-        return GenericDecoder(self._model, starts, steps)
+            decoder = LockstepDecoder(self._lean, starts, steps, recorder)
+        else:
+            decoder = GenericDecoder(self._model, starts, steps, recorder)
+        if recorder is not None:
+            recorder.begin(rows, starts.prompt.tolist(), starts.row.tolist())
+        return decoder
 
     def _decode(
         self,
@@ -168,9 +183,11 @@ class EmbeddedEngine:
         sampling: Sampling,
         stop: StopRule,
         interrupt: Interrupt | None,
+        tape: Tape | None,
     ) -> None:
         """Grow all rows in lockstep; `live` holds, for each row of the decoder's batch, whether it is still growing."""
-        decoder, last = self._decoder(rows, prompts, sampling.max_tokens), sampling.max_tokens - 1
+        recorder = None if tape is None else Recorder(tape)
+        decoder, last = self._decoder(rows, prompts, sampling.max_tokens, recorder), sampling.max_tokens - 1
         self.prefilled += decoder.prefilled
         logits, live = decoder.first, [True] * len(rows)
         while True:
@@ -198,6 +215,8 @@ class EmbeddedEngine:
                     tokens[index],
                 )
             logits = decoder.step(tokens)
+            if recorder is not None:
+                recorder.step(rows, live)
             self.decoded += growing
 
 

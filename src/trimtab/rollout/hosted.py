@@ -1,6 +1,7 @@
 """Engines made from a description alone, as a process that hosts one is told: JSON, and a folder of model files.
 
-    {"type": "embedded", "model": folder, "dtype": "bfloat16", "rounding": {"bits": null, "noise": 0.0, "seed": 0}}
+    {"type": "embedded", "model": folder, "dtype": "bfloat16", "rounding": {"bits": null, "noise": 0.0, "seed": 0},
+     "routes": false unless given}
     {"type": "vllm", "model": folder, "engine": the [engine] section of a recipe}
 
 The folder needs no weights (config, generation config and tokenizer are enough): they are published.
@@ -51,7 +52,8 @@ def _embedded(spec: Mapping[str, Any], folder: Path) -> Engine:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     use_in(model.base_model)
     model.to(default_device())
-    return EmbeddedEngine(model.eval(), tokenizer, spec["dtype"], rounding=Rounding(**spec["rounding"]))
+    rounding = Rounding(**spec["rounding"])
+    return EmbeddedEngine(model.eval(), tokenizer, spec["dtype"], rounding=rounding, routes=spec.get("routes", False))
 
 
 def _vllm(spec: Mapping[str, Any], folder: Path) -> Engine:

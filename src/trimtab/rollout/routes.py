@@ -50,7 +50,9 @@ class Recorder:
         last token is not in it, as it was not run before now.
         """
         for row, place in zip(rows, start, strict=True):
-            parts = [found[key] for found, key in ((self._prompts, prompt[place]), (self._starts, place)) if key in found]
+            # A prompt that was run with its prefix has no entry of its own; a start without a prefix has none either.
+            known = self._prompts.get(prompt[place]), self._starts.get(place)
+            parts = [part for part in known if part is not None]
             old = None if row.prefix is None else row.prefix.routes
             if old is not None:
                 parts = [old, np.concatenate(parts)[len(old) :]]

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from trimtab.models.logprobs import TokenBatch, pack_kept
+from trimtab.models.routing import Routers
+from trimtab.models.routing_rows import Routes
+from trimtab.training import routing
 from trimtab.types import Trajectory
 
 
@@ -25,6 +28,9 @@ class MicroBatch:
     `rows` are positions in the batch's trajectory list. `off_policy` (bool) is True at tokens of external traces, whose
     `behavior` is NaN. `proximal` and `reference` are None until scored; `advantage` is NaN until it is known. Where a
     NaN is read after all, the loss is NaN: forgetting it cannot go unnoticed.
+
+    `routes`: experts that every pass of the trained policy replays. `agreed`: of the (token, layer) pairs of the
+    proximal pass, how many its own routers would have sent to the experts they were given, and how many there are.
     """
 
     rows: tuple[int, ...]
@@ -36,13 +42,15 @@ class MicroBatch:
     advantage: torch.Tensor
     proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    routes: Routes | None = None
+    agreed: tuple[int, int] | None = None
 
     @property
     def on_policy(self) -> torch.Tensor:
         """Trained tokens that a policy of the run sampled: those that have a behavior policy."""
         return self.mask & ~self.off_policy
 
-    def with_scores(self, **scores: torch.Tensor) -> MicroBatch:
+    def with_scores(self, **scores: Any) -> MicroBatch:
         return replace(self, **scores)
 
 
@@ -94,22 +102,33 @@ def micro_batches(
 
 
 def to_tensors(
-    trajectories: Sequence[Trajectory], rows: Sequence[int], pad_id: int, device: torch.device
+    trajectories: Sequence[Trajectory],
+    rows: Sequence[int],
+    pad_id: int,
+    device: torch.device,
+    experts: Routers | None = None,
 ) -> MicroBatch:
-    """The chosen trajectories as padded tensors on `device`; each group's prompt appears once."""
+    """The chosen trajectories as padded tensors on `device`; each group's prompt appears once.
+
+    `experts`: the trajectories carry a record of them, which is replayed (`TrimtabError` where one does not).
+    """
     chosen = [trajectories[row] for row in rows]
     first = {t.group: t for t in reversed(chosen)}
     place = {group: index for index, group in enumerate(dict.fromkeys(t.group for t in chosen))}
+    prompt_of = [place[t.group] for t in chosen]
     tokens = TokenBatch.pack(
         [first[group].prompt.ids for group in place],
         [t.completion.response_ids for t in chosen],
-        [place[t.group] for t in chosen],
+        prompt_of,
         pad_id=pad_id,
     )
     time = tokens.response_ids.shape[1]
     kept = None
     if any(t.sampling.truncated for t in chosen):
         kept = pack_kept([t.completion.kept or () for t in chosen], time).to(device)
+    routes = None
+    if experts is not None:
+        routes = Routes(*(part.to(device) for part in routing.pack(chosen, prompt_of, time, experts)))
     return MicroBatch(
         rows=tuple(rows),
         tokens=TokenBatch(**{field.name: getattr(tokens, field.name).to(device) for field in fields(tokens)}),
@@ -118,6 +137,7 @@ def to_tensors(
         off_policy=_pad([np.full(len(t), t.off_policy) for t in chosen], time, False).to(device),
         kept=kept,
         advantage=torch.full((len(chosen), 1), float("nan"), device=device),
+        routes=routes,
     )
 
 

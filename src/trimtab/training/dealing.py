@@ -138,9 +138,11 @@ def joined(stats: UpdateStats, ranks: Ranks) -> None:
         kind, _, row = name.partition("|")
         kinds[kind][int(row)] = tensor.numpy()
     counts = stats.changes.counts() if stats.changes is not None else {}
-    said = {"versions": stats.versions, "changes": counts, "tokens": stats.tokens}
+    sums = {name: getattr(stats, name) for name in ("tokens", "agreed", "routed")}
+    said = {"versions": stats.versions, "changes": counts, "sums": sums}
     parts = [json.loads(part) for part in ranks.gather(json.dumps(said).encode())]
-    stats.tokens = sum(part["tokens"] for part in parts)
+    for name in sums:
+        setattr(stats, name, sum(part["sums"][name] for part in parts))
     for part in parts:
         stats.versions |= {int(row): version for row, version in part["versions"].items()}
     if stats.changes is not None:

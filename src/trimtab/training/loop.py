@@ -35,6 +35,7 @@ from trimtab.training.metrics import (
     expert_metrics,
     perturbation_metrics,
     prefix_metrics,
+    routing_metrics,
     speed_metrics,
     update_metrics,
 )
@@ -162,9 +163,10 @@ class Trainer:
         for index, trajectory in enumerate(rows):
             owned.setdefault(trajectory.group, []).append(index)
         trainer, pad_id = self.config.trainer, self.collector.stream.pad_id
+        recorded = self.learner.experts if self.config.routing.replay == "rollout" else None
         return [
             [
-                to_tensors(rows, chosen, pad_id, self.learner.device)
+                to_tensors(rows, chosen, pad_id, self.learner.device, recorded)
                 for chosen in micro_batches(rows, part, trainer.micro_batch_tokens)
             ]
             for part in split_minibatches(list(owned.values()), trainer.minibatches)
@@ -239,7 +241,7 @@ class Trainer:
     def _method_metrics(
         self, batch: Batch, collected: CollectStats, stats: UpdateStats, version: int
     ) -> dict[str, float]:
-        """What only runs with prefixes, external traces, noise or calibrated bounds have to say."""
+        """What only runs with prefixes, external traces, noise, replayed routing or calibrated bounds have to say."""
         found: dict[str, float] = {}
         if self.collector.prefixes is not None:
             found |= prefix_metrics(batch.trajectories, version)
@@ -247,6 +249,8 @@ class Trainer:
             found |= expert_metrics(collected)
         if self.learner.perturbation is not None:
             found |= perturbation_metrics(self.learner.perturbation, stats)
+        if self.learner.experts is not None:
+            found |= routing_metrics(batch.trajectories, stats)
         if runs_beside(self.config):
             found |= beside_metrics(batch.trajectories, collected, version)
         if self.canary is not None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from trimtab.models.perturbation import Perturbation
 from trimtab.training.collect import CollectStats
+from trimtab.training.routes import stored_bytes
 from trimtab.training.update import UpdateStats
 from trimtab.types import Trajectory
 
@@ -101,6 +102,15 @@ def perturbation_metrics(perturbation: Perturbation, stats: UpdateStats) -> dict
     noisy = np.concatenate(list(stats.perturbed.values())).astype(np.float64)
     found["perturbation/dlogp"] = float(np.abs(noisy - clean).mean())
     found["perturbation/dp_q75"] = float(np.quantile(np.abs(np.exp(noisy) - np.exp(clean)), 0.75))
+    return found
+
+
+def routing_metrics(trajectories: Sequence[Trajectory], stats: UpdateStats) -> dict[str, float]:
+    """How often the trained model would have chosen the experts that were replayed, and what an engine's record of them
+    takes."""
+    found: dict[str, float] = {"routing/agreement": stats.agreed / stats.routed} if stats.routed else {}
+    if any(trajectory.completion.routes is not None for trajectory in trajectories):
+        found["routing/bytes"] = stored_bytes(trajectories)
     return found
 
 

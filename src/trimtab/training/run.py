@@ -17,10 +17,11 @@ from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.models.load import LABORATORY, MIXTURE, Loaded, default_device, load
 from trimtab.models.perturbation import Perturbation
+from trimtab.models.routing import Routers
 from trimtab.objectives import Objective
 from trimtab.objectives.calibrate import from_section
 from trimtab.rewards import Scorer
-from trimtab.training import prefixes, snapshot
+from trimtab.training import prefixes, routing, snapshot
 from trimtab.training.canary import Canary
 from trimtab.training.collect import Collector, PromptStream
 from trimtab.training.distributed import NoEngine, run_directory, shared_feed, spread
@@ -111,6 +112,7 @@ def check(config: Config, reward: RewardFunction | None = None, makers: Makers =
     built = from_section(config.objective.model_dump())
     _check_companions(config, built)
     refusals.check(config, built)
+    routing.refuse(config, built)
     kind, expected = config.advantage.kind, built.advantage
     if kind not in (None, expected) and (expected != "grpo" or kind == "optimal"):
         raise TrimtabError(
@@ -194,7 +196,7 @@ def assemble(
     config: Config, parts: Parts, loaded: Loaded, run: RunDir, observer: Observer, makers: Makers = LOCAL
 ) -> Trainer:
     """Put the trained model, the sampler's copy and the data side together."""
-    ranks = here()
+    ranks, replayed = here(), routing.experts(config, loaded.model)
     device = ranks.device or default_device()
     if ranks.size == 1 or (ranks.leads and config.engine.type == "embedded"):
         # First: the engine copies the model where it lies.
@@ -206,7 +208,7 @@ def assemble(
     return Trainer(
         config=config,
         feed=_feed(config, parts, loaded, engines, observer, canary),
-        learner=_learner(config, parts.objective, model, device),
+        learner=_learner(config, parts.objective, model, device, replayed),
         run=run,
         observer=observer,
         surge=Surge(config.optim.surge) if config.optim.schedule == "surge" else None,
@@ -229,7 +231,9 @@ def _feed(
     return shared_feed(collector, make)
 
 
-def _learner(config: Config, built: Objective, model: nn.Module, device: torch.device) -> Learner:
+def _learner(
+    config: Config, built: Objective, model: nn.Module, device: torch.device, experts: Routers | None
+) -> Learner:
     trainer, noise = config.trainer, config.perturbation
     perturbation = None if noise is None else Perturbation(model, str(noise.layers), noise.std).to(device)
     return Learner(
@@ -245,6 +249,7 @@ def _learner(config: Config, built: Objective, model: nn.Module, device: torch.d
         total_updates=trainer.steps * trainer.minibatches * trainer.epochs,
         reference=_reference(config, built, device),
         perturbation=perturbation,
+        experts=experts,
     )
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
-from trimtab.training import atomic
+from trimtab.training import atomic, routes
 from trimtab.types import Completion, FloatArray, Problem, Prompt, Sampling, Trajectory
 
 _CONTRACT = ("temperature", "top_p", "top_k", "logprobs")
@@ -60,7 +60,10 @@ def write(path: Path, rows: Sequence[Row], step: int) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """The inverse of `write`, up to `kept`. `TrimtabError` when the file is not a trajectory file of a trainer."""
+    """The inverse of `write`, up to `kept` and `routes`.
+
+    Raises `TrimtabError` when the file is not a trajectory file of a trainer.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -79,7 +82,7 @@ def from_bytes(data: bytes) -> list[Trajectory]:
 
 
 def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
-    """`kept`: the sets of ids each token was drawn from. Large under top-p, and read only before training."""
+    """`kept`: the sets of ids each token was drawn from, and its experts. Large, and read only before training."""
     trajectories = [row.trajectory for row in rows]
     completions = [trajectory.completion for trajectory in trajectories]
     samplings = [trajectory.sampling for trajectory in trajectories]
@@ -112,6 +115,7 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "answer": pa.array([problem.answer for problem in problems], pa.string()),
         "limits": pa.array([_fields(s, _LIMITS) for s in samplings], _LIMITS_TYPE),
         "kept": _kept(completions, lengths) if kept else None,
+        "routes": routes.encode(trajectories) if kept else None,
     }
     buffer = io.BytesIO()
     table = pa.table({name: column for name, column in columns.items() if column is not None})
@@ -145,6 +149,7 @@ def _row(columns: dict[str, Any], index: int) -> Row:
         text=value("text"),
         entropy=None if external else optional("entropy"),
         kept=optional("kept"),
+        routes=routes.decode(optional("routes")),
     )
     trajectory = Trajectory(
         prompt=Prompt(problem, value("prompt_text"), value("prompt_ids")),

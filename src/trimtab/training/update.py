@@ -16,6 +16,8 @@ from trimtab.config import Config
 from trimtab.errors import Diverged
 from trimtab.models.logprobs import TokenScores, score
 from trimtab.models.perturbation import Changes, Perturbation
+from trimtab.models.routing import Routers
+from trimtab.models.routing_rows import Routes, agreement
 from trimtab.models.sharding import local
 from trimtab.objectives import Objective, PolicyLogps, mismatch
 from trimtab.training.batching import MicroBatch
@@ -37,6 +39,8 @@ class UpdateStats:
     perturbed: dict[int, np.ndarray] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
     changes: Changes | None = None
+    agreed: int = 0  # (token, layer) pairs sent to the experts they were given, had their own routers decided
+    routed: int = 0  # all pairs this was looked at for
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
     tokens: int = 0
@@ -50,7 +54,7 @@ class Learner:
     """The trained model with its optimizer. `updates` counts completed optimizer updates: the clock of the run.
 
     With a `perturbation` every forward that carries gradient is noisy; the clean policy is looked at in probes only.
-    `bounds`: those found at step 0, under `objective.calibrate`.
+    `bounds`: those found at step 0, under `objective.calibrate`. `experts`: the model's, where routing is replayed.
     """
 
     config: Config
@@ -65,6 +69,7 @@ class Learner:
     bounds: dict[str, float] | None = None
     ranks: Ranks = field(default_factory=here)
     share: float = 1.0  # of the scheduled learning rate, the same for all updates of a step
+    experts: Routers | None = None
 
     @property
     def device(self) -> torch.device:
@@ -93,10 +98,13 @@ class Learner:
 
     def _scored(self, batch: MiniBatch, models: Mapping[str, nn.Module]) -> MiniBatch:
         """`batch` with the log-probs of `models`, each micro-batch scored by one rank and known to all."""
-        scores = [
-            (index, {name: self._score(model, micro).logp for name, model in models.items()})
-            for index, micro in dealt(batch, self.ranks)
-        ]
+        scores: list[tuple[int, dict[str, torch.Tensor]]] = []
+        routed: dict[int, MicroBatch] = {}  # of this rank, which will train on the same micro-batches
+        for index, micro in dealt(batch, self.ranks):
+            looked = {name: self._constant(name, model, micro) for name, model in models.items()}
+            scores.append((index, {name: found.logp for name, found in looked.items()}))
+            if micro.rows and (own := looked["proximal"].routes if "proximal" in looked else None) is not None:
+                routed[index] = self._settled(micro, own)
         if self.ranks.size > 1:
             mine = {f"{index}|{name}": logp for index, found in scores for name, logp in found.items()}
             theirs = exchanged({place: logp for place, logp in mine.items() if len(logp)}, self.ranks)
@@ -104,12 +112,24 @@ class Learner:
                 (index, {name: theirs[f"{index}|{name}"].to(self.device) for name in models})
                 for index in range(len(batch))
             ]
-        return [batch[index].with_scores(**found) for index, found in scores]
+        return [routed.get(index, batch[index]).with_scores(**found) for index, found in scores]
+
+    def _constant(self, name: str, model: nn.Module, micro: MicroBatch) -> TokenScores:
+        """The reference routes freely; the proximal pass as the current one will."""
+        if name == "proximal":
+            return self._score(model, micro, routes=micro.routes, record=self.experts is not None)
+        return self._score(model, micro)
+
+    def _settled(self, micro: MicroBatch, own: Routes) -> MicroBatch:
+        """What the update replays is settled with the proximal pass, whose routers' own choice is `own`."""
+        if micro.routes is None:
+            return micro.with_scores(routes=own)
+        return micro.with_scores(agreed=agreement(own, micro.routes))
 
     @torch.no_grad()
     def logp(self, micro: MicroBatch) -> torch.Tensor:
         """Log-probs (rows, time) under the current policy, without noise."""
-        return self._score(self.model, micro).logp
+        return self._score(self.model, micro, routes=micro.routes).logp
 
     def update(
         self, batches: Sequence[MiniBatch], on_progress: Callable[[int, int], None], *, probe: bool = True
@@ -142,7 +162,9 @@ class Learner:
         for index, micro in mine:
             # All rows of a mini-batch are new or none is: ranks must agree on every forward.
             clean = self.logp(micro) if first and stats.changes is not None else None
-            scores = self._current(micro, index, stats.changes if micro.rows else None)
+            watched = micro.agreed is None and (measure or self.config.routing.replay == "proximal")
+            scores = self._current(micro, index, stats.changes if micro.rows else None, record=watched)
+            self._count_routes(micro, scores, stats, first=first)
             out = self.objective(self._logps(micro, scores), micro.advantage, state=state)
             (out.loss if micro.rows else scores.logp.sum()).backward()
             loss_sum += float(out.loss.detach()) if micro.rows else 0.0
@@ -158,14 +180,27 @@ class Learner:
             stats.tokens += int(micro.tokens.response_mask.sum()) if micro.rows else 0
         self._guarded_step(loss_sum, stats)
 
-    def _current(self, micro: MicroBatch, index: int, changes: Changes | None = None) -> TokenScores:
+    def _current(
+        self, micro: MicroBatch, index: int, changes: Changes | None = None, *, record: bool = False
+    ) -> TokenScores:
         """The trained policy on one micro-batch. The noise is a function of (run, update, micro-batch), so that
         `prepare`, gradient checkpointing and a resumed run see the same."""
+        if self.experts is not None and micro.rows and micro.routes is None:
+            raise ValueError(f"no experts to replay for the micro-batch of rows {micro.rows}")
+        record = record and self.experts is not None
         if self.perturbation is None:
-            return self._score(self.model, micro)
+            return self._score(self.model, micro, routes=micro.routes, record=record)
         seed = derive(self.config.seed, "noise", self.updates, index)
         with self.perturbation.attached(seed=seed, watch=changes):
-            return self._score(self.model, micro)
+            return self._score(self.model, micro, routes=micro.routes, record=record)
+
+    def _count_routes(self, micro: MicroBatch, scores: TokenScores, stats: UpdateStats, *, first: bool) -> None:
+        """Experts of the rollout are compared at the first look at a batch, those of the proximal pass in every one."""
+        found = micro.agreed if first else None
+        if scores.routes is not None and micro.routes is not None:
+            found = agreement(scores.routes, micro.routes)
+        if found is not None:
+            stats.agreed, stats.routed = stats.agreed + found[0], stats.routed + found[1]
 
     def _guarded_step(self, loss: float, stats: UpdateStats) -> None:
         """Step the optimizer unless the loss or the gradient is not finite; then skip, count, and in the end stop."""
@@ -251,7 +286,9 @@ class Learner:
         """Which trainer log-probs the mismatch metrics compare the sampler with."""
         return "proximal" if "proximal" in self.objective.needs else "current"
 
-    def _score(self, model: nn.Module, micro: MicroBatch) -> TokenScores:
+    def _score(
+        self, model: nn.Module, micro: MicroBatch, *, routes: Routes | None = None, record: bool = False
+    ) -> TokenScores:
         with self._precision():
             scores = score(
                 model,
@@ -259,6 +296,8 @@ class Learner:
                 temperature=self.config.sampling.temperature,
                 entropy="entropy" in self.objective.needs,
                 kept=micro.kept,
+                routes=routes,
+                record=record and bool(micro.rows),
             )
         if micro.rows:
             return scores

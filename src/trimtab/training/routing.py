@@ -1,0 +1,112 @@
+"""Routing replay in a run (METHODS 8.1): what is refused, and the engine's record checked and laid out as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trimtab.config import Config
+from trimtab.errors import TrimtabError
+from trimtab.models.routing import FREE, Routers, routers
+from trimtab.models.routing_rows import Routes
+from trimtab.objectives import Objective
+from trimtab.types import RouteArray, Trajectory
+
+
+def refuse(config: Config, built: Objective) -> None:
+    """Raise `TrimtabError` for replay that cannot be had, or would change nothing. No model is needed."""
+    trainer, engine, replay = config.trainer, config.engine, config.routing.replay
+    if replay == "proximal" and "proximal" not in built.needs:
+        raise TrimtabError(
+            'routing.replay = "proximal" records experts in the proximal pass, and objective '
+            f'{built.name!r} has none: use "rollout"'
+        )
+    if replay == "proximal" and trainer.minibatches * trainer.epochs == 1:
+        # The proximal pass of a single update is the update's own forward: it would be given its own choice.
+        raise TrimtabError(
+            'routing.replay = "proximal" has no effect with one update per batch, whose proximal policy is the current '
+            'one: raise trainer.minibatches or trainer.epochs, or use "rollout"'
+        )
+    if replay != "rollout":
+        return
+    if engine.type == "server":
+        raise TrimtabError(
+            'routing.replay = "rollout" needs an engine that returns the experts of every token, which servers do not '
+            'here: use engine.type = "embedded", or replay = "proximal"'
+        )
+    if config.expert is not None:
+        raise TrimtabError(
+            'routing.replay = "rollout" needs the experts of every token, and no engine ran the traces of [expert]: '
+            'leave one of them out, or use replay = "proximal"'
+        )
+
+
+def experts(config: Config, model: Any) -> Routers | None:
+    """What there is to replay in the trained model; None where nothing is replayed.
+
+    Raises:
+        TrimtabError: the model is dense, or a mixture whose routers are not known.
+    """
+    if config.routing.replay == "none":
+        return None
+    found = routers(model)
+    if found.layers == 0:
+        raise TrimtabError(
+            f'routing.replay = "{config.routing.replay}" needs a mixture of experts, and {config.model.path!r} is a '
+            "dense model: leave [routing] out"
+        )
+    return found
+
+
+def check(trajectory: Trajectory, routers: Routers) -> RouteArray:
+    """The record of one response, complete and of this model.
+
+    Raises:
+        TrimtabError: none was made, it is of another number of tokens, layers or experts, or an index is no expert of
+            this model. The line names the response.
+    """
+    completion, name = trajectory.completion, f"a response to problem {trajectory.prompt.problem.id!r}"
+    routes = completion.routes
+    if routes is None:
+        raise TrimtabError(
+            f'{name} comes without the experts of its tokens, which routing.replay = "rollout" needs: use an engine '
+            "that records them"
+        )
+    expected = (len(trajectory.prompt.ids) + len(completion.response_ids) - 1, routers.layers, routers.chosen)
+    if routes.shape != expected:
+        raise TrimtabError(
+            f"{name}: experts are recorded in the shape {routes.shape}, its tokens in this model need {expected}"
+        )
+    if routes.size and (routes.min() < 0 or routes.max() >= routers.experts):
+        raise TrimtabError(
+            f"{name}: expert {routes.min() if routes.min() < 0 else routes.max()} is recorded, this model has "
+            f"{routers.experts}"
+        )
+    return routes
+
+
+def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int, routers: Routers) -> Routes:
+    """The records of a micro-batch, padded as its tokens are: prompts on the left, responses on the right.
+
+    Args:
+        prompt_of: which prompt each response continues. Samples share one pass over their prompt, so the first one's
+            record of it counts.
+        time: padded length of the responses. Their last tokens are not run: `FREE`, as padding is.
+
+    Raises:
+        TrimtabError: see `check`.
+    """
+    records = [check(trajectory, routers) for trajectory in trajectories]
+    before = [len(trajectory.prompt.ids) for trajectory in trajectories]
+    first = {prompt: row for row, prompt in reversed(list(enumerate(prompt_of)))}
+    shape = (routers.layers, routers.chosen)
+    prompts = np.full((len(first), max(before), *shape), FREE, dtype=np.int16)
+    responses = np.full((len(records), time, *shape), FREE, dtype=np.int16)
+    for prompt, row in first.items():
+        prompts[prompt, prompts.shape[1] - before[row] :] = records[row][: before[row]]
+    for row, (record, start) in enumerate(zip(records, before, strict=True)):
+        responses[row, : len(record) - start] = record[start:]
+    return Routes(torch.from_numpy(prompts), torch.from_numpy(responses))
