@@ -18,11 +18,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from tests.e2e import stuck_worker
 from tests.unit.rollout.support import prompt, prompts
 
 from trimtab.errors import Diverged, EngineLost, TrimtabError
 from trimtab.models import laboratory
 from trimtab.models.load import load
+from trimtab.rollout import remote
 from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.rollout.handover import share
 from trimtab.rollout.prefixes import EMPTY
@@ -196,6 +198,81 @@ def test_killed_while_generating(engine: WorkerEngine) -> None:
     assert engine.decoded == counted + 4 * 4 * 29
     engine.recover()
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)  # a living engine keeps its weights
+
+
+PATIENCE = 2.0  # seconds
+
+
+class Stop:
+    """Never set; stops the process for good at its first look."""
+
+    def __init__(self, pid: int | None) -> None:
+        self.pid = pid
+
+    def is_set(self) -> bool:
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGSTOP)
+        self.pid = None
+        return False
+
+
+@pytest.mark.parametrize("doing", ["generate", "publish", "weights"])
+def test_a_stopped_process_is_given_up(engine: WorkerEngine, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
+    expected = engine.generate(ASKED, 4, FREE, seed=3)
+    pid = engine.pid
+    assert pid is not None
+    monkeypatch.setattr(engine, "patience", PATIENCE)
+    if doing != "generate":
+        os.kill(pid, signal.SIGSTOP)
+    calls = {
+        "generate": lambda: engine.generate(ASKED, 64, FREE, seed=3, interrupt=Stop(pid)),
+        "publish": lambda: engine.publish(laboratory.build(1)[0].named_parameters(), version=6),
+        "weights": engine.weights,
+    }
+    with pytest.raises(EngineLost, match=rf"gave no sign of life for 2 s \(engine.patience\).* during {doing}$"):
+        calls[doing]()
+    gone(pid)
+    monkeypatch.undo()  # a new process needs its time to start
+    engine.recover()
+    engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
+    assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)
+
+
+def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process lives in both cases, and the slow one takes longer than the patience."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setattr(remote, "WORKER", "tests.e2e.stuck_worker")
+    engine = WorkerEngine(spec_of(folder), threads=1)
+    engine.publish(laboratory.build(1)[0].named_parameters(), 5)
+    expected = engine.generate(ASKED, 4, FREE, seed=3)
+    engine.patience = PATIENCE
+    assert stuck_worker.TIME > PATIENCE
+    engine.publish(laboratory.build(1)[0].named_parameters(), stuck_worker.SLOW)
+    slow = engine.generate(ASKED, 1, FREE, seed=stuck_worker.SLOW, interrupt=threading.Event())
+    assert [len(one.response_ids) for one in chain(*slow)] == [30] * 4
+    for interrupt in (None, threading.Event()):
+        with pytest.raises(EngineLost, match="gave no sign of life for 2 s"):
+            engine.generate(ASKED, 4, FREE, seed=stuck_worker.STUCK, interrupt=interrupt)
+        engine.patience = remote.PATIENCE
+        engine.recover()
+        engine.publish(laboratory.build(1)[0].named_parameters(), 5)
+        assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)
+        engine.patience = PATIENCE
+    engine.close()
+
+
+def test_the_process_is_no_rank_of_the_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
+    told |= {"MASTER_PORT": "1", "GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_CACHE": "kept"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    engine = WorkerEngine(spec_of(folder), threads=1)
+    environment = psutil.Process(engine.pid).environ()
+    engine.close()
+    assert told.keys() & environment.keys() == {"LOCAL_CACHE"}
 
 
 def test_killed_while_publishing(engine: WorkerEngine) -> None:

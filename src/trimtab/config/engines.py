@@ -79,6 +79,11 @@ class EngineConfig(Section):
         description="engines in processes of their own (embedded, vllm); default: 1 where max_lag is above 0 "
         "(0 for vllm.process = own), else 0",
     )
+    patience: float = Field(
+        default=300.0,
+        ge=3,
+        description="seconds without a sign of life after which an engine's process is ended and started again",
+    )
     quantize: Literal["none", "int8", "int4", "int3"] = Field(
         default="none", description="rounding of the sampler's weight matrices, one scale a row (embedded)"
     )

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -21,9 +22,16 @@ from trimtab.rollout.handover import SharedWeights, share
 from trimtab.rollout.rows import Prefixes, check_prefixes
 from trimtab.types import Completion, Interrupt, Prompt, Sampling
 
+WORKER = "trimtab.rollout.worker"
 LOOK = 0.01  # seconds between looks at an interrupt
 GRACE = 10.0  # seconds for the process to end in good order
 LAST_WORDS = 4096  # bytes of what it printed that are searched for its last line
+PATIENCE = 300.0  # seconds
+# What torchrun says about this process. The child is no rank: whoever starts torch.distributed in it (vLLM does) would
+# look for a place among the trainer's ranks, and wait for a store that is none of its own.
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_NAME")
+LAUNCHER += ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE")
+ELASTIC = "TORCHELASTIC_"
 _ERRORS: dict[str, type[TrimtabError]] = {kind.__name__: kind for kind in (TrimtabError, Diverged, EngineLost)}
 
 
@@ -39,6 +47,8 @@ class WorkerEngine:
         spec: JSON; see `hosted.py`.
         threads: processor threads the engine may use.
         devices: CUDA_VISIBLE_DEVICES of the process; None: those of this one.
+        patience: seconds without a sign of life after which a call gives the process up (`EngineLost`). While it
+            generates, the signs are tokens; otherwise, that it runs at all.
     """
 
     def __init__(
@@ -47,12 +57,14 @@ class WorkerEngine:
         *,
         threads: int,
         devices: str | None = None,
+        patience: float = PATIENCE,
     ) -> None:
         self.policy_version = 0
         self.decoded = 0
         self.prefilled = 0
         self._spec = {**spec, "threads": threads}
-        self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        self.patience = patience
+        self._environment = {**_environment(), "OMP_NUM_THREADS": str(threads)}
         if devices is not None:
             self._environment["CUDA_VISIBLE_DEVICES"] = devices
         self._calls = itertools.count()
@@ -78,7 +90,7 @@ class WorkerEngine:
         """See `types.Engine`. `interrupt` is looked at every 10 ms and takes effect at the next token.
 
         Raises:
-            EngineLost: the process died.
+            EngineLost: the process died, or gives no sign of life.
             TrimtabError: what the hosted engine refuses; no weights were published yet.
         """
         check_prefixes(prefixes, prompts, samples, sampling)
@@ -103,7 +115,8 @@ class WorkerEngine:
         """See `types.Engine`. `SharedWeights` are handed over as they are; anything else is written for this call.
 
         Raises:
-            EngineLost: the process died; whether it had taken the weights does not matter, a new one has none.
+            EngineLost: the process died or gives no sign of life; whether it had taken the weights does not matter, a
+                new one has none.
             TrimtabError: what the hosted engine refuses; there is no memory for the handover.
         """
         shared = weights if isinstance(weights, SharedWeights) else share(weights)
@@ -152,11 +165,12 @@ class WorkerEngine:
         child, call = self._child, next(self._calls)
         if child is None:
             raise EngineLost("the engine's process is gone: recover the engine, then publish weights")
+        child.connection.settimeout(self.patience)
         try:
             wire.send(child.connection, {"do": doing, "call": call, **head}, arrays, files)
-            if interrupt is not None:
-                _watch(child.connection, interrupt, call)
-            frame = wire.receive(child.connection)
+            frame = child.answer(interrupt, call)
+        except TimeoutError:
+            self._lose(child, doing, silent=True)
         except OSError:
             self._lose(child, doing)
         except BaseException:
@@ -184,10 +198,11 @@ class WorkerEngine:
             raise _ERRORS[kind](text)
         raise RuntimeError(f"the engine's process failed:\n{text}")
 
-    def _lose(self, child: _Child, doing: str) -> NoReturn:
+    def _lose(self, child: _Child, doing: str, *, silent: bool = False) -> NoReturn:
         self._child = None
         child.end()
-        raise EngineLost(f"the engine's process {child.fate()} during {doing}")
+        how = f"gave no sign of life for {self.patience:g} s (engine.patience)" if silent else child.fate()
+        raise EngineLost(f"the engine's process {how}{child.last_words()} during {doing}")
 
 
 class _Child:
@@ -201,7 +216,7 @@ class _Child:
         with theirs:
             self.process = subprocess.Popen(
                 # -P: no module in the working directory may take the place of an installed one.
-                [sys.executable, "-P", "-m", "trimtab.rollout.worker", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", WORKER, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -213,6 +228,34 @@ class _Child:
         with contextlib.suppress(OSError):  # it is dead already: the first call says so
             wire.send(self.connection, spec)
 
+    def answer(self, interrupt: Interrupt | None, call: int) -> wire.Frame:
+        """The answer to a request, to which an interruption is passed on.
+
+        `TimeoutError` when there was no sign of life for as long as the connection waits.
+        """
+        told = interrupt is None
+        while True:
+            if interrupt is not None and not told:
+                told = self._interrupted(interrupt, call)
+            frame = wire.receive(self.connection)
+            if "alive" not in frame.head:
+                return frame
+
+    def _interrupted(self, interrupt: Interrupt, call: int) -> bool:
+        """Wait for a frame or the interruption; whether this came first, and was passed on."""
+        patience = self.connection.gettimeout()
+        assert patience is not None
+        end = time.monotonic() + patience
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.connection, selectors.EVENT_READ)
+            while not interrupt.is_set():
+                if selector.select(LOOK):
+                    return False
+                if time.monotonic() > end:
+                    raise TimeoutError
+        wire.send(self.connection, {"do": "interrupt", "call": call})
+        return True
+
     def close(self) -> None:
         """Let the engine end in good order, but not for long."""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -221,34 +264,28 @@ class _Child:
         self.end()
 
     def fate(self) -> str:
-        """How it ended, with its last line."""
+        """How it ended."""
         code = self.process.wait()
         if code == -signal.SIGKILL:
-            how = "was killed (memory ran out, or somebody killed it)"
-        elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        else:
-            how = f"ended with exit code {code}"
+            return "was killed (memory ran out, or somebody killed it)"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def last_words(self) -> str:
+        """The last line it printed, as the end of a clause; empty if there is none."""
         size = os.fstat(self._log).st_size
         words = os.pread(self._log, LAST_WORDS, max(0, size - LAST_WORDS)).decode(errors="replace")
         lines = words.strip().splitlines()
-        return f"{how}, last saying {lines[-1].strip()[:200]!r}," if lines else how
+        return f", last saying {lines[-1].strip()[:200]!r}," if lines else ""
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHER and not name.startswith(ELASTIC)}
 
 
 def _end(connection: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked copy of the owner must not end its parent's engine
-    connection.close()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # with what it started, which may have outlived it
+    connection.close()  # only now: who waits for an answer is woken by the other end
     process.wait()
-
-
-def _watch(connection: socket.socket, interrupt: Interrupt, call: int) -> None:
-    """Wait for the answer; pass the interruption on if it comes first."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(connection, selectors.EVENT_READ)
-        while not interrupt.is_set():
-            if selector.select(LOOK):
-                return
-    wire.send(connection, {"do": "interrupt", "call": call})

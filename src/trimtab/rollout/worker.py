@@ -1,8 +1,9 @@
 """A process that hosts one engine for another process: `python -m trimtab.rollout.worker SOCKET PARENT`.
 
 The first frame describes the engine (`hosted.py`); every other one is a request, answered in order by the main thread.
-A second thread reads the connection, so that an interruption arrives while tokens are sampled. The process ends, with
-everything the engine started, once the connection is closed or its parent is gone, however the parent ended.
+A second thread reads the connection, so that an interruption arrives while tokens are sampled, and gives a sign of life
+every second to whoever waits for an answer. The process ends, with everything the engine started, once the connection
+is closed or its parent is gone, however the parent ended.
 """
 
 from __future__ import annotations
@@ -16,23 +17,39 @@ import socket
 import sys
 import threading
 import traceback
-from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.rollout import wire
 from trimtab.types import Engine
 
-LOOK = 1.0  # seconds between looks at the parent
+LOOK = 1.0  # seconds between looks at the parent, and between signs of life
 GRACE = 5.0  # seconds for the engine to end in good order
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A frame to answer, and the wish that it be answered soon."""
+    """A frame to answer, and the wish that it be answered soon (`types.Interrupt`)."""
 
-    frame: wire.Frame
-    interrupt: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, frame: wire.Frame) -> None:
+        self.frame = frame
+        self.answered = "do" not in frame.head  # nobody waits for an answer to the description
+        self._wish = threading.Event()
+        self._looked = False
+
+    def interrupt(self) -> None:
+        self._wish.set()
+
+    def is_set(self) -> bool:
+        self._looked = True
+        return self._wish.is_set()
+
+    def progress(self) -> bool:
+        """Whether the engine was seen at work since the last call, which is known only while it generates.
+
+        It looks at the wish before every token: one that no longer does is stuck, though its process lives.
+        """
+        looked, self._looked = self._looked, False
+        return looked or self.frame.head.get("do") != "generate"
 
 
 class Host:
@@ -45,6 +62,7 @@ class Host:
         self._engine: Engine | None = None
         self._refusal: dict[str, str] = {}
         self._closed = threading.Event()
+        self._sending = threading.Lock()
 
     def serve(self) -> None:
         threading.Thread(target=self._listen, daemon=True).start()
@@ -63,6 +81,8 @@ class Host:
             while self._parent_lives():
                 if select.select([self._connection], [], [], LOOK)[0]:
                     self._take(wire.receive(self._connection))
+                else:
+                    self._give_sign()
         except OSError:
             pass  # closed by the parent, or with it
         except Exception:
@@ -74,17 +94,28 @@ class Host:
         """A connection outlives the parent where a process forked from it still holds its end."""
         return os.getppid() == self._parent
 
+    def _give_sign(self) -> None:
+        request = self._latest
+        # While an answer is on its way nobody needs a sign, and this thread must stay free to see the parent die.
+        if request is None or not request.progress() or not self._sending.acquire(blocking=False):
+            return
+        try:
+            if not request.answered:
+                wire.send(self._connection, {"alive": True})
+        finally:
+            self._sending.release()
+
     def _take(self, frame: wire.Frame) -> None:
         if frame.head.get("do") != "interrupt":
             self._latest = Request(frame)
             self._requests.put(self._latest)
         elif self._latest is not None and self._latest.frame.head.get("call") == frame.head["call"]:
-            self._latest.interrupt.set()
+            self._latest.interrupt()
 
     def _leave(self) -> None:
         self._requests.put(None)
         if self._latest is not None:
-            self._latest.interrupt.set()
+            self._latest.interrupt()
         if self._engine is not None:
             self._closed.wait(GRACE)
         os.killpg(0, signal.SIGKILL)  # this process leads a group of its own, of whatever the engine started
@@ -111,7 +142,9 @@ class Host:
                     head = {"error": _described(error)}
                 engine = self._engine
                 head["state"] = [engine.policy_version, engine.decoded, engine.prefilled]
-            wire.send(self._connection, head, arrays, files)
+            with self._sending:
+                request.answered = True
+                wire.send(self._connection, head, arrays, files)
 
     def _perform(
         self, engine: Engine, request: Request, cleanup: contextlib.ExitStack
@@ -125,7 +158,7 @@ class Host:
                 wire.unpack_sampling(head["sampling"]),
                 seed=head["seed"],
                 prefixes=prefixes,
-                interrupt=request.interrupt,
+                interrupt=request,
             )
             described, found = wire.pack_completions(groups)
             return {"groups": described}, found, []

@@ -31,6 +31,11 @@ def check_engines(config: Config) -> None:
             f"engine.workers = {engine.workers} has no effect on servers, which are processes already: leave it out, "
             "or name more engine.server.urls"
         )
+    if engine.patience != type(engine)().patience and not worker_count(config):
+        raise TrimtabError(
+            f"engine.patience = {engine.patience:g} has no effect without engines in worker processes: leave it out, "
+            "or set engine.workers"
+        )
     in_step = [name for name in ("prefix", "expert") if getattr(config, name) is not None]
     if in_step and (engine.workers or 0) > 1:
         raise TrimtabError(f"[{in_step[0]}] works with one engine: leave engine.workers out, or set it to 1 or 0")
@@ -68,7 +73,8 @@ def build_engines(config: Config, loaded: Loaded, folder: Path) -> list[Engine]:
 
         return [VllmEngine(folder, loaded.tokenizer, config.engine)]
     dtype, rounding = getattr(torch, config.engine.dtype), sampler_rounding(config)
-    return [EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=dtype, rounding=rounding)]
+    routes = config.routing.replay == "rollout"
+    return [EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=dtype, rounding=rounding, routes=routes)]
 
 
 def engine_spec(config: Config, folder: Path) -> dict[str, Any]:
@@ -81,6 +87,7 @@ def engine_spec(config: Config, folder: Path) -> dict[str, Any]:
         "model": str(folder.absolute()),
         "dtype": config.engine.dtype,
         "rounding": {"bits": rounding.bits, "noise": rounding.noise, "seed": rounding.seed},
+        "routes": config.routing.replay == "rollout",
     }
 
 
@@ -94,7 +101,8 @@ def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
         own, threads = thread_shares(torch.get_num_threads(), count, beside=bool(config.trainer.max_lag))
         torch.set_num_threads(own)
     spec = engine_spec(config, folder)
-    return [WorkerEngine(spec, threads=threads, devices=place) for place in places]
+    patience = config.engine.patience
+    return [WorkerEngine(spec, threads=threads, devices=place, patience=patience) for place in places]
 
 
 def thread_shares(cores: int, workers: int, *, beside: bool) -> tuple[int, int]:

@@ -1,0 +1,33 @@
+"""The worker process of a test, whose engine stands still, or takes its time, where the seed or the version says so."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from trimtab.rollout import hosted, worker
+from trimtab.rollout.embedded import EmbeddedEngine
+
+STUCK, SLOW = 13, 17
+TIME = 3.0  # seconds that slow work takes
+
+
+class Troubled(EmbeddedEngine):
+    def generate(self, *arguments: Any, seed: int, interrupt: Any, **keywords: Any) -> Any:
+        if seed == STUCK:
+            threading.Event().wait()
+        end = time.monotonic() + TIME * (seed == SLOW)
+        while time.monotonic() < end:
+            interrupt.is_set()
+            time.sleep(0.1)
+        return super().generate(*arguments, seed=seed, interrupt=interrupt, **keywords)
+
+    def publish(self, weights: Any, version: int, **keywords: Any) -> None:
+        time.sleep(TIME * (version == SLOW))
+        super().publish(weights, version, **keywords)
+
+
+if __name__ == "__main__":
+    hosted.EmbeddedEngine = Troubled
+    worker.main()
