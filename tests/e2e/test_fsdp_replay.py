@@ -50,15 +50,9 @@ VARIANTS = {
     "cispo": ["objective.name=cispo", "trainer.minibatches=2", "objective.kl_coef=0.05", "objective.entropy_coef=0.01"],
     "calibrated": ["objective.name=icepop", "objective.calibrate=true", "objective.denominator=kept"],
 }
-# What only sharding has: a tied head, noise on its logits, and both of its options.
-TIED = [
-    "objective.name=token-alp",
-    "perturbation.layers=logits",
-    "perturbation.std=0.1",
-    "diagnose.every=1",
-    "sharding.offload=true",
-    "sharding.reshard=false",
-]
+# What only sharding has: a tied head, noise on its logits, and both of its options, which one process refuses.
+TIED = ["objective.name=token-alp", "perturbation.layers=logits", "perturbation.std=0.1", "diagnose.every=1"]
+SHARDING = {"tied": ["sharding.offload=true", "sharding.reshard=false"]}
 MIXED = ["model.autocast=bfloat16", "model.gradient_checkpointing=true"]
 # Checkpoints of 2 ranks from half-way, and how many ranks go on from them. ALP has a parameter that is not sharded.
 RESUMED = [("plain", 1), ("plain", 4), ("alp", 1), ("alp", 4), ("lora", 1)]
@@ -122,7 +116,11 @@ def runs(recording: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     fsdp_worker.main(job(root / f"{name}-1", recording, own) for name, own in sets.items())
     few = [*SHORT, "log.trajectories_every=0"]  # rows that nobody computed could not be written
     faults = [job(root / fault, recording, few, fault=fault) for fault in ("average", "twice")]
-    torchrun(2, [*(job(root / f"{name}-2", recording, own) for name, own in sets.items()), *faults], root / "two")
+    torchrun(
+        2,
+        [*(job(root / f"{name}-2", recording, own + SHARDING.get(name, [])) for name, own in sets.items()), *faults],
+        root / "two",
+    )
     later: dict[int, list[Any]] = {1: [], 4: []}
     for name, ranks in RESUMED:
         half = root / f"{name}-resumed-{ranks}"

@@ -216,7 +216,7 @@ class Stop:
         return False
 
 
-@pytest.mark.parametrize("doing", ["generate", "publish", "weights"])
+@pytest.mark.parametrize("doing", ["generate", "publish"])
 def test_a_stopped_process_is_given_up(engine: WorkerEngine, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
     expected = engine.generate(ASKED, 4, FREE, seed=3)
     pid = engine.pid
@@ -227,7 +227,6 @@ def test_a_stopped_process_is_given_up(engine: WorkerEngine, monkeypatch: pytest
     calls = {
         "generate": lambda: engine.generate(ASKED, 64, FREE, seed=3, interrupt=Stop(pid)),
         "publish": lambda: engine.publish(laboratory.build(1)[0].named_parameters(), version=6),
-        "weights": engine.weights,
     }
     with pytest.raises(EngineLost, match=rf"gave no sign of life for 2 s \(engine.patience\).* during {doing}$"):
         calls[doing]()

@@ -18,6 +18,8 @@ from trimtab.cli import compare, describe, diagnose, doctor, evaluate, export, p
 from trimtab.errors import TrimtabError
 
 MISTAKE, INTERRUPTED = 2, 130
+# What every rank of torchrun would do all over again, into the same files; `train` is the command for several ranks.
+ALONE = frozenset({"sft", "eval", "diagnose", "report", "compare", "export"})
 # Some typer releases carry their own copy of click: the class is taken from a public child, not from `import click`.
 USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
@@ -56,11 +58,19 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001  # its callback acts
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
     """Stable reinforcement learning of language models when the data is off-policy."""
+    if context.invoked_subcommand in ALONE and "WORLD_SIZE" in os.environ:  # else torch need not be imported
+        from trimtab.training.ranks import several
+
+        if several():
+            raise TrimtabError(
+                f"`trimtab {context.invoked_subcommand}` is one process: run it without torchrun (or unset WORLD_SIZE)"
+            )
 
 
 for module in (train, describe, evaluate, diagnose, report, compare, plan, export, doctor):

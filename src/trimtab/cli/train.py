@@ -60,9 +60,9 @@ def _compare(config: Config, out: Path, resume: bool, observer: Observer) -> dic
     from trimtab.diagnostics.compare import held_out, write_comparison
     from trimtab.errors import TrimtabError
     from trimtab.lab.grid import run_grid
-    from trimtab.training.ranks import follows
+    from trimtab.training.ranks import several
 
-    if follows():
+    if several():
         raise TrimtabError("a comparison starts processes of its own (compare.workers): run it without torchrun")
     result = run_grid(config, out, observer, resume=resume)
     page = write_comparison(result.runs, out / "report.html")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from trimtab.placement.cluster import Seats, connected, reserved
 from trimtab.placement.events import replay
 from trimtab.placement.rank import DIVERGED, TrainerRank
 from trimtab.training.observer import Observer, Silent
+from trimtab.training.ranks import several
 from trimtab.training.run import RunResult, check
 from trimtab.training.rundir import CONFIG
 
@@ -35,7 +35,7 @@ def train(
     Raises:
         TrimtabError: for anything a user can mend, a rank that died among it.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if several():
         raise TrimtabError('placement = "ray" starts the ranks itself: leave torchrun out and set ray.trainers')
     watcher, run = observer or Silent(), Path(out or config.out or "runs/run").resolve()
     check(config).scorer.close()

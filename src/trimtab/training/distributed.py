@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.config import Config
+from trimtab.config import Config, ShardingConfig
+from trimtab.errors import TrimtabError
 from trimtab.models.sharding import shard
 from trimtab.training import trajectories
 from trimtab.training.canary import Expected
@@ -30,6 +31,16 @@ from trimtab.training.rundir import RunDir
 from trimtab.types import Engine
 
 _TAKEN, _LEFT = b"taken", b"left"
+
+
+def check_sharding(config: Config) -> None:
+    """Refuse options of sharding where nothing is sharded: `offload` would save no memory, without a word."""
+    ranks = config.ray.trainers if config.placement == "ray" else here().size
+    if ranks == 1 and config.sharding != ShardingConfig():
+        raise TrimtabError(
+            "[sharding] has no effect with one process: start several with torchrun (or set ray.trainers), or leave it "
+            "out"
+        )
 
 
 def spread(model: nn.Module, config: Config) -> nn.Module:

@@ -108,13 +108,21 @@ def here() -> Ranks:
     return _current
 
 
+def several() -> bool:
+    """Whether torchrun started this process as one of several ranks."""
+    return _size() > 1
+
+
 def follows() -> bool:
-    """Whether torchrun started this process as one of several ranks, and not as the one that leads and reports."""
-    return _size() > 1 and os.environ.get("RANK") != "0"
+    """Whether this process is one of several ranks, and not the one that leads and reports."""
+    return several() and os.environ.get("RANK") != "0"
 
 
 def _size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    given = os.environ.get("WORLD_SIZE", "1")
+    if not given.isdecimal():
+        raise TrimtabError(f"WORLD_SIZE = {given!r} is no number of ranks: unset it")
+    return int(given)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from trimtab.rewards import Scorer
 from trimtab.training import prefixes, routing, snapshot
 from trimtab.training.canary import Canary
 from trimtab.training.collect import Collector, PromptStream
-from trimtab.training.distributed import NoEngine, run_directory, shared_feed, spread
+from trimtab.training.distributed import NoEngine, check_sharding, run_directory, shared_feed, spread
 from trimtab.training.engines import build_engines, check_engines
 from trimtab.training.experts import GOLD, Experts
 from trimtab.training.export import save_model_files
@@ -109,6 +109,7 @@ def check(config: Config, reward: RewardFunction | None = None, makers: Makers =
     if config.numerics != "native":
         raise TrimtabError('numerics = "invariant" is not available yet; use numerics = "native"')
     check_engines(config)
+    check_sharding(config)
     built = from_section(config.objective.model_dump())
     _check_companions(config, built)
     refusals.check(config, built)

@@ -12,9 +12,13 @@ from trimtab.training import atomic, checkpoint, states
 from trimtab.training.calibration import adopt
 from trimtab.training.feed.refusals import runs_beside
 from trimtab.training.rundir import CONFIG, RunDir
+from trimtab.training.weights import sampler_rounding
 
 if TYPE_CHECKING:
     from trimtab.training.loop import Trainer
+
+FREE = ("out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare")
+FREE += ("placement", "ray", "sharding")
 
 
 def take(trainer: Trainer, measured: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
@@ -83,9 +87,10 @@ def _restore(trainer: Trainer, found: checkpoint.LoadedCheckpoint) -> None:
 def _check_same_recipe(run: RunDir, config: Config) -> None:
     """What decides the numbers must be as it was; how long to train and what to log may change, and is written down."""
     saved = check_config(tomllib.loads(run.config_toml), str(run.path / CONFIG))
-    if runs_beside(saved) and not runs_beside(config):
+    if saved.placement != config.placement and not _movable(saved, config):
         raise TrimtabError(
-            f"{run.path} was made by engines beside the trainer: resume it with placement = {saved.placement!r}"
+            f"{run.path} cannot go on elsewhere (docs/ray.md says which runs can): resume it with placement = "
+            f"{saved.placement!r}"
         )
     old, new = _deciding(saved), _deciding(config)
     changed = [f"{key} = {new.get(key)!r}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
@@ -98,9 +103,18 @@ def _check_same_recipe(run: RunDir, config: Config) -> None:
         atomic.write_text(run.path / CONFIG, config.dump())
 
 
+def _movable(saved: Config, config: Config) -> bool:
+    """Whether the checkpoints of one placement hold what the other needs."""
+    if runs_beside(saved) == runs_beside(config):
+        return True
+    # Engines in step save their weights as they round them: engines beside the trainer would round them again.
+    return runs_beside(config) and not sampler_rounding(config).active
+
+
 def _deciding(config: Config) -> dict[str, Any]:
     """Dotted keys that decide a run's numbers: not where it runs, and how long only where the schedule asks."""
-    free = {"out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare", "placement", "ray"}
+    free: dict[str, Any] = dict.fromkeys(FREE, True)
+    free["engine"] = {"patience": True, "server": {"urls", "timeout", "patience", "concurrency", "folder"}}
     data = config.model_dump(mode="json", exclude=free)
     if config.optim.schedule != "cosine":
         del data["trainer"]["steps"]

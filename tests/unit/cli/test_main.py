@@ -42,6 +42,52 @@ def test_help_and_recipes_do_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sft", "laboratory"],
+        ["eval", "laboratory", "--task", "sort"],
+        ["diagnose", "x.parquet"],
+        ["report", "runs/x"],
+        ["compare"],
+        ["export", "runs/x", "model"],
+    ],
+)
+def test_commands_of_one_process_are_refused_under_torchrun(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main.run(words) == 2
+        assert capsys.readouterr().err == (
+            f"trimtab: `trimtab {words[0]}` is one process: run it without torchrun (or unset WORLD_SIZE)\n"
+        )
+    assert not any(tmp_path.iterdir())
+    assert main.run(["recipes"]) == 0  # what only prints may be asked anywhere
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main.run(["sft", "no-such-recipe"]) == 2
+    assert "torchrun" not in capsys.readouterr().err
+
+
+def test_a_comparison_is_refused_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main.run(["train", "quickstart-stale", "--out", str(tmp_path / "run")]) == 2
+        assert "run it without torchrun" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_size_that_is_none_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert main.run(["report", "runs/x"]) == 2
+    assert capsys.readouterr().err == "trimtab: WORLD_SIZE = 'many' is no number of ranks: unset it\n"
+
+
 def test_recipes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["recipes", "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
