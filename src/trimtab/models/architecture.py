@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, nearest
 from trimtab.models.attention import IMPLEMENTATION
+from trimtab.models.invariant.attention import IMPLEMENTATION as INVARIANT
 
 # Architectures whose forward is `head(backbone(x))`, with at most `config.final_logit_softcapping` after it. Others
 # scale logits or hidden states in ways of their own (Granite, Cohere): scoring them this way would be silently wrong.
@@ -29,6 +30,7 @@ class Parts:
     bias: Tensor | None  # (vocabulary,)
     softcap: float | None
     packs: bool  # its attention reads a layout
+    invariant: bool = False  # its numerics are those of `models/invariant`
     owner: object = None  # the head itself: a sharded model shows another weight while it is whole
 
 
@@ -53,6 +55,7 @@ def parts(model: Any) -> Parts:
         weight=head.weight,
         bias=head.bias,
         softcap=getattr(model.config, "final_logit_softcapping", None),
-        packs=model.config._attn_implementation == IMPLEMENTATION,
+        packs=model.config._attn_implementation in (IMPLEMENTATION, INVARIANT),
+        invariant=model.config._attn_implementation == INVARIANT,
         owner=head,
     )

@@ -15,6 +15,7 @@ times over (most of all backward). Scores are computed in float32, so autocast r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -133,7 +134,9 @@ def _rows(mask: Tensor, start: int) -> Rows:
     return Rows(start, start + total, count, width, slots)
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
+    """How scores are made of queries and keys."""
+
     scaling: float
     softcap: float | None
     window: int | None
@@ -162,36 +165,50 @@ def attention(
         raise TrimtabError("attention dropout is on: log-probs must not change between two forwards; set it to 0")
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    options = _Options(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, dtype)
+    options = Options(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, dtype)
     with torch.autocast(device, enabled=False):  # it would round the float32 scores
-        return _Packed.apply(query, key, value, layout, options), None
+        return PackedAttention.apply(query, key, value, layout, options), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
-class _Packed(torch.autograd.Function):
+class PackedAttention(torch.autograd.Function):
+    """A layer's attention over a packed row; probabilities are kept for the backward, or made again."""
+
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, options: _Options) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, options: Options) -> Tensor:
         heads, key_heads, width = query.shape[1], key.shape[1], query.shape[3]
-        q, k, v = (_token_major(x, options.dtype) for x in (query, key, value))
+        q, k, v = (token_major(x, options.dtype) for x in (query, key, value))
         out = torch.empty_like(q)
         kept: list[list[Tensor]] = []
         for kind in _kinds(layout, k, v):
             part, probabilities = _attend(kind, kind.rows.spread(q), layout, key_heads, width, options)
             out[kind.rows.start : kind.rows.stop] = kind.rows.pack(part)
             kept.append(probabilities)
-        ctx.save_for_backward(q, k, v, *(probability for part in kept for probability in part))
-        ctx.kept = [len(part) for part in kept]
-        ctx.layout, ctx.options, ctx.sizes = layout, options, (heads, key_heads, width)
+        PackedAttention.remember(ctx, (q, k, v), kept, layout, options, (heads, key_heads, width))
         return out.view(1, -1, heads, width)
+
+    @staticmethod
+    def remember(
+        ctx: Any,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        kept: Sequence[Sequence[Tensor]],
+        layout: Layout,
+        options: Options,
+        sizes: tuple[int, int, int],
+    ) -> None:
+        """What the backward needs. `kept`: for each kind of row the probabilities of its blocks, or none."""
+        ctx.save_for_backward(*inputs, *(probability for part in kept for probability in part))
+        ctx.kept = [len(part) for part in kept]
+        ctx.layout, ctx.options, ctx.sizes = layout, options, sizes
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *saved = ctx.saved_tensors
         layout: Layout = ctx.layout
-        options: _Options = ctx.options
+        options: Options = ctx.options
         heads, key_heads, width = ctx.sizes
         grad = grads[0].reshape(q.shape).to(options.dtype)
         to_q, to_k, to_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -213,7 +230,7 @@ class _Packed(torch.autograd.Function):
         )
 
 
-def _token_major(x: Tensor, dtype: torch.dtype) -> Float[Tensor, "tokens channels"]:
+def token_major(x: Tensor, dtype: torch.dtype) -> Float[Tensor, "tokens channels"]:
     return x[0].transpose(0, 1).to(dtype).flatten(1)
 
 
@@ -249,7 +266,7 @@ def _collect(to: Tensor, grad: Tensor, rows: Rows, layout: Layout) -> None:
     to[rows.start : rows.stop] += rows.pack(grad)
 
 
-def _blocks(rows: int, heads: int, queries: int, keys: int) -> list[_Block]:
+def working_blocks(rows: int, heads: int, queries: int, keys: int) -> list[_Block]:
     """Whole rows, as many as fit, or parts of one row, whose last query sees all keys and each one before one less."""
     per_row = heads * queries * keys
     if per_row <= BLOCK_SCORES or queries <= BLOCK_QUERIES:
@@ -265,18 +282,18 @@ def _blocks(rows: int, heads: int, queries: int, keys: int) -> list[_Block]:
     ]
 
 
-def _fold(x: Tensor, key_heads: int, width: int) -> Float[Tensor, "rows_x_key_heads group_x_time width"]:
+def fold(x: Tensor, key_heads: int, width: int) -> Float[Tensor, "rows_x_key_heads group_x_time width"]:
     """Query heads that share a key head become further rows of one product."""
     rows, time, _ = x.shape
     return x.view(rows, time, key_heads, -1, width).permute(0, 2, 3, 1, 4).reshape(rows * key_heads, -1, width)
 
 
-def _unfold(x: Tensor, rows: int, time: int) -> Float[Tensor, "rows time channels"]:
+def unfold(x: Tensor, rows: int, time: int) -> Float[Tensor, "rows time channels"]:
     key_heads, width = x.shape[0] // rows, x.shape[2]
     return x.view(rows, key_heads, -1, time, width).permute(0, 3, 1, 2, 4).reshape(rows, time, -1)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor, options: _Options) -> Float[Tensor, "rows heads queries keys"]:
+def _scores(q: Tensor, k: Tensor, mask: Tensor, options: Options) -> Float[Tensor, "rows heads queries keys"]:
     """Masked scores of folded queries and keys, in the mask's type."""
     queries, keys = mask.shape[2:]
     scores = torch.bmm(q.to(mask.dtype), k.to(mask.dtype).transpose(1, 2)).mul_(options.scaling)
@@ -286,31 +303,31 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, options: _Options) -> Float[Tens
 
 
 def _attend(
-    kind: _Kind, q: Tensor, layout: Layout, key_heads: int, width: int, options: _Options
+    kind: _Kind, q: Tensor, layout: Layout, key_heads: int, width: int, options: Options
 ) -> tuple[Tensor, list[Tensor]]:
     """Output rows, and the probabilities of every block if they are few enough to keep."""
     rows, queries, channels = q.shape
     heads, keys = channels // width, kind.keys.shape[1]
     out, kept = torch.empty_like(q), []
-    for block in _blocks(rows, heads, queries, keys):
+    for block in working_blocks(rows, heads, queries, keys):
         fq, fk, fv, mask = _inputs(kind, q, layout, block, key_heads, width, options)
         probability = _scores(fq, fk, mask, options).softmax(-1).to(options.dtype)
         product = torch.bmm(probability.view(len(fq), -1, block.keys), fv)
-        out[block.rows, block.queries] = _unfold(product, len(mask), mask.shape[2])
+        out[block.rows, block.queries] = unfold(product, len(mask), mask.shape[2])
         if rows * heads * queries * keys <= KEEP_SCORES:
             kept.append(probability)
     return out, kept
 
 
 def _inputs(
-    kind: _Kind, q: Tensor, layout: Layout, block: _Block, key_heads: int, width: int, options: _Options
+    kind: _Kind, q: Tensor, layout: Layout, block: _Block, key_heads: int, width: int, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Folded queries, keys and values of a block, and its mask."""
     exact = torch.float64 if options.dtype == torch.float64 else torch.float32
     return (
-        _fold(q[block.rows, block.queries], key_heads, width),
-        _fold(kind.keys[block.rows, : block.keys], key_heads, width),
-        _fold(kind.values[block.rows, : block.keys], key_heads, width),
+        fold(q[block.rows, block.queries], key_heads, width),
+        fold(kind.keys[block.rows, : block.keys], key_heads, width),
+        fold(kind.values[block.rows, : block.keys], key_heads, width),
         layout.mask(kind.shared, options.window, exact, block),
     )
 
@@ -323,10 +340,10 @@ def _attend_backward(
     layout: Layout,
     key_heads: int,
     width: int,
-    options: _Options,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, queries, channels = q.shape
-    blocks = _blocks(rows, channels // width, queries, kind.keys.shape[1])
+    blocks = working_blocks(rows, channels // width, queries, kind.keys.shape[1])
     parted = len(blocks) > 0 and blocks[0].queries.stop < queries
     to_q = torch.empty_like(q)
     # Parts of a row add up to the gradient of its keys; in the type of 16-bit products the sum would lose digits.
@@ -335,7 +352,7 @@ def _attend_backward(
     to_v = torch.zeros_like(kind.values, dtype=sums)
     for index, block in enumerate(blocks):
         fq, fk, fv, mask = _inputs(kind, q, layout, block, key_heads, width, options)
-        fg = _fold(grad[block.rows, block.queries], key_heads, width)
+        fg = fold(grad[block.rows, block.queries], key_heads, width)
         slope = None
         if not kept or options.softcap is not None:
             scores = _scores(fq, fk, mask, options)
@@ -352,8 +369,8 @@ def _attend_backward(
         if slope is not None:
             inner.mul_(slope)
         inner = inner.mul_(options.scaling).to(options.dtype).view_as(flat)
-        to_q[block.rows, block.queries] = _unfold(torch.bmm(inner, fk), len(mask), mask.shape[2])
+        to_q[block.rows, block.queries] = unfold(torch.bmm(inner, fk), len(mask), mask.shape[2])
         gk = torch.bmm(inner.transpose(1, 2), fq)
-        to_k[block.rows, : block.keys] += _unfold(gk, len(mask), block.keys)
-        to_v[block.rows, : block.keys] += _unfold(gv, len(mask), block.keys)
+        to_k[block.rows, : block.keys] += unfold(gk, len(mask), block.keys)
+        to_v[block.rows, : block.keys] += unfold(gv, len(mask), block.keys)
     return to_q, to_k, to_v

@@ -19,6 +19,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.models.architecture import Parts
+from trimtab.models.invariant.linear import computing, rows_product
+from trimtab.models.invariant.sums import add_exponentials
 from trimtab.models.noise import normals
 from trimtab.models.products import product
 
@@ -60,6 +62,7 @@ class _Options(NamedTuple):
     entropy: bool
     sigma: float  # of noise on the logits; 0 for none
     seed: int
+    invariant: bool  # whether a token's score may depend on no other token, to the last bit
 
 
 def head_scores(
@@ -76,7 +79,6 @@ def head_scores(
     Products are computed in autocast's type where it is on, everything after them in float32 (float64 stays).
     `kept` restricts each token's distribution to a set of ids (-1 fills up).
     """
-    device = hidden.device.type
     noise = _noise.get()
     if noise is not None and noise.owner is not model.owner:
         noise = None
@@ -84,14 +86,22 @@ def head_scores(
     options = _Options(
         temperature,
         model.softcap,
-        rough=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype,
+        rough=_rough(hidden, model),
         exact=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
         entropy=entropy,
         sigma=0.0 if log_sigma is None else math.exp(log_sigma.item()),
         seed=0 if noise is None else noise.seed,
+        invariant=model.invariant,
     )
     logp, spread = _HeadScores.apply(hidden, model.weight, model.bias, log_sigma, ids, kept, options)
     return logp, spread if entropy else None
+
+
+def _rough(hidden: Tensor, model: Parts) -> torch.dtype:
+    if model.invariant:  # its residual stream is wider than its products
+        return computing(model.weight)
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 class _HeadScores(torch.autograd.Function):
@@ -111,14 +121,15 @@ class _HeadScores(torch.autograd.Function):
         total = hidden.new_full((count,), torch.finfo(options.exact).min / 2, dtype=options.exact)
         chosen, spread = hidden.new_zeros(2, count, dtype=options.exact)  # logit of each id; entropy so far
         rough = hidden.to(options.rough)
+        multiply = rows_product if options.invariant else product
         for words, columns in _vocabulary(weight, options):
             for tokens in _tokens(count):
                 noise = _draw(tokens, words, options, hidden.device)
-                logits, _ = _logits(product(rough[tokens], columns), bias, words, noise, options)
+                logits, _ = _logits(multiply(rough[tokens], columns), bias, words, noise, options)
                 chosen[tokens] += _pick(logits, ids[tokens], words)
                 if kept is not None:
-                    logits.masked_fill_(~_allowed(kept[tokens], words), -torch.inf)
-                before, now = total[tokens], torch.logaddexp(total[tokens], logits.logsumexp(-1))
+                    logits.masked_fill_(~allowed(kept[tokens], words), -torch.inf)
+                before, now = total[tokens], _add(total[tokens], logits, options)
                 if options.entropy:
                     # Relative to the running total, not of raw logits: no cancellation.
                     logits.sub_(now[:, None])
@@ -146,7 +157,7 @@ class _HeadScores(torch.autograd.Function):
                 noise = _draw(tokens, words, options, hidden.device)
                 logits, slope = _logits(product(rough[tokens], columns), bias, words, noise, options)
                 if kept is not None:
-                    logits.masked_fill_(~_allowed(kept[tokens], words), -torch.inf)
+                    logits.masked_fill_(~allowed(kept[tokens], words), -torch.inf)
                 grad_logp, grad_entropy = (grad[tokens, None] for grad in grads)
                 grad = _slope(logits.sub_(total[tokens, None]), grad_logp, grad_entropy, spread[tokens, None], options)
                 _add_at(grad, ids[tokens], words, grad_logp)
@@ -166,6 +177,10 @@ class _HeadScores(torch.autograd.Function):
             if to_weight is not None and gathered is not None:
                 to_weight[words] = gathered
         return to_hidden, to_weight, to_bias, to_log_sigma, None, None, None
+
+
+def _add(total: Tensor, logits: Tensor, options: _Options) -> Float[Tensor, " tokens"]:
+    return add_exponentials(total, logits) if options.invariant else torch.logaddexp(total, logits.logsumexp(-1))
 
 
 def _vocabulary(weight: Tensor, options: _Options) -> Iterator[tuple[slice, Tensor]]:
@@ -233,7 +248,7 @@ def _add_at(grad: Tensor, ids: Tensor, words: slice, values: Float[Tensor, "toke
     grad.scatter_add_(1, local.clamp(0, grad.shape[1] - 1), values.where(inside, 0))
 
 
-def _allowed(kept: Int[Tensor, "tokens k"], words: slice) -> Bool[Tensor, "tokens words"]:
+def allowed(kept: Int[Tensor, "tokens k"], words: slice) -> Bool[Tensor, "tokens words"]:
     """Which of this tile's ids each token may have been drawn from."""
     size = words.stop - words.start
     local = kept - words.start

@@ -42,14 +42,20 @@ def linear(
     plain = states.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(states.device.type)
     if not (_ONEDNN and plain and states.device.type == "cpu"):
         return F.linear(states, weight, bias)
-    result: Any = _Product.apply(states, weight)
+    result = padded_linear(states, weight)
     return result if bias is None else result + bias
+
+
+def padded_linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
+    """`states @ weight.T` with its gradient, rows padded as in `padded`. Both have one type."""
+    result: Any = _Product.apply(states, weight)
+    return result
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
-        rows = _padded(states)
+        rows = padded(states)
         ctx.save_for_backward(rows, weight)
         ctx.shape = states.shape
         return product(rows, weight)[: states.shape[:-1].numel()].view(*states.shape[:-1], len(weight))
@@ -57,14 +63,14 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows, weight = ctx.saved_tensors
-        grad = _padded(grads[0])
+        grad = padded(grads[0])
         count = ctx.shape[:-1].numel()
         to_states = product(grad, weight.T)[:count].view(ctx.shape) if ctx.needs_input_grad[0] else None
         to_weight = product(grad.T, rows.T) if ctx.needs_input_grad[1] else None
         return to_states, to_weight
 
 
-def _padded(states: Float[Tensor, "*batch k"]) -> Float[Tensor, "rows k"]:
+def padded(states: Float[Tensor, "*batch k"]) -> Float[Tensor, "rows k"]:
     """The rows, and rows of zeros up to one of eight counts an octave.
 
     oneDNN keeps compiled kernels for every shape it meets, about half a megabyte each; micro-batches of ever new sizes

@@ -1,0 +1,66 @@
+"""Which models the invariant numerics cover, and how they are put in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from trimtab.errors import TrimtabError
+from trimtab.models.invariant.attention import IMPLEMENTATION
+from trimtab.models.invariant.layers import InvariantRMSNorm, InvariantSiLU
+from trimtab.models.invariant.linear import InvariantEmbedding, InvariantLinear
+from trimtab.models.products import Linear
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+# Angles that change with the length of the longest text in the batch.
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+# Exact classes: a subclass may compute something else.
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: InvariantLinear,
+    Linear: InvariantLinear,
+    nn.Embedding: InvariantEmbedding,
+    LlamaRMSNorm: InvariantRMSNorm,
+    Qwen2RMSNorm: InvariantRMSNorm,
+    Qwen3RMSNorm: InvariantRMSNorm,
+    nn.SiLU: InvariantSiLU,
+    SiLUActivation: InvariantSiLU,
+}
+
+
+def use_in(model: Any) -> None:
+    """Give `model`, a transformers causal language model of `FAMILIES`, invariant numerics, in place.
+
+    Rotary embeddings stay as they are: their product has one term, and `cos` and `sin` treat all numbers alike.
+
+    Raises:
+        TrimtabError: another family, a sliding window, angles that depend on the batch, a head with a bias, or a module
+            of an unknown class.
+    """
+    config, name = model.config, type(model).__name__
+    if config.model_type not in FAMILIES:
+        raise TrimtabError(
+            f'numerics = "invariant" covers {", ".join(FAMILIES)}, not {config.model_type!r}: use numerics = "native"'
+        )
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        raise TrimtabError(f'{name} has sliding windows, which invariant attention has not: use numerics = "native"')
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind in LENGTH_DEPENDENT:
+        raise TrimtabError(f'{kind!r} rotary angles depend on the longest text of a batch: use numerics = "native"')
+    if model.get_output_embeddings().bias is not None:
+        raise TrimtabError(f'the head of this {name} has a bias, which invariant numerics do not: use numerics = "native"')
+    for path, module in model.base_model.named_modules():
+        if type(module) in _CLASSES:
+            module.__class__ = _CLASSES[type(module)]
+        elif not list(module.children()) and not path.endswith("rotary_emb"):
+            raise TrimtabError(f'{path} of this {name} is a {type(module).__name__}, unknown to numerics = "invariant"')
+    model.set_attn_implementation(IMPLEMENTATION)
+
+
+def is_invariant(model: Any) -> bool:
+    return model.config._attn_implementation == IMPLEMENTATION

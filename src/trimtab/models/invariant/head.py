@@ -1,0 +1,35 @@
+"""The head for a sampler: all logits of a few rows, and log-probs by the very steps of `head_scores`."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from trimtab.models.architecture import Parts
+from trimtab.models.head import TILE_VOCABULARY, allowed
+from trimtab.models.invariant.linear import rows_product
+from trimtab.models.invariant.sums import add_exponentials
+
+
+def logits_of(hidden: Float[Tensor, "rows hidden"], model: Parts) -> Float[Tensor, "rows vocabulary"]:
+    """What `head_scores` computes tile by tile, side by side, before the temperature."""
+    rough = hidden.to(model.weight.dtype)
+    exact = torch.promote_types(rough.dtype, torch.float32)
+    return torch.cat([rows_product(rough, part).to(exact) for part in model.weight.split(TILE_VOCABULARY)], -1)
+
+
+def log_probs(
+    logits: Float[Tensor, "rows vocabulary"],
+    ids: Int[Tensor, " rows"],
+    temperature: float,
+    kept: Int[Tensor, "rows k"] | None = None,
+) -> Float[Tensor, " rows"]:
+    """Log-probs of `ids` by the steps of `head_scores`; `kept` (-1 fills up) renormalises over sets of ids."""
+    total = logits.new_full((len(logits),), torch.finfo(logits.dtype).min / 2)
+    for start in range(0, logits.shape[1], TILE_VOCABULARY):
+        tile = logits[:, start : start + TILE_VOCABULARY] / temperature
+        if kept is not None:
+            tile.masked_fill_(~allowed(kept, slice(start, start + tile.shape[1])), -torch.inf)
+        total = add_exponentials(total, tile)
+    return logits.gather(1, ids[:, None])[:, 0] / temperature - total

@@ -1,0 +1,50 @@
+"""Norms and activations from operations whose bits do not depend on where in a tensor a number lies.
+
+Elementwise kernels on a CPU treat the last few numbers of a tensor, and of each thread's share, one by one, with other
+code than the vectors before them. Sums, products, quotients and roots are exact to the last bit in both; `exp`, `log`,
+`sin` and `cos` run the same code for all. `sigmoid`, `silu`, `rsqrt` and `logaddexp` do not, so nothing here uses them.
+A sum over the last dimension has an order of its own for each row, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.models.invariant.linear import computing
+
+
+class InvariantRMSNorm(nn.Module):
+    """transformers' RMSNorm (`weight`, `variance_epsilon`), computed and returned in float32 or wider."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = self.weight.to(computing(self.weight))
+        states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        spread = (states.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt().reciprocal()
+        return states * spread * weight.to(states.dtype)
+
+
+class InvariantSiLU(nn.Module):
+    """x / (1 + exp(-x)), rounded once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        result: Any = _SiLU.apply(input)
+        return result
+
+
+class _SiLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor) -> Tensor:
+        ctx.save_for_backward(states)
+        wide = states.to(torch.promote_types(states.dtype, torch.float32))
+        return wide.div(wide.neg().exp_().add_(1)).to(states.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        [states] = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grads[0], states)

@@ -1,0 +1,45 @@
+"""Matrix products whose rows do not know how many they are.
+
+A product sums over its inner dimension in an order that its kernel chooses by the shape of its operands. oneDNN's
+kernels for float32 and bfloat16 keep the order of a row from four rows on, wherever a multiple of four rows is given,
+on one thread or two; for one to three rows other kernels run. So rows are padded (`products.padded`, at least 16).
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from trimtab.models.products import padded, padded_linear, product
+
+
+def computing(weight: Tensor) -> torch.dtype:
+    """The type products are computed in: autocast's where it is on, else the weights' own."""
+    device = weight.device.type
+    if torch.is_autocast_enabled(device) and weight.dtype == torch.float32:
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
+
+
+def rows_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
+    """`a @ b.T`, each row with the same bits whatever the others. No gradient of its own."""
+    return product(padded(a), b)[: len(a)]
+
+
+class InvariantLinear(nn.Linear):
+    """`nn.Linear` through a padded product, weights rounded to `computing`'s type."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = computing(self.weight)
+        with torch.autocast(input.device.type, enabled=False):
+            result = padded_linear(input.to(dtype), self.weight.to(dtype))
+            return result if self.bias is None else result + self.bias.to(dtype)
+
+
+class InvariantEmbedding(nn.Embedding):
+    """`nn.Embedding` with rows rounded to `computing`'s type. The residual stream it begins is float32 or wider."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = super().forward(input).to(computing(self.weight))
+        return rows.to(torch.promote_types(rows.dtype, torch.float32))

@@ -1,0 +1,14 @@
+"""The running log of a sum of exponentials, the same for a row whatever the others."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def add_exponentials(total: Float[Tensor, " tokens"], logits: Float[Tensor, "tokens words"]) -> Tensor:
+    """`logaddexp(total, logsumexp(logits))` from functions without a scalar tail (`layers.py`)."""
+    peak = torch.maximum(total, logits.amax(-1))
+    mass = (total - peak).exp() + (logits - peak[:, None]).exp_().sum(-1)
+    return peak + mass.log()
