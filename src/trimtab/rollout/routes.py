@@ -50,9 +50,10 @@ class Recorder:
         last token is not in it, as it was not run before now.
         """
         for row, place in zip(rows, start, strict=True):
-            # A prompt that was run with its prefix has no entry of its own; a start without a prefix has none either.
-            known = self._prompts.get(prompt[place]), self._starts.get(place)
-            parts = [part for part in known if part is not None]
+            # Either prompts and prefixes had passes of their own, or each start had one.
+            parts = [self._prompts[prompt[place]]] if self._prompts else []
+            if row.begun or not parts:
+                parts.append(self._starts[place])
             old = None if row.prefix is None else row.prefix.routes
             if old is not None:
                 parts = [old, np.concatenate(parts)[len(old) :]]

@@ -21,6 +21,9 @@ patient = settings(deadline=None)  # a socket and a thread for each example
 INTS = st.integers(-(2**63), 2**63 - 1)
 FLOATS = st.floats(width=32, allow_nan=True)
 TEXT = st.text(st.characters(exclude_categories=[]), max_size=20)  # lone halves of surrogate pairs included
+ROUTES = st.none() | arrays_of.arrays(
+    np.int16, st.tuples(st.integers(0, 6), st.integers(1, 3), st.integers(1, 3)), fill=st.nothing()
+)
 JSON = st.recursive(st.none() | st.booleans() | INTS | st.floats(allow_nan=False) | TEXT, st.lists, max_leaves=8)
 
 
@@ -48,7 +51,7 @@ def identical(a: np.ndarray, b: np.ndarray) -> bool:
     st.dictionaries(
         TEXT,
         arrays_of.arrays(
-            st.sampled_from([np.int64, np.float32]), arrays_of.array_shapes(min_side=0), fill=st.nothing()
+            st.sampled_from([np.int64, np.int16, np.float32]), arrays_of.array_shapes(min_side=0), fill=st.nothing()
         ),
         max_size=3,
     ),
@@ -169,6 +172,7 @@ def completions(draw: st.DrawFn) -> Completion:
         kept=tuple(np.array(draw(st.lists(INTS, max_size=4)), np.int64) for _ in range(n))
         if draw(st.booleans())
         else None,
+        routes=draw(ROUTES),
     )
 
 
