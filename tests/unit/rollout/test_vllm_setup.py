@@ -1,0 +1,58 @@
+"""What vLLM is started with. vLLM itself is not needed: of it only the kind of device is asked."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trimtab.config import load_config
+from trimtab.errors import TrimtabError
+from trimtab.rollout import vllm_setup
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Say `device.cpu = True` for a CPU; the default here is a GPU."""
+    asked = SimpleNamespace(cpu=False)
+    package, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: asked.cpu)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # set by some of these, put back by this
+    return asked
+
+
+def started(*sets: str) -> dict[str, Any]:
+    return vllm_setup.arguments("folder", load_config("quickstart-vllm", sets).engine)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"),
+    [(1, None), (2, "mp"), (8, "mp")],
+)
+def test_several_gpus_of_one_process_never_ask_ray(device: Any, gpus: int, backend: str | None) -> None:
+    """In an actor vLLM would choose Ray by itself, and wait for a bundle per GPU that the placement group lacks."""
+    assert not device.cpu
+    given = started(f"engine.vllm.tensor_parallel={gpus}")
+    assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (gpus, backend)
+
+
+def test_every_start_keeps_the_sampling_contract(device: Any) -> None:
+    for device.cpu in (False, True):
+        given = started("engine.vllm.memory=0.25")
+        assert given["logprobs_mode"] == "processed_logprobs"
+        assert given["load_format"] == "dummy"
+        assert given["trust_remote_code"] is False
+        assert ("gpu_memory_utilization" in given) is not device.cpu
+    assert given["kv_cache_memory_bytes"] == 1 << 28
+
+
+def test_keep_sets_need_a_gpu(device: Any) -> None:
+    assert started("engine.vllm.keep_sets=true")["return_sampling_mask"] is True
+    assert "return_sampling_mask" not in started()
+    device.cpu = True
+    with pytest.raises(TrimtabError, match="keep_sets needs a GPU"):
+        started("engine.vllm.keep_sets=true")
