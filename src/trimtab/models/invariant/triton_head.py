@@ -41,6 +41,23 @@ def logsumexp(
     return _add_up(*notes)
 
 
+def add_exponentials(
+    total: Float[Tensor, " tokens"], logits: Float[Tensor, "tokens words"]
+) -> Float[Tensor, " tokens"]:
+    """`logaddexp(total, logsumexp(logits))` of each row in float32: further words of a sum begun before. No gradient.
+
+    For a head that takes the vocabulary in pieces of its own: pieces must begin at the same words in sampler and
+    trainer. `total` is added first, then the words' tiles in order.
+    """
+    require(total, logits)
+    notes = _notes(len(logits), logits.shape[1], logits.device)
+    _note(logits, None, 1.0, notes, 0)
+    # What was summed before stands as one tile more: its maximum and a sum of 1 relative to it.
+    return _add_up(
+        *(torch.cat([first[None], note]) for first, note in zip((total, torch.ones_like(total)), notes, strict=True))
+    )
+
+
 def chosen_logps(
     logits: Float[Tensor, "tokens vocabulary"],
     ids: Int[Tensor, " tokens"],

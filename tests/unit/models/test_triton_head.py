@@ -1,0 +1,145 @@
+"""Log-probs in Triton's interpreter: fixed tiles of words, the sampler's bits and the trainer's, and float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.unit.models.triton_support import DTYPES, INTERPRETED, differences, needs_interpreter
+from torch import Tensor
+
+from trimtab.errors import TrimtabError
+
+if INTERPRETED:
+    from tests.unit.models.triton_support import tile_products  # noqa: F401
+
+    from trimtab.models.invariant import triton_head
+    from trimtab.models.invariant.triton_autograd import linear, rms_norm
+    from trimtab.models.invariant.triton_head import (
+        add_exponentials,
+        chosen_logps,
+        head_logps,
+        log_softmax,
+        logsumexp,
+    )
+    from trimtab.models.invariant.triton_product import product
+
+pytestmark = needs_interpreter
+VOCABULARY = 600  # of tiles of 128: four whole ones and a part
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes milliseconds for a program, whatever its size."""
+    for name, size in (("WORDS", 128), ("SEGMENT", 256), ("TOKENS", 4), ("ROWS", 4)):
+        monkeypatch.setattr(triton_head, name, size)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_softmax_is_close_to_float64(dtype: torch.dtype, temperature: float) -> None:
+    logits, bias = random(5, VOCABULARY, dtype=dtype) * 20, random(VOCABULARY, seed=1)
+    exact = ((logits.double() + bias.double()) / temperature).log_softmax(-1)
+    assert (log_softmax(logits, temperature, bias).double() - exact).abs().max() < 5e-5
+
+
+def test_logsumexp_by_hand() -> None:
+    assert logsumexp(torch.tensor([[0.0, 0.0], [1e4, 1e4], [-torch.inf, 3.0]])).tolist() == pytest.approx(
+        [math.log(2), 1e4 + math.log(2), 3.0]
+    )
+    assert logsumexp(torch.tensor([[0.0, math.log(3) / 2]]), 0.5).item() == pytest.approx(math.log(4))
+    assert logsumexp(torch.full((1, 3), -torch.inf)).item() == -torch.inf
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
+    # Normalised: near 0 no rounding of the logarithm hides a difference.
+    logits = (random(13, VOCABULARY) * 5).log_softmax(-1).to(dtype)
+    assert differences(logsumexp, logits) == []
+    assert differences(lambda rows: add_exponentials(torch.zeros(len(rows)), rows), logits.float()) == []
+
+
+def test_words_that_cannot_be_drawn_change_nothing() -> None:
+    """Sets of kept ids are filled up to the longest of the batch."""
+    logits = random(3, VOCABULARY)
+    filled = torch.cat([logits, torch.full((3, 500), -torch.inf)], -1)
+    assert torch.equal(logsumexp(filled), logsumexp(logits))
+
+
+def test_tiles_chosen_by_the_number_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(rows: Tensor) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_head, "WORDS", 64 if len(rows) < 4 else 256)
+            return logsumexp(rows)
+
+    assert "alone" in differences(fault, random(13, VOCABULARY).log_softmax(-1))
+
+
+def test_further_words_are_added() -> None:
+    logits = random(5, VOCABULARY) * 3
+    found = add_exponentials(logsumexp(logits[:, :512]), logits[:, 512:])
+    torch.testing.assert_close(found, logits.logsumexp(-1))
+    start = torch.full((5,), torch.finfo(torch.float32).min / 2)
+    assert torch.equal(add_exponentials(start, logits), logsumexp(logits))
+    assert torch.equal(add_exponentials(found, torch.full((5, 7), -torch.inf)), found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_trainer_and_sampler_have_equal_bits(dtype: torch.dtype, biased: bool) -> None:
+    """The trainer takes the head in parts of tokens and words, the sampler has whole logits of its own few rows."""
+    hidden, weight = random(11, 32, dtype=dtype), random(VOCABULARY, 32, dtype=dtype, seed=1)
+    bias = random(VOCABULARY, seed=2) if biased else None
+    ids = torch.tensor([0, 255, 256, 511, 512, 599, 7, 90, 150, 510, 598])
+    logp, total = head_logps(hidden, weight, ids, 0.7, bias)
+    for rows in (slice(0, 11), slice(3, 4), slice(5, 9)):
+        sampled = chosen_logps(product(hidden[rows], weight), ids[rows], 0.7, bias)
+        assert torch.equal(sampled[0], logp[rows])
+        assert torch.equal(sampled[1], total[rows])
+        whole = log_softmax(product(hidden[rows], weight), 0.7, bias)
+        assert torch.equal(whole.gather(1, ids[rows, None])[:, 0], logp[rows])
+
+
+def test_the_head_never_holds_tokens_times_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def watched(a: Tensor, b: Tensor) -> Tensor:
+        out = product(a, b)
+        sizes.append(tuple(out.shape))
+        return out
+
+    monkeypatch.setattr(triton_head, "product", watched)
+    head_logps(random(9, 16), random(VOCABULARY, 16, seed=1), torch.arange(9))
+    assert sizes == [(rows, words) for rows in (4, 4, 1) for words in (256, 256, 88)]
+
+
+def test_mistakes_have_one_clear_line() -> None:
+    with pytest.raises(TrimtabError, match="it must be above 0"):
+        logsumexp(random(2, 3), 0.0)
+    with pytest.raises(TrimtabError, match="2 ids for 3 hidden states"):
+        head_logps(random(3, 4), random(5, 4), torch.tensor([1, 2]))
+
+
+def test_empty_batches() -> None:
+    assert logsumexp(random(0, 5)).shape == (0,)
+    assert head_logps(random(0, 4), random(5, 4), torch.zeros(0, dtype=torch.int64))[0].shape == (0,)
+
+
+def test_gradients() -> None:
+    states, weight = random(2, 5, 32), random(7, 32, seed=1)
+    scale = random(32, seed=2)
+    leaves = [x.clone().requires_grad_() for x in (states, weight, scale)]
+    probe = random(2, 5, 7, seed=3)
+    (linear(rms_norm(leaves[0], leaves[2], 1e-5), leaves[1]) * probe).sum().backward()
+    exact = [x.double().requires_grad_() for x in (states, weight, scale)]
+    normal = exact[0] * (exact[0].square().mean(-1, keepdim=True) + 1e-5).rsqrt() * exact[2]
+    ((normal @ exact[1].T) * probe).sum().backward()
+    for leaf, wanted in zip(leaves, exact, strict=True):
+        assert leaf.grad is not None
+        assert wanted.grad is not None
+        torch.testing.assert_close(leaf.grad.double(), wanted.grad, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,180 @@
+"""Products and operations on rows in Triton's interpreter: bits of a row in any company, and closeness to float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from tests.unit.models.triton_support import DTYPES, INTERPRETED, close, differences, needs_interpreter
+from torch import Tensor
+
+from trimtab.errors import TrimtabError
+
+if INTERPRETED:
+    from tests.unit.models.triton_support import tile_products  # noqa: F401
+
+    from trimtab.models.invariant import triton_product
+    from trimtab.models.invariant.triton_product import Tile, product
+    from trimtab.models.invariant.triton_rows import rms_norm, rotary, silu_gate
+
+pytestmark = needs_interpreter
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 5, 3), (37, 130, 150), (70, 64, 64)])
+def test_product_is_close_to_float64(dtype: torch.dtype, rows: int, columns: int, depth: int) -> None:
+    a, b = random(rows, depth, dtype=dtype), random(columns, depth, dtype=dtype, seed=1)
+    close(product(a, b), a.double() @ b.double().T, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_product_do_not_know_each_other(dtype: torch.dtype) -> None:
+    b = random(40, 150, dtype=dtype, seed=1)
+    assert differences(lambda rows: product(rows, b), random(70, 150, dtype=dtype)) == []
+
+
+def test_columns_of_a_product_do_not_know_each_other() -> None:
+    """The head multiplies by parts of the vocabulary and must find the same logits."""
+    a, b = random(5, 150), random(200, 150, seed=1)
+    assert torch.equal(product(a, b[128:]), product(a, b)[:, 128:])
+
+
+def test_float32_is_not_cut_to_tf32() -> None:
+    numbers = torch.tensor([[2049.0], [4097.0], [1.0 + 2.0**-23]])  # more than the 11 places of TF32
+    assert torch.equal(product(numbers, torch.ones(1, 1)), numbers)
+
+
+def split(a: Tensor, b: Tensor) -> Tensor:
+    """Few rows leave a GPU idle, so their sum is split over two programs."""
+    if len(a) >= 16:
+        return product(a, b)
+    half = a.shape[1] // 2
+    return product(a[:, :half], b[:, :half]) + product(a[:, half:], b[:, half:])
+
+
+def tuned(a: Tensor, b: Tensor) -> Tensor:
+    """Few rows get a tile of their own."""
+    usual = triton_product.TILES[a.dtype]
+    if len(a) < 16:
+        triton_product.TILES[a.dtype] = Tile(16, 64, 16, warps=4, stages=2)
+    try:
+        return triton_product.product(a, b)
+    finally:
+        triton_product.TILES[a.dtype] = usual
+
+
+def rounded_sums(a: Tensor, b: Tensor) -> Tensor:
+    """Partial sums as atomic additions leave them: in the order in which programs happen to end."""
+    parts = [product(a[:, k : k + 32].contiguous(), b[:, k : k + 32].contiguous()) for k in range(0, a.shape[1], 32)]
+    return sum(parts if len(a) % 2 else parts[::-1], torch.zeros_like(parts[0]))
+
+
+@pytest.mark.parametrize("fault", [split, rounded_sums])
+def test_planted_faults_of_products_are_found(fault: Callable[[Tensor, Tensor], Tensor]) -> None:
+    b = random(40, 150, seed=1)
+    assert "alone" in differences(lambda rows: fault(rows, b), random(70, 150))
+
+
+def test_a_tile_chosen_by_the_number_of_rows_changes_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order of k every tile gives the same sums here; on tensor cores not. So the launch itself is compared."""
+    launches = []
+
+    class Recorder:
+        def __getitem__(self, _: object) -> Callable[..., None]:
+            return lambda *arguments, **options: launches.append((arguments[6:], options))
+
+    monkeypatch.setattr(triton_product, "_product", Recorder())
+    b = random(40, 150, seed=1)
+    for rows in (1, 15, 16, 17, 300):
+        product(random(rows, 150), b)
+    assert all(launch == launches[0] for launch in launches)
+    tuned(random(1, 150), b)
+    assert launches[-1] != launches[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [5, 64, 576])
+def test_norm(dtype: torch.dtype, width: int) -> None:
+    states, weight = random(9, width, dtype=dtype) * 3, random(width, seed=1)
+    found = rms_norm(states, weight, 1e-5)
+    exact = states.double()
+    assert found.dtype == torch.float32
+    close(found, weight.double() * exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt(), torch.float32)
+    assert differences(lambda rows: rms_norm(rows, weight, 1e-5), states) == []
+
+
+def test_norm_by_hand() -> None:
+    found = rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]), 0.0)
+    torch.testing.assert_close(found, torch.tensor([[3.0, 8.0]]) / math.sqrt(12.5))
+
+
+def test_a_norm_whose_block_follows_the_number_of_rows_is_found() -> None:
+    def fault(rows: Tensor) -> Tensor:
+        parts = 2 if len(rows) < 4 else 4
+        squares = sum(
+            (part.square().sum(-1, keepdim=True) for part in rows.chunk(parts, -1)), torch.zeros(len(rows), 1)
+        )
+        return rows * (squares / 576 + 1e-5).rsqrt()
+
+    assert "alone" in differences(fault, random(64, 576))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate(dtype: torch.dtype) -> None:
+    gate, up = random(13, 150, dtype=dtype) * 4, random(13, 150, dtype=dtype, seed=1)
+    exact = gate.double()
+    close(silu_gate(gate, up), exact * exact.sigmoid() * up.double(), dtype, units=3)
+    assert differences(lambda rows: silu_gate(rows, rows), gate) == []
+
+
+def test_gate_far_out() -> None:
+    found = silu_gate(torch.tensor([[-200.0, 0.0, 200.0]]), torch.ones(1, 3))
+    assert found.tolist() == [[0.0, 0.0, 200.0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "width"), [(3, 32), (1, 40)])
+def test_rotary(dtype: torch.dtype, heads: int, width: int) -> None:
+    states = random(7, heads, width, dtype=dtype)
+    angle = torch.outer(torch.arange(7.0) * 11, 0.3 ** torch.arange(width // 2)).repeat(1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    half = width // 2
+    exact = states.double()
+    turned = torch.cat([-exact[..., half:], exact[..., :half]], -1)
+    found = rotary(states, cos, sin)
+    close(found, exact * cos[:, None].double() + turned * sin[:, None].double(), torch.float32)
+    one = partial(rotary, cos=cos[3:4], sin=sin[3:4])
+    assert torch.equal(one(states[3:4])[0], found[3])
+    assert torch.equal(rotary(states[2:], cos[2:], sin[2:]), found[2:])
+
+
+def test_rotary_by_hand() -> None:
+    """A quarter turn: (1, 2) becomes (-2, 1)."""
+    found = rotary(torch.tensor([[[1.0, 2.0]]]), torch.zeros(1, 2), torch.ones(1, 2))
+    assert found.tolist() == [[[-2.0, 1.0]]]
+
+
+def test_empty_batches() -> None:
+    assert product(random(0, 8), random(5, 8)).shape == (0, 5)
+    assert rms_norm(random(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
+    assert silu_gate(random(0, 8), random(0, 8)).shape == (0, 8)
+    assert rotary(random(0, 2, 8), random(0, 8), random(0, 8)).shape == (0, 2, 8)
+
+
+def test_mistakes_have_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TrimtabError, match="rows of 4 with rows of 5"):
+        product(random(2, 4), random(2, 5))
+    with pytest.raises(TrimtabError, match="of one type on one device"):
+        product(random(2, 4), random(2, 4, dtype=torch.bfloat16))
+    with pytest.raises(TrimtabError, match=r"got torch.float64; change model.dtype"):
+        product(random(2, 4).double(), random(2, 4).double())
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(TrimtabError, match="run on CUDA, got a tensor on cpu"):
+        product(random(2, 4), random(2, 4))
