@@ -14,7 +14,7 @@ Queries, keys and values are rounded to the type of the model's products first, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,7 @@ KEYS = 64
 QUERIES = 4  # float32 products of fewer rows, and on some threads of other numbers, run other kernels
 
 
+@runtime_checkable
 class Attends(Protocol):
     """Where a forward finds keys and values of earlier tokens: a cache (`rollout/invariant.py`)."""
 
