@@ -15,6 +15,11 @@ from trimtab.models.routing_rows import Routes
 from trimtab.objectives import Objective
 from trimtab.types import RouteArray, Trajectory
 
+_SILENT = {
+    "server": "servers return none here",
+    "vllm": "vLLM returns them on GPUs only, and only of responses that it ends itself",
+}
+
 
 def refuse(config: Config, built: Objective) -> None:
     """Raise `TrimtabError` for replay that cannot be had, or would change nothing. No model is needed."""
@@ -32,10 +37,10 @@ def refuse(config: Config, built: Objective) -> None:
         )
     if replay != "rollout":
         return
-    if engine.type == "server":
+    if engine.type in _SILENT:
         raise TrimtabError(
-            'routing.replay = "rollout" needs an engine that returns the experts of every token, which servers do not '
-            'here: use engine.type = "embedded", or replay = "proximal"'
+            f'routing.replay = "rollout" needs an engine that returns experts, and {_SILENT[engine.type]}: use '
+            'engine.type = "embedded", or replay = "proximal"'
         )
     if config.expert is not None:
         raise TrimtabError(
