@@ -1,6 +1,7 @@
 """Every rank of a test: `torchrun ... fsdp_worker.py JOBS.json` trains one job after the other on recorded rollouts.
 
 A job: {"out": folder, "recording": folder, "sets": [overrides], "resume": bool, "fault": null | "average" | "twice"}.
+Without a recording (null) the recipe's own engine samples.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def train(job: Mapping[str, Any]) -> None:
 
     torch.manual_seed(0)  # adapters begin with random numbers
     config = load_config("laboratory", job["sets"])
-    run.train(config, out=job["out"], resume=job["resume"], makers=Makers(engines))
+    makers = Makers() if job["recording"] is None else Makers(engines)
+    run.train(config, out=job["out"], resume=job["resume"], makers=makers)
 
 
 def plant(fault: str | None) -> None:

@@ -1,0 +1,213 @@
+"""Routing replay in whole runs of the laboratory's mixture: what it removes, what it survives, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.e2e import fsdp_worker
+
+from trimtab.config import Config, load_config
+from trimtab.errors import TrimtabError
+from trimtab.models.load import Loaded
+from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.training import checkpoint, trajectories
+from trimtab.training.makers import LOCAL, Makers
+from trimtab.training.run import train
+from trimtab.training.rundir import METRICS, read_metrics
+
+pytestmark = pytest.mark.e2e
+
+WORKER = Path(__file__).with_name("fsdp_worker.py")
+SMALL = [
+    "model.path=laboratory-moe",
+    "trainer.steps=3",
+    "trainer.prompts=6",
+    "trainer.samples=4",
+    "eval.problems=8",
+    "log.trajectories_every=1",
+]
+ROLLOUT, PROXIMAL = "routing.replay=rollout", "routing.replay=proximal"
+COARSE = "engine.quantize=int3"
+# What the clock and the system say, what is measured of lanes only, and what only a replay has.
+APART = ("time/", "tokens_per_second/", "memory/", "engine/", "lag/share", "lag/length", "routing/")
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    return read_metrics(out / METRICS)
+
+
+def comparable(out: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if not key.startswith(APART)} for row in rows(out)]
+
+
+def run(out: Path, *sets: str, makers: Makers = LOCAL) -> Path:
+    torch.set_num_threads(1)
+    train(load_config("laboratory", [*SMALL, *sets]), out=out, makers=makers)
+    return out
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint.folders(out / "checkpoints")[-1] / "model.safetensors")
+
+
+def mean(out: Path, key: str) -> float:
+    return sum(row[key] for row in rows(out)) / len(rows(out))
+
+
+def test_with_equal_numerics_replay_changes_nothing(tmp_path: Path) -> None:
+    """Engine and trainer in float32: all tokens go where they went, and every number and weight keeps its bits."""
+    plain, replayed = run(tmp_path / "plain"), run(tmp_path / "replayed", ROLLOUT)
+    assert max(row["mismatch/k3"] for row in rows(replayed)) < 1e-11
+    assert [row["routing/agreement"] for row in rows(replayed)] == [1.0] * 3
+    assert comparable(replayed) == comparable(plain)
+    one, other = weights(plain), weights(replayed)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not [key for row in rows(plain) for key in row if key.startswith("routing/")]
+
+
+def test_the_record_has_one_byte_for_each_token_layer_and_choice(tmp_path: Path) -> None:
+    out = run(tmp_path / "run", ROLLOUT)
+    for row in rows(out):
+        found = trajectories.read(out / "trajectories" / f"step-{row['step']:06d}.parquet")
+        tokens = sum(len(one.trajectory.prompt.ids) + len(one.trajectory) - 1 for one in found)
+        assert row["routing/bytes"] == tokens * 2 * 2
+        assert all(one.trajectory.completion.routes is None for one in found)
+
+
+@pytest.mark.parametrize("engine", ["engine.dtype=bfloat16", "engine.quantize=int4"])
+def test_a_coarser_engine_disagrees_less_when_its_experts_are_replayed(engine: str, tmp_path: Path) -> None:
+    sets = [engine, "trainer.prompts=16", "trainer.samples=8"]
+    plain, replayed = run(tmp_path / "plain", *sets), run(tmp_path / "replayed", *sets, ROLLOUT)
+    # The first batch is the same: only what the trainer makes of it differs.
+    first, same = rows(replayed)[0], rows(plain)[0]
+    assert first["reward/mean"] == same["reward/mean"]
+    assert first["mismatch/k3"] < 0.9 * same["mismatch/k3"]
+    assert mean(replayed, "mismatch/k3") < mean(plain, "mismatch/k3")
+    assert 0.5 < mean(replayed, "routing/agreement") < 1
+
+
+def test_replaying_the_proximal_pass_makes_every_first_ratio_one(tmp_path: Path) -> None:
+    """One update sees its own batch unclipped and with ratio 1; later ones keep the experts of the proximal pass."""
+    sets = [COARSE, "trainer.minibatches=2", "trainer.epochs=2", "optim.lr=1e-3", "optim.warmup=0"]
+    plain, replayed = run(tmp_path / "plain", *sets), run(tmp_path / "replayed", PROXIMAL, *sets)
+    assert rows(plain)[0]["mismatch/k3"] == rows(replayed)[0]["mismatch/k3"]  # both anchored to the free proximal pass
+    assert rows(plain)[0]["loss/policy"] != rows(replayed)[0]["loss/policy"]
+    assert all(0.5 < row["routing/agreement"] < 1 for row in rows(replayed))
+    assert not [row for row in rows(replayed) if "routing/bytes" in row]
+
+
+def test_workers_hand_the_record_on(tmp_path: Path) -> None:
+    here, apart = run(tmp_path / "here", COARSE, ROLLOUT), run(tmp_path / "apart", COARSE, ROLLOUT, "engine.workers=1")
+    assert comparable(apart) == comparable(here)
+    assert [row["routing/bytes"] for row in rows(apart)] == [row["routing/bytes"] for row in rows(here)]
+    assert [row["routing/agreement"] for row in rows(apart)] == [row["routing/agreement"] for row in rows(here)]
+
+
+def test_a_resumed_run_finds_the_record_in_its_checkpoint(tmp_path: Path) -> None:
+    """Groups that wait in the buffer are trained on after the resume, experts and all."""
+    sets = [
+        COARSE,
+        ROLLOUT,
+        "trainer.steps=6",
+        "trainer.dynamic_sampling=true",
+        "trainer.oversample=3",
+        "trainer.max_lag=0",
+        "checkpoint.every=1",
+        "checkpoint.keep=9",
+    ]
+    whole = run(tmp_path / "whole", *sets, "trainer.sync_every=1")
+    half = tmp_path / "half"
+    shutil.copytree(whole, half)
+    folders = checkpoint.folders(half / "checkpoints")
+    [pending] = folders[2].rglob("pending.parquet")
+    assert all(one.completion.routes is not None for one in trajectories.from_bytes(pending.read_bytes()))
+    for folder in folders[3:]:
+        shutil.rmtree(folder)
+    train(load_config(half / "config.toml"), out=half, resume=True)
+    assert comparable(half) == comparable(whole)
+    one, other = weights(whole), weights(half)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_responses_that_were_interrupted_and_continued_are_replayed(tmp_path: Path) -> None:
+    """An engine beside the trainer goes on with its responses under new weights, with the experts of both."""
+    out = run(
+        tmp_path / "run",
+        COARSE,
+        ROLLOUT,
+        "trainer.steps=6",
+        "engine.workers=1",
+        "trainer.max_lag=3",
+        "trainer.in_flight=continue",
+    )
+    assert len(rows(out)) == 6
+    assert all(row["routing/bytes"] > 0 and row["routing/agreement"] < 1 for row in rows(out))
+
+
+def test_prefixes_of_an_older_policy_bring_their_record(tmp_path: Path) -> None:
+    """Under equal numerics only the policy that moved on would send the older one's tokens elsewhere."""
+    out = run(tmp_path / "run", ROLLOUT, "objective.name=soup", "prefix.refresh=3", "optim.lr=1e-2", "optim.warmup=0")
+    assert [row["prefix/tokens"] > 0 for row in rows(out)] == [False, True, True]
+    assert rows(out)[0]["routing/agreement"] == 1.0
+    assert min(row["routing/agreement"] for row in rows(out)) < 1.0
+
+
+def test_an_engine_that_records_nothing_is_an_error_that_names_a_response(tmp_path: Path) -> None:
+    def forgetful(_config: Config, loaded: Loaded, _files: Path) -> Sequence[EmbeddedEngine]:
+        return [EmbeddedEngine(loaded.model, loaded.tokenizer, torch.float32)]
+
+    with pytest.raises(TrimtabError, match=r"a response to problem '.+' comes without the experts of its tokens"):
+        run(tmp_path / "run", ROLLOUT, makers=Makers(forgetful))
+
+
+@pytest.mark.parametrize("replay", ["proximal", "rollout"])
+def test_a_dense_model_is_refused(replay: str, tmp_path: Path) -> None:
+    with pytest.raises(TrimtabError, match="'laboratory' is a dense model"):
+        run(tmp_path / "run", f"routing.replay={replay}", "model.path=laboratory", "trainer.epochs=2")
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_replay_what_one_does(tmp_path: Path) -> None:
+    """Micro-batches are small, so that each rank has some and one of them an empty one."""
+    sets = [*SMALL, COARSE, "trainer.steps=2", "trainer.micro_batch_tokens=90", "eval.problems=4"]
+    both = {
+        "rollout": [*sets, ROLLOUT],
+        "proximal": [*sets, PROXIMAL, "trainer.epochs=2", "trainer.minibatches=2", "model.gradient_checkpointing=true"],
+        "none": sets,
+    }
+
+    def jobs(ranks: int) -> list[dict[str, Any]]:
+        plain = {"recording": None, "resume": False, "fault": None}
+        made = [plain | {"out": str(tmp_path / f"{name}-{ranks}"), "sets": own} for name, own in both.items()]
+        return made[: len(made) - (ranks > 1)]
+
+    torch.set_num_threads(1)
+    fsdp_worker.main(jobs(1))
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs(2)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
+    done = subprocess.run(
+        [*command, str(tmp_path / "jobs.json")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-30000:]
+    for name in ("rollout", "proximal"):
+        one, two = rows(tmp_path / f"{name}-1"), rows(tmp_path / f"{name}-2")
+        for key in ("loss/policy", "optim/grad_norm", "mismatch/k3", "mismatch/abs_diff_max", "routing/agreement"):
+            assert [row[key] for row in two] == pytest.approx([row[key] for row in one], abs=1e-5), (name, key)
+    # A rank that routed freely would be seen.
+    free, kept = rows(tmp_path / "none-1")[0], rows(tmp_path / "rollout-1")[0]
+    assert abs(free["optim/grad_norm"] - kept["optim/grad_norm"]) > 1e-3
+    assert any("ranks/idle" in row for row in rows(tmp_path / "rollout-2"))
