@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.unit.training.feed.scripted import LENGTH, SAMPLING, TASK, TOKENIZER, Desk, Scripted
+from tests.unit.training.feed.scripted import LENGTH, SAMPLING, TASK, TOKENIZER, Act, Desk, Scripted
 
 from trimtab import rewards
 from trimtab.config import load_config
@@ -20,7 +22,7 @@ from trimtab.training.feed import lanes
 from trimtab.training.feed.beside import Beside
 from trimtab.training.feed.buffer import Buffer
 from trimtab.training.feed.feed import Feed, InStep
-from trimtab.types import Engine, Interrupt
+from trimtab.types import Engine, Interrupt, Prompt, Sampling
 
 Open = Callable[..., Desk]
 
@@ -123,6 +125,79 @@ def test_a_bug_in_an_engine_ends_the_run_at_once(desk: Open) -> None:
 
     with pytest.raises(ZeroDivisionError):
         desk(Scripted(broken), Scripted(broken)).feed.take(0, 1)
+
+
+def test_a_bug_in_one_engine_ends_the_run_though_the_other_keeps_every_batch_ready(desk: Open) -> None:
+    go = threading.Event()
+
+    def broken(_call: int, _interrupt: Interrupt) -> int:
+        assert go.wait(30)
+        raise ZeroDivisionError
+
+    one = desk(Scripted(broken), Scripted(), in_flight="discard")
+    one.feed.take(0, 9)
+    go.set()
+    with one.buffer.changed:
+        floor, schedule = one.feed._floor, one.buffer.schedule  # pyright: ignore[reportPrivateUsage]
+        assert one.buffer.changed.wait_for(lambda: floor.error is not None and schedule.batch() is not None, 30)
+    with pytest.raises(ZeroDivisionError):
+        one.feed.take(1, 8)
+
+
+class Gold(Scripted):
+    """The first sample of every group is right, but for the group of `dull`, which has no signal."""
+
+    def __init__(self, act: Act, dull: str) -> None:
+        super().__init__(act)
+        self.dull = dull
+        self.asked: list[str] = []
+
+    def generate(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, **keywords: Any) -> Any:
+        self.asked = [prompt.problem.id for prompt in prompts]
+        groups = super().generate(prompts, samples, sampling, **keywords)
+        for prompt, group in zip(prompts, groups, strict=True):
+            if prompt.problem.id != self.dull and group[0].finish == "stop":
+                ids = np.array(TOKENIZER.encode(TASK.gold(prompt.problem), add_special_tokens=False), dtype=np.int64)
+                group[0] = replace(group[0], response_ids=ids, text=TASK.gold(prompt.problem))
+        return groups
+
+
+def test_dynamic_sampling_ends_what_a_batch_without_signal_made_too_old(desk: Open) -> None:
+    """Group 1 has no signal, so 3 is begun early; 1 takes a step all the same, as 2 is not ready: 3 is too old."""
+    names = [prompt.problem.id for prompt in PromptStream(TASK, TOKENIZER, seed=0).at(0, 4)]
+    assert len(set(names)) == 4
+    gates = {names[1]: threading.Event(), names[2]: threading.Event()}
+    began, ended = threading.Event(), threading.Event()
+    crew: list[Gold] = []
+
+    def act(engine: int) -> Act:
+        def slow(_call: int, interrupt: Interrupt) -> int:
+            (asked,) = crew[engine].asked
+            if asked != names[3]:
+                assert asked not in gates or gates[asked].wait(30)
+                return LENGTH
+            began.set()
+            until(interrupt)
+            ended.set()
+            return 1
+
+        return slow
+
+    crew += [Gold(act(0), names[1]), Gold(act(1), names[1])]
+    one = desk(*crew, prompts=1, dynamic_sampling=True, refill_rounds=1)
+    taken, stale = [], 0
+    for now in range(4):
+        groups, stats = one.feed.take(now, 9)
+        taken += [group[0].group for group in groups]
+        stale += stats.stale
+        assert (now - np.array(versions(groups)) <= 2).all()
+        if now < 2:
+            gates[names[now + 1]].set()
+        assert began.wait(30)  # under the first weights
+        one.publish(now + 1)
+    assert ended.wait(30)
+    assert taken == [0, 1, 2, 4]
+    assert stale == 2
 
 
 def versions(groups: Sequence[Group]) -> list[list[int]]:
@@ -296,17 +371,29 @@ def test_without_a_lag_lanes_give_the_tokens_of_generation_in_step(scorer: rewar
         buffer = Buffer(config.trainer)
         return InStep(collector, buffer) if kind == "in step" else Beside(collector, buffer, [engine], print)
 
-    taken: dict[str, list[tuple[int, list[int], list[float], float]]] = {}
-    for kind in ("in step", "beside"):
-        feed = made(kind)
-        taken[kind] = []
-        for now in range(3):
-            feed.publish(model.state_dict().items(), now)
-            groups, _ = feed.take(now, 3 - now)
-            taken[kind] += [
+    def take(feed: Feed, steps: range) -> list[tuple[int, list[int], list[float], float]]:
+        taken = []
+        for now in steps:
+            if feed.published != now:
+                feed.publish(model.state_dict().items(), now)
+            groups, _ = feed.take(now, 4 - now)
+            taken += [
                 (t.group, t.completion.response_ids.tolist(), t.completion.logp_behavior.tolist(), t.reward)
                 for group in groups
                 for t in group
             ]
+        return taken
+
+    in_step, beside = made("in step"), made("beside")
+    taken = take(in_step, range(4))
+    assert take(beside, range(4)) == taken
+    # What one has begun the other goes on with (a run moves to a cluster): the same groups again.
+    half, rest = made("in step"), made("beside")
+    first = take(half, range(2))
+    half.publish(model.state_dict().items(), 2)
+    state = half.state(2)
+    rest.publish(model.state_dict().items(), 2)
+    rest.restore(*state)
+    assert first + take(rest, range(2, 4)) == taken
+    for feed in (in_step, beside, half, rest):
         feed.close()
-    assert taken["in step"] == taken["beside"]
