@@ -19,7 +19,7 @@ if INTERPRETED:
 
 pytestmark = needs_interpreter
 
-HEADS, KEY_HEADS, WIDTH = 6, 2, 32  # three heads share a key head: 21 queries fill a program
+HEADS, KEY_HEADS, WIDTH = 6, 2, 32  # three heads share a key head: 21 queries fill a program (5 in float32)
 SCALING = WIDTH**-0.5
 # Around the edges of blocks of 64 keys, of programs of 21 queries, and of nothing.
 PROMPTS, RESPONSES, INDEX = (1, 64, 70), (3, 65, 1, 22), (2, 0, 1, 2)

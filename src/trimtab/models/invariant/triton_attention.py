@@ -1,14 +1,14 @@
 """Attention with a fixed order of keys, for packed rows and for decoding with a cache: one kernel for both.
 
 A query sees keys of its prompt and of its own response. Both are cut into blocks of `KEYS`, counted from the prompt's
-and from the response's first key, as in `invariant/attention.py`. One program works on up to `QUERIES` rows, a row
-being a query of one head; heads that share a key head are rows of one program. It walks over the blocks twice: for the
+and from the response's first key, as in `invariant/attention.py`. One program works on a tile of rows, a row being a
+query of one head; heads that share a key head are rows of one program. It walks over the blocks twice: for the
 maximum of each row's scores (exact in any order), and for the sum of exponentials and the weighted values, which are
 added block by block in order, in float32.
 
 Why a row's bits do not depend on the others, on how many queries a program holds, or on prefill or decoding:
-- Scores, sums over a block and weighted values come from instructions on tiles of one shape, (`QUERIES`, `KEYS`); a
-  decoding program's tile is filled up with copies of its last query. (A kernel for single queries is another order:
+- Scores, sums over a block and weighted values come from instructions on tiles of one shape; a decoding program's
+  tile is filled up with copies of its last query. (A kernel for single queries is another order:
   vllm-project/flash-attention#169.) Within a tile all rows are treated alike; see `triton_product.product`.
 - Keys that a row does not see have exponential 0 and add exactly 0, whether they are other queries' keys (prefill) or
   are not there yet (decoding). Values must be finite: 0 times infinity is no zero.
@@ -39,9 +39,18 @@ from trimtab.models.invariant.triton_runtime import (
 )
 
 KEYS = 64
-QUERIES = 64
-WARPS = 4
-STAGES = {torch.bfloat16: 2, torch.float32: 1}
+
+
+class Tile(NamedTuple):
+    """Rows of one program, and how it is compiled."""
+
+    queries: int
+    warps: int
+    stages: int
+
+
+# By the type alone. float32 is computed outside of tensor cores: with more rows its numbers spill out of the registers.
+TILES = {torch.bfloat16: Tile(64, warps=4, stages=2), torch.float32: Tile(16, warps=4, stages=1)}
 
 
 class Keys(NamedTuple):
@@ -78,14 +87,17 @@ def attend(
     dtype = require(query, prompt.key, prompt.value, response.key, response.value)
     _, heads, width = query.shape
     key_heads = prompt.key.shape[1]
-    if heads % key_heads or heads // key_heads > QUERIES:
-        raise TrimtabError(f"{heads} heads over {key_heads} key heads; heads share key heads evenly, {QUERIES} at most")
+    tile = TILES[dtype]
+    if heads % key_heads or heads // key_heads > tile.queries:
+        raise TrimtabError(
+            f"{heads} heads over {key_heads} key heads; at most {tile.queries} may share one, equally many each"
+        )
     if width % 8:
         raise TrimtabError(f"invariant attention on CUDA wants heads of a multiple of 8 numbers, got {width}")
     query = aligned(query)
     out = torch.zeros_like(query)
     group, sequences = heads // key_heads, len(queries.count)
-    tiles = parts(queries.longest, QUERIES // group)
+    tiles = parts(queries.longest, tile.queries // group)
     if sequences and tiles:
         prompt_key, prompt_value = _stored(prompt.key, prompt), _stored(prompt.value, prompt)
         response_key, response_value = _stored(response.key, response), _stored(response.value, response)
@@ -96,9 +108,9 @@ def attend(
             *(prompt_key.head, prompt_key.token, prompt_value.head, prompt_value.token),
             *(response_key.head, response_key.token, response_value.head, response_value.token),
             *(tiles, scaling, width, group, key_heads),
-            *(QUERIES, KEYS, max(16, power_of_2(width)), interpreted()),
-            num_warps=WARPS,
-            num_stages=STAGES[dtype],
+            *(tile.queries, KEYS, max(16, power_of_2(width)), interpreted()),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
             **LAUNCH,
         )
     return out
