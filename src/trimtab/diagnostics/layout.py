@@ -156,4 +156,15 @@ METHODS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
             Chart("Tokens of expert responses", "off_policy/tokens", (("share", "off_policy/tokens"),)),
         ),
     ),
+    (
+        "Routing replay",
+        (
+            Chart(
+                "Experts the trainer would have chosen",
+                "routing/agreement",
+                (("share", "routing/agreement"),),
+                what="Share of tokens and layers whose replayed experts are those of the trainer's own routers.",
+            ),
+        ),
+    ),
 )

@@ -17,7 +17,7 @@ from trimtab.types import RouteArray, Trajectory
 
 _SILENT = {
     "server": "servers return none here",
-    "vllm": "vLLM returns them on GPUs only, and only of responses that it ends itself",
+    "vllm": "vLLM returns them on GPUs only, where they are not read here",
 }
 
 

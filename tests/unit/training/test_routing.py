@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
 from trimtab.models.logprobs import score
+from trimtab.models.perturbation import Perturbation
 from trimtab.models.routing import FREE, Routers
 from trimtab.objectives.calibrate import from_section
 from trimtab.training import routing, trajectories
@@ -194,6 +196,23 @@ def test_replaying_the_model_s_own_experts_changes_no_bit_and_others_change_the_
     plain = free.logp(batches(ROWS, free)[0][0])
     assert torch.equal(own.logp(batches(record(own.model, ROWS, 0), own)[0][0]), plain)
     assert not torch.allclose(far.logp(batches(record(far.model, ROWS, 1), far)[0][0]), plain, atol=1e-3)
+
+
+@torch.no_grad()
+def test_every_pass_of_the_trained_policy_is_replayed_and_none_of_the_reference() -> None:
+    of = learner("rollout", "trainer.epochs=2", "objective.kl_coef=0.1")
+    of.reference = copy.deepcopy(of.model)
+    rows = record(of.model, ROWS, 1)
+    [[free]] = batches(rows, learner("none"))[:1]
+    plain = of.logp(free)
+    for [micro] in of.score_constants(batches(rows, of))[:1]:
+        kept = of.logp(micro)
+        assert not torch.allclose(kept, plain, atol=1e-3)
+        assert torch.equal(micro.proximal, kept)
+        assert torch.equal(micro.reference, plain)
+        assert torch.equal(of._current(micro, 0).logp, kept)
+        of.perturbation = Perturbation(of.model, "all", 1e-9)
+        torch.testing.assert_close(of._current(micro, 0).logp, kept, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

@@ -1,0 +1,101 @@
+"""What routing replay costs: bytes of the record, and time with and without it, alternating in one run.
+
+    python benchmarks/routing_cost.py [--rounds 9] [--threads 1]
+
+On the laboratory's mixture, whose two small layers make every hook dear: a large model does more work between two of
+them. The record is measured as it is in a checkpoint, compressed, beside everything else of the trajectories there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from trimtab import tasks
+from trimtab.models.load import MIXTURE, Loaded, load
+from trimtab.models.logprobs import score
+from trimtab.models.routing import routers
+from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.training import trajectories
+from trimtab.training.batching import MicroBatch, to_tensors
+from trimtab.training.collect import PromptStream
+from trimtab.training.routes import stored_bytes
+from trimtab.training.sft import laboratory_folder
+from trimtab.types import Completion, Prompt, Sampling, Trajectory
+
+PROMPTS, SAMPLES = 16, 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    loaded = load(str(laboratory_folder(MIXTURE)), dtype=torch.float32)
+    rows = sampled(loaded, options.rounds)
+    sizes(loaded, rows)
+    trained(loaded, rows, options.rounds)
+
+
+def sampled(loaded: Loaded, rounds: int) -> list[Trajectory]:
+    """Batches of the engine that records, against those of one that does not."""
+    task = tasks.build("sort")
+    sampling = Sampling(max_tokens=task.max_tokens, stop=task.stop)
+    asked = PromptStream(task, loaded.tokenizer, 0).take(PROMPTS)
+    engines = [EmbeddedEngine(loaded.model, loaded.tokenizer, torch.float32, routes=on) for on in (False, True)]
+    found: list[list[list[Completion]]] = []
+    jobs = [lambda engine=engine: found.append(engine.generate(asked, SAMPLES, sampling, seed=0)) for engine in engines]
+    ratio("sampling with a record / without", jobs, rounds)
+    groups = zip(asked, found[-1], strict=True)
+    return [trajectory(p, i, one, sampling) for i, (p, group) in enumerate(groups) for one in group]
+
+
+def trajectory(prompt: Prompt, group: int, completion: Completion, sampling: Sampling) -> Trajectory:
+    mask = torch.ones(len(completion.response_ids), dtype=torch.bool).numpy()
+    return Trajectory(prompt, group, completion, sampling, mask, 0.0, {})
+
+
+def sizes(loaded: Loaded, rows: list[Trajectory]) -> None:
+    bare = [replace(row, completion=replace(row.completion, routes=None)) for row in rows]
+    tokens = sum(len(row.prompt.ids) + len(row) - 1 for row in rows)
+    whole, without = (len(trajectories.to_bytes(some)) for some in (rows, bare))
+    kind, each = routers(loaded.model), stored_bytes(rows) / tokens
+    print(f"record, {kind.layers} layers and {kind.chosen} of {kind.experts} experts: {each:g} bytes a token")
+    packed, rest = (whole - without) / tokens, without / tokens
+    print(f"in a checkpoint, compressed: {packed:.2f} bytes a token; all other columns {rest:.2f}")
+
+
+def trained(loaded: Loaded, rows: list[Trajectory], rounds: int) -> None:
+    """Forward and backward with replay and measured agreement, against both without."""
+    micro = to_tensors(rows, range(len(rows)), 12, torch.device("cpu"), routers(loaded.model))
+    loaded.model.train()
+    jobs = [lambda on=on: update(loaded, micro, on) for on in (False, True)]
+    ratio("update with replay and agreement / without", jobs, rounds)
+
+
+def update(loaded: Loaded, micro: MicroBatch, on: bool) -> None:
+    score(loaded.model, micro.tokens, routes=micro.routes if on else None, record=on).logp.sum().backward()
+
+
+def ratio(name: str, jobs: list[Callable[[], None]], rounds: int) -> None:
+    """Seconds of the second job over those of the first: the median of pairs, and how far they spread."""
+    pairs: list[float] = []
+    for _ in range(rounds + 1):
+        taken = []
+        for job in jobs:
+            start = time.perf_counter()
+            job()
+            taken.append(time.perf_counter() - start)
+        pairs.append(taken[1] / taken[0])
+    low, middle, high = statistics.quantiles(pairs[1:], n=4)  # the first warms up
+    print(f"{name}: {middle:.2f} ({low:.2f} to {high:.2f})")
+
+
+if __name__ == "__main__":
+    main()
