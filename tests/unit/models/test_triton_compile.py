@@ -22,8 +22,7 @@ pytestmark = pytest.mark.skipif(
 KERNELS = [
     (triton_product, "_product"),
     (triton_rows, "_rms_norm"),
-    (triton_rows, "_silu_gate"),
-    (triton_rows, "_rotary"),
+    (triton_rows, "_silu"),
     (triton_head, "_tiles"),
     (triton_head, "_rows"),
     (triton_attention, "_attend"),
@@ -78,8 +77,7 @@ def rows(dtype: torch.dtype) -> None:
     for count in (1, 16, 17):
         states = torch.zeros(count + 1, 3, 40, dtype=dtype)[1:]
         triton_rows.rms_norm(states, torch.zeros(40), 1e-5)
-        triton_rows.silu_gate(states, states)
-        triton_rows.rotary(states, torch.zeros(count, 40), torch.zeros(count, 40))
+        triton_rows.silu(states)
 
 
 def heads(dtype: torch.dtype) -> None:
@@ -107,7 +105,7 @@ def attentions(dtype: torch.dtype) -> None:
 
 CASES = [
     (products, {"_product": 1}),
-    (rows, {"_rms_norm": 1, "_silu_gate": 1, "_rotary": 1}),
+    (rows, {"_rms_norm": 1, "_silu": 1}),
     (heads, {"_tiles": 1, "_rows": 1}),
     (attentions, {"_attend": 1}),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ if INTERPRETED:
 
     from trimtab.models.invariant import triton_product
     from trimtab.models.invariant.triton_product import Tile, product
-    from trimtab.models.invariant.triton_rows import rms_norm, rotary, silu_gate
+    from trimtab.models.invariant.triton_rows import rms_norm, silu
 
 pytestmark = needs_interpreter
 
@@ -127,50 +126,24 @@ def test_a_norm_whose_block_follows_the_number_of_rows_is_found() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gate(dtype: torch.dtype) -> None:
-    gate, up = random(13, 150, dtype=dtype) * 4, random(13, 150, dtype=dtype, seed=1)
-    exact = gate.double()
-    close(silu_gate(gate, up), exact * exact.sigmoid() * up.double(), dtype, units=3)
-    assert differences(lambda rows: silu_gate(rows, rows), gate) == []
-
-
-def test_gate_far_out() -> None:
-    found = silu_gate(torch.tensor([[-200.0, 0.0, 200.0]]), torch.ones(1, 3))
-    assert found.tolist() == [[0.0, 0.0, 200.0]]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "width"), [(3, 32), (1, 40)])
-def test_rotary(dtype: torch.dtype, heads: int, width: int) -> None:
-    states = random(7, heads, width, dtype=dtype)
-    angle = torch.outer(torch.arange(7.0) * 11, 0.3 ** torch.arange(width // 2)).repeat(1, 2)
-    cos, sin = angle.cos(), angle.sin()
-    half = width // 2
+def test_silu(dtype: torch.dtype) -> None:
+    states = random(13, 150, dtype=dtype) * 4
     exact = states.double()
-    turned = torch.cat([-exact[..., half:], exact[..., :half]], -1)
-    found = rotary(states, cos, sin)
-    close(found, exact * cos[:, None].double() + turned * sin[:, None].double(), torch.float32)
-    one = partial(rotary, cos=cos[3:4], sin=sin[3:4])
-    assert torch.equal(one(states[3:4])[0], found[3])
-    assert torch.equal(rotary(states[2:], cos[2:], sin[2:]), found[2:])
+    close(silu(states), exact * exact.sigmoid(), dtype)
+    assert differences(silu, states) == []
 
 
-def test_rotary_by_hand() -> None:
-    """A quarter turn: (1, 2) becomes (-2, 1)."""
-    found = rotary(torch.tensor([[[1.0, 2.0]]]), torch.zeros(1, 2), torch.ones(1, 2))
-    assert found.tolist() == [[[-2.0, 1.0]]]
+def test_silu_far_out() -> None:
+    assert silu(torch.tensor([[-200.0, 0.0, 200.0]])).tolist() == [[0.0, 0.0, 200.0]]
 
 
 def test_empty_batches() -> None:
     assert product(random(0, 8), random(5, 8)).shape == (0, 5)
     assert rms_norm(random(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
-    assert silu_gate(random(0, 8), random(0, 8)).shape == (0, 8)
-    assert rotary(random(0, 2, 8), random(0, 8), random(0, 8)).shape == (0, 2, 8)
+    assert silu(random(0, 8)).shape == (0, 8)
 
 
 def test_mistakes_have_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TrimtabError, match="rows of 4 with rows of 5"):
-        product(random(2, 4), random(2, 5))
     with pytest.raises(TrimtabError, match="of one type on one device"):
         product(random(2, 4), random(2, 4, dtype=torch.bfloat16))
     with pytest.raises(TrimtabError, match=r"got torch.float64; change model.dtype"):

@@ -95,8 +95,6 @@ def head_logps(
     token is two numbers for each `WORDS` words.
     """
     require(hidden, weight)
-    if len(ids) != len(hidden):
-        raise TrimtabError(f"{len(ids)} ids for {len(hidden)} hidden states; give one for each")
     vocabulary = len(weight)
     logp, total = (torch.empty(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(2))
     for first in range(0, len(hidden), TOKENS):

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.errors import TrimtabError
 from trimtab.models.invariant.triton_runtime import LAUNCH, aligned, interpreted, jit, parts, require, tl
 
 
@@ -42,8 +41,6 @@ def product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "
     heights for few rows (as vllm-project/vllm#49131 proposes) can be faster, and are other instructions.
     """
     dtype = require(a, b)
-    if a.shape[1] != b.shape[1]:
-        raise TrimtabError(f"product of rows of {a.shape[1]} with rows of {b.shape[1]} numbers; they must be as long")
     a, b = aligned(a), aligned(b)
     rows, columns = len(a), len(b)
     out = torch.empty(rows, columns, dtype=dtype, device=a.device)

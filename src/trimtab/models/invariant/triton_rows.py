@@ -1,4 +1,8 @@
-"""Operations on rows and on single numbers: RMSNorm, the SiLU gate, rotary positions."""
+"""Operations on rows and on single numbers: RMSNorm and SiLU.
+
+The gate's product and rotary positions need no kernel: PyTorch computes them as single products and sums, each rounded
+once, which leaves a kernel no choice.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.errors import TrimtabError
 from trimtab.models.invariant.triton_runtime import LAUNCH, aligned, jit, parts, power_of_2, require, tl
 
-# Numbers of one program of the gate.
+# Numbers of one program of SiLU.
 BLOCK = 1024
 WARPS = 4
 
@@ -27,8 +30,6 @@ def rms_norm(
     require(states)
     require(weight)
     width = states.shape[-1]
-    if weight.shape != (width,):
-        raise TrimtabError(f"norm of rows of {width} numbers with a weight of shape {tuple(weight.shape)}")
     rows = aligned(states)
     out = torch.empty_like(rows, dtype=torch.float32)
     if rows.numel():
@@ -37,41 +38,16 @@ def rms_norm(
     return out
 
 
-def silu_gate(gate: Float[Tensor, "*batch width"], up: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-    """`silu(gate) * up`, number by number. No gradient.
+def silu(states: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+    """`states / (1 + exp(-states))`, number by number, in float32 and rounded once. No gradient.
 
-    In float32, with silu rounded to its type before the product, as transformers does. No number reads another, and
-    one compiled variant serves every count.
+    One compiled variant serves every count and place of a number; PyTorch's kernels treat the last block otherwise.
     """
-    dtype = require(gate, up)
-    if gate.shape != up.shape:
-        raise TrimtabError(f"gate of shape {tuple(gate.shape)} for values of shape {tuple(up.shape)}")
-    gate, up = aligned(gate), aligned(up)
-    out = torch.empty_like(gate, dtype=dtype)
+    dtype = require(states)
+    states = aligned(states)
+    out = torch.empty_like(states, dtype=dtype)
     if out.numel():
-        _silu_gate[(parts(out.numel(), BLOCK),)](gate, up, out, out.numel(), BLOCK, num_warps=WARPS, **LAUNCH)
-    return out
-
-
-def rotary(
-    states: Float[Tensor, "tokens heads width"], cos: Float[Tensor, "tokens width"], sin: Float[Tensor, "tokens width"]
-) -> Float[Tensor, "tokens heads width"]:
-    """`states * cos + rotate_half(states) * sin` with each token's own rows of the table, in float32. No gradient.
-
-    No number reads more than its pair and their angles. The table is the caller's: a table
-    computed by a matrix product must not take one that depends on the number of positions, nor TF32.
-    """
-    require(states)
-    require(cos, sin)
-    tokens, heads, width = states.shape
-    if cos.shape != (tokens, width) or sin.shape != (tokens, width) or width % 2:
-        raise TrimtabError(f"rotary table of shape {tuple(cos.shape)} for states of shape {tuple(states.shape)}")
-    states, cos, sin = aligned(states), aligned(cos), aligned(sin)
-    out = torch.empty_like(states, dtype=torch.float32)
-    if out.numel():
-        half = width // 2
-        sizes = (heads, half, power_of_2(heads), power_of_2(half))
-        _rotary[(tokens,)](states, cos, sin, out, *sizes, num_warps=WARPS, **LAUNCH)
+        _silu[(parts(out.numel(), BLOCK),)](states, out, out.numel(), BLOCK, num_warps=WARPS, **LAUNCH)
     return out
 
 
@@ -89,30 +65,8 @@ def _rms_norm(states, weight, out, width, epsilon, BLOCK: tl.constexpr):
 
 @jit(do_not_specialize=["count"])
 @no_type_check
-def _silu_gate(gate, up, out, count, BLOCK: tl.constexpr):
+def _silu(states, out, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
-    value = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-    opened = (value / (1.0 + tl.exp(-value))).to(out.dtype.element_ty).to(tl.float32)
-    passed = opened * tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, passed.to(out.dtype.element_ty), mask=inside)
-
-
-@jit()
-@no_type_check
-def _rotary(states, cos, sin, out, heads, half, HEADS: tl.constexpr, HALF: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, HALF)
-    head = tl.arange(0, HEADS)
-    angle = token * 2 * half + place
-    inside = place < half
-    cos_low = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
-    cos_high = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sin_low = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sin_high = tl.load(sin + angle + half, mask=inside, other=0.0).to(tl.float32)[None, :]
-    where = (token * heads + head)[:, None] * 2 * half + place[None, :]
-    kept = (head < heads)[:, None] & inside[None, :]
-    low = tl.load(states + where, mask=kept, other=0.0).to(tl.float32)
-    high = tl.load(states + where + half, mask=kept, other=0.0).to(tl.float32)
-    tl.store(out + where, low * cos_low - high * sin_low, mask=kept)
-    tl.store(out + where + half, high * cos_high + low * sin_high, mask=kept)
+    value = tl.load(states + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, (value / (1.0 + tl.exp(-value))).to(out.dtype.element_ty), mask=inside)
