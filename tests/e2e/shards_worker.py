@@ -1,11 +1,15 @@
-"""Every rank of a test: `torchrun ... shards_worker.py FOLDER TOLD` saves, damages, fails to save and reads checkpoints."""
+"""Every rank of a test: `torchrun ... shards_worker.py FOLDER TOLD` saves, damages, fails to save and reads."""
 
 from __future__ import annotations
 
 import json
+import os
 import resource
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,17 +46,48 @@ def main(root: Path, told: Path) -> None:
         failed = refused(root, ranks)
         ranks.gather(b"")  # the leader has cleaned up
         assert sorted(item.name for item in root.iterdir()) == ["step-000001", "step-000002"]
-        ranks.gather(b"")
-        if ranks.rank == 1:
-            part = next((root / "step-000002" / "model").glob("shard-00003*"))
-            part.write_bytes(part.read_bytes()[:-1] + b"\x7f")
-        ranks.gather(b"")
-        notes: list[str] = []
-        found = checkpoint.latest(root, notify=notes.append)
-        assert found is not None
-        here = {"failed": failed, "notes": notes, "step": found.step, "meta": found.meta}
+        here: dict[str, Any] = {"failed": failed, "notes": {}}
+        for name, damage in DAMAGES.items():
+            ranks.gather(b"")
+            if ranks.rank == 1:
+                damage(root / "step-000002")
+            ranks.gather(b"")
+            notes: list[str] = []
+            found = checkpoint.latest(root, notify=notes.append)
+            assert found is not None
+            here["notes"][name] = notes
+            here |= {"step": found.step, "meta": found.meta}
+            ranks.gather(b"")
+            if ranks.rank == 1:
+                shutil.rmtree(root / "step-000002")
+            ranks.gather(b"")
+            save(root, 2, ranks)
         # A file each: what ranks print at once may share a line.
         (told / f"{ranks.rank}.json").write_text(json.dumps(here))
+
+
+def part(folder: Path, rank: int) -> Path:
+    return next((folder / "model").glob(f"shard-{rank + 1:05d}*"))
+
+
+def change(path: Path, place: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(place, os.SEEK_END if place < 0 else os.SEEK_SET)
+        file.write(data)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "numbers of a part": lambda folder: change(part(folder, 2), -1, b"\x7f"),
+    "length of a part's header": lambda folder: change(part(folder, 0), 0, b"\xff" * 8),
+    "header of a part": lambda folder: change(part(folder, 1), 9, b"\xff{}"),
+    "a part is missing": lambda folder: part(folder, 1).unlink(),
+    "a whole section is missing": lambda folder: (folder / "random.safetensors").unlink(),
+    "a whole section is cut": lambda folder: os.truncate(folder / "random.safetensors", 20),
+    "a file is missing": lambda folder: (folder / "note").unlink(),
+    "meta is missing": lambda folder: (folder / checkpoint.META).unlink(),
+    "meta is no JSON": lambda folder: change(folder / checkpoint.META, 0, b"?"),
+    "manifest is cut": lambda folder: os.truncate(folder / checkpoint.MANIFEST, 9),
+}
 
 
 def refused(root: Path, ranks: Ranks) -> str:

@@ -16,7 +16,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -109,32 +109,34 @@ def load(folder: Path, sections: Collection[str] | None = None) -> LoadedCheckpo
 
     Raises `TrimtabError` naming the file that is missing, cut, changed or unreadable.
     """
-    return _load(folder, sections, SINGLE)
+    return _read(folder, _verified(folder, sections, SINGLE), sections)
 
 
-def _load(folder: Path, sections: Collection[str] | None, ranks: Ranks) -> LoadedCheckpoint:
-    """`load` where each rank checks its share of the files: use it inside `Ranks.together`."""
+def _verified(folder: Path, sections: Collection[str] | None, ranks: Ranks) -> list[str]:
+    """The names of the files that are wanted; of several ranks each has checked its share of them."""
     files = _manifest(folder)["files"]
     wanted = [name for name in files if _is_wanted(name, sections)]
+    for name in wanted[ranks.rank :: ranks.size]:
+        _verify(folder / name, files[name])
+    return wanted
+
+
+def _read(folder: Path, wanted: Sequence[str], sections: Collection[str] | None) -> LoadedCheckpoint:
+    """Only after all of `wanted` were verified: what a damaged header makes of a reader is anybody's guess."""
     tensors: dict[str, Mapping[str, Tensor]] = {}
     others: dict[str, bytes] = {}
-    for index, name in enumerate(wanted):
-        if index % ranks.size == ranks.rank:
-            _verify(folder / name, files[name])
+    for name in wanted:
         section, inner, _ = name.partition("/")
         if inner:
             tensors[section] = tensors.get(section) or Shards(folder / section)
         elif name.endswith(_SECTION):
-            tensors[name.removesuffix(_SECTION)] = _read_tensors(folder / name)
+            tensors[name.removesuffix(_SECTION)] = load_file(folder / name)
         elif name != META:
             others[name] = (folder / name).read_bytes()
     absent = sorted(set(sections or ()) - set(tensors))
     if absent:
         raise TrimtabError(f"checkpoint {folder} has no {absent[0]!r} tensors")
-    try:
-        meta = json.loads((folder / META).read_text())
-    except ValueError:
-        raise TrimtabError(f"checkpoint {folder} is damaged: {META} cannot be read") from None
+    meta = json.loads((folder / META).read_text())
     return LoadedCheckpoint(_step(folder), folder, tensors, meta, others)
 
 
@@ -152,8 +154,9 @@ def latest(
     listed = json.loads(ranks.broadcast(json.dumps([folder.name for folder in folders(root)]).encode()))
     for folder in (root / name for name in reversed(listed)):
         try:
-            found = ranks.together(partial(_load, folder, sections, ranks))
-        except TrimtabError as error:
+            wanted = ranks.together(partial(_verified, folder, sections, ranks))
+            found = ranks.together(partial(_read, folder, wanted, sections))
+        except (TrimtabError, OSError) as error:  # whichever of them it is here, all ranks have one
             skipped.append(str(error))
             continue
         for line in skipped:
@@ -247,14 +250,6 @@ def _step(folder: Path) -> int:
     if not match:
         raise TrimtabError(f"{folder} is not a checkpoint: its name is not like step-000010")
     return int(match[1])
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """A file that another rank verifies may be damaged all the same."""
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise TrimtabError(f"checkpoint {path.parent} is damaged: {path.name} cannot be read ({error})") from None
 
 
 def _is_wanted(name: str, sections: Collection[str] | None) -> bool:
