@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, nearest
+from trimtab.models.invariant import is_invariant
 from trimtab.models.routing import recorded, routers
 from trimtab.rollout.decoder import Decoder, GenericDecoder
+from trimtab.rollout.invariant import InvariantDecoder, scored
 from trimtab.rollout.lean import LeanModel, supports
 from trimtab.rollout.lockstep import LockstepDecoder
 from trimtab.rollout.publication import Inventory
@@ -61,6 +63,7 @@ class EmbeddedEngine:
         self._tokenizer = tokenizer
         self._eos = eos_ids(model, tokenizer)
         self._model = _own_copy(model, dtype)
+        self._invariant = is_invariant(self._model)
         self._lean = LeanModel(self._model) if supports(self._model) else None
         self._inventory = Inventory.of(self._model)
         self._rounding = rounding
@@ -156,7 +159,8 @@ class EmbeddedEngine:
         config, longest = self._model.config, len(prompts[rows[-1].prompt].ids)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width = 2 * config.num_hidden_layers * heads * size * self._model.dtype.itemsize
+        itemsize = 4 if self._invariant else self._model.dtype.itemsize
+        width = 2 * config.num_hidden_layers * heads * size * itemsize
         most = max(1, CACHE_BYTES // (width * (longest + max_tokens)))
         count = -(-len(rows) // most)
         edges = [len(rows) * i // count for i in range(count + 1)]
@@ -166,6 +170,8 @@ class EmbeddedEngine:
         self, rows: list[Row], prompts: Sequence[Prompt], max_tokens: int, recorder: Recorder | None = None
     ) -> Decoder:
         starts = make_starts(rows, prompts, self._model.device)
+        if self._invariant:
+            return InvariantDecoder(self._model, starts)
         steps = max_tokens - min(row.begun for row in rows)
         window = self._lean.window if self._lean else None
         if self._lean and (window is None or max(len(ids) for ids in starts.prompts) + max_tokens <= window):
@@ -193,6 +199,8 @@ class EmbeddedEngine:
         while True:
             uniform = [row.uniforms[min(len(row.ids), last)] for row in rows]
             drawn = draw(logits, torch.tensor(uniform, dtype=torch.float64, device=logits.device), sampling)
+            if self._invariant:
+                drawn = scored(drawn, logits, sampling.temperature)
             grown = [i for i, growing in enumerate(live) if growing]
             record(rows, grown, drawn)
             for i, ended in zip(grown, stop.ended([rows[i].ids for i in grown]), strict=True):
@@ -224,6 +232,8 @@ def _own_copy(model: Any, dtype: torch.dtype) -> Any:
     """A copy in `dtype` that shares no storage. Buffers keep their dtype: rotary frequencies must not be rounded."""
     cast = {id(p): torch.nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False) for p in model.parameters()}
     own = copy.deepcopy(model, memo=dict(cast)).eval()
+    if is_invariant(model):
+        return own
     # SDPA has no soft cap on attention scores (Gemma 2) and would leave it out without a word.
     own.set_attn_implementation("eager" if getattr(own.config, "attn_logit_softcapping", None) else "sdpa")
     return own
