@@ -1,0 +1,178 @@
+"""Sampler and trainer under the magnifying glass: equal with invariant numerics, and one native operation is found."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.rollout.support import EOS, tiny, tokenizer
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from trimtab.errors import TrimtabError
+from trimtab.models import attention, invariant, products
+from trimtab.models.bitwise import Comparison, Difference
+from trimtab.models.invariant.linear import InvariantEmbedding
+from trimtab.rollout import bitwise
+from trimtab.rollout.bitwise import HEAD, LENGTHS, Sides, compare_sides, texts
+from trimtab.rollout.embedded import EmbeddedEngine
+
+OPERATIONS = 3 * 12 + 4  # as in tests/unit/models/test_bitwise.py, with the head's log-probs for the head
+
+
+def sides(*, numerics: str = "invariant", mixed: bool = True, name: str = "llama", context: int = 24) -> Sides:
+    """Float32 under bfloat16 autocast against bfloat16, as the recipes are; or float32 on both sides.
+
+    A small context makes the texts short, and a comparison quick.
+    """
+    model = tiny(name)
+    model.config.max_position_embeddings = context
+    if numerics == "invariant":
+        invariant.use_in(model)
+    else:
+        products.use_in(model.base_model)
+        model.set_attn_implementation(attention.IMPLEMENTATION)
+    engine = EmbeddedEngine(model, tokenizer(), "bfloat16" if mixed else "float32")
+    return Sides(
+        engine, model.train(), (lambda: torch.autocast("cpu", dtype=torch.bfloat16)) if mixed else nullcontext, 0.7
+    )
+
+
+def first(given: Sides) -> Difference:
+    found = compare_sides(given, EOS).first
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("name", "mixed"), [("llama", True), ("qwen2", False), ("qwen3", True)])
+def test_invariant_numerics_are_equal_bit_for_bit(name: str, mixed: bool) -> None:
+    expected = {"llama": OPERATIONS, "qwen2": OPERATIONS, "qwen3": OPERATIONS + 3 * 2}[
+        name
+    ]  # norms of queries and keys
+    # Of every response all tokens but the last are run: 128 + 194 - 8, and in the small context 24 + 36 - 8.
+    context, tokens = (160, 314) if name == "llama" else (24, 52)
+    found = compare_sides(sides(mixed=mixed, name=name, context=context), EOS)
+    assert found == Comparison(tokens, expected, None, ((), ()))
+
+
+def test_native_numerics_differ_first_where_attention_does() -> None:
+    found = first(sides(numerics="native", mixed=False))
+    assert (found.operation, found.kind, found.half) == ("model.layers.0.self_attn (attention)", "attention", "output")
+    assert found.largest is not None
+    assert found.largest < 1e-4
+
+
+def test_native_mixed_precision_differs_from_the_first_weight_on() -> None:
+    found = first(sides(numerics="native"))
+    assert (found.operation, found.types) == ("model.embed_tokens", ("bfloat16", "float32"))
+    assert found.weights == "weight is bfloat16 and float32, and equal once rounded"
+
+
+def become(path: str, kind: type[nn.Module], **attributes: Any) -> Callable[[Any], None]:
+    def swap(model: Any) -> None:
+        module = model.get_submodule(path)
+        module.__class__ = kind
+        for key, value in attributes.items():
+            setattr(module, key, value)
+
+    return swap
+
+
+class ExactRotary(LlamaRotaryEmbedding):
+    """Angles in float64: other bits, and better ones."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.cat([position_ids[..., None].double() * self.inv_freq.double()] * 2, -1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class Float64Linear(nn.Linear):
+    """Sums in float64, rounded once."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(input.double(), self.weight.double()).to(input.dtype)
+
+
+def native_attention(model: Any) -> None:
+    layer = model.model.layers[1].self_attn
+    layer.config = copy.deepcopy(layer.config)
+    layer.config._attn_implementation = attention.IMPLEMENTATION
+
+
+# Rounded to bfloat16, sums and the activation mostly have the bits of other ones.
+FLOAT32 = ("linear", "activation")
+SWAPS = {
+    "linear": ("model.layers.1.mlp.down_proj", become("model.layers.1.mlp.down_proj", Float64Linear)),
+    "norm": ("model.layers.2.input_layernorm", become("model.layers.2.input_layernorm", LlamaRMSNorm)),
+    "activation": ("model.layers.0.mlp.act_fn", become("model.layers.0.mlp.act_fn", nn.SiLU, inplace=False)),
+    "rotary": ("model.rotary_emb", become("model.rotary_emb", ExactRotary)),
+    "attention": ("model.layers.1.self_attn (attention)", native_attention),
+    "embedding": ("model.embed_tokens", become("model.embed_tokens", nn.Embedding)),
+}
+
+
+@pytest.mark.parametrize("kind", list(SWAPS))
+def test_one_native_operation_in_the_trainer_is_named(kind: str) -> None:
+    path, swap = SWAPS[kind]
+    given = sides(mixed=kind not in FLOAT32)
+    swap(given.trainer)
+    found = first(given)
+    assert (found.operation, found.kind, found.half) == (path, kind, "output")
+    assert found.tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["linear", "activation"])
+def test_one_native_operation_in_the_sampler_is_named(kind: str) -> None:
+    path, swap = SWAPS[kind]
+    given = sides(mixed=False)
+    swap(given.sampler._model)
+    assert (first(given).operation, first(given).kind) == (path, kind)
+
+
+def test_another_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        bitwise, "log_probs", lambda logits, ids, heat: (logits / heat).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    )
+    found = first(sides())
+    assert (found.operation, found.kind, found.half) == (HEAD, "head", "output")
+
+
+def test_a_stale_weight_is_told_from_other_arithmetic() -> None:
+    given = sides()
+    given.sampler._model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 0.5
+    found = first(given)
+    assert found.operation == "model.layers.1.mlp.up_proj"
+    assert found.weights is not None
+    assert found.weights.startswith("weight differs in 1 of ")
+
+
+def test_texts_part_for_good() -> None:
+    """Position and id say which text a token is of: the premise of every comparison."""
+    for vocabulary, context in ((14, 64), (97, 128), (50_000, None)):
+        found = texts(vocabulary, [12], context)
+        longest = max(len(found.prompts[o]) + len(r) for o, r in zip(found.owner, found.responses, strict=True))
+        assert longest <= (context or 10**6)
+        assert not any({0, 12} & {*map(int, ids)} for ids in [*found.prompts, *found.responses])
+        seen: dict[tuple[int, int], tuple[int, int]] = {}
+        whole = [(o, np.concatenate([found.prompts[o], r])) for o, r in zip(found.owner, found.responses, strict=True)]
+        for text, (owner, ids) in enumerate(whole):
+            for place, token in enumerate(ids):
+                prompted = place < len(found.prompts[owner])
+                name = (owner, -1) if prompted else (owner, text)
+                assert seen.setdefault((place, int(token)), name) == name
+    assert [len(ids) for ids in found.prompts] == [prompt for prompt, _ in LENGTHS]
+    with pytest.raises(TrimtabError, match="vocabulary of 9 ids is too small"):
+        texts(9, [3], None)
+
+
+def test_precision_is_the_trainers_own() -> None:
+    """Without its autocast the trainer's products are float32: the comparison sees what the recipe runs."""
+    found = first(replace(sides(), precision=nullcontext))
+    assert isinstance(sides().trainer.model.embed_tokens, InvariantEmbedding)
+    assert found.operation == "model.embed_tokens"
