@@ -17,6 +17,8 @@ CONTROL_TIMEOUT = 30.0
 FIRST_WAIT, LONGEST_WAIT = 0.25, 5.0
 # Looks before a server counts as lost: what passes in these four seconds was a hiccup.
 LOOKS = 5
+# How often in a row a server is given weights that it then does not answer with.
+GIFTS = 5
 # How a server whose model process is dying answers a request. To a command it means that the command failed.
 INTERNAL = 500
 
@@ -37,6 +39,7 @@ class Server:
         self._timeout = timeout
         self._looking = threading.Lock()
         self._meetings = 0
+        self._in_vain = 0  # meetings in a row that gave it weights it did not answer with
         self._vocabulary = vocabulary
         self._asking = threading.Lock()
         self._processed = False
@@ -64,6 +67,7 @@ class Server:
             if found != self.label:
                 connection.close()
                 raise NotAsked(f"{self.url} was restarted: its weights are {found!r}, not {self.label!r}")
+            self._in_vain = 0
         try:
             if ask.sampling.temperature not in (0.0, 1.0):
                 self._check_processed(connection, ask.ids, self.model)
@@ -98,7 +102,7 @@ class Server:
 
         Raises:
             Unreachable: it does not, for now.
-            TrimtabError: it serves another model, or does not take the weights.
+            TrimtabError: it serves another model, or does not take the weights, or never answers with them.
         """
         connection = Connection(self.url, CONTROL_TIMEOUT)
         try:
@@ -112,6 +116,12 @@ class Server:
                 f"(context {self.model.context}): start it as it was"
             )
         if self.label is not None and label != self.label and weights is not None:
+            self._in_vain += 1
+            if self._in_vain > GIFTS:
+                raise TrimtabError(
+                    f"{self.url} was given the weights {self.label!r} {GIFTS} times and still says that it holds "
+                    f"{label!r}: name every server by a URL of its own, without a balancer in front"
+                )
             self.load(weights, self.label)
         elif weights is None:
             self.label = label

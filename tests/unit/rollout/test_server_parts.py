@@ -26,7 +26,7 @@ from trimtab.rollout.request import check_vllm_temperature
 from trimtab.rollout.server import _completion, _seed
 from trimtab.rollout.server_batch import ATTEMPTS, Batch, Job
 from trimtab.rollout.server_http import Connection, Rejected, Unreachable, check_url
-from trimtab.rollout.server_one import Server
+from trimtab.rollout.server_one import GIFTS, NotAsked, Server
 from trimtab.rollout.server_sglang import SglangWire
 from trimtab.rollout.server_vllm import VllmWire
 from trimtab.rollout.server_weights import PREFIX, Published, entries
@@ -299,6 +299,32 @@ def test_a_server_that_fails_inside_is_asked_again_but_a_refusal_is_final(script
     scripted.answers["/weight_info"] = (200, {"weight_version": "default"})
     with pytest.raises(Unreachable, match="was restarted: its weights are 'default', not 'a'"):
         server.ask(server.connect(), ASK)
+
+
+def test_a_server_that_never_answers_with_its_weights_is_not_given_them_forever(
+    scripted: Scripted, tmp_path: Path
+) -> None:
+    info = {"tokenizer_path": MODEL.name, "weight_version": "default"}
+    scripted.answers |= {
+        "/health": (200, {}),
+        "/model_info": (200, info),
+        "/update_weights_from_disk": (200, {"success": True}),
+        "/generate": (500, {"error": "asked"}),
+    }
+    server = Server(scripted.url, SglangWire(), 5.0, 91)
+    server.model, server.label = Model(MODEL.name, None), "a"
+    for _ in range(GIFTS - 1):
+        server.meet(tmp_path)
+        with pytest.raises(NotAsked):
+            server.ask(server.connect(), ASK)
+    info["weight_version"] = "a"  # once: what was in vain before no longer counts
+    with pytest.raises(Unreachable, match="asked"):
+        server.ask(server.connect(), ASK)
+    info["weight_version"] = "default"
+    for _ in range(GIFTS):
+        server.meet(tmp_path)
+    with pytest.raises(TrimtabError, match="the weights 'a' 5 times and still says that it holds 'default'"):
+        server.meet(tmp_path)
 
 
 def vllm_reply(**changes: Any) -> dict[str, Any]:
