@@ -44,7 +44,7 @@ class Source:
 
             with tempfile.TemporaryDirectory(prefix="trimtab-eval-") as folder:
                 yield str(export(self.run, Path(folder) / "model", self.which))
-        elif self.name in ("laboratory", "laboratory-moe"):
+        elif self.name in ("laboratory", "laboratory-moe", "laboratory-switch"):
             # Training means the warm-started one by this name, the model loader the untrained one.
             from trimtab.training.sft import laboratory_folder
 

@@ -37,7 +37,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     path: str = Field(
         default="smollm2-135m-instruct",
-        description="HF id, folder, the bundled model, `laboratory` or `laboratory-moe`",
+        description="HF id, folder, the bundled model, `laboratory`, `laboratory-moe` or `laboratory-switch`",
     )
     dtype: Dtype = Field(default="float32", description="master weights and optimizer state")
     autocast: Literal["bfloat16", "none"] = Field(default="bfloat16", description="forward precision in the trainer")

@@ -71,6 +71,10 @@ PARTS: dict[str, _Part] = {
     "reuse-16": _reused(4, 4),
     "top-p": _Part("sampled from the smallest set that holds 0.9 of the mass", {"sampling.top_p": 0.9}),
     "moe": _Part("a mixture of experts (8, 2 active) of the dense model's size", {"model.path": "laboratory-moe"}),
+    "switch": _Part(
+        "a deeper mixture of that size (8 experts, 1 active), whose mismatch is routing",
+        {"model.path": "laboratory-switch"},
+    ),
 }
 # Names for mixtures that are asked for often.
 ALIASES = {"moe-bf16": "moe+bf16", "moe-int8": "moe+int8", "moe-int4": "moe+int4", "moe-int3": "moe+int3"}

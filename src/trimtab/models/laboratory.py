@@ -2,7 +2,8 @@
 
 393k parameters and 14 characters; its task is to sort ten digits: `3141592653=` continues as `1123345569.`.
 Start it with a few supervised steps, then compare objectives under controlled mismatch. A mixture of experts of the
-same size has one source of mismatch more: trainer and sampler may send a token to different experts.
+same size has one source of mismatch more: trainer and sampler may send a token to different experts. How much that
+matters depends on the mixture: a little in the shallow one, nearly all in the deep one, whose tokens see one expert.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from transformers import (
 
 from trimtab.models.attention import IMPLEMENTATION
 
-NAME, MIXTURE = "laboratory", "laboratory-moe"
+NAME, MIXTURE, SWITCH = "laboratory", "laboratory-moe", "laboratory-switch"
+NAMES = (NAME, MIXTURE, SWITCH)
 # "." ends a response and " " pads; both belong to the 14 characters.
 ALPHABET = "0123456789=. ?"
 PADDING, END, UNKNOWN = " ", ".", "?"
@@ -31,23 +33,12 @@ PADDING, END, UNKNOWN = " ", ".", "?"
 def build(seed: int, name: str = NAME) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """An untrained laboratory model (float32) and its character tokenizer. Equal seeds give equal weights.
 
-    `name` is `NAME` (Llama, 393k parameters) or `MIXTURE` (Qwen3-MoE, 383k, 8 experts of which 2 see a token).
+    `name` is `NAME` (Llama, 393k parameters), `MIXTURE` (Qwen3-MoE, 383k, 2 layers of 8 experts of which 2 see a token)
+    or `SWITCH` (Qwen3-MoE, 365k, 4 layers of half the width and 8 experts of which 1 does, its gate not normalised).
     The tokenizer adds nothing: one token for one character, `.` ends, ` ` pads, any other character is `?`.
     """
-    config, kind = (LlamaConfig, LlamaForCausalLM) if name == NAME else (_mixture, Qwen3MoeForCausalLM)
-    settings = config(
-        vocab_size=len(ALPHABET),
-        hidden_size=128,
-        intermediate_size=336,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=ALPHABET.index(END),
-        pad_token_id=ALPHABET.index(PADDING),
-    )
+    kind = LlamaForCausalLM if name == NAME else Qwen3MoeForCausalLM
+    settings = _config(name)
     settings._attn_implementation = IMPLEMENTATION
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -55,17 +46,29 @@ def build(seed: int, name: str = NAME) -> tuple[PreTrainedModel, PreTrainedToken
     return model.eval(), _tokenizer()
 
 
-def _mixture(**shared: Any) -> Qwen3MoeConfig:
-    """Every layer a mixture; the experts together are as large as the dense layer, rounded down to a multiple of 8:
-    grouped products want their rows aligned to 16 bytes, in bfloat16 too."""
-    return Qwen3MoeConfig(
-        **shared,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-    )
+def _config(name: str) -> LlamaConfig | Qwen3MoeConfig:
+    shared: dict[str, Any] = {
+        "vocab_size": len(ALPHABET),
+        "hidden_size": 64 if name == SWITCH else 128,
+        "intermediate_size": 336,
+        "num_hidden_layers": 4 if name == SWITCH else 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": ALPHABET.index(END),
+        "pad_token_id": ALPHABET.index(PADDING),
+    }
+    if name == NAME:
+        return LlamaConfig(**shared)
+    # Every layer a mixture; the experts together are as large as a dense layer, rounded to a multiple of 8: grouped
+    # products want their rows aligned to 16 bytes, in bfloat16 too.
+    mixture = {"num_experts": 8, "decoder_sparse_step": 1}
+    if name == MIXTURE:
+        return Qwen3MoeConfig(**shared, **mixture, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True)
+    # With a single expert a normalised gate would be 1, and the router would learn nothing.
+    return Qwen3MoeConfig(**shared, **mixture, num_experts_per_tok=1, moe_intermediate_size=48, norm_topk_prob=False)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -22,7 +22,7 @@ from trimtab.models.products import use_in
 from trimtab.models.quiet import quiet
 
 BUNDLED = bundled.NAME
-LABORATORY, MIXTURE = laboratory.NAME, laboratory.MIXTURE
+LABORATORY, MIXTURE, SWITCH = laboratory.NAMES
 
 
 class Loaded(NamedTuple):
@@ -41,8 +41,8 @@ def default_device() -> torch.device:
 def load(path: str, *, dtype: torch.dtype, weights: bool = True) -> Loaded:
     """Load a causal language model with its tokenizer, in evaluation mode, on the CPU.
 
-    `path` is the bundled model's name (`BUNDLED`), `laboratory` or `laboratory-moe` (untrained, seed 0), a local
-    folder, or an HF id.
+    `path` is the bundled model's name (`BUNDLED`), `laboratory`, `laboratory-moe` or `laboratory-switch` (untrained,
+    seed 0), a local folder, or an HF id.
     `dtype` is the type of the master weights, whatever the files hold. Dropout is switched off: a log-prob that
     changes between two forwards makes every importance ratio wrong. The tokenizer has a padding token of the
     vocabulary (its own, else end of text, else unknown); the embedding is never resized. Without `weights` the model
@@ -50,7 +50,7 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True) -> Loaded:
 
     Raises `TrimtabError` for a missing or broken model, in one line.
     """
-    if path in (LABORATORY, MIXTURE):
+    if path in laboratory.NAMES:
         model, tokenizer = laboratory.build(seed=0, name=path)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)

@@ -15,13 +15,15 @@ from torch import nn
 from trimtab import rewards, tasks
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
-from trimtab.models.load import LABORATORY, MIXTURE, Loaded, default_device, load
+from trimtab.models import invariant
+from trimtab.models.laboratory import NAMES as LABORATORY_MODELS
+from trimtab.models.load import Loaded, default_device, load
 from trimtab.models.perturbation import Perturbation
 from trimtab.models.routing import Routers
 from trimtab.objectives import Objective
 from trimtab.objectives.calibrate import from_section
 from trimtab.rewards import Scorer
-from trimtab.training import prefixes, routing, snapshot
+from trimtab.training import bitwise, prefixes, routing, snapshot
 from trimtab.training.canary import Canary
 from trimtab.training.collect import Collector, PromptStream
 from trimtab.training.distributed import NoEngine, check_sharding, run_directory, shared_feed, spread
@@ -106,9 +108,8 @@ def train(
 
 def check(config: Config, reward: RewardFunction | None = None, makers: Makers = LOCAL) -> Parts:
     """Build the objective, the task and the rewards, and refuse combinations that cannot be meant."""
-    if config.numerics != "native":
-        raise TrimtabError('numerics = "invariant" is not available yet; use numerics = "native"')
     check_engines(config)
+    bitwise.check(config)
     check_sharding(config)
     built = from_section(config.objective.model_dump())
     _check_companions(config, built)
@@ -188,9 +189,12 @@ def load_model(config: Config) -> Loaded:
     Ranks that do not lead get it without weights, which `spread` brings.
     """
     path = config.model.path
-    if path in (LABORATORY, MIXTURE):
+    if path in LABORATORY_MODELS:
         path = str(laboratory_folder(path, config))
-    return load(path, dtype=getattr(torch, config.model.dtype), weights=here().leads)
+    loaded = load(path, dtype=getattr(torch, config.model.dtype), weights=here().leads)
+    if config.numerics == "invariant":
+        invariant.use_in(loaded.model)
+    return loaded
 
 
 def assemble(

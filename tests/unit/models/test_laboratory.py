@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trimtab.models import laboratory
-from trimtab.models.load import LABORATORY, MIXTURE, Loaded, load
+from trimtab.models.load import LABORATORY, MIXTURE, SWITCH, Loaded, load
 from trimtab.models.logprobs import TokenBatch, score
 
 
@@ -70,11 +70,12 @@ def test_it_learns_to_sort() -> None:
     assert logp.item() > -1.9
 
 
-def test_the_mixture_is_as_large_as_the_dense_model_and_loads_anywhere(tmp_path: Path) -> None:
-    dense, mixture = laboratory.build(seed=0)[0], load(MIXTURE, dtype=torch.float32)
+@pytest.mark.parametrize(("name", "size"), [(MIXTURE, 383_232), (SWITCH, 364_992)])
+def test_mixtures_are_as_large_as_the_dense_model_and_load_anywhere(tmp_path: Path, name: str, size: int) -> None:
+    dense, mixture = laboratory.build(seed=0)[0], load(name, dtype=torch.float32)
     sizes = [sum(parameter.numel() for parameter in model.parameters()) for model in (dense, mixture.model)]
-    assert sizes[1] == 383_232
-    assert abs(sizes[1] - sizes[0]) < 0.03 * sizes[0]
+    assert sizes[1] == size
+    assert abs(sizes[1] - sizes[0]) < 0.08 * sizes[0]
     assert "trimtab" not in _saved(mixture, tmp_path).joinpath("config.json").read_text()
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)  # transformers alone, with its own experts and attention
     ids = torch.tensor([mixture.tokenizer("3141592653=1123345569.").input_ids])
@@ -86,9 +87,10 @@ def test_the_mixture_is_as_large_as_the_dense_model_and_loads_anywhere(tmp_path:
         torch.testing.assert_close(score(model, batch).logp[0], expected, atol=1e-5, rtol=0)
 
 
-def test_responses_that_share_a_prompt_train_the_mixture_as_each_alone_would() -> None:
+@pytest.mark.parametrize("name", [MIXTURE, SWITCH])
+def test_responses_that_share_a_prompt_train_the_mixture_as_each_alone_would(name: str) -> None:
     """Packing decides which tokens reach an expert together; it must not decide what they learn."""
-    model, tokenizer = laboratory.build(seed=0, name=MIXTURE)
+    model, tokenizer = laboratory.build(seed=0, name=name)
     prompts = [np.array(tokenizer(text).input_ids) for text in ("3141592653=", "27=")]
     responses = [np.array(tokenizer(text).input_ids) for text in ("1123345569.", "11233.", "72.", "27.")]
     owners = [0, 0, 1, 1]
