@@ -1,7 +1,7 @@
 """Engines made from a description alone, as a process that hosts one is told: JSON, and a folder of model files.
 
     {"type": "embedded", "model": folder, "dtype": "bfloat16", "rounding": {"bits": null, "noise": 0.0, "seed": 0},
-     "routes": false unless given}
+     "routes": false unless given, "numerics": "native" unless given}
     {"type": "vllm", "model": folder, "engine": the [engine] section of a recipe}
 
 The folder needs no weights (config, generation config and tokenizer are enough): they are published.
@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from trimtab.errors import TrimtabError, nearest
+from trimtab.models import invariant
 from trimtab.models.load import default_device
 from trimtab.models.products import use_in
 from trimtab.models.quiet import quiet
@@ -51,6 +52,8 @@ def _embedded(spec: Mapping[str, Any], folder: Path) -> Engine:
             model.generation_config = GenerationConfig.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     use_in(model.base_model)
+    if spec.get("numerics") == "invariant":
+        invariant.use_in(model)
     model.to(default_device())
     rounding = Rounding(**spec["rounding"])
     return EmbeddedEngine(model.eval(), tokenizer, spec["dtype"], rounding=rounding, routes=spec.get("routes", False))

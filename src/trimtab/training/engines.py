@@ -88,6 +88,7 @@ def engine_spec(config: Config, folder: Path) -> dict[str, Any]:
         "dtype": config.engine.dtype,
         "rounding": {"bits": rounding.bits, "noise": rounding.noise, "seed": rounding.seed},
         "routes": config.routing.replay == "rollout",
+        "numerics": config.numerics,
     }
 
 

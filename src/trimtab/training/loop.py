@@ -23,6 +23,7 @@ from trimtab.evaluation import evaluate
 from trimtab.objectives import advantages
 from trimtab.training import checkpoint, snapshot, trajectories
 from trimtab.training.batching import micro_batches, split_minibatches, to_tensors
+from trimtab.training.bitwise import confirm
 from trimtab.training.calibration import calibrate
 from trimtab.training.canary import Canary
 from trimtab.training.collect import Collector, CollectStats, Group
@@ -107,12 +108,14 @@ class Trainer:
         batch = self._prepare_batch(groups)
         calibrated = self._calibrate(batch)
         stats = self._update(batch)
+        confirmed = confirm(batch.trajectories, stats) if self.config.numerics == "invariant" else None
         self._publish()
         self.step += 1
         self.seconds["step"] = time.perf_counter() - start
 
         metrics = self._metrics(batch, collected, stats, version)
         metrics |= calibrated | self._watch_lengths(metrics.get("length/mean"))
+        metrics |= {} if confirmed is None else {"mismatch/confirmed": confirmed}
         metrics |= before | {f"{key.rpartition('/')[0]}/before": value for key, value in before.items()}
         measured: dict[str, float] = {}
         if self._due(self.config.eval.every):
