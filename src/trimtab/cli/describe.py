@@ -66,6 +66,7 @@ def _of_recipe(name: str, sets: list[str]) -> dict[str, Any]:
     config = load_config(name, sets)
     built = from_section(config.objective.model_dump())
     sections = {name: getattr(config, name) for name in sorted({*COMPANIONS.values()})}
+    sections["routing"] = None if config.routing.replay == "none" else config.routing
     return {
         "objective": config.objective.name,
         "equation": built.equation(),

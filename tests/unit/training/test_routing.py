@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tests.unit.training.support import trajectory
 
+from trimtab.cli import main
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
@@ -252,3 +253,10 @@ def test_an_update_without_the_experts_it_should_replay_is_an_error() -> None:
     of = learner("proximal", "trainer.epochs=2")
     with pytest.raises(ValueError, match=r"no experts to replay for the micro-batch of rows \(0,\)"):
         of.update(batches(ROWS, of), lambda *_: None)
+
+
+def test_explain_says_that_experts_are_replayed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["explain", "laboratory"]) == 0
+    assert "[routing]" not in capsys.readouterr().out
+    assert main.run(["explain", "laboratory", "--set", "routing.replay=rollout"]) == 0
+    assert "[routing] replay = rollout" in capsys.readouterr().out
