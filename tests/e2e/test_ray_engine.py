@@ -209,6 +209,41 @@ def test_a_killed_actor_is_lost_and_its_successor_takes_its_seat(engines, prompt
     assert engine.place["pid"] == again
 
 
+class Stop:
+    """Never set; stops the process for good at its first look."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def is_set(self) -> bool:
+        os.kill(self.pid, signal.SIGSTOP)
+        return False
+
+
+@pytest.mark.parametrize("doing", ["generate", "publish"])
+def test_a_stopped_actor_is_given_up_and_its_successor_takes_its_seat(
+    engines, prompts, model, doing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, published = engines[0], share(weights(model))
+    engine.publish(published, 1)
+    expected, pid = rows(engine.generate(prompts, 2, SAMPLING, seed=9)), engine.place["pid"]
+    monkeypatch.setattr(engine, "patience", 3.0)
+    if doing == "publish":
+        os.kill(pid, signal.SIGSTOP)
+    long = Sampling(max_tokens=50, ignore_stop=True)
+    calls = {
+        "generate": lambda: engine.generate(prompts, 256, long, seed=9, interrupt=Stop(pid)),
+        "publish": lambda: engine.publish(published, 2),
+    }
+    with pytest.raises(EngineLost, match=rf"^process {pid} on .*no sign of life for 3 s \(engine.patience\)$"):
+        calls[doing]()
+    monkeypatch.undo()
+    engine.recover()
+    assert engine.place["pid"] != pid
+    engine.publish(published, 1)
+    assert rows(engine.generate(prompts, 2, SAMPLING, seed=9)) == expected
+
+
 MINE = """
 import threading
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,20 @@ from trimtab.types import Completion, Interrupt, Prompt, Sampling
 
 WEIGHTS = ".safetensors"
 LOOK = 0.02  # seconds between two looks at an interrupt while an actor works
+SIGNS = 1.0  # seconds between two questions after a sign of life
 
 
 class RayEngine:
     """`types.Engine` over the actor in `seat`, built there from a specification of `rollout.hosted`.
 
     Engines of one run share a publisher, so that weights are stored once. `place`: process and node of the actor.
+    `patience`: seconds without a sign of life after which a call gives the actor up (`EngineLost`). While it generates,
+    the signs are tokens; otherwise, that it runs at all.
     """
 
-    def __init__(self, spec: Mapping[str, Any], seat: Seat, publisher: Publisher, config: RayConfig) -> None:
+    def __init__(
+        self, spec: Mapping[str, Any], seat: Seat, publisher: Publisher, config: RayConfig, patience: float
+    ) -> None:
         self.policy_version = 0
         self.decoded = 0
         self.prefilled = 0
@@ -38,7 +44,8 @@ class RayEngine:
         self._files = _files(Path(spec["model"]))
         self._seat = seat
         self._publisher = publisher
-        self._patience = config.patience
+        self.patience = patience
+        self._start_patience = config.patience
         self._limit = config.shard_mib << 20
         self._calls = 0
         self._host: Any = None
@@ -75,9 +82,7 @@ class RayEngine:
         host = self._host  # `close` may take it away from another thread
         with self._alive():
             answer = host.generate.remote(self._calls, request, arrays)
-            if interrupt is not None and _interrupted(answer, interrupt):
-                host.interrupt.remote(self._calls)
-            found, parts, *counters = ask(answer)
+            found, parts, *counters = self._await(host, answer, interrupt)
         self._count(*counters)
         # Objects of the store are read-only, and stay there as long as an array of theirs is used.
         return wire.unpack_completions(found, {name: np.array(part) for name, part in parts.items()})
@@ -85,15 +90,17 @@ class RayEngine:
     def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
         self.wait()
         news = self._publisher.put(weights, version)
+        host = self._host
         with self._alive():
-            ask(self._host.publish.remote(news, exact))
+            self._await(host, host.publish.remote(news, exact))
         self.policy_version, self._has_weights = version, True
 
     def weights(self) -> Iterator[tuple[str, Any]]:
         """Copies in the object store; they stay there as long as a tensor is used."""
         self.wait()
+        host = self._host
         with self._alive():
-            found = ask(self._host.weights.remote(self._limit))
+            found = self._await(host, host.weights.remote(self._limit))
             shards = list(fetch(found.references))
         yield from unpack(shards, found.key, found.version)
 
@@ -108,7 +115,7 @@ class RayEngine:
             raise TrimtabError("the engine was closed: build another one")
         try:
             with self._alive():
-                ask(self._host.alive.remote(), self._patience)
+                ask(self._host.alive.remote(), self._start_patience)
         except EngineLost:
             end(self._host)
             self._begin()
@@ -134,8 +141,29 @@ class RayEngine:
         """Wait for the actor's engine; all actors of a run start side by side and are waited for one by one."""
         if self._starting is not None:
             with self._alive():
-                self.place = ask(self._starting, self._patience)
+                self.place = ask(self._starting, self._start_patience)
             self._starting = None
+
+    def _await(self, host: Any, answer: Any, interrupt: Interrupt | None = None) -> Any:
+        """The answer of `host`, which is told of the interrupt. `ActorLost` without signs of life; it is then dead."""
+        import ray
+
+        told, sign, seen = interrupt is None, None, None
+        since = asked = time.monotonic()
+        while not ray.wait([answer], timeout=SIGNS if told else LOOK)[0]:
+            if interrupt is not None and not told and interrupt.is_set():
+                host.interrupt.remote(self._calls)
+                told = True
+            now = time.monotonic()
+            if sign is not None and ray.wait([sign], timeout=0)[0]:
+                found, sign = ask(sign), None
+                seen, since = (seen, since) if found == seen else (found, now)
+            if sign is None and now - asked >= SIGNS:
+                sign, asked = host.sign.remote(), now
+            if now - since > self.patience:
+                end(host)
+                raise ActorLost(f"it gave no sign of life for {self.patience:g} s (engine.patience)")
+        return ask(answer)
 
     @contextlib.contextmanager
     def _alive(self) -> Iterator[None]:
@@ -159,20 +187,10 @@ def build_engines(config: Config, spec: Mapping[str, Any], seats: Sequence[Seat]
         TrimtabError: an engine cannot be built there, or its actor did not start within `ray.patience` seconds.
     """
     publisher = Publisher(getattr(torch, config.engine.dtype), config.ray.shard_mib << 20)
-    engines = [RayEngine(spec, seat, publisher, config.ray) for seat in seats]
+    engines = [RayEngine(spec, seat, publisher, config.ray, config.engine.patience) for seat in seats]
     for engine in engines:
         engine.wait()
     return engines
-
-
-def _interrupted(answer: Any, interrupt: Interrupt) -> bool:
-    """Wait for the answer or the interrupt; whether the interrupt came first."""
-    import ray
-
-    while not interrupt.is_set():
-        if ray.wait([answer], timeout=LOOK)[0]:
-            return False
-    return True
 
 
 def _files(folder: Path) -> dict[str, bytes]:

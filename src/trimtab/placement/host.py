@@ -17,7 +17,7 @@ from trimtab.types import Engine
 
 
 class EngineHost:
-    """Calls come one at a time, but for `interrupt`: Ray runs it beside the call it interrupts."""
+    """Calls come one at a time, but for `interrupt` and `sign`: Ray runs them beside the call they are about."""
 
     _engine: Engine
 
@@ -25,6 +25,8 @@ class EngineHost:
         torch.set_num_threads(threads)
         self._folder = tempfile.TemporaryDirectory(prefix="trimtab-engine-")
         self._interrupted = 0
+        self._signs = 0
+        self._generating = False
 
     def start(self, spec: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:
         """Build the engine from its specification and the files of its model; says where it is."""
@@ -37,15 +39,27 @@ class EngineHost:
     def generate(self, call: int, request: Mapping[str, Any], arrays: wire.Arrays) -> tuple[Any, ...]:
         """The completions as `wire` packs them, then tokens decoded and prefilled since the engine's start."""
         prefixes = request["prefixes"]
-        groups = self._engine.generate(
-            wire.unpack_prompts(request["prompts"], arrays),
-            request["samples"],
-            wire.unpack_sampling(request["sampling"]),
-            seed=request["seed"],
-            prefixes=None if prefixes is None else wire.unpack_completions(prefixes, arrays),
-            interrupt=_Interrupt(self, call),
-        )
+        self._generating = True
+        try:
+            groups = self._engine.generate(
+                wire.unpack_prompts(request["prompts"], arrays),
+                request["samples"],
+                wire.unpack_sampling(request["sampling"]),
+                seed=request["seed"],
+                prefixes=None if prefixes is None else wire.unpack_completions(prefixes, arrays),
+                interrupt=_Interrupt(self, call),
+            )
+        finally:
+            self._generating = False
         return (*wire.pack_completions(groups), self._engine.decoded, self._engine.prefilled)
+
+    def sign(self) -> int:
+        """Of life: another number than last time, if it works.
+
+        While it generates, its engine looks at the interrupt before every token; one that no longer does is stuck.
+        """
+        self._signs += not self._generating
+        return self._signs
 
     def alive(self) -> None:
         """Answers when what it hosts is alive, or alive again."""
@@ -80,4 +94,5 @@ class _Interrupt:
         self._call = call
 
     def is_set(self) -> bool:
+        self._host._signs += 1
         return self._host._interrupted >= self._call

@@ -31,10 +31,16 @@ def check_engines(config: Config) -> None:
             f"engine.workers = {engine.workers} has no effect on servers, which are processes already: leave it out, "
             "or name more engine.server.urls"
         )
-    if engine.patience != type(engine)().patience and not worker_count(config):
+    if engine.vllm.keep_sets and not config.sampling.top_k:
         raise TrimtabError(
-            f"engine.patience = {engine.patience:g} has no effect without engines in worker processes: leave it out, "
-            "or set engine.workers"
+            "engine.vllm.keep_sets without sampling.top_k: vLLM would return the whole vocabulary with every token; "
+            "set sampling.top_k, or leave keep_sets out"
+        )
+    apart = worker_count(config) or (config.placement == "ray" and kind != "server")
+    if engine.patience != type(engine)().patience and not apart:
+        raise TrimtabError(
+            f"engine.patience = {engine.patience:g} has no effect without engines in processes of their own: leave it "
+            "out, or set engine.workers"
         )
     in_step = [name for name in ("prefix", "expert") if getattr(config, name) is not None]
     if in_step and (engine.workers or 0) > 1:

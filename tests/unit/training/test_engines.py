@@ -34,6 +34,9 @@ def config(engine: dict, **trainer: int) -> Config:
         ({"type": "vllm", "quantize": "int8"}, {}, ["engine.quantize", "'vllm'"]),
         ({**SERVER, "noise": 0.1}, {}, ["engine.noise", "'server'"]),
         ({**SERVER, "workers": 2}, {}, ["engine.workers = 2", "server.urls"]),
+        ({"patience": 60}, {}, ["engine.patience = 60", "engine.workers"]),
+        ({**SERVER, "patience": 60}, {"max_lag": 2}, ["engine.patience = 60"]),
+        ({"type": "vllm", "vllm": {"keep_sets": True}}, {}, ["whole vocabulary", "sampling.top_k"]),
     ],
 )
 def test_what_cannot_work_is_refused(engine: dict, trainer: dict, words: list[str]) -> None:
@@ -41,6 +44,12 @@ def test_what_cannot_work_is_refused(engine: dict, trainer: dict, words: list[st
         check_engines(config(engine, **trainer))
     assert all(word in str(caught.value) for word in words)
     assert "\n" not in str(caught.value)
+
+
+def test_patience_is_for_engines_apart() -> None:
+    check_engines(config({"patience": 60, "workers": 1}))
+    check_engines(config({"patience": 60}, max_lag=2))
+    check_engines(Config.model_validate({"engine": {"patience": 60}, "placement": "ray"}))
 
 
 @pytest.mark.parametrize("section", ["prefix", "expert"])
