@@ -72,7 +72,7 @@ PARTS: dict[str, _Part] = {
     "top-p": _Part("sampled from the smallest set that holds 0.9 of the mass", {"sampling.top_p": 0.9}),
     "moe": _Part("a mixture of experts (8, 2 active) of the dense model's size", {"model.path": "laboratory-moe"}),
     "switch": _Part(
-        "a deeper mixture of that size (8 experts, 1 active), whose mismatch is routing",
+        "a deeper mixture of that size (16 experts, 1 active), whose mismatch is routing",
         {"model.path": "laboratory-switch"},
     ),
 }

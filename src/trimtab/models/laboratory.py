@@ -34,7 +34,7 @@ def build(seed: int, name: str = NAME) -> tuple[PreTrainedModel, PreTrainedToken
     """An untrained laboratory model (float32) and its character tokenizer. Equal seeds give equal weights.
 
     `name` is `NAME` (Llama, 393k parameters), `MIXTURE` (Qwen3-MoE, 383k, 2 layers of 8 experts of which 2 see a token)
-    or `SWITCH` (Qwen3-MoE, 365k, 4 layers of half the width and 8 experts of which 1 does, its gate not normalised).
+    or `SWITCH` (Qwen3-MoE, 402k, 6 layers of half the width with 16 experts of which 1 does).
     The tokenizer adds nothing: one token for one character, `.` ends, ` ` pads, any other character is `?`.
     """
     kind = LlamaForCausalLM if name == NAME else Qwen3MoeForCausalLM
@@ -51,7 +51,7 @@ def _config(name: str) -> LlamaConfig | Qwen3MoeConfig:
         "vocab_size": len(ALPHABET),
         "hidden_size": 64 if name == SWITCH else 128,
         "intermediate_size": 336,
-        "num_hidden_layers": 4 if name == SWITCH else 2,
+        "num_hidden_layers": 6 if name == SWITCH else 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "max_position_embeddings": 64,
@@ -62,13 +62,20 @@ def _config(name: str) -> LlamaConfig | Qwen3MoeConfig:
     }
     if name == NAME:
         return LlamaConfig(**shared)
-    # Every layer a mixture; the experts together are as large as a dense layer, rounded to a multiple of 8: grouped
-    # products want their rows aligned to 16 bytes, in bfloat16 too.
-    mixture = {"num_experts": 8, "decoder_sparse_step": 1}
+    # Every layer a mixture; its experts together are about as large as a dense layer of the width. Rows of grouped
+    # products want to be aligned to 16 bytes, in bfloat16 too: multiples of 8.
     if name == MIXTURE:
-        return Qwen3MoeConfig(**shared, **mixture, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True)
-    # With a single expert a normalised gate would be 1, and the router would learn nothing.
-    return Qwen3MoeConfig(**shared, **mixture, num_experts_per_tok=1, moe_intermediate_size=48, norm_topk_prob=False)
+        experts, chosen, size = 8, 2, 40
+    else:
+        experts, chosen, size = 16, 1, 16
+    return Qwen3MoeConfig(
+        **shared,
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        moe_intermediate_size=size,
+        norm_topk_prob=chosen > 1,  # the gate of a single expert would be 1, and the router would learn nothing
+        decoder_sparse_step=1,
+    )
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -70,12 +70,12 @@ def test_it_learns_to_sort() -> None:
     assert logp.item() > -1.9
 
 
-@pytest.mark.parametrize(("name", "size"), [(MIXTURE, 383_232), (SWITCH, 364_992)])
+@pytest.mark.parametrize(("name", "size"), [(MIXTURE, 383_232), (SWITCH, 402_176)])
 def test_mixtures_are_as_large_as_the_dense_model_and_load_anywhere(tmp_path: Path, name: str, size: int) -> None:
     dense, mixture = laboratory.build(seed=0)[0], load(name, dtype=torch.float32)
     sizes = [sum(parameter.numel() for parameter in model.parameters()) for model in (dense, mixture.model)]
     assert sizes[1] == size
-    assert abs(sizes[1] - sizes[0]) < 0.08 * sizes[0]
+    assert abs(sizes[1] - sizes[0]) < 0.03 * sizes[0]
     assert "trimtab" not in _saved(mixture, tmp_path).joinpath("config.json").read_text()
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)  # transformers alone, with its own experts and attention
     ids = torch.tensor([mixture.tokenizer("3141592653=1123345569.").input_ids])
