@@ -84,15 +84,20 @@ def test_the_record_has_one_byte_for_each_token_layer_and_choice(tmp_path: Path)
         assert all(one.trajectory.completion.routes is None for one in found)
 
 
-@pytest.mark.parametrize("engine", ["engine.dtype=bfloat16", "engine.quantize=int4"])
-def test_a_coarser_engine_disagrees_less_when_its_experts_are_replayed(engine: str, tmp_path: Path) -> None:
-    sets = [engine, "trainer.prompts=16", "trainer.samples=8"]
+@pytest.mark.parametrize(
+    ("engine", "factor"), [("engine.dtype=bfloat16", 2), ("engine.quantize=int8", 5), ("engine.quantize=int4", 1)]
+)
+def test_a_coarser_engine_disagrees_less_when_its_experts_are_replayed(
+    engine: str, factor: float, tmp_path: Path
+) -> None:
+    """In a model whose mismatch is nearly all routing; what int4 does to the weights themselves remains."""
+    sets = ["model.path=laboratory-switch", engine, "trainer.prompts=16", "trainer.samples=8"]
     plain, replayed = run(tmp_path / "plain", *sets), run(tmp_path / "replayed", *sets, ROLLOUT)
     # The first batch is the same: only what the trainer makes of it differs.
     first, same = rows(replayed)[0], rows(plain)[0]
     assert first["reward/mean"] == same["reward/mean"]
-    assert first["mismatch/k3"] < 0.9 * same["mismatch/k3"]
-    assert mean(replayed, "mismatch/k3") < mean(plain, "mismatch/k3")
+    assert first["mismatch/k3"] < same["mismatch/k3"]
+    assert mean(replayed, "mismatch/k3") < mean(plain, "mismatch/k3") / factor
     assert 0.5 < mean(replayed, "routing/agreement") < 1
 
 
