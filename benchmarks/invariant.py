@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/invariant.py [--threads 2] [--rounds 5] [--model smollm2-135m-instruct]
 
 A step samples 8 responses to each prompt (bfloat16, forced length) and runs forward and backward over them (float32
-weights under bfloat16 autocast), as the trainer does. Each figure is a median over rounds. Target: a whole step in at most 1.5 times the native one.
+weights under bfloat16 autocast), as the trainer does. Each figure is a median over rounds. Target: a whole step in at
+most 1.5 times the native one.
 """
 
 from __future__ import annotations
@@ -90,8 +91,10 @@ def measure(
 def report(
     rows: int, tokens: int, sampling: dict[str, list[float]], training: dict[str, list[float]], worst: dict[str, float]
 ) -> None:
-    print(f"{rows} responses of {tokens} tokens; largest |log mu - log pi|: native {worst['native']:.3g}, invariant "
-          f"{worst['invariant']:.3g}")
+    print(
+        f"{rows} responses of {tokens} tokens; largest |log mu - log pi|: native {worst['native']:.3g}, invariant "
+        f"{worst['invariant']:.3g}"
+    )
     whole = {name: [a + b for a, b in zip(sampling[name], training[name], strict=True)] for name in sampling}
     for what, seconds in (("sampling", sampling), ("training", training), ("step", whole)):
         native, other = (statistics.median(seconds[name]) for name in ("native", "invariant"))

@@ -181,7 +181,7 @@ class InvariantDecoder:
         peak = torch.maximum(self._to_rows(of_prompt.amax(-1, keepdim=True)), of_own.amax(-1, keepdim=True))
         total, out = _weigh(of_prompt.sub_(self._to_grid(peak)).exp_(), self._prompts.values[layer])
         before = self._to_rows(total[..., None])[..., 0].flatten(0, 1), self._to_rows(out).flatten(0, 1)
-        total, out = _weigh(of_own.sub_(peak).exp_(), self._own.values[layer], *before)
+        total, out = _weigh(of_own.sub_(peak).exp_(), self._own.values[layer], before)
         return out.div_(total[..., None])[:, :, :group].reshape(len(q), -1).to(q.dtype)
 
     def _to_grid(self, rows: Float[Tensor, "rows heads group x"]) -> Float[Tensor, "prompts heads more x"]:
@@ -224,7 +224,7 @@ def _scores(query: Tensor, key: Tensor, scaling: float, hidden: Tensor) -> Float
     return found.unflatten(0, query.shape[:2]).masked_fill_(hidden, -torch.inf)
 
 
-def _weigh(exponentials: Tensor, value: Tensor, *before: Tensor) -> tuple[Tensor, Tensor]:
+def _weigh(exponentials: Tensor, value: Tensor, before: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """`accumulate` for (owners, heads, more, keys)."""
-    total, out = accumulate(exponentials.flatten(0, 1), value.flatten(0, 1), *before)
+    total, out = accumulate(exponentials.flatten(0, 1), value.flatten(0, 1), before)
     return total.unflatten(0, exponentials.shape[:2]), out.unflatten(0, exponentials.shape[:2])

@@ -95,16 +95,15 @@ def scores(
 def accumulate(
     exponentials: Float[Tensor, "batch queries keys"],
     value: Float[Tensor, "batch keys width"],
-    total: Float[Tensor, "batch queries"] | None = None,
-    out: Float[Tensor, "batch queries width"] | None = None,
+    before: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Float[Tensor, "batch queries"], Float[Tensor, "batch queries width"]]:
-    """Add sums and weighted values of each block of keys, in order, to what the blocks before them gave."""
+    """Sums and weighted values of each block of keys added up in order, to those of the blocks `before` them."""
     for start in range(0, value.shape[1], KEYS):
         part = exponentials[..., start : start + KEYS]
         sums, values = part.sum(-1), torch.bmm(part, value[:, start : start + KEYS])
-        total, out = (sums, values) if total is None or out is None else (total.add_(sums), out.add_(values))
-    assert total is not None and out is not None
-    return total, out
+        before = (sums, values) if before is None else (before[0].add_(sums), before[1].add_(values))
+    assert before is not None  # there is always a key: the query's own
+    return before
 
 
 class _Keys(NamedTuple):
@@ -203,12 +202,12 @@ def _block(
         score.view(len(q), -1, len(queries), keys).masked_fill_(~part.allowed(rows, queries, keys), -torch.inf)
         found.append(score)
     peak = torch.stack([score.amax(-1) for score in found]).amax(0)[..., None]
-    total = result = None
+    result = None
     for part, score in zip(parts, found, strict=True):
         values = fold(part.values[rows, : score.shape[-1]], *sizes).to(exact)
-        total, result = accumulate(score.sub_(peak).exp_(), values, total, result)
-    assert total is not None and result is not None
-    return found, total, result
+        result = accumulate(score.sub_(peak).exp_(), values, result)
+    assert result is not None
+    return found, *result
 
 
 def _probabilities(
@@ -216,4 +215,5 @@ def _probabilities(
 ) -> Float[Tensor, "rows heads queries keys"]:
     rows, heads, queries = shape
     joint = torch.cat([one[..., : part.width] for one, part in zip(exponentials, parts, strict=True)], -1)
-    return joint.div_(total[..., None]).view(rows, heads, -1, joint.shape[-1])[:, :, :queries].to(options.dtype)
+    grid = joint.div_(total[..., None]).view(rows, heads, -1, joint.shape[-1])
+    return grid[:, :, :queries].to(options.dtype).contiguous()

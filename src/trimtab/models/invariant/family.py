@@ -42,24 +42,30 @@ def use_in(model: Any) -> None:
         TrimtabError: another family, a sliding window, angles that depend on the batch, a head with a bias, or a module
             of an unknown class.
     """
-    config, name = model.config, type(model).__name__
-    if config.model_type not in FAMILIES:
-        raise TrimtabError(
-            f'numerics = "invariant" covers {", ".join(FAMILIES)}, not {config.model_type!r}: use numerics = "native"'
-        )
-    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        raise TrimtabError(f'{name} has sliding windows, which invariant attention has not: use numerics = "native"')
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind in LENGTH_DEPENDENT:
-        raise TrimtabError(f'{kind!r} rotary angles depend on the longest text of a batch: use numerics = "native"')
-    if model.get_output_embeddings().bias is not None:
-        raise TrimtabError(f'the head of this {name} has a bias, which invariant numerics do not: use numerics = "native"')
-    for path, module in model.base_model.named_modules():
+    _check(model)
+    for module in model.base_model.modules():
         if type(module) in _CLASSES:
             module.__class__ = _CLASSES[type(module)]
-        elif not list(module.children()) and not path.endswith("rotary_emb"):
-            raise TrimtabError(f'{path} of this {name} is a {type(module).__name__}, unknown to numerics = "invariant"')
     model.set_attn_implementation(IMPLEMENTATION)
+
+
+def _check(model: Any) -> None:
+    config, name = model.config, type(model).__name__
+    reason = ""
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if config.model_type not in FAMILIES:
+        reason = f"covers {', '.join(FAMILIES)}, not {config.model_type!r}"
+    elif set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        reason = f"has no sliding windows, {name} has"
+    elif rope in LENGTH_DEPENDENT:
+        reason = f"has no {rope!r} rotary angles, which depend on the longest text of a batch"
+    elif model.get_output_embeddings().bias is not None:
+        reason = f"has no bias in the head, {name} has"
+    for path, module in model.base_model.named_modules():
+        known = type(module) in _CLASSES or path.endswith("rotary_emb") or any(True for _ in module.children())
+        reason = reason or ("" if known else f"does not know {type(module).__name__}, as which {name} has {path}")
+    if reason:
+        raise TrimtabError(f'numerics = "invariant" {reason}: use numerics = "native"')
 
 
 def is_invariant(model: Any) -> bool:

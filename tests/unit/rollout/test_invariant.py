@@ -1,0 +1,210 @@
+"""Invariant numerics: the sampler's log-probs are the trainer's, bit for bit, whatever else was in the batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.e2e.vllm_support import After
+from tests.unit.rollout.support import SIZE, tiny, tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trimtab.errors import TrimtabError
+from trimtab.models import attention, invariant
+from trimtab.models.invariant import layers
+from trimtab.models.invariant.attention import KEYS
+from trimtab.models.invariant.sums import add_exponentials
+from trimtab.models.logprobs import TokenBatch, pack_kept, score
+from trimtab.rollout import decoder
+from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.types import Completion, Problem, Prompt, Sampling
+
+TYPES = [("bfloat16", True), ("float32", False)]
+# Within a block of keys, at its end, and over several.
+LENGTHS = (3, KEYS, KEYS + 1, 150)
+FREE = Sampling(temperature=0.7, max_tokens=KEYS + 6, ignore_stop=True)
+
+
+def made(name: str = "llama") -> Any:
+    model = tiny(name)
+    model.config.max_position_embeddings = 256
+    invariant.use_in(model)
+    return model.train()
+
+
+def asked(lengths: Sequence[int] = LENGTHS) -> list[Prompt]:
+    rng = np.random.default_rng(0)
+    return [Prompt(Problem(f"p{i}", "", ""), "", rng.integers(2, SIZE, size=n)) for i, n in enumerate(lengths)]
+
+
+def trained(
+    model: Any, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], sampling: Sampling, autocast: bool
+) -> list[np.ndarray]:
+    """One packed micro-batch of everything, with gradient."""
+    flat = [one for group in groups for one in group]
+    index = [p for p, group in enumerate(groups) for _ in group]
+    batch = TokenBatch.pack([p.ids for p in prompts], [one.response_ids for one in flat], index, pad_id=0)
+    kept = None
+    if sampling.truncated:
+        kept = pack_kept([one.kept or () for one in flat], batch.response_ids.shape[1])
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        logp = score(model, batch, temperature=sampling.temperature, kept=kept).logp
+    logp.sum().backward()
+    return [row[: len(one.response_ids)].detach().numpy() for row, one in zip(logp, flat, strict=True)]
+
+
+def assert_equal(rows: Sequence[np.ndarray], groups: Sequence[Sequence[Completion]]) -> None:
+    written = [one.logp_behavior for group in groups for one in group]
+    for row, logp in zip(rows, written, strict=True):
+        np.testing.assert_array_equal(row, logp)
+    assert len(np.unique(np.concatenate(written))) > sum(map(len, written)) // 2  # numbers, not a constant
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3-rope", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("dtype", "autocast"), TYPES)
+def test_log_probs_of_sampler_and_trainer_are_equal(name: str, dtype: str, autocast: bool) -> None:
+    model = made(name)
+    engine = EmbeddedEngine(model, tokenizer(), dtype)
+    groups = engine.generate(asked(), 3, FREE, seed=0)
+    assert_equal(trained(model, asked(), groups, FREE, autocast), groups)
+
+
+def test_native_ones_are_not() -> None:
+    model = tiny("llama").train()
+    model.config.max_position_embeddings = 256
+    groups = EmbeddedEngine(model, tokenizer(), "bfloat16").generate(asked(), 3, FREE, seed=0)
+    rows = trained(model, asked(), groups, FREE, True)
+    assert max(np.abs(row - one.logp_behavior).max() for row, one in zip(rows, chain(*groups), strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.9, 0.8, 0, 30, ("w1",)), Sampling(1.0, 1.0, 5, 30, ("w1",))])
+def test_with_stops_and_truncated_sampling_too(sampling: Sampling) -> None:
+    """Rows leave the batch one by one, and sets of tokens renormalise both sides."""
+    model = made()
+    groups = EmbeddedEngine(model, tokenizer(), "bfloat16").generate(asked(), 6, sampling, seed=1)
+    assert len({len(one.response_ids) for group in groups for one in group}) > 3
+    assert_equal(trained(model, asked(), groups, sampling, True), groups)
+
+
+@pytest.mark.parametrize(("dtype", "autocast"), TYPES)
+def test_batch_threads_prefixes_and_prefill_blocks_change_no_bit(
+    dtype: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = made(), asked((3, KEYS + 1))
+    engine = EmbeddedEngine(model, tokenizer(), dtype)
+    groups = engine.generate(prompts, 2, FREE, seed=0)
+    with threads(2):
+        assert_same(engine.generate(prompts, 2, FREE, seed=0), groups)
+    monkeypatch.setattr(decoder, "PREFILL_TOKENS", 40)
+    part = engine.generate(prompts, 2, FREE, seed=0, interrupt=After(20))
+    assert_same(engine.generate(prompts, 2, FREE, seed=0, prefixes=part), groups)
+    # The trainer, each response alone; and with scores worked on in parts of a row.
+    monkeypatch.setattr(attention, "BLOCK_SCORES", 1 << 14)
+    monkeypatch.setattr(attention, "BLOCK_QUERIES", 30)
+    for prompt, group in zip(prompts, groups, strict=True):
+        for one in group:
+            assert_equal(trained(model, [prompt], [[one]], FREE, autocast), [[one]])
+
+
+def assert_same(found: Sequence[Sequence[Completion]], expected: Sequence[Sequence[Completion]]) -> None:
+    for one, other in zip(chain(*found), chain(*expected), strict=True):
+        assert one.response_ids.tolist() == other.response_ids.tolist()
+        np.testing.assert_array_equal(one.logp_behavior, other.logp_behavior)
+
+
+@pytest.mark.parametrize(("dtype", "autocast"), TYPES)
+def test_gradient_checkpointing_changes_no_bit(dtype: str, autocast: bool) -> None:
+    model = made()
+    groups = EmbeddedEngine(model, tokenizer(), dtype).generate(asked(), 2, FREE, seed=0)
+    found = []
+    for recompute in (False, True):
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        assert_equal(trained(model, asked(), groups, FREE, autocast), groups)
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert all(torch.equal(found[0][name], grad) for name, grad in found[1].items())
+
+
+def test_it_is_the_models_own_function() -> None:
+    """Float64, where only transformers' norms round: mistakes are far larger. Gradients too."""
+    native = tiny("qwen3").double().train()
+    native.set_attn_implementation(attention.IMPLEMENTATION)
+    model = copy.deepcopy(native)
+    invariant.use_in(model)
+    rng = np.random.default_rng(1)
+    prompts, responses = ([rng.integers(2, SIZE, size=n) for n in lengths] for lengths in ((5, 70), (4, 33, 9)))
+    batch = TokenBatch.pack(prompts, responses, [0, 1, 1], pad_id=0)
+    for model_ in (native, model):
+        logp = score(model_, batch, temperature=0.7).logp
+        logp.square().sum().backward()
+        model_.found = logp.detach()
+    torch.testing.assert_close(model.found, native.found, rtol=0, atol=1e-5)
+    for (name, mine), theirs in zip(model.named_parameters(), native.parameters(), strict=True):
+        assert (mine.grad - theirs.grad).norm() < 1e-5 * theirs.grad.norm(), name
+
+
+def test_functions_have_no_tail() -> None:
+    numbers = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 4
+    silu = layers.InvariantSiLU()
+    whole = silu(numbers)
+    total = add_exponentials(numbers, numbers[:, None] * torch.linspace(-1, 1, 7))
+    for start, stop in ((0, 1), (3, 20), (5, 118), (900, 1000)):
+        part = numbers[start:stop]
+        assert torch.equal(silu(part), whole[start:stop])
+        assert torch.equal(add_exponentials(part, part[:, None] * torch.linspace(-1, 1, 7)), total[start:stop])
+    torch.testing.assert_close(whole, F.silu(numbers))
+    torch.testing.assert_close(
+        total, torch.cat([numbers[:, None], numbers[:, None] * torch.linspace(-1, 1, 7)], 1).logsumexp(1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("gpt2", {}, "covers llama"),
+        ("mistral", {}, "covers llama"),
+        ("qwen3-moe", {}, "covers llama"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "no sliding windows"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "rotary angles"),
+    ],
+)
+def test_other_models_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
+    model = tiny(name)
+    for key, value in changes.items():
+        setattr(model.config, key, value)
+    with pytest.raises(TrimtabError, match=says):
+        invariant.use_in(model)
+
+
+def test_unknown_modules_are_refused_before_anything_is_changed() -> None:
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            hidden_act="gelu",
+        )
+    )
+    with pytest.raises(TrimtabError, match=r"layers\.0\.mlp\.act_fn"):
+        invariant.use_in(model)
+    assert type(model.model.embed_tokens) is torch.nn.Embedding
