@@ -6,18 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.models.triton_support import DTYPES, INTERPRETED, close, needs_interpreter
+from tests.unit.models.triton_support import DTYPES, INTERPRETED, REASON, close, tile_products  # noqa: F401
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
 from trimtab.models.attention import Layout
+from trimtab.models.invariant.triton_attention import Keys, Queries, attend, packed
 
-if INTERPRETED:
-    from tests.unit.models.triton_support import tile_products  # noqa: F401
-
-    from trimtab.models.invariant.triton_attention import Keys, Queries, attend, packed
-
-pytestmark = needs_interpreter
+if not INTERPRETED:
+    pytest.skip(REASON, allow_module_level=True)
 
 HEADS, KEY_HEADS, WIDTH = 6, 2, 32  # three heads share a key head: 21 queries fill a program (5 in float32)
 SCALING = WIDTH**-0.5

