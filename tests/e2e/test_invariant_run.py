@@ -1,0 +1,132 @@
+"""Whole runs with `numerics = "invariant"`: the mismatch is exactly zero, and one that is not stops the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from trimtab.config import load_config
+from trimtab.errors import TrimtabError
+from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.training import trajectories
+from trimtab.training.engines import build_engines
+from trimtab.training.makers import Makers
+from trimtab.training.run import train
+from trimtab.training.rundir import METRICS, read_metrics
+
+pytestmark = pytest.mark.e2e
+
+INVARIANT = "numerics=invariant"
+MIXED = ["engine.dtype=bfloat16", "model.autocast=bfloat16"]
+SMALL = ["trainer.steps=3", "trainer.prompts=6", "trainer.samples=4", "eval.problems=8", "log.trajectories_every=1"]
+
+
+def run(out: Path, *sets: str, recipe: str = "laboratory", **keywords: Any) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    train(load_config(recipe, [*SMALL, *sets]), out=out, **keywords)
+    return read_metrics(out / METRICS)
+
+
+def assert_exact(rows: list[dict[str, Any]]) -> None:
+    assert rows
+    for row in rows:
+        assert row["mismatch/abs_diff_max"] == row["mismatch/k3"] == 0.0
+        assert row["mismatch/confirmed"] == row["mismatch/tokens"] > 100
+    assert len({row["optim/grad_norm"] for row in rows}) == len(rows)  # it does learn
+
+
+@pytest.mark.parametrize("sets", [MIXED, []], ids=["bfloat16", "float32"])
+def test_a_run_has_no_mismatch_at_all(tmp_path: Path, sets: list[str]) -> None:
+    assert_exact(run(tmp_path / "invariant", INVARIANT, *sets))
+    native = run(tmp_path / "native", *sets)
+    assert all(row["mismatch/k3"] > 0 for row in native)
+    assert "mismatch/confirmed" not in native[0]
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["engine.workers=1"],
+        ["model.gradient_checkpointing=true", "sampling.top_p=0.9", "sampling.temperature=0.7"],
+        ["trainer.minibatches=2", "trainer.epochs=2"],
+        ["trainer.micro_batch_tokens=60"],
+    ],
+    ids=["worker", "checkpointing", "minibatches", "cut groups"],
+)
+def test_neither_however_it_is_run(tmp_path: Path, sets: list[str]) -> None:
+    assert_exact(run(tmp_path / "run", INVARIANT, *MIXED, *sets))
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["objective.name=soup", "objective.clip_high=0.28"],
+        ["objective.name=token-alp", "diagnose.every=1"],
+        ["trainer.max_lag=2", "trainer.in_flight=continue"],
+    ],
+    ids=["prefixes", "noise", "lag"],
+)
+def test_what_was_sampled_under_the_same_weights_is_equal(tmp_path: Path, sets: list[str]) -> None:
+    """Tokens of older weights differ; `confirm` compares the others, and would stop the run."""
+    rows = run(tmp_path / "run", INVARIANT, *MIXED, *sets, recipe="laboratory")
+    assert sum(row["mismatch/confirmed"] for row in rows) > 100
+
+
+def test_a_resumed_run_goes_on_without_mismatch(tmp_path: Path) -> None:
+    run(tmp_path / "run", INVARIANT, *MIXED, "checkpoint.every=1")
+    config = load_config("laboratory", [*SMALL, INVARIANT, *MIXED, "checkpoint.every=1", "trainer.steps=5"])
+    train(config, out=tmp_path / "run", resume=True)
+    rows = read_metrics(tmp_path / "run" / METRICS)
+    assert len(rows) == 5
+    assert_exact(rows)
+
+
+def test_one_native_operation_stops_the_run(tmp_path: Path) -> None:
+    def engines(*arguments: Any) -> Any:
+        [engine] = build_engines(*arguments)
+        assert isinstance(engine, EmbeddedEngine)
+        engine._model.model.layers[1].input_layernorm.__class__ = LlamaRMSNorm
+        return [engine]
+
+    with pytest.raises(TrimtabError, match=r"log-probs are not the sampler's bit for bit .* doctor --bitwise"):
+        run(tmp_path / "run", INVARIANT, *MIXED, "trainer.samples=3", makers=Makers(engines=engines))
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_score_the_bits_of_one(tmp_path: Path) -> None:
+    sets = [*SMALL, INVARIANT, *MIXED, "trainer.steps=2"]
+    run(tmp_path / "one", *sets)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trimtab"]
+    command += ["train", "laboratory", "--out", str(tmp_path / "two"), *(f"--set={entry}" for entry in sets)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_exact(read_metrics(tmp_path / "two" / METRICS))
+    one, two = (trajectories.read(tmp_path / name / "trajectories" / "step-000001.parquet") for name in ("one", "two"))
+    for alone, shared in zip(one, two, strict=True):
+        np.testing.assert_array_equal(alone.logp_proximal, shared.logp_proximal)
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        (["engine.type=vllm"], r'needs engine\.type = "embedded"'),
+        (["engine.type=server", 'engine.server.urls=["http://127.0.0.1:1"]'], r'needs engine\.type = "embedded"'),
+        (["engine.dtype=bfloat16"], r'needs engine\.dtype = "float32"'),
+        (["engine.quantize=int4"], "nothing to keep equal"),
+        (["model.lora.rank=4"], "trains whole weights"),
+        (["model.path=laboratory-moe"], "covers llama"),
+    ],
+)
+def test_what_cannot_be_equal_is_refused(tmp_path: Path, sets: list[str], says: str) -> None:
+    with pytest.raises(TrimtabError, match=says):
+        run(tmp_path / "run", INVARIANT, *sets)
