@@ -90,6 +90,8 @@ def test_a_resumed_run_goes_on_without_mismatch(tmp_path: Path) -> None:
 
 
 def test_one_native_operation_stops_the_run(tmp_path: Path) -> None:
+    """In float32: rounding to bfloat16 would hide most of what transformers' norm does otherwise."""
+
     def engines(*arguments: Any) -> Any:
         [engine] = build_engines(*arguments)
         assert isinstance(engine, EmbeddedEngine)
@@ -97,7 +99,7 @@ def test_one_native_operation_stops_the_run(tmp_path: Path) -> None:
         return [engine]
 
     with pytest.raises(TrimtabError, match=r"log-probs are not the sampler's bit for bit .* doctor --bitwise"):
-        run(tmp_path / "run", INVARIANT, *MIXED, "trainer.samples=3", makers=Makers(engines=engines))
+        run(tmp_path / "run", INVARIANT, makers=Makers(engines=engines))
 
 
 @pytest.mark.timeout(300)
