@@ -1,12 +1,14 @@
-"""Signs of life of an engine in an actor, without the cluster."""
+"""The actor around an engine, without the cluster: its signs of life, and what brings it back."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
+import pytest
 from tests.unit.rollout.support import prompts
 
+from trimtab.errors import EngineLost
 from trimtab.placement.host import EngineHost
 from trimtab.rollout import wire
 from trimtab.types import Sampling
@@ -47,3 +49,25 @@ def test_a_sign_is_the_life_of_the_process_but_while_it_generates_a_token() -> N
     engine.look.release()
     call.join(30)
     assert host.sign() != host.sign()
+
+
+def test_alive_means_that_what_it_hosts_is_brought_back() -> None:
+    host = EngineHost(1)
+    host.alive()  # still starting: the process answers
+    lost = Lost()
+    host._engine = lost  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    with pytest.raises(EngineLost):
+        host.alive()
+    host.alive()
+    assert lost.attempts == 2
+
+
+class Lost:
+    """Comes back at the second attempt."""
+
+    attempts = 0
+
+    def recover(self) -> None:
+        self.attempts += 1
+        if self.attempts == 1:
+            raise EngineLost("not yet")

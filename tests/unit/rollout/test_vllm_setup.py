@@ -1,4 +1,4 @@
-"""What vLLM is started with. vLLM itself is not needed: of it only the kind of device is asked."""
+"""What vLLM is started with and asked for. vLLM itself is not needed: of it only the kind of device is asked."""
 
 from __future__ import annotations
 
@@ -7,20 +7,29 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.unit.rollout.support import EOS, SIZE, prompts
 
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.rollout import vllm_setup
+from trimtab.rollout.rows import make_rows
+from trimtab.rollout.vllm import VllmEngine
+from trimtab.types import Sampling
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Say `device.cpu = True` for a CPU; the default here is a GPU."""
     asked = SimpleNamespace(cpu=False)
-    package, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
-    platforms.current_platform = SimpleNamespace(is_cpu=lambda: asked.cpu)  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "vllm", package)
-    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    parts = {
+        "platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: asked.cpu)},
+        "sampling_params": {"SamplingParams": SimpleNamespace, "RequestOutputKind": SimpleNamespace(DELTA="delta")},
+    }
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    for name, content in parts.items():
+        module = ModuleType(f"vllm.{name}")
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # set by some of these, put back by this
     return asked
 
@@ -56,3 +65,27 @@ def test_keep_sets_need_a_gpu(device: Any) -> None:
     device.cpu = True
     with pytest.raises(TrimtabError, match="keep_sets needs a GPU"):
         started("engine.vllm.keep_sets=true")
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("keep_sets", "temperature", "top_k", "asked"),
+    [
+        (False, 1.0, 0, (1.0, 0)),
+        (False, 0.0, 0, (0.0, 0)),
+        (True, 0.7, 20, (0.7, 20)),
+        (True, 0.0, 20, (1.0, 1)),  # greedy by another name: vLLM refuses temperature 0 where it returns sets
+        (True, 0.0, 0, (1.0, 1)),
+        (True, 1.0, 0, (1.0, SIZE)),  # untruncated (the canary): vLLM refuses 0 there as well
+    ],
+)
+def test_requests_that_vllm_accepts_beside_keep_sets(
+    keep_sets: bool, temperature: float, top_k: int, asked: tuple[float, int]
+) -> None:
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._config = load_config("quickstart-vllm", [f"engine.vllm.keep_sets={str(keep_sets).lower()}"]).engine
+    engine._vocabulary, engine._eos = SIZE, {EOS}
+    sampling = Sampling(temperature=temperature, top_k=top_k, max_tokens=5)
+    [row] = make_rows(1, 1, sampling, 0, None)
+    params = engine._request(row, prompts([3])[0], sampling, seed=0).params
+    assert (params.temperature, params.top_k) == asked
