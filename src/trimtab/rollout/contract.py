@@ -38,8 +38,23 @@ def check(sampling: Sampling, *, kept: bool) -> None:
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
-    """`check` for one trajectory, its own keep sets included."""
-    check(trajectory.sampling, kept=trajectory.completion.kept is not None)
+    """`check` for one trajectory, its own keep sets included.
+
+    Raises `TrimtabError` also where the sets cannot be those of its tokens: another number of them, a token outside its
+    set, more than top_k ids.
+    """
+    sampling, kept = trajectory.sampling, trajectory.completion.kept
+    check(sampling, kept=kept is not None)
+    if not sampling.truncated or kept is None:
+        return
+    ids, name = trajectory.completion.response_ids, f"response to {trajectory.prompt.problem.id!r}"
+    if len(kept) != len(ids):
+        raise TrimtabError(f"{name}: {len(kept)} keep sets for {len(ids)} tokens; the engine must report one for each")
+    for token, (own, among) in enumerate(zip(ids, kept, strict=True)):
+        if own not in among:
+            raise TrimtabError(f"{name}, token {token}: id {own} is not in its own keep set, the ids it was drawn from")
+        if 0 < sampling.top_k < len(among):
+            raise TrimtabError(f"{name}, token {token}: {len(among)} ids in its keep set under top_k {sampling.top_k}")
 
 
 def _words(sampling: Sampling) -> str:

@@ -42,9 +42,28 @@ def check_engines(config: Config) -> None:
             f"engine.patience = {engine.patience:g} has no effect without engines in processes of their own: leave it "
             "out, or set engine.workers"
         )
+    _check_truncation(config)
     in_step = [name for name in ("prefix", "expert") if getattr(config, name) is not None]
     if in_step and (engine.workers or 0) > 1:
         raise TrimtabError(f"[{in_step[0]}] works with one engine: leave engine.workers out, or set it to 1 or 0")
+
+
+def _check_truncation(config: Config) -> None:
+    """Truncated sampling needs an engine that says which ids each token was drawn from (`types.Completion.kept`)."""
+    sampling = config.sampling
+    if sampling.top_p == 1 and sampling.top_k == 0:
+        return
+    why = "without the sets each token was drawn from every ratio would be too small by the mass that was cut"
+    if config.engine.type == "server":
+        raise TrimtabError(
+            f"sampling.top_p and top_k do not work with servers, which do not return keep sets ({why}): set top_p = 1 "
+            'and top_k = 0, or use engine.type = "embedded"'
+        )
+    if config.engine.type == "vllm" and not config.engine.vllm.keep_sets:
+        raise TrimtabError(
+            f"sampling.top_p and top_k need engine.vllm.keep_sets = true (vLLM on a GPU): {why}; or set top_p = 1 and "
+            "top_k = 0"
+        )
 
 
 def worker_count(config: Config) -> int:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
-from trimtab.training import atomic, routes
+from trimtab.training import atomic, keep_sets, routes
 from trimtab.types import Completion, FloatArray, Problem, Prompt, Sampling, Trajectory
 
 _CONTRACT = ("temperature", "top_p", "top_k", "logprobs")
@@ -114,7 +114,7 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "question": pa.array([problem.question for problem in problems], pa.string()),
         "answer": pa.array([problem.answer for problem in problems], pa.string()),
         "limits": pa.array([_fields(s, _LIMITS) for s in samplings], _LIMITS_TYPE),
-        "kept": _kept(completions, lengths) if kept else None,
+        "kept": keep_sets.encode(completions) if kept else None,
         "routes": routes.encode(trajectories) if kept else None,
     }
     buffer = io.BytesIO()
@@ -148,7 +148,7 @@ def _row(columns: dict[str, Any], index: int) -> Row:
         finish=value("finish"),
         text=value("text"),
         entropy=None if external else optional("entropy"),
-        kept=optional("kept"),
+        kept=keep_sets.decode(optional("kept")),
         routes=routes.decode(optional("routes")),
     )
     trajectory = Trajectory(
@@ -214,31 +214,14 @@ def _lists(arrays: Sequence[Any], kind: pa.DataType) -> pa.ListArray:
     return pa.ListArray.from_arrays(_offsets([len(a) for a in arrays]), pa.array(flat, kind))
 
 
-def _kept(completions: Sequence[Completion], lengths: Sequence[int]) -> pa.Array | None:
-    sets = [completion.kept for completion in completions]
-    if not _all_or_none("kept", sets):
-        return None
-    for index, (kept, length) in enumerate(zip(sets, lengths, strict=True)):
-        if kept is not None and len(kept) != length:
-            raise ValueError(f"kept of row {index} has {len(kept)} entries for {length} response tokens")
-    tokens = _lists([ids for kept in sets for ids in kept or ()], pa.int64())
-    return pa.ListArray.from_arrays(_offsets(lengths), tokens)
-
-
 def _offsets(lengths: Sequence[int]) -> pa.Array:
     return pa.array(np.cumsum([0, *lengths]), pa.int32())
 
 
 def _values(column: pa.ChunkedArray) -> Sequence[Any]:
-    """Per row: numpy arrays for lists of numbers, tuples of arrays for lists of them, plain Python for the rest."""
+    """Per row: numpy arrays for lists of numbers, plain Python for the rest."""
     array = column.combine_chunks()
-    return _slices(array) if pa.types.is_list(array.type) else array.to_pylist()
-
-
-def _slices(array: pa.ListArray) -> list[Any]:
-    ends = pairwise(array.offsets.to_numpy())
-    if pa.types.is_list(array.values.type):
-        inner = _slices(array.values)
-        return [tuple(inner[start:end]) for start, end in ends]
+    if not pa.types.is_list(array.type):
+        return array.to_pylist()
     flat = array.values.to_numpy(zero_copy_only=False)
-    return [flat[start:end].copy() for start, end in ends]
+    return [flat[start:end].copy() for start, end in pairwise(array.offsets.to_numpy())]

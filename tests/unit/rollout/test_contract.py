@@ -42,12 +42,32 @@ def test_accepted(sampling: Sampling, kept: bool) -> None:
     check(sampling, kept=kept)
 
 
-def test_a_trajectory_shows_its_own_keep_sets() -> None:
-    def trajectory(kept: tuple[np.ndarray, ...] | None) -> Trajectory:
-        one = np.array([1])
-        completion = Completion(one, np.float32([-1.0]), one, "stop", "", kept=kept)
-        return Trajectory(prompt([1]), 0, completion, Sampling(top_k=2), np.array([True]), 0.0, {})
+TRUNCATED = Sampling(top_p=0.9, top_k=3)
 
-    check_trajectory(trajectory((np.array([1, 2]),)))
-    with pytest.raises(TrimtabError, match="keep sets"):
-        check_trajectory(trajectory(None))
+
+def truncated(kept: list[list[int]] | None, sampling: Sampling = TRUNCATED) -> Trajectory:
+    ids = np.array([7, 2])
+    sets = None if kept is None else tuple(np.array(among) for among in kept)
+    completion = Completion(ids, np.float32([-1.0, -0.5]), np.array([0, 0]), "stop", "", kept=sets)
+    return Trajectory(prompt([1], "sum"), 0, completion, sampling, np.array([True, True]), 0.0, {})
+
+
+def test_a_trajectory_with_its_own_keep_sets_is_accepted() -> None:
+    check_trajectory(truncated([[2, 7], [2]]))
+    check_trajectory(truncated([[2, 5, 7, 9], [0, 2]], Sampling(top_p=0.9)))
+    check_trajectory(truncated(None, Sampling()))
+
+
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        (None, "carry no keep sets"),
+        ([[2, 7]], "response to 'sum': 1 keep sets for 2 tokens"),
+        ([[2, 7], [3, 5]], "response to 'sum', token 1: id 2 is not in its own keep set"),
+        ([[], [2]], "token 0: id 7 is not in its own keep set"),
+        ([[2, 5, 7, 9], [2]], "token 0: 4 ids in its keep set under top_k 3"),
+    ],
+)
+def test_sets_that_cannot_be_those_of_the_tokens_are_refused(kept: list[list[int]] | None, words: str) -> None:
+    with pytest.raises(TrimtabError, match=words):
+        check_trajectory(truncated(kept))

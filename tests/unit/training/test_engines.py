@@ -46,6 +46,33 @@ def test_what_cannot_work_is_refused(engine: dict, trainer: dict, words: list[st
     assert "\n" not in str(caught.value)
 
 
+VLLM = {"type": "vllm"}
+SETS = {"type": "vllm", "vllm": {"keep_sets": True}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "sampling", "words"),
+    [
+        (SERVER, {"top_p": 0.9}, ["servers, which do not return keep sets", "mass that was cut", "top_p = 1"]),
+        (SERVER, {"top_k": 20}, ["servers, which do not return keep sets"]),
+        (VLLM, {"top_p": 0.9}, ["engine.vllm.keep_sets = true", "mass that was cut"]),
+        (VLLM, {"top_k": 20}, ["engine.vllm.keep_sets = true"]),
+        (SETS, {"top_p": 0.9}, ["sampling.top_k"]),
+    ],
+)
+def test_truncated_sampling_without_sets_is_refused(engine: dict, sampling: dict, words: list[str]) -> None:
+    with pytest.raises(TrimtabError) as caught:
+        check_engines(Config.model_validate({"engine": engine, "sampling": sampling}))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_truncated_sampling_with_sets_is_welcome() -> None:
+    for engine in ({}, {"workers": 1}):
+        check_engines(Config.model_validate({"engine": engine, "sampling": {"top_p": 0.9, "top_k": 20}}))
+    check_engines(Config.model_validate({"engine": SETS, "sampling": {"top_p": 0.9, "top_k": 20}}))
+
+
 def test_patience_is_for_engines_apart() -> None:
     check_engines(config({"patience": 60, "workers": 1}))
     check_engines(config({"patience": 60}, max_lag=2))

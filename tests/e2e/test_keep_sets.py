@@ -1,0 +1,160 @@
+"""Runs that sample from a part of the vocabulary: the trainer renormalises over the same part, or nothing is trained.
+
+Sampler and trainer are both float32 here, so that what the sets do not explain is float error.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trimtab.config import load_config
+from trimtab.errors import TrimtabError
+from trimtab.models.load import Loaded
+from trimtab.training.engines import build_engines
+from trimtab.training.makers import LOCAL, Makers
+from trimtab.training.run import train
+from trimtab.training.rundir import read_metrics
+from trimtab.types import Completion, Engine
+
+pytestmark = pytest.mark.e2e
+
+CUT = ("sampling.top_p=0.8", "sampling.top_k=5", "sampling.temperature=0.9")
+SMALL = ("trainer.steps=2", "trainer.prompts=4", "trainer.samples=4", "eval.problems=4", "checkpoint.every=1")
+FLOAT_ERROR = 2e-5  # of a log-prob, in float32
+
+Change = Callable[[Completion], Completion]
+
+
+def metrics(out: Path, *sets: str, makers: Makers = LOCAL) -> list[dict[str, Any]]:
+    train(load_config("laboratory", [*SMALL, *sets]), out=out, makers=makers)
+    return read_metrics(out / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("cut", [CUT[:1], CUT[1:2], CUT])
+def test_ratios_are_one_in_this_process_and_from_another(tmp_path: Path, cut: Sequence[str]) -> None:
+    rows = metrics(tmp_path / "here", *cut)
+    for row in rows:
+        assert row["mismatch/abs_diff_max"] < FLOAT_ERROR
+        assert row["mismatch/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+    if cut == CUT:
+        apart = metrics(tmp_path / "apart", *cut, "engine.workers=1")
+        same = ("mismatch/abs_diff_max", "mismatch/ratio_mean", "reward/mean", "optim/grad_norm")
+        assert [[row[key] for key in same] for row in apart] == [[row[key] for key in same] for row in rows]
+
+
+def test_ratios_are_one_where_an_older_policy_began(tmp_path: Path) -> None:
+    """Weights hardly move, so that the older policy is the current one: what is left are the sets of the prefixes."""
+    soup = ("objective.name=soup", "prefix.refresh=3", "prefix.ratio=0.5", "prefix.share=2", "optim.lr=1e-20")
+    rows = metrics(tmp_path / "run", *CUT, *soup, "trainer.steps=3")
+    assert all(row["mismatch/abs_diff_max"] < FLOAT_ERROR for row in rows)
+    assert rows[1]["prefix/tokens"] > 40
+
+
+def test_a_resumed_run_has_the_sets_of_what_was_waiting(tmp_path: Path) -> None:
+    soup = ("objective.name=soup", "prefix.refresh=4", "prefix.ratio=0.5", "prefix.share=2", "optim.lr=1e-20")
+    sets = (*SMALL, *CUT, *soup)
+    train(load_config("laboratory", [*sets, "trainer.steps=2"]), out=tmp_path / "run")
+    train(load_config("laboratory", [*sets, "trainer.steps=4"]), out=tmp_path / "run", resume=True)
+    train(load_config("laboratory", [*sets, "trainer.steps=4"]), out=tmp_path / "whole")
+    resumed, whole = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "whole"))
+    for key in ("mismatch/abs_diff_max", "mismatch/ratio_mean", "reward/mean"):
+        assert [row[key] for row in resumed] == [row[key] for row in whole]
+
+
+@pytest.mark.timeout(300)
+def test_ratios_are_one_on_two_ranks(tmp_path: Path) -> None:
+    sets = [f"--set={entry}" for entry in (*SMALL, *CUT, "trainer.steps=1", "trainer.micro_batch_tokens=200")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trimtab"]
+    command += ["train", "laboratory", "--out", str(tmp_path / "run"), *sets]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    [row] = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert row["mismatch/abs_diff_max"] < FLOAT_ERROR
+    assert row["mismatch/tokens"] > 100
+
+
+class Tampered:
+    """An engine whose first completion is changed on its way out."""
+
+    def __init__(self, engine: Engine, change: Change) -> None:
+        self._engine, self._change = engine, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, *args: Any, **keywords: Any) -> list[list[Completion]]:
+        groups = self._engine.generate(*args, **keywords)
+        if groups[0][0].kept is not None:
+            groups[0][0] = self._change(groups[0][0])
+        return groups
+
+
+def tampered(change: Change) -> Makers:
+    def engines(config: Any, loaded: Loaded, folder: Path) -> list[Any]:
+        return [Tampered(engine, change) for engine in build_engines(config, loaded, folder)]
+
+    return Makers(engines)
+
+
+def without(completion: Completion, *, own: bool) -> Completion:
+    """One id less in the largest set: the sampled one, or the first of the others."""
+    assert completion.kept is not None
+    sets = list(completion.kept)
+    token = int(np.argmax([len(ids) for ids in sets]))
+    sampled = sets[token] == completion.response_ids[token]
+    leave = sampled if own else ~sampled & (np.cumsum(~sampled) == 1)
+    assert leave.sum() == 1
+    sets[token] = sets[token][~leave]
+    return replace(completion, kept=tuple(sets))
+
+
+def short(completion: Completion) -> Completion:
+    assert completion.kept is not None
+    return replace(completion, kept=completion.kept[:-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda one: replace(one, kept=None), "carry no keep sets: ratios over the whole vocabulary"),
+        (lambda one: without(one, own=True), "is not in its own keep set"),
+        (short, "keep sets for .* tokens"),
+    ],
+)
+def test_sets_that_are_lost_on_the_way_end_the_run(tmp_path: Path, change: Change, words: str) -> None:
+    with pytest.raises(TrimtabError, match=words):
+        metrics(tmp_path / "run", "sampling.top_k=3", "trainer.steps=1", makers=tampered(change))
+
+
+def test_one_id_less_in_one_set_is_seen_in_the_ratios(tmp_path: Path) -> None:
+    """Nothing says which ids a set must hold, but the ratio of its token is no longer 1: the tests above can fail."""
+    faulty = tampered(lambda one: without(one, own=False))
+    [row] = metrics(tmp_path / "run", "sampling.top_k=14", "sampling.temperature=2.0", "trainer.steps=1", makers=faulty)
+    assert row["mismatch/abs_diff_max"] > 100 * FLOAT_ERROR
+
+
+def test_without_renormalisation_the_mean_ratio_is_the_kept_mass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are drawn from mu = pi / Z on a set of mass Z under pi. Without the sets each ratio pi / mu is Z."""
+    monkeypatch.setattr("trimtab.training.batching.pack_kept", lambda *_: _Nothing())
+    [row] = metrics(tmp_path / "run", "sampling.top_p=0.7", "sampling.temperature=1.5", "trainer.steps=1")
+    assert 0.7 < row["mismatch/ratio_mean"] < 0.99
+    assert row["mismatch/abs_diff_max"] <= -np.log(0.7) + FLOAT_ERROR
+
+
+class _Nothing:
+    """What a trainer without mask replay has in the place of sets."""
+
+    def to(self, _device: Any) -> None:
+        return None
