@@ -18,7 +18,7 @@ from trimtab.models.invariant.triton_product import product
 if not INTERPRETED:
     pytest.skip(REASON, allow_module_level=True)
 
-VOCABULARY = 600  # of tiles of 128: four whole ones and a part
+VOCABULARY = 300  # two whole tiles of 128 and a part
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_logsumexp_by_hand() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
     # Normalised: near 0 no rounding of the logarithm hides a difference.
-    logits = (random(13, VOCABULARY) * 5).log_softmax(-1).to(dtype)
+    logits = (random(7, VOCABULARY) * 5).log_softmax(-1).to(dtype)
     assert differences(logsumexp, logits) == []
     assert differences(lambda rows: add_exponentials(torch.zeros(len(rows)), rows), logits.float()) == []
 
@@ -59,22 +59,24 @@ def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
 def test_words_that_cannot_be_drawn_change_nothing() -> None:
     """Sets of kept ids are filled up to the longest of the batch."""
     logits = random(3, VOCABULARY)
-    filled = torch.cat([logits, torch.full((3, 500), -torch.inf)], -1)
+    filled = torch.cat([logits, torch.full((3, 200), -torch.inf)], -1)
     assert torch.equal(logsumexp(filled), logsumexp(logits))
 
 
 def test_tiles_chosen_by_the_number_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def fault(rows: Tensor) -> Tensor:
         with monkeypatch.context() as patch:
-            patch.setattr(triton_head, "WORDS", 64 if len(rows) < 4 else 256)
+            patch.setattr(triton_head, "WORDS", 32 if len(rows) < 4 else 256)
             return logsumexp(rows)
 
-    assert "alone" in differences(fault, random(13, VOCABULARY).log_softmax(-1))
+    logits = random(12, VOCABULARY).log_softmax(-1)
+    assert not torch.equal(torch.cat([fault(row[None]) for row in logits]), fault(logits))
+    assert torch.equal(torch.cat([logsumexp(row[None]) for row in logits]), logsumexp(logits))
 
 
 def test_further_words_are_added() -> None:
     logits = random(5, VOCABULARY) * 3
-    found = add_exponentials(logsumexp(logits[:, :512]), logits[:, 512:])
+    found = add_exponentials(logsumexp(logits[:, :256]), logits[:, 256:])
     torch.testing.assert_close(found, logits.logsumexp(-1))
     start = torch.full((5,), torch.finfo(torch.float32).min / 2)
     assert torch.equal(add_exponentials(start, logits), logsumexp(logits))
@@ -85,11 +87,11 @@ def test_further_words_are_added() -> None:
 @pytest.mark.parametrize("biased", [False, True])
 def test_trainer_and_sampler_have_equal_bits(dtype: torch.dtype, biased: bool) -> None:
     """The trainer takes the head in parts of tokens and words, the sampler has whole logits of its own few rows."""
-    hidden, weight = random(11, 32, dtype=dtype), random(VOCABULARY, 32, dtype=dtype, seed=1)
+    hidden, weight = random(7, 32, dtype=dtype), random(VOCABULARY, 32, dtype=dtype, seed=1)
     bias = random(VOCABULARY, seed=2) if biased else None
-    ids = torch.tensor([0, 255, 256, 511, 512, 599, 7, 90, 150, 510, 598])
+    ids = torch.tensor([0, 127, 128, 255, 256, 299, 7])
     logp, total = head_logps(hidden, weight, ids, 0.7, bias)
-    for rows in (slice(0, 11), slice(3, 4), slice(5, 9)):
+    for rows in (slice(0, 7), slice(3, 4), slice(4, 6)):
         sampled = chosen_logps(product(hidden[rows], weight), ids[rows], 0.7, bias)
         assert torch.equal(sampled[0], logp[rows])
         assert torch.equal(sampled[1], total[rows])
@@ -107,7 +109,7 @@ def test_the_head_never_holds_tokens_times_vocabulary(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(triton_head, "product", watched)
     head_logps(random(9, 16), random(VOCABULARY, 16, seed=1), torch.arange(9))
-    assert sizes == [(rows, words) for rows in (4, 4, 1) for words in (256, 256, 88)]
+    assert sizes == [(rows, words) for rows in (4, 4, 1) for words in (256, 44)]
 
 
 def test_a_temperature_of_0_has_one_clear_line() -> None:

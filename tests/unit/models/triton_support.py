@@ -56,7 +56,7 @@ def differences(run: Callable[[Tensor], Tensor], rows: Tensor, seed: int = 0) ->
     generator = torch.Generator().manual_seed(seed)
     whole = run(rows)
     found = []
-    for index in {*range(0, len(rows), -(-len(rows) // 8)), len(rows) - 1}:
+    for index in {*range(0, len(rows), -(-len(rows) // 6)), len(rows) - 1}:
         if not torch.equal(run(rows[index : index + 1].clone())[0], whole[index]):
             found.append("alone")
     order = torch.randperm(len(rows), generator=generator)
@@ -64,7 +64,7 @@ def differences(run: Callable[[Tensor], Tensor], rows: Tensor, seed: int = 0) ->
         found.append("permuted")
     if not torch.equal(run(rows[1:]), whole[1:]):
         found.append("sliced")
-    company = torch.randn((len(rows) + 3, *rows.shape[1:]), generator=generator).to(rows.dtype) * 1e3
+    company = torch.randn((3, *rows.shape[1:]), generator=generator).to(rows.dtype) * 1e3
     if not torch.equal(run(torch.cat([company, rows, company]))[len(company) : -len(company)], whole):
         found.append("with others")
     return found

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.models.attention import Layout
+from trimtab.models.attention import Layout, Rows
 from trimtab.models.invariant.triton_runtime import (
     LAUNCH,
     aligned,
@@ -125,32 +125,30 @@ def packed(
     scaling: float,
 ) -> Float[Tensor, "tokens channels"]:
     """`attend` over a packed micro-batch: prompts look at themselves, responses at their prompt and at themselves."""
-    out = torch.empty_like(query)
-    prompts, responses = layout.prompts, layout.responses
-    numbers = torch.arange(max(prompts.batch, responses.batch), device=query.device)
-    ones, zeros = torch.ones_like(numbers), torch.zeros_like(numbers)
-    count = prompts.batch
-    own = numbers[:count]
-    shared = Keys(_rows(prompts.spread(key), width), _rows(prompts.spread(value), width), own, zeros[:count])
-    # Padding is at the end of rows: no query of a real token sees it, and what its own queries find is not packed.
-    every = Queries(own * prompts.width, ones[:count] * prompts.width, ones[:count], zeros[:count], prompts.width)
-    found = attend(prompts.spread(query).view(count * prompts.width, -1, width), every, shared, shared, scaling)
-    out[prompts.start : prompts.stop] = prompts.pack(found.view(count, prompts.width, -1))
-    if responses.width:
-        count = responses.batch
-        own, some = numbers[:count], ones[:count] * responses.width
-        shared = shared._replace(row=layout.prompt_index, first=zeros[:count])
-        theirs = Keys(_rows(responses.spread(key), width), _rows(responses.spread(value), width), own, zeros[:count])
-        seen = layout.prompt_lengths[layout.prompt_index]
-        every = Queries(own * responses.width, some, seen, ones[:count], responses.width)
-        found = attend(responses.spread(query).view(count * responses.width, -1, width), every, shared, theirs, scaling)
-        out[responses.start : responses.stop] = responses.pack(found.view(count, responses.width, -1))
-    return out
+    prompts, index = layout.prompt_lengths.long(), layout.prompt_index
+    responses = _lengths(layout.responses, query.device)
+    one, zero = torch.ones_like(prompts), torch.zeros_like(responses)
+    begins = layout.prompts.start + prompts.cumsum(0) - prompts
+    own = torch.cat([begins, layout.responses.start + responses.cumsum(0) - responses])
+    spans = Queries(
+        first=own,
+        count=torch.cat([prompts, responses]),
+        prompt=torch.cat([one, prompts[index]]),
+        response=torch.cat([one - 1, zero + 1]),
+        longest=max(layout.prompts.width, layout.responses.width),
+    )
+    k, v = (x.view(1, len(query), -1, width).transpose(1, 2) for x in (key.contiguous(), value.contiguous()))
+    row = torch.zeros_like(own)
+    shared = Keys(k, v, row, torch.cat([begins, begins[index]]))
+    return attend(query.view(len(query), -1, width), spans, shared, Keys(k, v, row, own), scaling).flatten(1)
 
 
-def _rows(padded: Tensor, width: int) -> Float[Tensor, "rows key_heads time width"]:
-    rows, time, channels = padded.shape
-    return padded.reshape(rows, time, channels // width, width).transpose(1, 2)
+def _lengths(rows: Rows, device: torch.device) -> Int[Tensor, " rows"]:
+    """How many tokens each row holds, without waiting for the device."""
+    if rows.slots is None:
+        return torch.full((rows.batch,), rows.width, device=device)
+    counts = torch.zeros(rows.batch, dtype=torch.int64, device=device)
+    return counts.index_add_(0, rows.slots // rows.width, torch.ones_like(rows.slots))
 
 
 class _Stored(NamedTuple):
