@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from trimtab.diagnostics.bands import Series, band, smoothed
 from trimtab.diagnostics.groups import Group
 from trimtab.diagnostics.outcomes import accuracy_of, clipped
-from trimtab.diagnostics.plots import CYCLE, RC, STYLES, THEME, finish, log_scale, to_svg
+from trimtab.diagnostics.plots import CYCLE, RC, STYLES, THEME, finish, log_scale_with_zero, to_svg
 from trimtab.diagnostics.read import Run
 
 # Beyond so many groups bands hide each other and only the means are drawn.
@@ -67,6 +67,18 @@ def _positive(key: str) -> Callable[[Run], Series]:
     return read
 
 
+def _measured(key: str) -> Callable[[Run], Series]:
+    """Of a mismatch: 0 is a finding where tokens were compared (`numerics = "invariant"`), and nothing elsewhere."""
+
+    def read(run: Run) -> Series:
+        steps, values = run.series(key)
+        compared, tokens = run.series("mismatch/tokens")
+        there = (values > 0) | np.isin(steps, compared[tokens > 0])
+        return steps[there], values[there]
+
+    return read
+
+
 def _accuracy(run: Run) -> Series:
     found = accuracy_of(run)
     return (found.steps, found.values) if found else (np.empty(0), np.empty(0))
@@ -75,7 +87,7 @@ def _accuracy(run: Run) -> Series:
 PANELS = (
     Panel("Held-out greedy accuracy", _accuracy, unit=True, points=True),
     Panel("Training reward", _key("reward/mean")),
-    Panel("Mismatch k3, nats per token", _positive("mismatch/k3"), log=True),
+    Panel("Mismatch k3, nats per token", _measured("mismatch/k3"), log=True),
     Panel("Effective sample size, token weights", _key("mismatch/ess_token")),
     Panel("Ratio trainer / sampler, 99th percentile", _key("mismatch/ratio_q99")),
     Panel("Ratio trainer / sampler, 1st percentile", _key("mismatch/ratio_q01")),
@@ -152,7 +164,7 @@ def _panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) -> None
     if panel.unit:
         axes.set_ylim(-0.02, 1.02)
     elif panel.log and axes.lines:
-        log_scale(axes)
+        log_scale_with_zero(axes)
     else:
         _from_zero(axes)
 

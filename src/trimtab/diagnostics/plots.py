@@ -118,7 +118,7 @@ def _curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool, top
             )
     # A logarithmic axis cannot show a curve that is zero throughout.
     if log and any((curve.values > 0).any() for curve in curves):
-        log_scale(axes)
+        log_scale_with_zero(axes)
     elif curves and all((curve.values >= 0).all() for curve in curves):
         highest = max(curve.values.max() for curve in curves)
         if min(curve.values.min() for curve in curves) < 0.3 * highest or highest == 0:
@@ -169,6 +169,23 @@ def log_scale(axes: Axes) -> None:
     subdivided = (1.0, 2.0, 5.0) if high / low < 100 else (1.0,)
     axes.yaxis.set_major_locator(LogLocator(subs=subdivided, numticks=8))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_power(value)))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def log_scale_with_zero(axes: Axes) -> None:
+    """A logarithmic axis for curves of numbers that may be exactly 0, which lie on a line of their own below it."""
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
+    positive = values[values > 0]
+    if not len(positive) or not (values == 0).any():
+        log_scale(axes)
+        return
+    low, high = np.floor(np.log10(positive.min())), np.ceil(np.log10(positive.max()))
+    edge = 10.0 ** (low - 1)
+    axes.set_yscale("symlog", linthresh=edge, linscale=0.3)
+    axes.set_ylim(-0.4 * edge, 1.3 * positive.max())
+    every = max(1, round((high - low) / 5))
+    axes.set_yticks([0.0, *(10.0 ** np.arange(low, high + 1, every))])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value == 0 else short_power(value)))
     axes.yaxis.set_minor_locator(NullLocator())
 
 

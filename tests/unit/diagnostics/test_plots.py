@@ -88,3 +88,16 @@ def test_numbers(value: float | str | None, text: str) -> None:
 def test_short_numbers() -> None:
     assert short(0.2567) == "0.26"
     assert short(0.00187) == "1.9e-3"
+
+
+def test_a_curve_of_zeros_lies_below_the_powers_of_ten() -> None:
+    """Exactly no mismatch, beside a run that has some."""
+    axes = Figure().add_subplot()
+    axes.plot([1, 2], [3e-4, 2e-5])
+    axes.plot([1, 2], [0.0, 0.0])
+    plots.log_scale_with_zero(axes)
+    height = {value: axes.transData.transform((1, value))[1] for value in (0.0, 1e-6, 1e-5, 1e-4, 1e-3)}
+    assert list(height.values()) == sorted(height.values())
+    assert height[1e-4] - height[1e-5] == pytest.approx(height[1e-3] - height[1e-4])
+    assert axes.get_ylim()[0] < 0
+    assert next(label.get_text() for label in axes.get_yticklabels()) == "0"
