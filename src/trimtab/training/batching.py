@@ -29,7 +29,8 @@ class MicroBatch:
     `behavior` is NaN. `proximal` and `reference` are None until scored; `advantage` is NaN until it is known. Where a
     NaN is read after all, the loss is NaN: forgetting it cannot go unnoticed.
 
-    `routes`: experts that every pass of the trained policy replays. `agreed`: of the (token, layer) pairs of the
+    `routes`: experts that every pass of the trained policy replays, in CPU memory: of a large model they are larger
+    than all else here, and visit the device with their forward. `agreed`: of the (token, layer) pairs of the
     proximal pass, how many its own routers would have sent to the experts they were given, and how many there are.
     """
 
@@ -126,9 +127,6 @@ def to_tensors(
     kept = None
     if any(t.sampling.truncated for t in chosen):
         kept = pack_kept([t.completion.kept or () for t in chosen], time).to(device)
-    routes = None
-    if experts is not None:
-        routes = Routes(*(part.to(device) for part in routing.pack(chosen, prompt_of, time, experts)))
     return MicroBatch(
         rows=tuple(rows),
         tokens=TokenBatch(**{field.name: getattr(tokens, field.name).to(device) for field in fields(tokens)}),
@@ -137,7 +135,7 @@ def to_tensors(
         off_policy=_pad([np.full(len(t), t.off_policy) for t in chosen], time, False).to(device),
         kept=kept,
         advantage=torch.full((len(chosen), 1), float("nan"), device=device),
-        routes=routes,
+        routes=None if experts is None else routing.pack(chosen, prompt_of, time, experts),
     )
 
 

@@ -300,7 +300,8 @@ class Learner:
                 record=record and bool(micro.rows),
             )
         if micro.rows:
-            return scores
+            own = scores.routes
+            return scores if own is None else scores._replace(routes=Routes(*(part.cpu() for part in own)))
         return TokenScores(scores.logp[:0], None if scores.entropy is None else scores.entropy[:0])
 
     @contextlib.contextmanager
