@@ -101,6 +101,7 @@ class Canary:
         """`texts` (prompts, length): the last `config.tokens` positions of each row are looked at."""
         self.noise: float | None = None
         self._difference: float | None = None
+        self._pull: float | None = None
         self._texts, self._config, self._temperature = texts, config, temperature
         self._autocast, self._tied = autocast, tied
         self._published = 0
@@ -179,7 +180,8 @@ class Canary:
 
     def metrics(self) -> dict[str, float]:
         """The last look, for the metrics of a step."""
-        return {} if self._difference is None else {"canary/abs_diff": self._difference}
+        found = {"canary/abs_diff": self._difference, "canary/pull": self._pull}
+        return {name: value for name, value in found.items() if value is not None}
 
     def _ask(self, engine: Engine, expected: Expected) -> _Answers:
         """One token at every context, through the engine's ordinary way."""
@@ -231,7 +233,8 @@ class Canary:
         if length == 0:
             return
         back = float(np.clip(answers.logp[places] - now, -CLIP * noise, CLIP * noise) @ way)
-        if back / length**2 > LEFT and back / (length * noise) > PULL:
+        self._pull = back / (length * noise)
+        if back / length**2 > LEFT and self._pull > PULL:
             raise TrimtabError(
                 f"canary: at version {expected.version} the engine is {back / length**2:.0%} of the policy's way back "
                 f"towards version {first.version}: a part of its weights, or its prefix cache, is that old"
