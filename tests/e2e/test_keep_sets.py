@@ -56,7 +56,7 @@ def test_ratios_are_one_where_an_older_policy_began(tmp_path: Path) -> None:
     soup = ("objective.name=soup", "prefix.refresh=3", "prefix.ratio=0.5", "prefix.share=2", "optim.lr=1e-20")
     rows = metrics(tmp_path / "run", *CUT, *soup, "trainer.steps=3")
     assert all(row["mismatch/abs_diff_max"] < FLOAT_ERROR for row in rows)
-    assert rows[1]["prefix/tokens"] > 40
+    assert rows[1]["prefix/tokens"] > 0.2
 
 
 def test_a_resumed_run_has_the_sets_of_what_was_waiting(tmp_path: Path) -> None:

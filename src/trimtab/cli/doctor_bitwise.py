@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from trimtab.config import Config
     from trimtab.models.bitwise import Comparison, Difference
 
-DEFAULT = "quickstart"
+DEFAULT = "true-on-policy"
 SHOWN = 6  # names in a line
 
 
@@ -45,14 +44,15 @@ def _of_recipe(what: str, sets: Sequence[str]) -> tuple[Comparison, dict[str, st
     from trimtab.models.load import default_device
     from trimtab.rollout.bitwise import BATCHES, Sides, compare_sides
     from trimtab.rollout.embedded import EmbeddedEngine
-    from trimtab.training.engines import build_engines
     from trimtab.training.run import load_model, prepare_model
+    from trimtab.training.weights import sampler_rounding
 
     config = _config(what, sets)
     loaded, device = load_model(config), default_device()
     loaded.model.to(device)  # pyright: ignore[reportArgumentType]
-    [engine] = build_engines(config, loaded, Path())
-    assert isinstance(engine, EmbeddedEngine)
+    # A worker process runs the same engine, where nothing can be looked into.
+    dtype, rounding = getattr(torch, config.engine.dtype), sampler_rounding(config)
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, rounding=rounding)
     autocast = config.model.autocast == "bfloat16"
     sides = Sides(
         engine,
@@ -83,9 +83,7 @@ def _config(what: str, sets: Sequence[str]) -> Config:
         )
     if config.model.lora.rank:
         raise TrimtabError("adapters are merged in the sampler and not in the trainer: add --set model.lora.rank=0")
-    # A worker process runs the same engine, where nothing can be looked into.
-    alone = config.engine.model_copy(update={"workers": 0})
-    return config.model_copy(update={"engine": alone})
+    return config
 
 
 def _of_pair(place: str) -> tuple[Comparison, dict[str, str]]:

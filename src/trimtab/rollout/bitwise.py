@@ -30,9 +30,9 @@ from trimtab.types import IntArray
 
 HEAD = "head (log-probs)"
 # Lengths of prompts, and of the responses to each: single tokens, and more than one block of keys of either.
-LENGTHS = ((1, (3, 70)), (7, (20, 5)), (30, (50, 1)), (90, (33, 12)))
-# Responses that are decoded together, and how long the prefix of one is that is continued.
-BATCHES, CONTINUED, PREFIX = ((0, 1, 2, 3, 4, 5), (6, 7)), 2, 6
+LENGTHS = ((1, (3, 70)), (7, (20, 5)), (30, (24, 1)), (90, (16, 12)))
+# Responses that are decoded together. One goes on from a prefix, so that few steps take it into the next block of keys.
+BATCHES, CONTINUED, PREFIX = ((0, 1, 2, 3, 4, 5), (6, 7)), 1, 6 / 7
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _sample(sides: Sides, found: Texts, tape: Tape) -> None:
 
 def _decode(sides: Sides, found: Texts, rows: list[int], tape: Tape) -> None:
     model = sides.sampler._model
-    done = {row: min(PREFIX, len(found.responses[row]) - 1) if row == CONTINUED else 0 for row in rows}
+    done = {row: int(PREFIX * len(found.responses[row])) if row == CONTINUED else 0 for row in rows}
     decoder = _decoder(model, _starts(found, rows, done, model.device))
     logits = decoder.first
     while True:

@@ -1,0 +1,63 @@
+"""`trimtab doctor --bitwise` on real models: it is quiet where nothing differs, and names the one thing that does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from trimtab.cli import main
+from trimtab.training import run
+
+pytestmark = pytest.mark.e2e
+
+COMMAND = ["doctor", "--bitwise", "--json"]
+INVARIANT = ["laboratory", "--set", "numerics=invariant"]
+
+
+def answer(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> dict[str, Any]:
+    assert main.run([*COMMAND, *words]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_bundled_model_is_equal_in_every_operation() -> None:
+    done = subprocess.run([sys.executable, "-m", "trimtab", *COMMAND], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["sides"]["numerics"] == "invariant"
+    # 30 layers of 12 operations (tests/unit/models/test_bitwise.py), and four more.
+    assert (found["tokens"], found["operations"]) == (271, 30 * 12 + 4)
+    assert found["not_compared"] == {"first": [], "second": []}
+
+
+def test_a_recipe_in_other_numerics_and_a_worker_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, 0, *INVARIANT, "--set", "engine.workers=1", "--set", "engine.patience=60")["ok"]
+    found = answer(capsys, 1, "laboratory")["difference"]
+    assert (found["kind"], found["layer"], found["half"]) == ("attention", 0, "output")
+
+
+@pytest.mark.parametrize(
+    ("path", "native", "kind"),
+    [
+        ("model.layers.1.mlp.down_proj", nn.Linear, "linear"),
+        ("model.layers.0.post_attention_layernorm", LlamaRMSNorm, "norm"),
+    ],
+)
+def test_one_native_operation_is_named(
+    path: str, native: type[nn.Module], kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare = run.prepare_model
+
+    def swapped(model: Any, *rest: Any) -> Any:
+        model.get_submodule(path).__class__ = native
+        return prepare(model, *rest)
+
+    monkeypatch.setattr(run, "prepare_model", swapped)
+    found = answer(capsys, 1, *INVARIANT)["difference"]
+    assert (found["operation"], found["kind"], found["half"]) == (path, kind, "output")
+    assert found["weights"] is None

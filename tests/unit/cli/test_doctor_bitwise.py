@@ -1,0 +1,107 @@
+"""`trimtab doctor --bitwise` as a command; what it finds is tested in models/test_bitwise and rollout/test_bitwise."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimtab.cli import main
+
+PAIRS = """
+import torch
+from torch import nn
+
+
+class Norm(nn.Module):
+    def __init__(self, eps):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, states):
+        return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+def network(eps):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8), Norm(eps), nn.Linear(8, 4))
+
+
+ids = torch.arange(12).view(2, 6)
+equal = lambda: (network(0.1), [ids], network(0.1), {"input": ids})
+other = lambda: (network(0.1), [ids], network(0.2), [ids])
+turned = lambda: (network(0.1)[0], [ids], network(0.1)[0], [ids.T], [(row * 6 + time, time * 2 + row)
+                                                                     for row in range(2) for time in range(6)])
+three = lambda: (network(0.1), [ids], network(0.1))
+words = lambda: (network(0.1), ["a"], network(0.1), ["a"])
+asking = lambda number: None
+"""
+
+
+@pytest.fixture(autouse=True)
+def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_pairs.py").write_text(PAIRS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_pairs", raising=False)
+
+
+def test_a_pair_of_ones_own_that_is_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["doctor", "--bitwise", "--pair", "my_pairs:equal"]) == 0
+    # Four modules, what the pair was given, and what it returned.
+    assert "bit for bit equal: 12 tokens, 6 operations" in capsys.readouterr().out
+    assert main.run(["doctor", "--bitwise", "--pair", "my_pairs:turned"]) == 0
+    assert "bit for bit equal: 12 tokens" in capsys.readouterr().out
+
+
+def test_a_pair_that_differs_is_an_exit_code_and_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["doctor", "--bitwise", "--pair", "my_pairs:other"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "DIFFERS 2 (norm, layer 2)" in said
+    assert "12 of 12 differ, largest difference" in said
+    assert "inputs equal: this operation computes other bits from them" in said
+    assert "inside aten.add, number 3 of 5" in said
+
+
+def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["doctor", "--bitwise", "--pair", "my_pairs:other", "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["ok"], said["tokens"], said["operations"]) == (False, 12, 6)
+    found = said["difference"]
+    assert (found["operation"], found["kind"], found["half"], found["tokens"]) == ("2", "norm", "output", 12)
+    assert found["after"] == "1"
+    assert 0 < found["largest"] < 1
+    assert main.run(["doctor", "--bitwise", "--pair", "my_pairs:equal", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said == {
+        "ok": True,
+        "tokens": 12,
+        "operations": 6,
+        "difference": None,
+        "not_compared": {"first": [], "second": []},
+        "sides": {"first": "Sequential", "second": "Sequential"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--bitwise", "--pair", "my_pairs:three"], "must return (module, inputs, module, inputs)"),
+        (["--bitwise", "--pair", "my_pairs:words"], "inputs of the first side hold no tensor"),
+        (["--bitwise", "--pair", "my_pairs:asking"], "pair 'my_pairs:asking': it must take 0 arguments"),
+        (["--bitwise", "--pair", "my_pairs:equa"], "no 'equa' in 'my_pairs' (did you mean 'equal'?)"),
+        (["--bitwise", "quickstart", "--pair", "my_pairs:equal"], "leave out the recipe"),
+        (["quickstart"], "are for --bitwise"),
+        (["--pair", "my_pairs:equal"], "are for --bitwise"),
+        (["--bitwise", "quickstart-vllm"], "--set engine.type=embedded"),
+        (["--bitwise", "quickstart", "--set", "model.lora.rank=4"], "--set model.lora.rank=0"),
+        (["--bitwise", "no/such/model"], "no/such/model"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["doctor", *words]) == 2
+    said = capsys.readouterr()
+    assert line in said.err, said.err
+    assert said.err.count("\n") == 1
+    assert not said.out
