@@ -91,18 +91,19 @@ def heads(dtype: torch.dtype) -> None:
 
 
 def attentions(dtype: torch.dtype) -> None:
+    """Heads of 40: multiples of 16 numbers lie between tokens in one layout and not in another."""
     for prompts, responses in (((5,), (1,)), ((16, 70), (64, 16)), ((1,), (1, 1, 3))):
         mask = [torch.arange(max(lengths)) < torch.tensor(lengths)[:, None] for lengths in (prompts, responses)]
         layout = Layout.build(mask[0], mask[1], torch.zeros(len(responses), dtype=torch.int64))
         tokens = sum(prompts) + sum(responses)
-        key = torch.zeros(tokens, 64, dtype=dtype)
-        triton_attention.packed(torch.zeros(tokens, 192, dtype=dtype), key, key, layout, 32, 0.2)
+        key = torch.zeros(tokens, 80, dtype=dtype)
+        triton_attention.packed(torch.zeros(tokens, 240, dtype=dtype), key, key, layout, 40, 0.2)
     row = torch.arange(3)
     for room in (7, 16):  # a cache as transformers lays it out, and a slice of it
-        cache = torch.zeros(4, 2, room, 32, dtype=dtype)[1:]
+        cache = torch.zeros(4, 2, room, 40, dtype=dtype)[1:]
         keys = triton_attention.Keys(cache, cache, row, row)
         queries = triton_attention.Queries(row, row, row, row, 1)
-        triton_attention.attend(torch.zeros(3, 6, 32, dtype=dtype), queries, keys, keys, 0.2)
+        triton_attention.attend(torch.zeros(3, 6, 40, dtype=dtype), queries, keys, keys, 0.2)
 
 
 CASES = [
