@@ -79,4 +79,4 @@ def padded(states: Float[Tensor, "*batch k"]) -> Float[Tensor, "rows k"]:
     rows = states.reshape(-1, states.shape[-1])
     count = len(rows)
     step = max(16, 1 << max(0, count.bit_length() - 4))
-    return F.pad(rows, (0, 0, 0, -count % step))
+    return F.pad(rows, (0, 0, 0, -count % step)) if count % step else rows  # padding with nothing copies

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trimtab.models.architecture import parts
 from trimtab.models.attention import Layout, Options
-from trimtab.models.invariant.attention import KEYS, QUERIES, Attends, accumulate, packed, scores, up
+from trimtab.models.invariant.attention import KEYS, QUERIES, Attends, accumulate, packed, pad, scores, up
 from trimtab.models.invariant.head import log_probs, logits_of
 from trimtab.rollout.decoder import Starts, prefill_blocks
 from trimtab.rollout.sampling import Draw
@@ -175,7 +175,7 @@ class InvariantDecoder:
         own, prompts = self._own.keys[layer], self._prompts.keys[layer]
         query = q.unflatten(-1, (own.shape[1], -1, own.shape[3])).to(own.dtype)
         group = query.shape[2]
-        query = F.pad(query, (0, 0, 0, -group % QUERIES))
+        query = pad(query, QUERIES)
         of_prompt = _scores(self._to_grid(query), prompts, scaling, self._hidden)
         of_own = _scores(query, own, scaling, unseen)
         peak = torch.maximum(self._to_rows(of_prompt.amax(-1, keepdim=True)), of_own.amax(-1, keepdim=True))

@@ -122,7 +122,7 @@ def test_long_rows_are_worked_on_in_parts(kind: str, kept: int, monkeypatch: pyt
     monkeypatch.setattr(attention_room, "BLOCK_SCORES", 20)
     monkeypatch.setattr(attention_room, "BLOCK_QUERIES", 2)
     monkeypatch.setattr(attention_room, "KEEP_SCORES", kept)
-    blocks = attention_room._blocks(2, heads=4, queries=7, keys=13)
+    blocks = attention_room.working_blocks(2, heads=4, queries=7, keys=13)
     spans = [(b.rows.start, b.queries.start, b.queries.stop, b.keys) for b in blocks]
     assert spans[:4] == [(0, 0, 2, 8), (0, 2, 4, 10), (0, 4, 6, 12), (0, 6, 7, 13)]
     assert len(spans) == 8

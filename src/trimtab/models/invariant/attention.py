@@ -85,6 +85,12 @@ def up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
+def pad(states: Float[Tensor, "*batch time width"], multiple: int) -> Float[Tensor, "*batch more width"]:
+    """Zeros after the last time, up to a multiple; where nothing is missing, no copy."""
+    missing = -states.shape[-2] % multiple
+    return F.pad(states, (0, 0, 0, missing)) if missing else states
+
+
 def scores(
     query: Float[Tensor, "batch queries width"], key: Float[Tensor, "batch keys width"], scaling: float
 ) -> Float[Tensor, "batch queries keys"]:
@@ -167,8 +173,7 @@ def _kinds(layout: Layout, k: Tensor, v: Tensor) -> list[tuple[Rows, list[_Keys]
 
 
 def _own(rows: Rows, k: Tensor, v: Tensor) -> _Keys:
-    padding = (0, 0, 0, -rows.width % KEYS)
-    return _Keys(F.pad(rows.spread(k), padding), F.pad(rows.spread(v), padding), rows.width, None)
+    return _Keys(pad(rows.spread(k), KEYS), pad(rows.spread(v), KEYS), rows.width, None)
 
 
 def _attend(
@@ -179,7 +184,7 @@ def _attend(
     heads, keys = q.shape[2] // sizes[1], sum(part.width for part in parts)
     for block in working_blocks(rows.batch, heads, rows.width, keys):
         queries = range(*block.queries.indices(rows.width))
-        some = F.pad(q[block.rows, block.queries], (0, 0, 0, -len(queries) % QUERIES))
+        some = pad(q[block.rows, block.queries], QUERIES)
         exponentials, total, result = _block(some, queries.start, block.rows, parts, options, sizes)
         out[block.rows, block.queries] = unfold(result.div_(total[..., None]), len(some), some.shape[1])[
             :, : len(queries)
