@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -58,18 +59,35 @@ def sample(
     return Rollout(prompts, [(i, completion) for i, group in enumerate(out) for completion in group])
 
 
-@torch.no_grad()
+ROWS = 300  # responses scored at once
+
+
 def rescore(
     model: Any, rollout: Rollout, *, temperature: float = 1.0, kept: bool = False, ids: list[np.ndarray] | None = None
 ) -> np.ndarray:
-    """The trainer's log-probs of all response tokens; `ids` replaces the responses' own tokens."""
-    done, rows = [], [c.response_ids for _, c in rollout.responses] if ids is None else ids
-    for start in range(0, len(rows), 64):
-        part = rows[start : start + 64]
-        index = [prompt for prompt, _ in rollout.responses[start : start + 64]]
+    """The trainer's log-probs of all response tokens; `ids` replaces the responses' own tokens.
+
+    Tests ask for the same ones again and again, so they are kept: the model must not change afterwards.
+    """
+    if ids is not None:
+        return _score(model, rollout, temperature, kept, ids)
+    return _rescored(model, rollout, temperature, kept).copy()
+
+
+@cache
+def _rescored(model: Any, rollout: Rollout, temperature: float, kept: bool) -> np.ndarray:
+    return _score(model, rollout, temperature, kept, [c.response_ids for _, c in rollout.responses])
+
+
+@torch.no_grad()
+def _score(model: Any, rollout: Rollout, temperature: float, kept: bool, rows: list[np.ndarray]) -> np.ndarray:
+    done = []
+    for start in range(0, len(rows), ROWS):
+        part = rows[start : start + ROWS]
+        index = [prompt for prompt, _ in rollout.responses[start : start + ROWS]]
         used = sorted(set(index))
         batch = TokenBatch.pack([rollout.prompts[i].ids for i in used], part, [used.index(i) for i in index], pad_id=0)
-        sets = [c.kept or () for _, c in rollout.responses[start : start + 64]]
+        sets = [c.kept or () for _, c in rollout.responses[start : start + ROWS]]
         packed = pack_kept(sets, batch.response_ids.shape[1]) if kept else None
         logp = score(model, batch, temperature=temperature, kept=packed).logp
         done.append(logp[batch.response_mask].float().numpy())
