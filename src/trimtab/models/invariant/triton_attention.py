@@ -69,7 +69,7 @@ class Queries(NamedTuple):
     """
 
     first: Int[Tensor, " sequences"]  # among all queries
-    count: Int[Tensor, " sequences"]
+    counts: Int[Tensor, " sequences"]
     prompt: Int[Tensor, " sequences"]  # keys of the prompt that the first query sees
     response: Int[Tensor, " sequences"]
     longest: int  # the largest count, or more
@@ -96,7 +96,7 @@ def attend(
         raise TrimtabError(f"invariant attention on CUDA wants heads of a multiple of 8 numbers, got {width}")
     query = aligned(query)
     out = torch.zeros_like(query)
-    group, sequences = heads // key_heads, len(queries.count)
+    group, sequences = heads // key_heads, len(queries.counts)
     tiles = parts(queries.longest, tile.queries // group)
     if sequences and tiles:
         prompt_key, prompt_value = _stored(prompt.key, prompt), _stored(prompt.value, prompt)
@@ -132,7 +132,7 @@ def packed(
     own = torch.cat([begins, layout.responses.start + responses.cumsum(0) - responses])
     spans = Queries(
         first=own,
-        count=torch.cat([prompts, responses]),
+        counts=torch.cat([prompts, responses]),
         prompt=torch.cat([one, prompts[index]]),
         response=torch.cat([one - 1, zero + 1]),
         longest=max(layout.prompts.width, layout.responses.width),
