@@ -132,7 +132,8 @@ def test_one_native_operation_in_the_sampler_is_named(kind: str) -> None:
     path, swap = SWAPS[kind]
     given = sides(mixed=False)
     swap(given.sampler._model)
-    assert (first(given).operation, first(given).kind) == (path, kind)
+    found = first(given)
+    assert (found.operation, found.kind) == (path, kind)
 
 
 def test_another_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
