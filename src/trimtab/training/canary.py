@@ -36,9 +36,9 @@ MARGIN = 3.0
 UNCHANGED = 0.5
 STAMP = 6
 # Share of the policy's way since the first look that the engine did not go, and how far that is beyond chance: the
-# projection in units of the fresh engine's mean difference, single differences held within CLIP of them. A healthy
-# bfloat16 engine stays below 5 (docs/vllm.md); a stale head or cache passes 12 before it passes the bound.
-LEFT, PULL, CLIP = 0.25, 12.0, 6.0
+# projection in units of the fresh engine's mean difference, single differences held within CLIP of them. That of a
+# healthy bfloat16 engine spreads by 3.5 and was seen at 9.5 (docs/vllm.md); that of a stale head or cache grows.
+LEFT, PULL, CLIP = 0.25, 16.0, 6.0
 
 CORPUS = """The sum of 27 and 45 is 72. A train leaves at 9:40 and arrives at 13:25, so the journey takes 225 minutes.
 Question: What is 31 * 8?
