@@ -67,7 +67,8 @@ def _of_recipe(what: str, sets: Sequence[str]) -> tuple[Comparison, dict[str, st
         "trainer": f"{precision}, one packed pass with gradient",
         "numerics": config.numerics,
     }
-    return compare_sides(sides, int(loaded.tokenizer.pad_token_id or 0)), said
+    padding: Any = loaded.tokenizer.pad_token_id
+    return compare_sides(sides, padding), said
 
 
 def _config(what: str, sets: Sequence[str]) -> Config:
@@ -111,7 +112,10 @@ def _lines(found: Comparison, sides: dict[str, str]) -> dict[str, str]:
             lines[f"only {side}"] = f"not compared: {', '.join(names[:SHOWN])}{more}"
     if found.first is None:
         return lines | {"result": f"bit for bit equal: {counted}"}
-    return lines | {"compared": counted} | _difference(found.first, list(sides)[:2])
+    lines |= {"compared": counted} | _difference(found.first, list(sides)[:2])
+    if sides.get("numerics") == "native":
+        lines["note"] = "native numerics promise no equal bits: add --set numerics=invariant"
+    return lines
 
 
 def _difference(first: Difference, sides: Sequence[str]) -> dict[str, str]:

@@ -244,8 +244,10 @@ def _inside(operation: str, a: Tape, b: Tape) -> str | None:
         return None
     if a.steps != b.steps or len(a.steps) > 1:
         names = [{name for names in tape.steps for name in names} for tape in (a, b)]
-        said = [", ".join(sorted(mine - theirs)) for mine, theirs in (names, names[::-1])]
-        return f"other tensor operations: {said[0] or 'none'} on one side alone, {said[1] or 'none'} on the other"
+        alone = [", ".join(sorted(mine - theirs)) for mine, theirs in (names, names[::-1])]
+        sides = zip(("first", "second"), alone, strict=True)
+        said = "; ".join(f"the {which} side alone runs {found}" for which, found in sides if found)
+        return said or "the same tensor operations, in another order or number"
     for index, name in enumerate(next(iter(a.steps))):
         place = Place(step(operation, index), "output")
         if place in a.tracks and place in b.tracks and _apart(a.tracks[place], b.tracks[place])[1]:
