@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from routing import elsewhere
 from trimtab import tasks
+from trimtab.models.laboratory import NAMES
 from trimtab.models.load import BUNDLED, LABORATORY, MIXTURE, load
 from trimtab.models.logprobs import TokenBatch, score
+from trimtab.models.routing import routers
 from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.rollout.rounding import EXACT, Rounding, matrices
 from trimtab.training.sft import laboratory_folder
@@ -42,47 +43,6 @@ SAMPLERS: dict[str, tuple[str, Rounding]] = {
     "noise 0.1": ("float32", Rounding(noise=0.1)),
     "noise 0.2": ("float32", Rounding(noise=0.2)),
 }
-
-
-@dataclass
-class Routes:
-    """The experts of every token, one tensor a layer: recorded in one forward, imposed in another."""
-
-    chosen: list[Tensor] = field(default_factory=list)
-
-    @contextmanager
-    def recorded(self, model: Any) -> Iterator[None]:
-        with self._hooks(model, lambda _layer, out: self.chosen.append(out[2])):
-            yield
-
-    @contextmanager
-    def imposed(self, model: Any) -> Iterator[None]:
-        """The router's own probabilities, of the recorded experts."""
-
-        def replace(layer: int, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-            weights = out[0].softmax(-1, dtype=torch.float32).gather(-1, self.chosen[layer])
-            return out[0], (weights / weights.sum(-1, keepdim=True)).to(out[1].dtype), self.chosen[layer]
-
-        with self._hooks(model, replace):
-            yield
-
-    @contextmanager
-    def _hooks(self, model: Any, look: Any) -> Iterator[None]:
-        hooks = [
-            layer.mlp.gate.register_forward_hook(lambda _gate, _given, out, i=i: look(i, out))
-            for i, layer in enumerate(model.model.layers)
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def elsewhere(self, other: Routes) -> float:
-        """Share of tokens whose set of experts differs in at least one layer."""
-        pairs = zip(self.chosen, other.chosen, strict=True)
-        different = [(a.sort(-1).values != b.sort(-1).values).any(-1) for a, b in pairs]
-        return float(torch.stack(different).any(0).double().mean())
 
 
 @dataclass
@@ -135,16 +95,16 @@ def rounded_copy(model: Any, dtype: str, rounding: Rounding) -> Any:
     return own
 
 
+@torch.inference_mode()
 def routing(model: Any, sampler: Any, batch: TokenBatch) -> list[str]:
     """Tokens sent elsewhere; k3 of the two full forwards, each with its own experts and with the trainer's."""
-    here, there = Routes(), Routes()
-    with here.recorded(model):
-        trainer = log_probs(model, batch)
-    with there.recorded(sampler):
-        own = log_probs(sampler, batch)
-    with here.imposed(sampler):
-        replayed = log_probs(sampler, batch)
-    return [f"{here.elsewhere(there):.2%}", *(figures(trainer, other)[0] for other in (own, replayed))]
+    here, there = score(model, batch, record=True), score(sampler, batch, record=True)
+    imposed = score(sampler, batch, routes=here.routes)
+    assert here.routes is not None
+    assert there.routes is not None
+    real = batch.response_mask
+    k3 = [figures(here.logp[real].double(), other.logp[real].double())[0] for other in (there, imposed)]
+    return [f"{elsewhere(here.routes, there.routes):.2%}", *k3]
 
 
 def main() -> None:
@@ -156,14 +116,14 @@ def main() -> None:
     print("| model | sampler | k3 | max | r | ESS | sent elsewhere | k3, full forward | k3, same experts |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name in given.models:
-        laboratory = name in (LABORATORY, MIXTURE)
+        laboratory = name in NAMES
         loaded = load(str(laboratory_folder(name)) if laboratory else name, dtype=torch.float32)
         task = tasks.build("sort" if laboratory else "arithmetic")
         for label, (dtype, rounding) in SAMPLERS.items():
             engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, rounding=rounding)
             drawn = sample(engine, task, loaded.tokenizer, given.prompts, given.samples)
             row = figures(log_probs(loaded.model, drawn.batch), drawn.logp)
-            if name == MIXTURE:
+            if routers(loaded.model).layers:
                 row += routing(loaded.model, rounded_copy(loaded.model, dtype, rounding), drawn.batch)
             else:
                 row += ["-"] * 3
