@@ -18,7 +18,7 @@ UNITS = "tests/unit/models/test_triton"
 @pytest.mark.parametrize(
     ("interpret", "files"),
     [
-        ("1", [f"{UNITS}_rows.py", f"{UNITS}_head.py", f"{UNITS}_attention.py"]),
+        ("1", [f"{UNITS}_rows.py", f"{UNITS}_head.py", f"{UNITS}_attention.py", f"{UNITS}_model.py"]),
         ("0", [f"{UNITS}_compile.py"]),
     ],
     ids=["interpreted", "compiled"],

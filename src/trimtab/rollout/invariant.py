@@ -19,6 +19,7 @@ from torch import Tensor
 from trimtab.models.architecture import parts
 from trimtab.models.attention import Layout, Options
 from trimtab.models.invariant.attention import KEYS, QUERIES, Attends, accumulate, packed, pad, scores, up
+from trimtab.models.invariant.device import uses_kernels
 from trimtab.models.invariant.head import log_probs, logits_of
 from trimtab.rollout.decoder import Starts, prefill_blocks
 from trimtab.rollout.sampling import Draw
@@ -38,7 +39,7 @@ class _By(Attends):
 
 @dataclass(slots=True)
 class _Slabs:
-    """Keys and values of all layers, (owners, key heads, a multiple of `KEYS`, width); float32 or wider."""
+    """Keys and values of all layers, (owners, key heads, a multiple of `KEYS`, width); float32 or wider on a CPU."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -85,7 +86,9 @@ class InvariantDecoder:
         self._lengths = torch.tensor([len(ids) for ids in starts.prompts], device=device)
         own = torch.tensor([len(ids) for ids in starts.prefixes], device=device)
         self.prefilled = int(self._lengths.sum()) + int(own.sum())
-        like = torch.empty(0, dtype=torch.promote_types(self._dtype, torch.float32), device=device)
+        like = torch.empty(0, dtype=self._dtype, device=device)
+        if not uses_kernels(like):  # kernels read the products' own type
+            like = like.to(torch.promote_types(self._dtype, torch.float32))
         self._prompts = _Slabs.empty(model, len(self._lengths), int(self._lengths.max()), like)
         self._own = _Slabs.empty(model, len(own), int(own.max()), like)
         self.first = self._prefill(starts, own)[starts.row]
@@ -172,6 +175,8 @@ class InvariantDecoder:
         return logits_of(hidden, self._parts)
 
     def _attend(self, layer: int, q: Tensor, scaling: float, unseen: Tensor) -> Tensor:
+        if uses_kernels(q):
+            return self._attend_by_kernel(layer, q, scaling)
         own, prompts = self._own.keys[layer], self._prompts.keys[layer]
         query = q.unflatten(-1, (own.shape[1], -1, own.shape[3])).to(own.dtype)
         group = query.shape[2]
@@ -183,6 +188,16 @@ class InvariantDecoder:
         before = self._to_rows(total[..., None])[..., 0].flatten(0, 1), self._to_rows(out).flatten(0, 1)
         total, out = _weigh(of_own.sub_(peak).exp_(), self._own.values[layer], before)
         return out.div_(total[..., None])[:, :, :group].reshape(len(q), -1).to(q.dtype)
+
+    def _attend_by_kernel(self, layer: int, q: Tensor, scaling: float) -> Tensor:
+        from trimtab.models.invariant.triton_attention import Keys, Queries, attend
+
+        row = torch.arange(len(q), device=q.device)
+        zero, one = torch.zeros_like(row), torch.ones_like(row)
+        prompts = Keys(self._prompts.keys[layer], self._prompts.values[layer], self._owner, zero)
+        own = Keys(self._own.keys[layer], self._own.values[layer], row, zero)
+        queries = Queries(row, one, self._lengths[self._owner], self._filled + 1, 1)
+        return attend(q.unflatten(-1, (-1, own.key.shape[3])), queries, prompts, own, scaling).flatten(1)
 
     def _to_grid(self, rows: Float[Tensor, "rows heads group x"]) -> Float[Tensor, "prompts heads more x"]:
         prompts, most = self._grid

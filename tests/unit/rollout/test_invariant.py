@@ -194,6 +194,16 @@ def test_other_models_are_refused(name: str, changes: dict[str, Any], says: str)
         invariant.use_in(model)
 
 
+def test_rounded_float32_products_are_refused() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        with pytest.raises(TrimtabError, match="allow_tf32 off"):
+            invariant.use_in(tiny("llama"))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 def test_unknown_modules_are_refused_before_anything_is_changed() -> None:
     model = LlamaForCausalLM(
         LlamaConfig(

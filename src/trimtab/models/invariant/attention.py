@@ -35,6 +35,7 @@ from trimtab.models.attention import (
     unfold,
     working_blocks,
 )
+from trimtab.models.invariant.device import uses_kernels
 
 IMPLEMENTATION = "trimtab-invariant"
 KEYS = 64
@@ -153,6 +154,12 @@ def packed(
     sizes: tuple[int, int],
 ) -> tuple[Float[Tensor, "tokens channels"], list[list[Tensor]]]:
     """Attention over a packed row, and the probabilities that its backward wants. `sizes`: key heads, head width."""
+    if uses_kernels(q):
+        from trimtab.models.invariant import triton_attention
+
+        found = triton_attention.packed(q, k, v, layout, sizes[1], options.scaling)
+        # No probabilities of either kind of row: the backward makes them again.
+        return found, [[]] * (2 if layout.responses.width else 1)
     out, kept = torch.empty_like(q), []
     for rows, parts in _kinds(layout, k, v):
         found, probabilities = _attend(rows, parts, rows.spread(q), options, sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -59,6 +60,8 @@ def _check(model: Any) -> None:
         reason = f"has no sliding windows, {name} has"
     elif rope in LENGTH_DEPENDENT:
         reason = f"has no {rope!r} rotary angles, which depend on the longest text of a batch"
+    elif torch.backends.cuda.matmul.allow_tf32:  # rotary angles are float32 products
+        reason = "needs float32 products as they are: switch torch.backends.cuda.matmul.allow_tf32 off"
     elif model.get_output_embeddings().bias is not None:
         reason = f"has no bias in the head, {name} has"
     for path, module in model.base_model.named_modules():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.models.invariant.device import uses_kernels
 from trimtab.models.invariant.linear import computing
 
 
@@ -24,6 +25,10 @@ class InvariantRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = self.weight.to(computing(self.weight))
+        if uses_kernels(hidden_states):
+            from trimtab.models.invariant import triton_autograd
+
+            return triton_autograd.rms_norm(hidden_states, weight, self.variance_epsilon)
         states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         spread = (states.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt().reciprocal()
         return states * spread * weight.to(states.dtype)
@@ -41,6 +46,10 @@ class _SiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor) -> Tensor:
         ctx.save_for_backward(states)
+        if uses_kernels(states):
+            from trimtab.models.invariant import triton_rows
+
+            return triton_rows.silu(states)
         wide = states.to(torch.promote_types(states.dtype, torch.float32))
         return wide.div(wide.neg().exp_().add_(1)).to(states.dtype)
 

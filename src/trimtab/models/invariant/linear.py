@@ -3,6 +3,7 @@
 A product sums over its inner dimension in an order that its kernel chooses by the shape of its operands. oneDNN's
 kernels for float32 and bfloat16 keep the order of a row from four rows on, wherever a multiple of four rows is given,
 on one thread or two; for one to three rows other kernels run. So rows are padded (`products.padded`, at least 16).
+On CUDA a kernel of our own has one order (`triton_product`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from trimtab.models.invariant.device import uses_kernels
 from trimtab.models.products import padded, padded_linear, product
 
 
@@ -24,7 +26,19 @@ def computing(weight: Tensor) -> torch.dtype:
 
 def rows_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
     """`a @ b.T`, each row with the same bits whatever the others. No gradient of its own."""
+    if uses_kernels(a):
+        from trimtab.models.invariant import triton_product
+
+        return triton_product.product(a, b)
     return product(padded(a), b)[: len(a)]
+
+
+def _linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
+    if uses_kernels(states):
+        from trimtab.models.invariant import triton_autograd
+
+        return triton_autograd.linear(states, weight)
+    return padded_linear(states, weight)
 
 
 class InvariantLinear(nn.Linear):
@@ -33,7 +47,7 @@ class InvariantLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         dtype = computing(self.weight)
         with torch.autocast(input.device.type, enabled=False):
-            result = padded_linear(input.to(dtype), self.weight.to(dtype))
+            result = _linear(input.to(dtype), self.weight.to(dtype))
             return result if self.bias is None else result + self.bias.to(dtype)
 
 

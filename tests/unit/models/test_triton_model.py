@@ -1,0 +1,64 @@
+"""A whole model through the interpreted kernels: the trainer finds the log-probs of the engine, which has a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.models.triton_support import INTERPRETED, REASON, tile_products  # noqa: F401
+from torch import Tensor
+
+from trimtab.models import invariant
+from trimtab.models.load import LABORATORY, load
+from trimtab.models.logprobs import TokenBatch, score
+from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.types import Problem, Prompt, Sampling
+
+if not INTERPRETED:
+    pytest.skip(REASON, allow_module_level=True)
+
+TEMPERATURE = 0.7
+PROMPTS = [np.arange(5) % 14, np.arange(0, 60, 3) % 14]
+
+
+@pytest.fixture(scope="module")
+def laboratory() -> Any:
+    loaded = load(LABORATORY, dtype=torch.bfloat16)
+    invariant.use_in(loaded.model)
+    return loaded
+
+
+def sampled(loaded: Any) -> tuple[TokenBatch, Tensor]:
+    """Three tokens to each prompt, twice, and the sampler's log-probs."""
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16)
+    asked = [Prompt(Problem(str(i), "", ""), "", ids) for i, ids in enumerate(PROMPTS)]
+    contract = Sampling(max_tokens=3, temperature=TEMPERATURE, ignore_stop=True)
+    found = [c for group in engine.generate(asked, 2, contract, seed=0) for c in group]
+    batch = TokenBatch.pack(PROMPTS, [c.response_ids for c in found], [0, 0, 1, 1], pad_id=0)
+    return batch, torch.from_numpy(np.stack([c.logp_behavior for c in found]))
+
+
+def test_the_trainer_finds_the_sampler_s_bits(laboratory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, behavior = sampled(laboratory)
+    with torch.enable_grad():
+        current = score(laboratory.model, batch, temperature=TEMPERATURE).logp
+    assert torch.equal(current, behavior)
+    one = TokenBatch.pack(PROMPTS[1:], [batch.response_ids[3].numpy()], [0], pad_id=0)
+    assert torch.equal(score(laboratory.model, one, temperature=TEMPERATURE).logp[0], behavior[3])
+
+    current.sum().backward()
+    found = {name: p.grad.float() for name, p in laboratory.model.named_parameters()}
+    laboratory.model.zero_grad(set_to_none=True)
+    native = load(LABORATORY, dtype=torch.bfloat16).model
+    score(native, batch, temperature=TEMPERATURE).logp.sum().backward()
+    for name, parameter in native.named_parameters():
+        gap = (found[name] - parameter.grad.float()).norm() / parameter.grad.float().norm()
+        assert gap < 0.05, f"{name}: {gap}"
+
+    monkeypatch.delenv("TRITON_INTERPRET")  # the trainer without the kernels
+    with torch.no_grad():
+        fault = score(laboratory.model, batch, temperature=TEMPERATURE).logp
+    torch.testing.assert_close(fault, current.detach(), rtol=0, atol=0.1)
+    assert not torch.equal(fault, behavior)
