@@ -252,14 +252,15 @@ def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
     engine.publish(laboratory.build(1)[0].named_parameters(), stuck_worker.SLOW)
     slow = engine.generate(ASKED, 1, FREE, seed=stuck_worker.SLOW, interrupt=threading.Event())
     assert [len(one.response_ids) for one in chain(*slow)] == [30] * 4
-    for interrupt in (None, threading.Event()):
-        with pytest.raises(EngineLost, match="gave no sign of life for 2 s"):
-            engine.generate(ASKED, 4, FREE, seed=stuck_worker.STUCK, interrupt=interrupt)
-        engine.patience = remote.PATIENCE
-        engine.recover()
-        engine.publish(laboratory.build(1)[0].named_parameters(), 5)
-        assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)
-        engine.patience = PATIENCE
+    with pytest.raises(EngineLost, match="gave no sign of life for 2 s"):
+        engine.generate(ASKED, 4, FREE, seed=stuck_worker.STUCK, interrupt=threading.Event())
+    engine.patience = remote.PATIENCE
+    engine.recover()
+    engine.publish(laboratory.build(1)[0].named_parameters(), 5)
+    assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)
+    engine.patience = PATIENCE
+    with pytest.raises(EngineLost, match="gave no sign of life for 2 s"):
+        engine.generate(ASKED, 4, FREE, seed=stuck_worker.STUCK)
     engine.close()
 
 
