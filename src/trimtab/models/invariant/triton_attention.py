@@ -168,6 +168,8 @@ def _stored(data: Tensor, keys: Keys) -> _Stored:
     return _Stored(data, keys.row.long() * row + keys.first * token, head, token)
 
 
+# Arguments in groups, one line for each.
+# fmt: off
 @jit(
     do_not_specialize=[
         *("prompt_key_head", "prompt_key_token", "prompt_value_head", "prompt_value_token"),
@@ -180,37 +182,14 @@ def _stored(data: Tensor, keys: Keys) -> _Stored:
 )
 @no_type_check
 def _attend(
-    query,
-    out,
-    prompt_key,
-    prompt_value,
-    response_key,
-    response_value,
-    first_query,
-    query_count,
-    prompt_seen,
-    response_seen,
-    prompt_key_start,
-    prompt_value_start,
-    response_key_start,
-    response_value_start,
-    prompt_key_head,
-    prompt_key_token,
-    prompt_value_head,
-    prompt_value_token,
-    response_key_head,
-    response_key_token,
-    response_value_head,
-    response_value_token,
-    tiles,
-    scaling,
-    width,
-    GROUP: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDEN: tl.constexpr,
+    query, out, prompt_key, prompt_value, response_key, response_value,
+    first_query, query_count, prompt_seen, response_seen,
+    prompt_key_start, prompt_value_start, response_key_start, response_value_start,
+    prompt_key_head, prompt_key_token, prompt_value_head, prompt_value_token,
+    response_key_head, response_key_token, response_value_head, response_value_token,
+    tiles, scaling, width,
+    GROUP: tl.constexpr, KEY_HEADS: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDEN: tl.constexpr,
 ):
     sequence = tl.program_id(0) // tiles
     tokens = QUERIES // GROUP
@@ -243,44 +222,60 @@ def _attend(
         own_value = _start(response_value, response_value_start + sequence, key_head * response_value_head)
 
         top = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
-        for start in range(0, keys_prompt, KEYS):
-            scores = _scores(
-                rows, from_key, prompt_key_token, start, keys_prompt, seen_prompt, scaling, width, KEYS, WIDTH, WIDEN
-            )
-            top = tl.maximum(top, tl.max(scores, axis=1))
-        for start in range(0, keys_response, KEYS):
-            scores = _scores(
-                rows, own_key, response_key_token, start, keys_response, seen_response, scaling, width, KEYS, WIDTH,
-                WIDEN,
-            )  # fmt: skip
-            top = tl.maximum(top, tl.max(scores, axis=1))
-
+        top = _highest(
+            top, rows, from_key, prompt_key_token, keys_prompt, seen_prompt, scaling, width, KEYS, WIDTH, WIDEN
+        )
+        top = _highest(
+            top, rows, own_key, response_key_token, keys_response, seen_response, scaling, width, KEYS, WIDTH, WIDEN
+        )
         total = tl.zeros((QUERIES,), dtype=tl.float32)
         result = tl.zeros((QUERIES, WIDTH), dtype=tl.float32)
-        for start in range(0, keys_prompt, KEYS):
-            scores = _scores(
-                rows, from_key, prompt_key_token, start, keys_prompt, seen_prompt, scaling, width, KEYS, WIDTH, WIDEN
-            )
-            part = tl.exp(scores - top[:, None])
-            total += tl.sum(part, axis=1)
-            values = _block(from_value, prompt_value_token, start, keys_prompt, width, KEYS, WIDTH)
-            result = _weigh(part, values, result, WIDEN)
-        for start in range(0, keys_response, KEYS):
-            scores = _scores(
-                rows, own_key, response_key_token, start, keys_response, seen_response, scaling, width, KEYS, WIDTH,
-                WIDEN,
-            )  # fmt: skip
-            part = tl.exp(scores - top[:, None])
-            total += tl.sum(part, axis=1)
-            values = _block(own_value, response_value_token, start, keys_response, width, KEYS, WIDTH)
-            result = _weigh(part, values, result, WIDEN)
-
+        total, result = _add(
+            total, result, top, rows, from_key, prompt_key_token, from_value, prompt_value_token,
+            keys_prompt, seen_prompt, scaling, width, KEYS, WIDTH, WIDEN,
+        )
+        total, result = _add(
+            total, result, top, rows, own_key, response_key_token, own_value, response_value_token,
+            keys_response, seen_response, scaling, width, KEYS, WIDTH, WIDEN,
+        )
         result = result / total[:, None]
         tl.store(
             out + where[:, None] + place[None, :],
             result.to(out.dtype.element_ty),
             mask=kept[:, None] & inside[None, :],
         )
+
+
+@jit()
+@no_type_check
+def _highest(
+    top, rows, base, distance, keys, seen, scaling, width,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDEN: tl.constexpr,
+):
+    """The highest score of each row so far, over one sequence's keys: exact in any order."""
+    for start in range(0, keys, KEYS):
+        scores = _scores(rows, base, distance, start, keys, seen, scaling, width, KEYS, WIDTH, WIDEN)
+        top = tl.maximum(top, tl.max(scores, axis=1))
+    return top
+
+
+@jit()
+@no_type_check
+def _add(
+    total, result, top, rows, key, key_distance, value, value_distance, keys, seen, scaling, width,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDEN: tl.constexpr,
+):
+    """Sums of exponentials and weighted values so far, with those of one sequence's keys, block by block."""
+    for start in range(0, keys, KEYS):
+        scores = _scores(rows, key, key_distance, start, keys, seen, scaling, width, KEYS, WIDTH, WIDEN)
+        part = tl.exp(scores - top[:, None])
+        total += tl.sum(part, axis=1)
+        values = _block(value, value_distance, start, keys, width, KEYS, WIDTH)
+        result = _weigh(part, values, result, WIDEN)
+    return total, result
+
+
+# fmt: on
 
 
 @jit()
