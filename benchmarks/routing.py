@@ -273,7 +273,7 @@ def training(root: Path) -> None:
             runs = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
             ends = [[step for step in run if any(key.endswith("/greedy") for key in step)][-1] for run in runs]
             greedy = [next(value for key, value in end.items() if key.endswith("/greedy")) for end in ends]
-            late = [np.mean([step["reward/mean"] for step in run[-len(run) // 4 :]]) for run in runs]
+            late = [float(np.mean([step["reward/mean"] for step in run[-len(run) // 4 :]])) for run in runs]
             sizes = [np.mean([step["mismatch/k3"] for step in run]) for run in runs]
             known = [[step["routing/agreement"] for step in run if "routing/agreement" in step] for run in runs]
             agreed = [float(np.mean(run)) for run in known if run]

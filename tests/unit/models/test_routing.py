@@ -133,7 +133,8 @@ def test_replay_under_autocast_changes_no_bit(kind: str) -> None:
 @pytest.mark.parametrize("attention", [IMPLEMENTATION, "sdpa"])
 def test_another_choice_is_what_a_router_without_the_rest_would_make(kind: str, attention: str) -> None:
     """Softmax over all, chosen and renormalised, is the softmax of a router without other experts; gradients too."""
-    model = build(kind, attention, **({"norm_topk_prob": True} if kind == "qwen3_moe" else {}))
+    changes: dict[str, Any] = {"norm_topk_prob": True} if kind == "qwen3_moe" else {}
+    model = build(kind, attention, **changes)
     free = score(model, batch(), record=True)
     routes = other(free.routes)  # type: ignore[arg-type]
     found = score(model, batch(), routes=routes)
