@@ -46,7 +46,12 @@ def tampered(path: str, change: Callable[[Tensor], Tensor] = nudged) -> Any:
     return model
 
 
-@given(arrays.arrays("f4", (3, 5), elements=st.floats(width=32, allow_nan=False)), st.integers(0, 2), st.integers(0, 4), st.integers(0, 31))
+@given(
+    arrays.arrays("f4", (3, 5), elements=st.floats(width=32, allow_nan=False)),
+    st.integers(0, 2),
+    st.integers(0, 4),
+    st.integers(0, 31),
+)
 def test_one_bit_anywhere_changes_a_fingerprint(numbers: Any, row: int, column: int, bit: int) -> None:
     before = torch.from_numpy(numbers)
     after = before.clone()

@@ -23,6 +23,8 @@ from trimtab.rollout import bitwise
 from trimtab.rollout.bitwise import HEAD, LENGTHS, Sides, compare_sides, texts
 from trimtab.rollout.embedded import EmbeddedEngine
 
+pytestmark = pytest.mark.e2e
+
 OPERATIONS = 3 * 12 + 4  # as in tests/unit/models/test_bitwise.py, with the head's log-probs for the head
 
 

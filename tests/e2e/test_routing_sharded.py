@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from trimtab.models.logprobs import TokenScores, score
 from trimtab.models.sharding import full, shard
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[Any]:
