@@ -1,6 +1,6 @@
 """How far sampler and trainer are apart, token for token, over a training run of mixed batches.
 
-    .venv/bin/python benchmarks/bitwise.py [--tokens 100000] [--native 10000] [--threads 2]
+    .venv/bin/python benchmarks/bitwise.py [--tokens 100000] [--native 10000] [--threads 2] [--seed 0]
 
 Every round samples a batch of its own kind (1 to 12 prompts of 3 to 300 tokens, 1 to 8 responses each, of forced
 lengths between 1 and 512, at temperature 0.7 or 1) in bfloat16, scores it as the trainer does (packed micro-batches,
@@ -51,11 +51,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--native", type=int, default=10_000)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for numerics, tokens in (("native", options.native), ("invariant", options.tokens)):
         start = time.perf_counter()
-        tally, rounds = walk(options.model, numerics, tokens)
+        tally, rounds = walk(options.model, numerics, tokens, options.seed)
         print(
             f"{numerics}: {tally.tokens} tokens in {rounds} updates, responses of {tally.shortest} to {tally.longest}; "
             f"{tally.unequal} unequal, max |log mu - log pi_old| {tally.worst:.3g}, k3 {tally.k3 / tally.tokens:.3g} "
@@ -63,13 +64,13 @@ def main() -> None:
         )
 
 
-def walk(path: str, numerics: str, tokens: int) -> tuple[Tally, int]:
+def walk(path: str, numerics: str, tokens: int, seed: int) -> tuple[Tally, int]:
     model, tokenizer, _ = load(path, dtype=torch.float32)
     if numerics == "invariant":
         invariant.use_in(model)
     engine = EmbeddedEngine(model, tokenizer, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-6)
-    tally, rounds, rng = Tally(), 0, np.random.default_rng(0)
+    tally, rounds, rng = Tally(), 0, np.random.default_rng(seed)
     while tally.tokens < tokens:
         prompts, samples, sampling = kind(rng, model.config.vocab_size)
         groups = engine.generate(prompts, samples, sampling, seed=rounds)
