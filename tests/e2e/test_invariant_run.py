@@ -123,7 +123,7 @@ def test_two_ranks_score_the_bits_of_one(tmp_path: Path) -> None:
     [
         (["engine.type=vllm"], r'needs engine\.type = "embedded"'),
         (["engine.type=server", 'engine.server.urls=["http://127.0.0.1:1"]'], r'needs engine\.type = "embedded"'),
-        (["engine.dtype=bfloat16"], r'needs engine\.dtype = "float32"'),
+        (["engine.dtype=bfloat16"], r'set engine\.dtype = "float32"'),
         (["engine.quantize=int4"], "nothing to keep equal"),
         (["model.lora.rank=4"], "trains whole weights"),
         (["model.path=laboratory-moe"], "covers llama"),

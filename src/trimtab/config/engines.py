@@ -80,9 +80,10 @@ class EngineConfig(Section):
         "(0 for vllm.process = own), else 0",
     )
     patience: float = Field(
-        default=300.0,
+        default=900.0,
         ge=3,
-        description="seconds without a sign of life after which an engine's process is ended and started again",
+        description="seconds without a sign of life after which an engine's process is ended and started again; more "
+        "than its longest prefill",
     )
     quantize: Literal["none", "int8", "int4", "int3"] = Field(
         default="none", description="rounding of the sampler's weight matrices, one scale a row (embedded)"

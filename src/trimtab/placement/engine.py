@@ -149,12 +149,15 @@ class RayEngine:
         import ray
 
         told, sign, seen = interrupt is None, None, None
-        since = asked = time.monotonic()
+        since = asked = before = time.monotonic()
         while not ray.wait([answer], timeout=SIGNS if told else LOOK)[0]:
             if interrupt is not None and not told and interrupt.is_set():
                 host.interrupt.remote(self._calls)
                 told = True
             now = time.monotonic()
+            # A trainer that was stopped itself has waited for nobody meanwhile.
+            since += now - before if now - before > 3 * SIGNS else 0
+            before = now
             if sign is not None and ray.wait([sign], timeout=0)[0]:
                 found, sign = ask(sign), None
                 seen, since = (seen, since) if found == seen else (found, now)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trimtab.errors import TrimtabError, nearest
 from trimtab.models.invariant import is_invariant
+from trimtab.models.invariant.attention import KEYS, up
 from trimtab.models.routing import recorded, routers
 from trimtab.rollout.decoder import Decoder, GenericDecoder
 from trimtab.rollout.invariant import InvariantDecoder, scored
@@ -22,7 +23,17 @@ from trimtab.rollout.publication import Inventory
 from trimtab.rollout.request import check_request
 from trimtab.rollout.rounding import EXACT, Rounding, matrices
 from trimtab.rollout.routes import Recorder, Tape
-from trimtab.rollout.rows import Prefixes, Row, abort, check_prefixes, check_tokens, make_rows, make_starts, record
+from trimtab.rollout.rows import (
+    Prefixes,
+    Row,
+    abort,
+    check_prefixes,
+    check_routes,
+    check_tokens,
+    make_rows,
+    make_starts,
+    record,
+)
 from trimtab.rollout.sampling import draw
 from trimtab.rollout.stops import StopRule, eos_ids
 from trimtab.types import Completion, Interrupt, Prompt, Sampling
@@ -91,8 +102,8 @@ class EmbeddedEngine:
         prefixes of one prompt are run through the model once, and a whole response comes back as it is.
 
         `interrupt` is looked at before every token. What an interrupted call returned, given back as `prefixes` with
-        the same seed, leads under the same weights to the tokens of the uninterrupted call (in float32; in bfloat16
-        keys and values of a prefix are rounded a little differently from those of single tokens).
+        the same seed, leads under the same weights to the tokens of the uninterrupted call (in float32, and with
+        invariant numerics; else keys and values of a prefix are rounded a little differently in bfloat16).
 
         Raises:
             TrimtabError: a prompt is empty or does not fit the context with `max_tokens`; a prefix is longer than
@@ -105,6 +116,8 @@ class EmbeddedEngine:
         check_prefixes(prefixes, prompts, samples, sampling)
         stop = StopRule(self._tokenizer, self._eos, sampling)
         check_tokens(prefixes, prompts, stop, vocabulary)
+        if self._routes:
+            check_routes(prefixes, prompts, routers(self._model))
         rows = make_rows(len(prompts), samples, sampling, seed, prefixes)
         with recorded(self._model) if self._routes else contextlib.nullcontext() as tape:
             for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
@@ -159,9 +172,11 @@ class EmbeddedEngine:
         config, longest = self._model.config, len(prompts[rows[-1].prompt].ids)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        itemsize = 4 if self._invariant else self._model.dtype.itemsize
+        places, itemsize = longest + max_tokens, self._model.dtype.itemsize
+        if self._invariant:
+            places, itemsize = up(longest, KEYS) + up(max_tokens, KEYS), 4
         width = 2 * config.num_hidden_layers * heads * size * itemsize
-        most = max(1, CACHE_BYTES // (width * (longest + max_tokens)))
+        most = max(1, CACHE_BYTES // (width * places))
         count = -(-len(rows) // most)
         edges = [len(rows) * i // count for i in range(count + 1)]
         return [rows[start:stop] for start, stop in itertools.pairwise(edges)]

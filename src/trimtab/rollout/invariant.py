@@ -69,11 +69,13 @@ class _Slabs:
 
     def select(self, index: Tensor) -> None:
         for each in (self.keys, self.values):
-            each[:] = [slab[index] for slab in each]
+            for layer, slab in enumerate(each):  # one by one: no second copy of all
+                each[layer] = slab[index]
 
     def grow(self) -> None:
         for each in (self.keys, self.values):
-            each[:] = [F.pad(slab, (0, 0, 0, KEYS)) for slab in each]
+            for layer, slab in enumerate(each):
+                each[layer] = F.pad(slab, (0, 0, 0, KEYS))
 
 
 class InvariantDecoder:

@@ -24,6 +24,7 @@ from trimtab.types import Completion, Interrupt, Prompt, Sampling
 
 WORKER = "trimtab.rollout.worker"
 LOOK = 0.01  # seconds between looks at an interrupt
+PAUSE = 1.0  # seconds: two looks further apart mean that this process stood still
 GRACE = 10.0  # seconds for the process to end in good order
 LAST_WORDS = 4096  # bytes of what it printed that are searched for its last line
 PATIENCE = 300.0  # seconds
@@ -245,13 +246,18 @@ class _Child:
         """Wait for a frame or the interruption; whether this came first, and was passed on."""
         patience = self.connection.gettimeout()
         assert patience is not None
-        end = time.monotonic() + patience
+        before = time.monotonic()
+        end = before + patience
         with selectors.DefaultSelector() as selector:
             selector.register(self.connection, selectors.EVENT_READ)
             while not interrupt.is_set():
                 if selector.select(LOOK):
                     return False
-                if time.monotonic() > end:
+                now = time.monotonic()
+                # A trainer that was stopped itself (Ctrl-Z, a frozen container) has waited for nobody meanwhile.
+                end += now - before if now - before > PAUSE else 0
+                before = now
+                if now > end:
                     raise TimeoutError
         wire.send(self.connection, {"do": "interrupt", "call": call})
         return True

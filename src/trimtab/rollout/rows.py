@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from trimtab.errors import TrimtabError
+from trimtab.models.routing import Routers
 from trimtab.rollout.decoder import Starts
 from trimtab.rollout.sampling import Draw, uniforms
 from trimtab.rollout.stops import StopRule
@@ -165,6 +166,19 @@ def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: Sto
             raise TrimtabError(f"{name} has token ids outside the model's vocabulary of {vocabulary}")
         if prefix.finish != "stop" and stop.inside(ids.tolist()):
             raise TrimtabError(f"{name} contains a stop, so it is already complete: cut it before its last token")
+
+
+def check_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: Routers) -> None:
+    """Refuse prefixes whose record of experts is another model's (`TrimtabError`)."""
+    for name, _, prefix in _begun(prefixes or [], prompts if prefixes else []):
+        routes = prefix.routes
+        if routes is None or not routes.size:
+            continue
+        if routes.shape[1:] != (routers.layers, routers.chosen) or routes.min() < 0 or routes.max() >= routers.experts:
+            raise TrimtabError(
+                f"{name} records experts that this model does not have: it has {routers.layers} mixture layers of "
+                f"{routers.experts} experts, {routers.chosen} for a token"
+            )
 
 
 def _begun(prefixes: Prefixes, prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt, Completion]]:

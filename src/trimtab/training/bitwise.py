@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
@@ -29,8 +30,8 @@ def check(config: Config) -> None:
     computes = "bfloat16" if config.model.autocast == "bfloat16" else config.model.dtype
     if engine.dtype != computes:
         raise TrimtabError(
-            f'engine.dtype = "{engine.dtype}" differs from what the trainer computes in ({computes}): '
-            f'numerics = "invariant" needs engine.dtype = "{computes}", or model.autocast = "none"'
+            f'numerics = "invariant" needs one type on both sides: engine.dtype = "{engine.dtype}", and the trainer '
+            f'computes in {computes}; set engine.dtype = "{computes}", or model.dtype and model.autocast to match'
         )
     if sampler_rounding(config).active:
         raise TrimtabError('numerics = "invariant" has nothing to keep equal with engine.quantize or engine.noise')
@@ -59,6 +60,7 @@ def confirm(trajectories: Sequence[Trajectory], stats: UpdateStats) -> int:
     if unequal:
         raise TrimtabError(
             f"{unequal} of {compared} log-probs are not the sampler's bit for bit (largest difference {worst:.3g}): "
-            'numerics = "invariant" does not hold on this machine; `trimtab doctor --bitwise` names the operation'
+            f'numerics = "invariant" does not hold here with {torch.get_num_threads()} threads; '
+            "`trimtab doctor --bitwise` names the operation, fewer `threads` may help"
         )
     return compared

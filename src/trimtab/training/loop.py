@@ -51,6 +51,10 @@ from trimtab.training.update import DivergedError, Learner, MiniBatch, UpdateSta
 from trimtab.training.weights import named_weights, sampler_rounding
 from trimtab.types import Engine, Trajectory
 
+NOTHING_CONFIRMED = (
+    "caution: no token of this batch was sampled under the weights it is trained with, so numerics = "
+    '"invariant" was not confirmed (mismatch/confirmed)'
+)
 LAGGING = (
     "caution: this first batch is fresh, later ones are up to {} updates older and will be rejected far more often; "
     "take bounds from a run's own trajectories instead (trimtab diagnose)"
@@ -109,6 +113,8 @@ class Trainer:
         calibrated = self._calibrate(batch)
         stats = self._update(batch)
         confirmed = confirm(batch.trajectories, stats) if self.config.numerics == "invariant" else None
+        if confirmed == 0 and self.step == 0:
+            self.observer.message(NOTHING_CONFIRMED)
         self._publish()
         self.step += 1
         self.seconds["step"] = time.perf_counter() - start

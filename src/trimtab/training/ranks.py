@@ -90,7 +90,7 @@ class Ranks:
             result = work()
         except (TrimtabError, OSError) as error:
             mine = error
-        said = [part.decode() for part in self.gather(b"" if mine is None else str(mine).encode())]
+        said = [part.decode() for part in self.gather(b"" if mine is None else _line(mine))]
         if mine is not None:
             raise mine
         for rank, line in enumerate(said):
@@ -182,3 +182,8 @@ def _explained() -> Iterator[None]:
 
 def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _line(error: Exception) -> bytes:
+    """Never empty: that would say that all is well."""
+    return (str(error) or type(error).__name__).encode()

@@ -22,6 +22,8 @@ from trimtab.errors import TrimtabError
 from trimtab.training import atomic, keep_sets, routes
 from trimtab.types import Completion, FloatArray, Problem, Prompt, Sampling, Trajectory
 
+GROUP_BYTES, GROUP_ROWS = 1 << 30, 1 << 20  # of one binary column in one group of rows, and most rows of a group
+
 _CONTRACT = ("temperature", "top_p", "top_k", "logprobs")
 _LIMITS = ("max_tokens", "stop", "stop_ids", "ignore_stop")
 _SAMPLING_TYPE = pa.struct(
@@ -119,8 +121,15 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
     }
     buffer = io.BytesIO()
     table = pa.table({name: column for name, column in columns.items() if column is not None})
-    pq.write_table(table, buffer, compression="zstd")
+    pq.write_table(table, buffer, compression="zstd", row_group_size=_rows_at_once(completions))
     return buffer.getvalue()
+
+
+def _rows_at_once(completions: Sequence[Completion]) -> int:
+    """Parquet holds less than 2 GiB of a binary column in one group of rows; experts and sets can be larger."""
+    routes = max((0 if c.routes is None else c.routes.nbytes for c in completions), default=0)
+    kept = max((0 if c.kept is None else sum(ids.nbytes for ids in c.kept) for c in completions), default=0)
+    return max(1, GROUP_BYTES // max(routes, kept, GROUP_BYTES // GROUP_ROWS))
 
 
 def _decode(data: bytes, name: str) -> list[Row]:

@@ -23,7 +23,8 @@ from trimtab.models.invariant import layers
 from trimtab.models.invariant.attention import KEYS
 from trimtab.models.invariant.sums import add_exponentials
 from trimtab.models.logprobs import TokenBatch, pack_kept, score
-from trimtab.rollout import decoder
+from trimtab.rollout import decoder, embedded
+from trimtab.rollout import invariant as rollout_invariant
 from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.types import Completion, Problem, Prompt, Sampling
 
@@ -126,6 +127,25 @@ def test_batch_threads_prefixes_and_prefill_blocks_change_no_bit(
     for prompt, group in zip(prompts, groups, strict=True):
         for one in group:
             assert_equal(trained(model, [prompt], [[one]], FREE, autocast), [[one]])
+
+
+def test_the_cache_stays_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slabs are whole blocks of keys, far more than the tokens of a short text."""
+    slabs: list[int] = []
+    empty = rollout_invariant._Slabs.empty.__func__
+
+    def measured(cls: Any, *arguments: Any) -> Any:
+        made = empty(cls, *arguments)
+        slabs.append(sum(slab.nbytes for slab in (*made.keys, *made.values)))
+        return made
+
+    monkeypatch.setattr(rollout_invariant._Slabs, "empty", classmethod(measured))
+    monkeypatch.setattr(embedded, "CACHE_BYTES", 1 << 19)
+    engine = EmbeddedEngine(made(), tokenizer(), "bfloat16")
+    engine.generate(asked([10] * 40), 1, replace(FREE, max_tokens=10), seed=0)
+    batches = [a + b for a, b in zip(slabs[::2], slabs[1::2], strict=True)]
+    assert len(batches) == 4
+    assert max(batches) <= 1 << 19
 
 
 def assert_same(found: Sequence[Sequence[Completion]], expected: Sequence[Sequence[Completion]]) -> None:

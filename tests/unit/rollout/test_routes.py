@@ -226,3 +226,13 @@ def test_cutting_and_joining_keep_one_entry_for_every_token_that_was_run() -> No
     assert splice(replace(cut(one, 2), routes=None), other).routes is None
     [[played]] = FakeEngine({"p0": [one]}).generate(prompts([4]), 1, Sampling(max_tokens=2), seed=0)
     assert played.routes.ravel().tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("change", [lambda r: r[:, :, :1], lambda r: r[:, :1], lambda r: r + 6, lambda r: r - 6])
+def test_a_prefix_with_another_models_experts_is_refused(change: Any) -> None:
+    engine, asked = engine_of(make("mixtral")), prompts([5])
+    [[begun]] = engine.generate(asked, 1, FREE, seed=0, interrupt=After(3))
+    assert begun.routes is not None
+    foreign = replace(begun, routes=change(begun.routes))
+    with pytest.raises(TrimtabError, match="records experts that this model does not have: it has 3 mixture layers"):
+        engine.generate(asked, 1, FREE, seed=0, prefixes=[[foreign]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.training.ranks import SINGLE, follows, here, join
+from trimtab.training.ranks import SINGLE, _line, follows, here, join
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +39,8 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(TrimtabError, match="LOCAL_RANK is not: start several ranks with `torchrun"), join():
         pass
     assert here() is SINGLE
+
+
+def test_an_error_without_words_is_still_an_error_to_the_others() -> None:
+    assert _line(OSError()) == b"OSError"
+    assert _line(TrimtabError("full")) == b"full"

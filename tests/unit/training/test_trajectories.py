@@ -293,6 +293,29 @@ def test_pending_trajectories_come_back_bit_for_bit(pending: list[Trajectory]) -
     assert all(map(same, found, pending))
 
 
+def test_records_too_large_for_one_group_of_rows_go_into_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parquet refuses 2 GiB of a binary column in one group; here a group holds two rows' experts."""
+    one = row().trajectory
+    size = len(one.prompt.ids) + len(one.completion.response_ids) - 1
+    pending = [
+        dataclasses.replace(
+            one,
+            completion=dataclasses.replace(
+                one.completion, routes=np.full((size, 3, 2), [number, number + 1], dtype=np.int16)
+            ),
+        )
+        for number in range(5)
+    ]
+    whole = trajectories.to_bytes(pending)
+    assert pq.ParquetFile(pa.BufferReader(whole)).num_row_groups == 1
+    monkeypatch.setattr(trajectories, "GROUP_BYTES", 2 * size * 12 + 1)  # records in memory are int16
+    cut = trajectories.to_bytes(pending)
+    assert pq.ParquetFile(pa.BufferReader(cut)).num_row_groups == 3
+    for found, given_ in zip(trajectories.from_bytes(cut), pending, strict=True):
+        assert found.completion.routes is not None
+        np.testing.assert_array_equal(found.completion.routes, given_.completion.routes)
+
+
 def test_files_come_back_but_for_the_sets_of_ids(tmp_path: Path) -> None:
     whole = row()
     completion = dataclasses.replace(whole.trajectory.completion, kept=(ints(1, 2), ints(), ints(3)))
