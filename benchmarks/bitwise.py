@@ -12,6 +12,7 @@ at random, and publishes the new weights. Prints the largest |log mu - log pi_ol
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import dataclass
 
@@ -81,6 +82,7 @@ def walk(path: str, numerics: str, tokens: int, seed: int) -> tuple[Tally, int]:
         optimizer.step()
         optimizer.zero_grad()
         rounds += 1
+        print(f"{numerics}: {tally.tokens} tokens, {tally.unequal} unequal", file=sys.stderr, flush=True)
         engine.publish(model.named_parameters(), rounds)
     return tally, rounds
 
