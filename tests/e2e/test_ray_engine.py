@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from tests.e2e.ray_support import local_cluster
+from tests.unit.rollout.support import After
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
 
@@ -147,23 +148,13 @@ def test_a_stale_object_is_refused_and_the_engine_keeps_its_weights(engines, pro
     assert rows(engine.generate(prompts, 2, SAMPLING, seed=1)) == before
 
 
-class Soon:
-    """An interrupt that is set from its second look on, some milliseconds after the call."""
-
-    def __init__(self) -> None:
-        self.looks = 0
-
-    def is_set(self) -> bool:
-        self.looks += 1
-        return self.looks > 1
-
-
 def test_an_interrupted_response_goes_on_under_new_weights(engines, prompts, model) -> None:
     engine, samples, length = engines[0], 256, 50
     engine.publish(weights(model), 1)
     sampling, begun = Sampling(max_tokens=length, ignore_stop=True), None
     while begun is None or not len(begun[0].response_ids):
-        found = engine.generate(prompts[:1], samples, sampling, seed=2, prefixes=begun and [begun], interrupt=Soon())
+        # Set at the second look, some milliseconds after the call.
+        found = engine.generate(prompts[:1], samples, sampling, seed=2, prefixes=begun and [begun], interrupt=After(1))
         begun = found[0]
     assert {c.finish for c in begun} == {"abort"}
     engine.publish(weights(model, 1.1), 2)

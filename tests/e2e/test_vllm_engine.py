@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.e2e.vllm_support import After, needs_vllm, policy, prompts, start, update
-from tests.unit.rollout.support import EOS, PIECES, processed, tokenizer, tokens
+from tests.e2e.vllm_support import needs_vllm, policy, prompts, start, update
+from tests.unit.rollout.support import EOS, PIECES, After, processed, tokenizer, tokens
 
 from trimtab.errors import TrimtabError
 from trimtab.rollout import vllm_cores, vllm_setup

@@ -13,8 +13,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests.e2e.vllm_support import After, needs_vllm, policy, prompts, start, update
-from tests.unit.rollout.support import processed
+from tests.e2e.vllm_support import needs_vllm, policy, prompts, start, update
+from tests.unit.rollout.support import After, processed
 
 from trimtab.errors import EngineLost
 from trimtab.types import Completion, Sampling

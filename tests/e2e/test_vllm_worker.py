@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests.e2e.vllm_support import After, engine_config, needs_vllm, policy, prompts
-from tests.unit.rollout.support import processed, tokenizer
+from tests.e2e.vllm_support import engine_config, needs_vllm, policy, prompts
+from tests.unit.rollout.support import After, processed, tokenizer
 
 from trimtab.errors import EngineLost
 from trimtab.rollout.remote import WorkerEngine

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from tests.e2e import stuck_worker
-from tests.unit.rollout.support import prompt, prompts
+from tests.unit.rollout.support import After, prompt, prompts
 
 from trimtab.errors import Diverged, EngineLost, TrimtabError
 from trimtab.models import laboratory
@@ -77,19 +77,6 @@ def local(dtype: str = "float32", rounding: Rounding | None = None, seed: int = 
     engine = EmbeddedEngine(model, tokenizer, dtype, rounding=rounding or Rounding())
     engine.publish(laboratory.build(seed)[0].named_parameters(), version=5)
     return engine
-
-
-class After:
-    """Set once it was looked at `looks` times; `then` is called at that look."""
-
-    def __init__(self, looks: int, then=lambda: None) -> None:
-        self.left, self.then = looks, then
-
-    def is_set(self) -> bool:
-        self.left -= 1
-        if self.left == -1:
-            self.then()
-        return self.left < 0
 
 
 class Announced:

@@ -72,14 +72,3 @@ def prompts(lengths: Sequence[int], seed: int = 0) -> list[Prompt]:
     rng = np.random.default_rng(seed)
     ids = [rng.integers(2, SIZE, size=n) for n in lengths]
     return [Prompt(Problem(f"p{i}", "", ""), "", row) for i, row in enumerate(ids)]
-
-
-class After:
-    """An interrupt that is set at its n-th look: in the middle of the work, at the same place every time."""
-
-    def __init__(self, looks: int) -> None:
-        self.left = looks
-
-    def is_set(self) -> bool:
-        self.left -= 1
-        return self.left < 0

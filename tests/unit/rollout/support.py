@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token="?"))
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>", unk_token="?")
+
+
+class After:
+    """An interruption that is set once it was looked at `looks` times: at the same place of the work every time.
+
+    `then` is called at the first look that finds it set.
+    """
+
+    def __init__(self, looks: int, then: Callable[[], None] = lambda: None) -> None:
+        self.left, self.then = looks, then
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        if self.left == -1:
+            self.then()
+        return self.left < 0
 
 
 def prompt(ids: Sequence[int], name: str = "p") -> Prompt:

@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from tests.unit.rollout.support import prompt, prompts, tiny, tokenizer, tokens
+from tests.unit.rollout.support import After, prompt, prompts, tiny, tokenizer, tokens
 
 from trimtab.models import laboratory
 from trimtab.models.logprobs import TokenBatch, score
@@ -22,17 +22,6 @@ LENGTHS = [5, 1, 17, 30]
 STOPS = Sampling(max_tokens=24, stop=("a",), stop_ids=(7, 8))
 TRUNCATED = Sampling(max_tokens=14, temperature=0.7, top_k=20, top_p=0.8, ignore_stop=True)
 FREE = Sampling(max_tokens=12, ignore_stop=True)
-
-
-class After:
-    """Set once it was looked at `looks` times."""
-
-    def __init__(self, looks: int) -> None:
-        self.left = looks
-
-    def is_set(self) -> bool:
-        self.left -= 1
-        return self.left < 0
 
 
 def make(name: str = "llama", seed: int = 0) -> EmbeddedEngine:

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.e2e.vllm_support import After
-from tests.unit.rollout.support import SIZE, tiny, tokenizer
+from tests.unit.rollout.support import SIZE, After, tiny, tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trimtab.errors import TrimtabError

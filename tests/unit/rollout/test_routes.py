@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.rollout.support import EOS, SIZE, prompts, tiny, tokenizer, tokens
+from tests.unit.rollout.support import EOS, SIZE, After, prompts, tiny, tokenizer, tokens
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig
 
 from trimtab.errors import TrimtabError
@@ -38,17 +38,6 @@ SIZES = {
 }
 # The middle layer of the first is dense.
 LAYERS = {"qwen3-moe": 2, "mixtral": 3, "olmoe": 3}
-
-
-class After:
-    """Set once it was looked at `looks` times."""
-
-    def __init__(self, looks: int) -> None:
-        self.left = looks
-
-    def is_set(self) -> bool:
-        self.left -= 1
-        return self.left < 0
 
 
 def make(name: str, seed: int = 0) -> Any:
