@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tests.e2e.ray_support import local_cluster
+from tests.e2e import stopped_trainer
+from tests.e2e.ray_support import Cluster, local_cluster
 from tests.unit.rollout.support import After
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
@@ -23,7 +24,7 @@ from trimtab.config.schema import RewardConfig
 from trimtab.errors import EngineLost, TrimtabError
 from trimtab.models.load import load
 from trimtab.placement.cluster import Seats, connected, reserved
-from trimtab.placement.engine import RayEngine, build_engines
+from trimtab.placement.engine import SIGNS, RayEngine, build_engines
 from trimtab.placement.rewards import RayScorer
 from trimtab.placement.weights import Publisher
 from trimtab.rewards import Response
@@ -46,11 +47,16 @@ def config() -> Config:
 
 
 @pytest.fixture(scope="module")
-def seats(config: Config) -> Iterator[Seats]:
+def cluster() -> Iterator[Cluster]:
     with local_cluster() as cluster:
-        place = config.ray.model_copy(update={"address": cluster.address})
-        with connected(place), reserved(config.model_copy(update={"ray": place})) as seats:
-            yield seats
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def seats(config: Config, cluster: Cluster) -> Iterator[Seats]:
+    place = config.ray.model_copy(update={"address": cluster.address})
+    with connected(place), reserved(config.model_copy(update={"ray": place})) as seats:
+        yield seats
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +239,16 @@ def test_a_stopped_actor_is_given_up_and_its_successor_takes_its_seat(
     assert engine.place["pid"] != pid
     engine.publish(published, 1)
     assert rows(engine.generate(prompts, 2, SAMPLING, seed=9)) == expected
+
+
+def test_a_trainer_that_stood_still_together_with_its_actor_keeps_it(cluster: Cluster, model: tuple[Any, Path]) -> None:
+    """As in a frozen container, for longer than its patience, and than its longest look at an actor."""
+    with stopped_trainer.started(model[1], calls=1, address=cluster.address) as trainer:
+        assert trainer.stdout is not None
+        expected, pid = trainer.stdout.readline(), int(trainer.stdout.readline())
+        assert 3 * SIGNS > stopped_trainer.PATIENCE
+        stopped_trainer.stand_still(trainer.pid, [pid], 3 * SIGNS + 0.5)
+        assert trainer.stdout.readline() == expected
 
 
 MINE = """

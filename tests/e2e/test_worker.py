@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests.e2e import stuck_worker
+from tests.e2e import stopped_trainer, stuck_worker
 from tests.unit.rollout.support import After, prompt, prompts
 
 from trimtab.errors import Diverged, EngineLost, TrimtabError
@@ -249,6 +249,17 @@ def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
     with pytest.raises(EngineLost, match="gave no sign of life for 2 s"):
         engine.generate(ASKED, 4, FREE, seed=stuck_worker.STUCK)
     engine.close()
+
+
+def test_a_trainer_that_stood_still_itself_keeps_its_engine(folder: Path) -> None:
+    """Alone, as after Ctrl-Z, and together with its engine, as in a frozen container: longer than its patience."""
+    with stopped_trainer.started(folder, calls=2) as trainer:
+        assert trainer.stdout is not None
+        expected = trainer.stdout.readline()
+        for together in (False, True):
+            pid = int(trainer.stdout.readline())
+            stopped_trainer.stand_still(trainer.pid, [pid] * together, stopped_trainer.PATIENCE + 0.5)
+            assert trainer.stdout.readline() == expected
 
 
 def test_the_process_is_no_rank_of_the_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,107 @@
+"""A trainer whose process is stopped in the middle of a call, and goes on later: `started` and `stand_still` for tests.
+
+`stopped_trainer.py SETTINGS` is that process. It prints a line when a call has begun (the engine's process), and one
+when it is over (that process, and what was sampled).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from tests.e2e.worker_parent import Announced
+from tests.unit.rollout.support import prompt
+
+from trimtab.models import laboratory
+from trimtab.rollout.remote import WorkerEngine
+from trimtab.types import Interrupt, Sampling
+
+PATIENCE = 1.5  # seconds
+ENGINE = {"type": "embedded", "dtype": "float32", "rounding": {}}
+
+
+@contextmanager
+def started(model: Path, calls: int, address: str | None = None) -> Iterator[subprocess.Popen[str]]:
+    """The process, which makes one call undisturbed, and then `calls` of them with `PATIENCE`.
+
+    Its engine is a worker process, or an actor of the Ray cluster at `address`.
+    """
+    settings = json.dumps({"model": str(model), "calls": calls, "address": address})
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command, environment = [sys.executable, __file__, settings], {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as trainer:
+        try:
+            yield trainer
+            assert trainer.wait() == 0
+        finally:
+            trainer.kill()
+
+
+def stand_still(trainer: int, others: list[int], seconds: float) -> None:
+    """Stop the trainer while it waits for an answer, and `others` before it; all go on after some seconds."""
+    for pid in others:
+        os.kill(pid, signal.SIGSTOP)
+    while psutil.Process(trainer).status() != psutil.STATUS_SLEEPING:
+        pass
+    os.kill(trainer, signal.SIGSTOP)
+    time.sleep(seconds)
+    for pid in (trainer, *others):
+        os.kill(pid, signal.SIGCONT)
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    spec = {**ENGINE, "model": settings["model"]}
+    with actor(spec, settings["address"]) if settings["address"] else worker(spec) as engine:
+        engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
+        call(engine, None)
+        engine.patience = PATIENCE
+        for _ in range(settings["calls"]):
+            call(engine, Announced(str(process(engine))))
+
+
+@contextmanager
+def worker(spec: dict[str, Any]) -> Iterator[Any]:
+    engine = WorkerEngine(spec, threads=1)
+    yield engine
+    engine.close()
+
+
+@contextmanager
+def actor(spec: dict[str, Any], address: str) -> Iterator[Any]:
+    from trimtab.config import load_config
+    from trimtab.placement.cluster import connected, reserved
+    from trimtab.placement.engine import build_engines
+
+    config = load_config("laboratory", ["placement=ray", f"ray.address={address}"])
+    with connected(config.ray), reserved(config) as seats:
+        [engine] = build_engines(config, spec, seats.engines)
+        yield engine
+        engine.close()
+
+
+def process(engine: Any) -> int:
+    return engine.place["pid"] if hasattr(engine, "place") else engine.pid
+
+
+def call(engine: Any, interrupt: Interrupt | None) -> None:
+    long = Sampling(max_tokens=40, ignore_stop=True)
+    found = engine.generate([prompt([1, 2, 3])] * 16, 16, long, seed=0, interrupt=interrupt)
+    rows = [(one.response_ids.tolist(), one.logp_behavior.tolist()) for one in chain(*found)]
+    print(json.dumps([process(engine), rows]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
