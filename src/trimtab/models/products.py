@@ -48,8 +48,14 @@ def linear(
 
 def padded_linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
     """`states @ weight.T` with its gradient, rows padded as in `padded`. Both have one type."""
+    if not torch.is_grad_enabled():  # a decoded token takes hundreds of products: a bare one has half the overhead
+        return _unpadded(product(padded(states), weight), states.shape)
     result: Any = _Product.apply(states, weight)
     return result
+
+
+def _unpadded(rows: Tensor, shape: torch.Size) -> Tensor:
+    return rows[: shape[:-1].numel()].view(*shape[:-1], rows.shape[1])
 
 
 class _Product(torch.autograd.Function):
@@ -58,14 +64,13 @@ class _Product(torch.autograd.Function):
         rows = padded(states)
         ctx.save_for_backward(rows, weight)
         ctx.shape = states.shape
-        return product(rows, weight)[: states.shape[:-1].numel()].view(*states.shape[:-1], len(weight))
+        return _unpadded(product(rows, weight), states.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows, weight = ctx.saved_tensors
         grad = padded(grads[0])
-        count = ctx.shape[:-1].numel()
-        to_states = product(grad, weight.T)[:count].view(ctx.shape) if ctx.needs_input_grad[0] else None
+        to_states = _unpadded(product(grad, weight.T), ctx.shape) if ctx.needs_input_grad[0] else None
         to_weight = product(grad.T, rows.T) if ctx.needs_input_grad[1] else None
         return to_states, to_weight
 

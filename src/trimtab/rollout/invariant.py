@@ -152,7 +152,8 @@ class InvariantDecoder:
             self._prompts.select(used)
         self._owner, self._grid = owner, (len(used), int(counts.max()))
         nth = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
-        self._slot = owner * self._grid[1] + nth
+        full = len(owner) == self._grid[0] * self._grid[1]
+        self._slot = None if full else owner * self._grid[1] + nth
         places = torch.arange(self._prompts.keys[0].shape[2], device=owner.device)
         self._hidden = (places >= self._lengths[:, None])[:, None, None]
 
@@ -182,13 +183,15 @@ class InvariantDecoder:
         own, prompts = self._own.keys[layer], self._prompts.keys[layer]
         query = q.unflatten(-1, (own.shape[1], -1, own.shape[3])).to(own.dtype)
         group = query.shape[2]
-        query = pad(query, QUERIES)
-        of_prompt = _scores(self._to_grid(query), prompts, scaling, self._hidden)
-        of_own = _scores(query, own, scaling, unseen)
-        peak = torch.maximum(self._to_rows(of_prompt.amax(-1, keepdim=True)), of_own.amax(-1, keepdim=True))
-        total, out = _weigh(of_prompt.sub_(self._to_grid(peak)).exp_(), self._prompts.values[layer])
-        before = self._to_rows(total[..., None])[..., 0].flatten(0, 1), self._to_rows(out).flatten(0, 1)
-        total, out = _weigh(of_own.sub_(peak).exp_(), self._own.values[layer], before)
+        of_prompt = _scores(pad(self._to_grid(query), QUERIES), prompts, scaling, self._hidden)
+        of_own = _scores(pad(query, QUERIES), own, scaling, unseen)
+        peak = self._to_rows(of_prompt.amax(-1, keepdim=True), group)
+        peak = torch.maximum(peak, of_own[:, :, :group].amax(-1, keepdim=True))
+        of_prompt.sub_(pad(self._to_grid(peak), QUERIES)).exp_()
+        total, out = _weigh(of_prompt, self._prompts.values[layer])
+        before = [pad(self._to_rows(each, group), QUERIES).flatten(0, 1) for each in (total[..., None], out)]
+        of_own.sub_(pad(peak, QUERIES)).exp_()
+        total, out = _weigh(of_own, self._own.values[layer], (before[0][..., 0], before[1]))
         return out.div_(total[..., None])[:, :, :group].reshape(len(q), -1).to(q.dtype)
 
     def _attend_by_kernel(self, layer: int, q: Tensor, scaling: float) -> Tensor:
@@ -203,13 +206,16 @@ class InvariantDecoder:
 
     def _to_grid(self, rows: Float[Tensor, "rows heads group x"]) -> Float[Tensor, "prompts heads more x"]:
         prompts, most = self._grid
-        grid = rows.new_zeros(prompts * most, *rows.shape[1:])
-        grid[self._slot] = rows
-        return grid.view(prompts, most, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
+        if self._slot is not None:
+            grid = rows.new_zeros(prompts * most, *rows.shape[1:])
+            grid[self._slot] = rows
+            rows = grid
+        return rows.view(prompts, most, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
 
-    def _to_rows(self, grid: Float[Tensor, "prompts heads more x"]) -> Float[Tensor, "rows heads group x"]:
-        rows = grid.unflatten(2, (self._grid[1], -1)).transpose(1, 2).flatten(0, 1)
-        return rows[self._slot]
+    def _to_rows(self, grid: Float[Tensor, "prompts heads more x"], group: int) -> Float[Tensor, "rows heads group x"]:
+        most = self._grid[1]
+        rows = grid[:, :, : most * group].unflatten(2, (most, group)).transpose(1, 2).flatten(0, 1)
+        return rows if self._slot is None else rows[self._slot]
 
 
 def scored(drawn: Draw, logits: Tensor, temperature: float) -> Draw:

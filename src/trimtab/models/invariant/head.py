@@ -16,7 +16,10 @@ def logits_of(hidden: Float[Tensor, "rows hidden"], model: Parts) -> Float[Tenso
     """What `head_scores` computes tile by tile, side by side, before the temperature."""
     rough = hidden.to(model.weight.dtype)
     exact = torch.promote_types(rough.dtype, torch.float32)
-    return torch.cat([rows_product(rough, part).to(exact) for part in model.weight.split(TILE_VOCABULARY)], -1)
+    logits = rough.new_empty(len(rough), len(model.weight), dtype=exact)
+    for columns, tile in zip(model.weight.split(TILE_VOCABULARY), logits.split(TILE_VOCABULARY, -1), strict=True):
+        tile.copy_(rows_product(rough, columns))
+    return logits
 
 
 def log_probs(
@@ -28,7 +31,8 @@ def log_probs(
     """Log-probs of `ids` by the steps of `head_scores`; `kept` (-1 fills up) renormalises over sets of ids."""
     total = logits.new_full((len(logits),), torch.finfo(logits.dtype).min / 2)
     for start in range(0, logits.shape[1], TILE_VOCABULARY):
-        tile = logits[:, start : start + TILE_VOCABULARY] / temperature
+        tile = logits[:, start : start + TILE_VOCABULARY]
+        tile = tile / temperature if temperature != 1 or kept is not None else tile  # a copy, or nothing to do
         if kept is not None:
             tile.masked_fill_(~allowed(kept, slice(start, start + tile.shape[1])), -torch.inf)
         total = add_exponentials(total, tile)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from trimtab.models.invariant.device import uses_kernels
 from trimtab.models.invariant.linear import computing
 
+PART = 1 << 17  # numbers: temporaries of that size stay in a core's cache
+
 
 class InvariantRMSNorm(nn.Module):
     """transformers' RMSNorm (`weight`, `variance_epsilon`), computed and returned in float32 or wider."""
@@ -38,20 +40,29 @@ class InvariantSiLU(nn.Module):
     """x / (1 + exp(-x)), rounded once."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return _silu(input)
         result: Any = _SiLU.apply(input)
         return result
+
+
+def _silu(states: Tensor) -> Tensor:
+    if uses_kernels(states):
+        from trimtab.models.invariant import triton_rows
+
+        return triton_rows.silu(states)
+    result = torch.empty_like(states, memory_format=torch.contiguous_format)
+    for part, into in zip(states.reshape(-1).split(PART), result.view(-1).split(PART), strict=True):
+        wide = part.to(torch.promote_types(states.dtype, torch.float32))
+        into.copy_(wide.div(wide.neg().exp_().add_(1)))
+    return result
 
 
 class _SiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor) -> Tensor:
         ctx.save_for_backward(states)
-        if uses_kernels(states):
-            from trimtab.models.invariant import triton_rows
-
-            return triton_rows.silu(states)
-        wide = states.to(torch.promote_types(states.dtype, torch.float32))
-        return wide.div(wide.neg().exp_().add_(1)).to(states.dtype)
+        return _silu(states)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

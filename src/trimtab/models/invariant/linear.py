@@ -46,9 +46,14 @@ class InvariantLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = computing(self.weight)
-        with torch.autocast(input.device.type, enabled=False):
-            result = _linear(input.to(dtype), self.weight.to(dtype))
-            return result if self.bias is None else result + self.bias.to(dtype)
+        if torch.is_autocast_enabled(input.device.type):
+            with torch.autocast(input.device.type, enabled=False):
+                return self._compute(input, dtype)
+        return self._compute(input, dtype)
+
+    def _compute(self, input: Tensor, dtype: torch.dtype) -> Tensor:
+        result = _linear(input.to(dtype), self.weight.to(dtype))
+        return result if self.bias is None else result + self.bias.to(dtype)
 
 
 class InvariantEmbedding(nn.Embedding):
