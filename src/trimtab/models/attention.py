@@ -71,7 +71,10 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which packed token attends to which. Built once for a micro-batch, read by every layer."""
+    """Which packed token attends to which. Built once for a micro-batch, read by every layer.
+
+    Tokens after the last response are fillers: nobody attends to them, and their own output is 0.
+    """
 
     prompts: Rows
     responses: Rows
@@ -212,6 +215,7 @@ class PackedAttention(torch.autograd.Function):
         heads, key_heads, width = ctx.sizes
         grad = grads[0].reshape(q.shape).to(options.dtype)
         to_q, to_k, to_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        to_q[layout.responses.stop :] = 0  # fillers
         for kind, count in zip(_kinds(layout, k, v), ctx.kept, strict=True):
             kept, saved = saved[:count], saved[count:]
             rows = kind.rows

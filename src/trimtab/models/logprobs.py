@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
@@ -26,6 +27,7 @@ from trimtab.errors import TrimtabError
 from trimtab.models.architecture import Parts, parts
 from trimtab.models.attention import Layout
 from trimtab.models.head import head_scores
+from trimtab.models.products import missing
 from trimtab.models.routing_rows import Places, Routes
 from trimtab.models.sharding import inside
 
@@ -173,9 +175,11 @@ def _packed(model: Parts, batch: TokenBatch, run: Bool[Tensor, "batch time"]) ->
     prompt_positions = batch.prompt_mask.cumsum(-1) - 1
     positions = prompt_lengths[batch.prompt_index, None] + torch.arange(run.shape[1], device=run.device)
     layout = Layout.build(batch.prompt_mask, run, batch.prompt_index)
+    # Invariant products pad their rows on a CPU: fillers spare each of them the copy.
+    fillers = missing(layout.responses.stop) if model.invariant and run.is_cpu else 0
     hidden = model.backbone(
-        input_ids=torch.cat([batch.prompt_ids[batch.prompt_mask], batch.response_ids[run]])[None],
-        position_ids=torch.cat([prompt_positions[batch.prompt_mask], positions[run]])[None],
+        input_ids=F.pad(torch.cat([batch.prompt_ids[batch.prompt_mask], batch.response_ids[run]]), (0, fillers))[None],
+        position_ids=F.pad(torch.cat([prompt_positions[batch.prompt_mask], positions[run]]), (0, fillers))[None],
         # A finished mask is passed through as it is; the layout says who sees whom.
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=run.device),
         layout=layout,

@@ -76,12 +76,16 @@ class _Product(torch.autograd.Function):
 
 
 def padded(states: Float[Tensor, "*batch k"]) -> Float[Tensor, "rows k"]:
-    """The rows, and rows of zeros up to one of eight counts an octave.
+    """The rows, and rows of zeros as `missing` counts them."""
+    rows = states.reshape(-1, states.shape[-1])
+    more = missing(len(rows))
+    return F.pad(rows, (0, 0, 0, more)) if more else rows  # padding with nothing copies
+
+
+def missing(rows: int) -> int:
+    """How many rows there are up to one of eight counts an octave, all multiples of 16.
 
     oneDNN keeps compiled kernels for every shape it meets, about half a megabyte each; micro-batches of ever new sizes
     would grow a process by gigabytes.
     """
-    rows = states.reshape(-1, states.shape[-1])
-    count = len(rows)
-    step = max(16, 1 << max(0, count.bit_length() - 4))
-    return F.pad(rows, (0, 0, 0, -count % step)) if count % step else rows  # padding with nothing copies
+    return -rows % max(16, 1 << max(0, rows.bit_length() - 4))

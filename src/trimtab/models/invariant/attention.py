@@ -161,6 +161,7 @@ def packed(
         # No probabilities of either kind of row: the backward makes them again.
         return found, [[]] * (2 if layout.responses.width else 1)
     out, kept = torch.empty_like(q), []
+    out[layout.responses.stop :] = 0  # fillers
     for rows, parts in _kinds(layout, k, v):
         found, probabilities = _attend(rows, parts, rows.spread(q), options, sizes)
         out[rows.start : rows.stop] = rows.pack(found)

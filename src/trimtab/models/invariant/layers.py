@@ -2,8 +2,9 @@
 
 Elementwise kernels on a CPU treat the last few numbers of a tensor, and of each thread's share, one by one, with other
 code than the vectors before them. Sums, products, quotients and roots are exact to the last bit in both; `exp`, `log`,
-`sin` and `cos` run the same code for all. `sigmoid`, `silu`, `rsqrt` and `logaddexp` do not, so nothing here uses them.
-A sum over the last dimension has an order of its own for each row, whatever the number of rows.
+`sin` and `cos` run the same code for all. `sigmoid`, `silu` and `logaddexp` do not, nor does `rsqrt` in bfloat16, so
+nothing here uses them (`benchmarks/invariant_rows.py`). A sum over the last dimension has an order of its own for each
+row, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from trimtab.models.invariant.device import uses_kernels
 from trimtab.models.invariant.linear import computing
 
-PART = 1 << 17  # numbers: temporaries of that size stay in a core's cache
+PART = 1 << 18  # numbers: temporaries of that size stay in a core's cache
 
 
 class InvariantRMSNorm(nn.Module):

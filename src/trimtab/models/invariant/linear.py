@@ -1,8 +1,8 @@
 """Matrix products whose rows do not know how many they are.
 
 A product sums over its inner dimension in an order that its kernel chooses by the shape of its operands. oneDNN's
-kernels for float32 and bfloat16 keep the order of a row from four rows on, wherever a multiple of four rows is given,
-on one thread or two; for one to three rows other kernels run. So rows are padded (`products.padded`, at least 16).
+kernels for float32 and bfloat16 keep the order of a row for every multiple of four rows, on one thread or two; for one
+or two rows other kernels run (`benchmarks/invariant_rows.py`). So rows are padded (`products.padded`, at least 16).
 On CUDA a kernel of our own has one order (`triton_product`).
 """
 
