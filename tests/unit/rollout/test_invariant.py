@@ -17,7 +17,7 @@ from tests.unit.rollout.support import SIZE, After, tiny, tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trimtab.errors import TrimtabError
-from trimtab.models import attention, invariant
+from trimtab.models import attention, invariant, logprobs
 from trimtab.models.invariant import layers
 from trimtab.models.invariant.attention import KEYS
 from trimtab.models.invariant.sums import add_exponentials
@@ -165,6 +165,28 @@ def test_gradient_checkpointing_changes_no_bit(dtype: str, autocast: bool) -> No
         assert_equal(trained(model, asked(), groups, FREE, autocast), groups)
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
     assert all(torch.equal(found[0][name], grad) for name, grad in found[1].items())
+
+
+def test_fillers_of_a_packed_row_reach_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = made(), [np.arange(2, 9)]
+    batch = TokenBatch.pack(prompts, [np.arange(4, 16)], [0], pad_id=0)
+
+    def found() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        model.zero_grad()
+        logp = score(model, batch).logp
+        logp.square().sum().backward()
+        return logp.detach(), [p.grad.clone() for p in model.parameters()]
+
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote is NaN
+    try:
+        logp, grads = found()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(logprobs, "missing", lambda _: 0)
+    expected, exact = found()
+    assert torch.equal(logp, expected)
+    for grad, one in zip(grads, exact, strict=True):
+        torch.testing.assert_close(grad, one, rtol=1e-4, atol=1e-6)
 
 
 def test_it_is_the_models_own_function() -> None:
