@@ -32,8 +32,8 @@ ENGINE = {"type": "embedded", "dtype": "float32", "rounding": {}}
 
 
 @contextmanager
-def started(model: Path, calls: int, address: str | None = None) -> Iterator[subprocess.Popen[str]]:
-    """The process, which makes one call undisturbed, and then `calls` of them with `PATIENCE`.
+def started(model: Path, calls: list[bool], address: str | None = None) -> Iterator[subprocess.Popen[str]]:
+    """The process, which makes one call undisturbed, and then `calls` with `PATIENCE`, those with an interrupt or not.
 
     Its engine is a worker process, or an actor of the Ray cluster at `address`.
     """
@@ -68,8 +68,11 @@ def main() -> None:
         engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
         call(engine, None)
         engine.patience = PATIENCE
-        for _ in range(settings["calls"]):
-            call(engine, Announced(str(process(engine))))
+        for interruptible in settings["calls"]:
+            begun = Announced(str(process(engine)))
+            if not interruptible:
+                begun.is_set()
+            call(engine, begun if interruptible else None)
 
 
 @contextmanager

@@ -243,7 +243,7 @@ def test_a_stopped_actor_is_given_up_and_its_successor_takes_its_seat(
 
 def test_a_trainer_that_stood_still_together_with_its_actor_keeps_it(cluster: Cluster, model: tuple[Any, Path]) -> None:
     """As in a frozen container, for longer than its patience, and than its longest look at an actor."""
-    with stopped_trainer.started(model[1], calls=1, address=cluster.address) as trainer:
+    with stopped_trainer.started(model[1], calls=[True], address=cluster.address) as trainer:
         assert trainer.stdout is not None
         expected, pid = trainer.stdout.readline(), int(trainer.stdout.readline())
         assert 3 * SIGNS > stopped_trainer.PATIENCE

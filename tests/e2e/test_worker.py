@@ -253,10 +253,10 @@ def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
 
 def test_a_trainer_that_stood_still_itself_keeps_its_engine(folder: Path) -> None:
     """Alone, as after Ctrl-Z, and together with its engine, as in a frozen container: longer than its patience."""
-    with stopped_trainer.started(folder, calls=2) as trainer:
+    with stopped_trainer.started(folder, calls=[True, True, False]) as trainer:
         assert trainer.stdout is not None
         expected = trainer.stdout.readline()
-        for together in (False, True):
+        for together in (False, True, True):
             pid = int(trainer.stdout.readline())
             stopped_trainer.stand_still(trainer.pid, [pid] * together, stopped_trainer.PATIENCE + 0.5)
             assert trainer.stdout.readline() == expected

@@ -234,33 +234,35 @@ class _Child:
 
         `TimeoutError` when there was no sign of life for as long as the connection waits.
         """
-        told = interrupt is None
         while True:
-            if interrupt is not None and not told:
-                told = self._interrupted(interrupt, call)
-            frame = wire.receive(self.connection)
-            if "alive" not in frame.head:
-                return frame
+            if self._answered(interrupt):
+                frame = wire.receive(self.connection)
+                if "alive" not in frame.head:
+                    return frame
+            else:
+                wire.send(self.connection, {"do": "interrupt", "call": call})
+                interrupt = None
 
-    def _interrupted(self, interrupt: Interrupt, call: int) -> bool:
-        """Wait for a frame or the interruption; whether this came first, and was passed on."""
+    def _answered(self, interrupt: Interrupt | None) -> bool:
+        """Wait for a frame or the interruption; whether the frame came first."""
         patience = self.connection.gettimeout()
         assert patience is not None
         before = time.monotonic()
         end = before + patience
         with selectors.DefaultSelector() as selector:
             selector.register(self.connection, selectors.EVENT_READ)
-            while not interrupt.is_set():
+            while interrupt is None or not interrupt.is_set():
                 if selector.select(LOOK):
-                    return False
+                    return True
+                if self.connection.fileno() < 0:
+                    raise ConnectionError("closed by another thread")
                 now = time.monotonic()
                 # A trainer that was stopped itself (Ctrl-Z, a frozen container) has waited for nobody meanwhile.
                 end += now - before if now - before > PAUSE else 0
                 before = now
                 if now > end:
                     raise TimeoutError
-        wire.send(self.connection, {"do": "interrupt", "call": call})
-        return True
+        return False
 
     def close(self) -> None:
         """Let the engine end in good order, but not for long."""
