@@ -1,6 +1,6 @@
 """Attention over a packed micro-batch in which responses share their prompt.
 
-The backbone sees one row of real tokens, every prompt first and then every response, with no padding anywhere:
+The backbone sees one row of real tokens, every prompt first and then every response, with no padding between:
 
     [ prompt 0 | prompt 1 | ... | response 0 | response 1 | ... ]
 
@@ -73,7 +73,7 @@ class _Block(NamedTuple):
 class Layout:
     """Which packed token attends to which. Built once for a micro-batch, read by every layer.
 
-    Tokens after the last response are fillers: nobody attends to them, and their own output is 0.
+    Tokens after the last response are fillers (`logprobs.py`): nobody attends to them, and their own output is 0.
     """
 
     prompts: Rows
@@ -190,6 +190,7 @@ class PackedAttention(torch.autograd.Function):
             part, probabilities = _attend(kind, kind.rows.spread(q), layout, key_heads, width, options)
             out[kind.rows.start : kind.rows.stop] = kind.rows.pack(part)
             kept.append(probabilities)
+        out[layout.responses.stop :] = 0  # fillers
         PackedAttention.remember(ctx, (q, k, v), kept, layout, options, (heads, key_heads, width))
         return out.view(1, -1, heads, width)
 

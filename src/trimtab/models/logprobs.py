@@ -170,12 +170,14 @@ def _run(batch: TokenBatch) -> Bool[Tensor, "batch time"]:
 
 
 def _packed(model: Parts, batch: TokenBatch, run: Bool[Tensor, "batch time"]) -> Float[Tensor, "tokens hidden"]:
-    """Hidden states that predict each real response token, row by row; every prompt runs once, padding never."""
+    """Hidden states that predict each real response token, row by row; every prompt runs once, padding never.
+
+    Fillers end the row of an invariant model on a CPU, whose every product would else pad its rows with a copy.
+    """
     prompt_lengths = batch.prompt_mask.sum(-1)
     prompt_positions = batch.prompt_mask.cumsum(-1) - 1
     positions = prompt_lengths[batch.prompt_index, None] + torch.arange(run.shape[1], device=run.device)
     layout = Layout.build(batch.prompt_mask, run, batch.prompt_index)
-    # Invariant products pad their rows on a CPU: fillers spare each of them the copy.
     fillers = missing(layout.responses.stop) if model.invariant and run.is_cpu else 0
     hidden = model.backbone(
         input_ids=F.pad(torch.cat([batch.prompt_ids[batch.prompt_mask], batch.response_ids[run]]), (0, fillers))[None],

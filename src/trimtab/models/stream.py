@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trimtab.models.attention import Layout
 from trimtab.models.layers import is_block, is_norm
 
 Perturb = Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch hidden"]]
@@ -49,6 +50,7 @@ class Layer:
         self._clean: Tensor | None = None  # this layer's input before and after its noise, until it was watched
         self._perturbed: Tensor | None = None
         self._norm: nn.Module | None = None  # what stands between the perturbed input and the first product
+        self._tokens: int | None = None  # how many come before the fillers of a packed row; None without any
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -104,6 +106,8 @@ class Layer:
         perturbed = self.perturb(hidden)
         if self.watch is not None:
             self._clean, self._perturbed, self._norm = hidden.detach(), perturbed, None
+            layout = kwargs.get("layout")
+            self._tokens = layout.responses.stop if isinstance(layout, Layout) else None
         return put(perturbed)
 
     def _before_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -124,7 +128,7 @@ class Layer:
         if self._norm is not None:
             clean = self._norm.forward(clean)  # not a call: the hooks are not to hear of it
         dtype = self._product_dtype(value)
-        self.watch(value.to(dtype), clean.to(dtype))
+        self.watch(value[:, : self._tokens].to(dtype), clean[:, : self._tokens].to(dtype))
 
     def _product_dtype(self, value: Tensor) -> torch.dtype:
         device = value.device.type

@@ -250,9 +250,12 @@ class _Child:
         before = time.monotonic()
         end = before + patience
         with selectors.DefaultSelector() as selector:
-            selector.register(self.connection, selectors.EVENT_READ)
+            try:
+                selector.register(self.connection, selectors.EVENT_READ)
+            except ValueError:
+                raise ConnectionError("closed by another thread") from None
             while interrupt is None or not interrupt.is_set():
-                if selector.select(LOOK):
+                if selector.select(PAUSE / 2 if interrupt is None else LOOK):
                     return True
                 if self.connection.fileno() < 0:
                     raise ConnectionError("closed by another thread")

@@ -11,7 +11,7 @@ import torch
 from tests.unit.models.test_logprobs import batch, build
 from torch import Tensor
 
-from trimtab.models import stream
+from trimtab.models import invariant, logprobs, stream
 from trimtab.models.architecture import KNOWN, parts
 from trimtab.models.attention import IMPLEMENTATION
 from trimtab.models.layers import decoder, is_block
@@ -137,6 +137,21 @@ def test_changed_counts_what_this_layer_alone_changed() -> None:
     assert changed(model, autocast=True, std=0.01, layers="1").keys() == {"1"}
     # A float32 product sees nearly everything, so rounding is what is measured.
     assert changed(model, std=0.01)["0"] > 0.98
+
+
+def test_fillers_of_an_invariant_model_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    invariant.use_in(model)
+
+    def counted() -> dict[str, tuple[int, int]]:
+        watch = Changes()
+        with torch.autocast("cpu", BF16), Perturbation(model, std=0.01).attached(seed=1, watch=watch):
+            score(model, batch())
+        return watch.counts()
+
+    found = counted()
+    monkeypatch.setattr(logprobs, "missing", lambda _: 0)
+    assert found == counted()
 
 
 @pytest.mark.parametrize("autocast", [False, True])

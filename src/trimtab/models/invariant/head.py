@@ -12,8 +12,9 @@ from trimtab.models.invariant.linear import rows_product
 from trimtab.models.invariant.sums import add_exponentials
 
 
+@torch.no_grad()
 def logits_of(hidden: Float[Tensor, "rows hidden"], model: Parts) -> Float[Tensor, "rows vocabulary"]:
-    """What `head_scores` computes tile by tile, side by side, before the temperature."""
+    """What `head_scores` computes tile by tile, side by side, before the temperature. No gradient."""
     rough = hidden.to(model.weight.dtype)
     exact = torch.promote_types(rough.dtype, torch.float32)
     logits = rough.new_empty(len(rough), len(model.weight), dtype=exact)
