@@ -83,7 +83,14 @@ def test_a_lost_rank_ends_the_others_and_the_run_resumes(tmp_path: Path, victim:
             break
     ranks = [rank(run, number) for number in (0, 1)]
     family = [*ranks, *(child for process in ranks for child in process.children(recursive=True))]
+    if victim == 1:
+        # torchrun ends the other rank as well, and may come before that rank has said what it saw.
+        run.send_signal(signal.SIGSTOP)
     ranks[victim].send_signal(signal.SIGKILL)
+    if victim == 1:
+        while ranks[0].status() != psutil.STATUS_ZOMBIE:
+            pass
+        run.send_signal(signal.SIGCONT)
     rest = run.communicate(timeout=BOUND)[0]
     assert run.returncode != 0
     _, alive = psutil.wait_procs(family, timeout=BOUND)
