@@ -120,9 +120,13 @@ class WorkerEngine:
                 new one has none.
             TrimtabError: what the hosted engine refuses; there is no memory for the handover.
         """
-        shared = weights if isinstance(weights, SharedWeights) else share(weights)
-        head = {"version": version, "exact": exact, "entries": shared.entries}
-        self._ask("publish", head, files=[shared.descriptor])
+        with contextlib.ExitStack() as own:  # a caught error must not keep a copy of the model open
+            if isinstance(weights, SharedWeights):
+                shared = weights
+            else:
+                shared = own.enter_context(contextlib.closing(share(weights)))
+            head = {"version": version, "exact": exact, "entries": shared.entries}
+            self._ask("publish", head, files=[shared.descriptor])
         self._has_weights = True
 
     def weights(self) -> list[tuple[str, Any]]:

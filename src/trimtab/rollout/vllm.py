@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,13 +116,16 @@ class VllmEngine:
         del exact
         dtype = getattr(torch, self._config.dtype)
         chosen = self._inventory.check(weights)
-        held = share((name, tensor.to(dtype)) for name, tensor in chosen.items())
-        self._forget()  # until it is done there are no weights: half of them would be worse
-        if left := self._core.load(held):
-            raise TrimtabError(
-                f"vLLM did not take over weight {left[0]!r} ({len(left)} in all): its model is not transformers'; "
-                "use another engine for this model"
-            )
+        with ExitStack() as refused:
+            held = share((name, tensor.to(dtype)) for name, tensor in chosen.items())
+            refused.callback(held.close)
+            self._forget()  # until it is done there are no weights: half of them would be worse
+            if left := self._core.load(held):
+                raise TrimtabError(
+                    f"vLLM did not take over weight {left[0]!r} ({len(left)} in all): its model is not transformers'; "
+                    "use another engine for this model"
+                )
+            refused.pop_all()
         self._held, self.policy_version = held, version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
@@ -80,13 +80,13 @@ class Beside:
 
     def look(self, weights: Weights, version: int, through: Callable[[Engine], Found], *, rounded: bool) -> Found:
         """Lanes rest meanwhile; what they are generating is finished first, or interrupted where it may be."""
-        with self._paused():
+        with self._paused(), ExitStack() as own:
             lane = next(lane for lane in self._lanes if not lane.gone)
             held = None
             for life in range(LIVES):
                 try:
                     if rounded or lane.version != version or lane.engine.policy_version != version:
-                        held = held or share(weights)
+                        held = held or own.enter_context(closing(share(weights)))
                         lane.version = None
                         lane.engine.publish(held, version, exact=True)
                     return through(lane.engine)
