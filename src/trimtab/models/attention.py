@@ -73,7 +73,8 @@ class _Block(NamedTuple):
 class Layout:
     """Which packed token attends to which. Built once for a micro-batch, read by every layer.
 
-    Tokens after the last response are fillers (`logprobs.py`): nobody attends to them, and their own output is 0.
+    Tokens after the last response are fillers, which only the row of an invariant model has (`logprobs.py`): nobody
+    attends to them, and their own output is 0.
     """
 
     prompts: Rows
@@ -190,7 +191,6 @@ class PackedAttention(torch.autograd.Function):
             part, probabilities = _attend(kind, kind.rows.spread(q), layout, key_heads, width, options)
             out[kind.rows.start : kind.rows.stop] = kind.rows.pack(part)
             kept.append(probabilities)
-        out[layout.responses.stop :] = 0  # fillers
         PackedAttention.remember(ctx, (q, k, v), kept, layout, options, (heads, key_heads, width))
         return out.view(1, -1, heads, width)
 
@@ -216,7 +216,7 @@ class PackedAttention(torch.autograd.Function):
         heads, key_heads, width = ctx.sizes
         grad = grads[0].reshape(q.shape).to(options.dtype)
         to_q, to_k, to_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        to_q[layout.responses.stop :] = 0  # fillers
+        to_q[layout.responses.stop :] = 0  # fillers: the backward of invariant attention is this one too
         for kind, count in zip(_kinds(layout, k, v), ctx.kept, strict=True):
             kept, saved = saved[:count], saved[count:]
             rows = kind.rows
