@@ -50,6 +50,7 @@ def test_sizes_of_blocks(count: int, power: int) -> None:
     assert triton_runtime.power_of_2(count) == power
 
 
+@pytest.mark.e2e
 def test_the_benchmark_says_that_it_wants_a_device() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a device here")

@@ -27,6 +27,8 @@ from trimtab.rollout import invariant as rollout_invariant
 from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.types import Completion, Problem, Prompt, Sampling
 
+pytestmark = pytest.mark.e2e
+
 TYPES = [("bfloat16", True), ("float32", False)]
 # Within a block of keys, at its end, and over several.
 LENGTHS = (3, KEYS, KEYS + 1, 150)

@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.unit.diagnostics.causes import support as plant
+
+from trimtab.models.load import load
+from trimtab.training.sft import laboratory_folder
+from trimtab.types import Prompt, Sampling
+
+pytestmark = pytest.mark.e2e
+
+
+class Laboratory:
+    """The warm-started model and `sample(...)`, cached by its arguments."""
+
+    def __init__(self, model: Any, tokenizer: Any, prompts: Sequence[Prompt]) -> None:
+        self.model, self.tokenizer, self.prompts = model, tokenizer, prompts
+        self._cache: dict[Any, plant.Rollout] = {}
+
+    def sample(self, bits: int = 0, dtype: str = "float32", **sampling: Any) -> plant.Rollout:
+        key = (bits, dtype, *sorted(sampling.items()))
+        if key not in self._cache:
+            model = plant.rounded(self.model, bits) if bits else self.model
+            contract = Sampling(max_tokens=11, stop=(".",), **sampling)
+            self._cache[key] = plant.sample(model, self.tokenizer, self.prompts, 6, contract, dtype)
+        return self._cache[key]
+
+
+@pytest.fixture(scope="module")
+def laboratory() -> Laboratory:
+    loaded = load(str(laboratory_folder()), dtype=torch.float32)
+    digits = np.random.default_rng(0).integers(0, 10, (150, 10))
+    prompts = plant.prompts_of(["".join(map(str, row)) + "=" for row in digits], loaded.tokenizer)
+    return Laboratory(loaded.model, loaded.tokenizer, prompts)
 
 
 def test_a_float32_run_on_policy_has_no_cause(laboratory) -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from trimtab.rewards.isolate import Call, Isolated, Outcome
 
+pytestmark = pytest.mark.e2e
+
 MEMORY = 256 << 20
 
 

@@ -19,6 +19,8 @@ from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.training.canary import FLOOR, MARGIN, Canary
 from trimtab.types import Completion, Prompt
 
+pytestmark = pytest.mark.e2e
+
 _, TOKENIZER = laboratory.build(seed=0)
 
 
