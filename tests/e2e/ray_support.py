@@ -54,7 +54,8 @@ class Cluster:
 def local_cluster(cpus: int = 8) -> Iterator[Cluster]:
     """A cluster of one node. `cpus` is what Ray counts, whatever the machine has."""
     address = f"127.0.0.1:{free_port()}"
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # sockets need a short path
+    # Sockets need a short path; a process that is killed last may write a last line into it.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "start.log"
         command = [
             *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--node-ip-address=127.0.0.1"),

@@ -55,8 +55,8 @@ class Served:
         """See `inference_server.py`; what it said before is forgotten."""
         urlopen(Request(f"{self.url}/behave", json.dumps(options).encode()), timeout=30).close()
         assert self._said is not None
-        while self._said.readline().strip() != "behaving":
-            pass
+        while (line := self._said.readline().strip()) != "behaving":
+            assert line, "the server is dead"
 
     def kill(self) -> None:
         """SIGKILL; when this returns it is dead."""

@@ -27,17 +27,18 @@ from trimtab.models import laboratory
 from trimtab.rollout.remote import WorkerEngine
 from trimtab.types import Interrupt, Sampling
 
-PATIENCE = 1.5  # seconds
 ENGINE = {"type": "embedded", "dtype": "float32", "rounding": {}}
 
 
 @contextmanager
-def started(model: Path, calls: list[bool], address: str | None = None) -> Iterator[subprocess.Popen[str]]:
-    """The process, which makes one call undisturbed, and then `calls` with `PATIENCE`, those with an interrupt or not.
+def started(
+    model: Path, calls: list[bool], patience: float, address: str | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """The process, which makes one call undisturbed, and then `calls` with patience, those with an interrupt or not.
 
     Its engine is a worker process, or an actor of the Ray cluster at `address`.
     """
-    settings = json.dumps({"model": str(model), "calls": calls, "address": address})
+    settings = json.dumps({"model": str(model), "calls": calls, "patience": patience, "address": address})
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     command, environment = [sys.executable, __file__, settings], {**os.environ, "PYTHONPATH": path}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as trainer:
@@ -52,8 +53,8 @@ def stand_still(trainer: int, others: list[int], seconds: float) -> None:
     """Stop the trainer while it waits for an answer, and `others` before it; all go on after some seconds."""
     for pid in others:
         os.kill(pid, signal.SIGSTOP)
-    while psutil.Process(trainer).status() != psutil.STATUS_SLEEPING:
-        pass
+    while (status := psutil.Process(trainer).status()) != psutil.STATUS_SLEEPING:
+        assert status != psutil.STATUS_ZOMBIE, "its last call was over before it was stopped"
     os.kill(trainer, signal.SIGSTOP)
     time.sleep(seconds)
     for pid in (trainer, *others):
@@ -67,7 +68,7 @@ def main() -> None:
     with actor(spec, settings["address"]) if settings["address"] else worker(spec) as engine:
         engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
         call(engine, None)
-        engine.patience = PATIENCE
+        engine.patience = settings["patience"]
         for interruptible in settings["calls"]:
             begun = Announced(str(process(engine)))
             if not interruptible:

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.e2e.processes import words
 
 from trimtab.config import Config, load_config
 from trimtab.diagnostics.catalog import undocumented
@@ -92,14 +93,7 @@ def engines_of(trainer: int) -> list[psutil.Process]:
         children = psutil.Process(trainer).children()
     except psutil.NoSuchProcess:
         return []
-    return [child for child in children if any("trimtab.rollout.worker" in word for word in _words(child))]
-
-
-def _words(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+    return [child for child in children if any("trimtab.rollout.worker" in word for word in words(child))]
 
 
 def test_killed_trainers_and_engines_lose_nothing_and_use_nothing_twice(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from tests.e2e.processes import gone
 
 from trimtab.rewards.isolate import Call, Isolated, Outcome
 
@@ -49,7 +50,7 @@ def pool():
     isolated.close()
 
 
-def outcome(pool, word, timeout=5.0):
+def outcome(pool, word, timeout=60.0):
     return pool.run([Call(0, {"word": word}, timeout)])[0]
 
 
@@ -77,27 +78,28 @@ def test_failures_are_named_and_the_next_call_works(pool, word, error):
 def test_a_hang_costs_its_timeout_and_is_named(pool, word):
     start = time.monotonic()
     assert outcome(pool, word, timeout=0.2) == Outcome(error="took longer than 0.2 s")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 50
     assert outcome(pool, "true") == Outcome(1.0)
 
 
 def test_a_batch_keeps_its_order_around_failures(pool):
     words = ["numpy", "leave", "true", "hang", "numpy", "raise", "true", "hog", "numpy"]
-    outcomes = pool.run([Call(0, {"word": word}, 0.5) for word in words] + [Call(1, {"x": 41}, 0.5)])
+    calls = [Call(0, {"word": word}, 0.5 if word == "hang" else 60.0) for word in words]
+    outcomes = pool.run([*calls, Call(1, {"x": 41}, 60.0)])
     assert [o.value for o in outcomes] == [0.25, None, 1.0, None, 0.25, None, 1.0, None, 0.25, 42.0]
     assert [o.error is None for o in outcomes] == [o.value is not None for o in outcomes]
 
 
 def test_arguments_that_are_not_json_fail_alone(pool):
-    first, second = pool.run([Call(1, {"x": {1, 2}}, 1.0), Call(1, {"x": 1}, 1.0)])
+    first, second = pool.run([Call(1, {"x": {1, 2}}, 60.0), Call(1, {"x": 1}, 60.0)])
     assert first.value is None
     assert "JSON" in (first.error or "")
     assert second == Outcome(2.0)
 
 
 def test_large_batches_do_not_deadlock(pool):
-    calls = [Call(1, {"x": index}, 10.0) for index in range(500)]
-    calls += [Call(0, {"word": "x" * 200_000}, 10.0)] * 20
+    calls = [Call(1, {"x": index}, 60.0) for index in range(500)]
+    calls += [Call(0, {"word": "x" * 200_000}, 60.0)] * 20
     outcomes = pool.run(calls)
     assert [o.value for o in outcomes[:500]] == [index + 1 for index in range(500)]
     assert all((o.error or "").startswith("raised KeyError") for o in outcomes[500:])
@@ -106,30 +108,17 @@ def test_large_batches_do_not_deadlock(pool):
 def test_closures_travel_without_pickling():
     table = {"a": 3.0}
     pool = Isolated([lambda key: table[key]], workers=1)
-    assert pool.run([Call(0, {"key": "a"}, 1.0)]) == [Outcome(3.0)]
+    assert pool.run([Call(0, {"key": "a"}, 60.0)]) == [Outcome(3.0)]
     pool.close()
 
 
 def test_a_killed_supervisor_loses_one_batch_only():
     pool = Isolated([os.getppid], workers=1)
-    supervisor = int(pool.run([Call(0, {}, 1.0)])[0].value or 0)
+    supervisor = int(pool.run([Call(0, {}, 60.0)])[0].value or 0)
     os.kill(supervisor, signal.SIGKILL)
-    assert "died" in (pool.run([Call(0, {}, 1.0)])[0].error or "")
-    assert pool.run([Call(0, {}, 1.0)])[0].value not in (None, supervisor)
+    assert "died" in (pool.run([Call(0, {}, 60.0)])[0].error or "")
+    assert pool.run([Call(0, {}, 60.0)])[0].value not in (None, supervisor)
     pool.close()
-
-
-def gone(pid: int, patience: float = 5.0) -> bool:
-    end = time.monotonic() + patience
-    while time.monotonic() < end:
-        try:
-            with open(f"/proc/{pid}/stat") as stat:
-                if stat.read().rpartition(")")[2].split()[0] == "Z":
-                    return True
-        except (FileNotFoundError, ProcessLookupError):  # the second: it died between open and read
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -161,11 +150,11 @@ def test_what_a_hung_function_started_is_killed_too(tmp_path):
     note = tmp_path / "pid"
 
     def starts_a_child():
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        child = subprocess.Popen(["sleep", "600"])
         note.write_text(str(child.pid))
         child.wait()
 
     pool = Isolated([starts_a_child], workers=1)
-    assert pool.run([Call(0, {}, 1.0)])[0].error == "took longer than 1 s"
+    assert pool.run([Call(0, {}, 3.0)])[0].error == "took longer than 3 s"
     pool.close()
     assert gone(int(note.read_text()))

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from tests.e2e import stopped_trainer
+from tests.e2e.processes import gone
 from tests.e2e.ray_support import Cluster, local_cluster
 from tests.unit.rollout.support import After
 
@@ -75,8 +76,7 @@ def engines(config: Config, seats: Seats, model: tuple[Any, Path]) -> Iterator[l
     for engine in engines:
         pid = engine.place["pid"]
         engine.close()
-        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
-        assert not psutil.pid_exists(pid)
+        assert gone(pid)
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +161,8 @@ def test_an_interrupted_response_goes_on_under_new_weights(engines, prompts, mod
     while begun is None or not len(begun[0].response_ids):
         # Set at the second look, some milliseconds after the call.
         found = engine.generate(prompts[:1], samples, sampling, seed=2, prefixes=begun and [begun], interrupt=After(1))
-        begun = found[0]
-    assert {c.finish for c in begun} == {"abort"}
+        # Over before it was interrupted: from the start again.
+        begun = found[0] if {c.finish for c in found[0]} == {"abort"} else None
     engine.publish(weights(model, 1.1), 2)
     (whole,) = engine.generate(prompts[:1], samples, sampling, seed=2, prefixes=[begun], interrupt=threading.Event())
     for start, full in zip(begun, whole, strict=True):
@@ -243,11 +243,11 @@ def test_a_stopped_actor_is_given_up_and_its_successor_takes_its_seat(
 
 def test_a_trainer_that_stood_still_together_with_its_actor_keeps_it(cluster: Cluster, model: tuple[Any, Path]) -> None:
     """As in a frozen container, for longer than its patience, and than its longest look at an actor."""
-    with stopped_trainer.started(model[1], calls=[True], address=cluster.address) as trainer:
+    patience = 3 * SIGNS + 2
+    with stopped_trainer.started(model[1], [True], patience, address=cluster.address) as trainer:
         assert trainer.stdout is not None
         expected, pid = trainer.stdout.readline(), int(trainer.stdout.readline())
-        assert 3 * SIGNS > stopped_trainer.PATIENCE
-        stopped_trainer.stand_still(trainer.pid, [pid], 3 * SIGNS + 0.5)
+        stopped_trainer.stand_still(trainer.pid, [pid], patience + 1)
         assert trainer.stdout.readline() == expected
 
 
@@ -265,16 +265,16 @@ def test_rewards_of_a_user_are_bounded_in_time_on_their_node(config, seats, tmp_
     (tmp_path / "rewards_of_mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     mine = config.model_copy(
-        update={"reward": [RewardConfig.model_validate({"name": "rewards_of_mine:length", "timeout": 0.3})]}
+        update={"reward": [RewardConfig.model_validate({"name": "rewards_of_mine:length", "timeout": 2.0})]}
     )
     task = tasks.build(mine.task.name)
-    weighted = rewards.weighted([("rewards_of_mine:length", 1.0, 0.3, {})], task)
+    weighted = rewards.weighted([("rewards_of_mine:length", 1.0, 2.0, {})], task)
     with RayScorer(weighted, mine, str(tmp_path), seats.rewards) as scorer:
         texts = ["a", "bb", "hang", "dddd", "eeeee", "hang"]
         items = [(Problem(str(i), "", ""), Response(text, "stop", 1)) for i, text in enumerate(texts)]
         scores = scorer.score(items)
         assert [score.total for score in scores] == [1.0, 2.0, None, 4.0, 5.0, None]
-        assert all("took longer than 0.3 s" in str(scores[i].error) for i in (2, 5))
+        assert all("took longer than 2 s" in str(scores[i].error) for i in (2, 5))
         cannot_travel = Problem("x", "", "", {"set": {1}})
         assert "not JSON" in str(scorer.score([(cannot_travel, Response("a", "stop", 1))])[0].error)
 

@@ -7,14 +7,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from tests.e2e.processes import gone
 from tests.e2e.vllm_support import needs_vllm, policy, prompts, start, update
-from tests.unit.rollout.support import After, processed
+from tests.unit.rollout.support import After, interrupted, processed
 
 from trimtab.errors import EngineLost
 from trimtab.types import Completion, Sampling
@@ -31,8 +33,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     yield started
     family = children()
     started.close()
-    psutil.wait_procs(family, timeout=30)
-    assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert all(gone(process.pid) for process in family)
 
 
 def children() -> list[psutil.Process]:
@@ -58,7 +59,7 @@ def test_it_samples_publishes_and_is_interrupted(engine: Any) -> None:
     engine.publish(model.named_parameters(), 1)
     check_exact(model, engine, engine.generate(asked, 3, FORCED, seed=0))
     long = Sampling(max_tokens=200, ignore_stop=True)
-    parts = engine.generate(asked, 3, long, seed=0, interrupt=After(2))
+    parts = interrupted(lambda stop: engine.generate(asked, 3, long, seed=0, interrupt=stop))
     assert {part.finish for group in parts for part in group} == {"abort"}
     check_exact(model, engine, parts)
     engine.publish(policy().named_parameters(), 2)  # needs an empty engine
@@ -76,7 +77,8 @@ def test_a_killed_process_is_lost_and_comes_back(engine: Any) -> None:
         def is_set(self) -> bool:
             if super().is_set():
                 for process in children():
-                    process.kill()
+                    with suppress(psutil.NoSuchProcess):  # reaped since
+                        process.kill()
             return False
 
     long = Sampling(max_tokens=200, ignore_stop=True)

@@ -12,8 +12,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from tests.e2e.processes import gone
 from tests.e2e.vllm_support import engine_config, needs_vllm, policy, prompts
-from tests.unit.rollout.support import After, processed, tokenizer
+from tests.unit.rollout.support import interrupted, processed, tokenizer
 
 from trimtab.errors import EngineLost
 from trimtab.rollout.remote import WorkerEngine
@@ -40,7 +41,7 @@ def test_vllm_is_hosted_interrupted_killed_and_started_again(tmp_path: Path) -> 
     section = engine_config("float32").model_dump(mode="json")
     engine = WorkerEngine({"type": "vllm", "model": str(tmp_path / "model"), "engine": section}, threads=1)
     engine.publish(policy().named_parameters(), version=1)
-    part = engine.generate(ASKED, 2, LONG, seed=0, interrupt=After(1))
+    part = interrupted(lambda stop: engine.generate(ASKED, 2, LONG, seed=0, interrupt=stop))
     assert {one.finish for one in chain(*part)} == {"abort"}
     engine.publish(policy(seed=1).named_parameters(), version=2)
     whole = engine.generate(ASKED, 2, LONG, seed=0, prefixes=part)
@@ -54,4 +55,4 @@ def test_vllm_is_hosted_interrupted_killed_and_started_again(tmp_path: Path) -> 
     with pytest.raises(EngineLost):
         engine.generate(ASKED, 2, LONG, seed=0)
     engine.close()
-    assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert all(gone(process.pid) for process in family)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -19,7 +17,8 @@ import psutil
 import pytest
 import torch
 from tests.e2e import stopped_trainer, stuck_worker
-from tests.unit.rollout.support import After, prompt, prompts
+from tests.e2e.processes import gone
+from tests.unit.rollout.support import After, interrupted, prompt, prompts
 
 from trimtab.errors import Diverged, EngineLost, TrimtabError
 from trimtab.models import laboratory
@@ -39,7 +38,6 @@ ASKED = [replace(one, ids=one.ids % 14) for one in prompts([5, 1, 17, 20])]
 FREE = Sampling(max_tokens=30, ignore_stop=True)
 STOPS = Sampling(max_tokens=30, stop=("3",), stop_ids=(7,))
 TRUNCATED = Sampling(max_tokens=12, temperature=0.7, top_k=8, top_p=0.8)
-ENDED = 30.0  # seconds after which a process that should have ended is a failure
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +99,6 @@ def assert_same(found: list[list[Completion]], expected: list[list[Completion]])
         assert all(np.array_equal(a, b) for a, b in zip(one.kept or (), other.kept or (), strict=True))
 
 
-def gone(pid: int) -> None:
-    end = time.monotonic() + ENDED
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # an orphan may wait for its reaper
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-
 def test_tokens_and_log_probs_have_the_bits_of_this_process(engine: WorkerEngine) -> None:
     own = local()
     before = engine.decoded, engine.prefilled
@@ -156,7 +146,7 @@ def test_an_interruption_arrives_and_going_on_loses_nothing(engine: WorkerEngine
 
 
 def test_an_interrupted_response_goes_on_under_other_weights(engine: WorkerEngine) -> None:
-    part = engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(1))
+    part = interrupted(lambda stop: engine.generate(ASKED, 64, FREE, seed=3, interrupt=stop))
     engine.publish(laboratory.build(2)[0].named_parameters(), version=9)
     own = local(seed=2)
     own.policy_version = 9
@@ -173,7 +163,7 @@ def test_killed_while_generating(engine: WorkerEngine) -> None:
     with pytest.raises(EngineLost, match=r"was killed .* during generate") as lost:
         engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(0, then=lambda: os.kill(pid, signal.SIGKILL)))
     assert "\n" not in str(lost.value)
-    gone(pid)
+    assert gone(pid)
     with pytest.raises(EngineLost, match="recover"):
         engine.generate(ASKED, 4, FREE, seed=3)
     engine.recover()
@@ -217,7 +207,7 @@ def test_a_stopped_process_is_given_up(engine: WorkerEngine, monkeypatch: pytest
     }
     with pytest.raises(EngineLost, match=rf"gave no sign of life for 2 s \(engine.patience\).* during {doing}$"):
         calls[doing]()
-    gone(pid)
+    assert gone(pid)
     monkeypatch.undo()  # a new process needs its time to start
     engine.recover()
     engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
@@ -253,12 +243,12 @@ def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
 
 def test_a_trainer_that_stood_still_itself_keeps_its_engine(folder: Path) -> None:
     """Alone, as after Ctrl-Z, and together with its engine, as in a frozen container: longer than its patience."""
-    with stopped_trainer.started(folder, calls=[True, True, False]) as trainer:
+    with stopped_trainer.started(folder, calls=[True, True, False], patience=3) as trainer:
         assert trainer.stdout is not None
         expected = trainer.stdout.readline()
         for together in (False, True, True):
             pid = int(trainer.stdout.readline())
-            stopped_trainer.stand_still(trainer.pid, [pid] * together, stopped_trainer.PATIENCE + 0.5)
+            stopped_trainer.stand_still(trainer.pid, [pid] * together, seconds=4)
             assert trainer.stdout.readline() == expected
 
 
@@ -268,6 +258,7 @@ def test_the_process_is_no_rank_of_the_trainer(folder: Path, monkeypatch: pytest
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     engine = WorkerEngine(spec_of(folder), threads=1)
+    engine.publish(laboratory.build(1)[0].named_parameters(), 5)  # once it answers, its environment is there
     environment = psutil.Process(engine.pid).environ()
     engine.close()
     assert told.keys() & environment.keys() == {"LOCAL_CACHE"}
@@ -312,7 +303,7 @@ def test_killed_while_publishing(engine: WorkerEngine, monkeypatch: pytest.Monke
 
 def test_it_says_how_the_process_ended(engine: WorkerEngine) -> None:
     os.kill(engine.pid, signal.SIGTERM)
-    gone(engine.pid)
+    assert gone(engine.pid)
     with pytest.raises(EngineLost, match="killed by SIGTERM"):
         engine.weights()
 
@@ -328,7 +319,7 @@ def test_the_child_ends_with_its_parent(folder: Path, state: str) -> None:
         assert psutil.pid_exists(child)
         parent.kill()
     try:
-        gone(child)
+        assert gone(child)
     finally:
         if helper != parent.pid:
             os.kill(helper, signal.SIGKILL)
@@ -388,7 +379,7 @@ def test_ctrl_c_leaves_no_answer_behind(engine: WorkerEngine) -> None:
     pid = engine.pid
     with pytest.raises(KeyboardInterrupt):
         engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(0, then=stop))
-    gone(pid)
+    assert gone(pid)
     with pytest.raises(EngineLost):
         engine.generate(ASKED, 1, FREE, seed=3)
 
@@ -417,7 +408,7 @@ def test_another_engine_with_the_same_weights_samples_alike_until_it_is_closed(
     other.close()
     caller.join()
     assert len(caught) == 1
-    gone(pid)
+    assert gone(pid)
     other.close()
     with pytest.raises(EngineLost):
         other.generate(ASKED, 1, FREE, seed=3)

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.e2e.processes import words
 
 from trimtab.config import load_config
 from trimtab.training.observer import Silent
@@ -32,7 +33,7 @@ class Killer(Silent):
     def phase(self, name: str, done: int, total: int) -> None:  # noqa: ARG002
         if name == "collect" and done:
             for child in psutil.Process().children():
-                if ENGINE in child.cmdline():
+                if ENGINE in words(child):
                     os.kill(child.pid, self.signals.pop())
 
     def message(self, text: str) -> None:
@@ -59,4 +60,4 @@ def test_workers_change_no_number_and_neither_does_a_kill(tmp_path: Path) -> Non
     assert not killer.signals
     assert any("was killed" in line for line in killer.messages)
     assert any("gave no sign of life for 8 s" in line for line in killer.messages)
-    assert not [child for child in psutil.Process().children() if ENGINE in child.cmdline()]
+    assert not [child for child in psutil.Process().children() if ENGINE in words(child)]

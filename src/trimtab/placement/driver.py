@@ -21,7 +21,7 @@ from trimtab.training.rundir import CONFIG
 
 NEWS = 1.0  # seconds one look for news lasts at most
 GRACE = 15.0  # seconds a run that is told to stop has for it
-NOTICE = 5.0  # seconds the other ranks of a failed one have to fail as well
+NOTICE = 15.0  # seconds the other ranks of a failed one have to fail as well
 
 
 def train(

@@ -103,6 +103,16 @@ class After:
         return self.left < 0
 
 
+def interrupted(generate: Callable[[After], list[list[Completion]]]) -> list[list[Completion]]:
+    """What `generate` gives when it is interrupted as soon as some response has begun, which is later elsewhere."""
+    for looks in range(200):
+        groups = generate(After(looks))
+        assert any(one.finish == "abort" for group in groups for one in group), "it was over before it had begun"
+        if any(len(one.response_ids) for group in groups for one in group):
+            return groups
+    raise AssertionError("interrupted 200 times, none had begun")
+
+
 def prompt(ids: Sequence[int], name: str = "p") -> Prompt:
     return Prompt(Problem(name, "", ""), "", np.array(ids, dtype=np.int64))
 

@@ -45,7 +45,10 @@ def desk(scorer: rewards.Scorer) -> Iterator[Open]:
     yield open_desk
     for one in opened:
         one.feed.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("engine-", "scoring"))]
+    left = [thread for thread in threading.enumerate() if thread.name.startswith(("engine-", "scoring"))]
+    for thread in left:
+        thread.join(60)
+    assert not [thread.name for thread in left if thread.is_alive()]
 
 
 def until(interrupt: Interrupt) -> None:
