@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.e2e.vllm_support import update
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -44,15 +45,6 @@ def policy(seed: int = 0, *, tied: bool = True) -> Any:
         return LlamaForCausalLM(config).eval()
 
 
-@torch.no_grad()
-def update(model: nn.Module, size: float, seed: int) -> None:
-    """Every weight moves by about `size` of its own spread."""
-    generator = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        spread = p.std() if p.ndim > 1 else torch.tensor(0.1)
-        p.add_(size * spread * torch.randn(p.shape, generator=generator))
-
-
 def canary(model: nn.Module, *sets: str) -> Canary:
     config = load_config("laboratory", ["engine.canary.every=1", *(f"engine.canary.{item}" for item in sets)])
     built = Canary.build(config, TOKENIZER, model)
@@ -66,6 +58,10 @@ def engine_of(model: nn.Module, dtype: torch.dtype = torch.float32, kind: type =
 
 def look(watch: Canary, engine: Any, model: Any, version: int) -> float:
     engine.publish(model.named_parameters(), version)
+    return check(watch, engine, model, version)
+
+
+def check(watch: Canary, engine: Any, model: Any, version: int) -> float:
     expected = watch.expect(model, version)
     assert expected is not None
     return watch.check(engine, expected)
@@ -187,10 +183,8 @@ def test_small_skipped_updates_add_up_until_they_are_caught() -> None:
 def test_a_publication_that_did_not_arrive_is_named() -> None:
     model = policy()
     watch, engine = canary(model), engine_of(model)
-    expected = watch.expect(model, 4)
-    assert expected is not None
     with pytest.raises(TrimtabError, match=r"version 4 was published.*with 0: the publication did not reach it"):
-        watch.check(engine, expected)
+        check(watch, engine, model, 4)
 
 
 def publish_but_the_head(engine: EmbeddedEngine, model: Any, version: int) -> None:
@@ -208,10 +202,8 @@ def test_a_tied_head_with_its_own_copy_is_caught(dtype: torch.dtype) -> None:
     look(watch, engine, model, 0)
     update(model, 0.3, seed=1)
     publish_but_the_head(engine, model, 1)
-    expected = watch.expect(model, 1)
-    assert expected is not None
     with pytest.raises(TrimtabError, match=r"a part of the weights was not taken over .*tied head"):
-        watch.check(engine, expected)
+        check(watch, engine, model, 1)
 
 
 def test_a_head_that_falls_behind_slowly_is_caught() -> None:
@@ -226,9 +218,7 @@ def test_a_head_that_falls_behind_slowly_is_caught() -> None:
             engine._model.lm_head.weight = engine._model.model.embed_tokens.weight
             engine.publish(model.named_parameters(), version)
             engine._model.lm_head.weight = nn.Parameter(head, requires_grad=False)
-            expected = watch.expect(model, version)
-            assert expected is not None
-            watch.check(engine, expected)
+            check(watch, engine, model, version)
 
     with pytest.raises(TrimtabError, match=r"of the policy's way back towards version 0|was not taken over"):
         train()
@@ -238,10 +228,8 @@ def test_a_wrong_head_is_caught_at_the_first_look_too() -> None:
     model = policy()
     watch, engine = canary(model), engine_of(policy(seed=1), torch.bfloat16)
     publish_but_the_head(engine, model, 0)
-    expected = watch.expect(model, 0)
-    assert expected is not None
     with pytest.raises(TrimtabError, match=r"bound 0\.5.*another model, or a part.*tied head"):
-        watch.check(engine, expected)
+        check(watch, engine, model, 0)
 
 
 def test_a_part_that_was_not_taken_over_is_caught_without_a_tied_head() -> None:
@@ -252,10 +240,8 @@ def test_a_part_that_was_not_taken_over_is_caught_without_a_tied_head() -> None:
     update(model, 0.1, seed=1)
     engine.publish(model.named_parameters(), 1)
     engine._model.model.layers[1].mlp.down_proj.weight.data.copy_(old)
-    expected = watch.expect(model, 1)
-    assert expected is not None
     with pytest.raises(TrimtabError, match="a part of the weights was not taken over"):
-        watch.check(engine, expected)
+        check(watch, engine, model, 1)
 
 
 class Remembers(EmbeddedEngine):
@@ -300,10 +286,8 @@ def test_weights_that_are_not_finite_are_caught(dtype: torch.dtype) -> None:
     watch, engine = canary(model), engine_of(model, dtype)
     look(watch, engine, model, 0)
     engine._model.model.layers[0].mlp.up_proj.weight.data[3, 5] = float("nan")
-    expected = watch.expect(model, 0)
-    assert expected is not None
     with pytest.raises(Diverged, match="not finite"):
-        watch.check(engine, expected)
+        check(watch, engine, model, 0)
     model.model.norm.weight.data.fill_(float("inf"))
     with pytest.raises(Diverged, match="trained policy of version 1 is not finite"):
         watch.expect(model, 1)

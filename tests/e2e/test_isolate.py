@@ -129,11 +129,11 @@ def test_children_die_with_a_killed_parent(during_a_call):
         from trimtab.rewards.isolate import Call, Isolated
         def slow():
             print(os.getpid(), os.getppid(), flush=True)
-            time.sleep(60 if sys.argv[1] == "True" else 0)
+            time.sleep(3600 if sys.argv[1] == "True" else 0)  # far longer than `gone` waits
             return 0
         pool = Isolated([slow], workers=1)
-        pool.run([Call(0, {}, 60.0)])
-        time.sleep(60)
+        pool.run([Call(0, {}, 3600.0)])
+        time.sleep(3600)
     """
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code), str(during_a_call)], stdout=subprocess.PIPE, text=True
@@ -150,7 +150,7 @@ def test_what_a_hung_function_started_is_killed_too(tmp_path):
     note = tmp_path / "pid"
 
     def starts_a_child():
-        child = subprocess.Popen(["sleep", "600"])
+        child = subprocess.Popen(["sleep", "3600"])
         note.write_text(str(child.pid))
         child.wait()
 

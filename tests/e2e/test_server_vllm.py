@@ -105,8 +105,6 @@ def difference(model: nn.Module, prompts: Sequence[Prompt], found: list[list[Com
     worst = 0.0
     for prompt, row in zip(prompts, found, strict=True):
         for one in row:
-            if not len(one.response_ids):
-                continue  # interrupted before it began
             ids = torch.tensor(np.concatenate([prompt.ids, one.response_ids]))[None]
             with torch.no_grad():
                 logits = model(ids).logits[0, len(prompt.ids) - 1 : -1] / sampling.temperature
@@ -170,8 +168,9 @@ def test_an_interrupted_call_goes_on_under_new_weights(
         interrupt.set()
         begun = call.result()
     assert {one.finish for row in begun for one in row} == {"abort"}
-    assert any(len(one.response_ids) for row in begun for one in row)
-    assert difference(smollm.model, prompts, begun, long) < NOISE
+    written = [[one for one in row if len(one.response_ids)] for row in begun]  # some may not have begun
+    assert any(written)
+    assert difference(smollm.model, prompts, written, long) < NOISE
     engine.publish(changed.named_parameters(), 5)
     longest = max(len(one.response_ids) for row in begun for one in row)
     more = replace(FORCED, max_tokens=longest + 5)
