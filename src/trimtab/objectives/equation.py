@@ -41,7 +41,7 @@ def render(objective: Objective) -> str:
     lines.append(f"  D: {_denominator(objective)}")
     lines.append(f"  A: {objective.advantage} advantage")
     if objective.kl.coef > 0:
-        lines.append(f"  KL: {_kl(objective.kl.kind, objective.ratio.over)}, over m")
+        lines.append(f"  KL: {_kl(objective)}, over m")
     if objective.entropy_coef > 0:
         lines.append("  H: entropy of π, over m")
     lines += [f"  note: {note}" for note in objective.notes]
@@ -134,11 +134,12 @@ def _can_reject(objective: Objective) -> bool:
     return bool(objective.masks) or (objective.weight is not None and objective.weight.bound == "mask")
 
 
-def _kl(kind: str, over: str) -> str:
+def _kl(objective: Objective) -> str:
     k3 = "π_ref/π − log(π_ref/π) − 1"
+    external = " (1 at off-policy tokens, which have no μ)" if "off_policy" in objective.needs else ""
     return {
         "k1": "log(π/π_ref), whose gradient averages to 0 on-policy: a monitor",
         "k2": "½ log²(π_ref/π)",
         "k3": k3,
-        "unbiased": f"π/{_POLICY[over]}·({k3}), gradient through both",
-    }[kind]
+        "unbiased": f"π/μ{external}·({k3}), gradient through both",
+    }[objective.kl.kind]

@@ -76,18 +76,20 @@ class Objective:
         return self.weight is not None or bool(self.masks)
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Fields of `PolicyLogps` the loss reads besides `current` and `mask`."""
+    def policy_needs(self) -> frozenset[str]:
+        """What of `needs` the policy term reads; the KL may read more, which corrects nothing but itself."""
         reads = {self.ratio.over}
         if self._corrects:
             reads |= {"proximal", "behavior"}
         if isinstance(self.surrogate, Shaped):
             reads.add("off_policy")
-        if self.kl.coef > 0:
-            reads.add("reference")
-        if self.entropy_coef > 0:
-            reads.add("entropy")
         return frozenset(reads)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Fields of `PolicyLogps` the loss reads besides `current` and `mask`."""
+        entropy = {"entropy"} if self.entropy_coef > 0 else set()
+        return self.policy_needs | self.kl.needs | entropy
 
     @property
     def prepare_needs(self) -> frozenset[str]:
@@ -186,11 +188,8 @@ class Objective:
         current = logps.required("current", self.name)
         logp = select(current, mask)
         token = log_ratio(current, logps.required(self.ratio.over, self.name).detach(), on_policy)
-        at_own_level = select(at_level(token, sequences, self.ratio.level), on_policy)
-        # External tokens have no behavior policy: their ratio has the value 1 and the policy's own gradient.
-        token = torch.where(mask & ~on_policy, logp - logp.detach(), token)
         return Terms(
-            log_ratio=at_own_level,
+            log_ratio=select(at_level(token, sequences, self.ratio.level), on_policy),
             token_log_ratio=token,
             logp=logp,
             advantage=select(advantage.to(logp.dtype).expand(mask.shape), mask),
@@ -224,7 +223,8 @@ class Objective:
         if self.kl.coef > 0:
             reference = logps.required("reference", self.name).detach()
             to_reference = log_ratio(reference, logps.required("current", self.name), terms.mask)
-            kl = self.kl.per_token(to_reference, terms.token_log_ratio)
+            to_sampler = self._to_sampler(logps, terms) if "behavior" in self.kl.needs else None
+            kl = self.kl.per_token(to_reference, to_sampler)
             total = total + self.kl.coef * _weighted_sum(kl, scale)
             statistics["kl/mean"] = Mean.of(kl, terms.mask)
             statistics["kl/bounded"] = Mean.of(beyond_bound(to_reference), terms.mask)
@@ -234,6 +234,14 @@ class Objective:
                 total = total - self.entropy_coef * _weighted_sum(entropy, scale)
             statistics["entropy/mean"] = Mean.of(entropy, terms.mask)
         return total, statistics
+
+    def _to_sampler(self, logps: PolicyLogps, terms: Terms) -> Tensor:
+        """log(current/behavior) of every token. External ones have no behavior policy: 0, with the policy's gradient."""
+        sampled = terms.token_log_ratio
+        if self.ratio.over != "behavior":
+            behavior = logps.required("behavior", self.name).detach()
+            sampled = log_ratio(logps.required("current", self.name), behavior, terms.on_policy)
+        return torch.where(terms.mask & ~terms.on_policy, terms.logp - terms.logp.detach(), sampled)
 
     def _guard(self, logps: PolicyLogps, own: Tensor) -> Tensor:
         """0, or NaN when a policy is not finite at a trained token: a bounded exponent must not hide it."""

@@ -144,7 +144,7 @@ def check(config: Config, reward: RewardFunction | None = None, makers: Makers =
 def _check_companions(config: Config, built: Objective) -> None:
     """Sections that change the data or the model must fit the objective, or it would silently train something else."""
     trainer, name = config.trainer, built.name
-    own_behavior = "proximal" not in built.needs and "behavior" in built.needs
+    own_behavior = "proximal" not in built.policy_needs and "behavior" in built.policy_needs
     for section in ("perturbation", "prefix"):
         if getattr(config, section) is not None and not own_behavior:
             raise TrimtabError(
