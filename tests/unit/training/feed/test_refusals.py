@@ -28,7 +28,7 @@ def test_an_objective_that_never_reads_the_behavior_policy_is_refused(name: str)
 
 
 def test_a_kl_that_reads_the_behavior_policy_corrects_no_policy_term() -> None:
-    with pytest.raises(TrimtabError, match="'grpo' tokens of older policies.*never reads"):
+    with pytest.raises(TrimtabError, match=r"'grpo' tokens of older policies.*never reads"):
         check("grpo", {"kl": "unbiased", "kl_coef": 0.1}, **LAG)
 
 
