@@ -27,7 +27,12 @@ def recipes(as_json: Json = False) -> None:
 
 
 def explain(
-    name: Annotated[str, typer.Argument(metavar="NAME|RECIPE", help="An objective, a recipe, or a .toml file.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|RECIPE", help="An objective, your own as module:function, a recipe, or a .toml file."
+        ),
+    ],
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
@@ -39,13 +44,15 @@ def explain(
     from trimtab.config import recipe_names
     from trimtab.objectives import objectives
     from trimtab.objectives.calibrate import from_section
+    from trimtab.objectives.lookup import is_own
 
     recipe = name.endswith(".toml") or name in recipe_names()
-    if not recipe and name not in objectives():
+    known = name in objectives() or (is_own(name) and not recipe)
+    if not recipe and not known:
         raise TrimtabError(f"unknown objective or recipe {name!r}{nearest(name, [*objectives(), *recipe_names()])}")
     found: list[dict[str, Any]] = []
     changes = sets or []
-    if name in objectives():
+    if known:
         own = [item for item in changes if _is_keyword(name, item)] if recipe else changes
         built = from_section({"name": name, **_keywords(own)})
         found.append({"objective": name, "equation": built.equation(), "advantage": built.advantage})

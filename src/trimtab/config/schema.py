@@ -46,8 +46,14 @@ class ModelConfig(Section):
 
 
 class ObjectiveConfig(NamedPart):
+    """`name` is a preset or a user's own `module:function`, which returns an `Objective`."""
+
     name: str = "token-tis"
     calibrate: bool = Field(default=False, description="take the bounds of weights and masks from the ratios of step 0")
+    code: str | None = Field(
+        default=None, description="written by a run whose objective was given in code: what it was"
+    )
+    equation: str | None = Field(default=None, description="written by a run whose objective is no preset")
 
 
 class TaskConfig(NamedPart):

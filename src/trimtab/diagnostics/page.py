@@ -75,12 +75,19 @@ def power(value: float, digits: int) -> str:
 def equation_of(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """The resolved equation of a run's objective, or in its place why this installation cannot say it.
 
+    An objective that is no preset has its equation in the run's config.toml: a page runs nobody's code.
+
     `metrics`: those of any step; a run that calibrated its bounds logs them with every one.
     """
     from trimtab.objectives.calibrate import bounds_of, from_section  # the only part of a report that needs torch
+    from trimtab.objectives.lookup import is_own
 
     section = config.get("objective", {})
+    if "equation" in section:
+        return str(section["equation"])
     try:
+        if is_own(section["name"]):
+            raise ValueError(f"its config.toml has no equation of {section['name']!r}")
         keys = {name: f"calibrate/{name}" for name in bounds_of(section["name"])}
         bounds = {name: float(metrics[key]) for name, key in keys.items() if key in metrics}
         return from_section(section, bounds).equation()

@@ -132,7 +132,7 @@ def test_what_prepare_must_be_given():
     assert objective("token-tis", normalize=True).prepare_needs == {"proximal"}
     assert objective("geo-mask", denominator="kept").prepare_needs == {"proximal"}
     assert objective("opsm").prepare_needs == frozenset()
-    assert objective("opsm", denominator="kept").prepare_needs == {"proximal", "current"}
+    assert objective("opsm", denominator="kept").prepare_needs == {"current"}
     assert objective("m2po").prepare_needs == objective("m2po", form="mask").prepare_needs == {"current"}
 
 
