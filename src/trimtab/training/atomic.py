@@ -47,6 +47,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
     With `replace` an existing `path` gives way (it stays as `.trimtab-old-<name>` if the process dies between two
     renames); without it a `path` that is not empty is an error. Errors of the disk become one line naming `path`.
+    Files in it are as readable for others as the umask allows.
     """
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,6 +55,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         temporary.mkdir()
         try:
             yield temporary
+            _as_permitted(temporary)
             for item in (*temporary.rglob("*"), temporary):
                 sync(item)
             if replace and path.exists():
@@ -103,6 +105,17 @@ def sync(path: Path) -> None:
 
 def _temporary(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
+
+
+def _as_permitted(folder: Path) -> None:
+    """Give every file in a folder just made the permissions of the process's umask; safetensors writes them as 0600.
+
+    The folder shows the umask: reading it would mean setting it, for all threads.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for item in folder.rglob("*"):
+        if item.is_file():
+            item.chmod(mode)
 
 
 def _exchange(temporary: Path, path: Path) -> None:
