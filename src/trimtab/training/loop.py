@@ -196,7 +196,7 @@ class Trainer:
                 self._checkpoint({})
             good = self.run.checkpoints()
             where = f"the last good checkpoint is {good[-1]}" if good else "no checkpoint was written yet"
-            raise Diverged(f"{error}; {where}: lower optim.lr or choose a stricter correction") from None
+            raise Diverged(f"{error}; {where}: {error.advice}") from None
         finally:
             self.seconds["update"] = time.perf_counter() - start
 
