@@ -98,8 +98,8 @@ def _tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:
             raise
         if not any((Path(source) / file).exists() for file in TOKENIZERS):
             raise TrimtabError(
-                f"model folder {name!r} has no tokenizer ({TOKENIZERS[0]} is missing): save the model's own there, with "
-                "tokenizer.save_pretrained(folder)"
+                f"model folder {name!r} has no tokenizer ({TOKENIZERS[0]} is missing): save the model's own there "
+                "with tokenizer.save_pretrained(folder)"
             ) from None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TrimtabError(f"model folder {name!r}: its tokenizer cannot be loaded: {reason}") from error

@@ -76,7 +76,7 @@ class Perturbation(nn.Module):
     """The learnable noise of one model. Holds `log_sigma` (float32, one per layer) and nothing of the model.
 
     `layers` is "all", "logits", one layer "3" or an inclusive range "0-5"; `std` is every sigma's first value.
-    Raises `TrimtabError` for other layers, a std that is negative or above `LARGEST`, or a model without decoder layers.
+    Raises `TrimtabError` for other layers, a std below 0 or above `LARGEST`, or a model without decoder layers.
     """
 
     def __init__(self, model: Any, layers: str = "all", std: float = 1e-4) -> None:

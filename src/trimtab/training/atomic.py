@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -129,9 +130,23 @@ def _exchange(temporary: Path, path: Path) -> None:
 
 @contextmanager
 def explained(path: Path, verb: str = "write") -> Iterator[None]:
+    """Errors of the disk become one line naming `path`."""
     try:
         yield
-    except OSError as error:
+    except TrimtabError:
+        raise
+    except Exception as raised:
+        error = _of_the_system(raised)
+        if error is None:
+            raise
         reason = error.strerror or str(error)
         advice = "free space there" if error.errno in FULL else "check that it can be written"
-        raise TrimtabError(f"cannot {verb} {path}: {reason}; {advice}, or choose another place") from error
+        raise TrimtabError(f"cannot {verb} {path}: {reason}; {advice}, or choose another place") from raised
+
+
+def _of_the_system(error: Exception) -> OSError | None:
+    """What libraries written in Rust (safetensors, tokenizers) say of the disk in an exception of their own."""
+    if isinstance(error, OSError):
+        return error
+    code = re.search(r"(.*) \(os error (\d+)\)", str(error))
+    return OSError(int(code[2]), code[1]) if code else None

@@ -232,7 +232,7 @@ class Learner:
             raise DivergedError(f"{self.bad_in_a_row} updates in a row were not finite ({part})", weights_are_good=True)
 
     def _check_weights(self, parameters: Sequence[torch.Tensor]) -> None:
-        """A finite step can still overflow the weights, or the noise; nothing that follows could be trusted or saved."""
+        """A finite step can still overflow weights or noise; nothing that follows could be trusted or saved."""
         finite = torch.stack([local(p).detach().sum() for p in parameters]).isfinite().all()
         if self.ranks.total(float(~finite)):
             raise DivergedError("an update made the weights non-finite", weights_are_good=False)
