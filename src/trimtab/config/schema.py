@@ -149,8 +149,8 @@ class PerturbationConfig(Section):
     """Learnable noise on the hidden states of the trained policy (ALP)."""
 
     layers: int | str = Field(default="all", description="`all`, a range such as `0-5`, or `logits`")
-    std: float = Field(default=1e-4, ge=0, description="initial standard deviation; 0 switches the noise off")
-    lr: float = Field(default=5e-4, ge=0, description="learning rate of log sigma, without decay and warm-up")
+    std: float = Field(default=1e-4, ge=0, le=100, description="initial standard deviation; 0 switches the noise off")
+    lr: float = Field(default=5e-4, ge=0, le=1, description="learning rate of log sigma, without decay and warm-up")
 
 
 class PrefixConfig(Section):

@@ -6,7 +6,7 @@ import importlib.metadata
 import math
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,18 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
 def write(path: Path, content: bytes) -> Path:
     """Write the file whole or not at all. `TrimtabError` when the place cannot be written."""
-    temporary: str | None = None
+    temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(descriptor, "wb") as file:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        temporary.replace(path)
     except OSError as error:
         if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise TrimtabError(f"cannot write {path}: {error.strerror}; choose another folder or free space") from None
     return path
 

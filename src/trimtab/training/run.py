@@ -41,6 +41,7 @@ from trimtab.training.ranks import here, join
 from trimtab.training.rundir import RunDir
 from trimtab.training.sft import laboratory_folder
 from trimtab.training.sinks import open_sinks
+from trimtab.training.stop import Stop
 from trimtab.training.surge import Surge
 from trimtab.training.update import Learner
 from trimtab.training.weights import add_lora
@@ -75,18 +76,22 @@ def train(
     resume: bool = False,
     observer: Observer | None = None,
     makers: Makers = LOCAL,
+    stop: Stop | None = None,
 ) -> RunResult:
     """Train as `config` says; `reward` (a function of completion text and problem) replaces the recipe's rewards, and
     `objective` its objective.
 
-    `makers` make the engines and the scorer; a placement brings its own.
+    `makers` make the engines and the scorer; a placement brings its own. Ctrl-C, SIGTERM and `stop` end the run after
+    the step in progress, with a checkpoint; a second signal ends it at once.
 
-    Raises `TrimtabError` for anything a user can mend.
+    Raises `TrimtabError` for anything a user can mend, `Stopped` when it was ended.
     """
+    stop = stop or Stop()
     watcher = observer or Silent()
     if config.threads:
         torch.set_num_threads(config.threads)
     with ExitStack() as cleanup:
+        cleanup.enter_context(stop.signals())
         cleanup.enter_context(join())
         config, built = own_objective.resolve(config, objective)
         parts = check(config, reward, makers, built)
@@ -98,6 +103,7 @@ def train(
         if run.writes and not run.model_folder.exists():
             save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
         trainer = assemble(config, parts, loaded, run, watcher, makers)
+        trainer.stop = stop
         cleanup.callback(trainer.feed.close)
         if resume:
             snapshot.resume(trainer)
