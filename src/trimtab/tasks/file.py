@@ -25,10 +25,10 @@ class Options(RowOptions):
 
 def build(options: Options) -> BuiltTask:
     problems = read_problems(read_rows(options.path), options, str(options.path), options.path.stem)
-    held_out = None
-    if options.test_path is not None:
-        held_out = read_problems(read_rows(options.test_path), options, str(options.test_path), options.test_path.stem)
-    return build_task(options.path.stem, options, problems, held_out, str(options.path))
+    if options.test_path is None:
+        return build_task(options.path.stem, options, problems, None, str(options.path))
+    held_out = read_problems(read_rows(options.test_path), options, str(options.test_path), options.test_path.stem)
+    return build_task(options.test_path.stem, options, problems, held_out, str(options.path))
 
 
 def read_rows(path: Path) -> Iterator[Row]:

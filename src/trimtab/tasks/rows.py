@@ -37,11 +37,7 @@ class RowOptions(StyleOptions):
     id: str | None = Field(None, description="column with a unique id (default: the row number)")
     extra: tuple[str, ...] = Field((), description="columns handed to rewards as problem.extra")
     holdout: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="share of the questions kept for testing; 1: all of them, asked in a chat unless style, template or "
-        "examples say otherwise",
+        0.1, ge=0, le=1, description="share of the questions kept for testing; 1: all, and none for worked examples"
     )
 
     @field_validator("question")
@@ -57,13 +53,13 @@ class RowOptions(StyleOptions):
         if pattern is None:
             return None
         if not pattern.isprintable():
-            raise ValueError("it holds a control character: between double quotes \\b is a backspace, use single quotes")
+            raise ValueError("a control character: between double quotes \\b is a backspace, use single quotes")
         try:
             groups = re.compile(pattern).groups
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"not a regular expression ({error})") from None
         if groups != 1:
-            raise ValueError(f"it must have one group (...) around the answer, not {groups}; others are written (?:...)")
+            raise ValueError(f"write one group (...) around the answer, not {groups}; others are written (?:...)")
         return pattern
 
     @property
@@ -105,8 +101,9 @@ def build_task(
         train, test = _split(problems, options.holdout, options.seed)
     else:
         train, test = _without_overlap(problems, held_out, where), list(held_out)
-    options, notes = _asked(options, train, where)
-    shots, train = split_shots(options, options.columns.worked, train, where)
+    worked = () if options.columns.rows_first and train else options.columns.worked
+    options, notes = _asked(options, worked, train, where)
+    shots, train = split_shots(options, worked, train, where)
     template = build_template(options, shots, BOXED)
     stop, max_tokens = limits(options, template, shots, [problem.answer for problem in (*train, *test)], where)
     return BuiltTask(
@@ -121,16 +118,18 @@ def build_task(
     )
 
 
-def _asked(options: RowOptions, train: Sequence[Problem], where: str) -> tuple[RowOptions, tuple[str, ...]]:
-    """The options as they are, or a chat in place of a few-shot prompt that has nothing to show and was not asked for,
-    with a sentence that says so."""
-    if train or options.columns.worked or options.model_fields_set & {"style", "template", "examples"}:
+def _asked(
+    options: RowOptions, worked: Sequence[Problem], train: Sequence[Problem], where: str
+) -> tuple[RowOptions, tuple[str, ...]]:
+    """The options as they are, or a chat in place of a few-shot prompt that was not asked for and has nothing to show;
+    with a sentence about what was chosen."""
+    if train or options.model_fields_set & {"style", "template", "examples"}:
         return options, ()
-    note = (
-        f"{where}: asked in a chat, because every row is a test row and none is left for worked examples; for a "
-        "few-shot prompt name a training file (path=TRAIN,test_path=TEST; of a data set, test_split), or set examples=0"
-    )
-    return options.model_copy(update={"style": "chat"}), (note,)
+    reason = f"{where}: every row is a test row and none is left for worked examples"
+    rows = "to show rows name a training file (path=TRAIN,test_path=TEST; of a data set, test_split)"
+    if worked:
+        return options, (f"{reason}: those of the format are shown; {rows}, for a chat set style=chat",)
+    return options.model_copy(update={"style": "chat"}), (f"{reason}: asked in a chat; {rows}, or set examples=0",)
 
 
 def _reward(options: RowOptions, template: Template) -> RewardSpec:

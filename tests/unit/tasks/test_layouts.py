@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.unit.tasks.test_file import jsonl
 
-from trimtab import tasks
+from trimtab import rewards, tasks
 from trimtab.cli import sources
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError
@@ -116,7 +116,7 @@ def test_every_row_of_the_table(build, name: str, tmp_path: Path) -> None:
 def test_every_real_file_with_the_options_of_the_table(benchmark_data, name, file, count, first) -> None:
     task = on_the_command_line(table()[name], benchmark_data / file)
     assert (len(task.test), task.test[0].answer, len(task.train)) == (count, first, 0)
-    assert task.prompt_style == ("few-shot, 4 examples" if name == "MAWPS" else "chat")
+    assert task.prompt_style == ("few-shot, 4 examples" if name in ("GSM8K", "MAWPS") else "chat")
 
 
 def test_an_array_is_read_as_its_rows_are(tmp_path: Path) -> None:
@@ -149,11 +149,11 @@ DAMAGE = {
     "a column gone": ({"Bdy": "b"}, {}, "row 2: no column 'Body' (did you mean 'Bdy'"),
     "a column empty": ({"Body": " "}, {}, "row 2: column 'Body' has no question text"),
     "a column null": ({"Question": None}, {}, "row 2: column 'Question' has no question text"),
-    "no match": ({"answer": "apples"}, {}, "row 2, column 'answer': answer_pattern '^([0-9]+)' finds no answer in 'app"),
+    "no match": ({"answer": "apples"}, {}, "row 2, column 'answer': answer_pattern '^([0-9]+)' finds no answer in"),
     "an empty group": ({"answer": "9"}, {"answer_pattern": "9(x?)"}, "row 1, column 'answer': answer_pattern"),
     "a group left out": ({"answer": "9"}, {"answer_pattern": "9|(x)"}, "row 1, column 'answer': answer_pattern"),
     "no answer": ({"answer": None}, {}, "row 2, column 'answer': there is no answer"),
-    "no number": ({"answer": "9"}, {"answer_pattern": r"\((\w+)", "answer_format": "number"}, "row 1, column 'answer':"),
+    "no number": ({"answer": "9"}, {"answer_pattern": r"\((\w+)", "answer_format": "number"}, "row 1, column"),
 }
 
 
@@ -173,7 +173,7 @@ def test_damage_names_row_and_column(damage: str, tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"answer_pattern": "(9"}, "answer_pattern: not a regular expression"),
-        ({"answer_pattern": "9"}, "answer_pattern: it must have one group (...) around the answer, not 0"),
+        ({"answer_pattern": "9"}, "answer_pattern: write one group (...) around the answer, not 0"),
         ({"answer_pattern": "(9)(8)"}, "not 2; others are written (?:...)"),
         ({"answer_pattern": "\b(9)"}, "control character"),
         ({"answer_pattern": "(a{4294967296})"}, "answer_pattern: not a regular expression"),
@@ -200,12 +200,28 @@ def test_a_column_is_inserted_once_and_never_read_as_a_template(tmp_path: Path) 
 
 
 def test_test_rows_alone_are_asked_in_a_chat_and_it_is_said(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "rows.jsonl", ROWS["GSM8K"])
-    task = tasks.build("file", path=path, format="gsm8k", holdout=1)
+    path = jsonl(tmp_path / "rows.jsonl", ROWS["AIME"])
+    task = tasks.build("file", path=path, format="aime", holdout=1)
     assert (task.prompt_style, [spec.name for spec in task.rewards], task.stop) == ("chat", ["math"], ())
     [note] = task.notes
     assert str(path) in note
     assert "test_path=TEST" in note
+
+
+def test_gsm8k_test_rows_alone_are_asked_with_worked_examples_of_the_format(tmp_path: Path) -> None:
+    task = tasks.build("file", path=jsonl(tmp_path / "rows.jsonl", ROWS["GSM8K"]), format="gsm8k", holdout=1)
+    assert (task.prompt_style, [spec.name for spec in task.rewards], task.stop) == (
+        "few-shot, 4 examples", ["numeric"], ("\n",)
+    )  # fmt: skip
+    [note] = task.notes
+    assert "those of the format are shown" in note
+    shown = re.findall(r"^Answer: (.+)$", task.prompt_text(task.test[0], None), re.MULTILINE)
+    assert [line.rpartition("= ")[2] for line in shown] == ["180", "24", "45", "5.25"]
+    for step in re.findall(r"([\d.+*/ -]+) = ([\d.]+)", "\n".join(shown)):
+        assert eval(step[0].lstrip(". ")) == float(step[1])  # noqa: S307
+    with rewards.build([], task) as scorer:
+        scores = scorer.score([(task.test[0], rewards.Response(text, "stop", 9)) for text in (" 16 - 7 = 9", " 9 - 2")])
+    assert [score.total for score in scores] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -215,12 +231,13 @@ def test_test_rows_alone_are_asked_in_a_chat_and_it_is_said(tmp_path: Path) -> N
         ({"style": "plain"}, "plain"),
         ({"style": "chat"}, "chat"),
         ({"template": "Q {question} A {answer};", "examples": 0}, "few-shot, 0 examples"),
-        ({"format": "mawps"}, "few-shot, 4 examples"),
+        ({"format": "mawps", "style": "few-shot"}, "few-shot, 4 examples"),
+        ({"format": "gsm8k", "examples": 2}, "few-shot, 2 examples"),
         ({"holdout": 0.2}, "few-shot, 4 examples"),
     ],
 )
 def test_what_was_asked_for_is_what_is_done(options: dict[str, object], style: str, tmp_path: Path) -> None:
-    rows = [{"question": f"q{i}", "answer": str(i), "input": f"i{i}", "target": i} for i in range(9)]
+    rows = [{"question": f"q{i}", "answer": f"#### {i}", "input": f"i{i}", "target": i} for i in range(9)]
     task = tasks.build("file", path=jsonl(tmp_path / "rows.jsonl", rows), **{"holdout": 1, **options})
     assert (task.prompt_style, list(task.notes)) == (style, [])
 
@@ -230,10 +247,13 @@ def test_worked_examples_come_from_a_training_file(tmp_path: Path) -> None:
     test = jsonl(tmp_path / "test.jsonl", ROWS["GSM8K"])
     task = tasks.build("file", path=train, test_path=test, format="gsm8k")
     assert (task.prompt_style, len(task.test), list(task.notes)) == ("few-shot, 4 examples", 2, [])
-    assert re.findall(r"Question: (\w+)", task.prompt_text(task.test[0], None))[:4] != []
+    shown = re.findall(r"Question: (\w+)\nAnswer: (\d)\n", task.prompt_text(task.test[0], None))
+    assert len(shown) == 4
+    assert {f"t{answer}" for _, answer in shown} == {question for question, _ in shown}
+    assert task.name == "test", "what is measured is the test file"
 
 
 def test_few_shot_with_nothing_to_show_says_what_to_do(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", ROWS["GSM8K"])
     with pytest.raises(TrimtabError, match=r"4 worked examples are wanted .* name a training file"):
-        tasks.build("file", path=path, format="gsm8k", holdout=1, style="few-shot")
+        tasks.build("file", path=path, answer_format="gsm8k", holdout=1, style="few-shot")
