@@ -60,9 +60,11 @@ def train(
 
 
 def _held_out(run: Path) -> dict[str, float | str]:
-    """`eval/<task>/before` and `/after`, where they were measured."""
+    """`eval/<task>/before` and `/after`, where they were measured, and `/problems`, on how many."""
     summary: dict[str, float | str] = {}
-    for task, found in read_run(run).accuracy().items():
+    read = read_run(run)
+    for task, found in read.accuracy().items():
         ends = {"before": found.before, "after": found.after}
         summary |= {f"eval/{task}/{moment}": value for moment, value in ends.items() if value is not None}
+        summary |= {f"eval/{task}/problems": int(count) for count in read.series(f"eval/{task}/problems")[1][-1:]}
     return summary

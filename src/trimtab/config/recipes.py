@@ -118,7 +118,7 @@ def _read(recipe: str | Path) -> dict[str, Any]:
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """`section.key=value` as its dotted key and a TOML value; a bare word is a string, so names need no quotes."""
+    """`section.key=value` as its dotted key and a TOML value; what is no TOML is text, so names need no quotes."""
     key, equals, raw = override.partition("=")
     if not equals or not key.strip():
         raise TrimtabError(f"--set {override!r}: write it as section.key=value")
@@ -126,6 +126,11 @@ def parse_override(override: str) -> tuple[str, Any]:
         value = tomllib.loads(f"value = {raw}")["value"]
     except ValueError:
         value = raw
+    if value == raw and raw[:1] in ("'", '"'):
+        raise TrimtabError(
+            f"{override}: the value is not a TOML string; between single quotes everything stands for itself, between "
+            'double quotes a backslash is written \\\\ and a quote \\"'
+        )
     return key.strip(), value
 
 

@@ -48,7 +48,8 @@ def split_shots(
     if len(train) < options.examples:
         raise TrimtabError(
             f"{where}: {options.examples} worked examples are wanted but the training split has {len(train)} problems; "
-            "lower examples or holdout, or use style = 'chat' or 'plain'"
+            "lower examples or holdout, use style = 'chat' or 'plain', or name a training file (or split) beside the "
+            "test file (or split)"
         )
     chosen = random.Random(f"examples/{options.seed}").sample(range(len(train)), options.examples)
     kept = frozenset(chosen)

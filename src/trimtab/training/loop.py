@@ -136,7 +136,9 @@ class Trainer:
         metrics = self._metrics(batch, collected, stats, version)
         metrics |= calibrated | self._watch_lengths(metrics.get("length/mean"))
         metrics |= {} if confirmed is None else {"mismatch/confirmed": confirmed}
-        metrics |= before | {f"{key.rpartition('/')[0]}/before": value for key, value in before.items()}
+        metrics |= before | {
+            f"{key.removesuffix('/greedy')}/before": value for key, value in before.items() if key.endswith("/greedy")
+        }
         measured: dict[str, float] = {}
         if self._due(self.config.eval.every):
             measured = self._evaluate("after" if self.step == self.config.trainer.steps else self.step)
@@ -285,8 +287,8 @@ class Trainer:
         noisy; the sampler's own weights are put back after."""
         task = self.collector.stream.task
 
-        def through(engine: Engine) -> float:
-            return evaluate(
+        def through(engine: Engine) -> tuple[float, int]:
+            result = evaluate(
                 engine,
                 self.collector.stream.tokenizer,
                 task,
@@ -294,12 +296,13 @@ class Trainer:
                 problems=list(task.test[: self.config.eval.problems]),
                 sampling=replace(self.collector.sampling, temperature=0.0, top_p=1.0, top_k=0),
                 seed=derive(self.config.seed, "eval"),
-            ).accuracy
+            )
+            return result.accuracy, len(result.problems)
 
         rounded = sampler_rounding(self.config).active
-        accuracy = self.feed.look(self.current_weights(), self.learner.updates, through, rounded=rounded)
+        accuracy, problems = self.feed.look(self.current_weights(), self.learner.updates, through, rounded=rounded)
         self.observer.evaluated(task.name, moment, accuracy)
-        return {f"eval/{task.name}/greedy": accuracy}
+        return {f"eval/{task.name}/greedy": accuracy, f"eval/{task.name}/problems": problems}
 
     def _write(self, batch: Batch, stats: UpdateStats, metrics: dict[str, Any], measured: Mapping[str, float]) -> None:
         """Files first, then whoever is watching: what was seen on the display is already on disk."""
