@@ -1,4 +1,6 @@
-"""A reward of your own: a function of the response's text and the problem. Run it in this folder (seconds on one core):
+"""A reward of your own: a function of the response's text and the problem.
+
+Run it in this folder (seconds on one core):
 
     trimtab train own_recipe.toml --set 'reward=[{name="own_reward:in_place"}]' --out runs/own_reward
     python own_reward.py

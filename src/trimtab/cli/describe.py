@@ -1,4 +1,4 @@
-"""`trimtab recipes`, `trimtab show` and `trimtab explain`: what there is, what it sets, and what exactly it computes."""
+"""`trimtab recipes`, `trimtab show` and `trimtab explain`: what there is, what it sets, what it computes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ def register(app: typer.Typer) -> None:
 
 
 def recipes(
-    keys: Annotated[bool, typer.Option("--keys", help="Print every key a recipe may have instead, as Markdown; with --json, as a JSON schema.")] = False,
+    keys: Annotated[
+        bool,
+        typer.Option(
+            "--keys", help="Print every key a recipe may have instead, as Markdown; with --json, as a JSON schema."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """List the recipes this installation brings, one line each."""

@@ -35,24 +35,25 @@ name = "math"
 steps = 100
 ```
 
-- `--set section.key=value` changes one key on the command line: `--set engine.vllm.memory=0.8`. A value is TOML; a bare word is
-  text. `--set base=laboratory` changes the base.
-- `base` names a shipped recipe or a `.toml` file. A section of the recipe changes the same section of its base key by key; an
-  objective or a task of another name starts from its own defaults instead.
+- `--set section.key=value` changes one key on the command line: `--set engine.vllm.memory=0.8`. A value is TOML; a bare
+  word is text. `--set base=laboratory` changes the base.
+- `base` names a shipped recipe or a `.toml` file. A section of the recipe changes the same section of its base key by
+  key; an objective or a task of another name starts from its own defaults instead.
 - Unknown keys, values out of bounds and most keys without effect are refused in one line, before a model is loaded.
-- The defaults below are those of the schema. What a run used, with everything resolved, is `config.toml` in its directory.
+- The defaults below are those of the schema. What a run used, with everything resolved, is its `config.toml`.
 - "none" means that the key is absent; TOML has no null.
 """
 
 METHODS = """## Objectives: the keywords of `[objective]`
 
-A keyword has the meaning of docs/math.md: `clip_low`, `clip_high` are the eps of `[1 - clip_low, 1 + clip_high]`, `clip_dual` the
-bound for negative advantages; `weight_*` bound the importance weight and `keep_*` the ratio that decides what is rejected, all of
-them bounds on the ratio itself; `normalize` divides weights by their mean. `trimtab explain NAME` prints the equation.
+What they mean: [math](math.md); `trimtab explain NAME` prints the equation. `clip_low`, `clip_high` are the eps of
+`[1 - clip_low, 1 + clip_high]`, `clip_dual` is the bound for negative advantages; `weight_*` bound the importance
+weight and `keep_*` the ratio that decides what is rejected, all of them the ratio itself; `normalize` divides weights
+by their mean.
 
-All take `denominator` (`original` or `kept`), `kl` (`k1`, `k2`, `k3`, `unbiased`) with `kl_coef`, and `entropy_coef`; all with an
-`aggregation` in the table take `aggregation` (`token-mean`, `seq-mean-token-mean`, `seq-mean-token-sum`, or `constant` with
-`length_max`).
+All take `denominator` (`original` or `kept`), `kl` (`k1`, `k2`, `k3`, `unbiased`) with `kl_coef`, and `entropy_coef`;
+all with an aggregation in the table take `aggregation` (`token-mean`, `seq-mean-token-mean`, `seq-mean-token-sum`, or
+`constant` with `length_max`).
 """
 
 
@@ -72,12 +73,12 @@ def markdown() -> str:
 def _sections(model: type[BaseModel], name: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
     yield name, model
     for key, field in model.model_fields.items():
-        inner = _section_of(field.annotation)
+        inner = section_of(field.annotation)
         if inner is not None:
             yield from _sections(inner, f"{name}.{key}" if name else key)
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section that a key of this type is, in a list or optional ones included."""
     kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
     return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
@@ -87,7 +88,7 @@ def _keys_of(fields: Mapping[str, FieldInfo]) -> dict[str, Key]:
     return {
         field.alias or name: Key(_type(field.annotation, field.metadata), _default(field), field.description or "")
         for name, field in fields.items()
-        if _section_of(field.annotation) is None
+        if section_of(field.annotation) is None
     }
 
 
@@ -129,7 +130,7 @@ def _section_blocks() -> Iterator[str]:
     from trimtab.config import COMPANIONS, Config
 
     for name, model in _sections(Config):
-        about = [" ".join(inspect.getdoc(model).split())] if model.__doc__ else []
+        about = [" ".join(inspect.cleandoc(model.__doc__ or "").split())]
         methods = [f"`{method}`" for method, section in COMPANIONS.items() if section == name]
         if methods:
             about.append(f"Present with the objectives {', '.join(methods)} only.")
@@ -156,7 +157,7 @@ def _tasks() -> str:
     from trimtab import tasks
 
     blocks = ["## Tasks: the keywords of `[task]`\n\nWhat they mean in prose, with examples: [tasks](tasks.md).\n"]
-    blocks += [f"### `name = \"{name}\"`\n\n{_table(_keys_of(tasks.options(name)))}" for name in tasks.names()]
+    blocks += [f'### `name = "{name}"`\n\n{_table(_keys_of(tasks.options(name)))}' for name in tasks.names()]
     return "\n".join(blocks)
 
 
@@ -164,10 +165,10 @@ def _rewards() -> str:
     from trimtab import rewards
 
     blocks = [
-        "## Rewards: the keywords of `[[reward]]`\n\nBeside `name`, `weight` and `timeout`. Without any `[[reward]]` the task's own "
-        "reward is used. A `module:function` of your own takes no keywords.\n"
+        "## Rewards: the keywords of `[[reward]]`\n\nBeside `name`, `weight` and `timeout`. Without any `[[reward]]` "
+        "the task's own reward is used. A `module:function` of your own takes no keywords.\n"
     ]
-    blocks += [f"### `name = \"{name}\"`\n\n{_table(_keys_of(rewards.options(name)))}" for name in rewards.names()]
+    blocks += [f'### `name = "{name}"`\n\n{_table(_keys_of(rewards.options(name)))}' for name in rewards.names()]
     return "\n".join(blocks)
 
 
