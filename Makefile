@@ -5,7 +5,7 @@
 #   quickstart-vllm    the quickstart with vLLM as its sampler, in an environment of its own
 #   test-unit          unit tests: 75 to 150 seconds on two cores, by machine
 #   test               ruff, pyright, unit and end-to-end tests: about a quarter of an hour on two cores
-#   test-all           the same and the tests marked slow, which take minutes each
+#   test-all           the same and tests marked slow (none at present)
 #   bench, bench-step  ratios against peers, which live in an environment of their own
 PYTHON ?= python3
 VENV   ?= .venv
