@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from trimtab.diagnostics.bands import AVERAGED_FROM, trailing
 from trimtab.diagnostics.catalog import Metric
 from trimtab.diagnostics.charts import Drawn
 from trimtab.diagnostics.page import power
@@ -63,7 +64,6 @@ RC: dict[Any, Any] = {
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
 }
-_SMOOTH_FROM = 80  # points; below, the eye smooths better than an average does
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +109,10 @@ def _curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool, top
     for index, curve in enumerate(curves):
         color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
         marker = "o" if points or len(curve.steps) < 4 else None
-        if len(curve.steps) >= _SMOOTH_FROM:
-            axes.plot(curve.steps, curve.values, color=color, alpha=0.3, linewidth=0.7)
-            axes.plot(*_smooth(curve), color=color, linestyle=style, label=curve.label)
+        # The mean over some steps of a logarithmic curve would be that of the largest alone.
+        if len(curve.steps) >= AVERAGED_FROM and not log:
+            axes.plot(curve.steps, curve.values, color=color, alpha=0.55, linewidth=0.7)
+            axes.plot(*trailing((curve.steps, curve.values)), color=color, linestyle=style, label=curve.label)
         else:
             axes.plot(
                 curve.steps, curve.values, color=color, linestyle=style, marker=marker, markersize=4, label=curve.label
@@ -125,15 +126,6 @@ def _curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool, top
             highest = highest or top or 1.0
             # A little below 0, so that a curve lying on 0 is seen.
             axes.set_ylim(-0.03 * highest, 1.08 * highest)
-
-
-def _smooth(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """Centered moving average over a twentieth of the run; windows shrink at the ends instead of padding."""
-    half = max(len(curve.values) // 40, 1)
-    total = np.concatenate([[0.0], np.cumsum(curve.values)])
-    index = np.arange(len(curve.values))
-    start, end = np.maximum(index - half, 0), np.minimum(index + half + 1, len(curve.values))
-    return curve.steps, (total[end] - total[start]) / (end - start)
 
 
 def _quantile_bands(axes: Axes, series: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:

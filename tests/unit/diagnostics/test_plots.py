@@ -16,23 +16,24 @@ def _curve(values: list[float], label: str = "a") -> Curve:
     return Curve(label, np.arange(1, len(values) + 1, dtype=float), np.array(values))
 
 
-def test_smoothing_averages_what_is_there_and_pads_nothing() -> None:
-    # 80 points: the window reaches 2 to either side and shrinks at the ends.
-    values = [float(index) for index in range(80)]
-    _, smooth = plots._smooth(_curve(values))
-    assert smooth[0] == pytest.approx((0 + 1 + 2) / 3)
-    assert smooth[1] == pytest.approx((0 + 1 + 2 + 3) / 4)
-    assert smooth[40] == pytest.approx(40)
-    assert smooth[79] == pytest.approx((77 + 78 + 79) / 3)
-
-
 def test_long_runs_keep_their_raw_points_beneath_the_average() -> None:
     axes = Figure().add_subplot()
-    plots._curves(axes, [_curve([0.1, 0.9] * 50)], log=False, points=False, top=None)
-    raw, smooth = axes.lines
+    plots._curves(axes, [_curve([0.1, 0.9] * 202)], log=False, points=False, top=None)
+    raw, average = axes.lines
     assert np.ptp(np.asarray(raw.get_ydata())) == pytest.approx(0.8)
-    assert np.ptp(np.asarray(smooth.get_ydata())) < 0.4
-    assert smooth.get_label() == "a"
+    assert np.ptp(np.asarray(average.get_ydata())[19:]) == pytest.approx(0.0, abs=1e-9), "means of twenty, ten of each"
+    assert average.get_label() == "a"
+
+
+def test_what_happens_at_a_step_is_drawn_there() -> None:
+    """A collapse at step 201 of 400; on a logarithmic axis the drop of a single step is seen whole."""
+    axes = Figure().add_subplot()
+    plots._curves(axes, [_curve([0.5] * 200 + [0.0] * 200)], log=False, points=False, top=None)
+    assert np.asarray(axes.lines[1].get_ydata())[:200] == pytest.approx(0.5)
+    axes = Figure().add_subplot()
+    plots._curves(axes, [_curve([1.0] * 200 + [1e-13] + [1.0] * 199)], log=True, points=False, top=None)
+    (line,) = axes.lines
+    assert np.asarray(line.get_ydata())[200] == 1e-13
 
 
 def test_a_curve_lying_on_zero_is_seen() -> None:
