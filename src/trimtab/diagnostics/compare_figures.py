@@ -191,7 +191,8 @@ def _seeds(
     if not crowded and len(series) > 1:
         area = thinned(found)
         axes.fill_between(area.steps, area.low, area.high, color=color, alpha=0.15, linewidth=0)
-    width = 1.2 if crowded else 2.0
+    dense = len(found.steps) >= AVERAGED_FROM and not averaged
+    width = 1.2 if crowded or dense else 2.0
     marker = "o" if points or len(found.steps) < 4 else None
     axes.plot(found.steps, found.mean, color=color, linestyle=style, linewidth=width, marker=marker, markersize=3.5)
 
