@@ -16,6 +16,7 @@ from trimtab.diagnostics.layout import LAYOUT, METHODS
 from trimtab.diagnostics.noise import verdict
 from trimtab.diagnostics.page import equation_of, number, render, short, write
 from trimtab.diagnostics.plots import draw
+from trimtab.diagnostics.ranges import judge
 from trimtab.diagnostics.read import Run, Sample, read_run, read_samples, sample_steps, spread
 from trimtab.diagnostics.token_section import token_section
 
@@ -166,7 +167,7 @@ def _entry(run: Run, key: str) -> dict[str, Any]:
     row, last = metric(key), run.last.get(key)
     _, values = run.series(key)
     first = next((step[key] for step in run.rows if key in step), None)
-    state = _state(row, last)
+    state = judge(key, last)
     return {
         "key": key,
         "metric": row,
@@ -175,17 +176,8 @@ def _entry(run: Run, key: str) -> dict[str, Any]:
         "low": number(values.min()) if len(values) else "",
         "high": number(values.max()) if len(values) else "",
         "state": state,
-        "tone": {"healthy": "good", "outside": "warn", "not finite": "warn"}.get(state, ""),
+        "tone": {"healthy": "good", "outside": "warn"}.get(state, ""),
     }
-
-
-def _state(row: Metric | None, value: Any) -> str:
-    if row is None or (row.low is None and row.high is None) or isinstance(value, str):
-        return ""
-    if value is None:
-        return ""
-    inside = (row.low is None or value >= row.low) and (row.high is None or value <= row.high)
-    return "healthy" if inside else "outside"
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ def fake_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
     for step in range(every, steps + 1, every):
         path = folder / "trajectories" / f"step-{step:06d}.parquet"
-        trajectories.write(path, _rows(rng, step, rows[step - 1]["reward/mean"], text), step)
+        trajectories.write(path, _rows(rng, step, rows[step - 1]["reward/mean"], text, noise), step)
     return folder
 
 
@@ -132,7 +132,7 @@ def _step(rng: np.random.Generator, step: int, steps: int, final_reward: float, 
 _NAMES = ("q01", "q05", "q50", "q95", "q99")
 
 
-def _rows(rng: np.random.Generator, step: int, reward: float, text: str | None) -> list[trajectories.Row]:
+def _rows(rng: np.random.Generator, step: int, reward: float, text: str | None, noise: float) -> list[trajectories.Row]:
     rows = []
     for group in range(6):
         a, b = rng.integers(10, 100, 2)
@@ -159,7 +159,7 @@ def _rows(rng: np.random.Generator, step: int, reward: float, text: str | None) 
                 reward=float(right),
                 rewards={"exact": float(right)},
             )
-            noisy = completion.logp_behavior + rng.normal(0, 0.05, length).astype(np.float32)
+            noisy = completion.logp_behavior + rng.normal(0, noise, length).astype(np.float32)
             rows.append(trajectories.Row(scored, logp_current=noisy, advantage=float(right) - reward))
     return rows
 
