@@ -35,7 +35,8 @@ class Range:
 class Metric:
     """One row of the table. `low` and `high` bound the healthy band where numbers can; `healthy` says it in words.
 
-    `ranges`: the whole scale in named parts, in ascending order, where one bound says too little.
+    `ranges`: the whole scale in named parts, in ascending order, where one bound says too little. `of`: the metric of
+    whose share the bounds are, where a count alone says too little.
     """
 
     key: str
@@ -47,6 +48,7 @@ class Metric:
     low: float | None = None
     high: float | None = None
     ranges: tuple[Range, ...] = ()
+    of: str = ""
 
     def matches(self, key: str) -> bool:
         """Whether this row documents `key`. In the row's key `<quantile>` stands for q01, q50, ..., any other `<name>`

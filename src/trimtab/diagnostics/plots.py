@@ -89,6 +89,8 @@ def draw(drawn: Drawn, run: Run) -> str:
             _curves(
                 axes, _read_curves(drawn, run), log=chart.log, points=chart.kind == "accuracy", top=chart.caption.high
             )
+        if chart.bound:
+            _bound(axes, chart.bound, run)
         if chart.kind == "accuracy":
             axes.set_ylim(0, 1)
         elif chart.shade:
@@ -100,8 +102,7 @@ def draw(drawn: Drawn, run: Run) -> str:
 def _read_curves(drawn: Drawn, run: Run) -> list[Curve]:
     if drawn.chart.kind == "accuracy":
         return [Curve(task, found.steps, found.values) for task, found in run.accuracy().items()]
-    curves = [Curve(label, *run.series(key)) for label, key in drawn.lines]
-    return [Curve(c.label, c.steps, np.abs(c.values)) for c in curves] if drawn.chart.absolute else curves
+    return [Curve(label, *run.series(key)) for label, key in drawn.lines]
 
 
 def _curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool, top: float | None) -> None:
@@ -118,7 +119,9 @@ def _curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool, top
                 curve.steps, curve.values, color=color, linestyle=style, marker=marker, markersize=4, label=curve.label
             )
     # A logarithmic axis cannot show a curve that is zero throughout.
-    if log and any((curve.values > 0).any() for curve in curves):
+    if log and any((curve.values < 0).any() for curve in curves):
+        log_scale_of_both_signs(axes)
+    elif log and any((curve.values > 0).any() for curve in curves):
         log_scale_with_zero(axes)
     elif curves and all((curve.values >= 0).all() for curve in curves):
         highest = max(curve.values.max() for curve in curves)
@@ -179,6 +182,40 @@ def log_scale_with_zero(axes: Axes) -> None:
     axes.set_yticks([0.0, *(10.0 ** np.arange(low, high + 1, every))])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value == 0 else short_power(value)))
     axes.yaxis.set_minor_locator(NullLocator())
+
+
+def log_scale_of_both_signs(axes: Axes) -> None:
+    """A logarithmic axis up and down from 0, for estimates that may be negative: six powers of ten below the largest
+    magnitude (or fewer, where the smallest is nearer) it becomes linear and passes through 0."""
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
+    sizes = np.abs(values[values != 0])
+    high = np.ceil(np.log10(sizes.max()))
+    low = max(np.floor(np.log10(sizes.min())), high - 6)
+    axes.set_yscale("symlog", linthresh=10.0**low, linscale=0.5)
+    axes.set_ylim(*(1.3 * end if end else side * 10.0**low for end, side in ((values.min(), -1), (values.max(), 1))))
+    every = max(1, round((high - low) / 3))
+    # None at the edge of the linear part, whose label would lie on that of 0.
+    powers = 10.0 ** np.arange(high, low, -every)[::-1]
+    bottom, top = axes.get_ylim()
+    axes.set_yticks([tick for tick in (*-powers[::-1], 0.0, *powers) if bottom <= tick <= top])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _signed_power(value)))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _signed_power(value: float) -> str:
+    if value == 0:
+        return "0"
+    return short_power(value) if value > 0 else f"\N{MINUS SIGN}{short_power(-value)}"
+
+
+def _bound(axes: Axes, key: str, run: Run) -> None:
+    """A level line at a number of the recipe, which the axis is stretched to."""
+    section, _, name = key.partition(".")
+    value = run.config.get(section, {}).get(name)
+    if value is not None:
+        axes.axhline(value, color=INK, linewidth=1.2, linestyle=":", label=f"{name} = {value:g}")
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, 0.8 * value), max(high, 1.25 * value))
 
 
 def short_power(value: float) -> str:

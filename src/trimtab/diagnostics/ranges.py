@@ -17,7 +17,10 @@ State = Literal["healthy", "outside", ""]
 
 
 def judge(key: str, value: Any) -> State:
-    """The state of the metric `key` at `value`, by the healthy band of its row; "" where there is none."""
+    """The state of the metric `key` at `value`, by the healthy band of its row; "" where there is none.
+
+    Of a row with `of`, `value` is the share.
+    """
     row = metric(key)
     if row is None or (row.low is None and row.high is None):
         return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -10,6 +12,7 @@ from trimtab.diagnostics import plots
 from trimtab.diagnostics.catalog import Metric
 from trimtab.diagnostics.page import number, short
 from trimtab.diagnostics.plots import Curve
+from trimtab.diagnostics.read import Run
 
 
 def _curve(values: list[float], label: str = "a") -> Curve:
@@ -102,3 +105,29 @@ def test_a_curve_of_zeros_lies_below_the_powers_of_ten() -> None:
     assert height[1e-4] - height[1e-5] == pytest.approx(height[1e-3] - height[1e-4])
     assert axes.get_ylim()[0] < 0
     assert next(label.get_text() for label in axes.get_yticklabels()) == "0"
+
+
+def test_a_negative_estimate_is_drawn_below_zero() -> None:
+    """chi2 of a few tokens may be negative; the page showed its magnitude."""
+    axes = Figure().add_subplot()
+    values = [1e-3, -2e-4, 30.0, -1e-2, 0.0]
+    plots._curves(axes, [_curve(values)], log=True, points=False, top=None)
+    (line,) = axes.lines
+    assert np.asarray(line.get_ydata()).tolist() == values
+    assert axes.get_yscale() == "symlog"
+    low, high = axes.get_ylim()
+    assert low < -1e-2
+    assert high > 30
+    heights = [axes.transData.transform((1, value))[1] for value in (-1e-2, -2e-4, 0.0, 1e-3, 30.0)]
+    assert heights == sorted(heights)
+    assert all(low <= tick <= high for tick in axes.get_yticks())
+    assert "0" in [label.get_text() for label in axes.get_yticklabels()]
+
+
+def test_the_bound_of_the_gradient_norm_is_drawn() -> None:
+    axes = Figure().add_subplot()
+    axes.set_ylim(1.9, 6.5)
+    plots._bound(axes, "optim.grad_clip", Run(Path("run"), {"optim": {"grad_clip": 1.0}}, []))
+    (line,) = axes.lines
+    assert set(np.asarray(line.get_ydata())) == {1.0}
+    assert axes.get_ylim()[0] < 1.0, "norms of 1.9 to 6.5 are seen to be above it"
