@@ -151,12 +151,12 @@ def _train(plan: Plan, out: Path, workers: int, keep: bool, as_json: bool) -> No
 
 def _show(plan: Plan, out: Path, page: Path | None, as_json: bool, advice: Advice | None) -> None:
     from trimtab.diagnostics.grid_page import TITLE, write_grid
-    from trimtab.diagnostics.grid_table import LEGEND, markdown, read_grid
+    from trimtab.diagnostics.grid_table import legend, markdown, read_grid
 
     grid = read_grid(out)
     title = TITLE if advice is None else "Methods at the mismatch of a run"
     report = write_grid(grid, out / "report.html", title=title, notes=advice.lines if advice else ())
-    text = f"{markdown(grid, best_first=advice is not None)}\n\n{LEGEND}\n"
+    text = f"{markdown(grid, best_first=advice is not None)}\n\n{legend(grid)}\n"
     if page is not None:
         try:
             page.write_text(text)
@@ -181,7 +181,7 @@ def _json(grid: Grid, out: Path, report: Path) -> dict[str, Any]:
         {
             "method": method,
             "regime": regime,
-            "accuracy": score.accuracy.value,
+            "accuracy": score.accuracy.mean,
             "low": score.accuracy.low,
             "high": score.accuracy.high,
             "rank": score.rank,

@@ -103,7 +103,8 @@ class Size:
 
     mismatch: the keys of `trimtab.mismatch(...).finalize()`. intervals: those that are means or ratios of sums.
     floor: the k3 that rounding of the stored log-probs alone would give; floor_note says what rounding was found.
-    verdict: where k3 lies: `exact`, `rounding`, `dense` (1e-5..1e-3), `moe` (1e-3..1e-1), `beyond`.
+    verdict: where k3 lies: `rounding`, or the name of its range in `metrics.toml`: `exact`, `dense` (up to 1e-3),
+    `small-dense` (up to 1e-2), `moe` (up to 1e-1), `beyond`.
     by_step: one row a training step, when steps are known.
     """
 

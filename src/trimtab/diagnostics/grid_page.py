@@ -13,7 +13,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trimtab.diagnostics.grid_table import LEGEND, Grid, Score, words
+from trimtab.diagnostics.grid_table import Grid, Score, legend, words
 from trimtab.diagnostics.page import render, short, write
 from trimtab.diagnostics.plots import BLUE, CYCLE, INK, RC, STYLES, finish, to_svg
 
@@ -32,7 +32,7 @@ def write_grid(
         "title": title,
         "notes": list(notes),
         "facts": _facts(grid),
-        "legend": LEGEND,
+        "legend": legend(grid),
         "regimes": [{"name": name, "description": text} for name, text in grid.regimes.items()],
         "rows": [
             {"method": method, "cells": [_cell(grid, method, regime) for regime in grid.regimes]}
@@ -69,10 +69,10 @@ def _cell(grid: Grid, method: str, regime: str) -> dict[str, str]:
     tied = "=" if score.tied and score.rank > 1 else ""
     each = "  ".join(f"{seed}: {value:.3f}" for seed, value in zip(score.seeds, score.values, strict=True))
     return {
-        "text": f"{score.accuracy.value:.3f}{' †' if score.fell else ''}",
+        "text": f"{score.accuracy.mean:.3f}{' †' if score.fell else ''}",
         "interval": interval,
         "rank": f"#{score.rank}{tied}",
-        "style": _shade(score.accuracy.value, grid.before),
+        "style": _shade(score.accuracy.mean, grid.before),
         "hint": f"by seed {each}" + (f"; {score.diverged} diverged" if score.diverged else ""),
     }
 

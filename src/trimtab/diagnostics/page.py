@@ -63,6 +63,8 @@ def number(value: Any) -> str:
 
 def short(value: float) -> str:
     """Two significant digits: 0.26 or 1.9e-3."""
+    if value == 0:
+        return "0"
     return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else power(value, 1)
 
 

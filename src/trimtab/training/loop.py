@@ -248,7 +248,12 @@ class Trainer:
             "policy_version": self.feed.published,
             **batch_metrics(batch.trajectories, version),
             **collect_metrics(collected, dropped=batch.dropped),
-            **update_metrics(stats, anchor=self.learner.anchor_name, ranks=self.learner.ranks.size),
+            **update_metrics(
+                stats,
+                anchor=self.learner.anchor_name,
+                grad_clip=self.config.optim.grad_clip,
+                ranks=self.learner.ranks.size,
+            ),
             **self._method_metrics(batch, collected, stats, version),
             **speed_metrics(self.seconds, collected.response_tokens, stats.tokens),
         }
