@@ -40,7 +40,7 @@ def saved(out: Path) -> dict[str, Any]:
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
-    timed = ("time/", "tokens_per_second/", "memory/")
+    timed = ("time/", "tokens_per_second/", "memory/", "eval/")
     found = read_metrics(out / "metrics.jsonl")
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in found]
 
