@@ -45,7 +45,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def explain(error: ValidationError, known: Iterable[str]) -> str:
     """The first problem pydantic found with the options of a named part, in one line; `known` are its options."""
-    first = error.errors()[0]
+    # A misspelt option first: the one it stands for would else be said to be missing.
+    first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"unknown option {place!r}{nearest(place, known)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ Tasks = Annotated[
     typer.Option(
         "--task",
         metavar="TASK[:KEY=VALUE,...]",
-        help="A task or a recipe, with options; repeatable. Default: the run's own recipe.",
+        help="A task or a recipe, with options; a file: file:path=FILE,holdout=1; repeatable. Default: the run's own.",
     ),
 ]
 Sets = Annotated[
@@ -99,6 +100,8 @@ def evaluate(
 
     if as_json and markdown == STANDARD_OUTPUT:
         raise TrimtabError("--json and --markdown - both want standard output: give --markdown a file")
+    if markdown is not None and markdown != STANDARD_OUTPUT and (found := _unwritable(Path(markdown))):
+        raise TrimtabError(f"cannot write {markdown}: {found}; give --markdown another file")
     if relay is None and relay_ratio is not None:
         raise TrimtabError("--relay-ratio has no effect without --relay: name the model that begins, or leave it out")
     given = [sources.source(name, which) for name in models]
@@ -130,12 +133,25 @@ def evaluate(
     _show(results, markdown, as_json)
 
 
+def _unwritable(path: Path) -> str:
+    """Why nothing can be written there, as far as it is known before hours are spent; empty where nothing is."""
+    if path.exists() and not path.is_file():
+        return "it is a folder" if path.is_dir() else "it is not a plain file (- prints)"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "it is not allowed"
+
+
 def _show(results: Results, markdown: str | None, as_json: bool) -> None:
+    """Printed before the file is written: whatever is wrong with that, what was measured is seen."""
+    _print(results, markdown, as_json)
     if markdown is not None and markdown != STANDARD_OUTPUT:
-        try:
-            Path(markdown).write_text(results.markdown(), encoding="utf-8")
-        except OSError as error:
-            raise TrimtabError(f"cannot write {markdown}: {error.strerror}; give --markdown another file") from None
+        from trimtab.training.atomic import write_text
+
+        write_text(Path(markdown).resolve(), results.markdown())
+
+
+def _print(results: Results, markdown: str | None, as_json: bool) -> None:
     if as_json:
         print_json(results.as_dict())
     elif markdown == STANDARD_OUTPUT:

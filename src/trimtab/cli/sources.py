@@ -114,6 +114,8 @@ def _task(text: str, sets: Sequence[str]) -> What:
     changes = [*_split(rest, text), *sets]
     if name in tasks.names():
         return What(TaskSpec(name, dict(parse_override(change) for change in changes)))
+    if name.endswith((".jsonl", ".ndjson", ".json", ".parquet")):
+        raise TrimtabError(f"--task {text!r}: a file is measured on as --task file:path={name},holdout=1")
     if not name.endswith(".toml") and name not in recipe_names():
         raise TrimtabError(f"unknown task or recipe {name!r}{nearest(name, [*tasks.names(), *recipe_names()])}")
     return _recipe(name, changes)

@@ -58,10 +58,7 @@ def evaluate(
     Raises `TrimtabError`: no problems, several samples of a greedy decode, no prompt that fits, or not a single sample
     could be scored.
     """
-    if not problems:
-        raise TrimtabError(
-            f"task {task.name!r} has no problems to evaluate on; give it a test split (holdout, test_path)"
-        )
+    require_problems(task, problems)
     if sampling.temperature == 0 and samples > 1:
         raise TrimtabError(
             f"samples = {samples} at temperature 0 are all the same; use 1 sample or a temperature above 0"
@@ -94,6 +91,13 @@ def evaluate(
         seed=seed,
         prompt=task.prompt_style,
     )
+
+
+def require_problems(task: Task, problems: Sequence[Problem]) -> None:
+    if not problems:
+        raise TrimtabError(
+            f"task {task.name!r} has no problems to evaluate on; give it a test split (holdout, test_path)"
+        )
 
 
 def _require_one_that_fits(task: Task, prompts: Sequence[Prompt], max_tokens: int, context: int | None) -> None:

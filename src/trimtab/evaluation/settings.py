@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -56,6 +57,10 @@ class Settings:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise TrimtabError(f"unknown dtype {self.dtype!r}: use 'bfloat16' or 'float32'")
+        if not 0 < self.top_p <= 1:
+            raise TrimtabError(f"top_p = {self.top_p:g}: it must be above 0 and at most 1")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise TrimtabError(f"temperature = {self.temperature:g}: it must be a number from 0 on")
 
     @property
     def heat(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from trimtab import rewards, tasks
 from trimtab.errors import TrimtabError
-from trimtab.evaluation.evaluate import Progress, evaluate
+from trimtab.evaluation.evaluate import Progress, evaluate, require_problems
 from trimtab.evaluation.relay import Relay
 from trimtab.evaluation.result import EvalResult
 from trimtab.evaluation.settings import Mode, ModelSpec, Settings, TaskSpec
@@ -152,6 +152,7 @@ def _benches(specs: Sequence[TaskSpec], settings: Settings, stack: ExitStack) ->
         if names.count(label) > 1 and spec.options:
             label += f" ({', '.join(f'{key}={value}' for key, value in spec.options.items())})"
         problems = list(task.test if settings.problems is None else task.test[: settings.problems])
+        require_problems(task, problems)
         scorer = stack.enter_context(rewards.build(spec.reward, task))
         benches.append(_Bench(label, spec, task, problems, scorer))
     _require_distinct("task", [bench.label for bench in benches])

@@ -51,7 +51,8 @@ def number(value: Any) -> str:
         return written
     match = _NUMBER.fullmatch(written)
     if not match or not (match.group(1) or match.group(3)):
-        raise ValueError(f"the answer {_short(written)} is not a number; choose another answer_format, e.g. 'text'")
+        better = "'gsm8k'" if "####" in written else "'text', or cut the number out with answer_pattern"
+        raise ValueError(f"the answer {_short(written)} is not a number; choose another answer_format, e.g. {better}")
     plain = format(Decimal(written.replace(",", "")), "f")
     plain = plain.rstrip("0").rstrip(".") if "." in plain else plain
     return "0" if plain in ("-0", "") else plain

@@ -33,11 +33,13 @@ def build(options: Options) -> BuiltTask:
 
 def read_rows(path: Path) -> Iterator[Row]:
     """Numbered rows (from 1; for JSONL the line number). Raises `TrimtabError` naming the file and the row."""
+    if path.is_dir():
+        raise TrimtabError(f"{path} is a folder; give a file in it, or task 'hf' with dataset = {str(path)!r}")
     if path.suffix in JSONL:
         return _json(path)
     if path.suffix == ".parquet":
         return _parquet(path)
-    raise TrimtabError(f"{path}: unknown kind of file; give a .jsonl or .parquet file")
+    raise TrimtabError(f"{path}: unknown kind of file; give a .jsonl, .json or .parquet file")
 
 
 def _json(path: Path) -> Iterator[Row]:

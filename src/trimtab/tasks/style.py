@@ -86,8 +86,9 @@ def limits(
     for answer in (*shown, *answers):
         if clash := next((mark for mark in stop if mark and mark in answer), None):
             raise TrimtabError(
-                f"{where}: the answer {answer[:40]!r} contains the stop string {clash!r}; use style = 'chat', or a "
-                "template whose answers end with another mark"
+                f"{where}: the answer {answer[:40]!r} contains the stop string {clash!r}; say with format, "
+                "answer_format or answer_pattern which part of it counts, use style = 'chat', or end the template's "
+                "answers otherwise"
             )
     if options.max_tokens is not None:
         return stop, options.max_tokens

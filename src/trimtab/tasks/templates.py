@@ -105,7 +105,7 @@ class Chat:
         if not getattr(tokenizer, "chat_template", None):
             raise TrimtabError(
                 f"style 'chat': the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; "
-                "use style 'few-shot' or 'plain', or an instruction-tuned model"
+                "use style 'plain', 'few-shot' (examples = 0 where there are none), or an instruction-tuned model"
             )
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": fill(self.text, question=problem.question)})

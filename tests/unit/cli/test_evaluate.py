@@ -75,6 +75,7 @@ def test_a_recipe_brings_its_rewards_and_limits(tmp_path: Path) -> None:
         (("file:template='Q, A,id=ID",), ["the quote '", "has no partner"]),
         ((r'file:answer_pattern="(\d+)",id=ID',), [r'answer_pattern="(\d+)"', "not a TOML string", "single quotes"]),
         (("quickstart:task.digtis=3,taks.name=1",), ["taks", "task"]),
+        (("data/test.jsonl",), ["--task file:path=data/test.jsonl,holdout=1"]),
         ((), ["--task is missing", "arithmetic"]),
     ],
 )
@@ -123,11 +124,20 @@ def test_runs_bring_their_task_and_precision(tmp_path: Path) -> None:
         (["laboratory", "--task", "sort", "--relay", "laboratory"], "several sampled responses"),
         (["laboratory", "--task", "sort", "--samples", "4", "--temperature", "0"], "samples = 4 at temperature 0"),
         (["laboratory", "--task", "sort", "--dtype", "float16"], "'float16'"),
+        (["laboratory", "--task", "sort", "--top-p", "0"], "top_p = 0: it must be above 0 and at most 1"),
+        (["laboratory", "--task", "sort", "--temperature", "inf"], "temperature = inf: it must be a number"),
+        (["laboratory", "--task", "file:pth=x.jsonl"], "unknown option 'pth' (did you mean 'path'"),
+        (["laboratory", "--task", "file:path=."], ". is a folder; give a file in it"),
+        (["laboratory", "--task", "sort", "--markdown", "nowhere/x.md"], "there is no folder nowhere"),
+        (["laboratory", "--task", "sort", "--markdown", "."], "cannot write .: it is a folder"),
+        (["laboratory", "--task", "file:path=few.jsonl,style=plain,holdout=0"], "'few' has no problems to evaluate on"),
     ],
 )
 def test_what_cannot_be_measured_is_said_before_anything_is_loaded(
-    words: list[str], named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few.jsonl").write_text('{"question": "a", "answer": "1"}\n')
     assert main.run(["eval", *words, "--out", str(tmp_path / "out")]) == 2
     assert named in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -147,7 +147,7 @@ def test_files_that_cannot_be_read(tmp_path):
         "absent.parquet": "cannot read",
         "bad.parquet": "not a readable parquet file",
         "latin.jsonl": "not UTF-8",
-        "table.csv": "unknown kind of file; give a .jsonl or .parquet file",
+        "table.csv": "unknown kind of file; give a .jsonl, .json or .parquet file",
     }.items():
         with pytest.raises(TrimtabError, match=words) as error:
             tasks.build("file", path=tmp_path / name)

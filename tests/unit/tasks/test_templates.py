@@ -60,7 +60,7 @@ def test_chat_turns():
 
 
 def test_chat_needs_a_chat_template():
-    with pytest.raises(TrimtabError, match="'some/model' has no chat template; use style 'few-shot'"):
+    with pytest.raises(TrimtabError, match="'some/model' has no chat template; use style 'plain'"):
         Chat().prompt(ASKED, WithBos())
 
 
