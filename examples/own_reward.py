@@ -1,13 +1,12 @@
-"""A reward of your own: a function of the response's text and the problem.
+"""A reward of your own: a function of the response's text and the problem. Either way takes seconds on one core:
 
-Run it in this folder (seconds on one core):
-
-    trimtab train own_recipe.toml --set 'reward=[{name="own_reward:in_place"}]' --out runs/own_reward
-    python own_reward.py
+trimtab train examples/own_recipe.toml --set 'reward=[{name="examples.own_reward:in_place"}]' --out runs/own-reward
+python examples/own_reward.py
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trimtab
@@ -23,5 +22,6 @@ def in_place(completion: str, problem: Problem) -> float:
 
 
 if __name__ == "__main__":
-    result = trimtab.train("own_recipe.toml", reward=in_place, out="runs/own_reward_python")
+    recipe = Path(__file__).with_name("own_recipe.toml")
+    result = trimtab.train(recipe, reward=in_place, out="runs/own-reward-python")
     print(f"reward {result.metrics['reward/mean']:.2f}, page: {result.run / 'report.html'}")

@@ -52,7 +52,7 @@ class ModelConfig(Section):
 
 
 class ObjectiveConfig(NamedPart):
-    """What is minimized: a named method, or a user's own `module:function` that returns an `Objective`, and its keywords."""
+    """What is minimized: a named method, or your own `module:function` that returns an `Objective`, with its keywords."""
 
     name: str = Field(
         default="token-tis", description="the method (the table of objectives below lists all), or `module:function`"
