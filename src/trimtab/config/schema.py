@@ -10,12 +10,23 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from trimtab.config.engines import EngineConfig
 from trimtab.config.placement import Placement, RayConfig
 from trimtab.config.routing import RoutingConfig
-from trimtab.config.section import Dtype, NamedPart, Section
+from trimtab.config.section import (
+    REAL,
+    Count,
+    Dtype,
+    NamedPart,
+    NotNegative,
+    Positive,
+    Processes,
+    Seconds,
+    Section,
+    Whole,
+)
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -29,8 +40,8 @@ NAMES = {"objective.name": ("objective", "advantage", *sorted({*COMPANIONS.value
 class LoraConfig(Section):
     """Low-rank adapters through peft; rank 0 trains every weight."""
 
-    rank: int = Field(default=0, ge=0)
-    alpha: int = Field(default=16, gt=0)
+    rank: int = Field(default=0, ge=0, le=65536)
+    alpha: Count = 16
     targets: str | list[str] = "all-linear"
 
 
@@ -57,25 +68,27 @@ class TaskConfig(NamedPart):
 class RewardConfig(NamedPart):
     """`name` is a built-in reward or a user's own `module:function`."""
 
-    weight: float = 1.0
-    timeout: float = Field(default=5.0, gt=0, description="seconds one call may take")
+    weight: float = Field(default=1.0, ge=-REAL, le=REAL)
+    timeout: Seconds = Field(default=5.0, description="seconds one call may take")
 
 
 class SamplingConfig(Section):
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=1e-3, le=1e3)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
-    max_tokens: PositiveInt | None = Field(default=None, description="default: what the task needs")
+    top_k: Whole = 0
+    max_tokens: Count | None = Field(default=None, description="default: what the task needs")
 
 
 class SurgeConfig(Section):
     """Halving the learning rate once responses grow long, the early sign of mismatch growth (arXiv 2602.01826)."""
 
-    at: PositiveInt | None = Field(default=None, description="step of the surge; default: found from response lengths")
-    factor: float = Field(default=3.0, gt=1, description="a surge is a mean length above factor x the baseline")
-    baseline: PositiveInt = Field(default=50, description="first steps, whose mean length is the baseline")
-    window: PositiveInt = Field(default=5, description="steps of the moving average compared with the baseline")
-    period: float = Field(default=1.8, gt=0, description="the rate halves every period x (step of the surge) steps")
+    at: Count | None = Field(default=None, description="step of the surge; default: found from response lengths")
+    factor: float = Field(
+        default=3.0, gt=1, le=REAL, description="a surge is a mean length above factor x the baseline"
+    )
+    baseline: Count = Field(default=50, description="first steps, whose mean length is the baseline")
+    window: Count = Field(default=5, description="steps of the moving average compared with the baseline")
+    period: Positive = Field(default=1.8, description="the rate halves every period x (step of the surge) steps")
     floor: float = Field(default=0.1, ge=0, le=1, description="smallest share of the rate")
 
     @model_validator(mode="after")
@@ -87,14 +100,14 @@ class SurgeConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: float = Field(default=1e-6, gt=0)
+    lr: float = Field(default=1e-6, gt=0, le=1e38)
     betas: tuple[Share, Share] = Field(default=(0.9, 0.95), strict=False)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip: float = Field(default=1.0, gt=0)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    grad_clip: Positive = 1.0
     schedule: Literal["constant", "cosine", "surge"] = "constant"
-    warmup: int = Field(default=0, ge=0, description="updates of linear warm-up")
-    min_lr: float = Field(default=0.0, ge=0, description="where cosine ends")
+    warmup: Whole = Field(default=0, description="updates of linear warm-up")
+    min_lr: NotNegative = Field(default=0.0, description="where cosine ends")
     surge: SurgeConfig = SurgeConfig()
 
     @model_validator(mode="after")
@@ -105,29 +118,26 @@ class OptimConfig(Section):
 
 
 class TrainerConfig(Section):
-    steps: PositiveInt = 30
-    prompts: PositiveInt = 16
-    samples: PositiveInt = 8
-    minibatches: PositiveInt = Field(default=1, description="optimizer updates per epoch of a batch")
-    epochs: PositiveInt = 1
-    sync_every: PositiveInt | None = Field(
-        default=None, description="updates between publications; default: every step"
-    )
-    max_lag: int | None = Field(
+    steps: Count = 30
+    prompts: Count = 16
+    samples: Count = 8
+    minibatches: Count = Field(default=1, description="optimizer updates per epoch of a batch")
+    epochs: Count = 1
+    sync_every: Count | None = Field(default=None, description="updates between publications; default: every step")
+    max_lag: Whole | None = Field(
         default=None,
-        ge=0,
         description="largest allowed age of a consumed token, in updates; above 0 generation runs beside training",
     )
     in_flight: Literal["finish", "discard", "continue"] = Field(
         default="finish",
         description="what becomes of responses still being written when new weights come (max_lag above 0)",
     )
-    micro_batch_tokens: PositiveInt = Field(default=2048, description="token budget of one forward and backward")
+    micro_batch_tokens: Count = Field(default=2048, description="token budget of one forward and backward")
     dynamic_sampling: bool = Field(default=False, description="replace groups whose rewards are all equal (DAPO)")
-    oversample: float = Field(default=1.0, ge=1, description="groups sampled per missing one; the rest waits")
-    refill_rounds: PositiveInt = Field(default=4, description="how often dynamic sampling may sample again per step")
+    oversample: float = Field(default=1.0, ge=1, le=1e6, description="groups sampled per missing one; the rest waits")
+    refill_rounds: Count = Field(default=4, description="how often dynamic sampling may sample again per step")
     mask_truncated: bool = Field(default=False, description="no loss on responses cut by the length limit")
-    max_bad_steps: PositiveInt = Field(default=3, description="non-finite updates in a row before the run stops")
+    max_bad_steps: Count = Field(default=3, description="non-finite updates in a row before the run stops")
 
     @model_validator(mode="after")
     def _lag_is_possible(self) -> TrainerConfig:
@@ -152,9 +162,9 @@ class PrefixConfig(Section):
 
     rule: str = Field(default="length", description="`length`, `entropy`, or a user's own `module:function`")
     ratio: float = Field(default=0.5, ge=0, lt=1, description="share of the response the prefix keeps (length rule)")
-    top: PositiveInt = Field(default=32, description="highest-entropy positions to choose from (entropy rule)")
-    refresh: PositiveInt = Field(default=8, description="batches between refreshes of the historical policy; 1: none")
-    share: PositiveInt = Field(default=1, description="responses of a group that continue the same prefix")
+    top: Count = Field(default=32, description="highest-entropy positions to choose from (entropy rule)")
+    refresh: Count = Field(default=8, description="batches between refreshes of the historical policy; 1: none")
+    share: Count = Field(default=1, description="responses of a group that continue the same prefix")
     whole: bool = Field(default=False, description="sample whole historical responses and cut them, as the paper did")
 
     @model_validator(mode="after")
@@ -172,33 +182,33 @@ class ExpertConfig(Section):
     path: str = Field(
         default="gold", description="JSONL file of prompt and response, or `gold`: the task's own answers"
     )
-    per_group: PositiveInt = Field(default=1, description="traces in a group; they count among `trainer.samples`")
+    per_group: Count = Field(default=1, description="traces in a group; they count among `trainer.samples`")
 
 
 class DiagnoseConfig(Section):
-    every: PositiveInt = Field(default=10, description="steps between clean probes of a perturbed policy")
+    every: Count = Field(default=10, description="steps between clean probes of a perturbed policy")
 
 
 class AdvantageConfig(Section):
     kind: Literal["grpo", "dr-grpo", "rloo", "optimal"] | None = Field(
         default=None, description="default: the kind the objective expects"
     )
-    value_beta: float | None = Field(default=None, gt=0, description="temperature of the soft value (`optimal`)")
+    value_beta: Positive | None = Field(default=None, description="temperature of the soft value (`optimal`)")
 
 
 class EvalConfig(Section):
-    every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only before and after")
-    problems: PositiveInt = 192
+    every: Whole = Field(default=0, description="steps between evaluations; 0: only before and after")
+    problems: Count = 192
     best: str | None = Field(default=None, description="metric whose best checkpoint is kept (eval/...)")
 
 
 class CheckpointConfig(Section):
-    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only at the end")
-    keep: PositiveInt = 2
+    every: Whole = Field(default=0, description="steps between checkpoints; 0: only at the end")
+    keep: Count = 2
 
 
 class LogConfig(Section):
-    trajectories_every: int = Field(default=1, ge=0, description="steps between trajectory files; 0: none")
+    trajectories_every: Whole = Field(default=1, description="steps between trajectory files; 0: none")
     tensorboard: bool = False
     wandb: str | None = Field(default=None, description="W&B project; needs `pip install trimtab[wandb]`")
 
@@ -206,10 +216,10 @@ class LogConfig(Section):
 class SftConfig(Section):
     """Supervised warm start on the task's gold answers (`trimtab sft`)."""
 
-    steps: PositiveInt = 80
-    batch: PositiveInt = 128
-    lr: float = Field(default=2e-3, gt=0)
-    warmup: int = Field(default=0, ge=0)
+    steps: Count = 80
+    batch: Count = 128
+    lr: float = Field(default=2e-3, gt=0, le=1e38)
+    warmup: Whole = 0
 
 
 class ShardingConfig(Section):
@@ -226,17 +236,17 @@ class CompareConfig(Section):
 
     objectives: list[str] = Field(min_length=1)
     seeds: list[int] = Field(min_length=1)
-    workers: PositiveInt = 2
+    workers: Processes = 2
 
 
 class Config(Section):
     """A whole run. The resolved copy is saved as `config.toml` in the run directory."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     out: str | None = Field(default=None, description="run directory; default: runs/<recipe>")
     description: str = ""
     numerics: Literal["native", "invariant"] = "native"
-    threads: PositiveInt | None = None
+    threads: Processes | None = None
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     reward: list[RewardConfig] = Field(default_factory=list, description="default: the task's own reward")
