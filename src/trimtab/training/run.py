@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from trimtab.models.routing import Routers
 from trimtab.objectives import Objective
 from trimtab.objectives.calibrate import from_section
 from trimtab.rewards import Scorer
-from trimtab.training import bitwise, prefixes, routing, snapshot
+from trimtab.training import bitwise, prefixes, provenance, routing, snapshot
 from trimtab.training.canary import Canary
 from trimtab.training.collect import Collector, PromptStream
 from trimtab.training.distributed import NoEngine, check_sharding, run_directory, shared_feed, spread
@@ -75,14 +76,16 @@ def train(
     resume: bool = False,
     observer: Observer | None = None,
     makers: Makers = LOCAL,
+    command: str | None = None,
 ) -> RunResult:
     """Train as `config` says; `reward` (a function of completion text and problem) replaces the recipe's rewards.
 
-    `makers` make the engines and the scorer; a placement brings its own.
+    `makers` make the engines and the scorer; a placement brings its own. `command` is what the run's provenance says it
+    was started with, where that is not this process' own command line.
 
     Raises `TrimtabError` for anything a user can mend.
     """
-    watcher = observer or Silent()
+    watcher, started = observer or Silent(), datetime.now(UTC)
     if config.threads:
         torch.set_num_threads(config.threads)
     with ExitStack() as cleanup:
@@ -102,6 +105,9 @@ def train(
         trainer.sinks = open_sinks(config.log, run.path, first_step=trainer.step + 1) if run.writes else ()
         for sink in trainer.sinks:
             cleanup.callback(sink.close)
+        if run.writes:
+            said, first = command or provenance.command(), trainer.step + 1
+            cleanup.enter_context(provenance.recorded(run, config, said, started, first))
         watcher.started(config, trainer.learner.objective.equation(), config.trainer.steps, run.path)
         return RunResult(run.path, trainer.train())
 
