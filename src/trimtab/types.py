@@ -154,6 +154,16 @@ class Task(Protocol):
         """How many response tokens this task needs at most."""
         ...
 
+    @property
+    def prompt_style(self) -> str:
+        """How its prompts are made, for people: "chat", "plain" or "few-shot, 4 examples"."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What was chosen in the user's place, and how to choose otherwise: sentences shown beside results."""
+        ...
+
 
 class Interrupt(Protocol):
     """A request to stop soon, as `threading.Event` is one: set from another thread, looked at between tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 
 from trimtab.diagnostics.catalog import undocumented
 from trimtab.diagnostics.read import read_run
+from trimtab.evaluation.passk import wilson
+from trimtab.training.rundir import read_metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -84,6 +87,26 @@ def test_training_shows_its_equation_every_step_and_where_the_report_is(place: P
     assert lines[-2].startswith("held-out greedy accuracy (sort, 16 problems): 0.")
     assert lines[-1] == "report: runs/small/report.html"
     assert (place / "runs/small/report.html").stat().st_size > 100_000
+
+
+def test_the_problems_that_are_named_are_those_that_were_used(place: Path, tmp_path: Path) -> None:
+    """The task has twelve test problems, whatever number the recipe allows."""
+    sets = ("trainer.steps=1", "eval.problems=99999999", "task.holdout=12")
+    words = [word for change in sets for word in ("--set", change)]
+    done = trimtab("train", "small.toml", *words, "--out", str(tmp_path / "run"), cwd=place)
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("held-out greedy accuracy ("))
+    found = re.fullmatch(
+        r"held-out greedy accuracy \(sort, 12 problems\): ([\d.]+) -> ([\d.]+), 95% interval (.+)", line
+    )
+    assert found is not None, line
+    before, after, ends = found.groups()
+    shown = [float(end) for end in re.findall(r"[\d.]+", ends)]
+    # Half a thousandth in the printed mean and half of one in the printed end; an interval's ends move by at most 1.6
+    # times its mean's step at 12 problems.
+    assert shown == pytest.approx([*wilson(float(before), 12), *wilson(float(after), 12)], abs=1.5e-3)
+    [row] = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert (row["eval/sort/problems"], f"{row['eval/sort/before']:.3f}") == (12, before)
 
 
 def test_every_key_a_real_run_logs_is_documented(place: Path) -> None:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.config import Config
+from trimtab.evaluation.passk import wilson
 from trimtab.training.observer import Moment, Observer
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -40,11 +41,10 @@ class PlainDisplay:
         self.console = console
         self.total_steps = 0
         self.rewards: list[float] = []
-        self.problems: int | None = None
         self.seconds: list[float] = []
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
-        self.total_steps, self.problems = total_steps, config.eval.problems
+        self.total_steps = total_steps
         self.say(f"run        {run}")
         self.say(f"model      {config.model.path}")
         self.say(f"task       {config.task.name}")
@@ -69,7 +69,7 @@ class PlainDisplay:
         self.say(text)
 
     def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
-        for line in closing_lines(summary, self.problems):
+        for line in closing_lines(summary):
             self.say(line)
         if report is not None:
             self.say(f"report: {report}")
@@ -103,7 +103,7 @@ class LiveDisplay(PlainDisplay):
         self._live = Live(get_renderable=self._panel, console=console, refresh_per_second=4, transient=False)
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
-        self.total_steps, self.problems = total_steps, config.eval.problems
+        self.total_steps = total_steps
         title = f"{objective_of(config)} · {config.task.name} · {config.model.path}"
         body = Group(Text(equation), Text(f"\nrun directory: {run}", style="dim", overflow="fold"))
         self.console.print(Panel(body, title=escape(title), title_align="left", border_style="cyan"))
@@ -121,7 +121,7 @@ class LiveDisplay(PlainDisplay):
     def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
         self._doing = ("done", 0, 0)
         self.close()
-        lines = closing_lines(summary, self.problems)
+        lines = closing_lines(summary)
         if lines:
             self.console.print(Panel(Text("\n".join(lines)), title="result", title_align="left", border_style="green"))
         if report is not None:
@@ -215,17 +215,21 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def closing_lines(summary: Mapping[str, float | str], problems: int | None) -> list[str]:
+def closing_lines(summary: Mapping[str, float | str]) -> list[str]:
     """Accuracy before and after as one line per task, then whatever else the run has to say."""
     lines: list[str] = []
     for key, after in summary.items():
         task = key.removeprefix("eval/").removesuffix("/after")
         if key == f"eval/{task}/after" and isinstance(after, int | float):
-            before = number(summary, f"eval/{task}/before")
-            change = f"{before:.3f} -> {after:.3f}" if before is not None else f"{after:.3f}"
-            count = f", {problems} problems" if problems else ""
-            lines.append(f"held-out greedy accuracy ({task}{count}): {change}")
+            before, count = (number(summary, f"eval/{task}/{name}") for name in ("before", "problems"))
+            values = [after] if before is None else [before, after]
+            change = " -> ".join(f"{value:.3f}" for value in values)
+            if count is None:
+                lines.append(f"held-out greedy accuracy ({task}): {change}")
+            else:
+                ends = " -> ".join("[{:.3f}, {:.3f}]".format(*wilson(value, count)) for value in values)
+                lines.append(f"held-out greedy accuracy ({task}, {count:.0f} problems): {change}, 95% interval {ends}")
     for key, value in summary.items():
-        if not (key.startswith("eval/") and key.endswith(("/before", "/after"))):
+        if not (key.startswith("eval/") and key.endswith(("/before", "/after", "/problems"))):
             lines.append(f"{key}: {f'{value:.4g}' if isinstance(value, float) else value}")
     return lines

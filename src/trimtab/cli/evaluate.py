@@ -148,7 +148,7 @@ def _show(results: Results, markdown: str | None, as_json: bool) -> None:
             console = Console(highlight=False, width=10_000)  # nothing folded in a file or a pipe
         for grid in results.grids():
             console.print(grid.table())
-        for line in results.failures():
+        for line in results.remarks():
             console.print(line, markup=False)
 
 

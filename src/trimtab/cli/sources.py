@@ -131,10 +131,13 @@ def _recipe(name: str, changes: Sequence[str]) -> What:
 
 
 def _split(text: str, whole: str) -> list[str]:
-    """`a=1,b=[2,3]` -> `a=1`, `b=[2,3]`: commas inside quotes and brackets belong to the value."""
-    parts, depth, quote = [""], 0, ""
+    """`a=1,b=[2,3]` -> `a=1`, `b=[2,3]`: commas inside brackets, and in a value in quotes, belong to the value."""
+    parts, depth, quote, escaped = [""], 0, "", False
     for character in text:
-        if quote:
+        if escaped:
+            escaped = False
+        elif quote:
+            escaped = (quote, character) == ('"', "\\")
             quote = "" if character == quote else quote
         elif character in "\"'" and parts[-1].endswith("="):
             quote = character
@@ -144,6 +147,11 @@ def _split(text: str, whole: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += character
+    if quote or depth:
+        what = f"the quote {quote}" if quote else "a bracket"
+        raise TrimtabError(
+            f"--task {whole!r}: {what} in {parts[-1]!r} has no partner; put a value with brackets in single quotes"
+        )
     options = [part for part in parts if part]
     bad = next((part for part in options if "=" not in part), None)
     if bad is not None:

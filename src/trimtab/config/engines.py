@@ -22,9 +22,9 @@ class VllmConfig(Section):
     )
     context: PositiveInt | None = Field(default=None, description="longest sequence; default: the model's own")
     eager: bool = Field(default=True, description="no compilation and no CUDA graphs: starts in seconds")
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: PositiveInt = Field(default=1, description="devices one copy of the model is split over")
     quantization: str | None = Field(default=None, description="vLLM's name of a quantization of the weights")
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str = Field(default="auto", description="vLLM's name of the cache's type; auto: that of the engine")
     keep_sets: bool = Field(
         default=False, description="return the set each token was drawn from, which top_k (and top_p with it) needs"
     )
@@ -71,8 +71,13 @@ class CanaryConfig(Section):
 
 
 class EngineConfig(Section):
-    type: Literal["embedded", "vllm", "server"] = "embedded"
-    dtype: Dtype = "bfloat16"
+    """The sampler: what writes the responses."""
+
+    type: Literal["embedded", "vllm", "server"] = Field(
+        default="embedded",
+        description="`embedded`: transformers in this process; `vllm`: vLLM; `server`: inference servers over HTTP",
+    )
+    dtype: Dtype = Field(default="bfloat16", description="type of the sampler's weights and activations")
     workers: int | None = Field(
         default=None,
         ge=0,

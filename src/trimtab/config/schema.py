@@ -29,42 +29,61 @@ NAMES = {"objective.name": ("objective", "advantage", *sorted({*COMPANIONS.value
 class LoraConfig(Section):
     """Low-rank adapters through peft; rank 0 trains every weight."""
 
-    rank: int = Field(default=0, ge=0)
-    alpha: int = Field(default=16, gt=0)
-    targets: str | list[str] = "all-linear"
+    rank: int = Field(default=0, ge=0, description="rank of the adapters; 0: no adapters, every weight is trained")
+    alpha: int = Field(default=16, gt=0, description="adapters are scaled by alpha / rank")
+    targets: str | list[str] = Field(
+        default="all-linear", description="names of the layers that get adapters; `all-linear`: all but the head"
+    )
 
 
 class ModelConfig(Section):
+    """The model that is trained, and its numerics in the trainer."""
+
     path: str = Field(
         default="smollm2-135m-instruct",
         description="HF id, folder, the bundled model, `laboratory`, `laboratory-moe` or `laboratory-switch`",
     )
     dtype: Dtype = Field(default="float32", description="master weights and optimizer state")
     autocast: Literal["bfloat16", "none"] = Field(default="bfloat16", description="forward precision in the trainer")
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(
+        default=False, description="compute activations again in the backward pass instead of keeping them"
+    )
     lora: LoraConfig = LoraConfig()
 
 
 class ObjectiveConfig(NamedPart):
-    name: str = "token-tis"
+    """What is minimized: a named method, or a user's own `module:function` that returns an `Objective`, and its keywords."""
+
+    name: str = Field(
+        default="token-tis", description="the method (the table of objectives below lists all), or `module:function`"
+    )
     calibrate: bool = Field(default=False, description="take the bounds of weights and masks from the ratios of step 0")
+    code: str | None = Field(
+        default=None, description="written by a run whose objective was given in code: what it was"
+    )
+    equation: str | None = Field(default=None, description="written by a run whose objective is no preset")
 
 
 class TaskConfig(NamedPart):
-    name: str = "arithmetic"
+    """Where prompts come from: a kind of task and its own keywords."""
+
+    name: str = Field(default="arithmetic", description="the kind of task; the tables of tasks below list all")
 
 
 class RewardConfig(NamedPart):
     """`name` is a built-in reward or a user's own `module:function`."""
 
-    weight: float = 1.0
+    name: str = Field(description="a built-in reward, or your own function as `module:function`")
+    weight: float = Field(default=1.0, description="factor of this reward in the sum")
     timeout: float = Field(default=5.0, gt=0, description="seconds one call may take")
 
 
 class SamplingConfig(Section):
-    temperature: float = Field(default=1.0, gt=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
+    """How training responses are drawn."""
+
+    temperature: float = Field(default=1.0, gt=0, description="of the sampler and of the trainer's log-probs alike")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="probability mass tokens are drawn from; 1: all")
+    top_k: int = Field(default=0, ge=0, description="number of most likely tokens to draw from; 0: all")
     max_tokens: PositiveInt | None = Field(default=None, description="default: what the task needs")
 
 
@@ -87,12 +106,18 @@ class SurgeConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: float = Field(default=1e-6, gt=0)
-    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), strict=False)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip: float = Field(default=1.0, gt=0)
-    schedule: Literal["constant", "cosine", "surge"] = "constant"
+    """AdamW and its learning rate."""
+
+    lr: float = Field(default=1e-6, gt=0, description="learning rate after the warm-up")
+    betas: tuple[Share, Share] = Field(
+        default=(0.9, 0.95), strict=False, description="decay rates of the two moments, each from 0 to below 1"
+    )
+    eps: float = Field(default=1e-8, gt=0, description="added to the denominator of the update")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
+    grad_clip: float = Field(default=1.0, gt=0, description="largest norm of the gradient of an update")
+    schedule: Literal["constant", "cosine", "surge"] = Field(
+        default="constant", description="of the learning rate; `surge`: halved once responses grow long"
+    )
     warmup: int = Field(default=0, ge=0, description="updates of linear warm-up")
     min_lr: float = Field(default=0.0, ge=0, description="where cosine ends")
     surge: SurgeConfig = SurgeConfig()
@@ -105,11 +130,13 @@ class OptimConfig(Section):
 
 
 class TrainerConfig(Section):
-    steps: PositiveInt = 30
-    prompts: PositiveInt = 16
-    samples: PositiveInt = 8
+    """Steps, batches, and how old their data may be."""
+
+    steps: PositiveInt = Field(default=30, description="steps of the run: batches that are sampled and trained on")
+    prompts: PositiveInt = Field(default=16, description="prompts of a step")
+    samples: PositiveInt = Field(default=8, description="responses to a prompt; together they are a group")
     minibatches: PositiveInt = Field(default=1, description="optimizer updates per epoch of a batch")
-    epochs: PositiveInt = 1
+    epochs: PositiveInt = Field(default=1, description="passes over a batch")
     sync_every: PositiveInt | None = Field(
         default=None, description="updates between publications; default: every step"
     )
@@ -143,8 +170,8 @@ class PerturbationConfig(Section):
     """Learnable noise on the hidden states of the trained policy (ALP)."""
 
     layers: int | str = Field(default="all", description="`all`, a range such as `0-5`, or `logits`")
-    std: float = Field(default=1e-4, ge=0, description="initial standard deviation; 0 switches the noise off")
-    lr: float = Field(default=5e-4, ge=0, description="learning rate of log sigma, without decay and warm-up")
+    std: float = Field(default=1e-4, ge=0, le=100, description="initial standard deviation; 0 switches the noise off")
+    lr: float = Field(default=5e-4, ge=0, le=1, description="learning rate of log sigma, without decay and warm-up")
 
 
 class PrefixConfig(Section):
@@ -176,10 +203,14 @@ class ExpertConfig(Section):
 
 
 class DiagnoseConfig(Section):
+    """Measurements of the mismatch that cost a forward pass of their own."""
+
     every: PositiveInt = Field(default=10, description="steps between clean probes of a perturbed policy")
 
 
 class AdvantageConfig(Section):
+    """From the rewards of a group to advantages."""
+
     kind: Literal["grpo", "dr-grpo", "rloo", "optimal"] | None = Field(
         default=None, description="default: the kind the objective expects"
     )
@@ -187,29 +218,37 @@ class AdvantageConfig(Section):
 
 
 class EvalConfig(Section):
+    """Held-out greedy accuracy during training."""
+
     every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only before and after")
-    problems: PositiveInt = 192
+    problems: PositiveInt = Field(default=192, description="the first so many problems of the test split")
     best: str | None = Field(default=None, description="metric whose best checkpoint is kept (eval/...)")
 
 
 class CheckpointConfig(Section):
+    """Checkpoints to resume from: weights and optimizer state, 12 bytes for each trained parameter in float32."""
+
     every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only at the end")
-    keep: PositiveInt = 2
+    keep: PositiveInt = Field(default=2, description="newest checkpoints that stay on the disk; the best one does too")
 
 
 class LogConfig(Section):
+    """What a run writes beside metrics.jsonl."""
+
     trajectories_every: int = Field(default=1, ge=0, description="steps between trajectory files; 0: none")
-    tensorboard: bool = False
+    tensorboard: bool = Field(
+        default=False, description="event files in the run directory; needs `pip install trimtab[tensorboard]`"
+    )
     wandb: str | None = Field(default=None, description="W&B project; needs `pip install trimtab[wandb]`")
 
 
 class SftConfig(Section):
     """Supervised warm start on the task's gold answers (`trimtab sft`)."""
 
-    steps: PositiveInt = 80
-    batch: PositiveInt = 128
-    lr: float = Field(default=2e-3, gt=0)
-    warmup: int = Field(default=0, ge=0)
+    steps: PositiveInt = Field(default=80, description="updates")
+    batch: PositiveInt = Field(default=128, description="problems of an update")
+    lr: float = Field(default=2e-3, gt=0, description="learning rate after the warm-up")
+    warmup: int = Field(default=0, ge=0, description="updates of linear warm-up")
 
 
 class ShardingConfig(Section):
@@ -224,19 +263,21 @@ class ShardingConfig(Section):
 class CompareConfig(Section):
     """When present, `trimtab train` runs every objective with every seed and draws them side by side."""
 
-    objectives: list[str] = Field(min_length=1)
-    seeds: list[int] = Field(min_length=1)
-    workers: PositiveInt = 2
+    objectives: list[str] = Field(min_length=1, description="names of objectives, each with its own defaults")
+    seeds: list[int] = Field(min_length=1, description="seeds of the runs of each objective")
+    workers: PositiveInt = Field(default=2, description="runs at a time, one process each")
 
 
 class Config(Section):
     """A whole run. The resolved copy is saved as `config.toml` in the run directory."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, description="of everything that is drawn")
     out: str | None = Field(default=None, description="run directory; default: runs/<recipe>")
-    description: str = ""
-    numerics: Literal["native", "invariant"] = "native"
-    threads: PositiveInt | None = None
+    description: str = Field(default="", description="one line, shown by `trimtab recipes`")
+    numerics: Literal["native", "invariant"] = Field(
+        default="native", description="`invariant`: sampler and trainer agree bit for bit (docs/true-on-policy.md)"
+    )
+    threads: PositiveInt | None = Field(default=None, description="threads of PyTorch; default: PyTorch's own choice")
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     reward: list[RewardConfig] = Field(default_factory=list, description="default: the task's own reward")

@@ -1,7 +1,7 @@
 """How good a model is: avg@n, pass@k and relay sampling on tasks, without a trainer."""
 
 from trimtab.evaluation.evaluate import evaluate
-from trimtab.evaluation.passk import Estimate, bootstrap, estimates, pass_at_k
+from trimtab.evaluation.passk import Estimate, pass_at_k
 from trimtab.evaluation.result import EvalResult, ProblemResult
 from trimtab.evaluation.settings import ModelSpec, Settings, TaskSpec
 from trimtab.evaluation.suite import Watch, compare, run
@@ -16,9 +16,7 @@ __all__ = [
     "Settings",
     "TaskSpec",
     "Watch",
-    "bootstrap",
     "compare",
-    "estimates",
     "evaluate",
     "pass_at_k",
     "run",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -42,6 +44,7 @@ def evaluate(
     progress: Progress | None = None,
     relay: Relay | None = None,
     memory: Memory | None = None,
+    context: int | None = None,
 ) -> EvalResult:
     """Draw `samples` responses to every problem and score them; `temperature` 0 is greedy.
 
@@ -49,7 +52,11 @@ def evaluate(
     interruption in between. `progress(done, all)` is called after each batch of problems. With `relay` another model
     begins every response. `memory` keeps the counts of every finished batch and gives those it already has.
 
-    Raises `TrimtabError`: no problems, several samples of a greedy decode, or not a single sample could be scored.
+    `context` is how many tokens the models hold. A problem whose prompt does not fit it together with
+    `sampling.max_tokens` is not sampled; all its samples count as wrong. Without `context` the engine refuses it.
+
+    Raises `TrimtabError`: no problems, several samples of a greedy decode, no prompt that fits, or not a single sample
+    could be scored.
     """
     if not problems:
         raise TrimtabError(
@@ -59,22 +66,43 @@ def evaluate(
         raise TrimtabError(
             f"samples = {samples} at temperature 0 are all the same; use 1 sample or a temperature above 0"
         )
+    prompts = [tasks.encode(task, problem, tokenizer) for problem in problems]
+    room = sys.maxsize if context is None else context - sampling.max_tokens
+    _require_one_that_fits(task, prompts, sampling.max_tokens, context)
     size = max(1, min(PROMPTS_PER_CALL, RESPONSES_PER_CALL // samples))
     parts: list[Part] = []
     for number, first in enumerate(range(0, len(problems), size)):
-        chosen = problems[first : first + size]
+        chosen = prompts[first : first + size]
         part = memory.get(number) if memory is not None else None
         if part is None:
             start = time.perf_counter()
-            prompts = [tasks.encode(task, problem, tokenizer) for problem in chosen]
-            answers, prefix = _sample(engine, prompts, samples, sampling, (seed, number), relay)
-            part = _count(chosen, answers, prefix, scorer, start)
+            fitting = [prompt for prompt in chosen if len(prompt.ids) <= room]
+            sampled, prefix = _sample(engine, fitting, samples, sampling, (seed, number), relay)
+            rest = iter(sampled)
+            answers = [next(rest) if len(prompt.ids) <= room else None for prompt in chosen]
+            part = _count(chosen, answers, samples, prefix, scorer, start)
             if memory is not None:
                 memory.append(number, part)
         parts.append(part)
         if progress is not None:
             progress(first + len(chosen), len(problems))
-    return EvalResult.of(parts, task=task.name, samples=samples, temperature=sampling.temperature, seed=seed)
+    return EvalResult.of(
+        parts,
+        task=task.name,
+        samples=samples,
+        temperature=sampling.temperature,
+        seed=seed,
+        prompt=task.prompt_style,
+    )
+
+
+def _require_one_that_fits(task: Task, prompts: Sequence[Prompt], max_tokens: int, context: int | None) -> None:
+    shortest = min(len(prompt.ids) for prompt in prompts)
+    if context is not None and shortest + max_tokens > context:
+        raise TrimtabError(
+            f"task {task.name!r}: no prompt fits, the shortest of {len(prompts)} has {shortest} tokens, max_tokens is "
+            f"{max_tokens} and the model's context holds {context}; lower max_tokens or examples, or take another model"
+        )
 
 
 def _sample(
@@ -90,6 +118,8 @@ def _sample(
     The engine's draws depend on a prompt's place in its call: each call needs a seed of its own. And the two hands of
     a relay need different ones, or a model that relays itself would merely repeat its own draws.
     """
+    if not prompts:
+        return [], 0
     if relay is None:
         return engine.generate(prompts, samples, sampling, seed=_seed(*seeds)), 0
     prefixes = relay.prefixes(prompts, samples, sampling, seed=_seed(*seeds, 1))
@@ -102,19 +132,26 @@ def _seed(*words: int) -> int:
 
 
 def _count(
-    problems: Sequence[Problem], answers: Sequence[Sequence[Completion]], prefix: int, scorer: Scorer, start: float
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[Completion] | None],
+    samples: int,
+    prefix: int,
+    scorer: Scorer,
+    start: float,
 ) -> Part:
-    """Score every answer and keep the counts."""
-    pairs = [(problem, answer) for problem, group in zip(problems, answers, strict=True) for answer in group]
-    scores, samples = scorer.score(pairs), len(answers[0])
-    counted: list[ProblemResult] = []
-    for index, problem in enumerate(problems):
-        result = _problem(problem, scores[index * samples : (index + 1) * samples], scorer.rewards[0].name)
-        if result is not None:
-            counted.append(result)
+    """Score every answer and keep the counts; None stands for those to a prompt that does not fit: all wrong."""
+    pairs = [(prompt.problem, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group or ()]
+    scores = scorer.score(pairs)
+    rest, verdict = iter(scores), scorer.rewards[0].name
+    results = [
+        ProblemResult(prompt.problem.id, samples, 0, 0.0)
+        if group is None
+        else _problem(prompt.problem, list(itertools.islice(rest, samples)), verdict)
+        for prompt, group in zip(prompts, answers, strict=True)
+    ]
     errors = [score.error or "reward failed" for score in scores if score.total is None]
     return Part(
-        problems=tuple(counted),
+        problems=tuple(result for result in results if result is not None),
         answers=len(pairs),
         cut=sum(answer.finish == "length" for _, answer in pairs),
         tokens=sum(len(answer.response_ids) for _, answer in pairs),
@@ -122,6 +159,7 @@ def _count(
         failures=len(errors),
         errors=tuple(errors[:ERRORS_KEPT]),
         seconds=time.perf_counter() - start,
+        too_long=sum(group is None for group in answers),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.errors import TrimtabError
-from trimtab.evaluation.passk import Estimate, bootstrap, estimates, pass_at_k
+from trimtab.evaluation.passk import Estimate, estimate, pass_at_k
 
 ERRORS_KEPT = 5
 
@@ -31,7 +31,8 @@ class Part:
     """The counts of one batch of problems: all that is kept of its samples.
 
     `problems` lists those with at least one scored sample; `answers` counts samples, `cut` those that ended at the
-    length limit, `tokens` their response tokens and `prefix` how many of these another model wrote.
+    length limit, `tokens` their response tokens and `prefix` how many of these another model wrote. `too_long` counts
+    problems whose prompt did not fit: they are in `problems` with every sample wrong, and in no other count.
     """
 
     problems: tuple[ProblemResult, ...]
@@ -42,6 +43,7 @@ class Part:
     failures: int
     errors: tuple[str, ...]
     seconds: float
+    too_long: int = 0  # parts of an older version have none: there such a prompt was an error
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class EvalResult:
     """Accuracy is the mean over problems of correct / scored (avg@n). Samples whose reward failed are counted in
     `failures` and in nothing else; `problems` lists those with at least one scored sample. `truncated` is the share of
     samples cut by the length limit; `tokens` and `prefix` are mean response tokens, and those a relay model wrote.
+    `too_long` counts problems whose prompt does not fit the context: they were not sampled, and every sample of theirs
+    counts as wrong, with a reward of 0. `prompt` says how the task asks.
     """
 
     task: str
@@ -62,9 +66,13 @@ class EvalResult:
     tokens: float
     prefix: float
     seconds: float
+    too_long: int
+    prompt: str
 
     @classmethod
-    def of(cls, parts: Sequence[Part], *, task: str, samples: int, temperature: float, seed: int) -> EvalResult:
+    def of(
+        cls, parts: Sequence[Part], *, task: str, samples: int, temperature: float, seed: int, prompt: str
+    ) -> EvalResult:
         """The sum of all parts. Raises `TrimtabError` if not a single sample could be scored."""
         problems = tuple(problem for part in parts for problem in part.problems)
         errors = tuple(error for part in parts for error in part.errors)
@@ -83,21 +91,27 @@ class EvalResult:
             tokens=sum(part.tokens for part in parts) / answers,
             prefix=sum(part.prefix for part in parts) / answers,
             seconds=sum(part.seconds for part in parts),
+            too_long=sum(part.too_long for part in parts),
+            prompt=prompt,
         )
-
-    @cached_property
-    def accuracies(self) -> NDArray[np.float64]:
-        """correct / scored of each problem, (problems, 1)."""
-        return np.array([[problem.correct / problem.scored] for problem in self.problems])
 
     @property
     def accuracy(self) -> float:
-        return sum(problem.correct / problem.scored for problem in self.problems) / len(self.problems)
+        return self.accuracy_estimate.value
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95% interval of the accuracy, for problems drawn at random."""
+        return self.accuracy_estimate.low, self.accuracy_estimate.high
 
     @cached_property
-    def interval(self) -> tuple[float, float]:
-        """95% bootstrap interval of the accuracy over problems."""
-        return bootstrap([problem.correct / problem.scored for problem in self.problems], seed=self.seed)
+    def accuracy_estimate(self) -> Estimate:
+        return estimate([problem.correct / problem.scored for problem in self.problems], self.scored)
+
+    @property
+    def scored(self) -> int:
+        """Scored samples of all problems."""
+        return sum(problem.scored for problem in self.problems)
 
     @property
     def reward(self) -> float:
@@ -127,7 +141,8 @@ class EvalResult:
         """pass@k with its interval for every k of `pass_ks`."""
         if not self.pass_ks:
             return {}
-        return dict(zip(self.pass_ks, estimates([self.passes(self.pass_ks)], seed=self.seed), strict=True))
+        columns = self.passes(self.pass_ks).T
+        return {k: estimate(column, self.scored / k) for k, column in zip(self.pass_ks, columns, strict=True)}
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
@@ -142,6 +157,8 @@ class EvalResult:
             "samples": self.samples,
             "temperature": self.temperature,
             "seed": self.seed,
+            "prompt": self.prompt,
+            "too_long": self.too_long,
             "pass": {str(k): found.value for k, found in passes},
             "pass_low": {str(k): found.low for k, found in passes},
             "pass_high": {str(k): found.high for k, found in passes},
@@ -168,6 +185,8 @@ class EvalResult:
                 if k > 1
             ),
             ("problems x samples", f"{len(self.problems)} x {self.samples}"),
+            *([("prompts too long, counted as wrong", str(self.too_long))] if self.too_long else []),
+            ("prompt", self.prompt),
             ("temperature", f"{self.temperature:g}"),
             ("mean reward", f"{self.reward:.3f}"),
             ("mean tokens", f"{self.tokens:.1f}"),

@@ -48,6 +48,7 @@ class _Subject:
     engine: Engine
     tokenizer: Any
     weights: str  # with a store: a hash of what decides its responses, weights and config
+    context: int | None  # tokens of a prompt and its response; None: as many as one likes
 
 
 def compare(
@@ -86,6 +87,7 @@ def compare(
             relay=relay.label if relay is not None else None,
             settings={**asdict(settings), "temperature": settings.heat},
             found=found,
+            notes=tuple(dict.fromkeys(note for bench in benches for note in bench.task.notes)),
         )
         if store is not None:
             store.write("results.json", json.dumps(results.as_dict(), indent=1, ensure_ascii=False) + "\n")
@@ -174,7 +176,8 @@ def _opened(spec: ModelSpec, settings: Settings, store: Store | None) -> _Subjec
         loaded.model.to(models.default_device())  # pyright: ignore[reportArgumentType]
         engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype)
         weights = _fingerprint(engine, loaded.model) if store is not None else ""
-        return _Subject(spec.label, engine, loaded.tokenizer, weights)
+        context = getattr(loaded.model.config, "max_position_embeddings", None)
+        return _Subject(spec.label, engine, loaded.tokenizer, weights, context)
 
 
 def _fingerprint(engine: Engine, model: Any) -> str:
@@ -234,6 +237,7 @@ def _measure(
         if begins is not None:
             header["relay"] = {"weights": begins.weights, "ratio": settings.relay_ratio}
         memory = store.parts(f"{subject.label} {bench.label} {mode}", header)
+    contexts = [one.context for one in (subject, begins) if one is not None and one.context is not None]
     if watch is not None:
         watch.begin(f"{subject.label} · {bench.label} · {mode}", samples * len(bench.problems))
     result = evaluate(
@@ -248,6 +252,7 @@ def _measure(
         progress=_advancing(watch, samples) if watch is not None else None,
         relay=Relay(begins.engine, settings.relay_ratio) if begins is not None else None,
         memory=memory,
+        context=min(contexts, default=None),
     )
     return replace(result, task=bench.label)
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from trimtab.errors import TrimtabError
 from trimtab.evaluation.grid import Grid, percent, points
-from trimtab.evaluation.passk import Estimate, estimates
+from trimtab.evaluation.passk import Estimate, average, difference
 from trimtab.evaluation.result import EvalResult
 
 AVERAGE = "average"
-NOTE = "percent, with 95% bootstrap intervals over problems"
+NOTE = "percent, with 95% intervals over problems"
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Results:
     """Models x tasks x modes (`greedy`, `sampled`, `relay`). The average weighs every task the same (macro mean).
 
     `found[model, task, mode]` is what was measured; `relay` names the model that began the responses of that mode.
+    `notes` say what the tasks chosen had to decide.
     """
 
     models: tuple[str, ...]
@@ -27,6 +29,7 @@ class Results:
     settings: Mapping[str, Any]
     found: Mapping[tuple[str, str, str], EvalResult]
     relay: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -44,27 +47,30 @@ class Results:
 
     def accuracy(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> Estimate:
         """Mean over these tasks (default: all) of avg@n."""
-        values = [self.found[model, task, mode].accuracies for task in tasks or self.tasks]
-        return estimates(values, seed=self.settings["seed"])[0]
+        return average([self.found[model, task, mode].accuracy_estimate for task in tasks or self.tasks])
 
     def passes(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> dict[int, Estimate]:
         """Mean over these tasks (default: all) of pass@k, for every k of `ks`."""
-        values = [self.found[model, task, mode].passes(self.ks) for task in tasks or self.tasks]
-        return dict(zip(self.ks, estimates(values, seed=self.settings["seed"]), strict=True))
+        found = [self.found[model, task, mode].pass_estimates for task in tasks or self.tasks]
+        return {k: average([estimates[k] for estimates in found]) for k in self.ks}
 
     def gains(self, model: str, tasks: Sequence[str] | None = None) -> dict[int, Estimate]:
         """pass@k of the relay minus that of the model alone, with the paired interval over problems."""
-        values = [self._gain(model, task) for task in tasks or self.tasks]
-        return dict(zip(self.ks, estimates(values, seed=self.settings["seed"]), strict=True))
+        found = [self._gains(model, task) for task in tasks or self.tasks]
+        return {k: average([differences[k] for differences in found]) for k in self.ks}
 
-    def _gain(self, model: str, task: str) -> Any:
+    def _gains(self, model: str, task: str) -> dict[int, Estimate]:
         relay, alone = self.found[model, task, "relay"], self.found[model, task, "sampled"]
         # A problem whose reward failed on every sample of one side has no partner.
         both = {p.id for p in relay.problems} & {p.id for p in alone.problems}
+        if not both:
+            raise TrimtabError(f"{model!r}, task {task!r}: no problem was scored both with the relay and without")
         sides = [
-            result.passes(self.ks)[[problem.id in both for problem in result.problems]] for result in (relay, alone)
+            result.passes(self.ks)[[problem.id in both for problem in result.problems]].T for result in (relay, alone)
         ]
-        return sides[0] - sides[1]
+        return {
+            k: difference(one, two, alone.samples * len(both) / k) for k, one, two in zip(self.ks, *sides, strict=True)
+        }
 
     def grids(self) -> list[Grid]:
         """Accuracies, pass@k, the relay's gain, and the small print, as far as there is something to show."""
@@ -76,16 +82,24 @@ class Results:
         return [*grids, self._details()]
 
     def markdown(self) -> str:
-        return "\n".join(grid.markdown() for grid in self.grids()) + "".join(f"\n{line}\n" for line in self.failures())
+        return "\n".join(grid.markdown() for grid in self.grids()) + "".join(f"\n{line}\n" for line in self.remarks())
 
-    def failures(self) -> list[str]:
-        """The first failed reward of every result that has one."""
-        return [f"first failed reward: {result.errors[0]}" for result in self.found.values() if result.errors]
+    def remarks(self) -> list[str]:
+        """What the tables need beside them: how prompts were chosen, prompts that do not fit, failed rewards."""
+        long = [
+            f"{model}, {task}: {result.too_long} of {len(result.problems)} prompts do not fit the context with their "
+            "response and count as wrong; lower max_tokens or examples"
+            for (model, task, _), result in self.found.items()
+            if result.too_long
+        ]
+        failed = [f"first failed reward: {result.errors[0]}" for result in self.found.values() if result.errors]
+        return list(dict.fromkeys([*self.notes, *long, *failed]))
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON; fractions, not percent."""
         shown: dict[str, Any] = {
             "settings": dict(self.settings),
+            "notes": self.remarks(),
             "results": [
                 {"model": model, "mode": mode, **result.as_dict()} for (model, _, mode), result in self.found.items()
             ],
@@ -143,15 +157,16 @@ class Results:
         return Grid(title, ["model", "task", "k", "relay", "alone", "difference"], rows, labels=3)
 
     def _details(self) -> Grid:
-        names = ["model", "task", "mode", "problems", "samples", "temperature", "mean reward", "mean tokens"]
+        names = ["model", "task", "mode", "prompt", "problems", "samples", "temperature", "mean reward", "mean tokens"]
         names += ["of these relayed"] if self.relay is not None else []
         rows = []
         for (model, task, mode), result in self.found.items():
-            row = [model, task, mode, str(len(result.problems)), str(result.samples), f"{result.temperature:g}"]
+            row = [model, task, mode, result.prompt]
+            row += [str(len(result.problems)), str(result.samples), f"{result.temperature:g}"]
             row += [f"{result.reward:.3f}", f"{result.tokens:.1f}"]
             row += [f"{result.prefix:.1f}"] if self.relay is not None else []
             rows.append([*row, f"{result.truncated:.1%}", str(result.failures), f"{result.seconds:.1f}"])
-        return Grid("Details", [*names, "cut by the limit", "failed rewards", "seconds"], rows, labels=3)
+        return Grid("Details", [*names, "cut by the limit", "failed rewards", "seconds"], rows, labels=4)
 
 
 def _spread(name: str, estimate: Estimate) -> dict[str, float]:

@@ -15,11 +15,20 @@ _FRACTION = re.compile(r"[+-]?\d+/0*[1-9]\d*")
 _BOX = re.compile(r"\\(boxed|fbox|framebox)\s*\{")
 
 
-def extract(value: Any, form: AnswerFormat) -> str:
-    """The gold answer as text. Raises `ValueError` saying what is wrong with `value` and which format may fit."""
+def extract(value: Any, form: AnswerFormat, pattern: str | None = None) -> str:
+    """The gold answer as text. With `pattern`, a regular expression with one group, only what that group holds at the
+    first match is read. Raises `ValueError` saying what is wrong with `value` and which format may fit.
+    """
     if value is None or (isinstance(value, str) and not value.strip()):
         raise ValueError("there is no answer; fill it in or remove the row")
-    return _FORMATS[form](value)
+    return _FORMATS[form](value if pattern is None else _matched(text(value), pattern))
+
+
+def _matched(stored: str, pattern: str) -> str:
+    found = re.search(pattern, stored)
+    if found is None or not (found[1] or "").strip():
+        raise ValueError(f"answer_pattern {pattern!r} finds no answer in {_short(stored)}; mend the pattern or the row")
+    return found[1]
 
 
 def text(value: Any) -> str:

@@ -29,6 +29,11 @@ class BuiltTask:
     rewards: tuple[RewardSpec, ...]
     stop: tuple[str, ...]
     max_tokens: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def prompt_style(self) -> str:
+        return self.template.style((self.test or self.train)[0])
 
     def prompt_text(self, problem: Problem, tokenizer: Any) -> str:
         return self.template.prompt(problem, tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,52 +19,66 @@ JSONL = (".jsonl", ".ndjson", ".json")
 
 
 class Options(RowOptions):
-    path: Path = Field(description="JSONL (.jsonl, .ndjson, .json) or .parquet file")
+    path: Path = Field(description="JSONL (.jsonl, .ndjson, .json), a JSON array (.json) or .parquet file")
     test_path: Path | None = Field(None, description="a file of its own for the test split; then holdout is not used")
 
 
 def build(options: Options) -> BuiltTask:
     problems = read_problems(read_rows(options.path), options, str(options.path), options.path.stem)
-    held_out = None
-    if options.test_path is not None:
-        held_out = read_problems(read_rows(options.test_path), options, str(options.test_path), options.test_path.stem)
-    return build_task(options.path.stem, options, problems, held_out, str(options.path))
+    if options.test_path is None:
+        return build_task(options.path.stem, options, problems, None, str(options.path))
+    held_out = read_problems(read_rows(options.test_path), options, str(options.test_path), options.test_path.stem)
+    return build_task(options.test_path.stem, options, problems, held_out, str(options.path))
 
 
 def read_rows(path: Path) -> Iterator[Row]:
     """Numbered rows (from 1; for JSONL the line number). Raises `TrimtabError` naming the file and the row."""
     if path.suffix in JSONL:
-        return _jsonl(path)
+        return _json(path)
     if path.suffix == ".parquet":
         return _parquet(path)
     raise TrimtabError(f"{path}: unknown kind of file; give a .jsonl or .parquet file")
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
+def _json(path: Path) -> Iterator[Row]:
+    """JSONL; in a .json file also one array of objects, over as many lines as it likes."""
     number = 0
     try:
         with path.open(encoding="utf-8-sig") as lines:
+            if path.suffix == ".json" and lines.read(1024).lstrip().startswith("["):
+                lines.seek(0)
+                yield from _array(lines.read(), path)
+                return
+            lines.seek(0)
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield number, _row(line, f"{path}, row {number}")
+                    place = f"{path}, row {number}"
+                    yield number, _object(_parsed(line, place, "write one object a line"), place)
     except OSError as error:
         raise TrimtabError(f"cannot read {path}: {error.strerror}; check the path") from None
     except UnicodeDecodeError:
         raise TrimtabError(f"{path}: not UTF-8 text after row {number}; save it as UTF-8") from None
 
 
-def _row(line: str, place: str) -> dict:
+def _array(text: str, path: Path) -> Iterator[Row]:
+    for number, value in enumerate(_parsed(text, str(path), "write one array of objects"), start=1):
+        yield number, _object(value, f"{path}, row {number}")
+
+
+def _parsed(text: str, place: str, advice: str) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(text)
     except json.JSONDecodeError as error:
+        where = f"{error.msg} at character {error.pos + 1}" if error.lineno == 1 else str(error)
+        raise TrimtabError(f"{place}: broken JSON ({where}); {advice}") from None
+
+
+def _object(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
         raise TrimtabError(
-            f"{place}: broken JSON ({error.msg} at character {error.pos + 1}); write one object a line"
-        ) from None
-    if not isinstance(row, dict):
-        raise TrimtabError(
-            f"{place}: a JSON {type(row).__name__}, not an object; write one {{...}} with named columns a line"
+            f"{place}: a JSON {type(value).__name__}, not an object; write one {{...}} with named columns a row"
         )
-    return row
+    return value
 
 
 def _parquet(path: Path) -> Iterator[Row]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from trimtab.errors import TrimtabError, TrimtabWarning, nearest
 from trimtab.tasks.answers import AnswerFormat, extract
@@ -19,17 +20,47 @@ from trimtab.tasks.templates import Chat, Template
 from trimtab.types import Problem, RewardSpec
 
 Row = tuple[int, Mapping[str, Any]]  # its number in the file, counted from 1, and its columns
+COLUMN = re.compile(r"\{([^{}]+)\}")  # a column in a question that is put together from several
 BOXED = Chat("{question}\n\nReason step by step and write the final answer in \\boxed{}.", answer="\\boxed{{answer}}")
 
 
 class RowOptions(StyleOptions):
     schema_: SchemaName | None = Field(None, alias="format", description="a known layout: sets the next four")
-    question: str | None = Field(None, description="column with the question (default: question)")
+    question: str | None = Field(
+        None, description="column with the question, or text with {columns} as '{Body} {Question}' (default: question)"
+    )
     answer: str | None = Field(None, description="column with the answer (default: answer)")
     answer_format: AnswerFormat | None = Field(None, description="how the answer is written (default: text)")
+    answer_pattern: str | None = Field(
+        None, description="regular expression with one group: the part of the stored answer that is read"
+    )
     id: str | None = Field(None, description="column with a unique id (default: the row number)")
     extra: tuple[str, ...] = Field((), description="columns handed to rewards as problem.extra")
-    holdout: float = Field(0.1, ge=0, le=1, description="share of the questions kept for testing; 1: all of them")
+    holdout: float = Field(
+        0.1, ge=0, le=1, description="share of the questions kept for testing; 1: all, and none for worked examples"
+    )
+
+    @field_validator("question")
+    @classmethod
+    def _names_columns(cls, question: str | None) -> str | None:
+        if question is not None and not COLUMN.search(question) and set(question) & set("{}"):
+            raise ValueError("write a column's name between braces, as in '{Body} {Question}', or a name alone")
+        return question
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _has_one_group(cls, pattern: str | None) -> str | None:
+        if pattern is None:
+            return None
+        if not pattern.isprintable():
+            raise ValueError("a control character: between double quotes \\b is a backspace, use single quotes")
+        try:
+            groups = re.compile(pattern).groups
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"not a regular expression ({error})") from None
+        if groups != 1:
+            raise ValueError(f"write one group (...) around the answer, not {groups}; others are written (?:...)")
+        return pattern
 
     @property
     def columns(self) -> Schema:
@@ -45,14 +76,10 @@ def read_problems(rows: Iterable[Row], options: RowOptions, where: str, prefix: 
     seen: dict[str, int] = {}
     for number, row in rows:
         place = f"{where}, row {number}"
-        question = _column(row, columns.question, "question", place)
-        if not isinstance(question, str) or not question.strip():
-            raise TrimtabError(
-                f"{place}: column {columns.question!r} has no question text; fill it in or remove the row"
-            )
+        question = _question(row, columns.question, place)
         stored = _column(row, columns.answer, "answer", place)
         try:
-            answer = extract(stored, columns.answer_format)
+            answer = extract(stored, columns.answer_format, options.answer_pattern)
         except ValueError as error:
             raise TrimtabError(f"{place}, column {columns.answer!r}: {error}") from None
         name = f"{prefix}-{number}" if columns.id is None else str(_column(row, columns.id, "id", place))
@@ -60,7 +87,7 @@ def read_problems(rows: Iterable[Row], options: RowOptions, where: str, prefix: 
             raise TrimtabError(f"{place}: id {name!r} is also that of row {seen[name]}; use another id column, or none")
         seen[name] = number
         extra = {column: _json(_column(row, column, "extra", place), column, place) for column in options.extra}
-        problems.append(Problem(id=name, question=question.strip(), answer=answer, extra=extra))
+        problems.append(Problem(id=name, question=question, answer=answer, extra=extra))
     if not problems:
         raise TrimtabError(f"{where}: no rows; give a file with at least one problem")
     return problems
@@ -74,7 +101,9 @@ def build_task(
         train, test = _split(problems, options.holdout, options.seed)
     else:
         train, test = _without_overlap(problems, held_out, where), list(held_out)
-    shots, train = split_shots(options, options.columns.worked, train, where)
+    worked = () if options.columns.rows_first and train else options.columns.worked
+    options, notes = _asked(options, worked, train, where)
+    shots, train = split_shots(options, worked, train, where)
     template = build_template(options, shots, BOXED)
     stop, max_tokens = limits(options, template, shots, [problem.answer for problem in (*train, *test)], where)
     return BuiltTask(
@@ -85,7 +114,22 @@ def build_task(
         rewards=(_reward(options, template),),
         stop=stop,
         max_tokens=max_tokens,
+        notes=notes,
     )
+
+
+def _asked(
+    options: RowOptions, worked: Sequence[Problem], train: Sequence[Problem], where: str
+) -> tuple[RowOptions, tuple[str, ...]]:
+    """The options as they are, or a chat in place of a few-shot prompt that was not asked for and has nothing to show;
+    with a sentence about what was chosen."""
+    if train or options.model_fields_set & {"style", "template", "examples"}:
+        return options, ()
+    reason = f"{where}: every row is a test row and none is left for worked examples"
+    rows = "to show rows name a training file (path=TRAIN,test_path=TEST; of a data set, test_split)"
+    if worked:
+        return options, (f"{reason}: those of the format are shown; {rows}, for a chat set style=chat",)
+    return options.model_copy(update={"style": "chat"}), (f"{reason}: asked in a chat; {rows}, or set examples=0",)
 
 
 def _reward(options: RowOptions, template: Template) -> RewardSpec:
@@ -95,6 +139,17 @@ def _reward(options: RowOptions, template: Template) -> RewardSpec:
     if form == "boxed":
         return RewardSpec("math", options={"where": "whole"})
     return RewardSpec("exact" if form == "text" else "numeric")
+
+
+def _question(row: Mapping[str, Any], source: str, place: str) -> str:
+    """The text of the column `source`, or `source` with every `{column}` in it replaced, in one pass."""
+    texts: dict[str, str] = {}
+    for name in COLUMN.findall(source) or [source]:
+        text = _column(row, name, "question", place)
+        if not isinstance(text, str) or not text.strip():
+            raise TrimtabError(f"{place}: column {name!r} has no question text; fill it in or remove the row")
+        texts[name] = text.strip()
+    return texts[source] if source in texts else COLUMN.sub(lambda match: texts[match[1]], source).strip()
 
 
 def _column(row: Mapping[str, Any], column: str, option: str, place: str) -> Any:

@@ -18,7 +18,7 @@ SPARE_TOKENS = 8  # room for a blank, a currency sign, a stop
 
 
 class StyleOptions(TaskOptions):
-    style: Literal["chat", "few-shot", "plain"] = "few-shot"
+    style: Literal["chat", "few-shot", "plain"] = Field("few-shot", description="how a question becomes a prompt")
     template: str | None = Field(None, description="text with {question} and, few-shot, {answer}")
     examples: int = Field(4, ge=0, le=64, description="worked examples, few-shot only; taken out of the training split")
     system: str | None = Field(None, description="system turn, chat only")
@@ -48,7 +48,8 @@ def split_shots(
     if len(train) < options.examples:
         raise TrimtabError(
             f"{where}: {options.examples} worked examples are wanted but the training split has {len(train)} problems; "
-            "lower examples or holdout, or use style = 'chat' or 'plain'"
+            "lower examples or holdout, use style = 'chat' or 'plain', or name a training file (or split) beside the "
+            "test file (or split)"
         )
     chosen = random.Random(f"examples/{options.seed}").sample(range(len(train)), options.examples)
     kept = frozenset(chosen)

@@ -26,6 +26,10 @@ class Template(Protocol):
         """The continuation that states `answer`, without what ends it."""
         ...
 
+    def style(self, problem: Problem) -> str:
+        """What the prompt of this problem is, for people."""
+        ...
+
 
 @dataclass(frozen=True)
 class Plain:
@@ -41,6 +45,9 @@ class Plain:
 
     def target(self, answer: str) -> str:
         return answer
+
+    def style(self, problem: Problem) -> str:  # noqa: ARG002
+        return "plain"
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,9 @@ class FewShot:
     def target(self, answer: str) -> str:
         return self._head[len(self._head.rstrip(" ")) :] + answer
 
+    def style(self, problem: Problem) -> str:
+        return f"few-shot, {len(self.examples(problem))} examples"
+
     @property
     def _head(self) -> str:
         return self.text.partition("{answer}")[0]
@@ -103,6 +113,9 @@ class Chat:
 
     def target(self, answer: str) -> str:
         return fill(self.answer, answer=answer)
+
+    def style(self, problem: Problem) -> str:  # noqa: ARG002
+        return "chat"
 
 
 def fill(template: str, **values: str) -> str:

@@ -38,7 +38,7 @@ class Observer(Protocol):
         ...
 
     def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
-        """Once, at the end. `eval/<task>/before` and `eval/<task>/after` are shown as one line, others as they are."""
+        """Once, at the end. `eval/<task>/before`, `/after` and `/problems` become one line, others stay as they are."""
         ...
 
 

@@ -118,7 +118,8 @@ class RunDir:
         step = metrics["step"]
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} was already logged (the last one is {self._last_step})")
-        _append(self._open_metrics(), self.path / METRICS, _line(metrics))
+        again = "start again" if self._last_step is None else "use --resume"
+        _append(self._open_metrics(), self.path / METRICS, _line(metrics), again)
         self._last_step = step
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -226,7 +227,7 @@ def _plain(key: str, value: Any) -> Any:
     raise TypeError(f"metric {key!r} is a {type(value).__name__}, not a number or a string")
 
 
-def _append(descriptor: int, path: Path, line: bytes) -> None:
+def _append(descriptor: int, path: Path, line: bytes, again: str) -> None:
     end = os.lseek(descriptor, 0, os.SEEK_END)
     try:
         rest = line
@@ -235,7 +236,7 @@ def _append(descriptor: int, path: Path, line: bytes) -> None:
         os.fsync(descriptor)
     except OSError as error:
         os.ftruncate(descriptor, end)
-        raise TrimtabError(f"cannot write {path}: {error.strerror}; free space there, then use --resume") from error
+        raise TrimtabError(f"cannot write {path}: {error.strerror}; free space there, then {again}") from error
 
 
 def _acquire(path: Path) -> int:

@@ -39,13 +39,14 @@ def _play(display: PlainDisplay, config: Any) -> None:
     display.step(STEP)
     display.message("step 3: reward of '[bold]x[/bold]' failed")
     display.evaluated("sort", 5, 0.5)
-    display.finished({"eval/sort/before": 0.25, "eval/sort/after": 0.75}, Path("runs/x/report.html"))
+    summary = {"eval/sort/before": 0.25, "eval/sort/after": 0.75, "eval/sort/problems": 64}
+    display.finished(summary, Path("runs/x/report.html"))
     display.close()
 
 
 def test_plain_output_is_one_line_per_event() -> None:
     console, file = _console(terminal=False)
-    _play(PlainDisplay(console), load_config({"eval": {"problems": 64}}))
+    _play(PlainDisplay(console), load_config({"eval": {"problems": 99999999}}))
     lines = file.getvalue().splitlines()
     assert lines[0] == "run        runs/x"
     assert "  loss = [A] of" in lines, "an equation is not markup"
@@ -55,7 +56,11 @@ def test_plain_output_is_one_line_per_event() -> None:
     ) in lines
     assert "step 3: reward of '[bold]x[/bold]' failed" in lines
     assert "held-out greedy accuracy on sort, after step 5: 0.500" in lines
-    assert lines[-2:] == ["held-out greedy accuracy (sort, 64 problems): 0.250 -> 0.750", "report: runs/x/report.html"]
+    assert lines[-2:] == [
+        # Wilson by hand: (p + z2/128 -+ z sqrt(p (1-p)/64 + z2/16384)) / (1 + z2/64), z2 = 3.8415
+        "held-out greedy accuracy (sort, 64 problems): 0.250 -> 0.750, 95% interval [0.160, 0.368] -> [0.632, 0.840]",
+        "report: runs/x/report.html",
+    ]
 
 
 def test_a_terminal_gets_a_panel_and_its_cursor_back() -> None:
@@ -114,4 +119,4 @@ def test_numbers_a_run_does_not_have_are_left_out() -> None:
 
 def test_closing_lines_keep_what_they_do_not_know() -> None:
     summary = {"eval/a/after": 0.5, "seconds": 12.34567, "note": "text"}
-    assert closing_lines(summary, None) == ["held-out greedy accuracy (a): 0.500", "seconds: 12.35", "note: text"]
+    assert closing_lines(summary) == ["held-out greedy accuracy (a): 0.500", "seconds: 12.35", "note: text"]

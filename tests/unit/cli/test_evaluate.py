@@ -38,6 +38,11 @@ def write_run(folder: Path, text: str) -> Path:
             "dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 3},
         }),
         ("file:path=it's,answer=that's", {"path": "it's", "answer": "that's"}),
+        ("file:question={Body} {Question},answer=Answer", {"question": "{Body} {Question}", "answer": "Answer"}),
+        ("file:question='{Body}, {Question}',id=ID", {"question": "{Body}, {Question}", "id": "ID"}),
+        (r"file:answer_pattern=(\d+),id=ID", {"answer_pattern": r"(\d+)", "id": "ID"}),
+        (r"file:answer_pattern='^(.+?) *\(|, \[',id=ID", {"answer_pattern": r"^(.+?) *\(|, \[", "id": "ID"}),
+        (r'file:answer_pattern="(\\d+) \"x\",",template="a\nb"', {"answer_pattern": r'(\d+) "x",', "template": "a\nb"}),
     ],
 )  # fmt: skip
 def test_a_task_carries_its_options(text: str, options: dict[str, object]) -> None:
@@ -65,6 +70,10 @@ def test_a_recipe_brings_its_rewards_and_limits(tmp_path: Path) -> None:
         (("srot",), ["'srot'", "'sort'"]),
         (("sort:digits",), ["'digits' is no KEY=VALUE"]),
         (("file:template=Q, A",), ["' A' is no KEY=VALUE", "quotes"]),
+        ((r"file:answer_pattern=\[(\d+),id=ID",), ["a bracket in", "has no partner", "single quotes"]),
+        ((r"file:answer_pattern=(\d+)\],id=ID",), ["a bracket in", "has no partner"]),
+        (("file:template='Q, A,id=ID",), ["the quote '", "has no partner"]),
+        ((r'file:answer_pattern="(\d+)",id=ID',), [r'answer_pattern="(\d+)"', "not a TOML string", "single quotes"]),
         (("quickstart:task.digtis=3,taks.name=1",), ["taks", "task"]),
         ((), ["--task is missing", "arithmetic"]),
     ],

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -136,6 +137,48 @@ def test_many_samples_are_drawn_in_small_calls():
         )  # fmt: skip
     assert calls == [1024, 1024, 512]
     assert [problem.scored for problem in result.problems] == [512] * 5
+
+
+class Listing(FakeEngine):
+    """Remembers which problems it was asked."""
+
+    def __init__(self, script):
+        super().__init__(script)
+        self.asked = []
+
+    def generate(self, prompts, samples, sampling, *, seed, prefixes=None):
+        self.asked.append([prompt.problem.id for prompt in prompts])
+        return super().generate(prompts, samples, sampling, seed=seed, prefixes=prefixes)
+
+
+def test_prompts_that_do_not_fit_are_not_sampled_and_count_as_wrong():
+    """One in the first batch of 64 and the whole second batch; a token a byte."""
+    task = tasks.build("arithmetic", holdout=70)
+    long = [problem for index, problem in enumerate(task.test) if index in (1, 64, 65, 66, 67, 68, 69)]
+    padded = [replace(problem, question=f"{'very ' * 20}{problem.question}") for problem in long]
+    problems = [dict(zip([p.id for p in long], padded, strict=True)).get(p.id, p) for p in task.test]
+    room = max(len(task.prompt_text(p, Characters())) for p in task.test)
+    engine = Listing({problem.id: [said(f" {problem.answer}")] for problem in problems})
+    with rewards.build([], task) as scorer:
+        result = evaluate(
+            engine, Characters(), task, scorer, problems=problems, samples=2, sampling=FOUR, seed=0,
+            context=room + FOUR.max_tokens,
+        )  # fmt: skip
+    assert engine.asked == [[p.id for p in problems[:64] if p not in padded]], "a batch of long ones asks nobody"
+    assert [(p.id, p.correct, p.scored) for p in result.problems] == [
+        (problem.id, 0 if problem in padded else 2, 2) for problem in problems
+    ]
+    assert (result.too_long, result.accuracy, result.truncated) == (7, pytest.approx(63 / 70), 0.0)
+    assert result.as_dict()["too_long"] == 7
+    assert ("prompts too long, counted as wrong", "7") in result.rows()
+
+
+def test_the_room_is_the_context_less_the_response():
+    [room] = {len(TASK.prompt_text(problem, None)) for problem in TASK.test}
+    assert measured(script(0, 0, 0), context=room + 8).too_long == 0
+    message = f"the shortest of 3 has {room} tokens, max_tokens is 8 and the model's context holds {room + 7};"
+    with pytest.raises(TrimtabError, match=message):
+        measured(script(0, 0, 0), context=room + 7)
 
 
 def test_refusals():

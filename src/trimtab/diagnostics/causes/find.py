@@ -32,7 +32,8 @@ def _of_tokens(tokens: Tokens, floor: float) -> list[Cause]:
     found: list[Cause] = []
     for search in (find_shifts, find_swapped, find_jumps):
         cause, tokens = search(tokens)
-        if cause is not None:
+        # Edges of a shift from a turn on also look like jumps there: one cause, said once.
+        if cause is not None and cause.name not in (one.name for one in found):
             found.append(cause)
     if len(tokens) < FEWEST // 2:
         return found
