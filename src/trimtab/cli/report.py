@@ -67,7 +67,8 @@ def _one(run: Path, out: Path | None) -> dict[str, Any]:
     from trimtab.diagnostics.read import read_run
     from trimtab.diagnostics.report import write_report
 
-    return {"report": write_report(run, out), "verdict": as_data(health(read_run(run)))}
+    read = read_run(run)
+    return {"report": write_report(run, out), "verdict": as_data(health(read)), "provenance": read.origins}
 
 
 def _several(runs: Sequence[Path], folder: Path, target: float | None) -> dict[str, Any]:

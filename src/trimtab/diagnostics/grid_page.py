@@ -25,18 +25,26 @@ DEEPEST = 0.5  # opacity of the strongest shade; text stays readable on it in bo
 
 
 def write_grid(
-    grid: Grid, path: Path, *, title: str = "Methods under controlled mismatch", notes: Sequence[str] = ()
+    grid: Grid,
+    path: Path,
+    *,
+    title: str = TITLE,
+    notes: Sequence[str] = (),
+    methods: Sequence[str] | None = None,
+    verdict: str = "",
 ) -> Path:
-    """Write the page; `notes` are sentences shown above the table."""
+    """Write the page; `notes` are sentences shown above the table, `verdict` the one above all. `methods`: their order
+    in the table."""
     values = {
         "title": title,
         "notes": list(notes),
+        "verdict": verdict,
         "facts": _facts(grid),
         "legend": legend(grid),
         "regimes": [{"name": name, "description": text} for name, text in grid.regimes.items()],
         "rows": [
             {"method": method, "cells": [_cell(grid, method, regime) for regime in grid.regimes]}
-            for method in grid.methods
+            for method in methods or grid.methods
         ],
         "details": [
             {"regime": regime, "figures": _figures(grid, regime), "rows": _details(grid, regime)}

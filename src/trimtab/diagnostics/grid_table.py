@@ -135,24 +135,14 @@ def _interval(values: Sequence[float], limits: tuple[float, float] = ANYTHING) -
     return found
 
 
-def markdown(grid: Grid, *, best_first: bool = False) -> str:
-    """Methods x regimes: mean [interval], rank; `†` where most runs collapsed. `best_first`: by rank in the first
-    regime instead of in the order given."""
+def markdown(grid: Grid, methods: Sequence[str] | None = None) -> str:
+    """Methods x regimes: mean [interval], rank; `†` where most runs collapsed. `methods`: in this order."""
     head = ["method", *grid.regimes]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    methods = list(grid.methods)
-    if best_first:
-        first = next(iter(grid.regimes))
-        methods.sort(key=lambda method: _rank(grid, method, first))
-    for method in methods:
+    for method in methods or grid.methods:
         cells = [words(grid, method, regime) for regime in grid.regimes]
         lines.append(f"| {' | '.join([f'`{method}`', *cells])} |")
     return "\n".join(lines)
-
-
-def _rank(grid: Grid, method: str, regime: str) -> float:
-    score = grid.scores.get((method, regime))
-    return float("inf") if score is None else score.rank
 
 
 def words(grid: Grid, method: str, regime: str) -> str:

@@ -15,6 +15,7 @@ from trimtab.diagnostics.charts import Chart, Drawn, resolve
 from trimtab.diagnostics.health import Finding, clipped_share, health
 from trimtab.diagnostics.layout import LAYOUT, METHODS
 from trimtab.diagnostics.noise import verdict
+from trimtab.diagnostics.origins import duration, said
 from trimtab.diagnostics.page import equation_of, number, render, short, write
 from trimtab.diagnostics.plots import draw
 from trimtab.diagnostics.read import Run, Sample, read_run, read_samples, sample_steps, spread
@@ -69,6 +70,7 @@ def _values(run: Run) -> dict[str, Any]:
         "samples": _samples(run.path),
         "trajectories_every": run.config.get("log", {}).get("trajectories_every", "?"),
         "table": table,
+        "origins": [said(part) for part in run.origins],
         "config": (run.path / "config.toml").read_text(),
     }
 
@@ -136,7 +138,7 @@ def _tiles(run: Run) -> list[dict[str, str]]:
     _, seconds = run.series("time/step")
     if len(seconds):
         note = f"median {np.median(seconds):.1f} s per step"
-        tiles.append({"name": "Time in steps", "value": _duration(float(seconds.sum())), "note": note})
+        tiles.append({"name": "Time in steps", "value": duration(float(seconds.sum())), "note": note})
     return tiles
 
 
@@ -258,10 +260,3 @@ def _cut(text: str) -> str:
     if len(text) <= CHARACTERS_SHOWN:
         return text
     return f"{text[:CHARACTERS_SHOWN]} … ({len(text) - CHARACTERS_SHOWN:,} more characters)"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes == 0:
-        return f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"

@@ -23,6 +23,7 @@ from trimtab.config import Config
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.lab import result as results
 from trimtab.lab.result import Result
+from trimtab.training import provenance
 from trimtab.training.stop import Stop
 
 LOOK = 0.5  # seconds between looks at a signal that asked to stop
@@ -184,7 +185,8 @@ class _Worker:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        job = {"recipe": config.model_dump(mode="json", exclude_none=True), "keep": self._keep}
+        recipe = config.model_dump(mode="json", exclude_none=True)
+        job = {"recipe": recipe, "keep": self._keep, "command": provenance.command()}
         try:
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()

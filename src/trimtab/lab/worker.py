@@ -48,8 +48,9 @@ def main() -> None:
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
     while True:
         job = json.loads(jobs.get())
+        config = check_config(job["recipe"], "recipe")
         try:
-            result = run_cell(check_config(job["recipe"], "recipe"), keep=job["keep"], observer=Steps(answers))
+            result = run_cell(config, keep=job["keep"], observer=Steps(answers), command=job["command"])
         except Stopped as stop:  # the grid is stopped; the cell goes on from its checkpoint another time
             sys.exit(128 + stop.signal)
         print(json.dumps({"result": asdict(result)}), file=answers, flush=True)
@@ -61,8 +62,9 @@ def _listen(jobs: queue.SimpleQueue[str]) -> None:
     os._exit(0)  # nobody is left to answer; a run in progress must not go on unseen
 
 
-def run_cell(config: Config, *, keep: bool, observer: Silent) -> Result:
-    """Train a cell into `config.out` and leave its result there. `keep`: with checkpoints and the start model.
+def run_cell(config: Config, *, keep: bool, observer: Silent, command: str) -> Result:
+    """Train a cell into `config.out` and leave its result there. `keep`: with checkpoints and the start model;
+    `command`: what the grid was started with.
 
     A cell that was cut short goes on from its checkpoint, or starts again where there is none. Nothing that goes wrong
     inside is raised: a grid goes on, and the result says what happened. Except `Stopped`, after SIGTERM.
@@ -74,7 +76,7 @@ def run_cell(config: Config, *, keep: bool, observer: Silent) -> Result:
     try:
         if folder.exists() and not resume:
             shutil.rmtree(folder)
-        train(config, resume=resume, observer=observer, stop=Stop(line=b""))
+        train(config, resume=resume, observer=observer, stop=Stop(line=b""), command=command)
     except TrimtabError as stop:
         status, error = ("diverged" if isinstance(stop, Diverged) else "failed"), str(stop)
     except Exception as bug:

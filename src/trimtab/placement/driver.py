@@ -14,6 +14,7 @@ from trimtab.placement.actors import ActorLost, ask, end
 from trimtab.placement.cluster import Seats, connected, reserved
 from trimtab.placement.events import replay
 from trimtab.placement.rank import DIVERGED, TrainerRank
+from trimtab.training import provenance
 from trimtab.training.observer import Observer, Silent
 from trimtab.training.ranks import several
 from trimtab.training.run import RunResult, check
@@ -43,7 +44,7 @@ def train(
     stop = Stop()
     with stop.signals(), connected(config.ray), reserved(config) as seats, _started(seats) as ranks:
         meeting = _meeting(ranks[0], config.ray.patience)
-        arguments = (config.dump(), str(Path.cwd()), str(run), resume, meeting, seats)
+        arguments = (config.dump(), str(Path.cwd()), str(run), resume, meeting, seats, provenance.command())
         runs = [rank.train.remote(*arguments) for rank in ranks]
         with stop.finishing():
             metrics = _follow(ranks, runs, watcher, config, run, stop)

@@ -49,9 +49,14 @@ class TrainerRank:
             probe.bind((host, 0))
             return host, probe.getsockname()[1]
 
-    def train(self, recipe: str, folder: str, out: str, resume: bool, meeting: tuple[str, int], seats: Seats) -> str:
+    def train(
+        self, recipe: str, folder: str, out: str, resume: bool, meeting: tuple[str, int], seats: Seats, command: str
+    ) -> str:
         """Train to the end. The answer is JSON: `metrics` of the last step, or
-        `error`, which kind of one, and its `line`; of a run that was stopped, `stopped` and the signal's number."""
+        `error`, which kind of one, and its `line`; of a run that was stopped, `stopped` and the signal's number.
+
+        `command` is what the user started it with.
+        """
         try:
             enter(folder)
             self._join(meeting)
@@ -63,6 +68,7 @@ class TrainerRank:
                 observer=self._relay if self._rank == 0 else Silent(),
                 makers=_makers(folder, seats) if self._rank == 0 else LOCAL,
                 stop=self._stop,
+                command=command,
             )
         except TrimtabError as error:
             return json.dumps({"error": DIVERGED if isinstance(error, Diverged) else MISTAKE, "line": str(error)})

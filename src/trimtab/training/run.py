@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from trimtab.models.perturbation import Perturbation
 from trimtab.models.routing import Routers
 from trimtab.objectives import Objective
 from trimtab.rewards import Scorer
-from trimtab.training import bitwise, own_objective, prefixes, routing, snapshot
+from trimtab.training import bitwise, own_objective, prefixes, provenance, routing, snapshot
 from trimtab.training.canary import Canary
 from trimtab.training.collect import Collector, PromptStream
 from trimtab.training.distributed import NoEngine, check_sharding, run_directory, shared_feed, spread
@@ -77,17 +78,19 @@ def train(
     observer: Observer | None = None,
     makers: Makers = LOCAL,
     stop: Stop | None = None,
+    command: str | None = None,
 ) -> RunResult:
     """Train as `config` says; `reward` (a function of completion text and problem) replaces the recipe's rewards, and
     `objective` its objective.
 
     `makers` make the engines and the scorer; a placement brings its own. Ctrl-C, SIGTERM and `stop` end the run after
-    the step in progress, with a checkpoint; a second signal ends it at once.
+    the step in progress, with a checkpoint; a second signal ends it at once. `command` is what the run's provenance
+    says it was started with, where that is not this process' own command line.
 
     Raises `TrimtabError` for anything a user can mend, `Stopped` when it was ended.
     """
     stop = stop or Stop()
-    watcher = observer or Silent()
+    watcher, started = observer or Silent(), datetime.now(UTC)
     if config.threads:
         torch.set_num_threads(config.threads)
     with ExitStack() as cleanup:
@@ -110,6 +113,9 @@ def train(
         trainer.sinks = open_sinks(config.log, run.path, first_step=trainer.step + 1) if run.writes else ()
         for sink in trainer.sinks:
             cleanup.callback(sink.close)
+        if run.writes:
+            said, first = command or provenance.command(), trainer.step + 1
+            cleanup.enter_context(provenance.recorded(run, config, said, started, first))
         watcher.started(config, trainer.learner.objective.equation(), config.trainer.steps, run.path)
         return RunResult(run.path, trainer.train())
 

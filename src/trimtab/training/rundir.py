@@ -1,6 +1,6 @@
 """The run directory: one process writes it, anybody may read it, and a kill at any moment leaves it usable.
 
-config.toml  metrics.jsonl  trajectories/step-000010.parquet  checkpoints/  model/  report.html
+config.toml  provenance.json  metrics.jsonl  trajectories/step-000010.parquet  checkpoints/  model/  report.html
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from trimtab.errors import TrimtabError
 from trimtab.training import atomic, checkpoint
 
 CONFIG, METRICS, MODEL, LOCK = "config.toml", "metrics.jsonl", "model", ".lock"
+PROVENANCE = "provenance.json"
 NONFINITE = "metrics/nonfinite"
 _TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
 
@@ -165,7 +166,7 @@ class RunDir:
         """Take back a start that came to nothing; a run that has anything to show stays as it is."""
         if self._new and self._last_step is None and not self.checkpoints():
             shutil.rmtree(self.model_folder, ignore_errors=True)
-            for name in (METRICS, CONFIG):
+            for name in (METRICS, PROVENANCE, CONFIG):
                 (self.path / name).unlink(missing_ok=True)
         self.close()
 
