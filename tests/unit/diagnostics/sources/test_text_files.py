@@ -129,7 +129,7 @@ def test_an_error_names_row_and_column(tmp_path: Path, name: str) -> None:
         ("a.csv", b"logp_behavior,logp_proximal\n", "holds no rows that can be read"),
         ("a.json", b"[" + json.dumps(GOOD).encode() + b', {"logp', "row 2 is not JSON or unfinished"),
         ("a.json", b"[" + json.dumps(GOOD).encode() + b', {"a": "\xff"}]', "is not UTF-8"),
-        ("a.jsonl.gz", gzip.compress(json.dumps(GOOD).encode() * 9)[:-9], "damaged or unfinished gzip"),
+        ("a.jsonl.gz", gzip.compress(json.dumps(GOOD).encode() * 9, mtime=0)[:-9], "damaged or unfinished gzip"),
     ],
 )
 def test_damaged_text_is_one_clear_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
