@@ -12,8 +12,9 @@ import yaml
 
 import trimtab
 from trimtab.config import load_config
+from trimtab.corrections.describe import FRAMEWORKS
 from trimtab.diagnostics.advise import advise
-from trimtab.diagnostics.advise.lines import lines
+from trimtab.diagnostics.advise.lines import NEAREST, lines
 from trimtab.diagnostics.advise.rules import FAULTS, RULES, Case, choose
 from trimtab.diagnostics.diagnosis import Cause, Chunk, Measured, Origin, Outcome, Size, Split
 from trimtab.objectives import objectives
@@ -90,11 +91,17 @@ def test_lines_can_be_read_by_whoever_they_are_for(preset: str) -> None:
     for line in found["miles"].partition("# mis.yaml")[0].splitlines():
         assert line.startswith(("--", "# "))
     absent = [name for name, text in found.items() if text.startswith("#") and "\n" not in text]
-    assert absent == (["verl", "trl", "miles"] if preset in ("soup", "oapl", "luffy", "reinforce") else _alone(preset))
+    built = trimtab.objective(preset)
+    has = built.surrogate.peers(built.ratio.level)
+    expected = [name.lower() for name in FRAMEWORKS if name not in has and name not in NEAREST.get(preset, {})]
+    assert absent == ([name.lower() for name in FRAMEWORKS] if preset == "soup" else expected)
 
 
-def _alone(preset: str) -> list[str]:
-    return ["miles"] if preset == "cispo" else []
+def test_what_no_peer_has_and_what_one_lacks() -> None:
+    for preset in ("soup", "oapl", "luffy", "reinforce"):
+        found = lines(preset, {})
+        assert all(found[name.lower()].startswith(f"# {name} has no equivalent of {preset}: ") for name in FRAMEWORKS)
+    assert lines("cispo", {})["miles"] == "# Miles has no equivalent of cispo"
 
 
 def options(text: str) -> dict[str, Any]:
