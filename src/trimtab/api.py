@@ -27,17 +27,20 @@ def train(
     out: Path | str | None = None,
     resume: bool = False,
     observer: Observer | None = None,
+    progress: bool = True,
 ) -> RunResult:
     """Train with a recipe (its name, a TOML file, a mapping, or a `Config`) and write `report.html` into the run.
 
     `reward(completion, problem)` replaces the recipe's rewards; it runs in a child process with a time and memory
     limit, and a call that fails costs its sample, never the run. `objective` takes the place of the recipe's, which may
     then have no keywords; a run resumed later must be given the same. `overrides` are `section.key=value` strings.
+    `progress` writes a line for each step, and other messages, to standard error, unless there is an `observer`.
+    Ctrl-C and SIGTERM end the run after the step in progress, with a checkpoint; a second one ends it at once.
 
     Raises `TrimtabError`, in one line, for anything the caller can mend.
     """
     resolved = config if isinstance(config, Config) else load_config(config, overrides)
-    watcher = Silent() if follows() else observer or Silent()
+    watcher = Silent() if follows() else observer or (_lines() if progress else Silent())
     if resolved.placement == "ray":
         if reward is not None:
             raise TrimtabError(
@@ -57,6 +60,14 @@ def train(
         return result  # the leader reports
     watcher.finished(_held_out(result.run), write_report(result.run))
     return result
+
+
+def _lines() -> Observer:
+    from rich.console import Console
+
+    from trimtab.cli.display import PlainDisplay
+
+    return PlainDisplay(Console(stderr=True, highlight=False))
 
 
 def _held_out(run: Path) -> dict[str, float | str]:

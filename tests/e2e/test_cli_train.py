@@ -191,3 +191,42 @@ def test_a_warm_start_is_a_model(place: Path) -> None:
     assert lines[-1] == "model: warm"
     measured = trimtab("eval", "warm", "--task", "sort", "--problems", "8", "--json", cwd=place)
     assert json.loads(measured.stdout)["results"][0]["problems"] == 8
+
+
+def test_what_a_reward_prints_stays_out_of_the_json(place: Path) -> None:
+    (place / "loud.py").write_text(
+        "import os\nprint('imported')\n"
+        "def score(completion, problem):\n"
+        "    print('scored')\n    os.system('echo shouted')\n"
+        "    return float(len(completion) % 3)\n"
+    )
+    words = ["--set", "trainer.steps=1", "--set", 'reward=[{name="loud:score"}]', "--out", "runs/loud", "--json"]
+    done = trimtab("train", "small.toml", *words, cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["metrics"]["reward/failed"] == 0
+    assert {"imported", "scored", "shouted"} <= set(done.stderr.splitlines())
+
+
+def test_a_run_is_evaluated_from_anywhere(place: Path, tmp_path: Path) -> None:
+    """The recipe names its data relative to itself; it is trained from one folder and evaluated from another."""
+    home = place / "home"
+    home.mkdir()
+    numbers = ("3142", "2718", "1618", "5772")
+    rows = [{"question": f"{digits}=", "answer": "".join(sorted(digits)) + "."} for digits in numbers]
+    (home / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = 'name = "file"\npath = "data.jsonl"\nholdout = 0.5\nstyle = "plain"\ntemplate = "{question}"'
+    (home / "mine.toml").write_text(RECIPE.replace('name = "sort"', task).replace("steps = 4", "steps = 1"))
+    trained = trimtab("train", "home/mine.toml", "--out", "runs/mine", "--set", "sampling.max_tokens=8", cwd=place)
+    assert trained.returncode == 0, trained.stderr
+    done = trimtab("eval", str(place / "runs/mine"), "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["results"][0]["problems"] == 2
+
+
+def test_a_server_that_does_not_answer_is_waited_for_aloud(place: Path) -> None:
+    words = ["engine.type=server", 'engine.server.urls=["http://127.0.0.1:9"]', "engine.server.patience=1"]
+    sets = [word for change in words for word in ("--set", change)]
+    done = trimtab("train", "small.toml", *sets, "--out", "runs/alone", cwd=place)
+    assert done.returncode == 2
+    assert "waiting up to 1 s for 1 of 1 inference servers (http://127.0.0.1:9/health: " in done.stdout
+    assert done.stderr.startswith("trimtab: 1 of 1 inference servers did not answer within 1 s")

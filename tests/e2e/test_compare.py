@@ -14,6 +14,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from trimtab.training import checkpoint
+from trimtab.training.rundir import read_metrics
+
 pytestmark = pytest.mark.e2e
 
 GRID = ("--methods", "dapo", "token-tis:weight_max=3", "--regimes", "on-policy", "stale-32+int3", "--seeds", "2")
@@ -100,6 +103,27 @@ def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     while time.monotonic() < deadline and Path(f"/proc/{owner}").exists():
         os.sched_yield()
     assert not Path(f"/proc/{owner}").exists()
+
+
+def test_a_grid_that_is_stopped_saves_its_cells_and_goes_on_with_them(tmp_path: Path) -> None:
+    out = tmp_path / "long"
+    long = ("--methods", "dapo", "--regimes", "on-policy", "--seeds", "1", "--set", "trainer.steps=10000")
+    cell, known = out / "on-policy/dapo/seed0", 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with subprocess.Popen(command(out, *long), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as grid:
+            while not (cell / "metrics.jsonl").exists() or len(read_metrics(cell / "metrics.jsonl")) < known + 2:
+                assert grid.poll() is None
+                time.sleep(0.05)
+            grid.send_signal(number)
+            errors = grid.communicate()[1]
+        assert grid.returncode == 128 + number
+        assert errors.endswith("trimtab: interrupted; finished runs are kept; the same command goes on\n")
+        assert "Traceback" not in errors
+        steps = [row["step"] for row in read_metrics(cell / "metrics.jsonl")]
+        assert steps == list(range(1, len(steps) + 1))
+        assert checkpoint.folders(cell / "checkpoints")[-1].name == f"step-{len(steps):06d}"
+        assert len(steps) >= known + 2
+        known = len(steps)
 
 
 def test_more_seeds_are_added_and_a_changed_setting_is_refused(whole: Path) -> None:

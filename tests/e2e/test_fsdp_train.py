@@ -107,3 +107,26 @@ def test_a_lost_rank_ends_the_others_and_the_run_resumes(tmp_path: Path, victim:
     assert [line["step"] for line in after] == list(range(1, target + 1))
     assert after[: last.step] == before[: last.step]
     assert json.loads((out / "checkpoints" / f"step-{target:06d}" / "meta.json").read_text())["updates"] == target
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_that_are_stopped_save_the_step_they_finished_together(tmp_path: Path, number: signal.Signals) -> None:
+    """The signal reaches torchrun, which hands it to every rank at moments of its own."""
+    out = tmp_path / "run"
+    run = start(out, "trainer.steps=1000", "checkpoint.every=0")
+    assert run.stdout is not None
+    for line in run.stdout:
+        if line.startswith("step 2/"):
+            break
+    ranks = [rank(run, number) for number in (0, 1)]
+    run.send_signal(number)
+    rest = run.communicate(timeout=BOUND)[0]
+    assert run.returncode != 0
+    assert not psutil.wait_procs(ranks, timeout=BOUND)[1]
+    assert rest.count("trimtab: interrupted; continue with: the same command --resume") == 1
+    steps = [line["step"] for line in read_metrics(out / "metrics.jsonl")]
+    [saved] = checkpoint.folders(out / "checkpoints")
+    assert saved.name == f"step-{steps[-1]:06d}"
+    train(load_config("laboratory", [*SETS, f"trainer.steps={steps[-1] + 1}"]), out=out, resume=True)
+    assert [line["step"] for line in read_metrics(out / "metrics.jsonl")] == [*steps, steps[-1] + 1]

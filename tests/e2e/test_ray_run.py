@@ -23,7 +23,7 @@ from trimtab.api import train
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.models.load import Loaded
-from trimtab.training import trajectories
+from trimtab.training import checkpoint, trajectories
 from trimtab.training.export import restore
 from trimtab.training.observer import Silent
 from trimtab.training.rundir import read_metrics
@@ -160,13 +160,16 @@ def test_however_a_run_ends_no_actor_stays_and_the_next_command_goes_on(cluster:
     assert "Traceback" not in told
     assert not psutil.wait_procs(actors, timeout=60)[1]
 
-    driver = begin(cluster, out)
-    actors = everyone(cluster)
-    assert len(actors) == 2
-    driver.send_signal(signal.SIGINT)
-    assert "--resume" in driver.communicate()[0]
-    assert driver.returncode == 130
-    assert not psutil.wait_procs(actors, timeout=60)[1]
+    for number, trainers in ((signal.SIGINT, 1), (signal.SIGTERM, 2)):
+        driver = begin(cluster, out, "checkpoint.every=0", f"ray.trainers={trainers}")
+        actors = everyone(cluster)
+        assert len(actors) == trainers + 1
+        driver.send_signal(number)
+        assert "continue with: " in driver.communicate()[0]
+        assert driver.returncode == 128 + number
+        assert not psutil.wait_procs(actors, timeout=60)[1]
+        last = read_metrics(out / "metrics.jsonl")[-1]["step"]
+        assert checkpoint.folders(out / "checkpoints")[-1].name == f"step-{last:06d}"
 
     driver = begin(cluster, out)
     actors = everyone(cluster)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +18,24 @@ Sets = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key of the recipe; may be repeated."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+@contextmanager
+def only_json(as_json: bool) -> Iterator[None]:
+    """With `as_json`, what anybody else prints meanwhile, processes started here included, goes to standard error."""
+    if not as_json:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def print_json(value: Mapping[str, Any]) -> None:

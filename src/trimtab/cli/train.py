@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli import starting
-from trimtab.cli.output import Json, Sets, print_json, run_directory
+from trimtab.cli.output import Json, Sets, only_json, print_json, run_directory
 
 if TYPE_CHECKING:
     from trimtab.config import Config
@@ -49,7 +49,8 @@ def train(
     config = load_config(recipe, sets or ())
     run = run_directory(recipe, out, config.out)
     grid = config.compare is not None
-    with _resumable(recipe, sets or (), run, grid=grid), observe(to_stderr=as_json) as observer:
+    resumable = _resumable(recipe, sets or (), run, grid=grid)
+    with resumable, only_json(as_json), observe(to_stderr=as_json) as observer:
         if config.compare is not None:
             result = _compare(config, run, resume, observer)
         else:
@@ -79,7 +80,7 @@ def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = Fals
 
     config = load_config(recipe, sets or ())
     run = run_directory(recipe, out, config.out)
-    with observe(to_stderr=as_json) as observer:
+    with only_json(as_json), observe(to_stderr=as_json) as observer:
         from trimtab.training.sft import warm_start
 
         result = warm_start(config, out=run, observer=observer)

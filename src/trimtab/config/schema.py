@@ -100,6 +100,10 @@ class SamplingConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1, description="probability mass tokens are drawn from; 1: all")
     top_k: Whole = Field(default=0, description="number of most likely tokens to draw from; 0: all")
     max_tokens: Count | None = Field(default=None, description="default: what the task needs")
+    max_prompt_tokens: Count | None = Field(
+        default=None,
+        description="problems with longer prompts are left out, and counted; default: the context less max_tokens",
+    )
 
 
 class SurgeConfig(Section):
@@ -169,6 +173,9 @@ class TrainerConfig(Section):
     refill_rounds: Count = Field(default=4, description="how often dynamic sampling may sample again per step")
     mask_truncated: bool = Field(default=False, description="no loss on responses cut by the length limit")
     max_bad_steps: Count = Field(default=3, description="non-finite updates in a row before the run stops")
+    max_idle_steps: Whole = Field(
+        default=10, description="steps in a row in which no advantage differs from 0 before the run stops; 0: never"
+    )
 
     @model_validator(mode="after")
     def _lag_is_possible(self) -> TrainerConfig:

@@ -152,6 +152,7 @@ def _config(method: Method, regime: Regime, seed: int, out: Path, model: str | N
         f"objective.name={method.objective}",
         "threads=1",
         "log.trajectories_every=0",
+        "trainer.max_idle_steps=0",  # a method that collapses is a result
         *([] if model is None else [f"model.path={model}"]),
         *(setting for setting in regime.settings if not (real and setting.partition("=")[0] in BUDGET)),
         *sets,

@@ -82,6 +82,7 @@ def _cells(config: Config, out: Path) -> dict[str, Config]:
     for name in config.compare.objectives:
         for seed in config.compare.seeds:
             data = _for_objective(config, name) | {"seed": seed, "out": str(out / name / f"seed{seed}")}
+            data["trainer"] = data["trainer"] | {"max_idle_steps": 0}  # one that collapses is a result
             cells[f"{name}/seed{seed}"] = check_config(data, f"{name}, seed {seed}")
     return cells
 

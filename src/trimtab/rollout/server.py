@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from trimtab.rollout.request import check_request, check_vllm_temperature
 from trimtab.rollout.rows import Prefixes, check_prefixes, check_tokens, complete
 from trimtab.rollout.server_batch import Batch, Job
 from trimtab.rollout.server_http import Connection, Unreachable, check_url
-from trimtab.rollout.server_one import NotAsked, Server, await_any
+from trimtab.rollout.server_one import NotAsked, Server, Teller, await_any
 from trimtab.rollout.server_sglang import SglangWire
 from trimtab.rollout.server_vllm import VllmWire
 from trimtab.rollout.server_weights import Published
@@ -48,12 +48,22 @@ class ServerEngine:
     they compute at the moment, and SGLang uses seeds only if it is told to. `policy_version` starts at 0.
     """
 
-    def __init__(self, urls: Sequence[str], tokenizer: Any, config: EngineConfig, model_folder: Path | str) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        tokenizer: Any,
+        config: EngineConfig,
+        model_folder: Path | str,
+        notify: Callable[[str], None] | None = None,
+    ) -> None:
         """Waits up to `patience` for all servers.
 
         Args:
             model_folder: config files of the model the servers were started with; no weights are read.
+            notify: gets a line for people at once and every few seconds where servers are waited for, from any thread;
+                default: a `TrimtabWarning`. It may be exchanged later.
         """
+        self.notify = notify or _warn
         settings = config.server
         self.policy_version = 0
         self.decoded = 0
@@ -69,8 +79,13 @@ class ServerEngine:
         self._published = Published(settings.folder, getattr(torch, config.dtype))
         self._unclaimed: tuple[int, list[Ask], dict[int, Answer]] | None = None
         self._calls = 0
-        await_any(self._servers, None, settings.patience, everyone=True)
+        await_any(self._servers, None, settings.patience, self.notify, everyone=True)
         self._model = self._one_model()
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of the longest sequence the servers take, as far as they say."""
+        return self._model.context
 
     def generate(
         self,
@@ -132,7 +147,7 @@ class ServerEngine:
 
     def recover(self) -> None:
         """Wait up to `patience` for the first server that is back; it must serve the model it served before."""
-        await_any(self._servers, self._published.current, self._settings.patience, everyone=False)
+        await_any(self._servers, self._published.current, self._settings.patience, self.notify, everyone=False)
 
     def close(self) -> None:
         """Remove the weights that were handed over; the servers are not ours to end."""
@@ -208,7 +223,8 @@ class ServerEngine:
             for index, server in enumerate(self._servers)
             for _ in range(min(threads, self._settings.concurrency))
         ]
-        workers = [threading.Thread(target=self._work, args=(*one, batch), daemon=True) for one in connections]
+        teller = Teller(self.notify)
+        workers = [threading.Thread(target=self._work, args=(*one, batch, teller), daemon=True) for one in connections]
         for worker in workers:
             worker.start()
         try:
@@ -234,7 +250,7 @@ class ServerEngine:
                     server.abort()
                 batch.wait(AGAIN)
 
-    def _work(self, index: int, connection: Connection, batch: Batch) -> None:
+    def _work(self, index: int, connection: Connection, batch: Batch, teller: Teller) -> None:
         """One connection's life: ask for one job after the other until the end of the batch."""
         server = self._servers[index]
 
@@ -245,9 +261,8 @@ class ServerEngine:
             patience = self._settings.patience
             if time.monotonic() - max(since) > patience:
                 batch.fail(EngineLost(f"no inference server is left: {error}"))
-            elif batch.warn():
-                line = f"no inference server is left ({error}); waiting {patience:g} s for one to come back"
-                warnings.warn(line, TrimtabWarning, stacklevel=2)
+            else:
+                teller.tell(f"no inference server is left ({error}); waiting {patience:g} s for one to come back")
 
         def back() -> bool:
             return server.await_return(self._published.current, batch.wait, lost)
@@ -268,6 +283,10 @@ class ServerEngine:
             batch.fail(error)
         finally:
             connection.close()
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line, TrimtabWarning, stacklevel=3)
 
 
 def _give(server: Server, folder: Path, label: str) -> Unreachable | None:

@@ -38,7 +38,6 @@ class Batch:
         self._missing = len(jobs)
         self._changed = threading.Condition()
         self.interrupted = False
-        self._warned = False
         self.answers: dict[int, Answer] = {}
         self.error: BaseException | None = None
 
@@ -89,12 +88,6 @@ class Batch:
                     "engine.server.timeout if responses take longer"
                 )
             self._changed.notify_all()
-
-    def warn(self) -> bool:
-        """Whether nobody has warned yet."""
-        with self._changed:
-            first, self._warned = not self._warned, True
-            return first
 
     def fail(self, error: BaseException) -> None:
         """End the call; the first error is the one that is told."""

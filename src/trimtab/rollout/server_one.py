@@ -15,6 +15,8 @@ from trimtab.rollout.server_wire import Answer, Ask, Model, Wire
 CONTROL_TIMEOUT = 30.0
 # Seconds between two looks at a server that does not answer: the first, doubled up to the longest.
 FIRST_WAIT, LONGEST_WAIT = 0.25, 5.0
+# Seconds after which a wait that lasts is told again.
+AGAIN = 5.0
 # Looks before a server counts as lost: what passes in these four seconds was a hiccup.
 LOOKS = 5
 # How often in a row a server is given weights that it then does not answer with.
@@ -170,13 +172,31 @@ class Server:
         self.lost_at = time.monotonic() if self.lost_at is None else self.lost_at
 
 
-def await_any(servers: list[Server], weights: Path | None, patience: float, *, everyone: bool) -> None:
-    """Wait until one server, or everyone, works.
+class Teller:
+    """Says through `notify` what lasts: at once, and again every few seconds. Any thread may call it."""
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._next = 0.0
+        self._telling = threading.Lock()
+
+    def tell(self, line: str) -> None:
+        with self._telling:
+            if time.monotonic() < self._next:
+                return
+            self._next = time.monotonic() + AGAIN
+        self._notify(line)
+
+
+def await_any(
+    servers: list[Server], weights: Path | None, patience: float, notify: Callable[[str], None], *, everyone: bool
+) -> None:
+    """Wait until one server, or everyone, works; `notify` gets a line for people every few seconds.
 
     Raises:
         TrimtabError: not within `patience` seconds.
     """
-    deadline, wait = time.monotonic() + patience, FIRST_WAIT
+    deadline, wait, teller = time.monotonic() + patience, FIRST_WAIT, Teller(notify)
     while True:
         silent: list[Unreachable] = []
         for server in servers:
@@ -192,5 +212,6 @@ def await_any(servers: list[Server], weights: Path | None, patience: float, *, e
                 f"{len(silent)} of {len(servers)} inference servers did not answer within {patience:g} s "
                 f"({silent[0]}): start them, or raise engine.server.patience (docs/servers.md)"
             )
+        teller.tell(f"waiting up to {left:.0f} s for {len(silent)} of {len(servers)} inference servers ({silent[0]})")
         time.sleep(min(wait, left))
         wait = min(2 * wait, LONGEST_WAIT)

@@ -12,6 +12,7 @@ import numpy as np
 
 from trimtab import tasks
 from trimtab.config import Config
+from trimtab.errors import TrimtabError
 from trimtab.rewards import Score, Scorer
 from trimtab.rollout.contract import check_trajectory
 from trimtab.training.experts import Experts
@@ -21,16 +22,23 @@ from trimtab.training.seeds import derive
 from trimtab.types import EXTERNAL, Completion, Engine, Prompt, Sampling, Task, Trajectory
 
 Group = list[Trajectory]
+TRIES = 1000
+"""Problems that are looked at for one whose prompt is short enough."""
 
 
 @dataclass
 class PromptStream:
-    """Problems of the training split in an order that is a pure function of (seed, position)."""
+    """Problems of the training split in an order that is a pure function of (seed, position).
+
+    Where a prompt has more than `longest` tokens, that of another problem takes its place; `dropped` counts them.
+    """
 
     task: Task
     tokenizer: Any
     seed: int
     position: int = 0
+    longest: int | None = None
+    dropped: int = 0
     _order: tuple[int, np.ndarray] | None = field(default=None, repr=False)
 
     @property
@@ -52,7 +60,30 @@ class PromptStream:
         if order is None or order[0] != epoch:
             rng = np.random.default_rng(derive(self.seed, "order", epoch))
             self._order = order = (epoch, rng.permutation(len(self.task.train)))
-        return tasks.encode(self.task, self.task.train[int(order[1][index])], self.tokenizer)
+        prompt = self._encoded(int(order[1][index]))
+        if self.fits(prompt):
+            return prompt
+        self.dropped += 1
+        return self._instead(position)
+
+    def _instead(self, position: int) -> Prompt:
+        """Any prompt that is short enough; like the order, a pure function of (seed, position)."""
+        rng = np.random.default_rng(derive(self.seed, "instead", position))
+        for index in rng.integers(len(self.task.train), size=TRIES).tolist():
+            prompt = self._encoded(index)
+            if self.fits(prompt):
+                return prompt
+        raise TrimtabError(
+            f"{TRIES} problems in a row have prompts of more than {self.longest} tokens (sampling.max_prompt_tokens): "
+            "leave long ones out of the task, or lower sampling.max_tokens"
+        )
+
+    def _encoded(self, index: int) -> Prompt:
+        return tasks.encode(self.task, self.task.train[index], self.tokenizer)
+
+    def fits(self, prompt: Prompt) -> bool:
+        """Whether a prompt is short enough."""
+        return self.longest is None or len(prompt.ids) <= self.longest
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,14 @@ def worker_count(config: Config) -> int:
     return 1 if config.trainer.max_lag and not apart else 0
 
 
-def build_engines(config: Config, loaded: Loaded, folder: Path) -> list[Engine]:
+def build_engines(
+    config: Config, loaded: Loaded, folder: Path, notify: Callable[[str], None] | None = None
+) -> list[Engine]:
     """The engines of a run, each to be published to before it generates.
 
     `loaded` is the model where it is trained, `folder` its config, generation config and tokenizer (weights are not
     read). Processes start at once and load beside the caller; the threads of this process are set to its share.
+    `notify` gets a line for people where servers are waited for.
 
     Raises:
         TrimtabError: what `check_engines` refuses; more GPUs are needed than there are.
@@ -90,7 +93,7 @@ def build_engines(config: Config, loaded: Loaded, folder: Path) -> list[Engine]:
         from trimtab.rollout.server import ServerEngine
 
         # One engine for all servers: the responses a lost one owes go to the others.
-        return [ServerEngine(config.engine.server.urls, loaded.tokenizer, config.engine, folder)]
+        return [ServerEngine(config.engine.server.urls, loaded.tokenizer, config.engine, folder, notify)]
     if count := worker_count(config):
         return _workers(config, folder, count)
     if config.engine.type == "vllm":

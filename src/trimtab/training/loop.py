@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from trimtab.config import Config
 from trimtab.corrections import finite_rows
-from trimtab.errors import Diverged, Stopped
-from trimtab.evaluation import evaluate
+from trimtab.errors import Diverged, Stopped, TrimtabError
 from trimtab.objectives import advantages
 from trimtab.training import checkpoint, snapshot, trajectories
 from trimtab.training.batching import micro_batches, split_minibatches, to_tensors
@@ -29,6 +29,8 @@ from trimtab.training.canary import Canary
 from trimtab.training.collect import Collector, CollectStats, Group
 from trimtab.training.feed.feed import Feed
 from trimtab.training.feed.refusals import runs_beside
+from trimtab.training.heldout import HeldOut
+from trimtab.training.idle import Idle, reason
 from trimtab.training.metrics import (
     batch_metrics,
     beside_metrics,
@@ -44,7 +46,6 @@ from trimtab.training.observer import Moment, Observer
 from trimtab.training.optim import surge_share
 from trimtab.training.ranks import here
 from trimtab.training.rundir import RunDir
-from trimtab.training.seeds import derive
 from trimtab.training.sinks import Sink
 from trimtab.training.stop import Stop
 from trimtab.training.surge import Surge
@@ -85,12 +86,18 @@ class Trainer:
     canary: Canary | None = None
     sinks: Sequence[Sink] = ()
     stop: Stop = field(default_factory=Stop)
+    idle: Idle = field(default_factory=Idle)
+    opening: dict[str, float] = field(default_factory=dict)  # what was measured ahead of the first step
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def collector(self) -> Collector:
         return self.feed.collector
+
+    @cached_property
+    def held_out(self) -> HeldOut:
+        return HeldOut.of(self.collector)
 
     def train(self) -> dict[str, Any]:
         """Run to the last step and return its metrics. On divergence the error names the last good checkpoint."""
@@ -134,6 +141,8 @@ class Trainer:
         self.seconds["step"] = time.perf_counter() - start
 
         metrics = self._metrics(batch, collected, stats, version)
+        metrics |= self.opening if self.step == 1 else {}
+        told = self.idle.observe(batch.trajectories, batch.advantages, self.collector.sampling.max_tokens)
         metrics |= calibrated | self._watch_lengths(metrics.get("length/mean"))
         metrics |= {} if confirmed is None else {"mismatch/confirmed": confirmed}
         metrics |= before | {
@@ -145,7 +154,21 @@ class Trainer:
         self._write(batch, stats, metrics | measured, measured)
         for error in dict.fromkeys(collected.errors):
             self.observer.message(error)
+        if told is not None:
+            self.observer.message(f"step {self.step}: {told}")
+        self._stop_if_idle(batch)
         return metrics | measured
+
+    def _stop_if_idle(self, batch: Batch) -> None:
+        """End a run that goes on without learning; its last step is saved, and resuming it goes on counting."""
+        limit = self.config.trainer.max_idle_steps
+        if limit and self.idle.steps >= limit and self.step < self.config.trainer.steps:
+            self._save()
+            why = reason(batch.trajectories, self.collector.sampling.max_tokens)
+            raise TrimtabError(
+                f"{self.idle.steps} steps in a row taught nothing, in the last one {why}; step {self.step} is saved: "
+                "look at the reward and the responses, or raise trainer.max_idle_steps (0: never stop)"
+            )
 
     def _prepare_batch(self, groups: Sequence[Group]) -> Batch:
         """Pack, score what stays constant, drop bad data, and only then compute advantages over whole groups."""
@@ -269,8 +292,11 @@ class Trainer:
     def _method_metrics(
         self, batch: Batch, collected: CollectStats, stats: UpdateStats, version: int
     ) -> dict[str, float]:
-        """What only runs with prefixes, external traces, noise, replayed routing or calibrated bounds have to say."""
-        found: dict[str, float] = {}
+        """What only runs with prompts that are too long, prefixes, external traces, noise, replayed routing or
+        calibrated bounds have to say."""
+        stream, found = self.collector.stream, dict[str, float]()
+        if stream.dropped:
+            found["prompt/dropped"], stream.dropped = stream.dropped, 0
         if self.collector.prefixes is not None:
             found |= prefix_metrics(batch.trajectories, version)
         if self.collector.experts is not None:
@@ -293,16 +319,7 @@ class Trainer:
         task = self.collector.stream.task
 
         def through(engine: Engine) -> tuple[float, int]:
-            result = evaluate(
-                engine,
-                self.collector.stream.tokenizer,
-                task,
-                self.collector.scorer,
-                problems=list(task.test[: self.config.eval.problems]),
-                sampling=replace(self.collector.sampling, temperature=0.0, top_p=1.0, top_k=0),
-                seed=derive(self.config.seed, "eval"),
-            )
-            return result.accuracy, len(result.problems)
+            return self.held_out.measure(engine, self.collector)
 
         rounded = sampler_rounding(self.config).active
         accuracy, problems = self.feed.look(self.current_weights(), self.learner.updates, through, rounded=rounded)

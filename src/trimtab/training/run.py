@@ -34,6 +34,7 @@ from trimtab.training.feed import refusals
 from trimtab.training.feed.beside import Beside
 from trimtab.training.feed.buffer import Buffer
 from trimtab.training.feed.feed import Feed, InStep
+from trimtab.training.lengths import Survey, longest_prompt
 from trimtab.training.loop import Trainer
 from trimtab.training.makers import LOCAL, Makers
 from trimtab.training.observer import Observer, Silent
@@ -102,6 +103,7 @@ def train(
         folder = Path(out or config.out or "runs/run")
         make = partial(RunDir.open, folder) if resume else partial(RunDir.create, folder, config.dump())
         run = cleanup.enter_context(run_directory(folder, make))
+        watcher.message(f"loading    {config.model.path}")
         loaded = load_model(config)
         if run.writes and not run.model_folder.exists():
             save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
@@ -117,7 +119,20 @@ def train(
             said, first = command or provenance.command(), trainer.step + 1
             cleanup.enter_context(provenance.recorded(run, config, said, started, first))
         watcher.started(config, trainer.learner.objective.equation(), config.trainer.steps, run.path)
+        _look_at_prompts(trainer)
         return RunResult(run.path, trainer.train())
+
+
+def _look_at_prompts(trainer: Trainer) -> None:
+    """Say before anything is trained how long prompts are, and what becomes of those that are too long."""
+
+    def look() -> None:
+        survey = Survey.of(trainer.collector.stream)
+        trainer.opening = survey.metrics()
+        for line in (*survey.lines(), *trainer.held_out.lines()):
+            trainer.observer.message(line)
+
+    here().together(look if trainer.run.writes else lambda: None)
 
 
 def check(
@@ -138,6 +153,11 @@ def check(
     if kind not in (None, expected) and (expected != "grpo" or kind == "optimal"):
         raise TrimtabError(
             f"advantage.kind = {kind!r} does not fit objective {built.name!r}, which expects {expected!r}"
+        )
+    if config.trainer.samples == 1:
+        raise TrimtabError(
+            f"trainer.samples = 1 teaches nothing: advantage {kind or expected!r} compares the responses to one prompt "
+            "with each other; set it to 2 or more"
         )
     if config.trainer.minibatches > config.trainer.prompts:
         raise TrimtabError(
@@ -225,8 +245,11 @@ def assemble(
     if ranks.size == 1 or (ranks.leads and config.engine.type == "embedded"):
         # First: the engine copies the model where it lies.
         loaded.model.to(device)  # pyright: ignore[reportArgumentType]
-    make = makers.engines or build_engines
-    engines = make(config, loaded, run.model_folder) if ranks.leads else [NoEngine()]
+    engines: Sequence[Engine] = [NoEngine()]
+    if ranks.leads and makers.engines is not None:
+        engines = makers.engines(config, loaded, run.model_folder)
+    elif ranks.leads:
+        engines = build_engines(config, loaded, run.model_folder, observer.message)
     canary = Canary.build(config, loaded.tokenizer, loaded.model)
     model = spread(prepare_model(loaded.model, config, device), config)
     return Trainer(
@@ -280,10 +303,11 @@ def _learner(
 def _collector(config: Config, parts: Parts, loaded: Loaded, engine: Engine) -> Collector:
     sampling, prefix, expert = sampling_of(config, parts.task), config.prefix, config.expert
     context = getattr(loaded.model.config, "max_position_embeddings", None)
-    samples = config.trainer.samples
+    contexts = (context, config.engine.vllm.context, getattr(engine, "context", None))
+    samples, longest = config.trainer.samples, longest_prompt(config, sampling, contexts)
     return Collector(
         config=config,
-        stream=PromptStream(parts.task, loaded.tokenizer, config.seed),
+        stream=PromptStream(parts.task, loaded.tokenizer, config.seed, longest=longest),
         engine=engine,
         scorer=parts.scorer,
         sampling=sampling,

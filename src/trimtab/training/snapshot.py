@@ -36,6 +36,7 @@ def take(trainer: Trainer, measured: Mapping[str, float]) -> tuple[dict[str, Any
         "measured": dict(measured),
         "updates": learner.updates,
         "bad_in_a_row": learner.bad_in_a_row,
+        "idle": trainer.idle.steps,
         "feed": feed_data,
         "optimizer": groups,
         "random": generator_data,
@@ -74,6 +75,7 @@ def _restore(trainer: Trainer, found: checkpoint.LoadedCheckpoint) -> None:
     trainer.step = meta["step"]
     learner.updates = meta["updates"]
     learner.bad_in_a_row = meta["bad_in_a_row"]
+    trainer.idle.steps = meta.get("idle", 0)  # checkpoints of before it was counted have none
     if "bounds" in meta:
         adopt(learner, meta["bounds"])
     if trainer.surge is not None:
@@ -118,6 +120,7 @@ def _deciding(config: Config) -> dict[str, Any]:
     free: dict[str, Any] = dict.fromkeys(FREE, True)
     free["engine"] = {"patience": True, "server": {"urls", "timeout", "patience", "concurrency", "folder"}}
     data = config.model_dump(mode="json", exclude=free)
+    del data["trainer"]["max_idle_steps"]
     if config.optim.schedule != "cosine":
         del data["trainer"]["steps"]
     return dict(_flat(data, ""))

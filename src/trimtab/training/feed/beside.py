@@ -46,6 +46,9 @@ class Beside:
         self._floor = Floor(
             collector, buffer, trainer.in_flight, chunk=-(-trainer.prompts // len(engines)), canary=canary
         )
+        for engine in engines:
+            if hasattr(engine, "notify"):  # that of servers waits for them in a lane, which only leaves notes
+                engine.notify = self._floor.note  # pyright: ignore[reportAttributeAccessIssue]
         self._lanes = [Lane(number, engine, self._floor) for number, engine in enumerate(engines)]
         self._scoring = Scoring(self._floor)
         self._notify = notify

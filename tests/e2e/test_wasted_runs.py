@@ -1,0 +1,117 @@
+"""Runs that would train nothing, or die in the middle, by what their prompts and responses are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import trimtab
+from trimtab.config import load_config
+from trimtab.errors import TrimtabError
+from trimtab.training import checkpoint
+from trimtab.training.observer import Silent
+from trimtab.training.run import train
+from trimtab.training.rundir import read_metrics
+
+pytestmark = pytest.mark.e2e
+
+SMALL = ("trainer.prompts=2", "trainer.samples=4", "eval.problems=4", "checkpoint.every=0", "log.trajectories_every=0")
+
+
+class Notes(Silent):
+    """Remembers what a run said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def problems(path: Path, lengths: list[int], first: int) -> Path:
+    """Digits to sort, so many of them in each question; the laboratory model reads 64 characters at most."""
+    digits = ["".join(str((start + place) % 10) for place in range(n)) for start, n in enumerate(lengths, start=first)]
+    rows = [{"question": f"{text}=", "answer": "".join(sorted(text)) + "."} for text in digits]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def sorting(folder: Path, train_lengths: list[int], test_lengths: list[int], *changes: str) -> trimtab.Config:
+    """The laboratory on files of its own task. Of the context of 64, 11 tokens are for responses: 53 are left."""
+    files = problems(folder / "train.jsonl", train_lengths, 0), problems(folder / "test.jsonl", test_lengths, 5)
+    named = [f'task={{name="file", style="plain", template="{{question}}", path="{files[0]}", test_path="{files[1]}"}}']
+    return load_config("laboratory", [*SMALL, *named, "sampling.max_tokens=11", *changes])
+
+
+def test_a_prompt_longer_than_the_context_is_left_out_and_counted(tmp_path: Path) -> None:
+    notes = Notes()
+    config = sorting(tmp_path, [10, 10, 70, 10], [10, 80, 10, 90], "trainer.steps=4")
+    train(config, out=tmp_path / "run", observer=notes)
+    assert "prompts    11 to 71 tokens, median 11, 95 % up to 71 (all 4 problems)" in notes.lines
+    assert any(line.startswith("1 of them are longer than 53 tokens") for line in notes.lines)
+    assert "2 of 4 held-out problems have longer prompts: they count as not solved" in notes.lines
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert {key: rows[0][key] for key in rows[0] if key in ("prompt/min", "prompt/max", "prompt/too_long")} == {
+        "prompt/min": 11,
+        "prompt/max": 71,
+        "prompt/too_long": 0.25,
+    }
+    assert not any("prompt/max" in row for row in rows[1:])
+    # Eight prompts were drawn, each of four twice.
+    assert sum(row.get("prompt/dropped", 0) for row in rows) == 2
+    assert all(row["trajectories/consumed"] == 8 for row in rows)
+    assert rows[-1]["eval/train/greedy"] <= 0.5
+
+
+def test_a_run_whose_prompts_are_all_too_long_stops_before_it_begins(tmp_path: Path) -> None:
+    with pytest.raises(TrimtabError, match=r"every prompt is longer than the 5 tokens .* the shortest has 11"):
+        train(sorting(tmp_path, [10, 12], [10], "sampling.max_prompt_tokens=5"), out=tmp_path / "run")
+    assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_one_response_to_a_prompt_teaches_nothing_and_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrimtabError, match=r"trainer.samples = 1 .*'grpo' compares the responses"):
+        train(load_config("laboratory", [*SMALL, "trainer.samples=1"]), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_learns_nothing_stops_and_resuming_it_goes_on_counting(tmp_path: Path) -> None:
+    changes = [*SMALL, "sampling.max_tokens=1", "trainer.steps=9", "trainer.max_idle_steps=3"]
+    notes, run = Notes(), tmp_path / "run"
+    reason = r"none of 8 responses ended within sampling.max_tokens = 1, all of them got reward 0"
+    with pytest.raises(
+        TrimtabError, match=f"3 steps in a row taught nothing, in the last one {reason}; step 3 is saved"
+    ):
+        train(load_config("laboratory", changes), out=run, observer=notes)
+    assert [line for line in notes.lines if "taught" in line] == [f"step 1: it taught nothing: {reason}"]
+    assert [folder.name for folder in checkpoint.folders(run / "checkpoints")] == ["step-000003"]
+    with pytest.raises(TrimtabError, match="4 steps in a row taught nothing"):
+        train(load_config("laboratory", changes), out=run, resume=True)
+    patient = load_config("laboratory", [*changes, "trainer.max_idle_steps=0"])
+    assert train(patient, out=run, resume=True).metrics["step"] == 9
+
+
+def test_the_last_step_of_a_run_is_not_cut_off(tmp_path: Path) -> None:
+    config = load_config("laboratory", [*SMALL, "sampling.max_tokens=1", "trainer.steps=2", "trainer.max_idle_steps=2"])
+    assert train(config, out=tmp_path / "run").metrics["step"] == 2
+
+
+def test_training_from_python_says_how_far_it_is_unless_it_is_told_not_to(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config("laboratory", [*SMALL, "trainer.steps=2"])
+    trimtab.train(config, out=tmp_path / "told")
+    out, errors = capfd.readouterr()
+    assert out == ""
+    lines = errors.splitlines()
+    assert lines[0] == "loading    laboratory"
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/2", "2/2"]
+    assert lines[-1] == f"report: {tmp_path / 'told' / 'report.html'}"
+    trimtab.train(config, out=tmp_path / "silent", progress=False)
+    assert capfd.readouterr() == ("", "")
+    notes = Notes()
+    trimtab.train(config, out=tmp_path / "observed", observer=notes)
+    assert capfd.readouterr() == ("", "")
+    assert notes.lines

@@ -1,0 +1,74 @@
+"""Steps that teach nothing, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from trimtab.training.idle import Idle
+from trimtab.types import Finish, Trajectory
+
+from .support import trajectory
+
+
+def batch(*rewards: float, finish: Finish = "stop") -> tuple[list[Trajectory], torch.Tensor]:
+    """Groups of two, with the advantages of centred rewards."""
+    rows = [trajectory(index // 2, [3], reward=reward, finish=finish) for index, reward in enumerate(rewards)]
+    pairs = torch.tensor(rewards).view(-1, 2)
+    return rows, (pairs - pairs.mean(1, keepdim=True)).reshape(-1, 1)
+
+
+def test_a_step_with_any_advantage_is_none_of_them() -> None:
+    idle = Idle()
+    assert idle.observe(*batch(0.0, 0.0, 1.0, 1.0, 0.0, 1.0), 8) is None
+    assert idle.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "finish", "said"),
+    [
+        ((0.0, 0.0, 0.0, 0.0), "stop", "of 4 responses all of them got reward 0"),
+        ((0.0, 0.0, 1.0, 1.0), "stop", "of 4 responses the rewards of every group are equal"),
+        ((0.0, 0.0), "length", r"none of 2 responses ended within sampling.max_tokens = 8, all of them got reward 0"),
+    ],
+)
+def test_a_step_without_is_said_with_its_reason(rewards: tuple[float, ...], finish: Finish, said: str) -> None:
+    idle = Idle()
+    line = idle.observe(*batch(*rewards, finish=finish), 8)
+    assert line == f"it taught nothing: {said}"
+    assert idle.steps == 1
+
+
+def test_it_is_said_at_the_first_of_a_row_and_every_tenth_and_a_step_that_teaches_ends_the_row() -> None:
+    idle = Idle()
+    said = [idle.observe(*batch(0.0, 0.0), 8) is not None for _ in range(21)]
+    assert [index for index, told in enumerate(said) if told] == [0, 10, 20]
+    assert idle.steps == 21
+    assert idle.observe(*batch(0.0, 1.0), 8) is None
+    assert idle.steps == 0
+    assert idle.observe(*batch(0.0, 0.0), 8) is not None
+
+
+def test_responses_that_are_all_cut_but_told_apart_are_said_and_not_counted() -> None:
+    idle = Idle()
+    line = idle.observe(*batch(0.0, 1.0, finish="length"), 8)
+    assert line is not None
+    assert "none of 2 responses ended within sampling.max_tokens = 8" in line
+    assert "nothing" not in line
+    assert idle.steps == 0
+
+
+def test_an_advantage_at_tokens_that_are_not_trained_teaches_nothing() -> None:
+    rows, advantages = batch(0.0, 1.0, finish="length")
+    masked = [replace(row, loss_mask=np.zeros(1, dtype=np.bool_)) for row in rows]
+    idle = Idle()
+    idle.observe(masked, advantages, 8)
+    assert idle.steps == 1
+
+
+def test_an_empty_batch_teaches_nothing() -> None:
+    idle = Idle()
+    assert idle.observe([], torch.zeros(0, 1), 8) == "it taught nothing: no response could be used"
