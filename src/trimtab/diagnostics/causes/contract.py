@@ -67,7 +67,11 @@ def mean_ratio(tokens: Tokens) -> tuple[float, float]:
 
 
 def temperature_line(tokens: Tokens) -> Line | None:
-    """The line of two temperatures, if the data lies on one; less likely tokens are asked where too few are likely."""
+    """The line of two temperatures, if the data lies on one; less likely tokens are asked where too few are likely.
+
+    Samples of one prompt begin with the same tokens in the same context: what repeats in both columns is one fact.
+    """
+    tokens = tokens.kept(_first_seen(tokens))
     mean = 0.5 * (tokens.behavior + tokens.trainer)
     # Below -1e-4 on both sides: a token alone in its kept set has no logit to compare.
     doubt = np.maximum(tokens.behavior, tokens.trainer) < -1e-4
@@ -96,6 +100,14 @@ def temperature_line(tokens: Tokens) -> Line | None:
     ):
         return None
     return Line((1 + slope / 2) / (1 - slope / 2), z, spread, int(use.sum()))
+
+
+def _first_seen(tokens: Tokens) -> np.ndarray:
+    """The first token of each pair of log-probs (tokens,)."""
+    pairs = np.stack([tokens.behavior, tokens.trainer], axis=1)
+    first = np.zeros(len(tokens), dtype=bool)
+    first[np.unique(pairs, axis=0, return_index=True)[1]] = True
+    return first
 
 
 def cut_off(tokens: Tokens) -> Cut | None:

@@ -19,7 +19,7 @@ from trimtab.diagnostics.diagnosis import Cause
 
 GROWTH, CLEAR = 1.15, 5.0
 REWARDED, REWARDED_Z, STRONG, STRONG_Z, SYNCED = 0.15, 5.0, 0.3, 3.5, 0.3
-FINE = -0.35
+FINE = -0.8
 BETWEEN_STEPS = 1.8
 TOKENS = 40
 FIX = (

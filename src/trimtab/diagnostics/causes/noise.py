@@ -1,14 +1,15 @@
 """`precision` and `quantized`: how large the zero-mean rest is, in logits.
 
-Rounding shifts logits by about the same amount wherever the model is undecided, so its size is read there, from trainer
-and sampler alike. bfloat16 on one or both sides moves logits by .03 (a small model) to .1 (30 layers): k3 up to
-2.5e-3. Eight-bit weights and caches start where that ends (k3 4e-3 to 5e-2), four and three bits go on to 1. Both
-figures decide together; next to the border the confidence is low. Below `LEAST` it is two float32 forwards, or the
-rounding of the file.
+What the run's own recipe says decides, where it lies beside the files. Without it size does: rounding shifts logits by
+about the same amount wherever the model is undecided, so it is read there, from trainer and sampler alike. How much a
+bit matters differs by model and text, four times between prose and few-shot arithmetic on one model, so the border
+lies beyond what bfloat16 on both sides was measured to give in whole runs, before and after training (docs/causes.md),
+and next to it the confidence is low. The rms of the logits, which differs less between such runs, weighs more than k3.
+Below `LEAST` it is two float32 forwards, or the rounding of the file.
 
-Where ids are known and many, a second fact helps at the border: rounding in arithmetic is new in every context, other
-weights shift a token the same way wherever it stands. That share of the variance is 0 to .02 for bfloat16, .12 for
-eight bits and .24 for four bits and for weights a few updates old.
+Where ids are known and many, a second fact helps: rounding in arithmetic is new in every context, other weights shift a
+token the same way wherever it stands. That share of the variance is 0 to .02 for bfloat16, .12 and more for eight bits
+and .24 for four bits and for weights a few updates old.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from trimtab.diagnostics.diagnosis import Cause, Settings
 from trimtab.diagnostics.ranges import k3_ranges
 
 LEAST, LEAST_K3 = 4e-4, 1e-8
-BORDER_RMS, BORDER_K3 = 0.113, 3.1e-3
-NUDGE, PERSISTENT, IDS = 0.25, 0.07, 60
+BORDER_RMS, BORDER_K3, BY_RMS = 0.25, 5.8e-3, 0.7
+NUDGE, PERSISTENT, IDS = 0.7, 0.07, 60
+UNTOLD = 0.8  # confidence at most where size alone speaks
 TOLD = 0.95
 SIXTEEN = 0.008  # logits: below, float16 or tf32 rather than bfloat16
 FIX_PRECISION = (
@@ -61,8 +63,8 @@ class Noise:
         by_rms = math.log(max(self.rms, 1e-9) / BORDER_RMS)
         if self.bound:
             return by_rms
-        by_size = 0.5 * (by_rms + 0.5 * math.log(max(self.k3, 1e-12) / BORDER_K3))
-        return by_size + (NUDGE if self.other_weights else 0.0)
+        by_k3 = 0.5 * math.log(max(self.k3, 1e-12) / BORDER_K3)
+        return BY_RMS * by_rms + (1 - BY_RMS) * by_k3 + (NUDGE if self.other_weights else 0.0)
 
 
 def noise_of(tokens: Tokens) -> Noise:
@@ -130,7 +132,12 @@ def name_noise(noise: Noise, floor: float, settings: Settings | None = None) -> 
         return _as_told(noise, size, settings)
     sure = round(min(0.95, 0.55 + 0.5 * abs(noise.coarse)), 2)
     if noise.coarse > 0:
-        evidence = f"{size}: more than 16-bit arithmetic gives (up to .1 and 2.5e-3)"
+        evidence = f"{size}: more than bfloat16 on both sides gives (up to .23 and 3e-3)"
+        if noise.other_weights:
+            evidence += f"; {noise.persistent:.0%} of it comes back wherever a token does, as that of other weights"
+        else:
+            sure = min(sure, UNTOLD)
+            evidence += ", if no float32 weights are trained beside bfloat16 ones; the engine's settings tell"
         return Cause("quantized", sure, evidence, FIX_QUANTIZED)
     kind = "float16 or tf32" if noise.rms < SIXTEEN else "bfloat16"
     return Cause("precision", sure, f"{size}: the size of {kind} arithmetic", FIX_PRECISION)

@@ -39,13 +39,15 @@ class Layout:
     padded: responses are padded on the right to one length; masks tell where they end.
     whole: lists span prompt and response, and the prompt is not trained.
     repeats: the same responses may be written again, into a later file.
-    advice: the option that makes the framework write log-probs.
+    advice: the option that makes the framework write log-probs. trainer_advice: the same where only the trainer's are
+    absent; empty where that is no different.
     """
 
     framework: str
     columns: Mapping[str, tuple[str, ...]]
     signs: tuple[frozenset[str], ...]
     advice: str
+    trainer_advice: str = ""
     padded: bool = False
     whole: bool = False
     repeats: bool = False
@@ -67,6 +69,8 @@ VERL = Layout(
         "loss_mask": ("response_mask",),
         "padding_mask": ("attention_mask",),
         "entropy": ("entropys", "entropy"),
+        "policy_version": ("policy_version",),
+        "proximal_version": ("proximal_version",),
         "step": ("step",),
         "group": ("uid", "input"),
         "reward": ("score",),
@@ -79,6 +83,8 @@ VERL = Layout(
         frozenset({"input", "output", "score", "step"}),
     ),
     "set actor_rollout_ref.rollout.calculate_log_probs=True and add the lines of docs/frameworks.md to the dump",
+    "verl computes old_log_probs in every step with algorithm.rollout_correction.bypass_mode=False (the default); the "
+    "lines of docs/frameworks.md write it to the dump",
     padded=True,
 )
 TRL = Layout(
@@ -101,6 +107,8 @@ TRL = Layout(
     ),
     "log_completions writes text only: use vLLM with vllm_importance_sampling_correction and the trainer subclass of "
     "docs/frameworks.md",
+    "TRL computes old_per_token_logps with use_vllm=True and vllm_importance_sampling_correction=True; the trainer "
+    "subclass of docs/frameworks.md writes it",
     padded=True,
     repeats=True,
 )

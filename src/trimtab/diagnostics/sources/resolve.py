@@ -126,11 +126,15 @@ def _anchor(filled: Mapping[Path, frozenset[str]], layout: Layout, columns: Mapp
     for anchor in ("proximal", "current"):
         if f"logp_{anchor}" in columns:
             return anchor
+    # The sampler's own column, however alike its name is, is no candidate for the trainer's.
+    taken = frozenset({columns["logp_behavior"]})
     role = "logp_current" if layout.framework == "prime-rl" else "logp_proximal"
-    raise _lacking(filled, role, layout, "the trainer's log-probs")
+    raise _lacking(filled, role, layout, "the trainer's log-probs", taken)
 
 
-def _lacking(filled: Mapping[Path, frozenset[str]], role: str, layout: Layout, use: str) -> TrimtabError:
+def _lacking(
+    filled: Mapping[Path, frozenset[str]], role: str, layout: Layout, use: str, taken: frozenset[str] = frozenset()
+) -> TrimtabError:
     wanted = layout.columns.get(role, (role,))
     path, names = next(
         ((path, names) for path, names in filled.items() if not names & set(wanted)), next(iter(filled.items()))
@@ -138,15 +142,16 @@ def _lacking(filled: Mapping[Path, frozenset[str]], role: str, layout: Layout, u
     called = "" if wanted[0] == role else f" ({layout.framework} calls it {wanted[0]})"
     kind = LacksTrainer if layout.framework == "miles" and role == "logp_proximal" else TrimtabError
     return kind(
-        f"{path} has no {role}, {use}{called}; {_shown(names, wanted)}. Name it with --columns {role}=COLUMN, "
-        f"or: {layout.advice}"
+        f"{path} has no {role}, {use}{called}; {_shown(names, wanted, taken)}. Name it with --columns {role}=COLUMN, "
+        f"or: {(taken and layout.trainer_advice) or layout.advice}"
     )
 
 
-def _shown(names: frozenset[str], wanted: Sequence[str]) -> str:
-    """The columns there are, in one line, the nearest to what was wanted first."""
+def _shown(names: frozenset[str], wanted: Sequence[str], taken: frozenset[str] = frozenset()) -> str:
+    """The columns there are, in one line, the nearest to what was wanted first; `taken` have another role."""
     plain = sorted(" ".join(name.split())[:40] for name in names)
-    close = [match for name in wanted for match in difflib.get_close_matches(name, plain, n=1, cutoff=0.7)]
+    free = [name for name in plain if name not in taken]
+    close = [match for name in wanted for match in difflib.get_close_matches(name, free, n=1, cutoff=0.7)]
     more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""
     meant = f" (did you mean {close[0]!r}?)" if close else ""
     return f"its columns are {', '.join(plain[:_SHOWN])}{more}{meant}"

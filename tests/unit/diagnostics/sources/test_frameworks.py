@@ -180,6 +180,28 @@ def test_a_dump_without_log_probs_names_the_option_that_gives_them(name: str, la
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("framework", "sampler", "way"),
+    [
+        ("verl", "rollout_log_probs", "algorithm.rollout_correction.bypass_mode=False"),
+        ("trl", "sampling_per_token_logps", "vllm_importance_sampling_correction=True"),
+    ],
+)
+def test_without_the_trainers_side_the_samplers_is_not_suggested(
+    tmp_path: Path, framework: str, sampler: str, way: str
+) -> None:
+    masks = {"response_mask": [1, 1], "completion_mask": [1, 1]}
+    (tmp_path / "1.jsonl").write_text(json.dumps({sampler: [-1.0, -2.0], "score": 1.0, **masks}) + "\n")
+    with pytest.raises(TrimtabError) as caught:
+        open_source([tmp_path], framework=framework)
+    message = str(caught.value)
+    assert "has no logp_proximal, the trainer's log-probs" in message
+    assert way in message
+    assert "did you mean" not in message
+    assert "calculate_log_probs" not in message
+    assert "\n" not in message
+
+
 def test_files_of_two_frameworks_are_not_mixed() -> None:
     with pytest.raises(TrimtabError, match=r"a file of verl and .* one of trl"):
         open_source([DATA / "verl/3.jsonl", DATA / "trl"])

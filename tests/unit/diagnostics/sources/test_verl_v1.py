@@ -1,0 +1,198 @@
+"""The lines of docs/frameworks.md for verl: what they write, whether `diagnose` reads it, and whether verl still fits.
+
+verl itself needs Ray, CUDA builds and a cluster's worth of packages: its classes are stood in for by ones with the
+signatures of 0.9.1, and those are compared with verl's own source where it is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trimtab
+
+ROOT = Path(__file__).parents[4]
+V1_ARGUMENTS = ["self", "batch", "timing_raw", "rollout_data_dir"]
+V0_ARGUMENTS = ["self", "batch", "reward_extra_infos_dict", "timing_raw", "rollout_data_dir"]
+
+
+def block(trainer: str) -> str:
+    """The block of code of the page that patches this class."""
+    page = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    (found,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f" import {trainer}\n" in code]
+    return found
+
+
+class Strings(list[str]):
+    """tensordict's list of non-tensors has `tolist`."""
+
+    def tolist(self) -> list[str]:
+        return list(self)
+
+
+@dataclass
+class Meta:
+    """verl's KVBatchMeta, as far as it is used."""
+
+    keys: list[str]
+    partition_id: str
+    tags: list[dict[str, Any]]
+
+
+def nested(*rows: Sequence[float]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+STORED = {
+    "uid": Strings(["q1", "q1", "q2", "q2"]),
+    "responses": nested([5, 6, 7], [8, 9], [5], [1, 1]),
+    "response_mask": nested([1, 0, 1], [1, 1], [1], [1, 1]),
+    "rollout_log_probs": nested([-1.0, 0.0, -0.5], [-2.0, -0.25], [-1.5], [0.0, 0.0]),
+    "old_log_probs": nested([-1.25, 0.0, -0.5], [-2.0, -0.5], [-1.75], [0.0, 0.0]),
+    "advantages": nested([0.5, 0.5, 0.5], [-0.5, -0.5], [1.0], [0.0, 0.0]),
+    "rm_scores": nested([0.0, 0.0, 1.0], [0.0, 0.0], [0.5], [0.0, 0.0]),
+}
+META = Meta(
+    ["q1_0_0", "q1_1_0", "q2_0_0", "pad"],
+    "train",
+    [
+        {"min_global_steps": 6},
+        {"min_global_steps": 4},
+        {"min_global_steps": 6},
+        {"min_global_steps": 6, "is_padding": True},
+    ],
+)
+
+
+@pytest.fixture
+def verl(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
+    """verl's V1 trainer and its queue, reduced to what the page's lines touch."""
+
+    class PPOTrainer:
+        def __init__(self) -> None:
+            self.global_steps = 7
+            self.written: list[tuple[Meta, str]] = []
+
+        def _log_rollout_data(self, batch: Meta, timing_raw: dict[str, float], rollout_data_dir: str) -> None:
+            assert timing_raw == {}
+            self.written.append((batch, rollout_data_dir))
+
+    def kv_batch_get(keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, Any]:
+        assert (keys, partition_id) == (META.keys, "train")
+        # Fields nobody stored (entropy here) are left out, as the queue does.
+        return {name: STORED[name] for name in select_fields if name in STORED}
+
+    names = ["verl", "verl.trainer", "verl.trainer.ppo", "verl.trainer.ppo.v1", "verl.trainer.ppo.v1.trainer_base"]
+    modules = {name: types.ModuleType(name) for name in [*names, "transfer_queue"]}
+    modules[names[-1]].PPOTrainer = PPOTrainer  # type: ignore[attr-defined]
+    modules["transfer_queue"].kv_batch_get = kv_batch_get  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return PPOTrainer
+
+
+def load(code: str, folder: Path) -> None:
+    """Run the lines as the module the page says to write."""
+    path = folder / "dump_logps.py"
+    path.write_text(code)
+    spec = importlib.util.spec_from_file_location("dump_logps", path)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_the_lines_for_v1_write_what_diagnose_reads(tmp_path: Path, verl: Any) -> None:
+    load(block("PPOTrainer"), tmp_path)
+    trainer = verl()
+    trainer._log_rollout_data(META, {}, str(tmp_path / "dump"))
+    assert trainer.written == [(META, str(tmp_path / "dump"))], "verl's own dump stays"
+    rows = [json.loads(line) for line in (tmp_path / "dump/tokens/7.jsonl").read_text().splitlines()]
+    assert [row["uid"] for row in rows] == ["q1", "q1", "q2"], "padding is no response"
+
+    found = trimtab.diagnose(tmp_path / "dump" / "tokens")
+    origin, sample = found.measured.origin, found.measured.sample
+    assert (origin.framework, origin.anchor) == ("verl", "proximal")
+    assert origin.dropped == {}
+    assert (origin.responses, origin.tokens, origin.trained) == (3, 6, 5)
+    assert sample.behavior.tolist() == [-1.0, 0.0, -0.5, -2.0, -0.25, -1.5]
+    assert sample.trainer.tolist() == [-1.25, 0.0, -0.5, -2.0, -0.5, -1.75]
+    assert sample.mask.tolist() == [True, False, True, True, True, True]
+    columns = {
+        name: getattr(sample, name) for name in ("ids", "version", "proximal_version", "group", "reward", "step")
+    }
+    assert {name: values.tolist() for name, values in columns.items()} == {
+        "ids": [5, 6, 7, 8, 9, 5],
+        "version": [6, 6, 6, 4, 4, 6],
+        "proximal_version": [6, 6, 6],
+        "group": [0, 0, 1],
+        "reward": [1.0, 0.0, 0.5],
+        "step": [7, 7, 7],
+    }
+    np.testing.assert_allclose(sample.advantage, [0.5, -0.5, 1.0])  # type: ignore[arg-type]
+    # Ages 0, 0, 2, 2, 0: two of five trained tokens are two publications old.
+    assert dict(zip(*(getattr(found.measured.views["version"], n) for n in ("labels", "count")), strict=True)) == {
+        "0": 3,
+        "2": 2,
+    }
+
+
+def test_versions_nobody_knows_cost_a_view_and_no_response(tmp_path: Path, verl: Any) -> None:
+    load(block("PPOTrainer"), tmp_path)
+    unknown = Meta(META.keys, META.partition_id, [{}, {"min_global_steps": None}, {}, {"is_padding": True}])
+    verl()._log_rollout_data(unknown, {}, str(tmp_path))
+    found = trimtab.diagnose(tmp_path / "tokens")
+    assert found.measured.origin.responses == 3
+    assert "policy_version" in found.measured.origin.missing
+
+
+def test_the_stand_ins_take_what_verl_passes(verl: Any) -> None:
+    assert arguments(ast.parse(block("PPOTrainer")), "with_log_probs") == V1_ARGUMENTS
+    code = verl._log_rollout_data.__code__
+    assert list(code.co_varnames[: code.co_argcount]) == V1_ARGUMENTS
+
+
+def source() -> Path:
+    """verl's package: installed, in the environment of the benchmarks, or where TRIMTAB_VERL says."""
+    spec = importlib.util.find_spec("verl")
+    places = [Path(path) for path in (spec.submodule_search_locations or ())] if spec else []
+    places += [Path(named) / "verl"] if (named := os.environ.get("TRIMTAB_VERL")) else []
+    places += ROOT.glob(".venv-bench/lib/python*/site-packages/verl")
+    if not places:
+        pytest.skip("verl is not installed: make bench-install, or name its folder in TRIMTAB_VERL")
+    return places[0]
+
+
+def arguments(tree: ast.AST, function: str) -> list[str]:
+    (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function]
+    return [argument.arg for argument in found.args.args]
+
+
+def test_verls_own_source_still_fits() -> None:
+    root = source()
+    v1 = (root / "trainer/ppo/v1/trainer_base.py").read_text()
+    assert arguments(ast.parse(v1), "_log_rollout_data") == V1_ARGUMENTS
+    v0 = (root / "trainer/ppo/ray_trainer.py").read_text()
+    assert arguments(ast.parse(v0), "_log_rollout_data") == V0_ARGUMENTS
+    # The names in the queue, what a row is tagged with, and that the dump comes before the queue is cleared.
+    texts = {node.value for node in ast.walk(ast.parse(v1)) if isinstance(node, ast.Constant)}
+    named = ast.literal_eval(re.findall(r"NAMES = (\(.*?\))", block("PPOTrainer"))[0])
+    assert {*named, "uid", "rm_scores", "is_padding", "min_global_steps"} <= texts
+    assert v1.index("self._log_rollout_data(batch") < v1.index("tq.kv_clear(keys=batch.keys")
+    tags = (root / "trainer/ppo/v1/agent_loop_tq.py").read_text()
+    assert '"min_global_steps"' in tags
+    assert "  use_v1: true" in (root / "trainer/config/ppo_trainer.yaml").read_text()
+    assert "calculate_log_probs" in (root / "trainer/config/rollout/rollout.yaml").read_text()
+    assert "VERL_USE_EXTERNAL_MODULES" in (root / "__init__.py").read_text()
