@@ -236,9 +236,7 @@ def _limit(where: str, text: str, tests: dict[str, list[dict[str, Any]]]) -> Lim
     nearest = min(tests.values(), key=lambda rows: min(_sort_key(row) for row in rows))
     row = min(nearest, key=_sort_key)
     spread = max(max(row["measured"] for row in rows) - min(row["measured"] for row in rows) for rows in tests.values())
-    return Limit(
-        where, text, len(tests), row["measured"], row["limit"], row["slack"], _margin(row), spread, row["integer"]
-    )
+    return Limit(where, text, len(tests), row["measured"], row["limit"], row["slack"], _margin(row), spread)
 
 
 def _margin(row: dict[str, Any]) -> float | None:

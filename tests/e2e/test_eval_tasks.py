@@ -71,7 +71,8 @@ def test_a_real_evaluation_on_mawps(benchmark_data):
     result = evaluation.run(MODEL, "file", options=options, problems=48)
     assert len(result.problems) == 48
     assert result.failures == 0
-    # A quarter in one rounding; others change single answers. A binomial of 48 leaves this once in 10^4 if all were new.
+    # A quarter in one rounding; others change single answers. Were all new, a binomial of 48 would leave this range
+    # less than once in 10^4.
     assert 0 < result.accuracy <= 0.6
     low, high = result.interval
     assert low <= result.accuracy <= high
@@ -80,8 +81,8 @@ def test_a_real_evaluation_on_mawps(benchmark_data):
 
 def test_the_quickstart_task_starts_where_it_should():
     """Two-digit addition: wrong most of the time, but right often enough to learn from."""
-    # Measured .17 of 64, and .03 of 192 samples: another rounding draws others. The bounds are those of binomials
-    # of these means with false alarms below 10^-4 (the lower one of the samples counts problems, which are independent).
+    # In one rounding .17 of 64 were right, .03 of 192 samples, and 4 of 24 problems sometimes: another one draws others.
+    # The bounds are those of binomials with these means, false alarms below 10^-4 (72 problems: 12 expected).
     greedy = evaluation.run(MODEL, "arithmetic", problems=64)
     assert 0 < greedy.accuracy <= 0.4
     sampled = evaluation.run(MODEL, "arithmetic", problems=72, samples=8)
