@@ -81,7 +81,7 @@ def test_a_real_evaluation_on_mawps(benchmark_data):
 
 def test_the_quickstart_task_starts_where_it_should():
     """Two-digit addition: wrong most of the time, but right often enough to learn from."""
-    # In one rounding .17 of 64 were right, .03 of 192 samples, and 4 of 24 problems sometimes: another one draws others.
+    # In one rounding .17 of 64 were right, .03 of 192 samples, 4 of 24 problems sometimes; another one draws others.
     # The bounds are those of binomials with these means, false alarms below 10^-4 (72 problems: 12 expected).
     greedy = evaluation.run(MODEL, "arithmetic", problems=64)
     assert 0 < greedy.accuracy <= 0.4
