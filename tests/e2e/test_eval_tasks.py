@@ -71,7 +71,9 @@ def test_a_real_evaluation_on_mawps(benchmark_data):
     result = evaluation.run(MODEL, "file", options=options, problems=48)
     assert len(result.problems) == 48
     assert result.failures == 0
-    assert 0.1 <= result.accuracy <= 0.7
+    # A quarter in one rounding; others change single answers. Were all new, a binomial of 48 would leave this range
+    # less than once in 10^4.
+    assert 0 < result.accuracy <= 0.6
     low, high = result.interval
     assert low <= result.accuracy <= high
     json.dumps(result.as_dict())
@@ -79,8 +81,10 @@ def test_a_real_evaluation_on_mawps(benchmark_data):
 
 def test_the_quickstart_task_starts_where_it_should():
     """Two-digit addition: wrong most of the time, but right often enough to learn from."""
+    # In one rounding .17 of 64 were right, .03 of 192 samples, 4 of 24 problems sometimes; another one draws others.
+    # The bounds are those of binomials with these means, false alarms below 10^-4 (72 problems: 12 expected).
     greedy = evaluation.run(MODEL, "arithmetic", problems=64)
-    assert 0.08 <= greedy.accuracy <= 0.35
-    sampled = evaluation.run(MODEL, "arithmetic", problems=24, samples=8)
-    assert 0.02 <= sampled.accuracy <= 0.25
-    assert sum(0 < problem.correct < 8 for problem in sampled.problems) >= 4
+    assert 0 < greedy.accuracy <= 0.4
+    sampled = evaluation.run(MODEL, "arithmetic", problems=72, samples=8)
+    assert sampled.accuracy <= 0.25
+    assert sum(0 < problem.correct < 8 for problem in sampled.problems) >= 2

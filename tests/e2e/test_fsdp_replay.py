@@ -114,7 +114,10 @@ def tied(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def runs(recording: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every variant by 1 and 2 processes, the plain one by 4 as well, and what resumes from checkpoints of 2."""
+    """Every variant by 1 and 2 processes, the plain one by 4 as well, and what resumes from checkpoints of 2.
+
+    The first test that asks waits for all of it: some minutes, 11 where every core has eight processes to serve.
+    """
     root = tmp_path_factory.mktemp("runs")
     variants = VARIANTS | {"tied": [*TIED, tied(root / "tied")], "mixed": MIXED}
     sets = {"plain": PLAIN, **{name: [*SHORT, *sets] for name, sets in variants.items()}}
@@ -138,7 +141,7 @@ def runs(recording: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {item.name: item for item in root.iterdir()}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_number_of_processes_does_not_change_the_losses(runs: dict[str, Path], ranks: int) -> None:
     assert len(read_metrics(runs["plain-1"] / "metrics.jsonl")) == 20
@@ -146,7 +149,7 @@ def test_the_number_of_processes_does_not_change_the_losses(runs: dict[str, Path
     assert difference(runs["plain-1"], runs[f"plain-{ranks}"], steps=2) < ROUNDING / 10  # measured 2e-6
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "ranks"), RESUMED)
 def test_a_checkpoint_of_two_resumes_on_another_number(runs: dict[str, Path], name: str, ranks: int) -> None:
     """Half of the steps were made by two ranks, half by another number; the last checkpoints hold the same."""
@@ -162,7 +165,7 @@ def test_a_checkpoint_of_two_resumes_on_another_number(runs: dict[str, Path], na
             torch.testing.assert_close(other.tensors[section][key], tensor, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("variant", [*VARIANTS, "tied"])
 def test_methods_that_span_the_update_agree(runs: dict[str, Path], variant: str) -> None:
     """In their numbers, and in the weights that the engine is given (adapters merged, a tied head once)."""
@@ -172,7 +175,7 @@ def test_methods_that_span_the_update_agree(runs: dict[str, Path], variant: str)
     assert two == pytest.approx({name: one[name] for name in two}, rel=1e-6)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_mixed_precision_is_close_to_autocast_alone(runs: dict[str, Path]) -> None:
     """A layer's weights are gathered in bfloat16, so that those of its norms are rounded, too."""
     one, two = (numbers(runs[f"mixed-{ranks}"], "loss/policy", "optim/grad_norm") for ranks in (1, 2))
@@ -181,7 +184,7 @@ def test_mixed_precision_is_close_to_autocast_alone(runs: dict[str, Path]) -> No
     assert not torch.equal(one["optim/grad_norm"], two["optim/grad_norm"])
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", ["average", "twice"])
 def test_a_fault_in_the_sharing_would_be_seen(runs: dict[str, Path], fault: str) -> None:
     plain, broken = (numbers(runs[name], "optim/grad_norm")["optim/grad_norm"] for name in ("plain-1", fault))

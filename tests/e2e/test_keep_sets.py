@@ -29,7 +29,9 @@ pytestmark = pytest.mark.e2e
 
 CUT = ("sampling.top_p=0.8", "sampling.top_k=5", "sampling.temperature=0.9")
 SMALL = ("trainer.steps=2", "trainer.prompts=4", "trainer.samples=4", "eval.problems=4", "checkpoint.every=1")
-FLOAT_ERROR = 2e-5  # of a log-prob, in float32
+# Of a log-prob in float32: two kernels round logits of about 10 (steps of 1e-6), a temperature and a sum over the set.
+# Measured 7e-6; one id missing in one set makes 1.6e-2.
+FLOAT_ERROR = 5e-5
 
 Change = Callable[[Completion], Completion]
 

@@ -243,5 +243,6 @@ def test_a_run_with_more_digits_starts_from_a_model_that_sorts_as_many(tmp_path:
         "laboratory", load_config("laboratory", ["task.digits=6", "sft.steps=60", "seed=3"])
     )
     assert laboratory_folder("laboratory", load_config("laboratory")) == laboratory_folder()
-    rows = run(tmp_path / "run", "laboratory", "task.digits=6", "sft.steps=60", "trainer.steps=1")
-    assert rows[0]["eval/sort/before"] > 0.3
+    sets = ["task.digits=6", "sft.steps=60", "trainer.steps=1", "eval.problems=64"]
+    rows = run(tmp_path / "run", "laboratory", *sets)
+    assert rows[0]["eval/sort/before"] > 0.2  # about .5 of 64, standard error .06; an untrained model sorts none

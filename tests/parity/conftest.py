@@ -22,7 +22,9 @@ LOGPS = ("behavior", "proximal", "current", "reference", "entropy")
 
 # Peers were run in float64 (see generate.py). Ours must agree in float64 to 1e-6, and in float32 to what a few hundred
 # float32 additions cost; errors are relative to the largest frozen value of a tensor.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
+# Most are below 1e-6; the ratio of a sequence is the exponential of a sum of some 20 log-ratios, whose absolute error
+# becomes a relative one: measured 8e-6, and another processor sums in another order.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-5}
 
 
 @cache

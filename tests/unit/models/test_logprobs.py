@@ -136,12 +136,14 @@ def check_against_plain(kind: str, attention: str) -> None:
     logps, entropies = reference(plain, temperature=0.8)
     scores = score(ours, batch(), temperature=0.8, entropy=True)
     assert scores.entropy is not None
-    assert torch.cat([a - b for a, b in zip(rows(scores.logp), logps, strict=True)]).abs().max() < 1e-5
-    assert torch.cat([a - b for a, b in zip(rows(scores.entropy), entropies, strict=True)]).abs().max() < 1e-5
+    # float32 all through, in another order: a log-prob of 8 to 16 nats has steps of 1e-6. Measured over architectures
+    # and two roundings: 4.8e-6 for log-probs, 2.1e-6 for entropies, 5.5e-6 for gradients.
+    assert torch.cat([a - b for a, b in zip(rows(scores.logp), logps, strict=True)]).abs().max() < 3e-5
+    assert torch.cat([a - b for a, b in zip(rows(scores.entropy), entropies, strict=True)]).abs().max() < 3e-5
     assert_close_gradients(
         gradients(ours, mixed_loss(rows(scores.logp), rows(scores.entropy))),
         gradients(plain, mixed_loss(logps, entropies)),
-        1e-5,
+        5e-5,
     )
 
 
