@@ -1,4 +1,12 @@
 # Everything a newcomer needs. `make quickstart` and `make test` start from nothing but Python 3.11+ and make.
+#
+#   quickstart         a real model learns to add: 2 to 3 minutes, leaves 1.6 GB in runs/ (its last checkpoint)
+#   quickstart-stale   what a correction is for, on a tiny model: about a minute
+#   quickstart-vllm    the quickstart with vLLM as its sampler, in an environment of its own
+#   test-unit          unit tests: 75 to 150 seconds on two cores, by machine
+#   test               ruff, pyright, unit and end-to-end tests: about a quarter of an hour on two cores
+#   test-all           the same and tests marked slow (none at present)
+#   bench, bench-step  ratios against peers, which live in an environment of their own
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin

@@ -10,6 +10,7 @@ from trimtab.config import Config, load_config
 from trimtab.diagnostics.read import read_run
 from trimtab.diagnostics.report import write_report
 from trimtab.errors import TrimtabError
+from trimtab.objectives import Objective
 from trimtab.training.observer import Observer, Silent
 from trimtab.training.ranks import follows
 from trimtab.training.run import RunResult
@@ -21,6 +22,7 @@ def train(
     config: Config | Mapping[str, Any] | str | Path,
     *,
     reward: Callable[[str, Problem], float] | None = None,
+    objective: Objective | None = None,
     overrides: Sequence[str] = (),
     out: Path | str | None = None,
     resume: bool = False,
@@ -29,7 +31,8 @@ def train(
     """Train with a recipe (its name, a TOML file, a mapping, or a `Config`) and write `report.html` into the run.
 
     `reward(completion, problem)` replaces the recipe's rewards; it runs in a child process with a time and memory
-    limit, and a call that fails costs its sample, never the run. `overrides` are `section.key=value` strings.
+    limit, and a call that fails costs its sample, never the run. `objective` takes the place of the recipe's, which may
+    then have no keywords; a run resumed later must be given the same. `overrides` are `section.key=value` strings.
 
     Raises `TrimtabError`, in one line, for anything the caller can mend.
     """
@@ -40,11 +43,16 @@ def train(
             raise TrimtabError(
                 'a function does not travel to a cluster: name it in the recipe, reward.name = "module:it"'
             )
+        if objective is not None:
+            raise TrimtabError(
+                "an objective given in code does not travel to a cluster: name a function that returns it, "
+                'objective.name = "module:it"'
+            )
         from trimtab.placement.driver import train as run_on_cluster
 
         result = run_on_cluster(resolved, out=out, resume=resume, observer=watcher)
     else:
-        result = run_training(resolved, reward=reward, out=out, resume=resume, observer=watcher)
+        result = run_training(resolved, reward=reward, objective=objective, out=out, resume=resume, observer=watcher)
     if follows():
         return result  # the leader reports
     watcher.finished(_held_out(result.run), write_report(result.run))

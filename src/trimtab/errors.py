@@ -22,6 +22,14 @@ class EngineLost(TrimtabError):
     """An engine died or cannot be reached in the middle of its work; `Engine.recover` brings it back."""
 
 
+class Stopped(KeyboardInterrupt):
+    """The work was ended by Ctrl-C or SIGTERM; `signal` is which."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__()
+        self.signal = signal
+
+
 class TrimtabWarning(UserWarning):
     """Something the user should know that does not stop the work."""
 

@@ -26,8 +26,11 @@ settings.load_profile("contract")
 
 TENSORS = ("current", "behavior", "proximal", "reference", "entropy")
 
-# Presets that are two losses, depending on a keyword: both must keep every promise.
-FORMS: dict[str, tuple[str, dict[str, Any]]] = {"m2po-mask": ("m2po", {"form": "mask"})}
+# Presets that are two losses, depending on a keyword, and a rule from outside the package: all must keep every promise.
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "m2po-mask": ("m2po", {"form": "mask"}),
+    "own-rule": ("tests.unit.objectives.own_rule:dppo", {}),
+}
 
 
 @dataclass(frozen=True)

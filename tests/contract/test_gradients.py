@@ -73,12 +73,11 @@ def test_regularizers_use_the_mask_without_keep_and_the_same_aggregation(lab, na
         assert_close(lab.run(obj, batch).loss, expected)
 
 
-def test_unbiased_kl_weights_with_the_presets_own_denominator(lab, name):
+def test_unbiased_kl_weights_every_token_against_the_sampler(lab, name):
     batch = lab.Batch.random(5, rows=5)
     batch = batch.but(off_policy=torch.zeros_like(batch.mask))
     obj = lab.objective(name, kl="unbiased", kl_coef=0.7)
-    denominator = batch.behavior if "proximal" not in obj.needs else batch.proximal
     distance = batch.reference - batch.current
-    value = (batch.current - denominator).exp() * (distance.exp() - 1 - distance)
+    value = (batch.current - batch.behavior).exp() * (distance.exp() - 1 - distance)
     scale = torch.where(batch.mask, lab.scale(obj, batch.mask), 0.0)
     assert_close(lab.run(obj, batch).loss, lab.run(lab.objective(name), batch).loss + 0.7 * (scale * value).sum())

@@ -154,7 +154,7 @@ def test_a_first_batch_that_is_too_small_stops_the_run_in_one_line(tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        (("objective.name=seq-bypass",), "objective 'seq-bypass' has no weight and no mask to calibrate"),
+        (("objective.name=seq-bypass",), "objective 'seq-bypass' has no bound that calibrate can find"),
         ((), "objective.calibrate finds weight_max at step 0: leave weight_max out, or calibrate"),
     ],
 )

@@ -41,7 +41,7 @@ MISTAKES = [
     (["train", "quickstart", "--set", "objective.name=token-tiss"], ["'token-tiss'", "'token-tis'"]),
     (["train", "quickstart", "--set", "objective.weight_mx=2"], ["'weight_mx'", "'weight_max'"]),
     (["train", "quickstart", "--set", "task.name=arithmetics"], ["'arithmetics'", "'arithmetic'"]),
-    (["train", "quickstart", "--set", "model.path=./no-model"], ["./no-model"]),
+    (["train", "quickstart", "--set", "model.path=./no-model"], ["/no-model", "does not exist"]),
     (["train", "quickstart-stale", "--resume"], ["holds no comparison", "--resume"]),
     (["train", "quickstart", "--out", "occupied"], ["occupied", "already holds a run", "--resume"]),
     (["train", "quickstart", "--out", "nothing-here", "--resume"], ["nothing-here", "no run"]),

@@ -62,6 +62,7 @@ def test_a_grid_leaves_a_table_a_page_and_small_run_directories(whole: Path) -> 
     assert {item.name for item in (whole / "on-policy/dapo/seed0").iterdir()} == {
         "config.toml",
         "metrics.jsonl",
+        "provenance.json",
         "result.json",
         ".lock",
     }

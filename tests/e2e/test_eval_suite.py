@@ -215,12 +215,19 @@ def test_a_model_that_relays_itself_samples_as_it_does_alone() -> None:
     settings = Settings(samples=64, problems=96, dtype="float32")
     results = compare([folder], [TaskSpec("sort")], settings, relay=ModelSpec.of(folder))
     alone, relay = (results.found[folder, "sort", mode] for mode in ("sampled", "relay"))
-    assert relay.prefix > 4.5
+    assert 4.5 < relay.prefix <= 5
     assert 0.2 < alone.accuracy < 0.6
     assert [problem.correct for problem in alone.problems] != [problem.correct for problem in relay.problems]
-    # Each problem's difference is a sum of two binomials of 64; over 96 problems its mean is normal.
-    rates = np.array([problem.correct / 64 for problem in alone.problems])
-    error = float(np.sqrt((2 * rates * (1 - rates) / 64).sum())) / 96
-    assert abs(relay.accuracy - alone.accuracy) < 3 * error
-    for gain in results.gains(folder).values():
-        assert gain.low <= 0 <= gain.high
+    # Of two draws from one distribution the difference d of a problem is symmetric about 0. By Hoeffding's inequality
+    # the sum over problems exceeds sqrt(2 ln(2 / a) sum d^2) with probability a at most, here 1e-5: .04 of accuracy.
+    # Another rounding trains another model and draws other samples, so nothing tighter could hold on every machine.
+    pairs = zip(relay.problems, alone.problems, strict=True)
+    differences = np.array([one.correct - other.correct for one, other in pairs]) / 64
+    chance = float(np.sqrt(2 * np.log(2 / 1e-5) * (differences**2).sum())) / 96
+    # A list that stops early is cut before its fifth token: so many samples, at most, follow another distribution.
+    early = 5 - relay.prefix
+    assert abs(relay.accuracy - alone.accuracy) < chance + early  # measured .006 to .010 of .06 to .07, four seeds
+    assert chance + early < 0.1, "a relay that begins wrong costs all of the accuracy"
+    gain = results.gains(folder)[1]
+    assert gain.value == pytest.approx(differences.mean(), abs=1e-12)
+    assert gain.low < gain.value < gain.high

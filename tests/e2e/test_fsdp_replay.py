@@ -81,11 +81,17 @@ def numbers(out: Path, *keys: str) -> dict[str, torch.Tensor]:
     return {key: torch.tensor([float(line[key]) for line in lines], dtype=torch.float64) for key in keys}
 
 
-def difference(one: Path, other: Path) -> float:
-    """The largest difference between two runs in loss, gradient norm (both absolute), and mismatch."""
+# Another number of processes sums in another order. A log-prob of 10 nats has float32 steps of 1e-6, a gradient norm of
+# 4 of 2.4e-7, and what differs in one update goes into the next: 5e-7 in the first steps, 6e-6 in the twentieth, 1.2e-5
+# on another processor. A fault in the sharing makes 1e-3 and more (the last test), from the first steps on.
+ROUNDING = 1e-4
+
+
+def difference(one: Path, other: Path, steps: int | None = None) -> float:
+    """The largest difference between two runs in loss, gradient norm, and mismatch, over the first `steps` or all."""
     keys = ("loss/policy", "optim/grad_norm", "mismatch/k3", "mismatch/abs_diff_max", "ratio/q99")
     here, there = numbers(one, *keys), numbers(other, *keys)
-    return max(float((here[key] - there[key]).abs().max()) for key in keys)
+    return max(float((here[key] - there[key])[:steps].abs().max()) for key in keys)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +142,8 @@ def runs(recording: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_number_of_processes_does_not_change_the_losses(runs: dict[str, Path], ranks: int) -> None:
     assert len(read_metrics(runs["plain-1"] / "metrics.jsonl")) == 20
-    assert difference(runs["plain-1"], runs[f"plain-{ranks}"]) < 1e-5
+    assert difference(runs["plain-1"], runs[f"plain-{ranks}"]) < ROUNDING
+    assert difference(runs["plain-1"], runs[f"plain-{ranks}"], steps=2) < ROUNDING / 10  # measured 2e-6
 
 
 @pytest.mark.timeout(600)
@@ -144,7 +151,7 @@ def test_the_number_of_processes_does_not_change_the_losses(runs: dict[str, Path
 def test_a_checkpoint_of_two_resumes_on_another_number(runs: dict[str, Path], name: str, ranks: int) -> None:
     """Half of the steps were made by two ranks, half by another number; the last checkpoints hold the same."""
     resumed = runs[f"{name}-resumed-{ranks}"]
-    assert difference(runs[f"{name}-1"], resumed) < 1e-5
+    assert difference(runs[f"{name}-1"], resumed) < ROUNDING
     one, other = (checkpoint.latest(run / "checkpoints") for run in (runs[f"{name}-1"], resumed))
     assert one is not None
     assert other is not None
@@ -159,7 +166,7 @@ def test_a_checkpoint_of_two_resumes_on_another_number(runs: dict[str, Path], na
 @pytest.mark.parametrize("variant", [*VARIANTS, "tied"])
 def test_methods_that_span_the_update_agree(runs: dict[str, Path], variant: str) -> None:
     """In their numbers, and in the weights that the engine is given (adapters merged, a tied head once)."""
-    assert difference(runs[f"{variant}-1"], runs[f"{variant}-2"]) < 1e-5
+    assert difference(runs[f"{variant}-1"], runs[f"{variant}-2"]) < ROUNDING  # measured 2e-6 in three steps
     one, two = (json.loads((runs[f"{variant}-{ranks}"] / "published.json").read_text()) for ranks in (1, 2))
     assert one.keys() - two.keys() == ({"lm_head.weight"} if variant == "tied" else set())
     assert two == pytest.approx({name: one[name] for name in two}, rel=1e-6)
@@ -177,5 +184,5 @@ def test_mixed_precision_is_close_to_autocast_alone(runs: dict[str, Path]) -> No
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", ["average", "twice"])
 def test_a_fault_in_the_sharing_would_be_seen(runs: dict[str, Path], fault: str) -> None:
-    plain, broken = (numbers(runs[name], "loss/policy", "optim/grad_norm") for name in ("plain-1", fault))
-    assert any(float((plain[key][:3] - broken[key]).abs().max()) > 1e-3 for key in plain)
+    plain, broken = (numbers(runs[name], "optim/grad_norm")["optim/grad_norm"] for name in ("plain-1", fault))
+    assert float((plain[:3] - broken).abs().max()) > 1000 * ROUNDING  # measured 1 and 2

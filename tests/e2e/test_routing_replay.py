@@ -18,12 +18,13 @@ from tests.e2e import fsdp_worker
 
 from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError
-from trimtab.models.load import Loaded
+from trimtab.models.load import Loaded, load
 from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.training import checkpoint, trajectories
 from trimtab.training.makers import LOCAL, Makers
 from trimtab.training.run import train
 from trimtab.training.rundir import METRICS, read_metrics
+from trimtab.training.sft import laboratory_folder
 
 pytestmark = pytest.mark.e2e
 
@@ -60,10 +61,6 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint.folders(out / "checkpoints")[-1] / "model.safetensors")
 
 
-def mean(out: Path, key: str) -> float:
-    return sum(row[key] for row in rows(out)) / len(rows(out))
-
-
 def test_with_equal_numerics_replay_changes_nothing(tmp_path: Path) -> None:
     """Engine and trainer in float32: all tokens go where they went, and every number and weight keeps its bits."""
     plain, replayed = run(tmp_path / "plain"), run(tmp_path / "replayed", ROLLOUT)
@@ -84,21 +81,39 @@ def test_the_record_has_one_byte_for_each_token_layer_and_choice(tmp_path: Path)
         assert all(one.trajectory.completion.routes is None for one in found)
 
 
-@pytest.mark.parametrize(
-    ("engine", "factor"), [("engine.dtype=bfloat16", 2), ("engine.quantize=int8", 5), ("engine.quantize=int4", 1)]
-)
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A mixture in which every expert has a twin that the router prefers, or not, by less than bfloat16 can tell.
+
+    A coarser engine then sends about every second token elsewhere, on every machine. Left alone, it does so with one
+    token in 500, and a single one of them makes half of the mismatch: over seeds and roundings replay then
+    removes between a third and 99.6 % of it.
+    """
+    folder = tmp_path_factory.mktemp("twins") / "model"
+    loaded = load(str(laboratory_folder("laboratory-switch")), dtype=torch.float32)
+    draw = torch.Generator().manual_seed(0)
+    for name, weight in loaded.model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            noise = torch.randn(weight[::2].shape, generator=draw)
+            weight.data[1::2] = weight.data[::2] + 1e-3 * weight.data.std() * noise
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return f"model.path={folder}"
+
+
+# The factors by which replay lowers k3, over three seeds: 1960 to 2220, 1220 to 1440, and 14 to 29 (int4 harms the
+# weights themselves, which remains). The limits leave a factor of 20, 12 and 3.
+@pytest.mark.parametrize(("quantize", "factor"), [("none", 100), ("int8", 100), ("int4", 4)])
 def test_a_coarser_engine_disagrees_less_when_its_experts_are_replayed(
-    engine: str, factor: float, tmp_path: Path
+    quantize: str, factor: float, twins: str, tmp_path: Path
 ) -> None:
-    """In a model whose mismatch is nearly all routing; what int4 does to the weights themselves remains."""
-    sets = ["model.path=laboratory-switch", engine, "trainer.prompts=16", "trainer.samples=8"]
-    plain, replayed = run(tmp_path / "plain", *sets), run(tmp_path / "replayed", *sets, ROLLOUT)
-    # The first batch is the same: only what the trainer makes of it differs.
-    first, same = rows(replayed)[0], rows(plain)[0]
-    assert first["reward/mean"] == same["reward/mean"]
-    assert first["mismatch/k3"] < same["mismatch/k3"]
-    assert mean(replayed, "mismatch/k3") < mean(plain, "mismatch/k3") / factor
-    assert 0.5 < mean(replayed, "routing/agreement") < 1
+    """The first batch is the same: only what the trainer makes of it differs."""
+    coarse = ["engine.dtype=bfloat16", f"engine.quantize={quantize}"]
+    sets = [twins, *coarse, "trainer.steps=1", "trainer.prompts=16", "trainer.samples=8", "log.trajectories_every=0"]
+    [plain], [replayed] = rows(run(tmp_path / "plain", *sets)), rows(run(tmp_path / "replayed", *sets, ROLLOUT))
+    assert replayed["reward/mean"] == plain["reward/mean"]
+    assert replayed["mismatch/k3"] < plain["mismatch/k3"] / factor
+    assert 0.4 < replayed["routing/agreement"] < 0.75  # measured .52 to .59: half by chance
 
 
 def test_replaying_the_proximal_pass_makes_every_first_ratio_one(tmp_path: Path) -> None:

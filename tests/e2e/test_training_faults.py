@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import trimtab
 from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError
+from trimtab.models.perturbation import Perturbation
 from trimtab.training import checkpoint, export
 from trimtab.training.observer import Silent
 from trimtab.training.run import train
@@ -58,10 +62,54 @@ def test_weights_that_overflow_are_never_saved(tmp_path: Path) -> None:
         assert_finite(tmp_path / "run")
 
 
+def noisy(*overrides: str) -> Config:
+    return recipe("objective.name=token-alp", "trainer.steps=9", *overrides)
+
+
+def gradient_becomes(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
+    """Plant a fault: what the optimizer sees as the gradient of every layer's log sigma."""
+    build = Perturbation.__init__
+
+    def planted(self: Perturbation, *args: Any, **keywords: Any) -> None:
+        build(self, *args, **keywords)
+        self.log_sigma.register_hook(change)
+
+    monkeypatch.setattr(Perturbation, "__init__", planted)
+
+
+def test_a_perturbation_that_diverges_stops_as_a_model_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # log sigma starts at log 1e-4 = -9.21. Adam, whose gradient is always the same, adds the learning rate, 1, in every
+    # update: 18 of them lead to 8.79, the next one beyond log 1e4 = 9.21.
+    gradient_becomes(monkeypatch, lambda gradient: torch.full_like(gradient, -1.0))
+    config = noisy("perturbation.lr=1", "optim.warmup=0", "trainer.steps=30")
+    with pytest.raises(TrimtabError, match=r"deviation larger than 10000; .*last good checkpoint.*perturbation\.lr"):
+        train(config, out=tmp_path / "run")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(rows) == 18
+    assert rows[-1]["perturbation/sigma_mean"] == pytest.approx(1e-4 * math.exp(18), rel=1e-3)
+    assert_finite(tmp_path / "run")
+
+
+def test_a_gradient_of_the_noise_that_is_not_finite_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient_becomes(monkeypatch, lambda gradient: gradient * math.inf)
+    with pytest.raises(TrimtabError, match=r"3 updates in a row were not finite.*perturbation"):
+        train(noisy(), out=tmp_path / "run")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["optim/skipped"] for row in rows] == [1, 1]
+    assert [row["perturbation/sigma_mean"] for row in rows] == pytest.approx([1e-4, 1e-4])
+    assert_finite(tmp_path / "run")
+
+
+@pytest.mark.parametrize("override", ["perturbation.std=1e39", "perturbation.std=101", "perturbation.lr=1000"])
+def test_a_perturbation_out_of_all_proportion_is_refused(override: str) -> None:
+    with pytest.raises(TrimtabError, match=f"{override.partition('=')[0]}: .*less than or equal"):
+        noisy(override)
+
+
 def assert_finite(run: Path) -> None:
     saved = checkpoint.latest(run / "checkpoints")
     assert saved is not None
-    assert all(torch.isfinite(weight).all() for weight in saved.tensors["model"].values())
+    assert all(torch.isfinite(weight).all() for part in saved.tensors.values() for weight in part.values())
 
 
 def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:

@@ -208,6 +208,20 @@ def test_trl_averages_entropy_over_tokens_whatever_the_loss(trl, load, close64):
     assert with_entropy != pytest.approx(trl.scalar("loss/entropy-grpo", "ragged", "loss"), rel=1e-3)
 
 
+@pytest.mark.parametrize("peer", ["trl", "miles"])
+def test_peers_weigh_the_unbiased_kl_against_the_proximal_policy(request, peer, load):
+    """TRL and Miles take q = pi/pi_old. Its samples are the sampler's: only pi/mu gives grad KL(pi||pi_ref)."""
+    frozen, given = request.getfixturevalue(peer), load("ragged")
+    case, key, shared = {"trl": ("loss/kl-corrected", "kl", 0.04), "miles": ("kl/unbiased", "loss", 1.0)}[peer]
+    theirs = frozen.scalar(case, "ragged", key)
+    objective = trimtab.objective("dapo", clip_high=0.2, kl="unbiased", kl_coef=shared)
+    ours = objective(given.logps(), given.advantage).metrics.finalize()["kl/mean"]
+    assert ours != pytest.approx(theirs, rel=1e-3)
+    as_they_do = given.logps(behavior=given.proximal)
+    found = objective(as_they_do, given.advantage).metrics.finalize()["kl/mean"]
+    assert found == pytest.approx(theirs, rel=1e-5)  # Miles rounds to float32
+
+
 def test_trl_trains_tokens_the_sampler_did_not_score(trl, load):
     """A NaN from the sampler becomes ratio 1 in TRL. To us it is bad data: the row is named, and the loss is NaN."""
     assert trl.tensor("importance/unscored", "mild", "ratio")[0, 0].item() == 1.0

@@ -78,8 +78,10 @@ def test_loss_and_gradient(miles, given, close32, case):
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "unbiased"])
 def test_kl_and_gradient(miles, given, close32, kind):
+    """Miles was given pi_old as what its unbiased KL weighs against: the sampler, with --use-rollout-logprobs."""
     objective = Objective("kl alone", Ratio(), Clipped(), kl=KL(kind, 1.0))
-    loss, gradient = given.run(objective, advantage=torch.zeros_like(given.advantage))
+    sampler = given.proximal if kind == "unbiased" else given.behavior
+    loss, gradient = given.run(objective, advantage=torch.zeros_like(given.advantage), behavior=sampler)
     close32(loss, miles.scalar(f"kl/{kind}", given.name, "loss"))
     close32(gradient, miles.tensor(f"kl/{kind}", given.name, "gradient"))
 

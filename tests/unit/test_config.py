@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.config import COMPANIONS, PerturbationConfig, load_config, recipe_names
+from trimtab.config.paths import NAMES_OR_FOLDERS
 from trimtab.errors import TrimtabError
 
 
@@ -45,11 +46,133 @@ def test_a_user_s_own_recipe_may_build_on_a_shipped_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("base", "named"),
-    [("quickstrat", "unknown recipe 'quickstrat'.*quickstart"), ("token-alp", "no base itself"), ("3", "base = 3")],
+    [("quickstrat", "unknown recipe 'quickstrat'.*quickstart"), ("3", "base = 3"), ("absent.toml", "absent.toml")],
 )
 def test_a_base_that_cannot_be_is_refused(base: str, named: str) -> None:
     with pytest.raises(TrimtabError, match=named):
         load_config("quickstart", [f"base={base}"])
+
+
+def test_a_base_may_have_a_base(tmp_path: Path) -> None:
+    deep = tmp_path / "deep"
+    deep.mkdir()
+    (tmp_path / "first.toml").write_text('base = "token-alp"\n[optim]\nlr = 2e-5\n[trainer]\nsteps = 5\n')
+    (deep / "second.toml").write_text('base = "../first.toml"\n[trainer]\nprompts = 3\nsteps = 7\n')
+    config = load_config(deep / "second.toml")
+    assert (config.objective.name, config.optim.lr) == ("token-alp", 2e-5)
+    assert (config.trainer.steps, config.trainer.prompts) == (7, 3)
+    # Of the chain's own end, quickstart.
+    assert config.task == load_config("quickstart").task
+    assert config.out == "runs/second"
+    # A base on the command line takes the place of the recipe's own, with all that one is built on.
+    swapped = load_config(deep / "second.toml", ["base=soup"])
+    assert (swapped.objective.name, swapped.optim.lr) == ("soup", load_config("soup").optim.lr)
+    assert swapped.trainer.steps == 7
+
+
+@pytest.mark.parametrize(
+    "bases", [{"a": "a.toml"}, {"a": "b.toml", "b": "c.toml", "c": "./a.toml"}, {"a": "d/../a.toml"}]
+)
+def test_bases_in_a_circle_are_refused_in_one_line(bases: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    for name, base in bases.items():
+        (tmp_path / f"{name}.toml").write_text(f'base = "{base}"\n')
+    with pytest.raises(TrimtabError, match=r"base: .*a\.toml -> .*a\.toml is a circle") as raised:
+        load_config(tmp_path / "a.toml")
+    assert "\n" not in str(raised.value)
+
+
+def test_paths_of_a_recipe_are_relative_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, home = tmp_path / "here", tmp_path / "home"
+    for folder in (here, home / "warm", home / "org" / "name", home / "laboratory"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    (home / "base.toml").write_text(
+        '[model]\npath = "warm"\n[task]\nname = "file"\npath = "data/a.jsonl"\n[engine]\ntype = "server"\n'
+        '[engine.server]\nfolder = "handed"\nurls = ["http://localhost:1"]\n'
+    )
+    (here / "mine.toml").write_text('base = "../home/base.toml"\n[expert]\npath = "traces.jsonl"\n')
+    config = load_config("mine.toml", ["task.test_path=b.jsonl"])
+    assert Path(config.model.path) == home / "warm"
+    assert {key: Path(value) for key, value in config.task.keywords.items()} == {
+        "path": home / "data" / "a.jsonl",
+        "test_path": here / "b.jsonl",
+    }
+    assert config.expert is not None
+    assert Path(config.expert.path) == here / "traces.jsonl"
+    assert Path(str(config.engine.server.folder)) == home / "handed"
+    # The resolved copy means the same wherever it lies.
+    (home / "config.toml").write_text(config.dump())
+    monkeypatch.chdir(tmp_path)
+    again = load_config(home / "config.toml")
+    assert (again.model, again.task, again.expert, again.engine) == (
+        config.model,
+        config.task,
+        config.expert,
+        config.engine,
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("laboratory", "laboratory"),  # there is a folder of that name as well
+        ("org/name", "{home}/org/name"),
+        ("org/absent", "org/absent"),
+        ("absent", "absent"),
+        ("./absent", "{home}/absent"),
+        ("a/b/absent", "{home}/a/b/absent"),
+        ("/absent", "/absent"),
+        ("~/absent", "{user}/absent"),
+    ],
+)
+def test_a_model_is_a_name_unless_it_is_written_as_a_path_or_lies_there(
+    written: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    home = tmp_path / "home"
+    for folder in (home / "laboratory", home / "org" / "name"):
+        folder.mkdir(parents=True)
+    (home / "mine.toml").write_text(f'[model]\npath = "{written}"\n')
+    expected = meant.format(home=home, user=tmp_path / "user")
+    assert load_config(home / "mine.toml").model.path == expected
+    monkeypatch.chdir(home)
+    assert load_config({"model": {"path": written}}).model.path == expected
+    assert load_config({}, [f"model.path={written}"]).model.path == expected
+    assert load_config({}, [f'model={{path="{written}"}}']).model.path == expected
+
+
+def test_every_model_that_ships_has_a_name_no_folder_can_take() -> None:
+    from trimtab.models import bundled, laboratory
+
+    assert set(NAMES_OR_FOLDERS["model.path"]) == {bundled.NAME, *laboratory.NAMES}
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "named"),
+    [
+        ("", "objective=grpo", 'objective is a section: write objective.name = "grpo"'),
+        ('objective = "grpo"', "seed=1", 'objective is a section: write objective.name = "grpo"'),
+        ('objective = "grpo"', "objective.name=dapo", 'objective is a section: write objective.name = "grpo"'),
+        ("", "optim=3", r"optim is a section, not 3: set its keys \(lr, betas"),
+        ("", "model.lora=1", r"model.lora is a section, not 1: set its keys \(rank"),
+        ("", "reward.name=math", 'write \\[\\[reward\\]\\] .*name = "math"'),
+        ('reward = "math"', "seed=1", 'reward is a list.* name = "math"'),
+        ('[[reward]]\nname="math"', "reward.name=exact", "reward is a list"),
+        ("seed = 3", "seed.x=1", "'seed' is not a section"),
+        ("seed = " + "1" * 5000, "seed=1", "not valid TOML"),
+    ],
+)
+def test_what_is_no_section_is_told_in_one_line(text: str, override: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(TrimtabError, match=named) as raised:
+        load_config(tmp_path / "mine.toml", [override])
+    assert "\n" not in str(raised.value)
+
+
+def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_bytes(b"\xef\xbb\xbfseed = 3\n")
+    assert load_config(tmp_path / "mine.toml").seed == 3
 
 
 def test_another_objective_leaves_its_predecessor_s_sections_behind_in_any_order() -> None:

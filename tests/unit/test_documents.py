@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from trimtab.config import load_config, recipe_names
+from trimtab.models import routing
+from trimtab.models.architecture import KNOWN
+from trimtab.models.invariant import family as invariant
 from trimtab.objectives import objective
 
 ROOT = Path(__file__).parents[2]
@@ -27,11 +30,29 @@ def test_the_file_map_names_no_file_that_is_gone() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md")), ids=lambda p: p.name
+    "document",
+    [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), ROOT / "examples" / "README.md"],
+    ids=lambda p: p.name,
 )
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_architecture_that_can_be_scored_is_documented() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert {kind for kind in KNOWN if f"`{kind}`" not in page} == set()
+    for part, families in {"invariant": invariant.FAMILIES, "routing": routing.FAMILIES}.items():
+        [row] = [line for line in page.splitlines() if line.startswith("|") and f"{part}" in line.split("|")[1]]
+        assert {kind for kind in families if f"`{kind}`" not in row} == set(), part
+
+
+def test_every_example_is_linked_where_people_look() -> None:
+    for page in ("README.md", "CONTRIBUTING.md", "examples/README.md"):
+        text = (ROOT / page).read_text()
+        for example in (ROOT / "examples").glob("*.*"):
+            if example.suffix in (".py", ".toml"):
+                assert f"{example.name})" in text, f"{page} does not link {example.name}"
 
 
 def test_tests_named_in_the_feature_table_exist() -> None:

@@ -16,7 +16,7 @@ LEAVES = {"types", "errors", "config"}
 ALLOWED = {
     "config": {"errors"},
     "corrections": set(),
-    "objectives": {"corrections", "errors"},
+    "objectives": {"corrections", "errors", "plugins"},
     "models": {"types", "errors"},
     "tasks": {"types", "errors"},
     "rewards": {"types", "errors", "plugins"},

@@ -112,6 +112,16 @@ def after(match: Match, length: float | None) -> list[str]:
     return lines
 
 
+def caution(match: Match, found: Measure) -> str:
+    """What stands behind a recommendation, in one sentence; empty when the level was met and nothing is wrong."""
+    if found.faults:
+        return f"First mend what no method repairs: {', '.join(found.faults)}."
+    worst = {chosen.level.quality(match.target) for chosen in match.chosen}
+    if "far" in worst:
+        return "The laboratory does not reach the level of this run: take it as a guess."
+    return "The laboratory comes near the level of this run only: take it as a hint." if "rough" in worst else ""
+
+
 def tried(candidate: Candidate) -> str:
     """One line for a probe."""
     return f"  tried {candidate.words}: k3 {candidate.level.k3:.2g}, factor {_factor(candidate.level)}"

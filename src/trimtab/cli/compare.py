@@ -16,6 +16,7 @@ from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
     from trimtab.diagnostics.grid_table import Grid
+    from trimtab.diagnostics.recommend import Recommendation
     from trimtab.lab.cells import Plan
     from trimtab.lab.regimes import Regime
 
@@ -112,10 +113,11 @@ def compare(
 
 @dataclass(frozen=True)
 class Advice:
-    """The regimes that come closest to a run, and what there is to say about them."""
+    """The regimes that come closest to a run, what there is to say about them, and how far a recommendation carries."""
 
     regimes: list[Regime]
     lines: list[str]
+    caution: str
     values: dict[str, Any]
 
 
@@ -135,7 +137,8 @@ def _advice(run: Path, as_json: bool) -> Advice:
     second = advise.after(match, found.length)
     for line in second:
         tell(line)
-    return Advice([item.regime for item in match.chosen], first + second, advise.as_dict(match, found))
+    regimes, caution = [item.regime for item in match.chosen], advise.caution(match, found)
+    return Advice(regimes, first + second, caution, advise.as_dict(match, found))
 
 
 def _train(plan: Plan, out: Path, workers: int, keep: bool, as_json: bool) -> None:
@@ -150,30 +153,47 @@ def _train(plan: Plan, out: Path, workers: int, keep: bool, as_json: bool) -> No
 
 
 def _show(plan: Plan, out: Path, page: Path | None, as_json: bool, advice: Advice | None) -> None:
-    from trimtab.diagnostics.grid_page import TITLE, write_grid
-    from trimtab.diagnostics.grid_table import LEGEND, markdown, read_grid
+    from trimtab.diagnostics.grid_page import write_grid
+    from trimtab.diagnostics.grid_table import legend, markdown, read_grid
 
     grid = read_grid(out)
-    title = TITLE if advice is None else "Methods at the mismatch of a run"
-    report = write_grid(grid, out / "report.html", title=title, notes=advice.lines if advice else ())
-    text = f"{markdown(grid, best_first=advice is not None)}\n\n{LEGEND}\n"
+    if advice is None:
+        report, order, verdict = write_grid(grid, out / "report.html"), None, None
+    else:
+        report, order, verdict = _advised(grid, out / "report.html", advice)
+    text = f"{markdown(grid, order)}\n\n{legend(grid)}\n"
     if page is not None:
         try:
-            page.write_text(text)
+            page.write_text(text if verdict is None else f"{verdict.text}\n\n{text}")
         except OSError as error:
             raise TrimtabError(f"cannot write {page}: {error.strerror}; choose another file") from None
     failed = [f"{row['regime']}/{row['method']} seed {row['seed']}: {row['error']}" for row in grid.failed]
     if as_json:
-        print_json(_json(grid, out, report) | ({} if advice is None else {"advice": advice.values}))
+        found = {} if verdict is None else {"recommendation": {"method": verdict.method, "text": verdict.text}}
+        print_json(_json(grid, out, report) | ({} if advice is None else {"advice": advice.values}) | found)
     else:
         typer.echo(text)
         for item in plan.refused:
             typer.echo(f"not trained: {item.method.spec} in {item.regime.name}: {item.reason}")
         typer.echo(f"report: {report}\nresults: {out / 'results.parquet'}")
+        if verdict is not None:
+            typer.echo(f"\n{verdict.text}")
     for line in failed:
         typer.echo(f"failed: {line}", err=True)
     if failed:
         raise typer.Exit(FAILED)
+
+
+def _advised(grid: Grid, path: Path, advice: Advice) -> tuple[Path, list[str], Recommendation]:
+    """The page with its recommendation, the order of its table, and the recommendation."""
+    from trimtab.diagnostics.grid_page import write_grid
+    from trimtab.diagnostics.recommend import Recommendation, ordered, recommend
+
+    order, found = ordered(grid), recommend(grid)
+    verdict = Recommendation(found.method, " ".join(filter(None, [found.text, advice.caution])))
+    title = "Methods at the mismatch of a run"
+    report = write_grid(grid, path, title=title, notes=advice.lines, methods=order, verdict=verdict.text)
+    return report, order, verdict
 
 
 def _json(grid: Grid, out: Path, report: Path) -> dict[str, Any]:
@@ -181,7 +201,7 @@ def _json(grid: Grid, out: Path, report: Path) -> dict[str, Any]:
         {
             "method": method,
             "regime": regime,
-            "accuracy": score.accuracy.value,
+            "accuracy": score.accuracy.mean,
             "low": score.accuracy.low,
             "high": score.accuracy.high,
             "rank": score.rank,

@@ -1,4 +1,4 @@
-"""`trimtab recipes` and `trimtab explain`: what there is, and what exactly it computes."""
+"""`trimtab recipes`, `trimtab show` and `trimtab explain`: what there is, what it sets, what it computes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,29 @@ from trimtab.errors import TrimtabError, nearest
 
 def register(app: typer.Typer) -> None:
     app.command("recipes", epilog="Example: [bold]trimtab recipes --json[/bold]")(recipes)
+    app.command("show", epilog="Example: [bold]trimtab show quickstart --set trainer.steps=10[/bold]")(show)
     app.command("explain", epilog="Example: [bold]trimtab explain token-tis --set weight_max=1.5[/bold]")(explain)
 
 
-def recipes(as_json: Json = False) -> None:
+def recipes(
+    keys: Annotated[
+        bool,
+        typer.Option(
+            "--keys", help="Print every key a recipe may have instead, as Markdown; with --json, as a JSON schema."
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """List the recipes this installation brings, one line each."""
-    from trimtab.config import load_config, recipe_names
+    from trimtab.cli import reference
+    from trimtab.config import Config, load_config, recipe_names
 
+    if keys and as_json:
+        print_json(Config.model_json_schema())
+        return
+    if keys:
+        typer.echo(reference.markdown(), nl=False)
+        return
     described = {name: load_config(name).description for name in recipe_names()}
     if as_json:
         print_json(described)
@@ -26,8 +42,31 @@ def recipes(as_json: Json = False) -> None:
         print_pairs(described)
 
 
+def show(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `trimtab recipes`, or a .toml file.")],
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Print a recipe with its base, all defaults and --set resolved, as TOML: what a run saves as config.toml.
+
+    Absent keys that have no default are left out; docs/recipes.md lists all.
+    """
+    from trimtab.config import load_config
+
+    config = load_config(recipe, sets or ())
+    if as_json:
+        print_json(config.model_dump(mode="json"))
+    else:
+        typer.echo(config.dump(), nl=False)
+
+
 def explain(
-    name: Annotated[str, typer.Argument(metavar="NAME|RECIPE", help="An objective, a recipe, or a .toml file.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|RECIPE", help="An objective, your own as module:function, a recipe, or a .toml file."
+        ),
+    ],
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
@@ -39,13 +78,15 @@ def explain(
     from trimtab.config import recipe_names
     from trimtab.objectives import objectives
     from trimtab.objectives.calibrate import from_section
+    from trimtab.objectives.lookup import is_own
 
     recipe = name.endswith(".toml") or name in recipe_names()
-    if not recipe and name not in objectives():
+    known = name in objectives() or (is_own(name) and not recipe)
+    if not recipe and not known:
         raise TrimtabError(f"unknown objective or recipe {name!r}{nearest(name, [*objectives(), *recipe_names()])}")
     found: list[dict[str, Any]] = []
     changes = sets or []
-    if name in objectives():
+    if known:
         own = [item for item in changes if _is_keyword(name, item)] if recipe else changes
         built = from_section({"name": name, **_keywords(own)})
         found.append({"objective": name, "equation": built.equation(), "advantage": built.advantage})

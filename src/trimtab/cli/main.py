@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
@@ -14,10 +15,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from trimtab.cli import compare, describe, diagnose, doctor, evaluate, export, plan, report, train
-from trimtab.errors import TrimtabError
+from trimtab.cli import compare, describe, diagnose, doctor, evaluate, export, plan, report, starting, train
+from trimtab.errors import Stopped, TrimtabError
 
-MISTAKE, INTERRUPTED = 2, 130
+MISTAKE = 2
 # What every rank of torchrun would do all over again, into the same files; `train` is the command for several ranks.
 ALONE = frozenset({"sft", "eval", "diagnose", "report", "compare", "export"})
 # Some typer releases carry their own copy of click: the class is taken from a public child, not from `import click`.
@@ -25,7 +26,14 @@ USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ 
 
 
 class Interrupted(Exception):
-    """Ctrl-C, caught before the argument parser swallows it."""
+    """Ctrl-C or SIGTERM, caught before the argument parser swallows it; `code` is that of the process."""
+
+    def __init__(self, stop: KeyboardInterrupt) -> None:
+        super().__init__(str(stop))
+        cause: BaseException | None = stop
+        while cause is not None and not isinstance(cause, Stopped):
+            cause = cause.__context__
+        self.code = 128 + (signal.SIGINT if cause is None else cause.signal)
 
 
 class Commands(TyperGroup):
@@ -33,9 +41,10 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            starting.release()
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
-            raise Interrupted(str(stop)) from None
+            raise Interrupted(stop) from None
 
 
 app = typer.Typer(
@@ -78,7 +87,8 @@ for module in (train, describe, evaluate, diagnose, report, compare, plan, expor
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code: 0, 1 (doctor found a fault), 2 (a mistake) or 130 (Ctrl-C).
+    """Run one command line and return its exit code: 0, 1 (doctor found a fault), 2 (a mistake), or 128 and the number
+    of the signal that stopped it.
 
     Errors that are not a user's mistake are bugs and keep their traceback.
     """
@@ -90,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
         return _complain(str(error))
     except Interrupted as stop:
         print(f"\ntrimtab: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
-        return INTERRUPTED
+        return stop.code
     return result if isinstance(result, int) else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,24 +42,38 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write report.html: one page that needs nothing else. Runs that differ in seed only form one band."""
-    from trimtab.diagnostics.compare import as_data, compare, write_page
-    from trimtab.diagnostics.groups import find_runs, group_runs
+    from trimtab.diagnostics.groups import find_runs
 
     found = [run for path in runs for run in find_runs(path)]
     if found == runs and len(runs) == 1:
-        from trimtab.diagnostics.report import write_report
-
         if target is not None:
             raise TrimtabError("--target is for a comparison: name several runs, or a folder of them")
-        data: dict[str, Any] = {"report": write_report(runs[0], out)}
+        data = _one(runs[0], out)
     else:
         # A folder of runs (a comparison's own) keeps its page inside, runs named one by one get it above the first.
-        folder = runs[0] if len(runs) == 1 else runs[0].parent
-        comparison = compare(group_runs(found), target=target)
-        data = {"report": write_page(comparison, (out or folder) / "report.html"), **as_data(comparison)}
+        data = _several(found, out or (runs[0] if len(runs) == 1 else runs[0].parent), target)
     if as_json:
         print_json(data)
-    else:
-        typer.echo(f"report: {data['report']}")
-        for line in data.get("warnings", ()):
-            typer.echo(f"note: {line}", err=True)
+        return
+    if "verdict" in data:
+        typer.echo(data["verdict"]["text"])
+    typer.echo(f"report: {data['report']}")
+    for line in data.get("warnings", ()):
+        typer.echo(f"note: {line}", err=True)
+
+
+def _one(run: Path, out: Path | None) -> dict[str, Any]:
+    from trimtab.diagnostics.health import as_data, health
+    from trimtab.diagnostics.read import read_run
+    from trimtab.diagnostics.report import write_report
+
+    read = read_run(run)
+    return {"report": write_report(run, out), "verdict": as_data(health(read)), "provenance": read.origins}
+
+
+def _several(runs: Sequence[Path], folder: Path, target: float | None) -> dict[str, Any]:
+    from trimtab.diagnostics.compare import as_data, compare, write_page
+    from trimtab.diagnostics.groups import group_runs
+
+    comparison = compare(group_runs(runs), target=target)
+    return {"report": write_page(comparison, folder / "report.html"), **as_data(comparison)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trimtab.cli import starting
 from trimtab.cli.output import Json, Sets, print_json, run_directory
 
 if TYPE_CHECKING:
@@ -38,20 +40,20 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model with a recipe; a recipe with a \\[compare] section trains every objective with every seed."""
-    from trimtab.cli.display import observe
-    from trimtab.config import load_config
+    with starting.guarded():
+        from trimtab.api import train as start
+        from trimtab.cli.display import observe
+        from trimtab.config import load_config
+        from trimtab.training.ranks import follows
 
     config = load_config(recipe, sets or ())
     run = run_directory(recipe, out, config.out)
-    with _resumable(recipe, sets or (), run), observe(to_stderr=as_json) as observer:
+    grid = config.compare is not None
+    with _resumable(recipe, sets or (), run, grid=grid), observe(to_stderr=as_json) as observer:
         if config.compare is not None:
             result = _compare(config, run, resume, observer)
         else:
-            from trimtab.api import train as start
-
             result = start(config, out=run, resume=resume, observer=observer).metrics
-    from trimtab.training.ranks import follows
-
     if as_json and not follows():
         print_json({"run": run, "report": run / "report.html", "metrics": result})
 
@@ -88,11 +90,24 @@ def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = Fals
 
 
 @contextmanager
-def _resumable(recipe: str, sets: Sequence[str], run: Path) -> Iterator[None]:
-    """On Ctrl-C, say with which words the run continues."""
+def _resumable(recipe: str, sets: Sequence[str], run: Path, *, grid: bool) -> Iterator[None]:
+    """On Ctrl-C or SIGTERM, say with which words the run continues, as far as anything of it is there."""
     try:
         yield
     except KeyboardInterrupt:
-        changes = [word for change in sets for word in ("--set", change)]
-        again = shlex.join(["trimtab", "train", recipe, *changes, "--out", str(run), "--resume"])
-        raise KeyboardInterrupt(f"continue with: {again}") from None
+        raise KeyboardInterrupt(_way_on(recipe, sets, run, grid)) from None
+
+
+def _way_on(recipe: str, sets: Sequence[str], run: Path, grid: bool) -> str:
+    changes = [word for change in sets for word in ("--set", change)]
+    again = shlex.join(["trimtab", "train", recipe, *changes, "--out", str(run)])
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if os.environ.get("RANK") != "0":
+            return ""  # the leader says it
+        again = "the same command"
+    begun = grid and run.is_dir() and any(run.iterdir())
+    if begun or any(run.glob("checkpoints/step-*")):
+        return f"continue with: {again} --resume"
+    if (run / "config.toml").is_file():
+        return f"no checkpoint was written yet, this begins again: {again} --resume"
+    return f"nothing was written yet, start again with: {again}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from trimtab.config.section import Dtype, Section
+from trimtab.config.section import TIME, Count, Dtype, NotNegative, Positive, Processes, Seconds, Section, Whole
 
 
 class VllmConfig(Section):
@@ -17,14 +17,12 @@ class VllmConfig(Section):
         default="shared",
         description="`shared`: stepped in this process, repeatable; `own`: AsyncLLM, the model in a process of its own",
     )
-    memory: float = Field(
-        default=0.5, gt=0, description="KV cache: share of the device's memory on a GPU, GiB on a CPU"
-    )
-    context: PositiveInt | None = Field(default=None, description="longest sequence; default: the model's own")
+    memory: Positive = Field(default=0.5, description="KV cache: share of the device's memory on a GPU, GiB on a CPU")
+    context: Count | None = Field(default=None, description="longest sequence; default: the model's own")
     eager: bool = Field(default=True, description="no compilation and no CUDA graphs: starts in seconds")
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: Processes = Field(default=1, description="devices one copy of the model is split over")
     quantization: str | None = Field(default=None, description="vLLM's name of a quantization of the weights")
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str = Field(default="auto", description="vLLM's name of the cache's type; auto: that of the engine")
     keep_sets: bool = Field(
         default=False, description="return the set each token was drawn from, which top_k (and top_p with it) needs"
     )
@@ -38,9 +36,9 @@ class ServerConfig(Section):
     model: str | None = Field(
         default=None, description="the name they serve the model under (vllm); default: what they serve first"
     )
-    timeout: float = Field(default=600.0, gt=0, description="seconds one request may take")
-    patience: float = Field(default=120.0, gt=0, description="seconds to wait for a server to come back")
-    concurrency: PositiveInt = Field(default=64, description="requests in flight at one server")
+    timeout: Seconds = Field(default=600.0, description="seconds one request may take")
+    patience: Seconds = Field(default=120.0, description="seconds to wait for a server to come back")
+    concurrency: int = Field(default=64, ge=1, le=65536, description="requests in flight at one server")
     folder: str | None = Field(
         default=None, description="where weights are handed over, seen by trainer and servers; default: /dev/shm"
     )
@@ -60,37 +58,45 @@ class ServerConfig(Section):
 class CanaryConfig(Section):
     """A few fixed prompts, sampled by the engine and scored by the trainer after every publication of weights."""
 
-    every: int | None = Field(
-        default=None, ge=0, description="publications between looks; 0: never; default: 1, for embedded engines 0"
+    every: Whole | None = Field(
+        default=None, description="publications between looks; 0: never; default: 1, for embedded engines 0"
     )
-    prompts: int = Field(default=4, ge=2, description="every second one is new at every look, the others are not")
-    tokens: PositiveInt = Field(default=16, description="contexts to each prompt, at its end")
-    bound: float | None = Field(
-        default=None, gt=0, description="largest mean |log-prob difference|; default: 3x that of the first look"
+    prompts: int = Field(
+        default=4, ge=2, le=1024, description="every second one is new at every look, the others are not"
+    )
+    tokens: Count = Field(default=16, description="contexts to each prompt, at its end")
+    bound: Positive | None = Field(
+        default=None, description="largest mean |log-prob difference|; default: 3x that of the first look"
     )
 
 
 class EngineConfig(Section):
-    type: Literal["embedded", "vllm", "server"] = "embedded"
-    dtype: Dtype = "bfloat16"
+    """The sampler: what writes the responses."""
+
+    type: Literal["embedded", "vllm", "server"] = Field(
+        default="embedded",
+        description="`embedded`: transformers in this process; `vllm`: vLLM; `server`: inference servers over HTTP",
+    )
+    dtype: Dtype = Field(default="bfloat16", description="type of the sampler's weights and activations")
     workers: int | None = Field(
         default=None,
         ge=0,
+        le=1024,
         description="engines in processes of their own (embedded, vllm); default: 1 where max_lag is above 0 "
         "(0 for vllm.process = own), else 0",
     )
     patience: float = Field(
         default=900.0,
         ge=3,
+        le=TIME,
         description="seconds without a sign of life after which an engine's process is ended and started again; more "
         "than its longest prefill",
     )
     quantize: Literal["none", "int8", "int4", "int3"] = Field(
         default="none", description="rounding of the sampler's weight matrices, one scale a row (embedded)"
     )
-    noise: float = Field(
+    noise: NotNegative = Field(
         default=0.0,
-        ge=0,
         description="Gaussian noise on the sampler's weight matrices, relative to their RMS (embedded)",
     )
     vllm: VllmConfig = VllmConfig()

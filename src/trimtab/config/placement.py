@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from trimtab.config.section import Section
+from trimtab.config.section import Count, NotNegative, Positive, Seconds, Section, Whole
 
 Placement = Literal["local", "ray"]
 
@@ -21,16 +21,16 @@ class RayConfig(Section):
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         default="PACK", description="how Ray lays the actors over its nodes"
     )
-    patience: float = Field(default=300.0, gt=0, description="seconds to wait for resources and for an actor to start")
-    engines: PositiveInt = Field(default=1, description="actors that sample")
-    engine_cpus: float = Field(default=1.0, ge=0)
-    engine_gpus: float = Field(default=0.0, ge=0, description="of one engine, on one node")
-    trainers: PositiveInt = Field(default=1, description="ranks of the trainer; the model is sharded over them (FSDP2)")
-    trainer_cpus: float = Field(default=1.0, ge=0)
+    patience: Seconds = Field(default=300.0, description="seconds to wait for resources and for an actor to start")
+    engines: Count = Field(default=1, description="actors that sample")
+    engine_cpus: NotNegative = Field(default=1.0, description="of one engine")
+    engine_gpus: NotNegative = Field(default=0.0, description="of one engine, on one node")
+    trainers: Count = Field(default=1, description="ranks of the trainer; the model is sharded over them (FSDP2)")
+    trainer_cpus: NotNegative = Field(default=1.0, description="of one rank")
     trainer_gpus: float = Field(default=0.0, ge=0, le=1, description="a rank uses one device at most")
-    rewards: int = Field(default=0, ge=0, description="actors that score; 0: the trainer's first rank scores")
-    reward_cpus: float = Field(default=1.0, gt=0)
-    shard_mib: PositiveInt = Field(default=256, description="size of one object of a publication of weights")
+    rewards: Whole = Field(default=0, description="actors that score; 0: the trainer's first rank scores")
+    reward_cpus: Positive = Field(default=1.0, description="of one actor that scores")
+    shard_mib: Count = Field(default=256, description="size of one object of a publication of weights")
 
     @model_validator(mode="after")
     def _something(self) -> RayConfig:

@@ -6,11 +6,13 @@ import importlib.resources
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from trimtab.config.paths import located, located_at
 from trimtab.config.schema import NAMES, Config
+from trimtab.config.section import NamedPart
 from trimtab.errors import TrimtabError, nearest
 
 
@@ -23,16 +25,15 @@ def recipe_names() -> list[str]:
 def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Resolve a recipe name, a TOML file or a mapping, apply `section.key=value` overrides, and check everything.
 
+    Paths in it are absolute: those of a file relative to its folder, all others to the current one (see paths.py).
     Raises `TrimtabError` with one line that names the offending word and what to do.
     """
+    base, changes = _swapped_base(overrides)
     if isinstance(recipe, Mapping):
-        data, where = _thaw(recipe), "config"
+        data, where = _based(located(_thaw(recipe), Path()), base, Path(), ()), "config"
     else:
-        data, where = _read(recipe), str(recipe)
+        data, where = _with_base(recipe, base), str(recipe)
         data.setdefault("out", f"runs/{Path(recipe).stem}")
-    base, changes = _base(data, overrides)
-    if base is not None:
-        data = _merge(_read(base), data)
     # Names first: what a part is decides which of its keywords are left to be changed.
     for override in sorted(changes, key=lambda change: parse_override(change)[0] not in NAMES):
         _override(data, override)
@@ -47,19 +48,40 @@ def check_config(data: Mapping[str, Any], where: str) -> Config:
         raise TrimtabError(f"{where}: {_explain(error)}") from None
 
 
-def _base(data: dict[str, Any], overrides: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The recipe that `data` changes (its own `base`, or the one an override names), and the other overrides."""
-    base = data.pop("base", None)
-    rest = []
+def _swapped_base(overrides: Sequence[str]) -> tuple[Any, list[str]]:
+    """The base that an override names, and the other overrides."""
+    base, rest = None, []
     for override in overrides:
         key, value = parse_override(override)
         if key == "base":
             base = value
         else:
             rest.append(override)
-    if base is not None and (not isinstance(base, str) or "base" in _read(base)):
-        raise TrimtabError(f"base = {base!r}: name a recipe that has no base itself")
     return base, rest
+
+
+def _with_base(recipe: str | Path, swapped: Any = None, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A recipe with everything it is built on; `swapped` takes the place of its own base. `seen`: what led here."""
+    shipped = Path(recipe).suffix != ".toml"
+    name = str(recipe) if shipped else str(Path(recipe).resolve())
+    if name in seen:
+        raise TrimtabError(f"base: {' -> '.join((*seen, name))} is a circle: leave one of them out")
+    data, folder = _read(recipe), Path(recipe).parent
+    # Shipped recipes hold names, no paths.
+    return _based(data if shipped else located(data, folder), swapped, folder, (*seen, name))
+
+
+def _based(data: dict[str, Any], swapped: Any, folder: Path, seen: tuple[str, ...]) -> dict[str, Any]:
+    """`data` over its base: a shipped recipe's name, or a file relative to `folder` (that of an override: to here)."""
+    own = data.pop("base", None)
+    base = own if swapped is None else swapped
+    if base is None:
+        return data
+    if not isinstance(base, str):
+        raise TrimtabError(f"base = {base!r}: name a recipe, or a .toml file")
+    if base.endswith(".toml") and swapped is None:
+        base = str(folder / base)
+    return _merge(_with_base(base, seen=seen), data)
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,14 +106,14 @@ def _read(recipe: str | Path) -> dict[str, Any]:
         text = (importlib.resources.files("trimtab") / "recipes" / f"{name}.toml").read_text()
     else:
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8-sig")
         except OSError as error:
             raise TrimtabError(f"cannot read recipe {path}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise TrimtabError(f"cannot read recipe {path}: it is not UTF-8 text") from None
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError, or a number of too many digits
         raise TrimtabError(f"{recipe}: not valid TOML: {error}") from None
 
 
@@ -102,7 +124,7 @@ def parse_override(override: str) -> tuple[str, Any]:
         raise TrimtabError(f"--set {override!r}: write it as section.key=value")
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         value = raw
     if value == raw and raw[:1] in ("'", '"'):
         raise TrimtabError(
@@ -115,16 +137,17 @@ def parse_override(override: str) -> tuple[str, Any]:
 def _override(data: dict[str, Any], override: str) -> None:
     key, value = parse_override(override)
     *parents, leaf = key.split(".")
-    if key in NAMES and data.get(parents[0], {}).get("name") != value:
+    part = data.get(parents[0], {}) if key in NAMES else None
+    if isinstance(part, Mapping) and part.get("name") != value:
         # Another part starts from its own defaults, not from its predecessor's keywords and sections.
         for section in NAMES[key]:
             data.pop(section, None)
-    for parent in parents:
-        child = data.setdefault(parent, {})
-        if not isinstance(child, dict):
-            raise TrimtabError(f"--set {override!r}: {parent!r} is not a section")
-        data = child
-    data[leaf] = value
+    place = data
+    for depth, parent in enumerate(parents, start=1):
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise TrimtabError(f"--set {override!r}: {_not_a_section('.'.join(parents[:depth]), place)}")
+    place[leaf] = located_at(key, value, Path())
 
 
 def _thaw(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,6 +161,8 @@ def _explain(error: ValidationError) -> str:
         *parents, word = first["loc"]
         return f"unknown key {place!r}{nearest(str(word), _known_keys(parents))}"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if first["type"] == "model_type" or place == "reward":
+        return f"{_not_a_section(place, first['input'])}{more}"
     message = first["msg"].removeprefix("Value error, ")
     return (
         f"{place}: {message}, got {first['input']!r}{more}"
@@ -146,10 +171,36 @@ def _explain(error: ValidationError) -> str:
     )
 
 
+def _not_a_section(place: str, value: Any) -> str:
+    """What to say of `value` where a section's keys belong."""
+    first, *_ = place.split(".")
+    if first == "reward":
+        name = value.get("name") if isinstance(value, Mapping) else value
+        word = name if isinstance(name, str) else "exact"
+        return (
+            f'reward is a list, because rewards add up: write [[reward]] and below it name = "{word}", or '
+            f"--set 'reward=[{{name = \"{word}\"}}]'"
+        )
+    section = _section(place.split("."))
+    if section is None:
+        return f"{place!r} is not a section"
+    if issubclass(section, NamedPart) and isinstance(value, str):
+        return f'{place} is a section: write {place}.name = "{value}"'
+    return f"{place} is a section, not {value!r}: set its keys ({', '.join(section.model_fields)})"
+
+
 def _known_keys(parents: Iterable[int | str]) -> list[str]:
+    return list((_section(parents) or Config).model_fields)
+
+
+def _section(place: Iterable[int | str]) -> type[BaseModel] | None:
+    """The model of a section; None where there is none."""
     model: type[BaseModel] = Config
-    for parent in parents:
-        annotation = model.model_fields[str(parent)].annotation if str(parent) in model.model_fields else None
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            model = annotation
-    return list(model.model_fields)
+    for word in place:
+        field = model.model_fields.get(str(word))
+        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not found:
+            return None
+        model = found[0]
+    return model

@@ -10,12 +10,23 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from trimtab.config.engines import EngineConfig
 from trimtab.config.placement import Placement, RayConfig
 from trimtab.config.routing import RoutingConfig
-from trimtab.config.section import Dtype, NamedPart, Section
+from trimtab.config.section import (
+    REAL,
+    Count,
+    Dtype,
+    NamedPart,
+    NotNegative,
+    Positive,
+    Processes,
+    Seconds,
+    Section,
+    Whole,
+)
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -29,53 +40,78 @@ NAMES = {"objective.name": ("objective", "advantage", *sorted({*COMPANIONS.value
 class LoraConfig(Section):
     """Low-rank adapters through peft; rank 0 trains every weight."""
 
-    rank: int = Field(default=0, ge=0)
-    alpha: int = Field(default=16, gt=0)
-    targets: str | list[str] = "all-linear"
+    rank: int = Field(
+        default=0, ge=0, le=65536, description="rank of the adapters; 0: no adapters, every weight is trained"
+    )
+    alpha: Count = Field(default=16, description="adapters are scaled by alpha / rank")
+    targets: str | list[str] = Field(
+        default="all-linear", description="names of the layers that get adapters; `all-linear`: all but the head"
+    )
 
 
 class ModelConfig(Section):
+    """The model that is trained, and its numerics in the trainer."""
+
     path: str = Field(
         default="smollm2-135m-instruct",
         description="HF id, folder, the bundled model, `laboratory`, `laboratory-moe` or `laboratory-switch`",
     )
     dtype: Dtype = Field(default="float32", description="master weights and optimizer state")
     autocast: Literal["bfloat16", "none"] = Field(default="bfloat16", description="forward precision in the trainer")
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(
+        default=False, description="compute activations again in the backward pass instead of keeping them"
+    )
     lora: LoraConfig = LoraConfig()
 
 
 class ObjectiveConfig(NamedPart):
-    name: str = "token-tis"
+    """What is minimized: a named method, or your own `module:function` that returns an `Objective`, and keywords."""
+
+    name: str = Field(
+        default="token-tis", description="the method (the table of objectives below lists all), or `module:function`"
+    )
     calibrate: bool = Field(default=False, description="take the bounds of weights and masks from the ratios of step 0")
+    code: str | None = Field(
+        default=None, description="written by a run whose objective was given in code: what it was"
+    )
+    equation: str | None = Field(default=None, description="written by a run whose objective is no preset")
 
 
 class TaskConfig(NamedPart):
-    name: str = "arithmetic"
+    """Where prompts come from: a kind of task and its own keywords."""
+
+    name: str = Field(default="arithmetic", description="the kind of task; the tables of tasks below list all")
 
 
 class RewardConfig(NamedPart):
     """`name` is a built-in reward or a user's own `module:function`."""
 
-    weight: float = 1.0
-    timeout: float = Field(default=5.0, gt=0, description="seconds one call may take")
+    name: str = Field(description="a built-in reward, or your own function as `module:function`")
+    weight: float = Field(default=1.0, ge=-REAL, le=REAL, description="factor of this reward in the sum")
+    timeout: Seconds = Field(default=5.0, description="seconds one call may take")
 
 
 class SamplingConfig(Section):
-    temperature: float = Field(default=1.0, gt=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
-    max_tokens: PositiveInt | None = Field(default=None, description="default: what the task needs")
+    """How training responses are drawn."""
+
+    temperature: float = Field(
+        default=1.0, ge=1e-3, le=1e3, description="of the sampler and of the trainer's log-probs alike"
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="probability mass tokens are drawn from; 1: all")
+    top_k: Whole = Field(default=0, description="number of most likely tokens to draw from; 0: all")
+    max_tokens: Count | None = Field(default=None, description="default: what the task needs")
 
 
 class SurgeConfig(Section):
     """Halving the learning rate once responses grow long, the early sign of mismatch growth (arXiv 2602.01826)."""
 
-    at: PositiveInt | None = Field(default=None, description="step of the surge; default: found from response lengths")
-    factor: float = Field(default=3.0, gt=1, description="a surge is a mean length above factor x the baseline")
-    baseline: PositiveInt = Field(default=50, description="first steps, whose mean length is the baseline")
-    window: PositiveInt = Field(default=5, description="steps of the moving average compared with the baseline")
-    period: float = Field(default=1.8, gt=0, description="the rate halves every period x (step of the surge) steps")
+    at: Count | None = Field(default=None, description="step of the surge; default: found from response lengths")
+    factor: float = Field(
+        default=3.0, gt=1, le=REAL, description="a surge is a mean length above factor x the baseline"
+    )
+    baseline: Count = Field(default=50, description="first steps, whose mean length is the baseline")
+    window: Count = Field(default=5, description="steps of the moving average compared with the baseline")
+    period: Positive = Field(default=1.8, description="the rate halves every period x (step of the surge) steps")
     floor: float = Field(default=0.1, ge=0, le=1, description="smallest share of the rate")
 
     @model_validator(mode="after")
@@ -87,14 +123,20 @@ class SurgeConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: float = Field(default=1e-6, gt=0)
-    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), strict=False)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip: float = Field(default=1.0, gt=0)
-    schedule: Literal["constant", "cosine", "surge"] = "constant"
-    warmup: int = Field(default=0, ge=0, description="updates of linear warm-up")
-    min_lr: float = Field(default=0.0, ge=0, description="where cosine ends")
+    """AdamW and its learning rate."""
+
+    lr: float = Field(default=1e-6, gt=0, le=1e38, description="learning rate after the warm-up")
+    betas: tuple[Share, Share] = Field(
+        default=(0.9, 0.95), strict=False, description="decay rates of the two moments, each from 0 to below 1"
+    )
+    eps: Positive = Field(default=1e-8, description="added to the denominator of the update")
+    weight_decay: NotNegative = Field(default=0.0, description="decoupled weight decay")
+    grad_clip: Positive = Field(default=1.0, description="largest norm of the gradient of an update")
+    schedule: Literal["constant", "cosine", "surge"] = Field(
+        default="constant", description="of the learning rate; `surge`: halved once responses grow long"
+    )
+    warmup: Whole = Field(default=0, description="updates of linear warm-up")
+    min_lr: NotNegative = Field(default=0.0, description="where cosine ends")
     surge: SurgeConfig = SurgeConfig()
 
     @model_validator(mode="after")
@@ -105,29 +147,28 @@ class OptimConfig(Section):
 
 
 class TrainerConfig(Section):
-    steps: PositiveInt = 30
-    prompts: PositiveInt = 16
-    samples: PositiveInt = 8
-    minibatches: PositiveInt = Field(default=1, description="optimizer updates per epoch of a batch")
-    epochs: PositiveInt = 1
-    sync_every: PositiveInt | None = Field(
-        default=None, description="updates between publications; default: every step"
-    )
-    max_lag: int | None = Field(
+    """Steps, batches, and how old their data may be."""
+
+    steps: Count = Field(default=30, description="steps of the run: batches that are sampled and trained on")
+    prompts: Count = Field(default=16, description="prompts of a step")
+    samples: Count = Field(default=8, description="responses to a prompt; together they are a group")
+    minibatches: Count = Field(default=1, description="optimizer updates per epoch of a batch")
+    epochs: Count = Field(default=1, description="passes over a batch")
+    sync_every: Count | None = Field(default=None, description="updates between publications; default: every step")
+    max_lag: Whole | None = Field(
         default=None,
-        ge=0,
         description="largest allowed age of a consumed token, in updates; above 0 generation runs beside training",
     )
     in_flight: Literal["finish", "discard", "continue"] = Field(
         default="finish",
         description="what becomes of responses still being written when new weights come (max_lag above 0)",
     )
-    micro_batch_tokens: PositiveInt = Field(default=2048, description="token budget of one forward and backward")
+    micro_batch_tokens: Count = Field(default=2048, description="token budget of one forward and backward")
     dynamic_sampling: bool = Field(default=False, description="replace groups whose rewards are all equal (DAPO)")
-    oversample: float = Field(default=1.0, ge=1, description="groups sampled per missing one; the rest waits")
-    refill_rounds: PositiveInt = Field(default=4, description="how often dynamic sampling may sample again per step")
+    oversample: float = Field(default=1.0, ge=1, le=1e6, description="groups sampled per missing one; the rest waits")
+    refill_rounds: Count = Field(default=4, description="how often dynamic sampling may sample again per step")
     mask_truncated: bool = Field(default=False, description="no loss on responses cut by the length limit")
-    max_bad_steps: PositiveInt = Field(default=3, description="non-finite updates in a row before the run stops")
+    max_bad_steps: Count = Field(default=3, description="non-finite updates in a row before the run stops")
 
     @model_validator(mode="after")
     def _lag_is_possible(self) -> TrainerConfig:
@@ -143,8 +184,8 @@ class PerturbationConfig(Section):
     """Learnable noise on the hidden states of the trained policy (ALP)."""
 
     layers: int | str = Field(default="all", description="`all`, a range such as `0-5`, or `logits`")
-    std: float = Field(default=1e-4, ge=0, description="initial standard deviation; 0 switches the noise off")
-    lr: float = Field(default=5e-4, ge=0, description="learning rate of log sigma, without decay and warm-up")
+    std: float = Field(default=1e-4, ge=0, le=100, description="initial standard deviation; 0 switches the noise off")
+    lr: float = Field(default=5e-4, ge=0, le=1, description="learning rate of log sigma, without decay and warm-up")
 
 
 class PrefixConfig(Section):
@@ -152,9 +193,9 @@ class PrefixConfig(Section):
 
     rule: str = Field(default="length", description="`length`, `entropy`, or a user's own `module:function`")
     ratio: float = Field(default=0.5, ge=0, lt=1, description="share of the response the prefix keeps (length rule)")
-    top: PositiveInt = Field(default=32, description="highest-entropy positions to choose from (entropy rule)")
-    refresh: PositiveInt = Field(default=8, description="batches between refreshes of the historical policy; 1: none")
-    share: PositiveInt = Field(default=1, description="responses of a group that continue the same prefix")
+    top: Count = Field(default=32, description="highest-entropy positions to choose from (entropy rule)")
+    refresh: Count = Field(default=8, description="batches between refreshes of the historical policy; 1: none")
+    share: Count = Field(default=1, description="responses of a group that continue the same prefix")
     whole: bool = Field(default=False, description="sample whole historical responses and cut them, as the paper did")
 
     @model_validator(mode="after")
@@ -172,44 +213,56 @@ class ExpertConfig(Section):
     path: str = Field(
         default="gold", description="JSONL file of prompt and response, or `gold`: the task's own answers"
     )
-    per_group: PositiveInt = Field(default=1, description="traces in a group; they count among `trainer.samples`")
+    per_group: Count = Field(default=1, description="traces in a group; they count among `trainer.samples`")
 
 
 class DiagnoseConfig(Section):
-    every: PositiveInt = Field(default=10, description="steps between clean probes of a perturbed policy")
+    """Measurements of the mismatch that cost a forward pass of their own."""
+
+    every: Count = Field(default=10, description="steps between clean probes of a perturbed policy")
 
 
 class AdvantageConfig(Section):
+    """From the rewards of a group to advantages."""
+
     kind: Literal["grpo", "dr-grpo", "rloo", "optimal"] | None = Field(
         default=None, description="default: the kind the objective expects"
     )
-    value_beta: float | None = Field(default=None, gt=0, description="temperature of the soft value (`optimal`)")
+    value_beta: Positive | None = Field(default=None, description="temperature of the soft value (`optimal`)")
 
 
 class EvalConfig(Section):
-    every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only before and after")
-    problems: PositiveInt = 192
+    """Held-out greedy accuracy during training."""
+
+    every: Whole = Field(default=0, description="steps between evaluations; 0: only before and after")
+    problems: Count = Field(default=192, description="the first so many problems of the test split")
     best: str | None = Field(default=None, description="metric whose best checkpoint is kept (eval/...)")
 
 
 class CheckpointConfig(Section):
-    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only at the end")
-    keep: PositiveInt = 2
+    """Checkpoints to resume from: weights and optimizer state, 12 bytes for each trained parameter in float32."""
+
+    every: Whole = Field(default=0, description="steps between checkpoints; 0: only at the end")
+    keep: Count = Field(default=2, description="newest checkpoints that stay on the disk; the best one does too")
 
 
 class LogConfig(Section):
-    trajectories_every: int = Field(default=1, ge=0, description="steps between trajectory files; 0: none")
-    tensorboard: bool = False
+    """What a run writes beside metrics.jsonl."""
+
+    trajectories_every: Whole = Field(default=1, description="steps between trajectory files; 0: none")
+    tensorboard: bool = Field(
+        default=False, description="event files in the run directory; needs `pip install trimtab[tensorboard]`"
+    )
     wandb: str | None = Field(default=None, description="W&B project; needs `pip install trimtab[wandb]`")
 
 
 class SftConfig(Section):
     """Supervised warm start on the task's gold answers (`trimtab sft`)."""
 
-    steps: PositiveInt = 80
-    batch: PositiveInt = 128
-    lr: float = Field(default=2e-3, gt=0)
-    warmup: int = Field(default=0, ge=0)
+    steps: Count = Field(default=80, description="updates")
+    batch: Count = Field(default=128, description="problems of an update")
+    lr: float = Field(default=2e-3, gt=0, le=1e38, description="learning rate after the warm-up")
+    warmup: Whole = Field(default=0, description="updates of linear warm-up")
 
 
 class ShardingConfig(Section):
@@ -224,19 +277,21 @@ class ShardingConfig(Section):
 class CompareConfig(Section):
     """When present, `trimtab train` runs every objective with every seed and draws them side by side."""
 
-    objectives: list[str] = Field(min_length=1)
-    seeds: list[int] = Field(min_length=1)
-    workers: PositiveInt = 2
+    objectives: list[str] = Field(min_length=1, description="names of objectives, each with its own defaults")
+    seeds: list[int] = Field(min_length=1, description="seeds of the runs of each objective")
+    workers: Processes = Field(default=2, description="runs at a time, one process each")
 
 
 class Config(Section):
     """A whole run. The resolved copy is saved as `config.toml` in the run directory."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63, description="of everything that is drawn")
     out: str | None = Field(default=None, description="run directory; default: runs/<recipe>")
-    description: str = ""
-    numerics: Literal["native", "invariant"] = "native"
-    threads: PositiveInt | None = None
+    description: str = Field(default="", description="one line, shown by `trimtab recipes`")
+    numerics: Literal["native", "invariant"] = Field(
+        default="native", description="`invariant`: sampler and trainer agree bit for bit (docs/true-on-policy.md)"
+    )
+    threads: Processes | None = Field(default=None, description="threads of PyTorch; default: PyTorch's own choice")
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     reward: list[RewardConfig] = Field(default_factory=list, description="default: the task's own reward")

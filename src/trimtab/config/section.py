@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["float32", "bfloat16"]
+
+# What numbers end up in: 32-bit integers, float32 tensors, and the clocks of operating systems, which count
+# milliseconds in 32 bits.
+INTEGER, REAL, TIME = 2**31 - 1, 1e30, 1e6
+Count = Annotated[int, Field(gt=0, le=INTEGER)]
+Whole = Annotated[int, Field(ge=0, le=INTEGER)]
+Processes = Annotated[int, Field(gt=0, le=1024)]
+Positive = Annotated[float, Field(gt=0, le=REAL)]
+NotNegative = Annotated[float, Field(ge=0, le=REAL)]
+Seconds = Annotated[float, Field(gt=0, le=TIME)]
 
 
 class Section(BaseModel):
@@ -20,6 +31,15 @@ class NamedPart(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
     name: str
+
+    @model_validator(mode="after")
+    def _numbers_that_fit(self) -> NamedPart:
+        """The part checks its keywords itself, but for what no part can compute with."""
+        for key, value in self.keywords.items():
+            number = isinstance(value, int | float) and math.isfinite(value)
+            if number and abs(value) > (INTEGER if isinstance(value, int) else REAL):
+                raise ValueError(f"{key} = {value:g} is too large to compute with: lower it")
+        return self
 
     @property
     def keywords(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
@@ -45,7 +45,7 @@ class Sweep:
 
 
 def sweep(
-    proximal: Float[Tensor, "batch time"],
+    proximal: Float[Tensor, "batch time"] | None,
     behavior: Float[Tensor, "batch time"],
     mask: Bool[Tensor, "batch time"],
     *,
@@ -59,16 +59,20 @@ def sweep(
 ) -> Sweep:
     """Weight, keep and statistics of proximal/behavior. Without gradient, without waiting for the device.
 
-    All tensors (batch, time) but `advantage`, which may be (batch, 1). `current` and `advantage` are read by OPSM only.
+    All tensors (batch, time) but `advantage`, which may be (batch, 1). `current`, `advantage` and `proximal` may be
+    None where no rule reads them; a weight, and `measure`, need `proximal`. Raises `ValueError` naming what is missing.
     `measure` adds the mismatch statistics to the same sweep. Cost is linear in tokens. A batch with `sequence_ids` or a
     process group is one block, since its sequences may span all rows. With a group, ranks hold time slices of the same
     rows: rules see whole sequences, token statistics are of this rank's tokens and merge over ranks with `+`.
     """
+    _check_reads(masks, {"current": current, "proximal": proximal, "behavior": behavior, "advantage": advantage})
     rows, time = mask.shape
     whole = sequence_ids is not None or group is not None
     size = rows if whole else BLOCK_TOKENS.get(mask.device.type, BLOCK_TOKENS_ELSEWHERE) // max(1, time)
     size = min(max(1, size), rows)
-    dtype = torch.promote_types(widen(proximal[:0]).dtype, widen(behavior[:0]).dtype)
+    dtype = widen(behavior[:0]).dtype
+    if proximal is not None:
+        dtype = torch.promote_types(widen(proximal[:0]).dtype, dtype)
     keep = torch.empty_like(mask)
     weights = None if weight is None else torch.empty(mask.shape, dtype=dtype, device=mask.device)
     scratch = torch.empty((4, size, time), dtype=dtype, device=mask.device)
@@ -76,7 +80,7 @@ def sweep(
     for start in range(0, max(1, rows), max(1, size)):
         part = slice(start, start + size)
         block = _Block(
-            proximal=proximal[part].detach(),
+            proximal=None if proximal is None else proximal[part].detach(),
             behavior=behavior[part].detach(),
             sequences=Sequences(mask[part], sequence_ids, group),
             current=None if current is None else current[part].detach(),
@@ -97,12 +101,19 @@ def sweep(
     return Sweep(weights, keep, merged, mismatch)
 
 
+def _check_reads(masks: Sequence[Mask], given: Mapping[str, Tensor | None]) -> None:
+    for rule in masks:
+        for name in sorted(rule.reads):
+            if given[name] is None:
+                raise ValueError(f"{type(rule).__name__} needs {name}, which is None")
+
+
 class _Block:
     """A few rows with buffers that the next block uses again: they stay in cache and no page is touched twice."""
 
     def __init__(
         self,
-        proximal: Tensor,
+        proximal: Tensor | None,
         behavior: Tensor,
         sequences: Sequences,
         current: Tensor | None,
@@ -113,10 +124,16 @@ class _Block:
         self.proximal, self.behavior, self.sequences = proximal, behavior, sequences
         self.selection = Selection(sequences.mask, log.dtype)
         self.scratch = (one, two)
-        torch.sub(widen(proximal), widen(behavior), out=log)
-        self.mismatch = Ratios(self.selection(log), sequences, excess)
+        mismatch = None
+        if proximal is not None:
+            torch.sub(widen(proximal), widen(behavior), out=log)
+            mismatch = Ratios(self.selection(log), sequences, excess)
         policy = None if current is None else Ratios(log_ratio(current, behavior, sequences.mask), sequences)
-        self.evidence = Evidence(self.mismatch, policy, advantage)
+        self.evidence = Evidence(sequences, behavior, mismatch=mismatch, policy=policy, advantage=advantage)
+
+    @property
+    def mismatch(self) -> Ratios:
+        return self.evidence.mismatch
 
     def judge(self, rules: Sequence[Mask], keep: Tensor) -> dict[str, Mergeable]:
         """Every rule against the original mask; `keep` becomes what passes them all."""
@@ -149,7 +166,7 @@ class _Block:
         }
         if not per_token:
             self.selection(out.copy_(sequences.spread(bounded)))
-        if weight.bound == "mask":
+        if weight.rejects:
             narrow_(keep, self._at_tokens(inside))
             statistics[f"reject/{weight.rule}"] = self._rejection(inside)
         return statistics
@@ -168,6 +185,7 @@ class _Block:
         return Histogram.of(self.mismatch.log, self.selection, self.scratch)
 
     def measure(self) -> RatioStatistics:
+        assert self.proximal is not None
         selection, histogram, scratch = self.selection, self.histogram, self.scratch
         return RatioStatistics.of(self.mismatch, self.proximal, self.behavior, selection, histogram, scratch)
 

@@ -1,56 +1,113 @@
 """Rejection rules. Each decides from the original mask, without gradient, which tokens or sequences to keep.
 
-A rule answers with (batch, time) or (sequences, 1); rules are ANDed. docs/math.md, "Rejection".
+A rule answers with (batch, time) or (sequences, 1); rules are ANDed. docs/math.md, "Rejection". A new one is a frozen
+dataclass under `Mask`, here or in a file of your own: docs/objectives.md.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import cached_property
+from typing import TypeVar
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from trimtab.corrections import divergences
+from trimtab.corrections.describe import FRAMEWORKS, Peers, Setting, definition, symbol
 from trimtab.corrections.ratios import LEVELS, Number, Ratios
-from trimtab.corrections.weights import check_bounds, check_word
+from trimtab.corrections.reduce import Sequences, select
+from trimtab.corrections.weights import VERL_LOWEST, check_bounds, check_word
+
+Part = TypeVar("Part")
 
 REDUCTIONS = ("token", "mean", "max", "sum")
+READABLE = ("current", "proximal", "behavior", "advantage")
 
 
-@dataclass(frozen=True, eq=False)
 class Evidence:
-    """What a rule may look at: proximal/behavior, and for OPSM current/behavior and the advantage."""
+    """What a rule may look at. All without gradient; log-ratios and log-probs are 0 where nothing is trained.
 
-    mismatch: Ratios
-    policy: Ratios | None = None
-    advantage: Float[Tensor, "batch #time"] | None = None
+    Which of it is there follows from the rule's `reads`: a policy that no rule reads is not computed.
+    """
 
+    def __init__(
+        self,
+        sequences: Sequences,
+        behavior: Float[Tensor, "batch time"],
+        *,
+        mismatch: Ratios | None = None,
+        policy: Ratios | None = None,
+        advantage: Float[Tensor, "batch #time"] | None = None,
+    ) -> None:
+        self.sequences = sequences
+        self._behavior, self._mismatch, self._policy, self._advantage = behavior, mismatch, policy, advantage
 
-@runtime_checkable
-class Mask(Protocol):
-    """A rejection rule. `rule` names it in metrics (`reject/<rule>`); `needs_current` if it reads the policy."""
+    @cached_property
+    def behavior(self) -> Float[Tensor, "batch time"]:
+        """log mu: what the sampler reported."""
+        return select(self._behavior, self.sequences.mask)
 
     @property
-    def rule(self) -> str: ...
+    def mismatch(self) -> Ratios:
+        """proximal/behavior."""
+        return _given(self._mismatch, "mismatch", "proximal")
 
     @property
-    def needs_current(self) -> bool: ...
+    def policy(self) -> Ratios:
+        """current/behavior."""
+        return _given(self._policy, "policy", "current")
 
+    @property
+    def advantage(self) -> Float[Tensor, "batch #time"]:
+        """Shape (batch, 1) or (batch, time); anything may stand where nothing is trained."""
+        return _given(self._advantage, "advantage", "advantage")
+
+
+def _given(part: Part | None, name: str, read: str) -> Part:
+    if part is None:
+        raise ValueError(f"a rule that looks at evidence.{name} must have {read!r} among its `reads`")
+    return part
+
+
+class Mask(ABC):
+    """A rejection rule, as a frozen dataclass of its bounds. The last method has a default."""
+
+    @property
+    @abstractmethod
+    def rule(self) -> str:
+        """Its name in metrics: `reject/<rule>`."""
+
+    @property
+    @abstractmethod
+    def reads(self) -> frozenset[str]:
+        """Which of `current`, `proximal`, `behavior` and `advantage` it looks at.
+
+        Without `proximal` it costs no proximal pass; with `current` it is judged anew in every forward.
+        """
+
+    @abstractmethod
     def keep(self, evidence: Evidence) -> Bool[Tensor, "..."]:
         """True where the rule has nothing against a token (batch, time) or its sequence (sequences, 1)."""
-        ...
+
+    @abstractmethod
+    def equation(self) -> str:
+        """What follows `keep where` in the equation, with its numbers."""
+
+    def peers(self) -> Peers:
+        """The same rule in other frameworks, where they have it."""
+        return {}
 
 
 @dataclass(frozen=True)
-class Band:
+class Band(Mask):
     """Keep where min <= ratio <= max at a level. Bounds on rho = proximal/behavior, never on its inverse."""
 
     level: str
     min: Number
     max: Number
-    needs_current = False
 
     def __post_init__(self) -> None:
         check_word(self.level, LEVELS, "Band")
@@ -60,19 +117,46 @@ class Band:
     def rule(self) -> str:
         return f"band_{self.level}"
 
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"proximal", "behavior"})
+
     def keep(self, evidence: Evidence) -> Bool[Tensor, "..."]:
         ratio = evidence.mismatch.at(self.level)
         return (ratio >= self.min) & (ratio <= self.max)
 
+    def equation(self) -> str:
+        bounds = f"{self.min:g} ≤ {symbol('ρ', self.level)} ≤ {self.max:g}"
+        return f"{bounds}, {definition('ρ', self.level, 'π_old', 'μ')}"
+
+    def peers(self) -> Peers:
+        option = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[self.level]
+        # verl's k1 is -log ratio, compared with the logs of the bounds: what it keeps is 1/ratio within them.
+        low, high = (f"{max(1 / max(bound, VERL_LOWEST), VERL_LOWEST):.6g}" for bound in (self.max, self.min))
+        return {
+            "verl": Setting(
+                {"rollout_rs": option, "rollout_rs_threshold": f'"{low}_{high}"'},
+                (f"# verl bounds 1/ratio: these are the reciprocals of [{self.min:g}, {self.max:g}]",),
+            ),
+            "TRL": Setting(remarks=(f"# TRL has no {self.level} mask [{self.min:g}, {self.max:g}]",)),
+            "Miles": Setting(
+                {
+                    "use_rs": "true",
+                    "rs_level": self.level,
+                    "rs_lower_bound": f"{float(self.min)!r}",
+                    "rs_upper_bound": f"{float(self.max)!r}",
+                }
+            ),
+        }
+
 
 @dataclass(frozen=True)
-class Divergence:
+class Divergence(Mask):
     """Keep where a divergence, per token or reduced over the sequence, is at most `max` (nats)."""
 
     kind: str
     reduce: str
     max: Number
-    needs_current = False
 
     def __post_init__(self) -> None:
         check_word(self.kind, divergences.DIVERGENCES, "Divergence")
@@ -84,47 +168,93 @@ class Divergence:
     def rule(self) -> str:
         return f"{self.kind}_{self.reduce}"
 
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"proximal", "behavior"})
+
     def keep(self, evidence: Evidence) -> Bool[Tensor, "..."]:
-        sequences = evidence.mismatch.sequences
+        sequences = evidence.sequences
         values = divergences.per_token(self.kind, evidence.mismatch)
         if self.reduce == "token":
             return values <= self.max
         reduced = {"mean": sequences.mean, "max": sequences.max, "sum": sequences.sum}[self.reduce](values)
         return reduced <= self.max
 
+    def equation(self) -> str:
+        over = "" if self.reduce == "token" else f"{self.reduce}_t "
+        return f"{over}{self.kind}(π_old/μ) ≤ {self.max:g}"
+
+    def peers(self) -> Peers:
+        of = f"{self.kind} of a token" if self.reduce == "token" else f"{self.reduce} {self.kind} of a response"
+        absent = {name: Setting(remarks=(f"# {name} has no mask on the {of} ({self.max:g})",)) for name in FRAMEWORKS}
+        if self.kind not in ("k2", "k3"):  # verl's k1 bounds both sides
+            return absent
+        option = f"token_{self.kind}" if self.reduce == "token" else f"seq_{self.reduce}_{self.kind}"
+        return absent | {"verl": Setting({"rollout_rs": option, "rollout_rs_threshold": f"{self.max:g}"})}
+
 
 @dataclass(frozen=True)
-class Veto:
+class Veto(Mask):
     """Drop a whole sequence when any trained token has ratio < min, on the raw token ratio."""
 
     min: Number = 1e-4
-    rule = "veto"
-    needs_current = False
 
     def __post_init__(self) -> None:
         if not 0 < self.min < 1:
             raise ValueError(f"Veto: min = {self.min:g} must lie between 0 and 1, it is a bound on the ratio")
 
+    @property
+    def rule(self) -> str:
+        return "veto"
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"proximal", "behavior"})
+
     def keep(self, evidence: Evidence) -> Bool[Tensor, "sequences 1"]:
-        return evidence.mismatch.sequences.max(-evidence.mismatch.log) <= -math.log(self.min)
+        return evidence.sequences.max(-evidence.mismatch.log) <= -math.log(self.min)
+
+    def equation(self) -> str:
+        return f"every ρ_t ≥ {self.min:g}, ρ_t = π_old(y_t)/μ(y_t)"
+
+    def peers(self) -> Peers:
+        beside = "# Miles applies its veto beside a band only (use_rs)"
+        return {"Miles": Setting({"rs_veto_threshold": f"{float(self.min)!r}"}, (beside,))}
 
 
 @dataclass(frozen=True)
-class OPSM:
+class OPSM(Mask):
     """Off-policy sequence masking (DeepSeek-V3.2): drop if A < 0 and mean_t(log mu - log pi) > delta.
 
     Against mu, not pi_old, so that drift inside the update and mismatch both count. A >= 0 is always kept.
     """
 
     delta: Number
-    rule = "opsm"
-    needs_current = True
+
+    @property
+    def rule(self) -> str:
+        return "opsm"
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"current", "behavior", "advantage"})
 
     def keep(self, evidence: Evidence) -> Bool[Tensor, "..."]:
-        if evidence.policy is None or evidence.advantage is None:
-            raise ValueError("OPSM needs current and advantage")
-        sequences = evidence.policy.sequences
+        sequences = evidence.sequences
         if sequences.ids is None and evidence.advantage.shape[1] != 1:
             raise ValueError("OPSM judges whole sequences: give one advantage per row, shape (batch, 1)")
         far = -evidence.policy.log_geometric > self.delta
         return ~(sequences.spread(far) & (evidence.advantage < 0))
+
+    def equation(self) -> str:
+        return f"not (A < 0 and mean_t(log μ − log π) > {self.delta:g})"
+
+    def peers(self) -> Peers:
+        return {
+            "verl": Setting(remarks=("# verl has no OPSM",)),
+            "TRL": Setting({"off_policy_mask_threshold": repr(self.delta)}),
+            "Miles": Setting(
+                {"--use-opsm": "", "--opsm-delta": f"{self.delta:g}"},
+                ("# Miles compares with π_old, not with the sampler",),
+            ),
+        }

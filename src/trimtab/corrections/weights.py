@@ -16,10 +16,17 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from trimtab.corrections.describe import Peers, Setting, definition, symbol
 from trimtab.corrections.ratios import LEVELS, Number
 from trimtab.corrections.statistics import Histogram, Mergeable
 
 BOUNDS = ("truncate", "clip", "mask")
+
+VERL_LOWEST = 1e-6
+"""verl refuses 0 as a lower bound, and IcePop's form always has one."""
+
+_MIS = "examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
+_ICEPOP = "miles.backends.training_utils.loss_hub.corrections.icepop_function"
 
 MEAN_FLOOR = 1e-8
 """Below this mean weight the batch carries nothing to normalise."""
@@ -70,6 +77,11 @@ class Weight:
     def rule(self) -> str:
         return f"weight_{self.level}"
 
+    @property
+    def rejects(self) -> bool:
+        """Whether what is outside the bound counts as rejected, as by a mask."""
+        return self.bound == "mask"
+
     def inside(self, ratio: Tensor) -> Bool[Tensor, "..."]:
         """Where the bound changes nothing."""
         below = ratio <= self.high
@@ -87,6 +99,59 @@ class Weight:
             return weight
         mean = total / count.clamp(min=1)
         return weight / torch.where(mean > MEAN_FLOOR, mean, 1.0).to(weight.dtype)
+
+    def equation(self) -> str:
+        """The factor of the loss, with its numbers."""
+        name = symbol("ρ", self.level)
+        bounded = {
+            "truncate": f"min({name}, {self.high:g})",
+            "clip": f"clip({name}, {self.low:g}, {self.high:g})",
+            "mask": f"{name}·1[{self.low:g} ≤ {name} ≤ {self.high:g}]",
+        }[self.bound]
+        return f"sg[{bounded}]" + ("/w̄" if self.normalize else "")
+
+    def definition(self) -> str:
+        """What the symbols of `equation` are."""
+        of = "tokens" if self.level == "token" else "sequences"
+        mean = f", w̄ = mean of the bounded weight over the update's {of}" if self.normalize else ""
+        return definition("ρ", self.level, "π_old", "μ") + mean
+
+    def peers(self) -> Peers:
+        """The same weight in other frameworks."""
+        return {"verl": self._verl(), "TRL": self._trl(), "Miles": self._miles()}
+
+    def _verl(self) -> Setting:
+        threshold, remarks = f"{self.high:g}", ()
+        if self.bound == "mask":
+            threshold = f'"{max(self.low, VERL_LOWEST):g}_{self.high:g}"'
+        elif self.bound == "clip":
+            lacks = "# verl only bounds the weight from above; the lower bound"
+            remarks = (f"{lacks} {self.low:g} has no equivalent",)
+        normalize = {"rollout_is_batch_normalize": "true"} if self.normalize else {}
+        return Setting({"rollout_is": self.level, "rollout_is_threshold": threshold, **normalize}, remarks)
+
+    def _trl(self) -> Setting:
+        form, key = "mask" if self.bound == "mask" else "truncate", "vllm_importance_sampling"
+        options = {f"{key}_mode": f'"{self.level}_{form}"', f"{key}_clip_max": repr(self.high)}
+        options |= {f"{key}_clip_min": repr(self.low)} if self.low > 0 else {}
+        return Setting(options, ("# TRL does not normalise the weights",) if self.normalize else ())
+
+    def _miles(self) -> Setting:
+        """Flags where it is built in, and keys for the mismatch helper of its examples, which has every form."""
+        built_in = {}
+        if self.level == "token" and not self.normalize:
+            custom = {"--custom-tis-function-path": _ICEPOP} if self.bound == "mask" else {}
+            bounds = {"--tis-clip": f"{self.high:g}", "--tis-clip-low": f"{self.low:g}"}
+            built_in = {"--use-tis": "", **custom, **bounds}
+        helper = {
+            "use_tis": "true",
+            "tis_level": self.level,
+            "tis_mode": self.bound,
+            "tis_lower_bound": f"{float(self.low)!r}",
+            "tis_upper_bound": f"{float(self.high)!r}",
+            "tis_batch_normalize": str(self.normalize).lower(),
+        }
+        return Setting({**built_in, **helper})
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,11 +1,13 @@
 """What the seeds of one recipe agree on: the mean, and how far it can be trusted.
 
-From five seeds on, the interval is that of the mean, by a percentile bootstrap over seeds (2.5 to 97.5%). Fewer seeds
-say too little for that; there it runs from the lowest seed to the highest, which is a range and no confidence.
+From five seeds on, the interval of a table is the 95% interval of the mean by Student's t. Fewer seeds say too little
+for that; there it runs from the lowest seed to the highest, which is a range and no confidence. Bands of figures are
+always ranges.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -13,11 +15,11 @@ from functools import reduce
 import numpy as np
 
 Series = tuple[np.ndarray, np.ndarray]
-BOOTSTRAP_FROM = 5  # seeds
-SEPARABLE_FROM = 3  # seeds; the ranges of two and two lie apart by chance in one of three cases
-_RESAMPLES = 2000
-_QUANTILES = (0.025, 0.975)
-_SMOOTH_FROM, _POINTS = 80, 240
+STUDENT_FROM = 5  # seeds
+SEPARABLE_FROM = 3  # seeds; two ranges of two lie apart by chance in one of three cases, of three in one of ten
+AVERAGED_FROM = 400  # points; below, the eye averages better than a number does
+ANYTHING = (-math.inf, math.inf)
+_BAND_POINTS = 480
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,19 @@ def rule(seeds: int) -> str:
     """What the interval of so many seeds is, in words."""
     if seeds < 2:
         return "a single seed, no interval"
-    return "2.5 to 97.5% of the mean (bootstrap)" if seeds >= BOOTSTRAP_FROM else "lowest to highest seed"
+    return "95% interval of the mean (Student's t)" if seeds >= STUDENT_FROM else f"range of {seeds} seeds"
 
 
-def interval(values: Sequence[float]) -> Interval | None:
-    """Of one number for each seed; None without any."""
+def interval(values: Sequence[float], limits: tuple[float, float] = ANYTHING) -> Interval | None:
+    """Of one number for each seed; None without any. It is cut to `limits`, between which all such numbers lie."""
     if not len(values):
         return None
-    low, high = _bounds(np.asarray(values, dtype=np.float64)[:, None])
-    return Interval(float(np.mean(values)), float(low[0]), float(high[0]), len(values))
+    table = np.asarray(values, dtype=np.float64)
+    mean, low, high = float(table.mean()), float(table.min()), float(table.max())
+    if len(table) >= STUDENT_FROM and high > low:  # rounding must not give equal seeds an interval
+        half = _student(len(table) - 1) * float(table.std(ddof=1)) / math.sqrt(len(table))
+        low, high = max(mean - half, limits[0]), min(mean + half, limits[1])
+    return Interval(mean, low, high, len(values))
 
 
 def best(intervals: Sequence[Interval | None], *, highest: bool) -> int | None:
@@ -71,40 +77,55 @@ def best(intervals: Sequence[Interval | None], *, highest: bool) -> int | None:
 
 
 def band(series: Sequence[Series]) -> Band | None:
-    """Over the steps all seeds have: a mean of those that lasted would show the survivors. None when there are none."""
+    """Mean and range over the steps all seeds have: a mean of those that lasted would show the survivors. None when
+    there are none."""
     if not series:
         return None
     steps = reduce(np.intersect1d, [steps for steps, _ in series])
     if not len(steps):
         return None
     table = np.stack([values[np.isin(own, steps)] for own, values in series])
-    low, high = _bounds(table)
-    return Band(steps, table.mean(axis=0), low, high)
+    return Band(steps, table.mean(axis=0), table.min(axis=0), table.max(axis=0))
 
 
-def smoothed(series: Series) -> Series:
-    """From 80 points on a centered moving average over a twentieth of them, at up to 240 of the steps.
+def thinned(found: Band) -> Band:
+    """At most 480 points, for a filled area whose file would grow with the run: of each group of neighbors the mean,
+    the lowest and the highest, so that nothing sticks out of it."""
+    size = -(-len(found.steps) // _BAND_POINTS)
+    if size == 1:
+        return found
+    starts = np.arange(0, len(found.steps), size)
+    counts = np.diff(np.append(starts, len(found.steps)))
+    return Band(
+        found.steps[starts],
+        np.add.reduceat(found.mean, starts) / counts,
+        np.minimum.reduceat(found.low, starts),
+        np.maximum.reduceat(found.high, starts),
+    )
 
-    Windows shrink at the ends instead of padding.
+
+def trailing(series: Series) -> Series:
+    """From 400 points on, the mean of the last twentieth of the points up to each (fewer at the start).
+
+    It looks back only: no event is seen before it happens. A shorter series stays as it is.
     """
     steps, values = series
-    if len(values) < _SMOOTH_FROM:
+    if len(values) < AVERAGED_FROM:
         return series
-    half = max(len(values) // 40, 1)
     total = np.concatenate([[0.0], np.cumsum(values)])
-    # By step and not by place, so that seeds of one recipe keep the same steps even where one lacks some.
-    every = max(1, int(steps[-1]) // _POINTS)
-    index = np.flatnonzero((steps.astype(np.int64) % every == 0) | (steps == steps[-1]))
-    start, end = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
-    return steps[index], (total[end] - total[start]) / (end - start)
+    end = np.arange(1, len(values) + 1)
+    start = np.maximum(end - len(values) // 20, 0)
+    return steps, (total[end] - total[start]) / (end - start)
 
 
-def _bounds(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of (seeds, points): range or bootstrap interval of every point. The draws are the same every time."""
-    seeds = len(table)
-    if seeds < BOOTSTRAP_FROM:
-        return table.min(axis=0), table.max(axis=0)
-    draws = np.random.default_rng(0).multinomial(seeds, np.full(seeds, 1 / seeds), size=_RESAMPLES) / seeds
-    low, high = np.quantile(draws @ table, _QUANTILES, axis=0)
-    # Rounding must not give equal seeds an interval.
-    return np.clip(low, table.min(axis=0), table.max(axis=0)), np.clip(high, table.min(axis=0), table.max(axis=0))
+def _student(freedom: int) -> float:
+    """The 97.5% quantile of Student's t, to 1e-3 from four degrees of freedom on: its expansion around the normal one
+    (Abramowitz and Stegun 26.7.5)."""
+    z = 1.959964
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))

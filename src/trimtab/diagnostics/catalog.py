@@ -1,6 +1,7 @@
 """Every metric of a run: what it is, its formula, where it should be, and what to do when it is not.
 
-`metrics.toml` is the one table behind the captions and shaded bands of report.html and behind docs/metrics.md.
+`metrics.toml` is the one table behind the captions and shaded bands of report.html, the verdicts of `trimtab diagnose`
+and docs/metrics.md; `ranges.py` judges values by it.
 """
 
 from __future__ import annotations
@@ -8,17 +9,35 @@ from __future__ import annotations
 import importlib.resources
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 # A quantile row must not document whatever else is logged under its prefix.
 _PLACE = {"<quantile>": r"q\d\d"}
 
 
 @dataclass(frozen=True)
+class Range:
+    """A named part of a metric's scale: values above the range before it, up to `high`. `text` says what they mean.
+
+    `low`: from where values are common, where that is not the end of the range before.
+    """
+
+    name: str
+    high: float
+    text: str
+    low: float | None = None
+
+
+@dataclass(frozen=True)
 class Metric:
-    """One row of the table. `low` and `high` bound the healthy band where numbers can; `healthy` says it in words."""
+    """One row of the table. `low` and `high` bound the healthy band where numbers can; `healthy` says it in words.
+
+    `ranges`: the whole scale in named parts, in ascending order, where one bound says too little. `of`: the metric of
+    whose share the bounds are, where a count alone says too little.
+    """
 
     key: str
     what: str
@@ -28,6 +47,8 @@ class Metric:
     action: str
     low: float | None = None
     high: float | None = None
+    ranges: tuple[Range, ...] = ()
+    of: str = ""
 
     def matches(self, key: str) -> bool:
         """Whether this row documents `key`. In the row's key `<quantile>` stands for q01, q50, ..., any other `<name>`
@@ -55,9 +76,13 @@ def sections() -> tuple[Section, ...]:
     """The whole table, in the order it is documented."""
     text = (importlib.resources.files("trimtab.diagnostics") / "metrics.toml").read_text(encoding="utf-8")
     return tuple(
-        Section(part["title"], part["about"], tuple(Metric(**row) for row in part["metric"]))
+        Section(part["title"], part["about"], tuple(_metric(row) for row in part["metric"]))
         for part in tomllib.loads(text)["section"]
     )
+
+
+def _metric(row: Mapping[str, Any]) -> Metric:
+    return Metric(**{**row, "ranges": tuple(Range(**part) for part in row.get("ranges", ()))})
 
 
 def metric(key: str) -> Metric | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trimtab.diagnostics.groups import Group, listed, written
+from trimtab.diagnostics.origins import setting
 from trimtab.diagnostics.outcomes import accuracy_of
 from trimtab.diagnostics.read import Run
 
@@ -40,6 +41,11 @@ def cautions(groups: Sequence[Group]) -> list[str]:
     if _differs(groups, "trainer.steps"):
         each = _each(groups, lambda group: _get(group, "trainer.steps"))
         found.append(f"The planned numbers of steps differ ({each}): last values are not of the same step.")
+    if len({setting(part) for group in groups for run in group.runs for part in run.origins}) > 1:
+        found.append(
+            "The runs were made with different versions, commits or hardware (provenance.json): equal seeds need not "
+            "give equal numbers."
+        )
     found += _unfinished(groups)
     found += _unmeasured(groups)
     return found + _seeds(groups)

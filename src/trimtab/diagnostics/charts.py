@@ -19,9 +19,9 @@ Kind = Literal["lines", "quantiles", "accuracy", "layers"]
 class Chart:
     """One figure. `lines` pairs a legend label with a key; a label "" is taken from the `<name>` a pattern matched.
 
-    `about` is the key whose row in the table of metrics gives the caption and the shaded healthy band. `absolute`
-    draws magnitudes, for estimates that may be negative on a logarithmic axis. `what` says what several curves have in
-    common, where the sentence of one key would not; `each` gives every curve its own healthy range in the caption.
+    `about` is the key whose row in the table of metrics gives the caption and the shaded healthy band. `what` says what
+    several curves have in common, where the sentence of one key would not; `each` gives every curve its own healthy
+    range in the caption. `bound` names a number of the recipe to draw as a level line.
     """
 
     title: str
@@ -29,9 +29,9 @@ class Chart:
     lines: tuple[tuple[str, str], ...] = ()
     kind: Kind = "lines"
     log: bool = False
-    absolute: bool = False
     shade: bool = True
     each: bool = False
+    bound: str = ""
     what: str = ""
 
     @property

@@ -51,9 +51,13 @@ def _build(config: Mapping[str, Any]) -> Objective | str:
     """The run's objective, if its ratio is over the behavior policy and has bounds."""
     from trimtab.objectives import Clipped, SecondMoment
     from trimtab.objectives.calibrate import from_section
+    from trimtab.objectives.lookup import is_own
 
+    section = config.get("objective", {})
     try:
-        built = from_section(config.get("objective", {}))
+        if "code" in section or is_own(section["name"]):
+            return f"{section['name']} is no preset, and a page runs nobody's code"
+        built = from_section(section)
     except (KeyError, ValueError) as error:
         return f"this version of trimtab does not know the objective ({error})"
     if built.ratio.over == "proximal":

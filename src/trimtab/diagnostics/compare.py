@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from trimtab.diagnostics.bands import Interval, rule
+from trimtab.diagnostics.bands import AVERAGED_FROM, Interval, rule
 from trimtab.diagnostics.cautions import cautions, same_measure
 from trimtab.diagnostics.compare_figures import BANDS_UP_TO, THIN_UP_TO, draw_panels, picture, swatch
 from trimtab.diagnostics.differences import align, differing_keys
@@ -149,6 +149,7 @@ def _values(comparison: Comparison, folder: Path) -> dict[str, Any]:
         "zero": figures.zero,
         "rules": _rules(groups),
         "drawing": _drawing(groups),
+        "averages": _averages(groups),
         "picture": PICTURE,
         "target": comparison.target,
         "tables": [
@@ -185,7 +186,7 @@ def _seeds(group: Group) -> str:
 
 
 def _rules(groups: Sequence[Group]) -> list[str]:
-    """How bands and intervals of this page are to be read."""
+    """How the intervals of this page are to be read."""
     counts = sorted({len(group.runs) for group in groups})
     found = [f"With {count} seeds: {rule(count)}." for count in counts if count > 1]
     if 1 in counts:
@@ -196,7 +197,18 @@ def _rules(groups: Sequence[Group]) -> list[str]:
 def _drawing(groups: Sequence[Group]) -> str:
     if len(groups) > BANDS_UP_TO:
         return "With so many groups only the means are drawn."
-    return "Thin lines are single seeds." if any(1 < len(group.runs) <= THIN_UP_TO for group in groups) else ""
+    bands = "Bands run from the lowest seed to the highest." if any(len(group.runs) > 1 for group in groups) else ""
+    thin = "Thin lines are single seeds." if any(1 < len(group.runs) <= THIN_UP_TO for group in groups) else ""
+    return f"{bands} {thin}".strip()
+
+
+def _averages(groups: Sequence[Group]) -> str:
+    if len(groups) > BANDS_UP_TO or all(run.last["step"] < AVERAGED_FROM for group in groups for run in group.runs):
+        return ""
+    return (
+        f"From {AVERAGED_FROM} steps on, a thick line is the mean of the last twentieth of the steps, looking back "
+        "only, and what was logged lies thin beneath it; accuracies, rates and logarithmic axes are drawn as logged."
+    )
 
 
 def _table(found: Sequence[Outcome], names: Sequence[str]) -> dict[str, Any]:

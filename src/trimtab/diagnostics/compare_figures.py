@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from trimtab.diagnostics.bands import Series, band, smoothed
+from trimtab.diagnostics.bands import AVERAGED_FROM, Series, band, thinned, trailing
 from trimtab.diagnostics.groups import Group
 from trimtab.diagnostics.outcomes import accuracy_of, clipped
 from trimtab.diagnostics.plots import CYCLE, RC, STYLES, THEME, finish, log_scale_with_zero, to_svg
@@ -29,13 +29,17 @@ _DASHES = {0: "", 1: "7 3", 2: "8 3 2 3", 3: "2 3", 4: "8 2 2 2", 5: "2 2"}
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure: what to read of a run, and its axis. `unit` bounds it to [0, 1]."""
+    """One figure: what to read of a run, and its axis. `unit` bounds it to [0, 1]; `points` are single measurements.
+
+    `noisy` ones get a trailing average where they are long (not logarithmic ones: a mean is that of the largest alone).
+    """
 
     title: str
     read: Callable[[Run], Series]
     log: bool = False
     unit: bool = False
     points: bool = False
+    noisy: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,16 +90,16 @@ def _accuracy(run: Run) -> Series:
 
 PANELS = (
     Panel("Held-out greedy accuracy", _accuracy, unit=True, points=True),
-    Panel("Training reward", _key("reward/mean")),
+    Panel("Training reward", _key("reward/mean"), noisy=True),
     Panel("Mismatch k3, nats per token", _measured("mismatch/k3"), log=True),
-    Panel("Effective sample size, token weights", _key("mismatch/ess_token")),
-    Panel("Ratio trainer / sampler, 99th percentile", _key("mismatch/ratio_q99")),
-    Panel("Ratio trainer / sampler, 1st percentile", _key("mismatch/ratio_q01")),
+    Panel("Effective sample size, token weights", _key("mismatch/ess_token"), noisy=True),
+    Panel("Ratio trainer / sampler, 99th percentile", _key("mismatch/ratio_q99"), noisy=True),
+    Panel("Ratio trainer / sampler, 1st percentile", _key("mismatch/ratio_q01"), noisy=True),
     Panel("Gradient norm before clipping", _positive("optim/grad_norm"), log=True),
-    Panel("Entropy, nats per token", _key("entropy/mean", "entropy/rollout")),
-    Panel("Response length, tokens", _key("length/mean")),
-    Panel("Clipped tokens, share", clipped),
-    Panel("Rejected tokens, share", _key("reject/tokens")),
+    Panel("Entropy, nats per token", _key("entropy/mean", "entropy/rollout"), noisy=True),
+    Panel("Response length, tokens", _key("length/mean"), noisy=True),
+    Panel("Clipped tokens, share", clipped, noisy=True),
+    Panel("Rejected tokens, share", _key("reject/tokens"), noisy=True),
     Panel("Learning rate", _key("optim/lr")),
 )
 PICTURE_PANELS = (PANELS[1], PANELS[0], PANELS[2])
@@ -158,9 +162,10 @@ def picture(groups: Sequence[Group]) -> bytes:
 
 def _panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) -> None:
     crowded = len(series) > BANDS_UP_TO
+    averaged = panel.noisy and not crowded
     for index, seeds in enumerate(series):
-        found = [item if panel.points else smoothed(item) for item in seeds if len(item[0])]
-        _seeds(axes, found, _look(index), points=panel.points, crowded=crowded)
+        found = [item for item in seeds if len(item[0])]
+        _seeds(axes, found, _look(index), points=panel.points, crowded=crowded, averaged=averaged)
     if panel.unit:
         axes.set_ylim(-0.02, 1.02)
     elif panel.log and axes.lines:
@@ -169,18 +174,25 @@ def _panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) -> None
         _from_zero(axes)
 
 
-def _seeds(axes: Axes, series: Sequence[Series], look: tuple[str, Any], *, points: bool, crowded: bool) -> None:
-    """The mean over the steps all seeds have and its band; up to three seeds also on their own, thin."""
+def _seeds(
+    axes: Axes, series: Sequence[Series], look: tuple[str, Any], *, points: bool, crowded: bool, averaged: bool
+) -> None:
+    """The mean over the steps all seeds have and its band; thin beside it what was logged: up to three seeds on their
+    own, of others their mean where the thick line is a trailing average."""
     color, style = look
-    if not crowded and 1 < len(series) <= THIN_UP_TO:
-        for steps, values in series:
-            axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.55)
-    found = band(series)
-    if found is None:
+    raw = band(series)
+    if raw is None:
         return
+    averaged = averaged and len(raw.steps) >= AVERAGED_FROM
+    alone = not crowded and 1 < len(series) <= THIN_UP_TO
+    for steps, values in series if alone else [(raw.steps, raw.mean)] if averaged else []:
+        axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.55)
+    found = (band([trailing(item) for item in series]) if averaged else raw) or raw
     if not crowded and len(series) > 1:
-        axes.fill_between(found.steps, found.low, found.high, color=color, alpha=0.15, linewidth=0)
-    width = 1.2 if crowded else 2.0
+        area = thinned(found)
+        axes.fill_between(area.steps, area.low, area.high, color=color, alpha=0.15, linewidth=0)
+    dense = len(found.steps) >= AVERAGED_FROM and not averaged
+    width = 1.2 if crowded or dense else 2.0
     marker = "o" if points or len(found.steps) < 4 else None
     axes.plot(found.steps, found.mean, color=color, linestyle=style, linewidth=width, marker=marker, markersize=3.5)
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from trimtab.diagnostics.diagnose_words import DENSE, MOE, known
+from trimtab.diagnostics.diagnose_words import known
 from trimtab.diagnostics.diagnosis import Size, View
 from trimtab.diagnostics.page import short
 from trimtab.diagnostics.plots import (
@@ -31,6 +31,7 @@ from trimtab.diagnostics.plots import (
     short_power,
     to_svg,
 )
+from trimtab.diagnostics.ranges import k3_ranges
 from trimtab.diagnostics.tokens import FEWEST
 
 _SHADES = 5
@@ -50,7 +51,7 @@ def range_svg(size: Size) -> str:
     low, high = _LEAST, max(1.0, 4 * k3) if math.isfinite(k3) else 1.0
 
     def paint(axes: Axes) -> None:
-        for (start, end), color, name in ((DENSE, GREEN, "dense"), (MOE, ORANGE, "MoE")):
+        for start, end, color, name in _k3_bands():
             axes.axvspan(start, end, ymax=0.5, color=color, alpha=0.3, linewidth=0)
             axes.text(math.sqrt(start * end), 0.06, name, ha="center", va="bottom", fontsize=9)
         if size.floor > 0:
@@ -67,6 +68,16 @@ def range_svg(size: Size) -> str:
         axes.set_xlabel("k3, nats per token")
 
     return _draw("Size of the mismatch", paint, height=1.9)
+
+
+def _k3_bands() -> list[tuple[float, float, str, str]]:
+    """Start, end, color and name of the ranges published for working setups."""
+    dense, small, moe = (k3_ranges()[name] for name in ("dense", "small-dense", "moe"))
+    return [
+        (dense.low or 0.0, dense.high, GREEN, "dense"),
+        (dense.high, small.high, SKY, "small dense"),
+        (small.high, moe.high, ORANGE, "MoE"),
+    ]
 
 
 def _mark(axes: Axes, value: float, name: str, *, color: str, marker: str, height: float) -> None:
@@ -189,7 +200,7 @@ def k3_steps_svg(steps: np.ndarray, k3: np.ndarray, floor: float) -> str:
             return
         _log_k3(axes)
         bottom, top = axes.get_ylim()
-        for (start, end), color, name in ((DENSE, GREEN, "dense range"), (MOE, ORANGE, "MoE range")):
+        for start, end, color, name in _k3_bands():
             if end > bottom and start < top:
                 axes.axhspan(max(start, bottom), min(end, top), color=color, alpha=0.15, linewidth=0, label=name)
         if bottom < floor < top:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.diagnostics.diagnose_words import outside
 from trimtab.diagnostics.diagnosis import Diagnosis, Measured, View
 
 
@@ -20,6 +21,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "verdict": size.verdict,
         "mismatch": dict(size.mismatch),
         "intervals": {key: {"low": part.low, "high": part.high} for key, part in size.intervals.items()},
+        "outside": outside(size),
         "noise_floor": {"k3": size.floor, "note": size.floor_note},
         "causes": [asdict(cause) for cause in diagnosis.causes],
         "recommendation": {

@@ -12,6 +12,7 @@ from trimtab.diagnostics import diagnose_views as views
 from trimtab.diagnostics import diagnose_words as words
 from trimtab.diagnostics.diagnosis import Diagnosis, Outcome, Size
 from trimtab.diagnostics.page import number, render, write
+from trimtab.diagnostics.ranges import band_text, judge
 from trimtab.diagnostics.vocabulary import token_texts
 
 # Key, name, what it says; in reading order.
@@ -25,7 +26,7 @@ FIGURES = (
     ("ess_seq", "ESS, sequence", "share of the responses that count under importance weights"),
     ("ratio_mean", "mean ratio", "1 for correct log-probs of untruncated sampling"),
     ("ppl_ratio", "perplexity ratio", "trainer over sampler, mean over responses"),
-    ("pearson", "Pearson r", "of the two probabilities of each token; healthy above 0.99"),
+    ("pearson", "Pearson r", "of the two probabilities of each token"),
     ("abs_diff_mean", "mean |log-ratio|", "nats per token"),
     ("abs_diff_max", "largest |log-ratio|", "nats"),
 )
@@ -54,11 +55,12 @@ def page(diagnosis: Diagnosis, texts: Mapping[int, str] | None = None) -> str:
             "title": f"Diagnosis of {origin.tokens:,} tokens",
             "facts": _facts(diagnosis),
             "headline": words.headline(diagnosis),
-            "tone": "good" if not diagnosis.causes and size.verdict in ("exact", "rounding", "dense") else "warn",
+            "tone": words.tone(diagnosis),
             "tiles": _tiles(size),
             "floor": size.floor_note,
             "contract": words.contract(size),
             "figures": _figures(size),
+            "outside": words.outside_text(size),
             "large": panels.how_large(measured),
             "where": words.where_text(measured),
             "split": words.split_text(measured),
@@ -119,7 +121,15 @@ def _interval(size: Size, key: str) -> str:
 
 def _figures(size: Size) -> list[dict[str, str]]:
     return [
-        {"key": key, "name": name, "what": what, "value": _value(size, key), "interval": _interval(size, key)}
+        {
+            "key": key,
+            "name": name,
+            "what": what,
+            "value": _value(size, key),
+            "interval": _interval(size, key),
+            "healthy": band_text(f"mismatch/{key}"),
+            "tone": {"healthy": "good", "outside": "warn"}.get(judge(f"mismatch/{key}", size.mismatch[key]), ""),
+        }
         for key, name, what in FIGURES
         if key in size.mismatch
     ]

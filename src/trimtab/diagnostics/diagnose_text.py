@@ -13,6 +13,7 @@ from trimtab.diagnostics.diagnose_words import (
     effect_text,
     faults,
     method_text,
+    outside_text,
     read_text,
     size_text,
     split_text,
@@ -70,6 +71,7 @@ def _size(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return [
         ("size", f"k3 {with_interval(size, 'k3')} nats per token: {size_text(size)}; {_floor(diagnosis)}"),
         ("", figures),
+        ("", outside_text(size)),
     ]
 
 

@@ -10,20 +10,11 @@ from typing import Any
 from trimtab.diagnostics.diagnose_places import places
 from trimtab.diagnostics.diagnosis import Diagnosis, Interval, Measured, Origin, Outcome, Size
 from trimtab.diagnostics.page import number, short
-
-DENSE, MOE = (1e-5, 1e-3), (1e-3, 1e-1)
-"""k3 reported for dense and for mixture-of-experts models, nats per token (METHODS 2.9)."""
+from trimtab.diagnostics.ranges import K3, band_text, judge, k3_ranges
 
 FAULTS = frozenset({"temperature", "raw-logprobs", "truncated-sampling", "misaligned", "retokenized", "non-finite"})
 """Causes that make the numbers wrong. No weight repairs them; the others are real drift, which a weight corrects."""
 
-SIZES = {
-    "exact": "trainer and sampler compute the same, as float32 on both sides does",
-    "rounding": "no more than the rounding of the stored log-probs makes",
-    "dense": "within what is published for dense models (1e-5 to 1e-3)",
-    "moe": "within what is published for mixture-of-experts models (1e-3 to 1e-1), a lot for a dense one",
-    "beyond": "beyond everything published for a working setup (1e-5 to 1e-1)",
-}
 CLOSE = 1e-3
 """A mean ratio this near 1 is no broken contract, however narrow the interval is."""
 
@@ -57,9 +48,27 @@ def percent(share: float) -> str:
 
 def size_text(size: Size) -> str:
     """Where k3 lies among published figures."""
-    if size.verdict == "dense" and size.mismatch["k3"] < DENSE[0]:
-        return "less than is published for dense models (1e-5 to 1e-3)"
-    return SIZES[size.verdict]
+    if size.verdict == "rounding":
+        return "no more than the rounding of the stored log-probs makes"
+    found = k3_ranges()[size.verdict]
+    if found.low is not None and size.mismatch["k3"] < found.low:
+        return found.text.replace("within what", "less than")
+    return found.text
+
+
+def outside(size: Size) -> dict[str, str]:
+    """Figures outside their healthy bands, each with its band in numbers; report.html marks the same."""
+    keys = (key for key, value in size.mismatch.items() if judge(f"mismatch/{key}", value) == "outside")
+    return {key: band_text(f"mismatch/{key}") for key in keys}
+
+
+def outside_text(size: Size) -> str:
+    """Which figures lie outside their healthy bands."""
+    found = outside(size)
+    if not found:
+        return "every figure is within its healthy range"
+    said = [f"{key} {brief(size.mismatch[key])} ({band})" for key, band in found.items()]
+    return f"outside their healthy ranges: {', '.join(said)}"
 
 
 def known(interval: Interval | None) -> bool:
@@ -166,6 +175,12 @@ def effect_text(outcome: Outcome) -> str:
         f"keeps {percent(outcome.kept)} of the tokens, changes {percent(outcome.changed)} of the weights, "
         f"leaves ESS {brief(outcome.ess)}"
     )
+
+
+def tone(diagnosis: Diagnosis) -> str:
+    """good where k3 is healthy and nothing but the precision of the arithmetic was found, else warn."""
+    harmless = all(cause.name == "precision" for cause in diagnosis.causes)
+    return "good" if harmless and judge(K3, diagnosis.measured.size.mismatch["k3"]) == "healthy" else "warn"
 
 
 def headline(diagnosis: Diagnosis) -> list[str]:

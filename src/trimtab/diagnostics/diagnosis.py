@@ -66,13 +66,38 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Settings:
+    """Numerics of a run as its recipe says. sampler, trainer: dtypes; autocast: of the trainer, bfloat16 or none.
+
+    coarse: keys and values that make the sampler's weights or cache coarser than its dtype; None where that is not the
+    recipe's to say (a server).
+    """
+
+    sampler: str
+    trainer: str
+    autocast: str
+    coarse: tuple[str, ...] | None
+
+    @property
+    def sixteen_bits(self) -> bool:
+        """Whether any side computes in less than float32."""
+        return self.autocast != "none" or {self.sampler, self.trainer} != {"float32"}
+
+    def __str__(self) -> str:
+        under = "" if self.autocast == "none" else f" under {self.autocast} autocast"
+        quantized = {None: "", (): ", nothing quantized"}.get(self.coarse, f", {', '.join(self.coarse or ())}")
+        return f"sampler {self.sampler}, trainer {self.trainer}{under}{quantized}"
+
+
+@dataclass(frozen=True)
 class Origin:
     """What was read, complete once the last chunk was.
 
     framework: trimtab, verl, trl, miles, prime-rl or columns. anchor: proximal or current.
     dropped: responses left out, by reason. nonfinite: what was not finite at trained tokens, by column name and kind
     ("logp_behavior -inf", "logp_proximal nan", ...), in tokens, which are left out. missing: absent columns, each with
-    what it costs. findings: what else is odd about the data, a sentence each.
+    what it costs. findings: what else is odd about the data, a sentence each. settings: what the run's own recipe says
+    of its numerics, where it lies beside the files.
     """
 
     framework: str
@@ -85,6 +110,7 @@ class Origin:
     nonfinite: Mapping[str, int] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
     findings: tuple[str, ...] = ()
+    settings: Settings | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +129,8 @@ class Size:
 
     mismatch: the keys of `trimtab.mismatch(...).finalize()`. intervals: those that are means or ratios of sums.
     floor: the k3 that rounding of the stored log-probs alone would give; floor_note says what rounding was found.
-    verdict: where k3 lies: `exact`, `rounding`, `dense` (1e-5..1e-3), `moe` (1e-3..1e-1), `beyond`.
+    verdict: where k3 lies: `rounding`, or the name of its range in `metrics.toml`: `exact`, `dense` (up to 1e-3),
+    `small-dense` (up to 1e-2), `moe` (up to 1e-1), `beyond`.
     by_step: one row a training step, when steps are known.
     """
 

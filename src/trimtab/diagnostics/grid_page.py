@@ -13,7 +13,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trimtab.diagnostics.grid_table import LEGEND, Grid, Score, words
+from trimtab.diagnostics.grid_table import Grid, Score, legend, words
 from trimtab.diagnostics.page import render, short, write
 from trimtab.diagnostics.plots import BLUE, CYCLE, INK, RC, STYLES, finish, to_svg
 
@@ -25,18 +25,26 @@ DEEPEST = 0.5  # opacity of the strongest shade; text stays readable on it in bo
 
 
 def write_grid(
-    grid: Grid, path: Path, *, title: str = "Methods under controlled mismatch", notes: Sequence[str] = ()
+    grid: Grid,
+    path: Path,
+    *,
+    title: str = TITLE,
+    notes: Sequence[str] = (),
+    methods: Sequence[str] | None = None,
+    verdict: str = "",
 ) -> Path:
-    """Write the page; `notes` are sentences shown above the table."""
+    """Write the page; `notes` are sentences shown above the table, `verdict` the one above all. `methods`: their order
+    in the table."""
     values = {
         "title": title,
         "notes": list(notes),
+        "verdict": verdict,
         "facts": _facts(grid),
-        "legend": LEGEND,
+        "legend": legend(grid),
         "regimes": [{"name": name, "description": text} for name, text in grid.regimes.items()],
         "rows": [
             {"method": method, "cells": [_cell(grid, method, regime) for regime in grid.regimes]}
-            for method in grid.methods
+            for method in methods or grid.methods
         ],
         "details": [
             {"regime": regime, "figures": _figures(grid, regime), "rows": _details(grid, regime)}
@@ -69,10 +77,10 @@ def _cell(grid: Grid, method: str, regime: str) -> dict[str, str]:
     tied = "=" if score.tied and score.rank > 1 else ""
     each = "  ".join(f"{seed}: {value:.3f}" for seed, value in zip(score.seeds, score.values, strict=True))
     return {
-        "text": f"{score.accuracy.value:.3f}{' †' if score.fell else ''}",
+        "text": f"{score.accuracy.mean:.3f}{' †' if score.fell else ''}",
         "interval": interval,
         "rank": f"#{score.rank}{tied}",
-        "style": _shade(score.accuracy.value, grid.before),
+        "style": _shade(score.accuracy.mean, grid.before),
         "hint": f"by seed {each}" + (f"; {score.diverged} diverged" if score.diverged else ""),
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trimtab.diagnostics.diagnosis import Interval
+from trimtab.diagnostics.bands import ANYTHING, Interval, interval, rule
 from trimtab.errors import TrimtabError
 
 FILE = "results.parquet"
 COLLAPSED = 0.5  # a run that ends below this share of where it started
-RESAMPLES = 10_000
 _NEEDED = ("method", "regime", "seed", "status", "error", "accuracy_before", "accuracy", "curve_steps", "curve")
 
 
@@ -109,7 +108,7 @@ def _scores(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Scor
         method: Score(
             seeds=tuple(values[method]),
             values=tuple(values[method].values()),
-            accuracy=bootstrap(list(values[method].values())),
+            accuracy=_interval(list(values[method].values()), (0.0, 1.0)),
             rank=1 + sum(other > means[method] for other in means.values()),
             behind=_lead(values[best], values[method]),
             collapsed=sum(_value(row) < COLLAPSED * (row["accuracy_before"] or 0.0) for row in rows),
@@ -127,40 +126,23 @@ def _value(row: Mapping[str, Any]) -> float:
 def _lead(best: Mapping[int, float], other: Mapping[int, float]) -> Interval:
     """Equal seeds see the same prompts in the same order, so seeds are compared one by one."""
     shared = [best[seed] - other[seed] for seed in best if seed in other]
-    return bootstrap(shared) if shared else Interval(float("nan"), float("-inf"), float("inf"))
+    return _interval(shared) if shared else Interval(math.nan, -math.inf, math.inf, 0)
 
 
-def bootstrap(values: Sequence[float], *, seed: int = 0) -> Interval:
-    """The mean with its 95% percentile interval over resampled values. Up to six values are resampled in every possible
-    way, so that the interval has no chance in it; a single value has an interval without width."""
-    data = np.asarray(values, dtype=np.float64)
-    count = len(data)
-    if count <= 6:
-        index = np.array(list(itertools.product(range(count), repeat=count)))
-    else:
-        index = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
-    low, high = np.quantile(data[index].mean(axis=1), (0.025, 0.975))
-    return Interval(float(data.mean()), float(low), float(high))
+def _interval(values: Sequence[float], limits: tuple[float, float] = ANYTHING) -> Interval:
+    found = interval(values, limits)
+    assert found is not None
+    return found
 
 
-def markdown(grid: Grid, *, best_first: bool = False) -> str:
-    """Methods x regimes: mean [95% interval], rank; `†` where most runs collapsed. `best_first`: by rank in the first
-    regime instead of in the order given."""
+def markdown(grid: Grid, methods: Sequence[str] | None = None) -> str:
+    """Methods x regimes: mean [interval], rank; `†` where most runs collapsed. `methods`: in this order."""
     head = ["method", *grid.regimes]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    methods = list(grid.methods)
-    if best_first:
-        first = next(iter(grid.regimes))
-        methods.sort(key=lambda method: _rank(grid, method, first))
-    for method in methods:
+    for method in methods or grid.methods:
         cells = [words(grid, method, regime) for regime in grid.regimes]
         lines.append(f"| {' | '.join([f'`{method}`', *cells])} |")
     return "\n".join(lines)
-
-
-def _rank(grid: Grid, method: str, regime: str) -> float:
-    score = grid.scores.get((method, regime))
-    return float("inf") if score is None else score.rank
 
 
 def words(grid: Grid, method: str, regime: str) -> str:
@@ -171,11 +153,15 @@ def words(grid: Grid, method: str, regime: str) -> str:
     best = "=" if score.tied and score.rank > 1 else ""
     mark = " †" if score.fell else ""
     interval = f"[{score.accuracy.low:.3f}, {score.accuracy.high:.3f}]" if len(score.values) > 1 else ""
-    return " ".join(filter(None, [f"{score.accuracy.value:.3f}", interval, f"#{score.rank}{best}"])) + mark
+    return " ".join(filter(None, [f"{score.accuracy.mean:.3f}", interval, f"#{score.rank}{best}"])) + mark
 
 
-LEGEND = (
-    "Held-out greedy accuracy after training: mean over seeds [95% bootstrap interval], #rank in the regime; =: as "
-    "good as the best by the interval of the difference paired by seed, which says little below four seeds; †: most "
-    "runs ended below half of where they started. A diverged run counts as 0."
-)
+def legend(grid: Grid) -> str:
+    """How the table is to be read."""
+    counts = sorted({len(score.values) for score in grid.scores.values()} - {1})
+    rules = " or ".join(f"[{rule(count)}]" for count in counts)
+    return (
+        f"Held-out greedy accuracy after training: mean over seeds{f' {rules}' if rules else ''}, #rank in the regime; "
+        "=: as good as the best by the interval of the difference paired by seed, which says little below five seeds; "
+        "†: most runs ended below half of where they started. A diverged run counts as 0."
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from trimtab.diagnostics.bands import Interval, best, interval
+from trimtab.diagnostics.bands import ANYTHING, Interval, best, interval
 from trimtab.diagnostics.groups import Group
 from trimtab.diagnostics.read import Accuracy, Run
 
@@ -17,13 +18,16 @@ CLIPS = ("clip/low", "clip/high", "clip/dual", "clip/second_moment")
 # A measurement only after training says that an accuracy was reached, not when.
 _LOOKS = 3
 _GAIN = 0.8
+SHARE = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a run. `better`: which side wins; None for numbers that only describe.
+    """One number of a run. `better`: which side wins; None for numbers that only describe, and for wall-clock seconds:
+    runs that did not take turns on an idle machine do not tell which is faster.
 
-    `form`: a share with three decimals, a number with three digits, one that spans decades, or a whole one.
+    `form`: a share with three decimals, a number with three digits, one that spans decades, or a whole one. All such
+    numbers lie between `limits`.
     """
 
     key: str
@@ -31,6 +35,7 @@ class Column:
     pick: Pick
     better: Literal["high", "low"] | None = None
     form: Literal["share", "number", "decades", "whole"] = "share"
+    limits: tuple[float, float] = (0.0, math.inf)
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,15 @@ def clipped(run: Run) -> tuple[np.ndarray, np.ndarray]:
 def goal_columns(target: Target) -> list[Column]:
     """What a run is trained for."""
     columns = [
-        Column("accuracy/before", "held-out before", lambda run: _accuracy(run, "before")),
-        Column("accuracy/after", "held-out after", lambda run: _accuracy(run, "after"), "high"),
-        Column("accuracy/best", "best held-out", _best, "high"),
-        Column("reward/last", "reward, last tenth", _last("reward/mean"), "high"),
+        Column("accuracy/before", "held-out before", lambda run: _accuracy(run, "before"), limits=SHARE),
+        Column("accuracy/after", "held-out after", lambda run: _accuracy(run, "after"), "high", limits=SHARE),
+        Column("accuracy/best", "best held-out", _best, "high", limits=SHARE),
+        Column("reward/last", "reward, last tenth", _last("reward/mean"), "high", limits=ANYTHING),
     ]
     if (goal := target.accuracy) is not None:
         columns += [
             Column("target/steps", f"steps to {goal:g}", lambda run: _reached(run, goal), "low", form="whole"),
-            Column("target/seconds", f"seconds to {goal:g}", lambda run: _seconds_to(run, goal), "low", form="number"),
+            Column("target/seconds", f"seconds to {goal:g}", lambda run: _seconds_to(run, goal), form="number"),
         ]
     return [*columns, Column("steps", "steps", lambda run: float(run.last["step"]), form="whole")]
 
@@ -83,23 +88,23 @@ def way_columns() -> list[Column]:
     """How a run got there."""
     return [
         Column("mismatch/k3", "k3, median", _over("mismatch/k3", np.median), "low", form="decades"),
-        Column("mismatch/ess_token", "ESS, lowest", _over("mismatch/ess_token", np.min), "high"),
+        Column("mismatch/ess_token", "ESS, lowest", _over("mismatch/ess_token", np.min), "high", limits=SHARE),
         Column("mismatch/ratio_q01", "ratio q01, lowest", _over("mismatch/ratio_q01", np.min), form="number"),
         Column("mismatch/ratio_q99", "ratio q99, highest", _over("mismatch/ratio_q99", np.max), form="number"),
         Column("optim/grad_norm", "grad norm, median", _over("optim/grad_norm", np.median), form="decades"),
         Column("entropy/mean", "entropy, last tenth", _last("entropy/mean", "entropy/rollout")),
         Column("length/mean", "length, last tenth", _last("length/mean"), form="number"),
-        Column("clip/share", "clipped, mean", _clipped),
-        Column("reject/tokens", "rejected, mean", _over("reject/tokens", np.mean)),
+        Column("clip/share", "clipped, mean", _clipped, limits=SHARE),
+        Column("reject/tokens", "rejected, mean", _over("reject/tokens", np.mean), limits=SHARE),
         Column("optim/skipped", "skipped updates", _over("optim/skipped", np.sum), "low", form="whole"),
-        Column("time/step", "seconds a step", _over("time/step", np.median), "low", form="number"),
+        Column("time/step", "seconds a step", _over("time/step", np.median), form="number"),
     ]
 
 
 def outcome(column: Column, groups: Sequence[Group], *, judged: bool = True) -> Outcome | None:
     """None when no run measured it. A winner needs every seed of every group, and `judged`: comparable groups."""
     values = [[column.pick(run) for run in group.runs] for group in groups]
-    found = [interval([value for value in seeds if value is not None]) for seeds in values]
+    found = [interval([value for value in seeds if value is not None], column.limits) for seeds in values]
     if not any(found):
         return None
     complete = all(value is not None for seeds in values for value in seeds)

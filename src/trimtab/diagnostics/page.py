@@ -6,7 +6,7 @@ import importlib.metadata
 import math
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,18 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
 def write(path: Path, content: bytes) -> Path:
     """Write the file whole or not at all. `TrimtabError` when the place cannot be written."""
-    temporary: str | None = None
+    temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(descriptor, "wb") as file:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        temporary.replace(path)
     except OSError as error:
         if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise TrimtabError(f"cannot write {path}: {error.strerror}; choose another folder or free space") from None
     return path
 
@@ -64,6 +63,8 @@ def number(value: Any) -> str:
 
 def short(value: float) -> str:
     """Two significant digits: 0.26 or 1.9e-3."""
+    if value == 0:
+        return "0"
     return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else power(value, 1)
 
 
@@ -75,12 +76,19 @@ def power(value: float, digits: int) -> str:
 def equation_of(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """The resolved equation of a run's objective, or in its place why this installation cannot say it.
 
+    An objective that is no preset has its equation in the run's config.toml: a page runs nobody's code.
+
     `metrics`: those of any step; a run that calibrated its bounds logs them with every one.
     """
     from trimtab.objectives.calibrate import bounds_of, from_section  # the only part of a report that needs torch
+    from trimtab.objectives.lookup import is_own
 
     section = config.get("objective", {})
+    if "equation" in section:
+        return str(section["equation"])
     try:
+        if is_own(section["name"]):
+            raise ValueError(f"its config.toml has no equation of {section['name']!r}")
         keys = {name: f"calibrate/{name}" for name in bounds_of(section["name"])}
         bounds = {name: float(metrics[key]) for name, key in keys.items() if key in metrics}
         return from_section(section, bounds).equation()

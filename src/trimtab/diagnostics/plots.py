@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from trimtab.diagnostics.bands import AVERAGED_FROM, trailing
 from trimtab.diagnostics.catalog import Metric
 from trimtab.diagnostics.charts import Drawn
 from trimtab.diagnostics.page import power
@@ -63,7 +64,6 @@ RC: dict[Any, Any] = {
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
 }
-_SMOOTH_FROM = 80  # points; below, the eye smooths better than an average does
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +89,8 @@ def draw(drawn: Drawn, run: Run) -> str:
             _curves(
                 axes, _read_curves(drawn, run), log=chart.log, points=chart.kind == "accuracy", top=chart.caption.high
             )
+        if chart.bound:
+            _bound(axes, chart.bound, run)
         if chart.kind == "accuracy":
             axes.set_ylim(0, 1)
         elif chart.shade:
@@ -100,8 +102,7 @@ def draw(drawn: Drawn, run: Run) -> str:
 def _read_curves(drawn: Drawn, run: Run) -> list[Curve]:
     if drawn.chart.kind == "accuracy":
         return [Curve(task, found.steps, found.values) for task, found in run.accuracy().items()]
-    curves = [Curve(label, *run.series(key)) for label, key in drawn.lines]
-    return [Curve(c.label, c.steps, np.abs(c.values)) for c in curves] if drawn.chart.absolute else curves
+    return [Curve(label, *run.series(key)) for label, key in drawn.lines]
 
 
 def _curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool, top: float | None) -> None:
@@ -109,15 +110,18 @@ def _curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool, top
     for index, curve in enumerate(curves):
         color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
         marker = "o" if points or len(curve.steps) < 4 else None
-        if len(curve.steps) >= _SMOOTH_FROM:
-            axes.plot(curve.steps, curve.values, color=color, alpha=0.3, linewidth=0.7)
-            axes.plot(*_smooth(curve), color=color, linestyle=style, label=curve.label)
+        # The mean over some steps of a logarithmic curve would be that of the largest alone.
+        if len(curve.steps) >= AVERAGED_FROM and not log:
+            axes.plot(curve.steps, curve.values, color=color, alpha=0.55, linewidth=0.7)
+            axes.plot(*trailing((curve.steps, curve.values)), color=color, linestyle=style, label=curve.label)
         else:
             axes.plot(
                 curve.steps, curve.values, color=color, linestyle=style, marker=marker, markersize=4, label=curve.label
             )
     # A logarithmic axis cannot show a curve that is zero throughout.
-    if log and any((curve.values > 0).any() for curve in curves):
+    if log and any((curve.values < 0).any() for curve in curves):
+        log_scale_of_both_signs(axes)
+    elif log and any((curve.values > 0).any() for curve in curves):
         log_scale_with_zero(axes)
     elif curves and all((curve.values >= 0).all() for curve in curves):
         highest = max(curve.values.max() for curve in curves)
@@ -125,15 +129,6 @@ def _curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool, top
             highest = highest or top or 1.0
             # A little below 0, so that a curve lying on 0 is seen.
             axes.set_ylim(-0.03 * highest, 1.08 * highest)
-
-
-def _smooth(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """Centered moving average over a twentieth of the run; windows shrink at the ends instead of padding."""
-    half = max(len(curve.values) // 40, 1)
-    total = np.concatenate([[0.0], np.cumsum(curve.values)])
-    index = np.arange(len(curve.values))
-    start, end = np.maximum(index - half, 0), np.minimum(index + half + 1, len(curve.values))
-    return curve.steps, (total[end] - total[start]) / (end - start)
 
 
 def _quantile_bands(axes: Axes, series: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -187,6 +182,40 @@ def log_scale_with_zero(axes: Axes) -> None:
     axes.set_yticks([0.0, *(10.0 ** np.arange(low, high + 1, every))])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value == 0 else short_power(value)))
     axes.yaxis.set_minor_locator(NullLocator())
+
+
+def log_scale_of_both_signs(axes: Axes) -> None:
+    """A logarithmic axis up and down from 0, for estimates that may be negative: six powers of ten below the largest
+    magnitude (or fewer, where the smallest is nearer) it becomes linear and passes through 0."""
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
+    sizes = np.abs(values[values != 0])
+    high = np.ceil(np.log10(sizes.max()))
+    low = max(np.floor(np.log10(sizes.min())), high - 6)
+    axes.set_yscale("symlog", linthresh=10.0**low, linscale=0.5)
+    axes.set_ylim(*(1.3 * end if end else side * 10.0**low for end, side in ((values.min(), -1), (values.max(), 1))))
+    every = max(1, round((high - low) / 3))
+    # None at the edge of the linear part, whose label would lie on that of 0.
+    powers = 10.0 ** np.arange(high, low, -every)[::-1]
+    bottom, top = axes.get_ylim()
+    axes.set_yticks([tick for tick in (*-powers[::-1], 0.0, *powers) if bottom <= tick <= top])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _signed_power(value)))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _signed_power(value: float) -> str:
+    if value == 0:
+        return "0"
+    return short_power(value) if value > 0 else f"\N{MINUS SIGN}{short_power(-value)}"
+
+
+def _bound(axes: Axes, key: str, run: Run) -> None:
+    """A level line at a number of the recipe, which the axis is stretched to."""
+    section, _, name = key.partition(".")
+    value = run.config.get(section, {}).get(name)
+    if value is not None:
+        axes.axhline(value, color=INK, linewidth=1.2, linestyle=":", label=f"{name} = {value:g}")
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, 0.8 * value), max(high, 1.25 * value))
 
 
 def short_power(value: float) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from trimtab.diagnostics.origins import read_origins
 from trimtab.errors import TrimtabError
 
 T = TypeVar("T")
@@ -26,11 +27,15 @@ _SHOWN = ("group", "reward", "prompt_id", "prompt_text", "text", "finish", "rewa
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run as files: the resolved recipe and one mapping per step, in order. A metric that was NaN is None."""
+    """A run as files: the resolved recipe, one mapping per step, in order, and one per start (provenance.json).
+
+    A metric that was NaN is None.
+    """
 
     path: Path
     config: Mapping[str, Any]
     rows: list[dict[str, Any]]
+    origins: Sequence[Mapping[str, Any]] = ()
 
     @property
     def keys(self) -> list[str]:
@@ -100,7 +105,7 @@ def read_run(path: Path) -> Run:
     """A run directory. An unfinished last line of metrics.jsonl (a run being written, or killed) is left out."""
     if not path.is_dir():
         raise TrimtabError(f"no run directory {path}: check the path (`trimtab train` prints it)")
-    return Run(path, read_config(path), read_metrics(path))
+    return Run(path, read_config(path), read_metrics(path), read_origins(path))
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -12,8 +12,10 @@ from markupsafe import Markup
 
 from trimtab.diagnostics.catalog import Metric, metric
 from trimtab.diagnostics.charts import Chart, Drawn, resolve
+from trimtab.diagnostics.health import Finding, clipped_share, health
 from trimtab.diagnostics.layout import LAYOUT, METHODS
 from trimtab.diagnostics.noise import verdict
+from trimtab.diagnostics.origins import duration, said
 from trimtab.diagnostics.page import equation_of, number, render, short, write
 from trimtab.diagnostics.plots import draw
 from trimtab.diagnostics.read import Run, Sample, read_run, read_samples, sample_steps, spread
@@ -32,7 +34,10 @@ HEADLINES = (
     "clip/dual",
     "reject/tokens",
     "length/truncated",
+    "groups/no_signal",
+    "optim/grad_clipped",
 )
+TONES = {"healthy": "good", "healthy, but": "mixed", "not healthy": "warn", "not judged": "plain"}
 # What of the trajectories a page shows; the files hold all of them.
 STEPS_SHOWN, GROUPS_SHOWN, SAMPLES_SHOWN, CHARACTERS_SHOWN = 8, 3, 4, 2000
 
@@ -48,8 +53,11 @@ def write_report(path: Path, out: Path | None = None) -> Path:
 
 
 def _values(run: Run) -> dict[str, Any]:
-    table = [_entry(run, key) for key in _ordered(run.keys)]
+    found = health(run)
+    table = [_entry(run, key, found.findings.get(key)) for key in _ordered(run.keys)]
     return {
+        "verdict": found,
+        "tone": TONES[found.state],
         "title": _title(run.path.resolve()),
         "description": run.config.get("description", ""),
         "facts": _facts(run),
@@ -62,6 +70,7 @@ def _values(run: Run) -> dict[str, Any]:
         "samples": _samples(run.path),
         "trajectories_every": run.config.get("log", {}).get("trajectories_every", "?"),
         "table": table,
+        "origins": [said(part) for part in run.origins],
         "config": (run.path / "config.toml").read_text(),
     }
 
@@ -72,15 +81,18 @@ def _title(path: Path) -> str:
 
 
 def _watch(table: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """What is outside its range at the last step, one entry for all keys of one row of the table of metrics; those a
-    reader should see first apart from what follows from them."""
+    """What is outside its range, one entry for all keys of one row of the table of metrics; those a reader should see
+    first apart from what follows from them, and from what is outside at times only."""
     found: dict[str, dict[str, Any]] = {}
     for entry in table:
-        if entry["tone"] == "warn":
+        if entry["state"] in ("outside", "at times"):
             row: Metric = entry["metric"]
-            found.setdefault(row.key, {"metric": row, "values": []})["values"].append((entry["key"], entry["last"]))
-    first = [found.pop(key) for key in HEADLINES if key in found]
-    return {"first": first, "rest": list(found.values())}
+            item = found.setdefault(row.key, {"metric": row, "values": [], "outside": False})
+            item["values"].append((entry["key"], entry["judged"], entry["steps"]))
+            item["outside"] |= entry["state"] == "outside"
+    first = [found.pop(key) for key in HEADLINES if key in found and found[key]["outside"]]
+    outside = [item for item in found.values() if item["outside"]]
+    return {"first": first, "rest": outside, "at_times": [item for item in found.values() if not item["outside"]]}
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -118,10 +130,15 @@ def _tiles(run: Run) -> list[dict[str, str]]:
     if len(k3):
         note = f"median over {len(k3)} steps; {short(k3.min())} to {short(k3.max())}"
         tiles.append({"name": "Mismatch k3, nats per token", "value": short(float(np.median(k3))), "note": note})
+    if (share := clipped_share(run)) is not None:
+        _, norms = run.series("optim/grad_norm")
+        bound = number(run.config.get("optim", {}).get("grad_clip"))
+        note = f"gradient norm {short(norms.min())} to {short(norms.max())}, optim.grad_clip {bound}"
+        tiles.append({"name": "Updates clipped", "value": f"{share:.0%}", "note": note})
     _, seconds = run.series("time/step")
     if len(seconds):
         note = f"median {np.median(seconds):.1f} s per step"
-        tiles.append({"name": "Time in steps", "value": _duration(float(seconds.sum())), "note": note})
+        tiles.append({"name": "Time in steps", "value": duration(float(seconds.sum())), "note": note})
     return tiles
 
 
@@ -161,31 +178,25 @@ def _ordered(keys: Iterable[str]) -> list[str]:
     return sorted(keys, key=lambda key: (order[row.key] if (row := metric(key)) else len(order), key))
 
 
-def _entry(run: Run, key: str) -> dict[str, Any]:
-    """One row of the metrics table: extremes are over steps, the verdict is of the last step."""
-    row, last = metric(key), run.last.get(key)
+def _entry(run: Run, key: str, finding: Finding | None) -> dict[str, Any]:
+    """One row of the metrics table, whose mark is of the whole run. `judged`: the figure that goes with the mark."""
+    last = run.last.get(key)
     _, values = run.series(key)
     first = next((step[key] for step in run.rows if key in step), None)
-    state = _state(row, last)
+    state = "" if finding is None else finding.state
     return {
         "key": key,
-        "metric": row,
+        "metric": metric(key),
         "first": number(first),
         "last": number(last) if key in run.last else "–",
         "low": number(values.min()) if len(values) else "",
         "high": number(values.max()) if len(values) else "",
+        "median": number(float(np.median(values))) if len(values) else "",
         "state": state,
-        "tone": {"healthy": "good", "outside": "warn", "not finite": "warn"}.get(state, ""),
+        "steps": "" if finding is None else finding.steps,
+        "judged": "" if finding is None else number(finding.worst.median if finding.outside else finding.median),
+        "tone": {"healthy": "good", "outside": "warn", "at times": "plain"}.get(state, ""),
     }
-
-
-def _state(row: Metric | None, value: Any) -> str:
-    if row is None or (row.low is None and row.high is None) or isinstance(value, str):
-        return ""
-    if value is None:
-        return ""
-    inside = (row.low is None or value >= row.low) and (row.high is None or value <= row.high)
-    return "healthy" if inside else "outside"
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:
@@ -249,10 +260,3 @@ def _cut(text: str) -> str:
     if len(text) <= CHARACTERS_SHOWN:
         return text
     return f"{text[:CHARACTERS_SHOWN]} … ({len(text) - CHARACTERS_SHOWN:,} more characters)"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes == 0:
-        return f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"

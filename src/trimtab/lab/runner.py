@@ -11,8 +11,8 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,9 +20,13 @@ from typing import Protocol
 from filelock import FileLock, Timeout
 
 from trimtab.config import Config
-from trimtab.errors import TrimtabError
+from trimtab.errors import Stopped, TrimtabError
 from trimtab.lab import result as results
 from trimtab.lab.result import Result
+from trimtab.training import provenance
+from trimtab.training.stop import Stop
+
+LOOK = 0.5  # seconds between looks at a signal that asked to stop
 
 
 class Watch(Protocol):
@@ -89,6 +93,7 @@ def run_cells(
 
     Raises:
         TrimtabError: a finished or unfinished cell was trained with other settings; nothing was trained then.
+        Stopped: by Ctrl-C or SIGTERM, of which the first waits for the steps in progress and their checkpoints.
     """
     watcher = watch or Unseen()
     known = {name: results.read(config) for name, config in cells.items()}
@@ -107,18 +112,32 @@ def _train(cells: Mapping[str, Config], workers: int, watch: Watch, keep: bool) 
         waiting.put(item)
     pool = [_Worker(waiting, events, keep) for _ in range(workers)]
     found: dict[str, Result] = {}
+    stop = Stop()
     try:
-        while len(found) < len(cells):
-            event = events.get()
-            if event.result is not None:
-                found[event.name] = event.result
-                watch.finished(event.name, event.result)
-            else:
-                watch.progress(event.name, event.step)
+        with stop.signals(), stop.finishing():
+            while len(found) < len(cells):
+                if stop.asked is not None:
+                    _end(pool)
+                    raise Stopped(stop.asked)
+                with suppress(queue.Empty):
+                    event = events.get(timeout=LOOK)
+                    if event.result is not None:
+                        found[event.name] = event.result
+                        watch.finished(event.name, event.result)
+                    else:
+                        watch.progress(event.name, event.step)
         return found
     finally:
         for worker in pool:
             worker.stop()
+
+
+def _end(pool: Sequence[_Worker]) -> None:
+    """Have every worker end its cell after the step in progress."""
+    for worker in pool:
+        worker.ask_to_stop()
+    for worker in pool:
+        worker.wait()
 
 
 class _Worker:
@@ -132,6 +151,15 @@ class _Worker:
         self._stopped = False
         self._process = _start()
         threading.Thread(target=self._feed, daemon=True).start()
+
+    def ask_to_stop(self) -> None:
+        """Let its process end in good order; it takes no further cell."""
+        with self._lock:
+            self._stopped = True
+            self._process.terminate()
+
+    def wait(self) -> None:
+        self._process.wait()
 
     def stop(self) -> None:
         with self._lock:
@@ -157,7 +185,8 @@ class _Worker:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        job = {"recipe": config.model_dump(mode="json", exclude_none=True), "keep": self._keep}
+        recipe = config.model_dump(mode="json", exclude_none=True)
+        job = {"recipe": recipe, "keep": self._keep, "command": provenance.command()}
         try:
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
@@ -173,4 +202,5 @@ class _Worker:
 
 def _start() -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "trimtab.lab.worker"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # A session of its own: Ctrl-C is this process's to handle.
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)

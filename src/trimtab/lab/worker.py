@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trimtab.config import Config, check_config
-from trimtab.errors import Diverged, TrimtabError
+from trimtab.errors import Diverged, Stopped, TrimtabError
 from trimtab.lab.result import Result, Status, summarize, write
 from trimtab.training import atomic
 from trimtab.training.observer import Silent
 from trimtab.training.run import train
 from trimtab.training.rundir import CONFIG, METRICS, MODEL, read_metrics
+from trimtab.training.stop import Stop
 
 TRACEBACK = "error.txt"
 
@@ -47,7 +48,11 @@ def main() -> None:
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
     while True:
         job = json.loads(jobs.get())
-        result = run_cell(check_config(job["recipe"], "recipe"), keep=job["keep"], observer=Steps(answers))
+        config = check_config(job["recipe"], "recipe")
+        try:
+            result = run_cell(config, keep=job["keep"], observer=Steps(answers), command=job["command"])
+        except Stopped as stop:  # the grid is stopped; the cell goes on from its checkpoint another time
+            sys.exit(128 + stop.signal)
         print(json.dumps({"result": asdict(result)}), file=answers, flush=True)
 
 
@@ -57,11 +62,12 @@ def _listen(jobs: queue.SimpleQueue[str]) -> None:
     os._exit(0)  # nobody is left to answer; a run in progress must not go on unseen
 
 
-def run_cell(config: Config, *, keep: bool, observer: Silent) -> Result:
-    """Train a cell into `config.out` and leave its result there. `keep`: with checkpoints and the start model.
+def run_cell(config: Config, *, keep: bool, observer: Silent, command: str) -> Result:
+    """Train a cell into `config.out` and leave its result there. `keep`: with checkpoints and the start model;
+    `command`: what the grid was started with.
 
     A cell that was cut short goes on from its checkpoint, or starts again where there is none. Nothing that goes wrong
-    inside is raised: a grid goes on, and the result says what happened.
+    inside is raised: a grid goes on, and the result says what happened. Except `Stopped`, after SIGTERM.
     """
     folder, start = Path(str(config.out)), time.perf_counter()
     resume = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir())
@@ -70,7 +76,7 @@ def run_cell(config: Config, *, keep: bool, observer: Silent) -> Result:
     try:
         if folder.exists() and not resume:
             shutil.rmtree(folder)
-        train(config, resume=resume, observer=observer)
+        train(config, resume=resume, observer=observer, stop=Stop(line=b""), command=command)
     except TrimtabError as stop:
         status, error = ("diverged" if isinstance(stop, Diverged) else "failed"), str(stop)
     except Exception as bug:

@@ -23,6 +23,8 @@ from trimtab.models.quiet import quiet
 
 BUNDLED = bundled.NAME
 LABORATORY, MIXTURE, SWITCH = laboratory.NAMES
+# What a tokenizer is loaded from, by the kind of tokenizer.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
 class Loaded(NamedTuple):
@@ -74,8 +76,8 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
     with _readable_errors(name), quiet():
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         _switch_off_dropout(config)
+        tokenizer = _tokenizer(source, name)
         model, info = _filled(source, config, dtype) if weights else _empty(config, dtype)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if absent:
         raise TrimtabError(
@@ -85,6 +87,22 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
     _ensure_padding_token(tokenizer, model, name)
     use_in(model.base_model)
     return Loaded(model, tokenizer, source)
+
+
+def _tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:
+    """Raises `TrimtabError` for a folder without one; what the hub has to say is left to the caller."""
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # of a damaged file, the tokenizers library raises the bare class
+        if not Path(source).is_dir():
+            raise
+        if not any((Path(source) / file).exists() for file in TOKENIZERS):
+            raise TrimtabError(
+                f"model folder {name!r} has no tokenizer ({TOKENIZERS[0]} is missing): save the model's own there "
+                "with tokenizer.save_pretrained(folder)"
+            ) from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TrimtabError(f"model folder {name!r}: its tokenizer cannot be loaded: {reason}") from error
 
 
 def _filled(source: str, config: Any, dtype: torch.dtype) -> Any:

@@ -32,6 +32,9 @@ from trimtab.models.layers import decoder
 from trimtab.models.noise import normals
 
 LOGITS = "logits"
+LARGEST = 1e4
+"""Standard deviation beyond which a policy is noise: no entry of a trained model's hidden states or logits is so large,
+and those that are not of this size are lost in float32's rounding."""
 
 
 class Changes:
@@ -73,13 +76,13 @@ class Perturbation(nn.Module):
     """The learnable noise of one model. Holds `log_sigma` (float32, one per layer) and nothing of the model.
 
     `layers` is "all", "logits", one layer "3" or an inclusive range "0-5"; `std` is every sigma's first value.
-    Raises `TrimtabError` for other layers, a std that is negative or not finite, or a model without decoder layers.
+    Raises `TrimtabError` for other layers, a std below 0 or above `LARGEST`, or a model without decoder layers.
     """
 
     def __init__(self, model: Any, layers: str = "all", std: float = 1e-4) -> None:
         super().__init__()
-        if not 0 <= std < math.inf:
-            raise TrimtabError(f"perturbation std {std} must be a number from 0 up")
+        if not 0 <= std <= LARGEST:
+            raise TrimtabError(f"perturbation std {std} must be a number from 0 to {LARGEST:g}")
         self._decoder = decoder(model)
         # In a tuple: a module kept as an attribute would be trained, and saved, as this module's own.
         self._head: tuple[object, ...] = (parts(model).owner,) if layers == LOGITS else ()
@@ -97,6 +100,11 @@ class Perturbation(nn.Module):
     def sigmas(self) -> dict[str, float]:
         """The standard deviations by name."""
         return {name: math.exp(value) for name, value in zip(self.names, self.log_sigma.tolist(), strict=True)}
+
+    @property
+    def diverged(self) -> bool:
+        """Whether some sigma is no number or above `LARGEST`."""
+        return not bool((self.log_sigma.detach() <= math.log(LARGEST)).all())
 
     @contextmanager
     def attached(self, *, seed: int, watch: Changes | None = None) -> Iterator[None]:

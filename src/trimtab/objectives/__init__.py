@@ -3,17 +3,28 @@
 import sys
 from types import ModuleType
 
-from trimtab.corrections import OPSM, Band, Divergence, Veto, Weight
+from trimtab.corrections import OPSM, Band, Divergence, Evidence, Mask, Peers, Setting, Veto, Weight
 from trimtab.objectives.advantages import advantages
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.correct import Correction, correct, mismatch
+from trimtab.objectives.lookup import keywords_of, objective, objectives
 from trimtab.objectives.metrics import Metrics
-from trimtab.objectives.objective import Objective, Output, Ratio
-from trimtab.objectives.policies import PolicyLogps
-from trimtab.objectives.presets import keywords_of, objective, objectives
+from trimtab.objectives.objective import Objective, Output
+from trimtab.objectives.policies import PolicyLogps, Ratio
 from trimtab.objectives.regularizers import KL
 from trimtab.objectives.state import State
-from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, SecondMoment, Shaped, Unclipped
+from trimtab.objectives.surrogates import (
+    Clipped,
+    LogProb,
+    Regression,
+    Reinforce,
+    SecondMoment,
+    Shaped,
+    Surrogate,
+    Terms,
+    Unclipped,
+    Value,
+)
 
 __all__ = [
     "KL",
@@ -23,18 +34,25 @@ __all__ = [
     "Clipped",
     "Correction",
     "Divergence",
+    "Evidence",
     "LogProb",
+    "Mask",
     "Metrics",
     "Objective",
     "Output",
+    "Peers",
     "PolicyLogps",
     "Ratio",
     "Regression",
     "Reinforce",
     "SecondMoment",
+    "Setting",
     "Shaped",
     "State",
+    "Surrogate",
+    "Terms",
     "Unclipped",
+    "Value",
     "Veto",
     "Weight",
     "advantages",

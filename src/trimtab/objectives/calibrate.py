@@ -22,8 +22,8 @@ from trimtab.corrections.masks import OPSM, Band, Divergence
 from trimtab.corrections.ratios import Ratios, log_ratio
 from trimtab.corrections.reduce import Sequences
 from trimtab.errors import TrimtabError
+from trimtab.objectives.lookup import is_own, keywords_of, objective
 from trimtab.objectives.objective import Objective
-from trimtab.objectives.presets import keywords_of, objective
 
 SAMPLES_MIN = 20
 """Fewer tokens or responses than this say nothing about a tail."""
@@ -109,12 +109,12 @@ class _Bound:
 
 
 def bounds_of(preset: str) -> tuple[str, ...]:
-    """The keywords of a preset that can be calibrated; none for methods without weights and masks.
+    """The keywords of a preset that can be calibrated; none for methods without weights and masks, or of one's own.
 
     A side the preset leaves open (`weight_min = 0`) stays open. The clip range is not among them: it says how far one
     batch may move the policy, not how far the sampler is away.
     """
-    return tuple(bound.keyword for bound in _bounds(preset))
+    return () if is_own(preset) else tuple(bound.keyword for bound in _bounds(preset))
 
 
 def calibrated(preset: str, observed: Observed) -> dict[str, float]:
@@ -124,7 +124,7 @@ def calibrated(preset: str, observed: Observed) -> dict[str, float]:
     """
     bounds = list(_bounds(preset))
     if not bounds:
-        raise TrimtabError(f"objective {preset!r} has no weight and no mask to calibrate: leave calibrate out")
+        raise TrimtabError(f"objective {preset!r} has no bound that calibrate can find: leave calibrate out")
     found = {}
     for bound in bounds:
         samples = getattr(observed, bound.samples)
@@ -141,21 +141,25 @@ def calibrated(preset: str, observed: Observed) -> dict[str, float]:
 
 
 def from_section(section: Mapping[str, Any], bounds: Mapping[str, float] | None = None) -> Objective:
-    """The objective an `[objective]` section describes: `name`, `calibrate` and the preset's keywords.
+    """The objective an `[objective]` section describes: `name`, `calibrate` and the preset's (or function's) keywords.
 
     With `calibrate`, `bounds` are those found at step 0; until then the published ones stand, and the equation says so.
     Raises `TrimtabError` for what `objective` refuses, for a preset that has nothing to calibrate, and for bounds that
     are given although they are to be found.
     """
-    given = {key: value for key, value in section.items() if key not in ("name", "calibrate")}
+    given = {key: value for key, value in section.items() if key not in ("name", "calibrate", "code", "equation")}
     name, wanted = section["name"], section.get("calibrate", False)
+    if section.get("code") is not None:
+        raise TrimtabError(
+            f"objective {name!r} was given in code (objective.code): pass it again, trimtab.train(..., objective=...)"
+        )
     if not isinstance(wanted, bool):
         raise TrimtabError(f"objective.calibrate = {wanted!r} has the wrong type: use true or false")
     if not wanted:
         return objective(name, **given)
     own = bounds_of(name)
     if not own:
-        raise TrimtabError(f"objective {name!r} has no weight and no mask to calibrate: leave calibrate out")
+        raise TrimtabError(f"objective {name!r} has no bound that calibrate can find: leave calibrate out")
     twice = [key for key in own if key in given]
     if twice:
         raise TrimtabError(

@@ -13,30 +13,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trimtab.corrections.correction import Sweep, sweep
-from trimtab.corrections.masks import Mask
-from trimtab.corrections.ratios import LEVELS, Number, at_level, beyond_bound, log_ratio
+from trimtab.corrections.masks import READABLE, Mask
+from trimtab.corrections.ratios import Number, at_level, beyond_bound, log_ratio
 from trimtab.corrections.reduce import Selection, Sequences, select
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
-from trimtab.corrections.weights import Weight, check_word
-from trimtab.errors import TrimtabError
+from trimtab.corrections.weights import Weight
+from trimtab.errors import TrimtabError, nearest
+from trimtab.objectives.advantages import KINDS
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.metrics import Metrics
-from trimtab.objectives.policies import PolicyLogps
+from trimtab.objectives.policies import PolicyLogps, Ratio
 from trimtab.objectives.regularizers import KL
 from trimtab.objectives.state import State
-from trimtab.objectives.surrogates import Regression, SecondMoment, Shaped, Surrogate, Terms
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """current over `over`, at a level."""
-
-    level: str = "token"
-    over: str = "proximal"
-
-    def __post_init__(self) -> None:
-        check_word(self.level, LEVELS, "Ratio")
-        check_word(self.over, ("proximal", "behavior"), "Ratio")
+from trimtab.objectives.surrogates import Surrogate, Terms
 
 
 class Output(NamedTuple):
@@ -65,46 +54,51 @@ class Objective:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        """Refuse what is no part, and parts that others would ignore or misread."""
+        _check_parts(self)
         if self.weight is not None and self.ratio.over == "behavior":
             raise TrimtabError(f"{self.name}: current/behavior already contains proximal/behavior; drop the weight")
+        refused = self.surrogate.refusal(self.ratio, self.aggregation, corrected=self._corrects)
+        if refused is not None:
+            raise TrimtabError(f"{self.name}: {refused}")
+        if self.advantage not in KINDS:
+            raise TrimtabError(f"{self.name}: unknown advantage {self.advantage!r}{nearest(self.advantage, KINDS)}")
         if not self.entropy_coef >= 0:
             raise TrimtabError(f"entropy_coef = {self.entropy_coef:g} would reward certainty, use 0 or more")
 
     @property
     def _corrects(self) -> bool:
-        """Whether proximal/behavior is looked at."""
+        """Whether anything judges or weighs tokens by the sampler."""
         return self.weight is not None or bool(self.masks)
+
+    @property
+    def rejects(self) -> bool:
+        """Whether a token can be rejected."""
+        return bool(self.masks) or (self.weight is not None and self.weight.rejects)
+
+    @property
+    def policy_needs(self) -> frozenset[str]:
+        """What of `needs` the policy term reads; the KL may read more, which corrects nothing but itself."""
+        return frozenset({self.ratio.over}) | self.surrogate.reads | (self._swept(self.masks) - {"current"})
 
     @property
     def needs(self) -> frozenset[str]:
         """Fields of `PolicyLogps` the loss reads besides `current` and `mask`."""
-        reads = {self.ratio.over}
-        if self._corrects:
-            reads |= {"proximal", "behavior"}
-        if isinstance(self.surrogate, Shaped):
-            reads.add("off_policy")
-        if self.kl.coef > 0:
-            reads.add("reference")
-        if self.entropy_coef > 0:
-            reads.add("entropy")
-        return frozenset(reads)
+        entropy = {"entropy"} if self.entropy_coef > 0 else set()
+        return self.policy_needs | self.kl.needs | entropy
 
     @property
     def prepare_needs(self) -> frozenset[str]:
         """Which of `current` and `proximal` must be there in `prepare`; whoever needs neither saves a forward."""
-        reads: set[str] = set()
-        if isinstance(self.surrogate, SecondMoment):
-            reads |= {"current"} | ({"proximal"} & {self.ratio.over})
+        reads = {"current", self.ratio.over} if self.surrogate.spans else set()
         if self._spans:
-            reads.add("proximal")
-        if self._judges and any(rule.needs_current for rule in self.masks):
-            reads.add("current")
-        return frozenset(reads)
+            reads |= self._swept(self._judged(everything=self._judges))
+        return frozenset(reads & {"current", "proximal"})
 
     @property
     def single_behavior(self) -> bool:
         """Whether one policy must have sampled a whole response: OAPL regresses the log-ratio to that one."""
-        return isinstance(self.surrogate, Regression)
+        return self.surrogate.single_policy and self.ratio.over == "behavior"
 
     @property
     def _judges(self) -> bool:
@@ -116,6 +110,15 @@ class Objective:
         """Whether something the correction finds must be known for the whole update."""
         return self._judges or (self.weight is not None and self.weight.normalize)
 
+    def _judged(self, *, everything: bool) -> tuple[Mask, ...]:
+        """The masks, or those alone that do not read the current policy, which may be absent in `prepare`."""
+        return self.masks if everything else tuple(rule for rule in self.masks if "current" not in rule.reads)
+
+    def _swept(self, masks: tuple[Mask, ...]) -> frozenset[str]:
+        """The policies that the weight and these masks look at."""
+        reads = frozenset({"proximal", "behavior"} if self.weight is not None else {"behavior"} if masks else ())
+        return reads.union(*(rule.reads for rule in masks)) - {"advantage"}
+
     @torch.no_grad()
     def prepare(self, logps: PolicyLogps, advantage: Float[Tensor, "batch #time"]) -> State:
         """What spans the whole update, from all of it or from parts to be added with `+`. No gradient.
@@ -124,7 +127,7 @@ class Objective:
         """
         sequences = Sequences(logps.mask, logps.sequence_ids)
         found = self._sweep(logps, advantage, judge=self._judges) if self._spans else None
-        terms = self._terms(logps, advantage, sequences) if isinstance(self.surrogate, SecondMoment) else None
+        terms = self._terms(logps, advantage, sequences) if self.surrogate.spans else None
         return self._state(sequences, found, terms)
 
     def __call__(
@@ -166,14 +169,15 @@ class Objective:
 
     def _sweep(self, logps: PolicyLogps, advantage: Tensor, *, judge: bool = True) -> Sweep:
         """`judge=False` leaves out rules that read the current policy, which may be absent in `prepare`."""
-        reads_current = any(rule.needs_current for rule in self.masks)
+        masks = self._judged(everything=judge)
+        reads = self._swept(masks)
         return sweep(
-            logps.required("proximal", self.name).detach(),
+            logps.required("proximal", self.name).detach() if "proximal" in reads else None,
             logps.required("behavior", self.name).detach(),
             logps.mask,
             weight=self.weight,
-            masks=self.masks if judge else tuple(rule for rule in self.masks if not rule.needs_current),
-            current=logps.required("current", self.name).detach() if judge and reads_current else None,
+            masks=masks,
+            current=logps.required("current", self.name).detach() if "current" in reads else None,
             advantage=advantage,
             sequence_ids=logps.sequence_ids,
         )
@@ -186,11 +190,8 @@ class Objective:
         current = logps.required("current", self.name)
         logp = select(current, mask)
         token = log_ratio(current, logps.required(self.ratio.over, self.name).detach(), on_policy)
-        at_own_level = select(at_level(token, sequences, self.ratio.level), on_policy)
-        # External tokens have no behavior policy: their ratio has the value 1 and the policy's own gradient.
-        token = torch.where(mask & ~on_policy, logp - logp.detach(), token)
         return Terms(
-            log_ratio=at_own_level,
+            log_ratio=select(at_level(token, sequences, self.ratio.level), on_policy),
             token_log_ratio=token,
             logp=logp,
             advantage=select(advantage.to(logp.dtype).expand(mask.shape), mask),
@@ -202,8 +203,7 @@ class Objective:
     def _state(self, sequences: Sequences, found: Sweep | None, terms: Terms | None) -> State:
         tokens = sequences.lengths.sum().double()
         nothing = torch.zeros_like(tokens)
-        surrogate = self.surrogate
-        evidence = surrogate.evidence(terms) if isinstance(surrogate, SecondMoment) and terms is not None else None
+        evidence = self.surrogate.evidence(terms) if self.surrogate.spans and terms is not None else None
         kept = sequences.lengths if found is None else sequences.count(found.keep)
         weight = None if found is None else found.weight_statistics
         return State(
@@ -224,7 +224,8 @@ class Objective:
         if self.kl.coef > 0:
             reference = logps.required("reference", self.name).detach()
             to_reference = log_ratio(reference, logps.required("current", self.name), terms.mask)
-            kl = self.kl.per_token(to_reference, terms.token_log_ratio)
+            to_sampler = self._to_sampler(logps, terms) if "behavior" in self.kl.needs else None
+            kl = self.kl.per_token(to_reference, to_sampler)
             total = total + self.kl.coef * _weighted_sum(kl, scale)
             statistics["kl/mean"] = Mean.of(kl, terms.mask)
             statistics["kl/bounded"] = Mean.of(beyond_bound(to_reference), terms.mask)
@@ -235,6 +236,14 @@ class Objective:
             statistics["entropy/mean"] = Mean.of(entropy, terms.mask)
         return total, statistics
 
+    def _to_sampler(self, logps: PolicyLogps, terms: Terms) -> Tensor:
+        """log(current/behavior) of every token; 0 with the policy's own gradient where a token has no behavior."""
+        sampled = terms.token_log_ratio
+        if self.ratio.over != "behavior":
+            behavior = logps.required("behavior", self.name).detach()
+            sampled = log_ratio(logps.required("current", self.name), behavior, terms.on_policy)
+        return torch.where(terms.mask & ~terms.on_policy, terms.logp - terms.logp.detach(), sampled)
+
     def _guard(self, logps: PolicyLogps, own: Tensor) -> Tensor:
         """0, or NaN when a policy is not finite at a trained token: a bounded exponent must not hide it."""
         assert logps.current is not None
@@ -242,6 +251,21 @@ class Objective:
         for name in sorted(self.needs & {"proximal", "behavior"}):
             guard = guard + _zero_or_nan(logps.required(name, self.name), own)
         return guard if self.kl.coef == 0 else guard + _zero_or_nan(logps.required("reference", self.name), logps.mask)
+
+
+def _check_parts(objective: Objective) -> None:
+    masks = objective.masks
+    if not isinstance(masks, tuple) or not all(isinstance(rule, Mask) for rule in masks):
+        raise TrimtabError(f"{objective.name}: masks = {masks!r} must be a tuple of rejection rules (Mask)")
+    kinds = {"ratio": Ratio, "surrogate": Surrogate, "aggregation": Aggregation, "kl": KL}
+    kinds |= {} if objective.weight is None else {"weight": Weight}
+    for name, kind in kinds.items():
+        part = getattr(objective, name)
+        if not isinstance(part, kind):
+            raise TrimtabError(f"{objective.name}: {name} = {part!r} is not an instance of {kind.__name__}")
+    for rule in masks:
+        for name in sorted(rule.reads - set(READABLE)):
+            raise TrimtabError(f"{objective.name}: {rule.rule} reads {name!r}{nearest(name, READABLE)}")
 
 
 def _weighted_sum(values: Tensor, scale: Tensor) -> Tensor:

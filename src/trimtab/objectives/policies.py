@@ -1,4 +1,4 @@
-"""The log-probs an objective reads: one tensor for each policy, all of shape (batch, time)."""
+"""The log-probs an objective reads, one tensor (batch, time) for each policy, and the ratio it is about."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ from dataclasses import dataclass, fields
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from trimtab.corrections.ratios import LEVELS
+from trimtab.corrections.weights import check_word
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """current over `over`, at a level."""
+
+    level: str = "token"
+    over: str = "proximal"
+
+    def __post_init__(self) -> None:
+        check_word(self.level, LEVELS, "Ratio")
+        check_word(self.over, ("proximal", "behavior"), "Ratio")
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,22 +1,17 @@
 """Every named method: a short constructor over parts. Its keywords are the method's own, with complete defaults.
 
-What all methods share (aggregation, denominator, length_max, kl, kl_coef, entropy_coef) is set by `objective`.
+What all methods share (aggregation, denominator, length_max, kl, kl_coef, entropy_coef) is set by `lookup.objective`.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import replace
-from numbers import Integral, Real
-from typing import Any
 
 from trimtab.corrections.masks import OPSM, Band, Divergence
 from trimtab.corrections.weights import Weight
-from trimtab.errors import TrimtabError, nearest
 from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.objective import Objective, Ratio
-from trimtab.objectives.regularizers import KL
+from trimtab.objectives.objective import Objective
+from trimtab.objectives.policies import Ratio
 from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, SecondMoment, Shaped
 
 LENGTH_MAX = 1024
@@ -26,12 +21,12 @@ BY_SEQUENCE = Aggregation("seq-mean-token-mean")
 BUDGET = Aggregation("constant", length_max=LENGTH_MAX)
 
 Preset = Callable[..., Objective]
-_PRESETS: dict[str, Preset] = {}
+PRESETS: dict[str, Preset] = {}
 
 
 def _preset(function: Preset) -> Preset:
     """Register a constructor under its name, hyphenated."""
-    _PRESETS[function.__name__.replace("_", "-")] = function
+    PRESETS[function.__name__.replace("_", "-")] = function
     return function
 
 
@@ -270,69 +265,3 @@ def m2po(*, tau: float = 0.04, form: str = "cap") -> Objective:
 def luffy(*, gamma: float = 0.1) -> Objective:
     """arXiv 2504.14945: external traces, shaped."""
     return Objective("luffy", Ratio(), Shaped(gamma), aggregation=BUDGET, advantage="dr-grpo")
-
-
-def objectives() -> list[str]:
-    """Names of all methods."""
-    return list(_PRESETS)
-
-
-def keywords_of(name: str) -> dict[str, Any]:
-    """Every keyword a method takes, its own and the shared ones, with its default. `TrimtabError` if unknown."""
-    if name not in _PRESETS:
-        raise TrimtabError(f"unknown objective {name!r}{nearest(name, _PRESETS)}")
-    own = {key: part.default for key, part in inspect.signature(_PRESETS[name]).parameters.items()}
-    base = _PRESETS[name]()
-    shared = {"denominator": "original", "kl": base.kl.kind, "kl_coef": 0.0, "entropy_coef": 0.0}
-    if name == "oapl":
-        return own | shared
-    return own | {"aggregation": base.aggregation.kind, "length_max": base.aggregation.length_max} | shared
-
-
-def objective(name: str, **overrides: Any) -> Objective:
-    """A named method with some of its keywords changed.
-
-    Every method has its own keywords (its constructor in this file) and shares `aggregation`, `length_max`,
-    `denominator`, `kl`, `kl_coef`, `entropy_coef`; `oapl` has its own aggregation. Raises `TrimtabError` for an unknown
-    name, an unknown keyword, one of a wrong type, and one that would have no effect.
-    """
-    known = keywords_of(name)
-    for key in overrides:
-        if key not in known:
-            raise TrimtabError(f"objective {name!r} has no keyword {key!r}{nearest(key, known)}")
-    given = {key: _checked(name, key, value, known[key]) for key, value in overrides.items()}
-    own = inspect.signature(_PRESETS[name]).parameters
-    try:
-        base = _PRESETS[name](**{key: value for key, value in given.items() if key in own})
-        return _with_shared(base, {key: value for key, value in given.items() if key not in own})
-    except ValueError as error:
-        raise TrimtabError(f"objective {name!r}: {error}") from None
-
-
-def _with_shared(base: Objective, given: dict[str, Any]) -> Objective:
-    if "kl" in given and "kl_coef" not in given:
-        raise TrimtabError(f"kl = {given['kl']!r} has no effect without kl_coef")
-    kind = given.get("aggregation", base.aggregation.kind)
-    budget = base.aggregation.length_max if kind == base.aggregation.kind else None
-    return replace(
-        base,
-        aggregation=Aggregation(kind, given.get("denominator", "original"), given.get("length_max", budget)),
-        kl=KL(given.get("kl", "k3"), given.get("kl_coef", 0.0)),
-        entropy_coef=given.get("entropy_coef", 0.0),
-    )
-
-
-def _checked(name: str, key: str, value: Any, default: Any) -> Any:
-    """The value in the type of its default, numbers as float; None only where it switches something off."""
-    if isinstance(default, bool | str):
-        right = isinstance(value, type(default))
-    elif key == "length_max":
-        right = isinstance(value, Integral) and not isinstance(value, bool)
-    elif value is None:
-        right = key == "clip_dual"
-    else:
-        right = isinstance(value, Real) and not isinstance(value, bool)
-        value = float(value) if right else value
-    if not right:
-        raise TrimtabError(f"objective {name!r}: {key} = {value!r} has the wrong type")
-    return value

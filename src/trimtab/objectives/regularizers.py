@@ -5,8 +5,8 @@ d = log pi_ref - log pi:
     k1  -d                 gradient of the value: score function, mean 0 on-policy
     k2  d^2 / 2            its gradient is an estimate of grad KL(pi||pi_ref) on-policy
     k3  e^d - d - 1        GRPO's term; its gradient estimates grad KL(pi_ref||pi) on-policy
-    unbiased  q (e^d - d - 1), q = pi/denominator with gradient: grad = q log(pi/pi_ref) grad log pi, whose mean
-              over the denominator's samples is exactly grad KL(pi||pi_ref)  (DeepSeek-V3.2)
+    unbiased  q (e^d - d - 1), q = pi/mu with gradient, mu the sampler's policy: grad = q log(pi/pi_ref) grad log pi,
+              whose mean over the sampler's tokens is exactly grad KL(pi||pi_ref)  (DeepSeek-V3.2)
 """
 
 from __future__ import annotations
@@ -37,12 +37,19 @@ class KL:
         if not self.coef >= 0:
             raise TrimtabError(f"kl_coef = {self.coef:g} would reward leaving the reference, use 0 or more")
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Fields of `PolicyLogps` it reads besides `current`."""
+        if self.coef == 0:
+            return frozenset()
+        return frozenset({"reference", "behavior"} if self.kind == "unbiased" else {"reference"})
+
     def per_token(
         self,
         to_reference: Float[Tensor, "batch time"],
-        log_ratio: Float[Tensor, "batch time"] | None,
+        to_sampler: Float[Tensor, "batch time"] | None,
     ) -> Float[Tensor, "batch time"]:
-        """The estimate at each token. `to_reference` is d with gradient, `log_ratio` the one of q."""
+        """The estimate at each token. `to_reference` is d, `to_sampler` the log of q, both with gradient."""
         if self.kind == "k1":
             return k1(to_reference)
         if self.kind == "k2":
@@ -50,5 +57,5 @@ class KL:
         estimate = k3(to_reference)
         if self.kind == "k3":
             return estimate
-        assert log_ratio is not None
-        return torch.exp(bounded(log_ratio)) * estimate
+        assert to_sampler is not None
+        return torch.exp(bounded(to_sampler)) * estimate

@@ -61,6 +61,12 @@ class State:
             }
         )
 
+    def __radd__(self, other: int) -> State:
+        """Of `sum`, which begins with 0."""
+        if other != 0:
+            return NotImplemented
+        return self
+
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name: all but `evidence` are sums, `evidence` is a collection."""
         return {part.name: getattr(self, part.name) for part in fields(self)}

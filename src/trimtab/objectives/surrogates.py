@@ -1,23 +1,27 @@
 """Surrogates: what each token adds to the objective (to be maximised), given its log-ratio and advantage.
 
 A surrogate sees selected tensors (0 where untrained) and an exponent inside its safety bound, so everything it
-computes is finite and nothing rejected later can leave a NaN in the gradient.
+computes is finite and nothing rejected later can leave a NaN in the gradient. A new one is a frozen dataclass under
+`Surrogate`, here or in a file of your own: docs/objectives.md.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from trimtab.corrections.describe import Peers, Setting
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.statistics import Mean, Mergeable
 from trimtab.errors import TrimtabError, nearest
+from trimtab.objectives.aggregation import Aggregation
+from trimtab.objectives.policies import Ratio
 from trimtab.objectives.state import NO_EVIDENCE, State
 
 HARM_FLOOR = 1e-12
@@ -55,17 +59,56 @@ class Terms:
 Value = tuple[Float[Tensor, "batch time"], dict[str, Mergeable]]
 
 
-@runtime_checkable
-class Surrogate(Protocol):
-    """A point in the space of policy terms."""
+class Surrogate(ABC):
+    """A point in the space of policy terms, as a frozen dataclass. `__call__` and `equation` say what it is; the rest
+    has defaults."""
 
+    @abstractmethod
     def __call__(self, terms: Terms, state: State) -> Value:
         """The objective of each token, and statistics of what the surrogate did."""
-        ...
+
+    @abstractmethod
+    def equation(self, ratio: str) -> str:
+        """Its term of the loss with its numbers, `ratio` being the symbol of the ratio."""
+
+    def notes(self) -> tuple[str, ...]:
+        """Further lines of the equation: what else a symbol means, what to beware of."""
+        return ()
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Fields of `PolicyLogps` it looks at beside `current` and what the ratio is over."""
+        return frozenset()
+
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+        """Why it cannot be meant with these parts, which it would ignore or misread. `corrected`: a weight or mask."""
+        return None
+
+    @property
+    def single_policy(self) -> bool:
+        """Whether it needs responses that one policy wrote from end to end."""
+        return False
+
+    @property
+    def spans(self) -> bool:
+        """Whether it must see the `evidence` of a whole update before the first micro-batch."""
+        return False
+
+    def evidence(self, terms: Terms) -> Float[Tensor, "tokens"]:
+        """What `State.evidence` collects over the update, negative where there is none. No gradient."""
+        raise NotImplementedError
+
+    def unbounded(self) -> Surrogate:
+        """The same without its clip or bound."""
+        return self
+
+    def peers(self, level: str) -> Peers:  # noqa: ARG002
+        """The same term in other frameworks, `level` being that of the ratio. No entry: that one lacks it."""
+        return {}
 
 
 @dataclass(frozen=True)
-class Clipped:
+class Clipped(Surrogate):
     """min(r A, clip(r, 1 - low, 1 + high) A), and for A < 0 at least dual * A.
 
     PPO (arXiv 1707.06347 eq. 7), asymmetric as in DAPO (2503.14476), dual clip of arXiv 1912.09729.
@@ -97,9 +140,45 @@ class Clipped:
             statistics |= terms.share("clip/dual", (advantage < 0) & (ratio > self.dual))
         return value, statistics
 
+    def equation(self, ratio: str) -> str:
+        clipped = f"min({ratio} A, clip({ratio}, {1 - self.low:g}, {1 + self.high:g}) A)"
+        return clipped if self.dual is None else f"max[A<0]({clipped}, {self.dual:g} A)"
+
+    def notes(self) -> tuple[str, ...]:
+        if self.dual is None or self.dual > 1 + self.high:
+            return ()
+        return (f"note: clip_dual = {self.dual:g} lies inside the clip range, it acts before the upper clip could",)
+
+    def unbounded(self) -> Surrogate:
+        return Unclipped()
+
+    def peers(self, level: str) -> Peers:
+        trl: dict[str, str] = {}
+        miles: dict[str, str] = {}
+        verl = {"policy_loss": "{loss_mode: gspo}"} if level == "geometric" else {}
+        if level != "sequence":
+            verl |= {"clip_ratio_low": f"{self.low:g}", "clip_ratio_high": f"{self.high:g}"}
+            trl = {"epsilon": repr(self.low), "epsilon_high": repr(self.high)}
+            miles = {"--eps-clip": f"{self.low:g}", "--eps-clip-high": f"{self.high:g}"}
+        if self.dual is not None:
+            verl |= {"clip_ratio_c": f"{self.dual:g}"}
+            trl |= {"delta": repr(self.dual)} if trl else {}
+            miles |= {"--eps-clip-c": f"{self.dual:g}"} if miles else {}
+        trl |= {"importance_sampling_level": '"sequence"'} if level == "geometric" else {}
+        product = "the product of the response has no equivalent"
+        lacks = {
+            "verl": f"# verl clips π/π_old per token; {product}",
+            "TRL": f"# TRL's sequence level is the geometric mean; {product}",
+            "Miles": f"# Miles clips π/π_old per token; {product}",
+        }
+        return {
+            name: Setting(options, (lacks[name],) if level == "sequence" else ())
+            for name, options in (("verl", verl), ("TRL", trl), ("Miles", miles))
+        }
+
 
 @dataclass(frozen=True)
-class Reinforce:
+class Reinforce(Surrogate):
     """sg[min(r, ceiling)] A log pi: the weight is capped, the gradient of no token is lost.
 
     CISPO (arXiv 2506.13585) with an absolute ceiling and no floor (ScaleRL, arXiv 2510.13786).
@@ -116,12 +195,25 @@ class Reinforce:
         value = ratio.clamp(max=self.ceiling) * terms.advantage * terms.logp
         return value, terms.share("clip/high", ratio > self.ceiling)
 
+    def equation(self, ratio: str) -> str:
+        return f"sg[min({ratio}, {self.ceiling:g})] A log π"
+
+    def unbounded(self) -> Surrogate:
+        return Unclipped()
+
+    def peers(self, level: str) -> Peers:  # noqa: ARG002
+        relative = {"clip_ratio_low": "1.0", "clip_ratio_high": f"{self.ceiling - 1:g}"}
+        return {
+            "verl": Setting({"policy_loss": "{loss_mode: cispo}", **relative}),
+            "TRL": Setting({"loss_type": '"cispo"', "epsilon_high": repr(self.ceiling)}),
+        }
+
 
 @dataclass(frozen=True)
-class Regression:
+class Regression(Surrogate):
     """-(beta S - A)^2 for a sequence, S = sum_t (log pi - log mu): OAPL, arXiv 2602.19362 eq. 3.
 
-    Reads the log-ratio at sequence level. Each token carries 1/T of the value and the gradient of its own log-prob, so
+    Needs the ratio at sequence level. Each token carries 1/T of the value and the gradient of its own log-prob, so
     that the sum over tokens is the square with its exact gradient.
     """
 
@@ -138,9 +230,29 @@ class Regression:
         value = share + 2.0 * self.beta * residual * (terms.log_ratio - own)
         return -value, {}
 
+    def equation(self, ratio: str) -> str:
+        return f"−({self.beta:g}·log {ratio} − A)²/T"
+
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+        if ratio.level != "sequence":
+            return (
+                f"Regression squares the log-ratio of a whole response, not one at {ratio.level} level: use "
+                f'Ratio("sequence", "{ratio.over}")'
+            )
+        if aggregation.kind == "seq-mean-token-mean":
+            return (
+                "Regression divides a response's square by its length already: use aggregation "
+                '"trained-mean-token-sum" or "seq-mean-token-sum"'
+            )
+        return None
+
+    @property
+    def single_policy(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True)
-class Shaped:
+class Shaped(Surrogate):
     """On-policy tokens r A, unclipped; external tokens f(pi) A with f(x) = x / (x + gamma).
 
     LUFFY (arXiv 2504.14945): the behavior probability of an external token is taken as 1.
@@ -158,9 +270,21 @@ class Shaped:
         factor = torch.where(terms.on_policy, terms.ratio, shaped)
         return factor * terms.advantage, terms.share("off_policy/tokens", ~terms.on_policy)
 
+    def equation(self, ratio: str) -> str:
+        return f"({ratio} A on-policy, π/(π + {self.gamma:g}) A off-policy)"
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"off_policy"})
+
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+        if not corrected:
+            return None
+        return "Shaped trains tokens without a behavior policy, which a weight or a mask would read: leave these out"
+
 
 @dataclass(frozen=True)
-class SecondMoment:
+class SecondMoment(Surrogate):
     """r A while the second moment of the log-ratios is within `tau`: M2PO (arXiv 2510.01161), in two forms.
 
     cap: harmful tokens (A > 0, r > 1 or A < 0, r < 1) are judged; r is clipped at exp(+-c), where the cap c keeps their
@@ -177,6 +301,10 @@ class SecondMoment:
             raise TrimtabError(f"tau = {self.tau:g}: the second moment allowed must be more than 0")
         if self.form not in SECOND_MOMENT_FORMS:
             raise TrimtabError(f"unknown form {self.form!r}{nearest(self.form, SECOND_MOMENT_FORMS)}")
+
+    @property
+    def spans(self) -> bool:
+        return True
 
     def evidence(self, terms: Terms) -> Float[Tensor, "tokens"]:
         """|log-ratio| of the tokens that are judged, negative for all others. No gradient."""
@@ -207,18 +335,43 @@ class SecondMoment:
         value = torch.where(outside, 0.0, terms.ratio * terms.advantage)
         return value, terms.share("clip/second_moment", outside)
 
+    def equation(self, ratio: str) -> str:
+        if self.form == "cap":
+            return f"min({ratio} A, clip({ratio}, e^−c, e^c) A)"
+        return f"1[|log {ratio}| ≤ c]·{ratio} A"
+
+    def notes(self) -> tuple[str, ...]:
+        if self.form == "cap":
+            return (f"c: largest harmful |log r| whose capped second moment stays below {self.tau:g}; ∞ within it",)
+        return (
+            f"c: largest |log r| of the update up to which the mean of log² r is at most {self.tau:g}; "
+            "what is beyond stays in D",
+        )
+
+    def unbounded(self) -> Surrogate:
+        return Unclipped()
+
 
 @dataclass(frozen=True)
-class LogProb:
+class LogProb(Surrogate):
     """A log pi: the policy gradient as if every token were the current policy's own (REINFORCE, Williams 1992)."""
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         return terms.advantage * terms.logp, {}
 
+    def equation(self, ratio: str) -> str:  # noqa: ARG002
+        return "A log π"
+
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+        return None if ratio == Ratio() else "LogProb has no ratio, so its level and policy say nothing: use Ratio()"
+
 
 @dataclass(frozen=True)
-class Unclipped:
+class Unclipped(Surrogate):
     """r A: the plain importance-weighted policy gradient."""
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         return terms.ratio * terms.advantage, {}
+
+    def equation(self, ratio: str) -> str:
+        return f"{ratio} A"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,11 +43,14 @@ def connected(config: RayConfig) -> Iterator[None]:
         return
     from ray._private import worker
 
+    handler, mine = signal.getsignal(signal.SIGTERM), threading.current_thread() is threading.main_thread()
     try:
         _reach(config.address)
         # Ray tells the death of an actor on stdout, amid the display and before `--json`; the run tells it itself.
         worker._worker_logs_enabled = False
         ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
+        if mine:
+            signal.signal(signal.SIGTERM, handler)  # Ray puts in one of its own, which exits at once
     except (OSError, ValueError, RuntimeError) as error:
         raise TrimtabError(
             f"no Ray cluster at ray.address = {config.address!r} ({str(error).splitlines()[0]}): start one with "

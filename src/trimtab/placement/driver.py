@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.config import Config
-from trimtab.errors import Diverged, TrimtabError
+from trimtab.errors import Diverged, Stopped, TrimtabError
 from trimtab.placement.actors import ActorLost, ask, end
 from trimtab.placement.cluster import Seats, connected, reserved
 from trimtab.placement.events import replay
 from trimtab.placement.rank import DIVERGED, TrainerRank
+from trimtab.training import provenance
 from trimtab.training.observer import Observer, Silent
 from trimtab.training.ranks import several
 from trimtab.training.run import RunResult, check
 from trimtab.training.rundir import CONFIG
+from trimtab.training.stop import Stop
 
 NEWS = 1.0  # seconds one look for news lasts at most
-GRACE = 15.0  # seconds a run that is told to stop has for it
 NOTICE = 15.0  # seconds the other ranks of a failed one have to fail as well
 
 
@@ -34,22 +35,19 @@ def train(
 
     Raises:
         TrimtabError: for anything a user can mend, a rank that died among it.
+        Stopped: by Ctrl-C or SIGTERM, of which the first waits for the step in progress and its checkpoint.
     """
     if several():
         raise TrimtabError('placement = "ray" starts the ranks itself: leave torchrun out and set ray.trainers')
     watcher, run = observer or Silent(), Path(out or config.out or "runs/run").resolve()
     check(config).scorer.close()
-    with connected(config.ray), reserved(config) as seats, _started(seats) as ranks:
+    stop = Stop()
+    with stop.signals(), connected(config.ray), reserved(config) as seats, _started(seats) as ranks:
         meeting = _meeting(ranks[0], config.ray.patience)
-        arguments = (config.dump(), str(Path.cwd()), str(run), resume, meeting, seats)
+        arguments = (config.dump(), str(Path.cwd()), str(run), resume, meeting, seats, provenance.command())
         runs = [rank.train.remote(*arguments) for rank in ranks]
-        try:
-            metrics = _follow(ranks[0], runs, watcher, config, run)
-        except KeyboardInterrupt:
-            ranks[0].stop.remote()
-            with suppress(ActorLost):
-                ask(runs[0], GRACE)
-            raise
+        with stop.finishing():
+            metrics = _follow(ranks, runs, watcher, config, run, stop)
     return RunResult(run, metrics)
 
 
@@ -72,14 +70,21 @@ def _meeting(first: Any, patience: float) -> tuple[str, int]:
         raise TrimtabError(f"the first trainer rank did not start ({lost}): look at the cluster's logs") from None
 
 
-def _follow(first: Any, runs: list[Any], observer: Observer, config: Config, run: Path) -> dict[str, Any]:
+def _follow(
+    ranks: list[Any], runs: list[Any], observer: Observer, config: Config, run: Path, stop: Stop
+) -> dict[str, Any]:
     """Show the first rank's news until all ranks are done; returns its metrics of the last step."""
     import ray
     from ray.exceptions import RayTaskError
 
+    first, told = ranks[0], False
     left, news = list(runs), first.news.remote(NEWS)
     try:
         while left:
+            if stop.asked is not None and not told:
+                told = True
+                for rank in ranks:
+                    rank.stop.remote(stop.asked)
             (ready, *_), _ = ray.wait([news, *left], num_returns=1)
             if ready == news:
                 _show(ask(news), observer, config, run)
@@ -89,6 +94,9 @@ def _follow(first: Any, runs: list[Any], observer: Observer, config: Config, run
                 left.remove(ready)
         _show(ask(first.news.remote(0.0)), observer, config, run)
         return _metrics(runs[0])
+    except Stopped:
+        _show(ask(first.news.remote(0.0)), observer, config, run)
+        raise
     except (TrimtabError, ActorLost, RayTaskError) as error:
         cause = _cause(runs, error)
         with suppress(ActorLost):
@@ -107,6 +115,8 @@ def _show(news: str, observer: Observer, config: Config, run: Path) -> None:
 def _metrics(finished: Any) -> dict[str, Any]:
     """Of a rank that is done. Raises what it failed of."""
     answer = json.loads(ask(finished))
+    if "stopped" in answer:
+        raise Stopped(answer["stopped"])
     if "error" in answer:
         raise (Diverged if answer["error"] == DIVERGED else TrimtabError)(answer["line"])
     return answer["metrics"]

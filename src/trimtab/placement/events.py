@@ -13,7 +13,7 @@ from trimtab.training.observer import Moment, Observer
 
 
 class Relay:
-    """The observer of the run. After `stop` its next call ends the run, as Ctrl-C ends one that runs in front of you.
+    """The observer of the run.
 
     Of the phases only the newest is kept: they are the hand of a clock, everything else is a record.
     """
@@ -21,7 +21,6 @@ class Relay:
     def __init__(self) -> None:
         self._news: list[list[Any]] = []
         self._changed = threading.Condition()
-        self._stopped = False
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:  # noqa: ARG002
         self._tell("started", equation, total_steps, str(run))
@@ -48,12 +47,7 @@ class Relay:
             news, self._news = self._news, []
         return json.dumps(news, default=lambda number: number.item())  # numpy's scalars
 
-    def stop(self) -> None:
-        self._stopped = True
-
     def _tell(self, *event: Any) -> None:
-        if self._stopped:
-            raise KeyboardInterrupt
         with self._changed:
             if event[0] == "phase" and self._news and self._news[-1][0] == "phase":
                 self._news.pop()

@@ -13,7 +13,7 @@ import torch
 
 from trimtab import rewards
 from trimtab.config import Config, check_config
-from trimtab.errors import Diverged, TrimtabError
+from trimtab.errors import Diverged, Stopped, TrimtabError
 from trimtab.models.load import Loaded
 from trimtab.placement.actors import enter
 from trimtab.placement.cluster import Seats
@@ -25,6 +25,7 @@ from trimtab.training.engines import engine_spec
 from trimtab.training.makers import LOCAL, Makers
 from trimtab.training.observer import Silent
 from trimtab.training.run import train
+from trimtab.training.stop import Stop
 from trimtab.types import Engine, RewardSpec, Task
 
 DIVERGED, MISTAKE = "diverged", "mistake"
@@ -37,6 +38,7 @@ class TrainerRank:
         self._rank = rank
         self._ranks = ranks
         self._relay = Relay()
+        self._stop = Stop()
 
     def address(self) -> tuple[str, int]:
         """Where the ranks meet if they meet here: this node, and a port that was free a moment ago."""
@@ -47,9 +49,14 @@ class TrainerRank:
             probe.bind((host, 0))
             return host, probe.getsockname()[1]
 
-    def train(self, recipe: str, folder: str, out: str, resume: bool, meeting: tuple[str, int], seats: Seats) -> str:
+    def train(
+        self, recipe: str, folder: str, out: str, resume: bool, meeting: tuple[str, int], seats: Seats, command: str
+    ) -> str:
         """Train to the end. The answer is JSON: `metrics` of the last step, or
-        `error`, which kind of one, and its `line`."""
+        `error`, which kind of one, and its `line`; of a run that was stopped, `stopped` and the signal's number.
+
+        `command` is what the user started it with.
+        """
         try:
             enter(folder)
             self._join(meeting)
@@ -60,20 +67,22 @@ class TrainerRank:
                 resume=resume,
                 observer=self._relay if self._rank == 0 else Silent(),
                 makers=_makers(folder, seats) if self._rank == 0 else LOCAL,
+                stop=self._stop,
+                command=command,
             )
         except TrimtabError as error:
             return json.dumps({"error": DIVERGED if isinstance(error, Diverged) else MISTAKE, "line": str(error)})
-        except KeyboardInterrupt:
-            return json.dumps({"error": MISTAKE, "line": "the run was stopped"})
+        except Stopped as stop:
+            return json.dumps({"stopped": stop.signal})
         return json.dumps({"metrics": result.metrics}, default=lambda number: number.item())
 
     def news(self, patience: float) -> str:
         """What the run has to tell since the last call (see events.py)."""
         return self._relay.take(patience)
 
-    def stop(self) -> None:
-        """End the run at its next sign of life."""
-        self._relay.stop()
+    def stop(self, number: int) -> None:
+        """End the run after the step in progress, as signal `number` would."""
+        self._stop.ask(number)
 
     def _join(self, meeting: tuple[str, int]) -> None:
         """The environment torchrun gives its children. Ray shows an actor its own device only: local rank 0."""

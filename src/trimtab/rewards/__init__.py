@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from trimtab.errors import TrimtabError, explain, nearest
 from trimtab.plugins import load_function
@@ -17,7 +18,7 @@ from trimtab.rewards.response import Response
 from trimtab.rewards.scorer import Score, Scorer, Weighted
 from trimtab.types import RewardSpec, Task
 
-__all__ = ["Response", "Score", "Scorer", "Weighted", "build", "names", "weighted"]
+__all__ = ["Response", "Score", "Scorer", "Weighted", "build", "names", "options", "weighted"]
 
 _BUILT_IN = {
     "exact": "trimtab.rewards.exact",
@@ -35,6 +36,11 @@ Spec = RewardSpec | tuple[str | Callable[..., Any], float, float, Mapping[str, A
 def names() -> list[str]:
     """The built-in rewards."""
     return sorted(_BUILT_IN)
+
+
+def options(name: str) -> dict[str, FieldInfo]:
+    """Option name -> its type, default and description; `name` is one of `names()`."""
+    return importlib.import_module(_BUILT_IN[name]).Options.model_fields
 
 
 def build(specs: Sequence[Spec], task: Task) -> Scorer:

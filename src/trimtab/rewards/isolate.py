@@ -42,6 +42,7 @@ from trimtab.errors import TrimtabError
 Function = Callable[..., Any]
 MEMORY = 1 << 30  # bytes a worker may allocate beyond what it inherits
 GRACE = 30.0  # seconds of patience with the supervisor itself, on top of all timeouts
+LONGEST = 2e6  # seconds: the operating system counts the milliseconds of a wait in 32 bits
 HEADER = struct.Struct("!Q")
 
 
@@ -100,7 +101,7 @@ class Isolated:
         if self._socket is None:
             self._start()
         assert self._socket is not None
-        self._socket.settimeout(sum(request["timeout"] for request in requests) + GRACE)
+        self._socket.settimeout(min(LONGEST, sum(request["timeout"] for request in requests) + GRACE))
         answers = None
         try:
             _send(self._socket, requests)
@@ -202,7 +203,7 @@ class _Supervisor:
 
     def _finished(self) -> list[tuple[int, dict[str, Any]]]:
         busy = [worker for worker in self.workers if worker.position is not None]
-        patience = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
+        patience = min(LONGEST, max(0.0, min(worker.deadline for worker in busy) - time.monotonic()))
         with selectors.DefaultSelector() as selector:
             selector.register(self.trainer, selectors.EVENT_READ)
             for worker in busy:

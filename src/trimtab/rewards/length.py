@@ -10,8 +10,8 @@ from trimtab.types import Problem, Task
 
 
 class Options(RewardOptions):
-    min: int = Field(0, ge=0, description="tokens")
-    max: int = Field(ge=1, description="tokens")
+    min: int = Field(0, ge=0, description="fewest tokens that are allowed")
+    max: int = Field(ge=1, description="most tokens that are allowed")
 
     @model_validator(mode="after")
     def _ordered(self) -> Options:

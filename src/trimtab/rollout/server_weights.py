@@ -55,6 +55,8 @@ class Published:
         try:
             temporary.mkdir(parents=True, mode=0o755)
             save_file({name: self._own(tensor) for name, tensor in tensors.items()}, temporary / FILE)
+            # safetensors makes it 0600; the servers may be another user's.
+            (temporary / FILE).chmod(temporary.stat().st_mode & 0o666)
             for path in (temporary / FILE, temporary):
                 _sync(path)
             temporary.rename(folder)

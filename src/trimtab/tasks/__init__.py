@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from trimtab.errors import TrimtabError, explain, nearest
 from trimtab.types import Problem, Prompt, Task
@@ -52,13 +53,12 @@ def encode(task: Task, problem: Problem, tokenizer: Any) -> Prompt:
     return Prompt(problem=problem, text=text, ids=ids)
 
 
-def options(name: str) -> dict[str, str]:
-    """Option name -> one line about it, for help texts."""
+def options(name: str) -> dict[str, FieldInfo]:
+    """Option name -> its type, default and description, for help texts and docs/recipes.md."""
     if name not in _KINDS:
         raise TrimtabError(f"unknown task {name!r}{nearest(name, names())}")
-    fields = _fields(importlib.import_module(_KINDS[name]))
-    return {key: field.description or "" for key, field in fields.items()}
+    return _fields(importlib.import_module(_KINDS[name]))
 
 
-def _fields(module: Any) -> dict[str, Any]:
+def _fields(module: Any) -> dict[str, FieldInfo]:
     return {field.alias or key: field for key, field in module.Options.model_fields.items()}

@@ -23,10 +23,10 @@ SHOT_POOL = 16  # problems set aside as worked examples, in neither split
 
 class Options(TaskOptions):
     digits: int = Field(2, ge=1, le=9, description="digits of both numbers; no leading zero")
-    operation: Literal["+", "-", "*"] = "+"
+    operation: Literal["+", "-", "*"] = Field("+", description="what is asked of the two numbers")
     examples: int = Field(2, ge=0, le=SHOT_POOL, description="worked examples before the question")
     holdout: int = Field(256, ge=1, description="test problems")
-    seed: int = 0
+    seed: int = Field(0, description="draws the problems and the worked examples")
 
 
 def build(options: Options) -> BuiltTask:

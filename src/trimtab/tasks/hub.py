@@ -15,7 +15,7 @@ from trimtab.tasks.rows import Row, RowOptions, build_task, read_problems
 class Options(RowOptions):
     dataset: str = Field(description="hub name, e.g. openai/gsm8k, or a local folder")
     config: str | None = Field(None, description="its configuration, e.g. main")
-    split: str = "train"
+    split: str = Field("train", description="the split that is trained on")
     test_split: str | None = Field(None, description="a split of its own for testing; then holdout is not used")
 
 

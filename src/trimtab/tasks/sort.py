@@ -21,7 +21,7 @@ TRAIN_SIZE = 1_000_000
 class Options(TaskOptions):
     digits: int = Field(10, ge=2, le=64, description="how many digits are sorted")
     holdout: int = Field(512, ge=1, description="test problems")
-    seed: int = 0
+    seed: int = Field(0, description="draws the problems")
 
 
 def build(options: Options) -> BuiltTask:

@@ -18,7 +18,7 @@ SPARE_TOKENS = 8  # room for a blank, a currency sign, a stop
 
 
 class StyleOptions(TaskOptions):
-    style: Literal["chat", "few-shot", "plain"] = "few-shot"
+    style: Literal["chat", "few-shot", "plain"] = Field("few-shot", description="how a question becomes a prompt")
     template: str | None = Field(None, description="text with {question} and, few-shot, {answer}")
     examples: int = Field(4, ge=0, le=64, description="worked examples, few-shot only; taken out of the training split")
     system: str | None = Field(None, description="system turn, chat only")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
     With `replace` an existing `path` gives way (it stays as `.trimtab-old-<name>` if the process dies between two
     renames); without it a `path` that is not empty is an error. Errors of the disk become one line naming `path`.
+    Files in it are as readable for others as the umask allows.
     """
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,6 +56,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         temporary.mkdir()
         try:
             yield temporary
+            _as_permitted(temporary)
             for item in (*temporary.rglob("*"), temporary):
                 sync(item)
             if replace and path.exists():
@@ -105,6 +108,17 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
 
 
+def _as_permitted(folder: Path) -> None:
+    """Give every file in a folder just made the permissions of the process's umask; safetensors writes them as 0600.
+
+    The folder shows the umask: reading it would mean setting it, for all threads.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for item in folder.rglob("*"):
+        if item.is_file():
+            item.chmod(mode)
+
+
 def _exchange(temporary: Path, path: Path) -> None:
     replaced = path.with_name(f"{REPLACED}{path.name}")
     if replaced.exists():
@@ -116,9 +130,23 @@ def _exchange(temporary: Path, path: Path) -> None:
 
 @contextmanager
 def explained(path: Path, verb: str = "write") -> Iterator[None]:
+    """Errors of the disk become one line naming `path`."""
     try:
         yield
-    except OSError as error:
+    except TrimtabError:
+        raise
+    except Exception as raised:
+        error = _of_the_system(raised)
+        if error is None:
+            raise
         reason = error.strerror or str(error)
         advice = "free space there" if error.errno in FULL else "check that it can be written"
-        raise TrimtabError(f"cannot {verb} {path}: {reason}; {advice}, or choose another place") from error
+        raise TrimtabError(f"cannot {verb} {path}: {reason}; {advice}, or choose another place") from raised
+
+
+def _of_the_system(error: Exception) -> OSError | None:
+    """What libraries written in Rust (safetensors, tokenizers) say of the disk in an exception of their own."""
+    if isinstance(error, OSError):
+        return error
+    code = re.search(r"(.*) \(os error (\d+)\)", str(error))
+    return OSError(int(code[2]), code[1]) if code else None

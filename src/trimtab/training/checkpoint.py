@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -287,13 +286,7 @@ def _write_shards(
 
 
 def _write_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}, path)
-    except SafetensorError as error:
-        code = re.search(r"(.*) \(os error (\d+)\)", str(error))
-        if code is None:
-            raise
-        raise OSError(int(code[2]), code[1]) from error
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}, path)
 
 
 def _describe(path: Path) -> dict[str, Any]:

@@ -70,6 +70,7 @@ class CollectStats:
     dropped: int = 0
     stale: int = 0
     discarded_lengths: list[int] = field(default_factory=list)  # of responses written in vain, as far as they got
+    groups: int = 0
     no_signal: int = 0
     refilled: int = 0
     restarts: int = 0

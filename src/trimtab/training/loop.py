@@ -18,7 +18,7 @@ import torch
 
 from trimtab.config import Config
 from trimtab.corrections import finite_rows
-from trimtab.errors import Diverged
+from trimtab.errors import Diverged, Stopped
 from trimtab.evaluation import evaluate
 from trimtab.objectives import advantages
 from trimtab.training import checkpoint, snapshot, trajectories
@@ -46,6 +46,7 @@ from trimtab.training.ranks import here
 from trimtab.training.rundir import RunDir
 from trimtab.training.seeds import derive
 from trimtab.training.sinks import Sink
+from trimtab.training.stop import Stop
 from trimtab.training.surge import Surge
 from trimtab.training.update import DivergedError, Learner, MiniBatch, UpdateStats
 from trimtab.training.weights import named_weights, sampler_rounding
@@ -83,6 +84,7 @@ class Trainer:
     surge: Surge | None = None
     canary: Canary | None = None
     sinks: Sequence[Sink] = ()
+    stop: Stop = field(default_factory=Stop)
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -98,10 +100,22 @@ class Trainer:
         if self.step == 0:
             self._publish(force=True)
             before = self._evaluate("before")
-        while self.step < self.config.trainer.steps:
-            metrics = self._one_step(before)
-            before = {}
+        with self.stop.finishing():
+            while self.step < self.config.trainer.steps:
+                self._stop_if_asked()
+                metrics = self._one_step(before)
+                before = {}
         return metrics
+
+    def _stop_if_asked(self) -> None:
+        """End the run between two steps if any rank was asked for it, with a checkpoint of this moment."""
+        asked = int(here().most(self.stop.asked or 0))
+        if not asked:
+            return
+        if self.step:
+            self._save()
+            self.observer.message(f"stopped after step {self.step}, which is saved")
+        raise Stopped(asked)
 
     def _one_step(self, before: dict[str, float]) -> dict[str, Any]:
         """One batch. `before` is the held-out result ahead of the first update; it is logged with the first step."""
@@ -192,13 +206,11 @@ class Trainer:
                 batch.minibatches, lambda done, of: self.observer.phase("update", done, of), probe=self._probes
             )
         except DivergedError as error:
-            # The last step's own checkpoint, if there is one, is not replaced by weights of a step that did not end.
-            written = checkpoint.folder_of(self.run.checkpoint_root, self.step).is_dir()
-            if error.weights_are_good and here().broadcast(b"1" if written else b"0") == b"0":
-                self._checkpoint({})
+            if error.weights_are_good:
+                self._save()
             good = self.run.checkpoints()
             where = f"the last good checkpoint is {good[-1]}" if good else "no checkpoint was written yet"
-            raise Diverged(f"{error}; {where}: lower optim.lr or choose a stricter correction") from None
+            raise Diverged(f"{error}; {where}: {error.advice}") from None
         finally:
             self.seconds["update"] = time.perf_counter() - start
 
@@ -236,7 +248,12 @@ class Trainer:
             "policy_version": self.feed.published,
             **batch_metrics(batch.trajectories, version),
             **collect_metrics(collected, dropped=batch.dropped),
-            **update_metrics(stats, anchor=self.learner.anchor_name, ranks=self.learner.ranks.size),
+            **update_metrics(
+                stats,
+                anchor=self.learner.anchor_name,
+                grad_clip=self.config.optim.grad_clip,
+                ranks=self.learner.ranks.size,
+            ),
             **self._method_metrics(batch, collected, stats, version),
             **speed_metrics(self.seconds, collected.response_tokens, stats.tokens),
         }
@@ -334,6 +351,13 @@ class Trainer:
         checkpoint.save(root, self.step, *snapshot.take(self, measured))
         self.mark_best(measured)
         checkpoint.prune(root, keep)
+
+    def _save(self) -> None:
+        """A checkpoint of the last finished step, unless there is one already: it is not replaced by weights of a step
+        that did not end."""
+        written = checkpoint.folder_of(self.run.checkpoint_root, self.step).is_dir()
+        if here().broadcast(b"1" if written else b"0") == b"0":
+            self._checkpoint({})
 
     def mark_best(self, measured: Mapping[str, float]) -> None:
         """Remember this step's checkpoint if it is the best so far by `eval.best`; repeating it changes nothing."""

@@ -121,14 +121,16 @@ def collect_metrics(stats: CollectStats, *, dropped: int) -> dict[str, float]:
         "tokens/prefilled": stats.prefilled,
         "reward/failed": stats.failed_rewards,
         "groups/no_signal": stats.no_signal,
+        "groups/sampled": stats.groups,
         "groups/refilled": stats.refilled,
         "trajectories/stale": stats.stale,
         "trajectories/dropped": stats.dropped + stats.failed_rewards + dropped,
     }
 
 
-def update_metrics(stats: UpdateStats, *, anchor: str, ranks: int = 1) -> dict[str, Any]:
-    """Mismatch, objective and optimizer. `optim/grad_norm` is the mean over the step's updates, before clipping."""
+def update_metrics(stats: UpdateStats, *, anchor: str, grad_clip: float, ranks: int = 1) -> dict[str, Any]:
+    """Mismatch, objective and optimizer. `optim/grad_norm` is the mean over the step's updates, before clipping;
+    `optim/grad_clipped` the share of them above the bound."""
     measured = {f"mismatch/{key}": value for key, value in stats.mismatch.finalize().items()} if stats.mismatch else {}
     return {
         **measured,
@@ -136,6 +138,7 @@ def update_metrics(stats: UpdateStats, *, anchor: str, ranks: int = 1) -> dict[s
         **(stats.objective.finalize() if stats.objective else {}),
         "optim/lr": stats.lr,
         "optim/grad_norm": float(np.mean(stats.grad_norms)) if stats.grad_norms else float("nan"),
+        **({"optim/grad_clipped": float(np.mean(np.array(stats.grad_norms) > grad_clip))} if stats.grad_norms else {}),
         "optim/skipped": stats.skipped,
         **({"ranks/idle": stats.idle / stats.turns} if ranks > 1 and stats.turns else {}),
     }

@@ -73,6 +73,10 @@ class Ranks:
         """The sum over ranks, added in their order: the same bits on every rank."""
         return sum(struct.unpack("<d", part)[0] for part in self.gather(struct.pack("<d", value)))
 
+    def most(self, value: float) -> float:
+        """The largest over ranks, on every rank."""
+        return max(struct.unpack("<d", part)[0] for part in self.gather(struct.pack("<d", value)))
+
     def add_up(self, tensor: Tensor) -> None:
         """Replace a tensor on this rank's device by its sum over ranks."""
         if self.size > 1:

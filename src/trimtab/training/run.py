@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,8 @@ from trimtab.models.load import Loaded, default_device, load
 from trimtab.models.perturbation import Perturbation
 from trimtab.models.routing import Routers
 from trimtab.objectives import Objective
-from trimtab.objectives.calibrate import from_section
 from trimtab.rewards import Scorer
-from trimtab.training import bitwise, prefixes, routing, snapshot
+from trimtab.training import bitwise, own_objective, prefixes, provenance, routing, snapshot
 from trimtab.training.canary import Canary
 from trimtab.training.collect import Collector, PromptStream
 from trimtab.training.distributed import NoEngine, check_sharding, run_directory, shared_feed, spread
@@ -42,6 +42,7 @@ from trimtab.training.ranks import here, join
 from trimtab.training.rundir import RunDir
 from trimtab.training.sft import laboratory_folder
 from trimtab.training.sinks import open_sinks
+from trimtab.training.stop import Stop
 from trimtab.training.surge import Surge
 from trimtab.training.update import Learner
 from trimtab.training.weights import add_lora
@@ -71,23 +72,32 @@ def train(
     config: Config,
     *,
     reward: RewardFunction | None = None,
+    objective: Objective | None = None,
     out: Path | str | None = None,
     resume: bool = False,
     observer: Observer | None = None,
     makers: Makers = LOCAL,
+    stop: Stop | None = None,
+    command: str | None = None,
 ) -> RunResult:
-    """Train as `config` says; `reward` (a function of completion text and problem) replaces the recipe's rewards.
+    """Train as `config` says; `reward` (a function of completion text and problem) replaces the recipe's rewards, and
+    `objective` its objective.
 
-    `makers` make the engines and the scorer; a placement brings its own.
+    `makers` make the engines and the scorer; a placement brings its own. Ctrl-C, SIGTERM and `stop` end the run after
+    the step in progress, with a checkpoint; a second signal ends it at once. `command` is what the run's provenance
+    says it was started with, where that is not this process' own command line.
 
-    Raises `TrimtabError` for anything a user can mend.
+    Raises `TrimtabError` for anything a user can mend, `Stopped` when it was ended.
     """
-    watcher = observer or Silent()
+    stop = stop or Stop()
+    watcher, started = observer or Silent(), datetime.now(UTC)
     if config.threads:
         torch.set_num_threads(config.threads)
     with ExitStack() as cleanup:
+        cleanup.enter_context(stop.signals())
         cleanup.enter_context(join())
-        parts = check(config, reward, makers)
+        config, built = own_objective.resolve(config, objective)
+        parts = check(config, reward, makers, built)
         cleanup.callback(parts.scorer.close)
         folder = Path(out or config.out or "runs/run")
         make = partial(RunDir.open, folder) if resume else partial(RunDir.create, folder, config.dump())
@@ -96,22 +106,31 @@ def train(
         if run.writes and not run.model_folder.exists():
             save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
         trainer = assemble(config, parts, loaded, run, watcher, makers)
+        trainer.stop = stop
         cleanup.callback(trainer.feed.close)
         if resume:
             snapshot.resume(trainer)
         trainer.sinks = open_sinks(config.log, run.path, first_step=trainer.step + 1) if run.writes else ()
         for sink in trainer.sinks:
             cleanup.callback(sink.close)
+        if run.writes:
+            said, first = command or provenance.command(), trainer.step + 1
+            cleanup.enter_context(provenance.recorded(run, config, said, started, first))
         watcher.started(config, trainer.learner.objective.equation(), config.trainer.steps, run.path)
         return RunResult(run.path, trainer.train())
 
 
-def check(config: Config, reward: RewardFunction | None = None, makers: Makers = LOCAL) -> Parts:
-    """Build the objective, the task and the rewards, and refuse combinations that cannot be meant."""
+def check(
+    config: Config,
+    reward: RewardFunction | None = None,
+    makers: Makers = LOCAL,
+    objective: Objective | None = None,
+) -> Parts:
+    """Build the objective, if it is not given, the task and the rewards; refuse what cannot be meant together."""
     check_engines(config)
     bitwise.check(config)
     check_sharding(config)
-    built = from_section(config.objective.model_dump())
+    built = objective or own_objective.resolve(config)[1]
     _check_companions(config, built)
     refusals.check(config, built)
     routing.refuse(config, built)
@@ -144,7 +163,7 @@ def check(config: Config, reward: RewardFunction | None = None, makers: Makers =
 def _check_companions(config: Config, built: Objective) -> None:
     """Sections that change the data or the model must fit the objective, or it would silently train something else."""
     trainer, name = config.trainer, built.name
-    own_behavior = "proximal" not in built.needs and "behavior" in built.needs
+    own_behavior = "proximal" not in built.policy_needs and "behavior" in built.policy_needs
     for section in ("perturbation", "prefix"):
         if getattr(config, section) is not None and not own_behavior:
             raise TrimtabError(

@@ -1,6 +1,6 @@
 """The run directory: one process writes it, anybody may read it, and a kill at any moment leaves it usable.
 
-config.toml  metrics.jsonl  trajectories/step-000010.parquet  checkpoints/  model/  report.html
+config.toml  provenance.json  metrics.jsonl  trajectories/step-000010.parquet  checkpoints/  model/  report.html
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from trimtab.errors import TrimtabError
 from trimtab.training import atomic, checkpoint
 
 CONFIG, METRICS, MODEL, LOCK = "config.toml", "metrics.jsonl", "model", ".lock"
+PROVENANCE = "provenance.json"
 NONFINITE = "metrics/nonfinite"
 _TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
 
@@ -117,7 +118,8 @@ class RunDir:
         step = metrics["step"]
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} was already logged (the last one is {self._last_step})")
-        _append(self._open_metrics(), self.path / METRICS, _line(metrics))
+        again = "start again" if self._last_step is None else "use --resume"
+        _append(self._open_metrics(), self.path / METRICS, _line(metrics), again)
         self._last_step = step
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -164,7 +166,7 @@ class RunDir:
         """Take back a start that came to nothing; a run that has anything to show stays as it is."""
         if self._new and self._last_step is None and not self.checkpoints():
             shutil.rmtree(self.model_folder, ignore_errors=True)
-            for name in (METRICS, CONFIG):
+            for name in (METRICS, PROVENANCE, CONFIG):
                 (self.path / name).unlink(missing_ok=True)
         self.close()
 
@@ -225,7 +227,7 @@ def _plain(key: str, value: Any) -> Any:
     raise TypeError(f"metric {key!r} is a {type(value).__name__}, not a number or a string")
 
 
-def _append(descriptor: int, path: Path, line: bytes) -> None:
+def _append(descriptor: int, path: Path, line: bytes, again: str) -> None:
     end = os.lseek(descriptor, 0, os.SEEK_END)
     try:
         rest = line
@@ -234,7 +236,7 @@ def _append(descriptor: int, path: Path, line: bytes) -> None:
         os.fsync(descriptor)
     except OSError as error:
         os.ftruncate(descriptor, end)
-        raise TrimtabError(f"cannot write {path}: {error.strerror}; free space there, then use --resume") from error
+        raise TrimtabError(f"cannot write {path}: {error.strerror}; free space there, then {again}") from error
 
 
 def _acquire(path: Path) -> int:

@@ -11,6 +11,7 @@ from trimtab.errors import TrimtabError
 from trimtab.training import atomic, checkpoint, states
 from trimtab.training.calibration import adopt
 from trimtab.training.feed.refusals import runs_beside
+from trimtab.training.own_objective import refuse_other
 from trimtab.training.rundir import CONFIG, RunDir
 from trimtab.training.weights import sampler_rounding
 
@@ -92,6 +93,7 @@ def _check_same_recipe(run: RunDir, config: Config) -> None:
             f"{run.path} cannot go on elsewhere (docs/ray.md says which runs can): resume it with placement = "
             f"{saved.placement!r}"
         )
+    refuse_other(saved, config, run.path)
     old, new = _deciding(saved), _deciding(config)
     changed = [f"{key} = {new.get(key)!r}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     if changed:

@@ -15,7 +15,7 @@ from torch import nn
 from trimtab.config import Config
 from trimtab.errors import Diverged
 from trimtab.models.logprobs import TokenScores, score
-from trimtab.models.perturbation import Changes, Perturbation
+from trimtab.models.perturbation import LARGEST, Changes, Perturbation
 from trimtab.models.routing import Routers
 from trimtab.models.routing_rows import Routes, agreement
 from trimtab.models.sharding import local
@@ -27,6 +27,7 @@ from trimtab.training.ranks import Ranks, here
 from trimtab.training.seeds import derive
 
 MiniBatch = list[MicroBatch]
+ADVICE = "lower optim.lr or choose a stricter correction"
 
 
 @dataclass
@@ -203,21 +204,20 @@ class Learner:
             stats.agreed, stats.routed = stats.agreed + found[0], stats.routed + found[1]
 
     def _guarded_step(self, loss: float, stats: UpdateStats) -> None:
-        """Step the optimizer unless the loss or the gradient is not finite; then skip, count, and in the end stop."""
+        """Step the optimizer unless the loss or a gradient is not finite; then skip, count, and in the end stop."""
         stats.lr = self.share * learning_rate(self.config.optim, self.updates, self.total_updates)
         set_learning_rate(self.optimizer, stats.lr)
         # The first group is the policy's. The noise has one of its own: its gradient must not scale the policy's, and a
         # log sigma of -inf is how a layer without noise is written.
         parameters = self.optimizer.param_groups[0]["params"]
-        if self.perturbation is not None and (grad := self.perturbation.log_sigma.grad) is not None:
-            self.ranks.add_up(grad)  # the one parameter that FSDP does not hold
+        noise = None if self.perturbation is None else self.perturbation.log_sigma.grad
+        if noise is not None:
+            self.ranks.add_up(noise)  # the one parameter that FSDP does not hold
         loss, norm = self.ranks.total(loss), clip_gradient(parameters, self.config.optim.grad_clip, self.ranks)
-        if math.isfinite(loss) and math.isfinite(norm):
+        steady = noise is None or bool(noise.isfinite().all())
+        if math.isfinite(loss) and math.isfinite(norm) and steady:
             self.optimizer.step()
-            # A finite step can still overflow the weights; nothing that follows could be trusted or saved.
-            finite = torch.stack([local(p).detach().sum() for p in parameters]).isfinite().all()
-            if self.ranks.total(float(~finite)):
-                raise DivergedError("an update made the weights non-finite", weights_are_good=False)
+            self._check_weights(parameters)
             self.updates += 1
             self.bad_in_a_row = 0
             stats.grad_norms.append(norm)
@@ -226,9 +226,21 @@ class Learner:
             stats.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
         if self.bad_in_a_row >= self.config.trainer.max_bad_steps:
+            part = f"loss {loss:.4g}, gradient norm {norm:.4g}" + (
+                "" if steady else ", that of the perturbation as well"
+            )
+            raise DivergedError(f"{self.bad_in_a_row} updates in a row were not finite ({part})", weights_are_good=True)
+
+    def _check_weights(self, parameters: Sequence[torch.Tensor]) -> None:
+        """A finite step can still overflow weights or noise; nothing that follows could be trusted or saved."""
+        finite = torch.stack([local(p).detach().sum() for p in parameters]).isfinite().all()
+        if self.ranks.total(float(~finite)):
+            raise DivergedError("an update made the weights non-finite", weights_are_good=False)
+        if self.perturbation is not None and self.perturbation.diverged:
             raise DivergedError(
-                f"{self.bad_in_a_row} updates in a row were not finite (loss {loss:.4g}, gradient norm {norm:.4g})",
-                weights_are_good=True,
+                f"an update made the perturbation's standard deviation larger than {LARGEST:g}",
+                weights_are_good=False,
+                advice="lower perturbation.lr",
             )
 
     def _prepare(self, mine: Sequence[tuple[int, MicroBatch]]) -> Any:
@@ -319,6 +331,7 @@ class DivergedError(Diverged):
     `weights_are_good`: skipped updates left the weights as they were, so they can still be saved.
     """
 
-    def __init__(self, line: str, *, weights_are_good: bool) -> None:
+    def __init__(self, line: str, *, weights_are_good: bool, advice: str = ADVICE) -> None:
         super().__init__(line)
         self.weights_are_good = weights_are_good
+        self.advice = advice

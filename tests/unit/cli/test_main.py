@@ -11,10 +11,10 @@ import pytest
 
 from trimtab.cli import doctor, main
 from trimtab.cli.output import run_directory
-from trimtab.config import recipe_names
+from trimtab.config import load_config, recipe_names
 from trimtab.errors import TrimtabError
 
-COMMANDS = ("train", "sft", "recipes", "explain", "eval", "report", "export", "doctor", "diagnose")
+COMMANDS = ("train", "sft", "recipes", "show", "explain", "eval", "report", "export", "doctor", "diagnose")
 
 
 def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +34,7 @@ def test_general_help_names_every_command(capsys: pytest.CaptureFixture[str]) ->
 def test_help_and_recipes_do_not_import_torch() -> None:
     program = (
         "import sys; from trimtab.cli.main import run; "
-        "assert run(['--help']) == run(['train', '--help']) == run(['recipes']) == 0; "
+        "assert run(['--help']) == run(['train', '--help']) == run(['recipes']) == run(['show', 'quickstart']) == 0; "
         "heavy = {'torch', 'transformers', 'matplotlib', 'pyarrow', 'numpy'} & set(sys.modules); "
         "assert not heavy, heavy"
     )
@@ -93,6 +93,28 @@ def test_recipes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     described = json.loads(capsys.readouterr().out)
     assert list(described) == recipe_names()
     assert all(described.values()), "every recipe says what it is"
+
+
+def test_show_prints_what_resolves_to_the_same_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main.run(["show", "token-alp", "--set", "base=laboratory", "--set", "trainer.steps=3"]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "copy.toml").write_text(text)
+    config = load_config(tmp_path / "copy.toml")
+    assert config == load_config("token-alp", ["base=laboratory", "trainer.steps=3"])
+    assert (config.trainer.steps, config.model.path, config.trainer.max_bad_steps) == (3, "laboratory", 3)
+    assert "\nmax_bad_steps = 3\n" in text, "defaults are written out"
+
+
+def test_show_as_json_has_the_keys_that_are_absent_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["show", "laboratory", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["optim"]["betas"] == [0.9, 0.99]
+    assert shown["trainer"]["max_lag"] is None
+
+
+def test_show_refuses_what_training_would(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["show", "quickstart", "--set", "trainer.step=3"]) == 2
+    assert capsys.readouterr().err == "trimtab: quickstart: unknown key 'trainer.step' (did you mean 'steps'?)\n"
 
 
 def test_explain_changes_objective_and_recipe_of_one_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,7 +172,7 @@ def example(
         missing={"turn starts": "the view by turn"},
         findings=("3 responses have a length of 1",),
     )
-    large = Size(MISMATCH, INTERVALS, 3.1e-13, "both are stored in float32", "moe", steps())
+    large = Size(MISMATCH, INTERVALS, 3.1e-13, "both are stored in float32", "small-dense", steps())
     measured = Measured(
         origin=replace(read, **(origin or {})),
         size=replace(large, **(size or {})),

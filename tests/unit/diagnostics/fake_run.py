@@ -52,7 +52,7 @@ def fake_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
     for step in range(every, steps + 1, every):
         path = folder / "trajectories" / f"step-{step:06d}.parquet"
-        trajectories.write(path, _rows(rng, step, rows[step - 1]["reward/mean"], text), step)
+        trajectories.write(path, _rows(rng, step, rows[step - 1]["reward/mean"], text, noise), step)
     return folder
 
 
@@ -75,6 +75,7 @@ def _step(rng: np.random.Generator, step: int, steps: int, final_reward: float, 
         "reward/exact": float(reward),
         "reward/failed": 0,
         "groups/no_signal": int(rng.integers(2, 9)),
+        "groups/sampled": 16,
         "groups/refilled": 0,
         "trajectories/dropped": 0,
         "length/mean": float(5 + rng.normal(0, 0.2)),
@@ -108,7 +109,8 @@ def _step(rng: np.random.Generator, step: int, steps: int, final_reward: float, 
         "loss/policy": float(rng.normal(0, 0.01)),
         "entropy/mean": float(0.9 * np.exp(-1.2 * done) + rng.normal(0, 0.02)),
         "optim/lr": 1e-5,
-        "optim/grad_norm": float(np.exp(rng.normal(0.5, 0.25))),
+        "optim/grad_norm": (norm := float(np.exp(rng.normal(-0.5, 0.25)))),
+        "optim/grad_clipped": float(norm > 1),
         "optim/skipped": 0,
         "time/collect": collect,
         "time/score": 0.02,
@@ -132,7 +134,7 @@ def _step(rng: np.random.Generator, step: int, steps: int, final_reward: float, 
 _NAMES = ("q01", "q05", "q50", "q95", "q99")
 
 
-def _rows(rng: np.random.Generator, step: int, reward: float, text: str | None) -> list[trajectories.Row]:
+def _rows(rng: np.random.Generator, step: int, reward: float, text: str | None, noise: float) -> list[trajectories.Row]:
     rows = []
     for group in range(6):
         a, b = rng.integers(10, 100, 2)
@@ -159,7 +161,7 @@ def _rows(rng: np.random.Generator, step: int, reward: float, text: str | None) 
                 reward=float(right),
                 rewards={"exact": float(right)},
             )
-            noisy = completion.logp_behavior + rng.normal(0, 0.05, length).astype(np.float32)
+            noisy = completion.logp_behavior + rng.normal(0, noise, length).astype(np.float32)
             rows.append(trajectories.Row(scored, logp_current=noisy, advantage=float(right) - reward))
     return rows
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from PIL import Image
 
 from trimtab.diagnostics.compare import as_data, compare, held_out, write_comparison, write_page
-from trimtab.diagnostics.compare_figures import _look, _seeds, draw_panels, swatch
+from trimtab.diagnostics.compare_figures import PANELS, _look, _panel, _seeds, draw_panels, swatch
 from trimtab.diagnostics.groups import find_runs, group_runs, named_runs
+from trimtab.diagnostics.read import Run
 from trimtab.errors import TrimtabError
 
 FEW = ("step", "reward/mean", "eval/arithmetic/greedy", "eval/arithmetic/before")
@@ -44,7 +46,7 @@ def test_the_table_has_means_intervals_and_the_best(page: str) -> None:
     cells = re.findall(r'<td class="num">(.*?)</td>', page, re.DOTALL)
     assert '0.380<br><span class="soft small">[0.190, 0.570]</span>' in cells
     assert '<strong class="best">0.760</strong>' in cells
-    assert "lowest to highest seed" in page
+    assert "With 3 seeds: range of 3 seeds." in page
 
 
 def test_curves_equations_and_differences_are_there(page: str) -> None:
@@ -75,7 +77,7 @@ def test_the_data_for_programs(grid: Path) -> None:
         "low": 0.19,
         "high": 0.57,
         "seeds": 3,
-        "interval": "lowest to highest seed",
+        "interval": "range of 3 seeds",
     }
     assert [run["accuracy/after"] for run in data["groups"][0]["runs"]] == [0.19, 0.38, 0.57]
     assert [run["steps"] for run in data["groups"][0]["runs"]] == [6, 6, 6]
@@ -97,9 +99,9 @@ def test_a_comparison_of_given_names(grid: Path, tmp_path: Path) -> None:
         write_comparison({"a": []}, tmp_path / "report.html")
 
 
-def draw_axes(series: list[tuple[np.ndarray, np.ndarray]], *, crowded: bool = False):
+def draw_axes(series: list[tuple[np.ndarray, np.ndarray]], *, crowded: bool = False, averaged: bool = False):
     axes = Figure().add_subplot()
-    _seeds(axes, series, ("black", "-"), points=False, crowded=crowded)
+    _seeds(axes, series, ("black", "-"), points=False, crowded=crowded, averaged=averaged)
     return axes
 
 
@@ -120,6 +122,48 @@ def test_the_drawn_band_is_the_range_over_common_steps() -> None:
     assert np.asarray(mean.get_ydata()).tolist() == [3, 2]
     band = np.asarray(axes.collections[0].get_paths()[0].vertices)
     assert (band[:, 1].min(), band[:, 1].max()) == (0, 4)
+
+
+def values_of(line: Line2D) -> np.ndarray:
+    return np.asarray(line.get_ydata(), dtype=np.float64)
+
+
+def test_an_event_is_drawn_at_its_step_and_what_was_logged_beneath_the_average() -> None:
+    """A reward that collapses at step 201 of 400, one seed and five."""
+    steps = np.arange(1.0, 401.0)
+    collapse = np.where(steps <= 200, 0.5, 0.0)
+    for seeds in (1, 5):
+        raw, average = draw_axes([(steps, collapse)] * seeds, averaged=True).lines
+        assert values_of(raw).tolist() == collapse.tolist()
+        assert values_of(average)[:200] == pytest.approx(0.5)
+        assert raw.get_linewidth() < average.get_linewidth()
+    three = draw_axes([(steps, collapse)] * 3, averaged=True).lines
+    assert [values_of(line)[200] == 0.0 for line in three] == [True, True, True, False], "seeds are their own raw lines"
+
+
+def test_a_logarithmic_panel_shows_the_drop_of_a_single_step() -> None:
+    """k3 right after a refresh: 1e-13 among values near 1."""
+    steps = np.arange(1.0, 401.0)
+    rows = [{"step": int(step), "mismatch/k3": 1e-13 if step == 33 else 0.5, "mismatch/tokens": 9} for step in steps]
+    panel = next(panel for panel in PANELS if panel.title.startswith("Mismatch k3"))
+    axes = Figure().add_subplot()
+    _panel(axes, panel, [[panel.read(Run(Path("a"), {}, rows))]])
+    (line,) = axes.lines
+    assert values_of(line)[32] == 1e-13
+
+
+def test_seconds_are_never_judged(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """token-tis takes ten times as long, with every one of three seeds."""
+    for seed in (0, 1, 2):
+        make_run(tmp_path / "dapo" / f"seed{seed}", steps=4, seed=seed, objective="dapo", every=99)
+        slow = make_run(tmp_path / "token-tis" / f"seed{seed}", steps=4, seed=seed, every=99)
+        rows = [json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()]
+        rows = [row | {"time/step": 10 * row["time/step"]} for row in rows]
+        (slow / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = as_data(compare(group_runs(find_runs(tmp_path))))
+    means = [group["results"]["time/step"]["mean"] for group in data["groups"]]
+    assert means[1] > 5 * means[0]
+    assert [group["best"] for group in data["groups"] if "time/step" in group["best"]] == []
 
 
 def test_twenty_groups_look_different_and_their_legend_too() -> None:

@@ -20,7 +20,7 @@ def through_json(**changes: Any) -> dict[str, Any]:
 def test_the_promised_keys() -> None:
     found = through_json()
     assert set(found) == {
-        *("verdict", "mismatch", "intervals", "noise_floor", "causes", "recommendation", "outcomes"),
+        *("verdict", "mismatch", "intervals", "outside", "noise_floor", "causes", "recommendation", "outcomes"),
         *("split", "views", "by_step", "origin"),
     }
     assert found["mismatch"] == MISMATCH

@@ -22,10 +22,13 @@ read      20 files (trimtab): 1,240 responses, 91,200 tokens, 91,000 of them tra
 lengths, 1 no trained token)
           3 responses have a length of 1
 missing   turn starts (the view by turn)
-size      k3 4.8e-3 (4.3e-3 to 5.4e-3) nats per token: within what is published for mixture-of-experts models \
-(1e-3 to 1e-1), a lot for a dense one; rounding alone makes 3.1e-13
+size      k3 4.8e-3 (4.3e-3 to 5.4e-3) nats per token: more than is published for large dense models (up to \
+1e-3), healthy for small ones in bfloat16 (up to 1e-2) and for mixture-of-experts models (up to 1e-1); rounding alone \
+makes 3.1e-13
           k1 4.1e-3, k2 5.2e-3, chi2 0.012 per token; ESS 0.9878 of tokens, 0.3636 of sequences; Pearson 0.99641, \
 perplexity ratio 1.0041
+          outside their healthy ranges: chi2_seq 1.8 (at most 1), ess_seq 0.36 (0.5 to 1), abs_diff_max 2.3 (at most \
+1), ratio_q01 0.71 (0.8 to 1.25), ratio_q99 1.3 (0.8 to 1.25), log_ratio_seq_max 3.4 (at most 2)
 contract  mean ratio 1.0007 (0.9991 to 1.0024): 1 is inside, as for correct log-probs of untruncated sampling
 where     sampler probability below 0.1 (16% of the tokens, 76% of all k3); token 1234 (0.9% of the tokens, 37% of \
 all k3); age 2 or more (49% of the tokens, 79% of all k3)
@@ -177,6 +180,6 @@ def test_shares_of_k3_leave_out_what_is_not_finite() -> None:
 
 
 def test_intervals_stand_beside_their_value() -> None:
-    size = Size(MISMATCH, INTERVALS, 0.0, "", "moe")
+    size = Size(MISMATCH, INTERVALS, 0.0, "", "small-dense")
     assert words.with_interval(size, "k3") == "4.8e-3 (4.3e-3 to 5.4e-3)"
     assert words.with_interval(size, "k2") == "5.2e-3"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -10,29 +12,31 @@ from trimtab.diagnostics import plots
 from trimtab.diagnostics.catalog import Metric
 from trimtab.diagnostics.page import number, short
 from trimtab.diagnostics.plots import Curve
+from trimtab.diagnostics.read import Run
 
 
 def _curve(values: list[float], label: str = "a") -> Curve:
     return Curve(label, np.arange(1, len(values) + 1, dtype=float), np.array(values))
 
 
-def test_smoothing_averages_what_is_there_and_pads_nothing() -> None:
-    # 80 points: the window reaches 2 to either side and shrinks at the ends.
-    values = [float(index) for index in range(80)]
-    _, smooth = plots._smooth(_curve(values))
-    assert smooth[0] == pytest.approx((0 + 1 + 2) / 3)
-    assert smooth[1] == pytest.approx((0 + 1 + 2 + 3) / 4)
-    assert smooth[40] == pytest.approx(40)
-    assert smooth[79] == pytest.approx((77 + 78 + 79) / 3)
-
-
 def test_long_runs_keep_their_raw_points_beneath_the_average() -> None:
     axes = Figure().add_subplot()
-    plots._curves(axes, [_curve([0.1, 0.9] * 50)], log=False, points=False, top=None)
-    raw, smooth = axes.lines
+    plots._curves(axes, [_curve([0.1, 0.9] * 202)], log=False, points=False, top=None)
+    raw, average = axes.lines
     assert np.ptp(np.asarray(raw.get_ydata())) == pytest.approx(0.8)
-    assert np.ptp(np.asarray(smooth.get_ydata())) < 0.4
-    assert smooth.get_label() == "a"
+    assert np.ptp(np.asarray(average.get_ydata())[19:]) == pytest.approx(0.0, abs=1e-9), "means of twenty, ten of each"
+    assert average.get_label() == "a"
+
+
+def test_what_happens_at_a_step_is_drawn_there() -> None:
+    """A collapse at step 201 of 400; on a logarithmic axis the drop of a single step is seen whole."""
+    axes = Figure().add_subplot()
+    plots._curves(axes, [_curve([0.5] * 200 + [0.0] * 200)], log=False, points=False, top=None)
+    assert np.asarray(axes.lines[1].get_ydata())[:200] == pytest.approx(0.5)
+    axes = Figure().add_subplot()
+    plots._curves(axes, [_curve([1.0] * 200 + [1e-13] + [1.0] * 199)], log=True, points=False, top=None)
+    (line,) = axes.lines
+    assert np.asarray(line.get_ydata())[200] == 1e-13
 
 
 def test_a_curve_lying_on_zero_is_seen() -> None:
@@ -101,3 +105,29 @@ def test_a_curve_of_zeros_lies_below_the_powers_of_ten() -> None:
     assert height[1e-4] - height[1e-5] == pytest.approx(height[1e-3] - height[1e-4])
     assert axes.get_ylim()[0] < 0
     assert next(label.get_text() for label in axes.get_yticklabels()) == "0"
+
+
+def test_a_negative_estimate_is_drawn_below_zero() -> None:
+    """chi2 of a few tokens may be negative; the page showed its magnitude."""
+    axes = Figure().add_subplot()
+    values = [1e-3, -2e-4, 30.0, -1e-2, 0.0]
+    plots._curves(axes, [_curve(values)], log=True, points=False, top=None)
+    (line,) = axes.lines
+    assert np.asarray(line.get_ydata()).tolist() == values
+    assert axes.get_yscale() == "symlog"
+    low, high = axes.get_ylim()
+    assert low < -1e-2
+    assert high > 30
+    heights = [axes.transData.transform((1, value))[1] for value in (-1e-2, -2e-4, 0.0, 1e-3, 30.0)]
+    assert heights == sorted(heights)
+    assert all(low <= tick <= high for tick in axes.get_yticks())
+    assert "0" in [label.get_text() for label in axes.get_yticklabels()]
+
+
+def test_the_bound_of_the_gradient_norm_is_drawn() -> None:
+    axes = Figure().add_subplot()
+    axes.set_ylim(1.9, 6.5)
+    plots._bound(axes, "optim.grad_clip", Run(Path("run"), {"optim": {"grad_clip": 1.0}}, []))
+    (line,) = axes.lines
+    assert set(np.asarray(line.get_ydata())) == {1.0}
+    assert axes.get_ylim()[0] < 1.0, "norms of 1.9 to 6.5 are seen to be above it"

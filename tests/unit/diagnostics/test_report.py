@@ -117,12 +117,13 @@ def test_the_same_run_gives_the_same_bytes(small_run: Path) -> None:
 def test_a_metric_outside_its_range_is_named_with_what_to_do(small_run: Path) -> None:
     rows = [json.loads(line) for line in (small_run / "metrics.jsonl").read_text().splitlines()]
     healthy = Page(write_report(small_run)).text
-    rows[-1] |= {"mismatch/ess_token": 0.4321, "weight_raw/q01": 0.0123, "weight_raw/q99": 7.89}
+    for row in rows:
+        row |= {"mismatch/ess_token": 0.4321, "weight_raw/q01": 0.0123, "weight_raw/q99": 7.89}
     (small_run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = " ".join(Page(write_report(small_run)).text.split())
     assert "mismatch/ess_token = 0.4321" not in " ".join(healthy.split())
-    assert "mismatch/ess_token = 0.4321 (healthy: above 0.95) lower lag or mismatch" in text
-    assert "weight_raw/q01 = 0.0123, weight_raw/q99 = 7.89" in text
+    assert "mismatch/ess_token = 0.4321 in 3 of 3 steps (healthy: above 0.95) lower lag or mismatch" in text
+    assert "weight_raw/q01 = 0.0123 in 3 of 3 steps, weight_raw/q99 = 7.89 in 3 of 3 steps" in text
 
 
 def test_a_run_of_one_step_without_trajectories_or_accuracy_has_a_page(small_run: Path) -> None:

@@ -57,7 +57,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit(f / "config.json", model_type="own", auto_map={"AutoConfig": "code.Config"}),
         "custom code",
     ),
-    "no tokenizer": (lambda f: [(f / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")], "tokenizer"),
+    "no tokenizer": (
+        lambda f: [(f / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")],
+        r"has no tokenizer \(tokenizer.json is missing\): save .*save_pretrained",
+    ),
+    "no tokenizer but its settings": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
+    "cut tokenizer": (lambda f: os.truncate(f / "tokenizer.json", 200), "its tokenizer cannot be loaded"),
     "no token to pad with": (
         lambda f: edit(f / "tokenizer_config.json", pad_token=None, eos_token=None, unk_token=None),
         "no padding, end-of-text or unknown token",

@@ -157,7 +157,7 @@ def test_packed_rows_say_the_same_as_rows() -> None:
 
 
 def test_what_cannot_be_calibrated_is_refused_in_one_line() -> None:
-    with pytest.raises(TrimtabError, match=r"^objective 'seq-bypass' has no weight and no mask"):
+    with pytest.raises(TrimtabError, match=r"^objective 'seq-bypass' has no bound that calibrate"):
         calibrated("seq-bypass", observed(noise(64, 4, 0.1)))
     with pytest.raises(TrimtabError, match=r"^calibrate: 19 responses are too few for keep_min, it needs 20"):
         calibrated("geo-mask", observed(noise(19, 4, 0.1)))
@@ -183,7 +183,7 @@ def test_a_section_builds_its_objective_and_says_where_its_bounds_come_from() ->
 @pytest.mark.parametrize(
     ("section", "line"),
     [
-        ({"name": "grpo", "calibrate": True}, "objective 'grpo' has no weight and no mask to calibrate: leave calibr"),
+        ({"name": "grpo", "calibrate": True}, "objective 'grpo' has no bound that calibrate can find: leave calibr"),
         (
             {"name": "icepop", "calibrate": True, "weight_max": 3.0},
             "objective.calibrate finds weight_min, weight_max at step 0: leave weight_max out, or calibrate",

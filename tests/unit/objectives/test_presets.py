@@ -158,8 +158,10 @@ def test_the_equation_explains_its_symbols_and_warns():
     text = objective("token-mis", kl="unbiased", kl_coef=0.01, entropy_coef=0.002).equation()
     assert "+ 0.01·KL − 0.002·H" in text
     assert "ρ = Π_t π_old(y_t)/μ(y_t)" in text
-    assert "π/π_old·(π_ref/π − log(π_ref/π) − 1), gradient through both" in text
+    assert "KL: π/μ·(π_ref/π − log(π_ref/π) − 1), gradient through both" in text
     assert "other sources call icepop 'token MIS'" in text
+    external = objective("luffy", kl="unbiased", kl_coef=0.01).equation()
+    assert "KL: π/μ (1 at off-policy tokens, which have no μ)·(π_ref/π" in external
     assert "not (A < 0 and mean_t(log μ − log π) > 0.05)" in objective("opsm").equation()
     assert "lies inside the clip range" in objective("seq-bypass", clip_dual=3.0).equation()
     assert "lies inside" not in objective("seq-bypass").equation()

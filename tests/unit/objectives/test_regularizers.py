@@ -8,28 +8,30 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from trimtab.errors import TrimtabError
-from trimtab.objectives import KL, PolicyLogps, objective
+from trimtab.objectives import KL, PolicyLogps, objective, objectives
 
-torch.manual_seed(0)
-LOGITS, REFERENCE, OLD = torch.randn(3, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+LOGITS, REFERENCE, OLD, SAMPLER = torch.randn(4, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def expected_gradient(kind: str, sampler: Tensor, *, bypass: bool = False) -> Tensor:
+def expected_gradient(kind: str, sampler: Tensor, name: str = "grpo", proximal: Tensor = OLD) -> Tensor:
     """Gradient of E_sampler[KL term] with respect to the logits, every token of the vocabulary weighed by its chance.
 
-    Each token is a row of one; its advantage is 0, so that the loss is the KL term alone.
+    Each token is a row of one that is the whole update. What the loss has beside its KL term is taken away.
     """
     gradient = torch.zeros_like(LOGITS)
-    old = sampler.log_softmax(0)
-    for token in range(7):
-        logits = LOGITS.clone().requires_grad_()
-        row = lambda logp: logp.log_softmax(0)[token].view(1, 1)  # noqa: B023, E731
-        policies = {"behavior" if bypass else "proximal": row(sampler), "reference": row(REFERENCE)}
-        logps = PolicyLogps(**{"behavior": None, **policies}, current=row(logits), mask=torch.ones(1, 1).bool())
-        obj = objective("token-bypass" if bypass else "grpo", kl=kind, kl_coef=1.0)
-        obj(logps, torch.zeros(1, 1)).loss.backward()
-        assert logits.grad is not None
-        gradient += old[token].exp() * logits.grad
+    row = {} if name == "oapl" else {"aggregation": "token-mean"}
+    for coefficient in (1.0, 0.0):
+        obj = objective(name, kl=kind, kl_coef=coefficient, **row)
+        for token in range(7):
+            logits = LOGITS.clone().requires_grad_()
+            current, behavior, before, reference = (
+                policy.log_softmax(0)[token].view(1, 1) for policy in (logits, sampler, proximal, REFERENCE)
+            )
+            mask = torch.ones(1, 1, dtype=torch.bool)
+            logps = PolicyLogps(current, behavior, mask, before, reference, off_policy=~mask)
+            obj(logps, torch.zeros(1, 1)).loss.backward()
+            assert logits.grad is not None
+            gradient += (2 * coefficient - 1) * behavior.exp().item() * logits.grad
     return gradient
 
 
@@ -43,9 +45,45 @@ def kl_gradient(first: str) -> Tensor:
     return logits.grad
 
 
-@pytest.mark.parametrize("bypass", [False, True])
-def test_unbiased_kl_has_the_gradient_of_kl_from_off_policy_samples(bypass):
-    assert_close(expected_gradient("unbiased", OLD, bypass=bypass), kl_gradient("policy"))
+@pytest.mark.parametrize("name", objectives())
+def test_unbiased_kl_has_the_gradient_of_kl_from_samples_of_a_third_policy(name):
+    """Sampler, proximal and current policy all differ: the weight must be current over the sampler."""
+    found, expected = expected_gradient("unbiased", SAMPLER, name), kl_gradient("policy")
+    assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    unweighted = expected_gradient("k3", SAMPLER, name)
+    assert (unweighted - expected).norm() > 0.3 * expected.norm(), "the policies are too close to tell"
+
+
+def test_unbiased_kl_needs_the_sampler_and_never_takes_another_policy_in_its_place():
+    mask, one = torch.tensor([[True, False]]), torch.zeros(1, 2)
+    obj = objective("grpo", kl="unbiased", kl_coef=0.1)
+    assert obj.needs == {"proximal", "behavior", "reference"}
+    assert objective("grpo", kl="unbiased", kl_coef=0.0).needs == objective("grpo").needs == {"proximal"}
+    with pytest.raises(ValueError, match="grpo needs behavior, which is None"):
+        obj(PolicyLogps(one, None, mask, one, one), torch.zeros(1, 1))
+
+
+@pytest.mark.parametrize("junk", [float("nan"), float("inf"), float("-inf"), 1e30])
+def test_what_the_sampler_said_of_untrained_tokens_reaches_nothing(junk):
+    mask = torch.tensor([[True, False]])
+    found = []
+    for value in (0.0, junk):
+        current = torch.tensor([[-1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+        behavior = torch.tensor([[-1.5, value]], dtype=torch.float64)
+        logps = PolicyLogps(current, behavior, mask, current.detach(), current.detach() - 0.5)
+        out = objective("grpo", kl="unbiased", kl_coef=1.0)(logps, torch.zeros(1, 1))
+        out.loss.backward()
+        assert current.grad is not None
+        found.append((out.loss.item(), current.grad.tolist(), out.metrics.finalize()["kl/mean"]))
+    assert found[0] == found[1]
+    assert found[0][1][0] == pytest.approx([0.5 * 2.718281828459045**0.5, 0.0])  # q log(pi/pi_ref), q = e^.5
+
+
+def test_a_trained_token_the_sampler_did_not_score_is_bad_data():
+    one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    logps = PolicyLogps(one, one + float("nan"), mask, one, one)
+    assert objective("grpo", kl="unbiased", kl_coef=1.0)(logps, one).loss.isnan()
+    assert objective("grpo", kl_coef=1.0)(logps, one).loss.isfinite()
 
 
 def test_the_weight_must_carry_gradient():
@@ -64,8 +102,8 @@ def test_k2_follows_kl_on_policy_and_k1_nothing():
 )
 def test_values_of_one_token(kind, value):
     current, mask = torch.tensor([[-1.0]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
-    proximal = current - torch.log(torch.tensor(2.0))  # ratio 2
-    logps = PolicyLogps(current, None, mask, proximal, reference=current - 0.5)
+    behavior = current - torch.log(torch.tensor(2.0))  # ratio 2
+    logps = PolicyLogps(current, behavior, mask, current, reference=current - 0.5)
     obj = objective("grpo", kl=kind, kl_coef=0.25)
     out = obj(logps, torch.zeros(1, 1))
     assert out.loss.item() == pytest.approx(0.25 * value)

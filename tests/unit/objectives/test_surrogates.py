@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -116,7 +117,8 @@ def test_oapl_rests_where_the_regression_target_is_met():
 def test_luffy_shapes_external_tokens_and_never_reads_their_behavior():
     nan = float("nan")
     current = torch.tensor([[math.log(0.1), math.log(0.4)]], dtype=torch.float64, requires_grad=True)
-    policies = {"behavior": torch.tensor([[nan, nan]]), "proximal": torch.tensor([[nan, math.log(0.2)]]).double()}
+    before = torch.tensor([[nan, math.log(0.2)]], dtype=torch.float64)
+    policies = {"behavior": torch.full_like(before, nan), "proximal": before}
     logps = PolicyLogps(
         current,
         mask=torch.ones(1, 2, dtype=torch.bool),
@@ -132,7 +134,7 @@ def test_luffy_shapes_external_tokens_and_never_reads_their_behavior():
     assert out.metrics.finalize()["ratio/q99"] == pytest.approx(2, rel=0.005)  # external tokens have no ratio
     current.grad = None
     unbiased = objective("luffy", kl="unbiased", kl_coef=1.0, aggregation="seq-mean-token-sum")
-    unbiased(logps, torch.tensor([[0.0]])).loss.backward()
+    unbiased(replace(logps, behavior=before), torch.tensor([[0.0]])).loss.backward()
     # q log(pi/pi_ref), with q = 1 at the external token and 2 at the other; pi_ref = 1.
     assert_close(current.grad, torch.tensor([[math.log(0.1), 2 * math.log(0.4)]], dtype=torch.float64))
 

@@ -132,7 +132,7 @@ def test_what_prepare_must_be_given():
     assert objective("token-tis", normalize=True).prepare_needs == {"proximal"}
     assert objective("geo-mask", denominator="kept").prepare_needs == {"proximal"}
     assert objective("opsm").prepare_needs == frozenset()
-    assert objective("opsm", denominator="kept").prepare_needs == {"proximal", "current"}
+    assert objective("opsm", denominator="kept").prepare_needs == {"current"}
     assert objective("m2po").prepare_needs == objective("m2po", form="mask").prepare_needs == {"current"}
 
 
@@ -198,3 +198,20 @@ def test_shapes_and_masks_are_checked_outside_tests_too(monkeypatch):
         PolicyLogps(good, torch.zeros(2, 4), mask)
     with pytest.raises(ValueError, match=r"mask must be bool, not torch\.uint8"):
         PolicyLogps(good, good, mask.to(torch.uint8))
+
+
+def test_sum_adds_up_the_states_of_parts() -> None:
+    torch.manual_seed(0)
+    mask = torch.rand(4, 5) > 0.3
+    logps, advantage = PolicyLogps(-torch.rand(4, 5), -torch.rand(4, 5), mask, -torch.rand(4, 5)), torch.randn(4, 1)
+    tokens = (logps.current, logps.behavior, logps.mask, logps.proximal)
+    obj = objective("m2po")
+    parts = [
+        obj.prepare(PolicyLogps(*(part[rows] for part in tokens)), advantage[rows])
+        for rows in (slice(0, 1), slice(1, 4))
+    ]
+    whole = obj.prepare(logps, advantage)
+    assert_close(sum(parts).tensors(), whole.tensors())
+    assert_close(sum(parts[:1]).tensors(), parts[0].tensors())
+    with pytest.raises(TypeError):
+        1 + parts[0]

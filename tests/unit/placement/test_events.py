@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from trimtab.config import load_config
 from trimtab.placement.events import Relay, replay
@@ -55,10 +54,3 @@ def test_events_arrive_in_order_with_only_the_newest_of_adjacent_phases() -> Non
     ]
     assert not replay(relay.take(0.0), watcher, CONFIG)
     assert len(watcher.seen) == 6
-
-
-def test_a_relay_that_was_stopped_ends_the_run_at_its_next_word() -> None:
-    relay = Relay()
-    relay.stop()
-    with pytest.raises(KeyboardInterrupt):
-        relay.phase("collect", 0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trimtab.diagnostics import page
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.training import atomic, checkpoint
 
@@ -334,4 +336,26 @@ def test_the_manifest_is_readable_by_other_tools(tmp_path: Path) -> None:
     assert data["files"]["pending.parquet"] == {
         "size": 7,
         "sha256": "cc25d11f43a02fd14b32f7de55b6e7ebc86504b052ae8a34073e63cd731ae803",
+    }
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_files_are_as_readable_as_the_umask_says(tmp_path: Path, mask: int) -> None:
+    with umask(mask):
+        save(tmp_path, 1)
+        atomic.write_text(tmp_path / "config.toml", "text")
+        page.write(tmp_path / "report.html", b"page")
+    files = [item for item in tmp_path.rglob("*") if item.is_file()]
+    assert {item.suffix for item in files} >= {".safetensors", ".json", ".parquet", ".toml", ".html"}
+    assert {item.name: oct(item.stat().st_mode & 0o777) for item in files} == {
+        item.name: oct(0o666 & ~mask) for item in files
     }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,28 @@ from trimtab.training import checkpoint, states
 from trimtab.training.export import export, restore, save_model_files
 from trimtab.training.rundir import RunDir
 from trimtab.training.weights import add_lora
+
+
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """No file may grow beyond `limit` bytes (a write fails with EFBIG, as on a full disk)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("limit", "reached"), [(500, "config"), (1000, "tokenizer")])
+def test_a_full_disk_while_config_or_tokenizer_are_saved_is_one_line(tmp_path: Path, limit: int, reached: str) -> None:
+    model, tokenizer = laboratory.build(0)
+    model.config.save_pretrained(tmp_path / "sizes")
+    assert ((tmp_path / "sizes" / "config.json").stat().st_size < limit) == (reached == "tokenizer")
+    with small_files(limit), pytest.raises(TrimtabError, match=r"cannot write .*model: File too large; free space"):
+        save_model_files(model, tokenizer, tmp_path / "model")
+    assert [item.name for item in tmp_path.iterdir()] == ["sizes"]
+
 
 IDS = torch.tensor([[1, 2, 3, 11, 5]])
 

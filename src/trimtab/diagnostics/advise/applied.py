@@ -14,7 +14,7 @@ from torch import Tensor
 from trimtab.corrections.ratios import Ratios, log_ratio
 from trimtab.corrections.reduce import Sequences
 from trimtab.diagnostics.diagnosis import Chunk
-from trimtab.objectives import Aggregation, Clipped, Objective, PolicyLogps, Reinforce, SecondMoment, Unclipped
+from trimtab.objectives import Aggregation, Objective, PolicyLogps
 from trimtab.objectives.calibrate import Observed
 
 WASTE, SLACK = 1.25, 64
@@ -92,9 +92,7 @@ def plainly(built: Objective) -> Objective:
 def unbounded(built: Objective) -> Objective:
     """The same ratios without a single bound, mask or clip."""
     weight = None if built.weight is None else replace(built.weight, bound="truncate", min=None, max=None)
-    bounded = isinstance(built.surrogate, Clipped | SecondMoment | Reinforce)
-    surrogate = Unclipped() if bounded else built.surrogate
-    return plainly(replace(built, weight=weight, masks=(), surrogate=surrogate))
+    return plainly(replace(built, weight=weight, masks=(), surrogate=built.surrogate.unbounded()))
 
 
 def _of_one_token(plain: Objective) -> float:

@@ -1,22 +1,19 @@
-"""The same correction in the configuration of Trimtab, verl, TRL and Miles, part by part; what has no equivalent there
-is said in a comment. Names as of verl 0.9, TRL 1.16 and Miles 31f1ca96 (docs/recommendations.md).
+"""The same correction in the configuration of Trimtab, verl, TRL and Miles, put together from what each part says of
+itself; what has no equivalent there is said in a comment. Names as of verl 0.9, TRL 1.16 and Miles 31f1ca96
+(docs/recommendations.md).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trimtab.corrections import OPSM, Band, Divergence, Weight
-from trimtab.objectives import Clipped, Objective, Reinforce, objective
+from trimtab.corrections import Setting
+from trimtab.objectives import Objective, objective
 from trimtab.objectives.calibrate import bounds_of
 
-VERL_LOWEST = 1e-6
-"""verl refuses 0 as a lower bound, and IcePop's form always has one."""
-
 MIS = "examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
-ICEPOP = "miles.backends.training_utils.loss_hub.corrections.icepop_function"
 
 ABSENT = {
     "token-alp": "ALP trains a noisy policy, its own code is a fork of verl",
@@ -44,7 +41,8 @@ NEAREST = {
 def lines(preset: str, overrides: Mapping[str, Any]) -> dict[str, str]:
     """Configuration by framework: trimtab (TOML), verl (YAML), trl (Python), miles (flags, and YAML where it needs it).
 
-    preset, overrides: as for `trimtab.objective`, which raises `TrimtabError` for what it does not know.
+    preset, overrides: as for `trimtab.objective`, which raises `TrimtabError` for what it does not know. A function of
+    one's own, `module:function`, is as good as a preset.
     """
     built = objective(preset, **overrides)
     return {
@@ -59,7 +57,8 @@ def _foreign(
     name: str, preset: str, given: Mapping[str, Any], built: Objective, write: Callable[[Objective], list[str]]
 ) -> str:
     nearest = NEAREST.get(preset, {}).get(name)
-    if preset not in ABSENT and nearest is None:
+    known = name in built.surrogate.peers(built.ratio.level)
+    if preset not in ABSENT and nearest is None and known:
         return "\n".join(write(built))
     why = f": {ABSENT[preset]}" if preset in ABSENT else ""
     if nearest is None:
@@ -78,161 +77,118 @@ def _trimtab(preset: str, overrides: Mapping[str, Any]) -> str:
     return "\n".join(found)
 
 
+def _surrogate(built: Objective, name: str) -> Setting:
+    return built.surrogate.peers(built.ratio.level)[name]
+
+
+def _masks(built: Objective, name: str) -> Iterator[Setting]:
+    for rule in built.masks:
+        missing = Setting(remarks=(f"# {name} has no equivalent of: keep where {rule.equation()}",))
+        yield rule.peers().get(name, missing)
+
+
 def _verl(built: Objective) -> list[str]:
     correction, remarks = _verl_correction(built)
     actor = _verl_actor(built)
-    if any(isinstance(rule, OPSM) for rule in built.masks):
-        remarks.append("# verl has no OPSM")
     return [
         "algorithm:",
         *(["  norm_adv_by_std_in_grpo: false"] if built.advantage == "dr-grpo" else []),
         "  rollout_correction:",
-        *(f"    {line}" for line in correction),
+        *(f"    {key}: {value}" for key, value in correction.items()),
         "actor_rollout_ref:",
         "  rollout:",
         "    calculate_log_probs: true",
-        *(["  actor:", *(f"    {line}" for line in actor)] if actor else []),
+        *(["  actor:", *(f"    {key}: {value}" for key, value in actor.items())] if actor else []),
         *remarks,
+        *_surrogate(built, "verl").remarks,
     ]
 
 
-def _verl_correction(built: Objective) -> tuple[list[str], list[str]]:
-    """Lines under `rollout_correction`, and remarks."""
+def _verl_correction(built: Objective) -> tuple[dict[str, str], list[str]]:
+    """Keys of `rollout_correction`, and remarks. Several rules are one key, separated by commas."""
+    found, remarks = {"rollout_is": "null"}, []
     if built.ratio.over == "behavior":
-        return ["bypass_mode: true", "loss_type: ppo_clip"], []
-    found, remarks, weight = ["rollout_is: null"], [], built.weight
-    if weight is not None:
-        found = [f"rollout_is: {weight.level}", f"rollout_is_threshold: {weight.high:g}"]
-        if weight.bound == "mask":
-            found[1] = f'rollout_is_threshold: "{max(weight.low, VERL_LOWEST):g}_{weight.high:g}"'
-        elif weight.bound == "clip":
-            remarks.append(
-                f"# verl only bounds the weight from above; the lower bound {weight.low:g} has no equivalent"
-            )
-        if weight.normalize:
-            found.append("rollout_is_batch_normalize: true")
-    for rule in built.masks:
-        if isinstance(rule, Band):
-            # Its k1 is -log ratio, compared with the logs of the bounds: what it keeps is 1/ratio within them.
-            found += [
-                "rollout_rs: seq_mean_k1",
-                f'rollout_rs_threshold: "{1 / rule.max:.6g}_{1 / max(rule.min, VERL_LOWEST):.6g}"',
-            ]
-            remarks.append(f"# verl bounds 1/ratio: these are the reciprocals of [{rule.min:g}, {rule.max:g}]")
-        elif isinstance(rule, Divergence):
-            found += [f"rollout_rs: seq_mean_{rule.kind}", f"rollout_rs_threshold: {rule.max:g}"]
-    if built.ratio.level == "sequence":
-        remarks.append("# verl clips π/π_old per token; the product of the response has no equivalent")
+        found = {"bypass_mode": "true", "loss_type": "ppo_clip"}
+    elif built.weight is not None:
+        setting = built.weight.peers()["verl"]
+        found, remarks = dict(setting.options), [*setting.remarks]
+    rules: dict[str, list[str]] = {}
+    for setting in _masks(built, "verl"):
+        remarks += setting.remarks
+        for key, value in setting.options.items():
+            rules.setdefault(key, []).append(value)
+    for key, values in rules.items():
+        found[key] = values[0] if len(values) == 1 else f'"{",".join(value.strip(chr(34)) for value in values)}"'
+    if rules and built.ratio.over == "behavior":
+        remarks.append("# in bypass mode verl judges π/μ, not π_old/μ")
     return found, remarks
 
 
-def _verl_actor(built: Objective) -> list[str]:
-    surrogate, kind = built.surrogate, built.aggregation.kind
-    found = [] if kind == "token-mean" else [f"loss_agg_mode: {kind.replace('constant', 'seq-mean-token-sum-norm')}"]
-    if built.aggregation.length_max is not None:
-        found.append(f"loss_scale_factor: {built.aggregation.length_max}")
-    if isinstance(surrogate, Reinforce):
-        return [
-            *found,
-            "policy_loss: {loss_mode: cispo}",
-            "clip_ratio_low: 1.0",
-            f"clip_ratio_high: {surrogate.ceiling - 1:g}",
-        ]
-    assert isinstance(surrogate, Clipped)
-    if built.ratio.level == "geometric":
-        found.append("policy_loss: {loss_mode: gspo}")
-    if built.ratio.level != "sequence":
-        found += [f"clip_ratio_low: {surrogate.low:g}", f"clip_ratio_high: {surrogate.high:g}"]
-    return found if surrogate.dual is None else [*found, f"clip_ratio_c: {surrogate.dual:g}"]
+def _verl_actor(built: Objective) -> dict[str, str]:
+    aggregation = built.aggregation
+    found = {}
+    if aggregation.kind != "token-mean":
+        found["loss_agg_mode"] = aggregation.kind.replace("constant", "seq-mean-token-sum-norm")
+    if aggregation.length_max is not None:
+        found["loss_scale_factor"] = str(aggregation.length_max)
+    return found | dict(_surrogate(built, "verl").options)
 
 
 def _trl(built: Objective) -> list[str]:
-    options, remarks = _trl_correction(built)
-    surrogate, kind = built.surrogate, built.aggregation.kind
-    options["loss_type"] = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "constant": "dr_grpo"}[kind]
-    if isinstance(surrogate, Reinforce):
-        options |= {"loss_type": "cispo", "epsilon_high": surrogate.ceiling}
-    elif isinstance(surrogate, Clipped) and built.ratio.level != "sequence":
-        options |= {"epsilon": surrogate.low, "epsilon_high": surrogate.high}
-        options |= {} if surrogate.dual is None else {"delta": surrogate.dual}
-    if built.ratio.level == "geometric":
-        options["importance_sampling_level"] = "sequence"
+    loss = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "constant": "dr_grpo"}.get(built.aggregation.kind)
+    own, weight = _surrogate(built, "TRL"), built.weight
+    options = {"vllm_importance_sampling_correction": str(weight is not None)}
+    settings = [*([] if weight is None else [weight.peers()["TRL"]]), *_masks(built, "TRL")]
+    remarks = [remark for setting in settings for remark in setting.remarks]
+    for setting in settings:
+        options |= setting.options
+    if loss is None:
+        remarks.append(f"# TRL has no equivalent of aggregation {built.aggregation.kind}")
+    else:
+        options["loss_type"] = json.dumps(loss)
+    options |= own.options
     if built.advantage == "dr-grpo":
-        options["scale_rewards"] = False
-    if built.ratio.level == "sequence":
-        remarks.append("# TRL's sequence level is the geometric mean; the product of the response has no equivalent")
-    body = [
-        f"    {key}={json.dumps(value).replace('true', 'True').replace('false', 'False')},"
-        for key, value in options.items()
-    ]
-    return ["GRPOConfig(", "    use_vllm=True,", *body, ")", *remarks]
-
-
-def _trl_correction(built: Objective) -> tuple[dict[str, Any], list[str]]:
-    options: dict[str, Any] = {"vllm_importance_sampling_correction": built.weight is not None}
-    remarks, weight = [], built.weight
-    if weight is not None:
-        form = "mask" if weight.bound == "mask" else "truncate"
-        options["vllm_importance_sampling_mode"] = f"{weight.level}_{form}"
-        options["vllm_importance_sampling_clip_max"] = weight.high
-        if weight.low > 0:
-            options["vllm_importance_sampling_clip_min"] = weight.low
-        if weight.normalize:
-            remarks.append("# TRL does not normalise the weights")
-    for rule in built.masks:
-        if isinstance(rule, OPSM):
-            options["off_policy_mask_threshold"] = rule.delta
-        elif isinstance(rule, Band):
-            remarks.append(f"# TRL has no geometric mask [{rule.min:g}, {rule.max:g}]")
-        elif isinstance(rule, Divergence):
-            remarks.append(f"# TRL has no mask on the mean {rule.kind} of a response ({rule.max:g})")
-    return options, remarks
+        options["scale_rewards"] = "False"
+    body = [f"    {key}={value}," for key, value in options.items()]
+    return ["GRPOConfig(", "    use_vllm=True,", *body, ")", *remarks, *own.remarks]
 
 
 def _miles(built: Objective) -> list[str]:
-    surrogate, masks = built.surrogate, built.masks
-    if isinstance(surrogate, Reinforce):
-        return ["# Miles has no CISPO"]
-    assert isinstance(surrogate, Clipped)
+    own, weight = _surrogate(built, "Miles"), built.weight
     found = [f"--advantage-estimator {'gspo' if built.ratio.level == 'geometric' else 'grpo'}"]
     found += ["--calculate-per-token-loss"] if built.aggregation.kind == "token-mean" else []
-    if built.ratio.level != "sequence":
-        found += [f"--eps-clip {surrogate.low:g}", f"--eps-clip-high {surrogate.high:g}"]
-        found += [] if surrogate.dual is None else [f"--eps-clip-c {surrogate.dual:g}"]
-    else:
-        found.append("# Miles clips π/π_old per token; the product of the response has no equivalent")
+    found += [*_flags(own), *own.remarks]
     if built.advantage == "dr-grpo":
         found += ["--disable-grpo-std-normalization", "# its constant denominator is examples/experimental/DrGRPO"]
+    helper: dict[str, str] = {}
+    for setting in _masks(built, "Miles"):
+        found += [*_flags(setting), *setting.remarks]
+        helper |= _keys(setting)
     if built.ratio.over == "behavior":
-        return [*found, "--use-rollout-logprobs"]
-    band = next((rule for rule in masks if isinstance(rule, Band)), None)
-    for rule in masks:
-        if isinstance(rule, OPSM):
-            found += ["--use-opsm", f"--opsm-delta {rule.delta:g}", "# Miles compares with π_old, not with the sampler"]
-        elif isinstance(rule, Divergence):
-            found.append(f"# Miles has no mask on the mean {rule.kind} of a response ({rule.max:g})")
-    return found if built.weight is None else [*found, *_miles_weight(built.weight, band)]
+        found.append("--use-rollout-logprobs")
+    if weight is None:
+        return [*found, *(["# Miles' mismatch helper rejects beside a weight only"] if helper else [])]
+    own = weight.peers()["Miles"]
+    built_in = _flags(own)
+    return [
+        *found,
+        *(built_in if built_in and not helper else _miles_helper({**_keys(own), "use_rs": "false"}, helper)),
+    ]
 
 
-def _miles_weight(weight: Weight, band: Band | None) -> list[str]:
-    """Built in where it can be, otherwise the mismatch helper of its examples with a file of its own."""
-    if weight.level == "token" and band is None and not weight.normalize:
-        custom = [f"--custom-tis-function-path {ICEPOP}"] if weight.bound == "mask" else []
-        return ["--use-tis", *custom, f"--tis-clip {weight.high:g}", f"--tis-clip-low {weight.low:g}"]
-    settings = {
-        "use_tis": "true",
-        "tis_level": weight.level,
-        "tis_mode": weight.bound,
-        "tis_lower_bound": f"{float(weight.low)!r}",
-        "tis_upper_bound": f"{float(weight.high)!r}",
-        "tis_batch_normalize": str(weight.normalize).lower(),
-        "use_rs": str(band is not None).lower(),
-    }
-    if band is not None:
-        bounds = {"rs_lower_bound": f"{float(band.min)!r}", "rs_upper_bound": f"{float(band.max)!r}"}
-        settings |= {"rs_level": band.level, **bounds}
-    missing = () if band is not None else ("rs_lower_bound", "rs_upper_bound")
-    settings |= dict.fromkeys((*missing, "rs_veto_threshold"), "null")
+def _flags(setting: Setting) -> list[str]:
+    return [f"{key} {value}".rstrip() for key, value in setting.options.items() if key.startswith("--")]
+
+
+def _keys(setting: Setting) -> dict[str, str]:
+    return {key: value for key, value in setting.options.items() if not key.startswith("--")}
+
+
+def _miles_helper(weight: Mapping[str, str], rules: Mapping[str, str]) -> list[str]:
+    """The mismatch helper of its examples, with a file of its own."""
+    absent = dict.fromkeys(("rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"), "null")
+    given = {**weight, **rules}
+    settings = given | {key: value for key, value in absent.items() if key not in given}
     return [
         "--use-tis",
         f"--custom-tis-function-path {MIS}",

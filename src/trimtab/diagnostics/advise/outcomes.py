@@ -91,7 +91,7 @@ class _Table:
 
 def _signed(built: Objective) -> bool:
     """Whether the sign of the advantage decides: a clip on a ratio that is not 1 yet, OPSM, a regression on it."""
-    return built.ratio.over == "behavior" or any(rule.needs_current for rule in built.masks)
+    return built.ratio.over == "behavior" or any("advantage" in rule.reads for rule in built.masks)
 
 
 def _level(built: Objective) -> str:

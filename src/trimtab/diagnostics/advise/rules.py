@@ -114,7 +114,7 @@ RULES = (
     ),
     Rule(
         "precision",
-        lambda case: "precision" in case.names or case.verdict == "dense",
+        lambda case: "precision" in case.names or case.verdict in ("dense", "small-dense"),
         "token-tis",
         "The mismatch is that of numerical precision (k3 {k3}): small, centred, without a tail to cut. Truncated token "
         "weights remove its bias at next to no variance, and lose no token.",

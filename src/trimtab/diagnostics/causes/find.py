@@ -9,7 +9,7 @@ from trimtab.diagnostics.causes.jumps import find_jumps
 from trimtab.diagnostics.causes.noise import name_noise, noise_beside, noise_of
 from trimtab.diagnostics.causes.rows import find_swapped
 from trimtab.diagnostics.causes.shifts import find_shifts
-from trimtab.diagnostics.diagnosis import Cause, Measured, Origin
+from trimtab.diagnostics.diagnosis import Cause, Measured, Origin, Settings
 
 FEWEST = 100
 """Trained tokens below which nothing but non-finite values is named."""
@@ -18,21 +18,22 @@ FEWEST = 100
 def find_causes(measured: Measured) -> tuple[Cause, ...]:
     """What kind of mismatch the data shows, most confident first; empty when nothing is beyond the noise floor.
 
-    Read from `measured.sample`, `measured.origin.nonfinite` and the floor in `measured.size`. Rules and what is
-    identifiable from which columns: docs/causes.md.
+    Read from `measured.sample`, `measured.origin` (values that are not finite, the run's settings) and the floor in
+    `measured.size`. Rules and what is identifiable from which columns: docs/causes.md.
     """
     found = [cause] if (cause := _non_finite(measured.origin)) else []
     tokens = Tokens.of(measured.sample)
     if len(tokens) >= FEWEST:
-        found += _of_tokens(tokens, measured.size.floor)
+        found += _of_tokens(tokens, measured.size.floor, measured.origin.settings)
     return tuple(sorted(found, key=lambda cause: -cause.confidence))
 
 
-def _of_tokens(tokens: Tokens, floor: float) -> list[Cause]:
+def _of_tokens(tokens: Tokens, floor: float, settings: Settings | None) -> list[Cause]:
     found: list[Cause] = []
     for search in (find_shifts, find_swapped, find_jumps):
         cause, tokens = search(tokens)
-        if cause is not None:
+        # Edges of a shift from a turn on also look like jumps there: one cause, said once.
+        if cause is not None and cause.name not in (one.name for one in found):
             found.append(cause)
     if len(tokens) < FEWEST // 2:
         return found
@@ -46,7 +47,7 @@ def _of_tokens(tokens: Tokens, floor: float) -> list[Cause]:
         found.append(drift.cause)
     if drift.fresh is not None:
         fresh = noise_of(drift.fresh) if not systematic else rest
-        if (cause := name_noise(fresh, floor)) is not None:
+        if (cause := name_noise(fresh, floor, settings)) is not None:
             found.append(cause)
     return found
 

@@ -20,11 +20,13 @@ import numpy as np
 
 from trimtab.diagnostics.causes.contract import Line
 from trimtab.diagnostics.causes.evidence import Tokens, share
-from trimtab.diagnostics.diagnosis import Cause
+from trimtab.diagnostics.diagnosis import Cause, Settings
+from trimtab.diagnostics.ranges import k3_ranges
 
 LEAST, LEAST_K3 = 4e-4, 1e-8
 BORDER_RMS, BORDER_K3 = 0.113, 3.1e-3
 NUDGE, PERSISTENT, IDS = 0.25, 0.07, 60
+TOLD = 0.95
 SIXTEEN = 0.008  # logits: below, float16 or tf32 rather than bfloat16
 FIX_PRECISION = (
     "Usually harmless: any correction with bounds near 1 absorbs it. Run both sides in one dtype (float16 or float32 "
@@ -115,15 +117,32 @@ def noise_beside(tokens: Tokens, line: Line | None, *, sampler_cut: bool) -> Noi
     return Noise(float(np.sqrt((wrong**2).mean())) * (1.0 if many > 0.3 else 1.5), 0.0, len(wrong), bound=True)
 
 
-def name_noise(noise: Noise, floor: float) -> Cause | None:
-    """`precision` or `quantized`, if the noise is more than float32 and the file's own rounding give."""
+def name_noise(noise: Noise, floor: float, settings: Settings | None = None) -> Cause | None:
+    """`precision` or `quantized`, if the noise is more than float32 and the file's own rounding give.
+
+    settings: what the run's recipe says, which decides where it says whether the sampler is quantized.
+    """
     if noise.rms < LEAST or (not noise.bound and noise.k3 < max(LEAST_K3, 3 * floor)):
         return None
     size = f"logits move by {noise.rms:.2g} (rms over {noise.tokens} undecided tokens)"
     size += ", seen against a larger systematic shift" if noise.bound else f", k3 = {noise.k3:.1e}"
+    if settings is not None and settings.coarse is not None:
+        return _as_told(noise, size, settings)
     sure = round(min(0.95, 0.55 + 0.5 * abs(noise.coarse)), 2)
     if noise.coarse > 0:
         evidence = f"{size}: more than 16-bit arithmetic gives (up to .1 and 2.5e-3)"
         return Cause("quantized", sure, evidence, FIX_QUANTIZED)
     kind = "float16 or tf32" if noise.rms < SIXTEEN else "bfloat16"
     return Cause("precision", sure, f"{size}: the size of {kind} arithmetic", FIX_PRECISION)
+
+
+def _as_told(noise: Noise, size: str, settings: Settings) -> Cause | None:
+    """The name that the recipe gives; None for more noise than any arithmetic makes, which has another cause."""
+    says = f"the run's recipe says {settings}"
+    if settings.coarse:
+        return Cause("quantized", TOLD, f"{size}; {says}", FIX_QUANTIZED)
+    if noise.k3 > k3_ranges()["moe"].high:
+        return None
+    if settings.sixteen_bits:
+        return Cause("precision", TOLD, f"{size}; {says}", FIX_PRECISION)
+    return Cause("precision", 0.5, f"{size}, although {says}: see whether the sampler runs in that", FIX_PRECISION)

@@ -16,13 +16,12 @@ from trimtab.diagnostics.measure.bootstrap import intervals
 from trimtab.diagnostics.measure.ledger import Ledger
 from trimtab.diagnostics.measure.rounding import Column, coarse, floor
 from trimtab.diagnostics.measure.trained import FIELDS, Trained
+from trimtab.diagnostics.ranges import k3_range
 from trimtab.objectives.metrics import Metrics
 
 CLUSTERS = 2048
 """Clusters resampled at most; more are merged into so many, evenly."""
 STEPS = 200
-EXACT, DENSE, MOE = 1e-8, 1e-3, 1e-1
-"""k3 of float32 on both sides at most (measured 3e-11); published ends of dense and of MoE models in bf16."""
 _ENOUGH = 30.0
 """Sequences that must effectively carry a mean of products before its interval means anything."""
 
@@ -116,17 +115,13 @@ _TAILS = tuple(f"ratio_q{round(100 * level):02d}" for level in QUANTILES)
 
 
 def verdict(k3: float, floor: float, coarse: bool) -> str:
-    """Where k3 lies: `exact`, `rounding`, `dense`, `moe` or `beyond`.
+    """Where k3 lies: `rounding`, or the name of its range (`exact`, `dense`, `small-dense`, `moe`, `beyond`).
 
     Up to twice the floor is put down to rounding: the floor takes the errors of both columns as independent.
     """
     if coarse and k3 <= 2 * floor:
         return "rounding"
-    if k3 <= EXACT:
-        return "exact"
-    if k3 <= DENSE:
-        return "dense"
-    return "moe" if k3 <= MOE else "beyond"
+    return k3_range(k3).name
 
 
 def _intervals(clusters: np.ndarray, figures: Mapping[str, float], seed: int) -> dict[str, Interval]:

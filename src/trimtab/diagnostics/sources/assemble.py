@@ -32,9 +32,8 @@ def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: Tally, f
     flat = _aligned(block, keep)
     flat, keep_rows = _trimmed(flat, layout, keep.rows(), keep)
     flat, finite = _finite(flat, tally)
-    tally.drop("no finite log-prob at any trained token", int((~finite).sum()))
-    for reason, count in keep.counts():
-        tally.drop(reason, count)
+    for reason, rows in (*keep.reasons(), ("no finite log-prob at any trained token", keep_rows[~finite])):
+        tally.drop(reason, len(rows), block.numbers[int(rows[0])] if len(rows) else None)
     flat, keep_rows = flat.select(finite), keep_rows[finite]
     if layout.repeats:
         again = _written_again(flat, tally, file)
@@ -65,8 +64,9 @@ class _Keep:
     def rows(self) -> np.ndarray:
         return np.flatnonzero(self._reason == 0)
 
-    def counts(self) -> list[tuple[str, int]]:
-        return [(text, int((self._reason == code).sum())) for code, text in enumerate(self._texts, start=1)]
+    def reasons(self) -> list[tuple[str, np.ndarray]]:
+        """Each reason with the rows it was the first against."""
+        return [(text, np.flatnonzero(self._reason == code)) for code, text in enumerate(self._texts, start=1)]
 
 
 def _mark_rows(block: Block, keep: _Keep, tally: Tally) -> None:

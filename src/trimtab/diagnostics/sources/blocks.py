@@ -30,11 +30,15 @@ class Lists:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Rows by role: `lists` for what is per token, `scalars` for the rest, where None and NaN mean nothing there."""
+    """Rows by role: `lists` for what is per token, `scalars` for the rest, where None and NaN mean nothing there.
+
+    numbers: of the rows in their file, counted from 1.
+    """
 
     rows: int
     lists: Mapping[str, Lists]
     scalars: Mapping[str, Sequence[Any] | np.ndarray]
+    numbers: Sequence[int]
 
 
 def numbers(values: Sequence[Any] | np.ndarray) -> np.ndarray:

@@ -39,8 +39,10 @@ class ParquetTable:
                 tally.no_rows += 1
             size = _rows(file.metadata, columns["logp_behavior"], tokens)
             wanted = sorted(set(columns.values()))
+            first = 1
             for batch in file.iter_batches(batch_size=size, columns=wanted, use_threads=False):
-                yield _block(batch, columns)
+                yield _block(batch, columns, first)
+                first += batch.num_rows
 
 
 @contextmanager
@@ -63,7 +65,7 @@ def _rows(metadata: pq.FileMetaData, column: str, tokens: int) -> int:
     return int(min(max(1, tokens / longest), _MAX_ROWS))
 
 
-def _block(batch: pa.RecordBatch, columns: Mapping[str, str]) -> Block:
+def _block(batch: pa.RecordBatch, columns: Mapping[str, str], first: int) -> Block:
     lists, scalars = {}, {}
     for role, name in columns.items():
         array = batch.column(name)
@@ -75,7 +77,7 @@ def _block(batch: pa.RecordBatch, columns: Mapping[str, str]) -> Block:
             lists[role] = arrow_lists(array)
         else:
             scalars[role] = arrow_scalars(array)
-    return Block(batch.num_rows, lists, scalars)
+    return Block(batch.num_rows, lists, scalars, range(first, first + batch.num_rows))
 
 
 def _is_list(kind: pa.DataType) -> bool:

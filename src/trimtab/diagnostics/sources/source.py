@@ -12,6 +12,7 @@ from trimtab.diagnostics.diagnosis import Chunk, Origin
 from trimtab.diagnostics.sources.assemble import assemble
 from trimtab.diagnostics.sources.files import find_files, open_table
 from trimtab.diagnostics.sources.resolve import Resolved, resolve
+from trimtab.diagnostics.sources.settings import settings_of
 from trimtab.diagnostics.sources.tables import Table
 from trimtab.diagnostics.sources.tally import Tally
 from trimtab.errors import TrimtabError
@@ -44,7 +45,7 @@ class Source:
         """What was read. `TrimtabError` when no response was usable, or `chunks` has not been run."""
         tally, resolved = self._tally, self._resolved
         if not tally.responses:
-            why = "; ".join(f"{count} x {reason}" for reason, count in tally.dropped.most_common(5))
+            why = tally.reasons(5)
             odd = "; ".join(f"{count} x {kind}" for kind, count in tally.nonfinite.items())
             causes = [text for text in (why, odd) if text] or ["the files hold no rows"]
             raise TrimtabError(
@@ -56,6 +57,7 @@ class Source:
                 f"{_several(self._tables)}: {wrong} is above 0 at most trained tokens, so it holds no log-probs (but "
                 f"probabilities, or their negative logarithms?); name the right column with --columns {wrong}=COLUMN"
             )
+        settings, unread = settings_of([table.path for table in self._tables])
         return Origin(
             framework=resolved.framework,
             files=len(self._tables),
@@ -66,11 +68,13 @@ class Source:
             dropped=dict(tally.dropped.most_common()),
             nonfinite=dict(tally.nonfinite),
             missing=resolved.missing,
-            findings=(*resolved.findings, *tally.findings(f"logp_{resolved.anchor}")),
+            findings=(*resolved.findings, *tally.findings(f"logp_{resolved.anchor}"), *unread),
+            settings=settings,
         )
 
     def _pieces(self, tokens: int) -> Iterator[Chunk]:
         for number, table in enumerate(self._tables):
+            self._tally.file = table.path
             columns = self._columns(table)
             if columns is None:
                 self._tally.skipped_files += 1

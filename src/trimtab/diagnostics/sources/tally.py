@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(eq=False)
 class Tally:
     """Filled while files are read.
 
-    `groups` numbers prompt groups over all files; `seen` knows the file of each response, by its id or its content.
+    `file` is the one being read; `first` knows the first row left out for each reason. `groups` numbers prompt groups
+    over all files; `seen` knows the file of each response, by its id or its content.
     """
 
     responses: int = 0
@@ -27,14 +29,27 @@ class Tally:
     unknown: Counter[str] = field(default_factory=Counter)
     positive: Counter[str] = field(default_factory=Counter)
     largest: dict[str, float] = field(default_factory=dict)
+    file: Path | None = None
+    first: dict[str, str] = field(default_factory=dict)
     several_versions: bool = False
     damaged: int = 0
     groups: dict[Hashable, int] = field(default_factory=dict)
     seen: dict[Hashable, int] = field(default_factory=dict)
 
-    def drop(self, reason: str, count: int = 1) -> None:
+    def drop(self, reason: str, count: int = 1, row: int | None = None) -> None:
+        """Count responses that are left out; `row` is the number of the first of them in the file being read."""
         if count:
             self.dropped[reason] += count
+            if row is not None and self.file is not None:
+                self.first.setdefault(reason, f"row {row} of {self.file.name}")
+
+    def reasons(self, most: int) -> str:
+        """The commonest reasons, each with the first row it was against."""
+        found = [
+            f"{count} x {reason}" + (f" (first: {self.first[reason]})" if reason in self.first else "")
+            for reason, count in self.dropped.most_common(most)
+        ]
+        return "; ".join(found)
 
     def group(self, key: Hashable) -> int:
         """The number of a prompt group, given out in the order of first sight."""
@@ -82,7 +97,7 @@ class Tally:
             )
         if self.several_versions:
             found.append("some responses were written by several versions of the weights; each counts as of its oldest")
-        return found
+        return found + [f"left out: {reason}, first in {place}" for reason, place in self.first.items()]
 
 
 def _count(number: int, noun: str) -> str:

@@ -46,7 +46,7 @@ class TorchTable:
         if "weight_version" in columns.values():
             tally.several_versions |= any(len(set(versions)) > 1 for versions in table["weight_versions"])
         for start, end in _ranges(behavior, tokens):
-            yield _block({role: table[name][start:end] for role, name in columns.items()}, end - start)
+            yield _block({role: table[name][start:end] for role, name in columns.items()}, range(start + 1, end + 1))
 
 
 def _columns(path: Path) -> dict[str, Sequence[Any]]:
@@ -160,7 +160,7 @@ def _ranges(behavior: Sequence[Any], tokens: int) -> Iterator[tuple[int, int]]:
         yield start, len(behavior)
 
 
-def _block(columns: Mapping[str, Sequence[Any]], rows: int) -> Block:
+def _block(columns: Mapping[str, Sequence[Any]], numbers: range) -> Block:
     lists, scalars = {}, {}
     for role, values in columns.items():
         arrays = [_array(value) for value in values]
@@ -169,7 +169,7 @@ def _block(columns: Mapping[str, Sequence[Any]], rows: int) -> Block:
             lists[role] = array_lists(arrays)
         else:
             scalars[role] = [_plain(value) for value in values]
-    return Block(rows, lists, scalars)
+    return Block(len(numbers), lists, scalars, numbers)
 
 
 def _array(value: Any) -> np.ndarray | None:

@@ -43,6 +43,7 @@ class Buffer:
         with self.changed:
             for number, group in zip(request.numbers, groups, strict=True):
                 signal = has_signal(group)
+                stats.groups += 1
                 stats.no_signal += not signal
                 if self.schedule.deliver(number, oldest(group), signal=signal or not self._dynamic):
                     self._groups[number] = group

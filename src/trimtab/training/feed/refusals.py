@@ -39,7 +39,7 @@ def check(config: Config, built: Objective) -> None:
             f"trainer.max_lag = {trainer.max_lag} is less than the {updates} updates of a step: nothing could ever be "
             f"generated beside training; set it to {updates} or more, or to 0"
         )
-    if "behavior" not in built.needs:
+    if "behavior" not in built.policy_needs:
         raise TrimtabError(
             f"trainer.max_lag = {trainer.max_lag} gives objective {name!r} tokens of older policies, but it never "
             "reads their log-probs and would anchor to the trainer's own: choose one that corrects (token-tis, icepop, "

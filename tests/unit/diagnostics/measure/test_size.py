@@ -139,7 +139,7 @@ def test_verdicts() -> None:
     assert verdict(3e-6, 2e-6, coarse=True) == "rounding"
     assert verdict(0.0, 2e-6, coarse=True) == "rounding"
     assert verdict(5e-6, 2e-6, coarse=True) == "dense"
-    assert verdict(1.4e-3, 1e-16, coarse=False) == "moe"
+    assert verdict(1.4e-3, 1e-16, coarse=False) == "small-dense"
     assert verdict(4.8e-2, 1e-16, coarse=False) == "moe"
     assert verdict(0.2, 1e-16, coarse=False) == "beyond"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -166,8 +167,10 @@ def test_bytes_that_are_no_text_are_counted(tmp_path: Path) -> None:
         (b"", "is empty"),
         (b"  \n\n", "is empty"),
         (b"nothing here\n", "holds no rows that can be read"),
-        (b"[" + json.dumps(GOOD).encode() + b"]", "one JSON array"),
-        (b"\x1f\x8b\x08\x00", "holds no rows that can be read"),
+        (b"[]", "holds no rows that can be read"),
+        (b"[1, 2]\n[3]\n", "goes on after its array"),
+        (b"[" + json.dumps(GOOD).encode(), r"row 2 is not JSON or unfinished"),
+        (b"\x1f\x8b\x08\x00", "damaged or unfinished gzip"),
         (json.dumps({"a": 1}).encode(), "has no logp_behavior"),
         (json.dumps(row(None, None)).encode(), r"nothing to diagnose in .*: 1 x no logp_behavior"),
     ],
@@ -189,9 +192,15 @@ def test_one_empty_file_among_others_is_a_finding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.bin", b"\x00\x01\x02", "neither a parquet, a JSONL nor a torch file"),
-        ("a.txt", b"hello", "neither a parquet, a JSONL nor a torch file"),
-        ("a.gz", b"\x1f\x8b\x08\x00", "compressed"),
+        ("a.bin", b"\x00\x01\x02", "neither a parquet, a JSON, a CSV nor a torch file"),
+        ("a.txt", b"hello", "neither a parquet, a JSON, a CSV nor a torch file"),
+        ("a.txt.gz", gzip.compress(b"hello"), "neither a parquet, a JSON, a CSV nor a torch file below its gzip"),
+        ("a.parquet.gz", gzip.compress(b"PAR1"), "is compressed: unpack it first"),
+        ("a.zst", b"\x28\xb5\x2f\xfd", "compressed with zstd"),
+        ("a.npz", b"PK\x03\x04", "holds numpy arrays, whose rows and padding nothing tells: write a parquet or JSONL"),
+        ("a.npy", b"\x93NUMPY", "holds numpy arrays"),
+        ("a.jsonl", "{}".encode("utf-16"), "is UTF-16: write it as UTF-8"),
+        ("a.csv", "x".encode("utf-16"), "is UTF-16: write it as UTF-8"),
         ("a.pkl", b"\x80\x04N.", "a pickle, which is not opened"),
         ("a.parquet", b"hello", "damaged or unfinished"),
         ("a.pt", b"hello", "cannot be read"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
 from functools import cache
 from pathlib import Path
@@ -78,6 +81,35 @@ _values = st.recursive(
     max_leaves=6,
 )
 _names = st.sampled_from([*(role for role in ROLES if role != "sample_id"), "x"])
+
+
+@pytest.mark.parametrize("kind", ["array", "csv", "gzip"])
+def test_damaged_text_of_other_kinds(kind: str, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (DATA / "verl/3.jsonl").read_text().splitlines()]
+    if kind == "array":
+        path, whole = tmp_path / "a.json", json.dumps(rows, indent=1).encode()
+    elif kind == "gzip":
+        path, whole = tmp_path / "a.jsonl.gz", gzip.compress((DATA / "verl/3.jsonl").read_bytes())
+    else:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+        path, whole = tmp_path / "a.csv", text.getvalue().encode()
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(
+        st.lists(st.tuples(st.integers(0, len(whole) - 1), st.binary(min_size=1, max_size=8)), max_size=4),
+        st.one_of(st.none(), st.integers(0, len(whole))),
+    )
+    def damaged(changes: list[tuple[int, bytes]], end: int | None) -> None:
+        data = bytearray(whole)
+        for place, new in changes:
+            data[place : place + len(new)] = new
+        path.write_bytes(data[:end])
+        check(path)
+
+    damaged()
 
 
 @settings(max_examples=60, deadline=None)

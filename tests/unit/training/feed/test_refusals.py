@@ -14,9 +14,9 @@ from trimtab.training.feed import refusals
 LAG = {"max_lag": 2}
 
 
-def check(name: str = "token-tis", **trainer: Any) -> None:
+def check(name: str = "token-tis", keywords: dict[str, Any] | None = None, **trainer: Any) -> None:
     extra = {"length_max": 4} if name in ("dr-grpo", "luffy") else {}
-    config = load_config({"objective": {"name": name, **extra}, "trainer": trainer})
+    config = load_config({"objective": {"name": name, **extra, **(keywords or {})}, "trainer": trainer})
     refusals.check(config, from_section(config.objective.model_dump()))
 
 
@@ -25,6 +25,11 @@ def test_an_objective_that_never_reads_the_behavior_policy_is_refused(name: str)
     with pytest.raises(TrimtabError, match=f"'{name}' tokens of older policies.*never reads.*token-tis"):
         check(name, **LAG)
     check(name, max_lag=0)
+
+
+def test_a_kl_that_reads_the_behavior_policy_corrects_no_policy_term() -> None:
+    with pytest.raises(TrimtabError, match=r"'grpo' tokens of older policies.*never reads"):
+        check("grpo", {"kl": "unbiased", "kl_coef": 0.1}, **LAG)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""Where a run comes from, in words: the starts that `provenance.json` of its directory holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import TrimtabError
+
+FILE = "provenance.json"
+GIB = 1024**3
+
+
+def read_origins(run: Path) -> list[dict[str, Any]]:
+    """One mapping for each start of the run, in order; empty where the run holds no provenance."""
+    file = run / FILE
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise TrimtabError(f"{file} is damaged ({error}): delete it, the report can do without") from None
+    if not isinstance(found, list) or not all(isinstance(part, dict) for part in found):
+        raise TrimtabError(f"{file} is no list of starts: delete it, the report can do without")
+    return found
+
+
+def said(part: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """One start as names and values; what it does not hold is left out."""
+    versions = part.get("versions") or {}
+    found = {
+        "command": part.get("command"),
+        "started": _moment(part.get("started")),
+        "duration": _length(part),
+        "steps": _steps(part),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "commit": _commit(part.get("commit")),
+        "hardware": _hardware(part.get("hardware") or {}),
+        "ranks": part.get("ranks") if part.get("ranks", 1) != 1 else None,
+    }
+    return [(name, str(value)) for name, value in found.items() if value]
+
+
+def setting(part: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes numbers of two starts comparable: versions, commit and hardware."""
+    hardware = part.get("hardware") or {}
+    versions = part.get("versions") or {}
+    machine = [hardware.get(key) for key in ("cpu", "threads", "gpus")]
+    return tuple(versions.items()), str(part.get("commit")), str(machine)
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min 07 s` or `2 h 05 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
+
+
+def _moment(text: Any) -> str:
+    try:
+        return datetime.fromisoformat(str(text)).strftime("%Y-%m-%d %H:%M:%S %Z")
+    except ValueError:
+        return ""
+
+
+def _length(part: Mapping[str, Any]) -> str:
+    seconds = part.get("seconds")
+    return "not known: the run goes on, or was killed" if seconds is None else duration(seconds)
+
+
+def _steps(part: Mapping[str, Any]) -> str:
+    first, last = part.get("first_step"), part.get("last_step")
+    if last is None:
+        return f"from {first}" if part.get("ended") is None else "none was finished"
+    return f"{first} to {last}"
+
+
+def _commit(commit: Mapping[str, Any] | None) -> str:
+    if not commit:
+        return "not known: not a checkout of trimtab, or no git"
+    return f"{commit.get('id')}{', with changes that are not committed' if commit.get('modified') else ''}"
+
+
+def _hardware(found: Mapping[str, Any]) -> str:
+    gpus: Sequence[str] = found.get("gpus") or []
+    counted = [f"{gpus.count(name)} x {name}" if gpus.count(name) > 1 else name for name in dict.fromkeys(gpus)]
+    memory = found.get("memory")
+    words = [
+        str(found.get("cpu") or ""),
+        f"{found['cores']} cores" if found.get("cores") else "",
+        f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}" if found.get("threads") else "",
+        f"{memory / GIB:.1f} GiB of memory" if memory else "",
+        *(counted or ["no GPU"]),
+    ]
+    return ", ".join(word for word in words if word)

@@ -1,0 +1,68 @@
+"""Which method a grid speaks for, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trimtab.diagnostics.grid_table import Grid
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """`method` is None where no method can be recommended; `text` says why, or why this one."""
+
+    method: str | None
+    text: str
+
+
+def ordered(grid: Grid) -> list[str]:
+    """Methods from the highest mean accuracy over the regimes to the lowest; those a regime refused come last."""
+    return sorted(grid.methods, key=lambda method: (not _whole(grid, method), -_mean(grid, method)))
+
+
+def recommend(grid: Grid) -> Recommendation:
+    """The method with the highest mean accuracy, what it is ahead of, and what these seeds cannot tell from it."""
+    whole = [method for method in ordered(grid) if _whole(grid, method)]
+    if not whole:
+        return Recommendation(None, "No recommendation: no method was trained in every regime.")
+    best, mean = whole[0], _mean(grid, whole[0])
+    before = "" if grid.before is None else f" ({grid.before:.3f} before)"
+    where = "" if len(grid.regimes) == 1 else f", the mean over {' and '.join(grid.regimes)}"
+    if any(grid.scores[best, regime].fell for regime in grid.regimes) or (grid.before or 0.0) >= mean:
+        return Recommendation(
+            None,
+            f"No method learns at this mismatch: {best}, the best of {len(whole)}, ends at {mean:.3f} held-out "
+            f"accuracy{before}{where}. Lower the mismatch first (trimtab diagnose).",
+        )
+    ties = [method for method in whole[1:] if all(grid.scores[method, regime].tied for regime in grid.regimes)]
+    return Recommendation(
+        best, f"Recommended: {best}, with {mean:.3f} held-out accuracy{before}{where}. {_against(grid, whole, ties)}"
+    )
+
+
+def _against(grid: Grid, whole: Sequence[str], ties: Sequence[str]) -> str:
+    seeds = min(len(grid.scores[whole[0], regime].values) for regime in grid.regimes)
+    counted = f"{seeds} seed{'s' if seeds > 1 else ''}"
+    if len(whole) == 1:
+        return "It is the only method that was trained."
+    if len(ties) == len(whole) - 1:
+        return f"{counted.capitalize()} cannot tell it from any other method."
+    if ties:
+        return f"{counted.capitalize()} cannot tell it from {', '.join(ties)}; it is ahead of the {_rest(whole, ties)}."
+    lead = _mean(grid, whole[0]) - _mean(grid, whole[1])
+    return f"It is ahead of all others in {counted}, of {whole[1]} by {lead:.3f}."
+
+
+def _rest(whole: Sequence[str], ties: Sequence[str]) -> str:
+    count = len(whole) - 1 - len(ties)
+    return f"other {count}" if count > 1 else "other one"
+
+
+def _whole(grid: Grid, method: str) -> bool:
+    return all((method, regime) in grid.scores for regime in grid.regimes)
+
+
+def _mean(grid: Grid, method: str) -> float:
+    found = [grid.scores[method, regime].accuracy.mean for regime in grid.regimes if (method, regime) in grid.scores]
+    return sum(found) / len(found) if found else -1.0

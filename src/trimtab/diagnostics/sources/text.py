@@ -1,0 +1,37 @@
+"""Text files, plain or gzipped, read piece by piece."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from trimtab.errors import TrimtabError
+
+GZIP = b"\x1f\x8b"
+BOM = b"\xef\xbb\xbf"
+LONGEST = 256 * 1024 * 1024
+"""Bytes of one row beyond which a file is refused, so that memory stays bounded."""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, unpacked where it is gzipped. Errors inside the block are those of reading."""
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == GZIP
+            file.seek(0)
+            if packed:
+                with gzip.open(file, "rb") as unpacked:
+                    yield unpacked  # type: ignore[misc]
+            else:
+                yield file
+    except FileNotFoundError:
+        raise TrimtabError(f"no file {path}: check the path") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TrimtabError(f"{path} is damaged or unfinished gzip ({error}): pack it again") from None
+    except OSError as error:
+        raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None

@@ -1,0 +1,77 @@
+"""An objective that is no preset: given in code, or a function a recipe names. The run writes down what it was."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from typing import Any
+
+from trimtab.config import Config, check_config
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Objective
+from trimtab.objectives.calibrate import from_section
+from trimtab.objectives.lookup import is_own
+
+
+def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Objective]:
+    """The objective of a run, and the recipe with what its config.toml must say of it.
+
+    A preset is its name and keywords. A function's equation is written beside its name, and an objective given in code
+    as its `repr` too: resuming compares them, and a report prints the equation without running anybody's code.
+
+    Raises `TrimtabError` where `given` and keywords of the recipe contradict each other, or cannot be written down.
+    """
+    section = config.objective
+    if given is not None:
+        _check_given(config, given)
+        return _recorded(config, {"name": given.name, "code": repr(given), "equation": given.equation()}), given
+    built = from_section(section.model_dump())
+    if not is_own(section.name):
+        return config, built
+    equation = built.equation()
+    if section.equation not in (None, equation):
+        raise TrimtabError(
+            f"objective {section.name!r} no longer builds what objective.equation says, as a run wrote it: restore the "
+            "function, or leave objective.equation out of the recipe"
+        )
+    return _recorded(config, {**section.model_dump(exclude={"code"}), "equation": equation}), built
+
+
+def refuse_other(saved: Config, config: Config, run: object) -> None:
+    """Raise `TrimtabError` when a run that is resumed would go on with another objective of one's own."""
+    old, new = saved.objective, config.objective
+    if (old.code, old.equation) == (new.code, new.equation):
+        return
+    if old.code is not None and new.code is None:
+        raise TrimtabError(
+            f"{run} trains an objective that was given in code ({old.name!r}, objective.code of its config.toml): "
+            "resume it with trimtab.train(..., objective=..., resume=True)"
+        )
+    raise TrimtabError(
+        f"{run} was started with another objective than the one given now ({new.name!r}): resume with the one whose "
+        "equation its config.toml holds, or choose another --out"
+    )
+
+
+def _recorded(config: Config, section: dict[str, Any]) -> Config:
+    data = config.model_dump(exclude_none=True)
+    return check_config({**data, "objective": section}, "objective")
+
+
+def _check_given(config: Config, given: Objective) -> None:
+    if not isinstance(given, Objective):
+        raise TrimtabError(f"objective is {type(given).__name__}, not a trimtab.Objective: build one, or name it")
+    section = config.objective
+    if section.code is None:  # the config.toml of such a run may be given again
+        twice = [*(["calibrate"] if section.calibrate else []), *section.keywords]
+        if twice:
+            other = given.name if given.name != section.name else "own"
+            raise TrimtabError(
+                f"the objective is given in code, so {', '.join(f'objective.{key}' for key in twice)} of the recipe "
+                f'would have no effect: leave them out, or drop them with the override "objective.name={other}"'
+            )
+    for part in (given.surrogate, *given.masks, *([] if given.weight is None else [given.weight])):
+        if not is_dataclass(part):
+            raise TrimtabError(
+                f"{type(part).__name__} of objective {given.name!r} must be a frozen dataclass: its values are written "
+                "into config.toml, where resuming compares them"
+            )

@@ -1,0 +1,357 @@
+"""Every command that README and `--help` print runs as printed, in a fresh folder, through a shell.
+
+`PLANS` says for each what is added so that it takes seconds: fewer steps, a tiny model, the laboratory. A command that
+is printed and not in the table fails the test, and so does a row that nothing prints. README's Python runs as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import trimtab
+from trimtab import tasks
+from trimtab.cli.main import app
+from trimtab.models import bundled
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PROSE = re.sub(r"^## Files$.*?^## Documents$", "", README, flags=re.DOTALL | re.MULTILINE)  # without the map of files
+PROGRAMS = ("trimtab ", "make ", "torchrun ", "python ")
+
+# Half of all responses hold one of these letters: there is a signal to train on whatever the model writes.
+REWARD = """--set 'reward=[{name="format", pattern="[a-f]", whole=false}]'"""
+FEW = "--set trainer.prompts=2 --set trainer.samples=4 --set eval.problems=4"
+TINY = f"--set model.path=$TINY {REWARD} {FEW} --set trainer.steps=1"
+LABORATORY = f"--set base=laboratory {FEW} --set trainer.steps=1"
+TEN = f"{TINY} --set trainer.steps=10"
+GRID = "--seeds 1 --set trainer.steps=2 --set eval.problems=4 --workers 1"
+TWO = f"--methods dapo token-tis {GRID}"
+FEW_PROBLEMS = "--problems 2 --samples 2 --max-tokens 4"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a printed command is run here, and what it must leave and say."""
+
+    extra: str = ""  # what shortens it, added at the end
+    needs: tuple[str, ...] = ()  # what must be in the folder before: names of `MADE`
+    leaves: tuple[str, ...] = ()
+    says: str = ""
+    instead: tuple[tuple[str, str], ...] = ()  # words of the page that stand for the reader's own
+    code: int = 0
+
+
+REPORT = "report.html"
+PLANS = {
+    "trimtab recipes": Plan(says="quickstart-stale"),
+    "trimtab recipes --json": Plan(says='"quickstart-stale": '),
+    "trimtab show quickstart --set trainer.steps=10": Plan(says="steps = 10"),
+    "trimtab explain token-tis": Plan(says=r"min\(ρ_t, 2\)"),
+    "trimtab explain token-tis --set weight_max=1.5": Plan(says=r"min\(ρ_t, 1.5\)"),
+    "trimtab train quickstart": Plan(TINY, leaves=("runs/quickstart/report.html",)),
+    "trimtab train quickstart --set trainer.steps=10 --out runs/short": Plan(TINY, leaves=("runs/short/report.html",)),
+    "trimtab train quickstart --set objective.name=icepop --set checkpoint.keep=3 --out runs/icepop": Plan(
+        TEN, leaves=("runs/icepop/report.html", "runs/icepop/checkpoints/step-000010"), says="step 10/10"
+    ),
+    "trimtab train quickstart --set objective.name=icepop --set checkpoint.keep=3 --out runs/icepop --resume": Plan(
+        f"{TEN} --set trainer.steps=11", needs=("icepop",), says="step 11/11"
+    ),
+    "trimtab train token-alp": Plan(LABORATORY, leaves=("runs/token-alp/report.html",)),
+    "trimtab train soup --set prefix.rule=entropy --set prefix.top=8": Plan(
+        LABORATORY, leaves=("runs/soup/report.html",)
+    ),
+    "trimtab train soup --set prefix.rule=my_rules:at_first_digit": Plan(
+        LABORATORY, needs=("rule",), leaves=("runs/soup/report.html",)
+    ),
+    "trimtab train token-alp --set perturbation.layers=0-9 --set perturbation.std=1e-3": Plan(
+        f"{LABORATORY} --set perturbation.layers=0-1", leaves=("runs/token-alp/report.html",)
+    ),
+    "trimtab train luffy --set expert.path=traces.jsonl": Plan(
+        LABORATORY, needs=("traces",), leaves=("runs/luffy/report.html",)
+    ),
+    "trimtab train oapl --set base=laboratory --set trainer.steps=400 --set trainer.sync_every=32": Plan(
+        LABORATORY, leaves=("runs/oapl/report.html",)
+    ),
+    "trimtab train true-on-policy": Plan(TINY, leaves=("runs/true-on-policy/report.html",)),
+    "torchrun --nproc-per-node 8 -m trimtab train RECIPE": Plan(
+        f"{FEW} --set trainer.steps=1 --set trainer.micro_batch_tokens=64",
+        instead=(("--nproc-per-node 8", "--nproc-per-node 2"), ("RECIPE", "laboratory")),
+        leaves=("runs/laboratory/report.html",),
+    ),
+    "trimtab sft my-task.toml --out runs/warm": Plan(
+        "--set sft.steps=2", needs=("task",), leaves=("runs/warm/model.safetensors",)
+    ),
+    "trimtab eval runs/icepop --task arithmetic --samples 8": Plan(
+        FEW_PROBLEMS, needs=("icepop",), says=r"avg@2.*arithmetic|arithmetic.*avg@2"
+    ),
+    "trimtab eval smollm2-135m-instruct runs/icepop runs/icepop/checkpoints/step-000010 --task arithmetic "
+    "--task file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 32 --greedy --out eval/icepop": Plan(
+        FEW_PROBLEMS, needs=("icepop", "gsm8k"), leaves=("eval/icepop",), says="gsm8k-test"
+    ),
+    "trimtab eval smollm2-135m-instruct runs/icepop --task arithmetic "
+    "--task file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy --out eval/icepop": Plan(
+        FEW_PROBLEMS, needs=("icepop", "gsm8k"), leaves=("eval/icepop",), says="gsm8k-test"
+    ),
+    "trimtab diagnose dumps/step-*.parquet": Plan(needs=("dumps",), leaves=("diagnose.html",), says="(?m)^causes"),
+    "trimtab diagnose runs/quickstart --out quickstart.html": Plan(
+        needs=("runs/quickstart",), leaves=("quickstart.html",), says="(?m)^causes"
+    ),
+    "trimtab report runs/a runs/b runs/c": Plan(needs=("runs/a", "runs/b", "runs/c"), leaves=("runs/report.html",)),
+    "trimtab report runs/a runs/b": Plan(needs=("runs/a", "runs/b"), leaves=("runs/report.html",)),
+    "trimtab report runs/quickstart": Plan(needs=("runs/quickstart",), says="runs/quickstart/report.html"),
+    "trimtab report runs/icepop": Plan(needs=("icepop",), says="runs/icepop/report.html"),
+    "trimtab compare": Plan(f"{TWO} --regimes on-policy", leaves=("runs/compare/report.html",)),
+    "trimtab compare --methods dapo token-tis --regimes on-policy stale-32 --seeds 3": Plan(
+        GRID, leaves=("runs/compare/report.html",)
+    ),
+    "trimtab compare --advise runs/mine": Plan(TWO, needs=("runs/mine",), leaves=("runs/advise/report.html",)),
+    "trimtab export runs/icepop model/": Plan(needs=("icepop",), leaves=("model/model.safetensors",)),
+    "trimtab export runs/quickstart my-model": Plan(
+        needs=("runs/quickstart",), leaves=("my-model/model.safetensors", "my-model/tokenizer.json")
+    ),
+    "trimtab doctor": Plan(says="torch"),
+    "trimtab doctor --bitwise": Plan("laboratory", code=1, says="native numerics promise no equal bits"),
+    "trimtab doctor --bitwise true-on-policy": Plan("--set model.path=$TINY", says="numerics"),
+    "trimtab plan --model qwen2.5-7b --gpus 8": Plan(says="seconds"),
+    "trimtab plan --model qwen2.5-7b --gpus 8 --prompts 512 --samples 16 --response 16384": Plan(says="seconds"),
+}
+# Targets with the run each starts, which is run as well; None: what the target does is only printed (`make -n`).
+TARGETS = {
+    "make quickstart": TINY,
+    "make quickstart-stale": f"{FEW} --set trainer.steps=1 --set compare.seeds=[0] --set compare.workers=1",
+    "make quickstart-vllm": None,  # in an environment of its own; tests/e2e/test_vllm_train.py trains there
+    "make test": None,  # this is it
+}
+
+
+def printed_in_readme() -> Iterator[str]:
+    """Indented commands, joined where a backslash continues them, and commands between backticks."""
+    text = re.sub(r"^```.*?^```$", "", PROSE, flags=re.DOTALL | re.MULTILINE)
+    for line in re.sub(r"\\\n *", "", text).splitlines():
+        if line.startswith("    "):
+            yield re.sub(r"\s+#.*$", "", line).strip()
+    for span in re.findall(r"`([^`\n]+)`", text):
+        if span.startswith(PROGRAMS) and not re.fullmatch(r"trimtab \w+", span):
+            yield span
+
+
+def printed_by_help() -> Iterator[str]:
+    for place in (app.info, *app.registered_commands):
+        assert isinstance(place.epilog, str), place
+        yield from re.findall(r"\[bold\](trimtab .*?)\[/bold\]", place.epilog)
+
+
+def test_every_printed_command_is_in_the_table_and_every_row_is_printed_somewhere() -> None:
+    printed = {*printed_in_readme(), *printed_by_help()}
+    assert printed == {*PLANS, *TARGETS}
+
+
+def test_every_subcommand_that_readme_names_exists() -> None:
+    named = set(re.findall(r"`trimtab (\w+)", README))
+    assert named
+    assert named <= {command.name for command in app.registered_commands}
+
+
+def test_every_option_of_a_recipe_between_backticks_is_one(tmp_path: Path) -> None:
+    spans = [span for span in re.findall(r"`(--set [^`\n]+)`", README) if not span.endswith("=...")]
+    assert len(spans) > 3
+    for span in spans:
+        done = shell(f"trimtab show quickstart {span}", tmp_path)
+        assert done.returncode == 0, (span, done.stderr)
+
+
+def shell(command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model of two layers with the tokenizer of SmolLM2: what the quickstart can train in no time."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    source, folder = bundled.folder(), tmp_path_factory.mktemp("model") / "tiny"
+    config = AutoConfig.from_pretrained(source)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    for key, value in (sizes | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}).items():
+        setattr(config, key, value)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three short runs of the laboratory model that differ in objective and seed."""
+    folder = tmp_path_factory.mktemp("laboratory")
+    few = [word for word in FEW.split() if "=" in word]
+    differences = {"a": "objective.name=token-tis", "b": "objective.name=icepop", "c": "seed=1"}
+    for name, change in differences.items():
+        sets = [*few, "trainer.steps=2", "engine.dtype=bfloat16", "log.trajectories_every=1", change]
+        trimtab.train("laboratory", overrides=sets, out=folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def icepop(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """The run that README trains and then evaluates, reports and exports."""
+    folder = tmp_path_factory.mktemp("icepop")
+    printed = "trimtab train quickstart --set objective.name=icepop --set checkpoint.keep=3 --out runs/icepop"
+    run_printed(printed, PLANS[printed], folder, tiny)
+    return folder / "runs" / "icepop"
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_traces(folder: Path) -> None:
+    problems = tasks.build("sort").train[:200]
+    write_rows(folder / "traces.jsonl", [{"prompt": item.question, "response": item.answer} for item in problems])
+
+
+def make_gsm8k(folder: Path) -> None:
+    sums = [(a, a + 7) for a in range(20)]
+    rows = [{"question": f"What is {a} and {b}?", "answer": f"{a}+{b}={a + b}\n#### {a + b}"} for a, b in sums]
+    write_rows(folder / "gsm8k-test.jsonl", rows)
+
+
+def make_rule(folder: Path) -> None:
+    (folder / "my_rules.py").write_text(
+        "def at_first_digit(response_ids, entropy, uniform):\n    return min(1, len(response_ids) - 1)\n"
+    )
+
+
+def make_task(folder: Path) -> None:
+    shutil.copy(ROOT / "examples" / "own_recipe.toml", folder / "my-task.toml")
+    shutil.copy(ROOT / "examples" / "own_task.jsonl", folder)
+
+
+MADE: dict[str, Callable[[Path], None]] = {
+    "traces": make_traces,
+    "gsm8k": make_gsm8k,
+    "rule": make_rule,
+    "task": make_task,
+}
+
+
+def prepare(folder: Path, needs: tuple[str, ...], request: pytest.FixtureRequest) -> None:
+    for need in needs:
+        if need in MADE:
+            MADE[need](folder)
+        elif need == "dumps":
+            shutil.copytree(request.getfixturevalue("runs") / "a" / "trajectories", folder / "dumps")
+        elif need == "icepop":
+            shutil.copytree(request.getfixturevalue("icepop"), folder / "runs" / "icepop")
+        else:
+            name = need.removeprefix("runs/")
+            source = request.getfixturevalue("runs") / (name if name in ("b", "c") else "a")
+            shutil.copytree(source, folder / need)
+
+
+def run_printed(command: str, plan: Plan, folder: Path, tiny: Path) -> None:
+    for old, new in plan.instead:
+        command = command.replace(old, new)
+    done = shell(f"{command} {plan.extra}", folder, TINY=str(tiny))
+    assert done.returncode == plan.code, f"{command} {plan.extra}\n{done.stderr[-3000:]}"
+    assert "Traceback" not in done.stderr
+    for path in plan.leaves:
+        assert (folder / path).exists(), f"{command}: no {path}\n{done.stdout[-2000:]}"
+    assert re.search(plan.says, done.stdout, re.DOTALL), f"{command}\n{done.stdout[-2000:]}"
+
+
+@pytest.mark.parametrize("command", PLANS)
+def test_a_printed_command_runs(command: str, tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    plan = PLANS[command]
+    prepare(tmp_path, plan.needs, request)
+    run_printed(command, plan, tmp_path, tiny)
+
+
+@pytest.mark.parametrize("command", TARGETS)
+def test_a_printed_target_exists_and_what_it_runs_does(command: str, tiny: Path, tmp_path: Path) -> None:
+    done = shell(command.replace("make", "make -n"), ROOT)
+    assert done.returncode == 0, done.stderr
+    extra = TARGETS[command]
+    if extra is not None:
+        [line] = [line for line in done.stdout.splitlines() if "/trimtab train" in line]
+        run_printed(re.sub(r"^\S*/trimtab", "trimtab", line), Plan(extra), tmp_path, tiny)
+        assert len(list(tmp_path.glob("runs/*/report.html"))) == 1
+
+
+def readme_python() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+
+
+# What the blocks take as given, and for runs what makes them short.
+GIVEN = """
+import torch, trimtab
+torch.manual_seed(0)
+c = torch.randn(4, 5).requires_grad_()
+b, p, logp_train, logp_rollout = (-torch.rand(4, 5) for _ in range(4))
+m = mask = torch.ones(4, 5, dtype=torch.bool)
+rewards, groups = torch.tensor([0.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])
+"""
+PARTS = """
+objective = trimtab.objective("token-tis")
+A = trimtab.advantages("grpo", rewards, groups)
+parts = [
+    (trimtab.PolicyLogps(current=c[i], behavior=b[i], mask=m[i], proximal=p[i]), A[i])
+    for i in (slice(0, 2), slice(2, 4))
+]
+"""
+SHORT = """
+import os, trimtab
+whole = trimtab.train
+def train(config, overrides=(), **more):
+    few = ["trainer.steps=1", "trainer.prompts=2", "trainer.samples=4", "trainer.minibatches=1", "eval.problems=4",
+           "sampling.max_tokens=8", "trainer.dynamic_sampling=false", f"model.path={os.environ['TINY']}"]
+    return whole(config, overrides=[*overrides, *few], **more)
+trimtab.train = train
+"""
+
+
+def test_readme_has_the_python_that_is_run_here() -> None:
+    starts = [block.strip().splitlines()[0] for block in readme_python()]
+    assert starts == [
+        "import trimtab",
+        "# parts: [(PolicyLogps, advantages), ...], one for each micro-batch",
+        "import trimtab",
+        "trimtab.train(",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("index", "given", "after"),
+    [
+        (0, GIVEN, "assert out.loss.isfinite() and c.grad.abs().sum() > 0 and 'k3' in stats"),
+        (1, GIVEN + PARTS, "assert c.grad.abs().sum() > 0"),
+        (2, SHORT, "assert result.run.joinpath('report.html').exists()"),
+        (3, SHORT, ""),
+    ],
+)
+def test_readme_python_runs(index: int, given: str, after: str, tiny: Path, tmp_path: Path) -> None:
+    problems = [{"problem": f"What is {a} + 1?", "answer": str(a + 1)} for a in range(40)]
+    write_rows(tmp_path / "train.jsonl", problems)
+    (tmp_path / "mymodule.py").write_text("def politeness(completion, problem):\n    return len(completion) % 2\n")
+    (tmp_path / "block.py").write_text(f"{given}\n{readme_python()[index]}\n{after}\n")
+    done = shell("python block.py", tmp_path, TINY=str(tiny))
+    assert done.returncode == 0, done.stderr[-3000:]

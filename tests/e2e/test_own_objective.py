@@ -1,0 +1,145 @@
+"""An objective of one's own, in real training: named in a recipe or given in code, resumed, reported, refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trimtab
+from trimtab.cli import main
+from trimtab.config import load_config
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Clipped, Objective, Ratio, objective
+from trimtab.training.run import train
+from trimtab.training.rundir import read_metrics
+
+pytestmark = pytest.mark.e2e
+ROOT = Path(__file__).parents[2]
+DPPO = "tests.unit.objectives.own_rule:dppo"
+SMALL = ("trainer.prompts=2", "trainer.samples=4", "trainer.minibatches=2", "eval.problems=4", "checkpoint.every=1")
+
+
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def run(out: Path, *changes: str, steps: int = 2, **arguments: Any) -> dict[str, Any]:
+    overrides = ["objective.name=own", f"trainer.steps={steps}", *SMALL, *changes]
+    return trimtab.train("laboratory", overrides=overrides, out=out, **arguments).metrics
+
+
+def saved(out: Path) -> dict[str, Any]:
+    return tomllib.loads((out / "config.toml").read_text())["objective"]
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    timed = ("time/", "tokens_per_second/", "memory/", "eval/")
+    found = read_metrics(out / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in found]
+
+
+def test_a_recipe_names_a_function_and_the_run_writes_its_equation_down(tmp_path: Path) -> None:
+    last = run(tmp_path / "run", f"objective.name={DPPO}", "objective.tv_max=0.0")
+    assert 0 < last["reject/tv"] < 1  # after the first update some tokens have moved, half of them outward
+    assert last["mismatch/anchor"] == "current", "a rule over current/behavior must cost no proximal pass"
+    built = objective(DPPO, tv_max=0.0)
+    assert saved(tmp_path / "run") == {
+        "name": DPPO,
+        "calibrate": False,
+        "tv_max": 0.0,
+        "equation": built.equation(),
+    }
+    assert "|π(y_t) − μ(y_t)| &gt; 0)" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_an_objective_in_code_trains_as_the_preset_of_the_same_parts(tmp_path: Path) -> None:
+    mine = replace(objective("token-tis", weight_max=1.5), name="mine")
+    run(tmp_path / "code", objective=mine)
+    run(tmp_path / "preset", "objective.name=token-tis", "objective.weight_max=1.5")
+    assert rows(tmp_path / "code") == rows(tmp_path / "preset")
+    assert saved(tmp_path / "code") == {
+        "name": "mine",
+        "calibrate": False,
+        "code": repr(mine),
+        "equation": mine.equation(),
+    }
+    assert "sg[min(ρ_t, 1.5)]" in (tmp_path / "code" / "report.html").read_text()
+
+
+def test_it_resumes_with_the_same_and_with_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = Objective("mine", Ratio("token", "behavior"), Clipped(0.2, 0.28))
+    run(tmp_path / "whole", objective=mine, steps=3)
+    parts = tmp_path / "parts"
+    run(parts, objective=mine, steps=2)
+    for other in (replace(mine, surrogate=Clipped(0.2, 0.3)), replace(mine, name="other")):
+        with pytest.raises(TrimtabError, match=f"another objective than the one given now .'{other.name}'."):
+            run(parts, objective=other, steps=3, resume=True)
+    with pytest.raises(TrimtabError, match=r"given in code \('mine'.*resume it with trimtab.train"):
+        trimtab.train("laboratory", out=parts, resume=True)
+    assert main.run(["train", str(parts / "config.toml"), "--out", str(parts), "--resume"]) == 2
+    assert "'mine' was given in code" in capsys.readouterr().err
+    run(parts, objective=mine, steps=3, resume=True)
+    assert rows(parts) == rows(tmp_path / "whole")
+
+
+def test_a_function_that_builds_something_else_now_does_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "my_rule_of_today.py"
+    text = "from trimtab.objectives import objective\ndef mine():\n    return objective('dapo', clip_high={})\n"
+    module.write_text(text.format(0.3))
+    monkeypatch.chdir(tmp_path)
+    named = "objective.name=my_rule_of_today:mine"
+    run(tmp_path / "run", named, steps=1)
+    module.write_text(text.format(0.45))
+    del sys.modules["my_rule_of_today"]
+    with pytest.raises(TrimtabError, match="another objective than the one given now"):
+        run(tmp_path / "run", named, steps=2, resume=True)
+    with pytest.raises(TrimtabError, match=r"no longer builds what objective\.equation says"):
+        train(load_config(tmp_path / "run" / "config.toml"), out=tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "line"),
+    [
+        (("objective.weight_max=3",), "mine", r"objective.weight_max of the recipe would have no effect.*name=mine"),
+        (("objective.name=icepop", "objective.calibrate=true"), "icepop", "objective.calibrate.*objective.name=own"),
+        (("placement=ray",), "mine", r"does not travel to a cluster.*objective.name = \"module:it\""),
+        (("advantage.kind=optimal",), "mine", "does not fit objective 'mine'"),
+        (("trainer.max_lag=4",), "mine", "'mine' tokens of older policies"),
+    ],
+)
+def test_what_the_recipe_says_besides_is_refused(
+    tmp_path: Path, changes: tuple[str, ...], given: str, line: str
+) -> None:
+    mine = Objective(given, Ratio(), Clipped())
+    with pytest.raises(TrimtabError, match=line) as error:
+        run(tmp_path / "run", *changes, objective=mine)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_explain_takes_a_function_with_its_keywords(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["explain", DPPO, "--set", "tv_max=0.3", "--set", "kl_coef=0.01"]) == 0
+    said = capsys.readouterr().out
+    assert objective(DPPO, tv_max=0.3, kl_coef=0.01).equation() in said
+    assert main.run(["explain", DPPO, "--set", "tv_mx=0.3"]) == 2
+    assert "did you mean 'tv_max'" in capsys.readouterr().err
+
+
+def test_the_example_runs_as_it_says(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/own_objective.py", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    assert "keep where |π(y_t) − μ(y_t)| ≤ 0.1" in done.stdout
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert f"{last['reject/gap']:.1%} of the tokens left out" in done.stdout
+    assert last["step"] == 4
+    assert last["mismatch/anchor"] == "current"
+    assert (tmp_path / "run" / "report.html").exists()

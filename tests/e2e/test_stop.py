@@ -1,0 +1,185 @@
+"""Ctrl-C and SIGTERM, sent to real processes: what was trained is saved, and what the last line promises holds."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trimtab.config import load_config
+from trimtab.errors import Stopped
+from trimtab.training import checkpoint
+from trimtab.training.observer import Silent
+from trimtab.training.run import train
+from trimtab.training.rundir import read_metrics
+from trimtab.training.stop import Stop
+
+pytestmark = pytest.mark.e2e
+
+SMALL = ("trainer.prompts=2", "trainer.samples=4", "eval.problems=4", "checkpoint.every=0", "log.trajectories_every=0")
+ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+def begin(
+    *words: str, until: Callable[[str], object], cwd: Path, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """The command, as far as the first line that satisfies `until`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *words],
+        cwd=cwd,
+        env=ENVIRONMENT | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if until(line):
+            return process
+    raise AssertionError("".join([*said, process.communicate()[1]]))
+
+
+def recipe(*changes: str) -> list[str]:
+    return ["laboratory", *(word for change in (*SMALL, *changes) for word in ("--set", change))]
+
+
+def end(process: subprocess.Popen[str], number: signal.Signals) -> str:
+    """Send the signal; the last line on standard error."""
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == CODES[number], errors
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+    return errors.splitlines()[-1]
+
+
+def saved(run: Path) -> list[int]:
+    return [int(folder.name.removeprefix("step-")) for folder in checkpoint.folders(run / "checkpoints")]
+
+
+def steps(run: Path) -> list[int]:
+    return [row["step"] for row in read_metrics(run / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_is_saved_where_it_stands_and_goes_on_from_there(number: signal.Signals, tmp_path: Path) -> None:
+    words = ["trimtab", "train", *recipe("trainer.steps=4000"), "--out", "a run"]
+    process = begin(*words, until=lambda line: line.startswith("step 2/"), cwd=tmp_path)
+    last = end(process, number)
+    run = tmp_path / "a run"
+    [step] = saved(run)
+    assert steps(run) == list(range(1, step + 1)), "the checkpoint is of the last step that was finished"
+    assert step >= 2
+    promise = "trimtab: interrupted; continue with: "
+    assert last.startswith(promise)
+    again = shlex.split(last.removeprefix(promise))
+    assert again[-1] == "--resume"
+    resumed = begin(*again, until=lambda line: line.startswith("step "), cwd=tmp_path)
+    end(resumed, signal.SIGINT)
+    assert steps(run) == list(range(1, saved(run)[-1] + 1))
+    assert saved(run)[-1] > step
+
+
+def test_a_run_that_was_stopped_and_resumed_is_the_run_that_never_was(tmp_path: Path) -> None:
+    class AsksAtTwo(Silent):
+        def step(self, metrics: object) -> None:
+            if metrics["step"] == 2:  # type: ignore[index]
+                stop.ask(signal.SIGTERM)
+
+    config = load_config("laboratory", [*SMALL, "trainer.steps=4"])
+    whole = read_metrics(train(config, out=tmp_path / "whole").run / "metrics.jsonl")
+    stop = Stop()
+    with pytest.raises(Stopped) as raised:
+        train(config, out=tmp_path / "parts", observer=AsksAtTwo(), stop=stop)
+    assert raised.value.signal == signal.SIGTERM
+    assert saved(tmp_path / "parts") == [2]
+    train(config, out=tmp_path / "parts", resume=True)
+    parts = read_metrics(tmp_path / "parts" / "metrics.jsonl")
+    assert [settled(row) for row in parts] == [settled(row) for row in whole]
+
+
+def settled(row: dict[str, object]) -> dict[str, object]:
+    """What does not depend on the clock or the process."""
+    return {key: value for key, value in row.items() if not re.match("time/|tokens_per_second/|memory/", key)}
+
+
+def test_before_the_first_step_nothing_is_kept_and_nothing_else_is_promised(tmp_path: Path) -> None:
+    words = ["trimtab", "train", *recipe("eval.problems=4096", "task.holdout=4096"), "--out", "run"]
+    process = begin(*words, until=lambda line: line.startswith("run "), cwd=tmp_path)
+    last = end(process, signal.SIGINT)
+    assert last.startswith("trimtab: interrupted; nothing was written yet, start again with: trimtab train laboratory")
+    assert "--resume" not in last
+    assert [item.name for item in (tmp_path / "run").iterdir()] == [".lock"], "the same command is not refused"
+
+
+# A part of the house, or a library, in whose import the signal arrives.
+@pytest.mark.parametrize("module", ["typer", "trimtab.cli.train", "torch", "transformers", "trimtab.training.run"])
+def test_during_imports_the_process_just_ends(module: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *rest):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "trimtab", "train", *recipe(), "--out", "run"],
+        cwd=tmp_path,
+        env=ENVIRONMENT | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "\ntrimtab: interrupted; nothing was begun yet\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("every", "promise"),
+    [(1, "continue with: trimtab train"), (0, "no checkpoint was written yet, this begins again: trimtab train")],
+)
+def test_a_second_signal_ends_the_step_and_what_is_saved_is_whole(every: int, promise: str, tmp_path: Path) -> None:
+    # A reward that waits while there is a file named `hold`, and says so.
+    (tmp_path / "slow.py").write_text(
+        "import time\nfrom pathlib import Path\n"
+        "def score(completion, problem):\n"
+        "    while Path('hold').exists():\n"
+        "        Path('held').touch()\n"
+        "        time.sleep(0.01)\n"
+        "    return float(len(completion) % 3)\n"
+    )
+    changes = [f"checkpoint.every={every}", "trainer.steps=4000", 'reward=[{name="slow:score", timeout=600}]']
+    words = ["trimtab", "train", *recipe(*changes), "--out", "run"]
+    process = begin(*words, until=lambda line: line.startswith("step 2/"), cwd=tmp_path)
+    (tmp_path / "hold").touch()
+    while not (tmp_path / "held").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "\n"
+    assert process.stderr.readline().startswith("stopping: this step is finished and saved first; once more")
+    last = end(process, signal.SIGINT)
+    assert last.startswith(f"trimtab: interrupted; {promise}")
+    run = tmp_path / "run"
+    assert not [item for item in run.rglob("*") if item.name.startswith(".trimtab-")]
+    done = len(steps(run))
+    assert saved(run) == ([done - 1, done] if every else [])
+    (tmp_path / "hold").unlink()
+    again = shlex.split(last.partition("trimtab train")[2])
+    resumed = begin("trimtab", "train", *again, until=lambda line: line.startswith("step "), cwd=tmp_path)
+    end(resumed, signal.SIGINT)
+    assert steps(run) == list(range(1, saved(run)[-1] + 1))
+    assert saved(run)[-1] > (done if every else 0)

@@ -1,0 +1,186 @@
+"""A rule defined in one file outside the package: its numbers, its words, and how a recipe names it."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from trimtab.config import load_config
+from trimtab.diagnostics.advise.lines import lines
+from trimtab.diagnostics.clipping import clipping
+from trimtab.diagnostics.page import equation_of
+from trimtab.diagnostics.tokenfile import Tokens
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Band, Divergence, PolicyLogps, Veto, keywords_of, objective
+from trimtab.objectives.calibrate import bounds_of, from_section
+
+DPPO = "tests.unit.objectives.own_rule:dppo"
+OWN = DPPO.removesuffix("dppo")
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules are found beside the current directory."""
+    monkeypatch.chdir(ROOT)
+
+
+def slopes(obj, policy: list[float], sampler: list[float], advantage: float) -> list[float]:
+    behavior = torch.tensor([sampler], dtype=torch.float64).log()
+    current = torch.tensor([policy], dtype=torch.float64).log().requires_grad_()
+    mask = torch.ones_like(behavior, dtype=torch.bool)
+    obj(PolicyLogps(current, behavior, mask), torch.tensor([[advantage]])).loss.backward()
+    assert current.grad is not None
+    return [round(value * len(policy), 9) + 0.0 for value in current.grad[0].tolist()]
+
+
+def test_dppo_by_hand():
+    """Gaps +.25, -.10 and +.04 against .15: only what moves further away is left out, and only beyond the bound."""
+    policy, sampler = [0.75, 0.10, 0.84], [0.50, 0.20, 0.80]
+    assert slopes(objective(DPPO), policy, sampler, 1.0) == [0.0, -0.5, -1.05]
+    assert slopes(objective(DPPO), policy, sampler, -1.0) == [1.5, 0.5, 1.05]
+    assert slopes(objective(DPPO, tv_max=0.05), policy, sampler, -1.0) == [1.5, 0.0, 1.05]
+    assert slopes(objective(DPPO, tv_max=1.0), policy, sampler, 1.0) == [-1.5, -0.5, -1.05]
+
+
+def test_a_token_the_sampler_held_impossible_is_seen_as_the_gap_it_is():
+    """log mu = -100 and pi = .999: the ratio is beyond every exponent bound, the gap is .999."""
+    behavior, current = torch.full((1, 1), -100.0), torch.full((1, 1), -0.001)
+    out = objective(DPPO)(PolicyLogps(current, behavior, torch.ones(1, 1, dtype=torch.bool)), torch.ones(1, 1))
+    assert out.metrics.finalize()["reject/tv"] == 1.0
+    assert out.loss == 0
+
+
+def test_it_reads_no_proximal_policy():
+    obj = objective(DPPO)
+    assert obj.needs == {"behavior"}
+    assert obj.prepare_needs == frozenset()
+    assert objective(DPPO, denominator="kept").prepare_needs == {"current"}
+
+
+def test_its_equation_and_its_configuration_lines_need_no_other_file():
+    text = objective(DPPO, tv_max=0.2, kl_coef=0.1).equation()
+    assert text.splitlines()[0] == "loss = −1/D Σ m·keep·r_t A + 0.1·KL"
+    assert "  keep where not (A (π − μ) > 0 and |π(y_t) − μ(y_t)| > 0.2)" in text
+    found = lines(DPPO, {"tv_max": 0.2})
+    assert from_section(tomllib.loads(found["trimtab"])["objective"]) == objective(DPPO, tv_max=0.2)
+    assert found["verl"] == f"# verl has no equivalent of {DPPO}"
+
+
+def test_a_framework_that_has_the_rest_is_told_which_rule_it_lacks():
+    found = lines(f"{OWN}clipped", {})
+    for name, key in (("verl", "verl"), ("TRL", "trl"), ("Miles", "miles")):
+        line = f"# {name} has no equivalent of: keep where {objective(DPPO).masks[0].equation()}"
+        assert line in found[key].splitlines(), name
+    verl = yaml.safe_load(found["verl"])["algorithm"]["rollout_correction"]
+    assert verl == {
+        "bypass_mode": True,
+        "loss_type": "ppo_clip",
+        "rollout_rs": "token_k1,seq_max_k3",
+        "rollout_rs_threshold": "0.5_2,0.1",
+    }
+    assert "# in bypass mode verl judges π/μ, not π_old/μ" in found["verl"]
+    ast.parse(found["trl"])
+    assert "--use-rollout-logprobs" in found["miles"]
+
+
+def test_rules_of_every_level_have_their_own_words():
+    """The names of verl and Miles follow the rule's level and reduction, not those of the presets that use it."""
+    for level, verl in (("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")):
+        peers = Band(level, 0.5, 2.0).peers()
+        assert peers["verl"].options == {"rollout_rs": verl, "rollout_rs_threshold": '"0.5_2"'}
+        assert peers["Miles"].options["rs_level"] == level
+    for reduce, verl in (("token", "token_k3"), ("mean", "seq_mean_k3"), ("max", "seq_max_k3"), ("sum", "seq_sum_k3")):
+        assert Divergence("k3", reduce, 0.1).peers()["verl"].options["rollout_rs"] == verl
+    assert not Divergence("tv", "mean", 0.1).peers()["verl"].options
+    assert Veto(1e-3).peers()["Miles"].options == {"rs_veto_threshold": "0.001"}
+
+
+def test_evidence_that_was_not_asked_for_is_refused_not_missing():
+    class Forgetful(Band):
+        reads = frozenset({"current", "behavior"})
+
+    obj = replace(objective(DPPO), masks=(Forgetful("token", 0.5, 2.0),))
+    one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"looks at evidence.mismatch must have 'proximal' among its `reads`"):
+        obj(PolicyLogps(one, one, mask), one)
+
+
+def test_keywords_are_those_of_the_function_and_the_shared_ones():
+    known = keywords_of(DPPO)
+    assert known["tv_max"] == 0.15
+    assert {"aggregation", "length_max", "denominator", "kl", "kl_coef", "entropy_coef"} < set(known)
+    obj = objective(DPPO, tv_max=1, kl="unbiased", kl_coef=0.1, aggregation="seq-mean-token-mean")
+    assert obj.masks[0] == type(obj.masks[0])(1.0)
+    assert (obj.kl.kind, obj.kl.coef, obj.aggregation.kind) == ("unbiased", 0.1, "seq-mean-token-mean")
+    assert objective(f"{OWN}needy", bound=0.2).name == "needy-2"
+    assert objective(f"{OWN}needy", bound=0.2, label="mine").name == "mine"
+    kept = objective(f"{OWN}with_kl", clip_low=0.1)
+    assert (kept.kl.coef, kept.aggregation.kind, kept.entropy_coef) == (0.5, "seq-mean-token-sum", 0.25)
+    assert objective(f"{OWN}with_kl", clip_low=0.1, kl="k2").kl.kind == "k2"
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords", "line"),
+    [
+        ("dppo", {"tv_mx": 0.1}, "has no keyword 'tv_mx' .did you mean 'tv_max'"),
+        ("dppo", {"tv_max": "0.1"}, "tv_max = '0.1' has the wrong type"),
+        ("dppo", {"tv_max": True}, "tv_max = True has the wrong type"),
+        ("dppo", {"kl": "k3"}, "no effect without kl_coef"),
+        ("dppo", {"aggregation": "tokenmean"}, "did you mean 'token-mean'"),
+        ("dppo", {"calibrate": True}, "has no bound that calibrate can find"),
+        ("needy", {}, "needs the keyword 'bound': give it a value"),
+        ("needy", {"bound": 0.1, "sides": 1.5}, "sides = 1.5 has the wrong type"),
+        ("dpo", {}, "no 'dpo' in 'tests.unit.objectives.own_rule' .did you mean 'dppo'"),
+        ("ROUNDS", {}, "is int, not a function"),
+        ("broken", {}, "it ended in KeyError: 'no such thing'"),
+        ("refused", {}, "bad bound"),
+        ("nothing", {}, "it returned NoneType, not a trimtab.Objective"),
+        ("loose", {}, "[*][*]keywords.* cannot be given from a recipe"),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_function(name, keywords, line):
+    with pytest.raises(TrimtabError, match=f"^objective '{OWN}{name}'.*{line}") as error:
+        from_section({"name": f"{OWN}{name}", **keywords})
+    assert "\n" not in str(error.value)
+
+
+def test_a_module_that_is_not_there_says_where_it_was_looked_for():
+    with pytest.raises(TrimtabError, match=r"objective 'nowhere:dppo': cannot import 'nowhere'.*current directory"):
+        objective("nowhere:dppo")
+
+
+def test_no_bound_of_it_is_calibrated_and_no_preset_is_hidden():
+    assert bounds_of(DPPO) == ()
+    with pytest.raises(TrimtabError, match="unknown objective 'dppo'"):
+        objective("dppo")
+
+
+def test_a_recipe_may_name_it():
+    config = load_config({"objective": {"name": DPPO, "tv_max": 0.3}})
+    assert from_section(config.objective.model_dump()) == objective(DPPO, tv_max=0.3)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"name": "os:abort"},
+        {"name": "os:abort", "equation": "loss = 1"},
+        {"name": "x", "code": "Objective(...)", "equation": "loss = 1"},
+    ],
+)
+def test_a_page_runs_nobodys_code(section):
+    """A run directory is data: `os:abort` would end this process."""
+    assert equation_of({"objective": section}, {}) == section.get(
+        "equation", "not known to this version of trimtab: its config.toml has no equation of 'os:abort'"
+    )
+    nothing = np.zeros(1)
+    tokens = Tokens(*([nothing] * len(fields(Tokens))))
+    assert "a page runs nobody's code" in str(clipping({"objective": section}, tokens))
