@@ -91,7 +91,7 @@ def test_training_shows_its_equation_every_step_and_where_the_report_is(place: P
 
 def test_the_problems_that_are_named_are_those_that_were_used(place: Path, tmp_path: Path) -> None:
     """The task has twelve test problems, whatever number the recipe allows."""
-    sets = ("trainer.steps=1", "eval.problems=99999999", "task.holdout=12")
+    sets = ("trainer.steps=2", "eval.problems=99999999", "task.holdout=12")
     words = [word for change in sets for word in ("--set", change)]
     done = trimtab("train", "small.toml", *words, "--out", str(tmp_path / "run"), cwd=place)
     assert done.returncode == 0, done.stderr
@@ -105,8 +105,9 @@ def test_the_problems_that_are_named_are_those_that_were_used(place: Path, tmp_p
     # Half a thousandth in the printed mean and half of one in the printed end; an interval's ends move by at most 1.6
     # times its mean's step at 12 problems.
     assert shown == pytest.approx([*wilson(float(before), 12), *wilson(float(after), 12)], abs=1.5e-3)
-    [row] = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert (row["eval/sort/problems"], f"{row['eval/sort/before']:.3f}") == (12, before)
+    first, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert (first["eval/sort/problems"], f"{first['eval/sort/before']:.3f}") == (12, before)
+    assert (last["eval/sort/problems"], f"{last['eval/sort/greedy']:.3f}") == (12, after)
 
 
 def test_every_key_a_real_run_logs_is_documented(place: Path) -> None:

@@ -137,6 +137,49 @@ def test_a_run_its_checkpoints_and_its_start_side_by_side(trained: Path, tmp_pat
     assert "step-000009" in absent.stderr
 
 
+FILE_RECIPE = """
+base = "laboratory"
+[task]
+name = "file"
+path = "rows.jsonl"
+question = "{Digits}{Mark}"
+answer_pattern = '^([0-9]+)[.] *[(]'
+style = "plain"
+stop = ["."]
+max_tokens = 12
+holdout = 0.5
+[trainer]
+steps = 2
+prompts = 2
+samples = 4
+minibatches = 1
+[eval]
+problems = 99999999
+"""
+
+
+def test_a_run_on_a_file_of_its_own_is_evaluated_from_another_folder(tmp_path: Path) -> None:
+    """Twenty test rows, whose question stands in two columns and whose answer has a unit behind it."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    texts = ["".join(map(str, row)) for row in np.random.default_rng(0).integers(0, 10, (40, 10))]
+    rows = [{"Digits": text, "Mark": "=", "answer": f"{''.join(sorted(text))}. (sorted)"} for text in texts]
+    (here / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (here / "mine.toml").write_text(FILE_RECIPE)
+    done = trimtab("train", "mine.toml", "--out", "run", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert "held-out greedy accuracy (rows, 20 problems): " in done.stdout
+    done = trimtab("eval", "../here/run", "--json", cwd=there)
+    assert done.returncode == 0, done.stderr
+    [result] = json.loads(done.stdout)["results"]
+    assert (result["problems"], result["prompt"], result["too_long"]) == (20, "plain", 0)
+    logged = read_metrics(here / "run" / "metrics.jsonl")[-1]
+    assert (result["accuracy"], 20) == (logged["eval/rows/greedy"], logged["eval/rows/problems"])
+    # About .55 of such rows are sorted right: all or none of twenty has probability 7e-6.
+    assert 0 < result["accuracy"] < 1
+
+
 def test_the_same_name_with_new_weights_is_refused(trained: Path, tmp_path: Path) -> None:
     """A run that trained on is another model; the kept counts are not its own."""
     import shutil
