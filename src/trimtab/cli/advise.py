@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 LABORATORY_LENGTH = 11
 SURE = 0.5
+SEARCH = "Looking for this level in the laboratory: up to ten runs of one step, and one of 96 where lag is possible."
 # Causes that say by which mechanism a level should be reproduced; the others are faults to be mended first.
 MECHANISMS: dict[str, tuple[Kind, ...]] = {
     "stale": ("staleness",),

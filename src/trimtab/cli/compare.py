@@ -131,7 +131,7 @@ def _advice(run: Path, as_json: bool) -> Advice:
     def tell(line: str) -> None:
         typer.echo(line, err=as_json)
 
-    for line in first:
+    for line in (*first, advise.SEARCH):
         tell(line)
     match = find_match(found.level, found.kinds, lambda candidate: tell(advise.tried(candidate)))
     second = advise.after(match, found.length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trimtab.lab.result import Result
 
 RECENT = 6
+ENOUGH = 0.02  # of the work; before that start-up and chance decide the pace
 
 
 @contextmanager
@@ -36,32 +37,38 @@ def watch_grid(workers: int, *, to_stderr: bool = False) -> Iterator[PlainGrid]:
 
 
 class Clock:
-    """How long a grid takes: expected seconds of every run, corrected by how long the finished ones really took.
+    """How much longer a grid takes, from how fast its runs have moved since the first step of any.
 
-    `seconds` maps a cell to what it would take on the machine the expectation was measured on, `None` where there is no
-    such measurement and only the proportions count: then nothing is said before the first run is done.
+    `work` says how much each run has to do, in any unit; only the proportions count. Nothing is said before `ENOUGH` of
+    it was done: how fast a machine is, alone and with so many runs beside each other, is measured and never assumed.
     """
 
-    def __init__(self, seconds: Mapping[str, float], workers: int, *, measured: bool) -> None:
-        self._expected, self._workers, self._measured = dict(seconds), workers, measured
-        self._left = dict(seconds)
-        self._spent = self._due = 0.0
+    def __init__(self, work: Mapping[str, float], workers: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._work, self._workers, self._now = dict(work), workers, now
+        self._left = dict(work)
+        self._begun: tuple[float, float] | None = None  # when the first step was done, and the work that was left then
 
     def progress(self, name: str, share: float) -> None:
-        self._left[name] = self._expected[name] * (1 - share)
+        self._moved(name, self._work[name] * (1 - share))
 
-    def finished(self, name: str, seconds: float) -> None:
-        self._left[name] = 0.0
-        self._spent += seconds
-        self._due += self._expected[name]
+    def finished(self, name: str) -> None:
+        self._moved(name, 0.0)
 
     def left(self) -> float | None:
-        """Seconds of wall clock; None when there is nothing to go by."""
-        if not self._measured and not self._due:
+        """Seconds of wall clock; None while there is too little to go by."""
+        if self._begun is None:
             return None
-        pace = self._spent / self._due if self._due else 1.0
-        rest = [seconds for seconds in self._left.values() if seconds]
-        return pace * max(sum(rest) / self._workers, max(rest, default=0.0))
+        since, before = self._begun
+        rest = [work for work in self._left.values() if work]
+        done, seconds = before - sum(rest), self._now() - since
+        if done < ENOUGH * sum(self._work.values()) or seconds <= 0:
+            return None
+        return seconds / done * max(sum(rest), self._workers * max(rest, default=0.0))
+
+    def _moved(self, name: str, left: float) -> None:
+        self._left[name] = left
+        if self._begun is None:
+            self._begun = (self._now(), sum(self._left.values()))
 
 
 class PlainGrid:
@@ -73,25 +80,26 @@ class PlainGrid:
         self.steps: dict[str, int] = {}
         self.recent: deque[str] = deque(maxlen=RECENT)
         self.running: dict[str, int] = {}
-        self.clock = Clock({}, workers, measured=False)
+        self.clock = Clock({}, workers)
+        self.estimated = False
 
     def planned(self, cells: Mapping[str, Config], done: Mapping[str, Result]) -> None:
         from trimtab.lab.compare import cost
-        from trimtab.lab.regimes import RECIPE
 
         self.total, self.done = len(cells), len(done)
         self.steps = {name: config.trainer.steps for name, config in cells.items()}
         todo = {name: cost(config) for name, config in cells.items() if name not in done}
-        known = all(cells[name].model.path.startswith(RECIPE) for name in todo)
-        self.clock = Clock(todo, min(self.workers, max(1, len(todo))), measured=known)
+        self.clock = Clock(todo, min(self.workers, max(1, len(todo))))
         kept = f", {len(done)} of them finished before" if done else ""
-        left = self.clock.left()
-        about = f", about {duration(left)}" if left else ""
-        self.say(f"{self.total} runs{kept}; {self.workers} at a time, one thread each{about}")
+        when = "; the first steps will tell how long they take" if todo else ""
+        self.say(f"{self.total} runs{kept}; {self.workers} at a time, one thread each{when}")
 
     def progress(self, name: str, step: int) -> None:
         self.running[name] = step
         self.clock.progress(name, step / self.steps[name])
+        if not self.estimated and (left := self.clock.left()) is not None:
+            self.estimated = True
+            self.estimate(left)
 
     def finished(self, name: str, result: Result) -> None:
         from trimtab.lab.grid import in_words
@@ -99,11 +107,14 @@ class PlainGrid:
         self.running.pop(name, None)
         self.done += 1
         self.failed += result.status == "failed"
-        self.clock.finished(name, result.seconds)
+        self.clock.finished(name)
         self.ended(f"{name}  {in_words(result)}  ({duration(result.seconds)})")
 
     def ended(self, line: str) -> None:
         self.say(f"{self.done}/{self.total}  {line}  {self.remaining()}".rstrip())
+
+    def estimate(self, left: float) -> None:
+        self.say(f"about {duration(left)} to go at the pace of the first steps; corrected with every run that ends")
 
     def remaining(self) -> str:
         left = self.clock.left()
@@ -130,6 +141,9 @@ class LiveGrid(PlainGrid):
 
     def ended(self, line: str) -> None:
         self.recent.append(line)
+
+    def estimate(self, left: float) -> None:
+        """The panel shows what is left all the time."""
 
     def close(self) -> None:
         self._live.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trimtab.diagnostics.bands import STUDENT_FROM
 from trimtab.diagnostics.grid_table import Grid
 
 
@@ -42,21 +43,24 @@ def recommend(grid: Grid) -> Recommendation:
 
 
 def _against(grid: Grid, whole: Sequence[str], ties: Sequence[str]) -> str:
-    seeds = min(len(grid.scores[whole[0], regime].values) for regime in grid.regimes)
-    counted = f"{seeds} seed{'s' if seeds > 1 else ''}"
     if len(whole) == 1:
         return "It is the only method that was trained."
+    seeds = min(len(grid.scores[whole[0], regime].values) for regime in grid.regimes)
+    few = (
+        f" More seeds tell more: the same command with --seeds {STUDENT_FROM} adds them."
+        if seeds < STUDENT_FROM
+        else ""
+    )
+    return _ahead(grid, whole, ties, f"{seeds} seed{'s' if seeds > 1 else ''}") + few
+
+
+def _ahead(grid: Grid, whole: Sequence[str], ties: Sequence[str], counted: str) -> str:
     if len(ties) == len(whole) - 1:
         return f"{counted.capitalize()} cannot tell it from any other method."
     if ties:
-        return f"{counted.capitalize()} cannot tell it from {', '.join(ties)}; it is ahead of the {_rest(whole, ties)}."
+        return f"{counted.capitalize()} cannot tell it from {', '.join(ties)}; the others are behind."
     lead = _mean(grid, whole[0]) - _mean(grid, whole[1])
     return f"It is ahead of all others in {counted}, of {whole[1]} by {lead:.3f}."
-
-
-def _rest(whole: Sequence[str], ties: Sequence[str]) -> str:
-    count = len(whole) - 1 - len(ties)
-    return f"other {count}" if count > 1 else "other one"
 
 
 def _whole(grid: Grid, method: str) -> bool:

@@ -11,9 +11,8 @@ from trimtab.lab.result import Result
 from trimtab.lab.runner import Unseen, Watch, held, run_cells
 from trimtab.lab.table import write_results
 
-# Seconds on one thread of the two-core development machine, for the laboratory model: a run's start, a held-out
-# evaluation of 128 problems, a response sampled, a response in one epoch of updates. A machine of its own is learnt
-# from the first runs.
+# What a run of the laboratory model is made of: its start, a held-out evaluation of 128 problems, a response sampled, a
+# response in one epoch of updates. Proportions, as seconds of one process alone had them on a development machine.
 START, EVALUATION, SAMPLED, TRAINED = 1.0, 0.1, 0.0003, 0.0006
 
 
@@ -29,7 +28,7 @@ def run_plan(
 
 
 def cost(config: Config) -> float:
-    """Seconds a run of the laboratory model would take on one thread; for other models good for proportions only."""
+    """How much work a run is, beside other runs of its grid; no machine's seconds."""
     trainer = config.trainer
     evaluations = 2 if not config.eval.every else 1 + -(-trainer.steps // config.eval.every)
     responses = trainer.steps * trainer.prompts * trainer.samples

@@ -55,20 +55,47 @@ def test_a_mistake_is_one_line(words: list[str], line: str, capsys: pytest.Captu
     assert not (tmp_path / "out").exists()
 
 
-def test_the_clock_learns_from_finished_runs() -> None:
-    clock = Clock({"a": 10.0, "b": 10.0, "c": 20.0}, workers=2, measured=True)
-    assert clock.left() == pytest.approx(20)  # 40 seconds on two threads
-    clock.finished("a", 30.0)  # three times as slow as expected
-    assert clock.left() == pytest.approx(3 * 20)  # the longest run decides: 20 > 30 / 2
-    clock.progress("c", 0.75)
-    assert clock.left() == pytest.approx(3 * 10)
+class Hand:
+    """A clock's hand that is moved."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
 
 
-def test_the_clock_says_nothing_before_it_knows_anything() -> None:
-    clock = Clock({"a": 10.0, "b": 10.0}, workers=1, measured=False)
+def test_the_clock_says_nothing_before_runs_have_moved() -> None:
+    hand = Hand()
+    clock = Clock({"a": 10.0, "b": 10.0, "c": 20.0}, workers=2, now=hand)
     assert clock.left() is None
-    clock.finished("a", 5.0)
-    assert clock.left() == pytest.approx(5.0)
+    hand.time += 30  # workers start: no step is done, and it says nothing about the pace
+    clock.progress("a", 0.05)
+    assert clock.left() is None
+    hand.time += 1
+    clock.progress("b", 0.05)  # half a unit since the first step, of 40: less than a fiftieth
+    assert clock.left() is None
+
+
+def test_the_clock_goes_by_the_pace_of_all_runs_and_corrects_itself() -> None:
+    hand = Hand()
+    clock = Clock({"a": 10.0, "b": 10.0, "c": 20.0}, workers=2, now=hand)
+    clock.progress("a", 0.1)  # 39 units are left
+    hand.time += 4
+    clock.progress("a", 0.3)
+    clock.progress("b", 0.2)
+    # 4 units in 4 seconds on both threads: 7 + 8 + 20 = 35 units are left, and the longest run needs 2 x 20 / 1.
+    assert clock.left() == pytest.approx(40)
+    hand.time += 26  # another program takes the cores
+    clock.finished("a")
+    clock.finished("b")
+    # 19 units in 30 seconds; 20 are left on one of two threads.
+    assert clock.left() == pytest.approx(30 / 19 * 2 * 20)
+    hand.time += 16
+    clock.progress("c", 0.95)
+    assert clock.left() == pytest.approx(46 / 38 * 2 * 1)
+    clock.finished("c")
+    assert clock.left() == 0
 
 
 def test_a_level_is_the_mean_over_the_steps_that_measured_one() -> None:
@@ -114,6 +141,23 @@ def test_what_is_said_of_a_run_and_of_its_match() -> None:
     lines = advise.after(Match(found.level, (far,), (far,)), found.length)
     assert "k3 0.01 and tail 0.01 times the run's: no match" in lines[0]
     assert "the run's 300 on average" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("k3", "causes", "words"),
+    [
+        (0.02, (), ""),
+        (0.04, (), "take it as a hint"),
+        (0.2, (), "take it as a guess"),
+        (0.02, ("misaligned",), "First mend what no method repairs: misaligned."),
+    ],
+)
+def test_how_far_a_recommendation_carries(k3: float, causes: tuple[str, ...], words: str) -> None:
+    found = advise.Measure(Level(0.02, 0.1), 11.0, causes)
+    near = Candidate("noise", "noise", regime("int8"), Level(k3, 0.1))
+    said = advise.caution(Match(found.level, (near,), (near,)), found)
+    assert words in said
+    assert bool(said) == bool(words)
 
 
 def test_the_level_of_a_run_without_trajectories_comes_from_its_metrics(tmp_path: Path) -> None:
