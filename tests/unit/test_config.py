@@ -142,6 +142,17 @@ def test_a_model_is_a_name_unless_it_is_written_as_a_path_or_lies_there(
     assert load_config({}, [f'model={{path="{written}"}}']).model.path == expected
 
 
+def test_a_data_set_of_one_word_is_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("chain_sum", "org/math"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    meant = {"chain_sum": "chain_sum", "org/math": str(tmp_path / "org" / "math"), "org/absent": "org/absent"}
+    meant["./chain_sum"] = str(tmp_path / "chain_sum")
+    for written, expected in meant.items():
+        config = load_config({"task": {"name": "hf", "dataset": written}})
+        assert config.task.keywords["dataset"] == expected
+
+
 def test_every_model_that_ships_has_a_name_no_folder_can_take() -> None:
     from trimtab.models import bundled, laboratory
 
@@ -194,3 +205,42 @@ def test_an_objective_brings_the_section_it_cannot_work_without(objective: str, 
     config = load_config("quickstart", [f"objective.name={objective}"])
     assert getattr(config, section) is not None
     assert f"[{section}]" in config.dump()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "threads=9223372036854775808",
+        "sampling.temperature=5e-324",
+        "sampling.temperature=1e39",
+        "sampling.top_k=9223372036854775808",
+        "perturbation.std=1e39",
+        "perturbation.lr=1000",
+        "objective.clip_high=1e39",
+        "optim.lr=1e39",
+        "optim.lr=inf",
+        "optim.eps=nan",
+        "optim.grad_clip=1e308",
+        "model.lora.rank=1000000000",
+        "engine.workers=9223372036854775808",
+        "engine.canary.prompts=1000000000",
+        "engine.noise=1e39",
+        "engine.server.timeout=1e9",
+        "trainer.samples=0",
+        "trainer.prompts=-1",
+        "ray.patience=1e300",
+        'reward=[{name="exact", weight=1e39}]',
+        'reward=[{name="exact", timeout=1e9}]',
+    ],
+)
+def test_a_number_nothing_can_compute_with_is_refused_by_name(override: str) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(TrimtabError, match=key.split(".")[0]) as raised:
+        load_config("laboratory", [override])
+    line = str(raised.value)
+    assert "\n" not in line
+    assert key.rpartition(".")[2] in line or "reward.0" in line
+
+
+def test_a_bound_may_be_infinite() -> None:
+    assert load_config("laboratory", ["objective.weight_max=inf"]).objective.keywords["weight_max"] == float("inf")

@@ -21,12 +21,13 @@ def located(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """A recipe's `data` with absolute paths, relative ones being relative to `folder`.
 
     A model or data set is a folder if it is written as one (it begins with `/`, `.` or `~`, or holds more than one
-    `/`) or there is such a folder; all else, such as `Qwen/Qwen2.5-0.5B`, is a name and stays as it is.
+    `/`) or there is such a folder; all else, such as `Qwen/Qwen2.5-0.5B`, is a name and stays as it is. A data set of
+    one bare word is a name in any case: other tasks than `hf` have data sets that are no files.
     """
     found = dict(data)
     for key, names in {**FILES, **NAMES_OR_FOLDERS}.items():
         value = _at(found, key.split("."))
-        if isinstance(value, str) and value not in names and (key in FILES or _is_folder(value, folder)):
+        if isinstance(value, str) and value not in names and (key in FILES or _is_folder(key, value, folder)):
             found = _with(found, key.split("."), str(_absolute(value, folder)))
     return found
 
@@ -45,8 +46,9 @@ def is_written_as_path(value: str) -> bool:
     return value.startswith(("/", ".", "~")) or value.count("/") > 1
 
 
-def _is_folder(value: str, folder: Path) -> bool:
-    return is_written_as_path(value) or _absolute(value, folder).is_dir()
+def _is_folder(key: str, value: str, folder: Path) -> bool:
+    bare = key == "task.dataset" and "/" not in value
+    return is_written_as_path(value) or (not bare and _absolute(value, folder).is_dir())
 
 
 def _absolute(value: str, folder: Path) -> Path:
