@@ -11,6 +11,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+UNLIMITED = 1e6
+"""A bound this large keeps a number representable (32-bit integers, float32, clocks); it is no advice to a reader."""
+
 HEAD = """# Recipes: every key
 
 A recipe is a TOML file, or the same as a mapping in Python. What ships with the package is listed by `trimtab recipes`;
@@ -113,11 +116,14 @@ def _type(annotation: Any, metadata: Any = ()) -> str:
 
 
 def _bounds(metadata: Any) -> str:
-    """` ≥ 0 < 1`, from the constraints of a field and of the `Field`s inside its annotation."""
+    """` ≥ 0 < 1`, from the constraints of a field and of the `Field`s inside its annotation.
+
+    Bounds of `UNLIMITED` and more are left out.
+    """
     flat = [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     found = [(sign, getattr(part, name)) for part in flat for name, sign in signs.items() if hasattr(part, name)]
-    return "".join(f" {sign} {value:g}" for sign, value in found)
+    return "".join(f" {sign} {value:g}" for sign, value in found if abs(value) < UNLIMITED)
 
 
 def _default(field: FieldInfo) -> str:
