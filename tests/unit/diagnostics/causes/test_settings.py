@@ -11,8 +11,8 @@ from tests.unit.diagnostics.fake_run import fake_run
 import trimtab
 from trimtab.diagnostics.diagnosis import Cause, Diagnosis
 
-# Standard deviations of the log-ratio: what bfloat16 makes, and far more than that (k3 .03).
-FINE, COARSE = 0.03, 0.25
+# Standard deviations of the log-ratio: what bfloat16 makes, and more than that (k3 .01).
+FINE, COARSE = 0.03, 0.15
 
 
 def run_of(folder: Path, noise: float, *changes: tuple[str, str], seed: int = 0) -> Path:
