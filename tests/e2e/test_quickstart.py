@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+import trimtab
 from trimtab.diagnostics.catalog import undocumented
 from trimtab.training.rundir import read_metrics
 
@@ -88,3 +89,11 @@ def test_the_run_can_be_evaluated_and_explained(run: tuple[Path, str]) -> None:
     [result] = json.loads(done.stdout)["results"]
     rows = read_metrics(run[0] / "metrics.jsonl")
     assert rows[-1]["eval/arithmetic/greedy"] == pytest.approx(result["accuracy"], abs=1e-9)
+
+
+def test_diagnose_calls_its_numerics_by_their_name(run: tuple[Path, str]) -> None:
+    """Nothing is quantized there: bfloat16 sampling, which the run's own recipe says."""
+    found = trimtab.diagnose(run[0])
+    assert {cause.name for cause in found.causes} <= {"precision"}
+    assert found.measured.origin.settings is not None
+    assert found.measured.origin.settings.coarse == ()

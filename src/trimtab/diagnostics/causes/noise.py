@@ -28,7 +28,7 @@ LEAST, LEAST_K3 = 4e-4, 1e-8
 BORDER_RMS, BORDER_K3, BY_RMS = 0.25, 5.8e-3, 0.7
 NUDGE, PERSISTENT, IDS = 0.7, 0.07, 60
 UNTOLD = 0.8  # confidence at most where size alone speaks
-TOLD = 0.95
+TOLD, FARTHEST = 0.95, 1.3  # logits: float32 against bfloat16 after an update, the farthest any arithmetic was seen
 SIXTEEN = 0.008  # logits: below, float16 or tf32 rather than bfloat16
 FIX_PRECISION = (
     "Usually harmless: any correction with bounds near 1 absorbs it. Run both sides in one dtype (float16 or float32 "
@@ -148,7 +148,7 @@ def _as_told(noise: Noise, size: str, settings: Settings) -> Cause | None:
     says = f"the run's recipe says {settings}"
     if settings.coarse:
         return Cause("quantized", TOLD, f"{size}; {says}", FIX_QUANTIZED)
-    if noise.k3 > k3_ranges()["moe"].high:
+    if noise.k3 > k3_ranges()["moe"].high or (noise.bound and noise.rms > FARTHEST):
         return None
     if settings.sixteen_bits:
         return Cause("precision", TOLD, f"{size}; {says}", FIX_PRECISION)

@@ -65,7 +65,7 @@ ROWS = 300  # responses scored at once
 def rescore(
     model: Any, rollout: Rollout, *, temperature: float = 1.0, kept: bool = False, ids: list[np.ndarray] | None = None
 ) -> np.ndarray:
-    """The trainer's log-probs of all response tokens; `ids` replaces the responses' own tokens.
+    """The trainer's log-probs of all response tokens, under the caller's autocast; `ids` replaces their own tokens.
 
     Tests ask for the same ones again and again, so they are kept: the model must not change afterwards.
     """

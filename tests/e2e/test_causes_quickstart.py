@@ -1,0 +1,96 @@
+"""The quickstart's numerics on its own task: bfloat16 is not called quantized, eight bits are, whatever lies beside.
+
+SmolLM2 answers few-shot additions, sampled in bfloat16 and scored in float32 under bfloat16 autocast, before training
+and after a few updates. One bit of a weight moves logits here up to four times as far as in prose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.diagnostics.causes import support as plant
+
+from trimtab.diagnostics.causes.evidence import Tokens
+from trimtab.diagnostics.causes.noise import noise_of
+from trimtab.diagnostics.diagnosis import Chunk
+from trimtab.diagnostics.measure.sample import joined
+from trimtab.models.load import BUNDLED, load
+from trimtab.types import Sampling
+
+pytestmark = pytest.mark.e2e
+
+PROMPTS, SAMPLES, UPDATES = 12, 8, 4
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One batch, sampled as the quickstart samples and scored as its trainer scores."""
+
+    rollout: plant.Rollout
+    trainer: np.ndarray
+
+    @property
+    def chunk(self) -> Chunk:
+        return plant.chunk(self.rollout, self.trainer, ids=self.rollout.ids, group=self.rollout.group)
+
+
+class Quickstart:
+    def __init__(self) -> None:
+        self.model, self.tokenizer, _ = load(BUNDLED, dtype=torch.float32)
+
+    def prompts(self, seed: int) -> tuple[list[Any], list[str]]:
+        rng = np.random.default_rng(seed)
+        pairs = rng.integers(10, 100, (PROMPTS, 2)).tolist()
+        shots = "Question: 61 + 43 =\nAnswer: 104\n\nQuestion: 93 + 21 =\nAnswer: 114\n\n"
+        texts = [f"{shots}Question: {a} + {b} =\nAnswer:" for a, b in pairs]
+        return plant.prompts_of(texts, self.tokenizer), [str(a + b) for a, b in pairs]
+
+    def step(self, model: Any, sampler: Any, seed: int) -> Step:
+        prompts, _ = self.prompts(seed)
+        sampling = Sampling(max_tokens=8, stop=("\n",))
+        rollout = plant.sample(sampler, self.tokenizer, prompts, SAMPLES, sampling, "bfloat16")
+        with torch.autocast("cpu", torch.bfloat16):
+            return Step(rollout, plant.rescore(model, rollout))
+
+    def trained(self, seed: int) -> Any:
+        """The model after a few updates on what it got right."""
+        prompts, answers = self.prompts(seed)
+        rollout = plant.sample(
+            self.model, self.tokenizer, prompts, SAMPLES, Sampling(max_tokens=8, stop=("\n",)), "bfloat16"
+        )
+        right = np.array([answers[i] in completion.text for i, completion in rollout.responses], dtype=np.float64)
+        return plant.improved(self.model, rollout, right - right.mean(), updates=UPDATES, lr=1e-5)
+
+
+@pytest.fixture(scope="module")
+def quickstart() -> Quickstart:
+    return Quickstart()
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def steps(request: pytest.FixtureRequest, quickstart: Quickstart) -> dict[str, list[Step]]:
+    """A batch before training and two after it, by what the sampler's weights were rounded to."""
+    after = quickstart.trained(request.param)
+    models = [quickstart.model, after, after]
+    seeds = [request.param, 10 + request.param, 20 + request.param]
+    return {
+        "bfloat16": [quickstart.step(m, m, s) for m, s in zip(models, seeds, strict=True)],
+        "int8": [quickstart.step(m, plant.rounded(m, 8), s) for m, s in zip(models, seeds, strict=True)],
+    }
+
+
+def distance(whole: Chunk) -> float:
+    """Log-distance from the border, positive on the side of quantized weights."""
+    return noise_of(Tokens.of(whole)).coarse
+
+
+def test_bfloat16_is_precision_and_eight_bits_are_quantized(steps: dict[str, list[Step]]) -> None:
+    """Three batches together, as a run of three steps has them; single batches come nearer to the border."""
+    whole = {name: joined([step.chunk for step in found]) for name, found in steps.items()}
+    print({name: [distance(chunk), *(distance(step.chunk) for step in steps[name])] for name, chunk in whole.items()})
+    assert plant.names(whole["bfloat16"]) == {"precision"}
+    assert plant.names(whole["int8"]) == {"quantized"}
