@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -94,7 +94,7 @@ def train(
     watcher, started = observer or Silent(), datetime.now(UTC)
     if config.threads:
         torch.set_num_threads(config.threads)
-    with ExitStack() as cleanup:
+    with enough_memory(), ExitStack() as cleanup:
         cleanup.enter_context(stop.signals())
         cleanup.enter_context(join())
         config, built = own_objective.resolve(config, objective)
@@ -121,6 +121,22 @@ def train(
         watcher.started(config, trainer.learner.objective.equation(), config.trainer.steps, run.path)
         _look_at_prompts(trainer)
         return RunResult(run.path, trainer.train())
+
+
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """Memory that is full, of the machine or of a device, becomes a `TrimtabError`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not full:
+            raise
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TrimtabError(
+            f"the memory is full ({said[:200]}): lower trainer.micro_batch_tokens, trainer.prompts, trainer.samples or "
+            "sampling.max_tokens, or set model.gradient_checkpointing"
+        ) from error
 
 
 def _look_at_prompts(trainer: Trainer) -> None:
