@@ -20,7 +20,8 @@ PAGE = "diagnose.html"
 Files = Annotated[
     list[Path],
     typer.Argument(
-        metavar="FILE...", help="Files of log-probs (parquet, JSONL, ...), folders of them, or run directories."
+        metavar="FILE...",
+        help="Files of log-probs (parquet, JSON, CSV, gzipped or not, ...), folders of them, or run directories.",
     ),
 ]
 Framework = Annotated[
@@ -34,6 +35,15 @@ Columns = Annotated[
         metavar="OURS=THEIRS",
         help="A column of the files under the name used here, as logp_behavior=rollout_logprobs; repeat it, or "
         "separate several by commas. `OURS=` leaves a column of the files out.",
+    ),
+]
+TokenizerName = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        metavar="PATH",
+        help="For the texts of token ids: a tokenizer.json, the folder of a model or run that holds one, or a model in "
+        "the local Hugging Face cache. Default: that of the run, if the files are of one.",
     ),
 ]
 Out = Annotated[
@@ -54,6 +64,7 @@ def diagnose(
     files: Files,
     framework: Framework = None,
     columns: Columns = None,
+    tokenizer: TokenizerName = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -67,10 +78,9 @@ def diagnose(
     from trimtab.diagnostics.diagnose_text import verdict
 
     with _progress() as watch:
-        found = run(files, framework=framework, columns=names, watch=watch)
+        found = run(files, framework=framework, columns=names, tokenizer=tokenizer, watch=watch)
         watch("drawing the page", found.measured.origin.tokens)
-        # Ids of one vocabulary only have one meaning: with several inputs it is not known whose they are.
-        written = write_page(found, target, files[0] if len(files) == 1 and files[0].is_dir() else None)
+        written = write_page(found, target)
     if as_json:
         print_json({**as_dict(found), "report": written})
     else:

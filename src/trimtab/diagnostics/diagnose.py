@@ -7,9 +7,11 @@ from pathlib import Path
 
 from trimtab.diagnostics.advise import advise
 from trimtab.diagnostics.causes import find_causes
-from trimtab.diagnostics.diagnosis import Chunk, Diagnosis
+from trimtab.diagnostics.diagnosis import Chunk, Diagnosis, Measured
 from trimtab.diagnostics.measure import measure
 from trimtab.diagnostics.sources import open_source
+from trimtab.diagnostics.vocabulary import named_tokenizer, texts_of, tokenizer_of
+from trimtab.errors import TrimtabError
 
 Watch = Callable[[str, int], None]
 """Called with what is being done and how many tokens have been read so far."""
@@ -20,18 +22,21 @@ def diagnose(
     *,
     framework: str | None = None,
     columns: Mapping[str, str] | None = None,
+    tokenizer: str | None = None,
     watch: Watch | None = None,
 ) -> Diagnosis:
     """Compare trainer and sampler from the log-probs in files, folders or run directories.
 
     framework: trimtab, verl, trl, miles, prime-rl or columns; found from the files where None. columns: names of this
-    package's columns (`logp_behavior`, ...) to those of the files. Files are read in pieces: memory does not grow with
-    their size.
+    package's columns (`logp_behavior`, ...) to those of the files. tokenizer: for the texts of token ids, a
+    tokenizer.json, the folder of a model or run that holds one, or a model in the local Hugging Face cache; that of the
+    run where None. Files are read in pieces: memory does not grow with their size.
 
     Raises `TrimtabError`, in one line, when no response can be used or the request makes no sense. Bad responses are
     dropped and counted in `measured.origin.dropped`, never an error.
     """
     several = [paths] if isinstance(paths, str | Path) else list(paths)
+    vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
     source = open_source([Path(path) for path in several], framework=framework, columns=columns or {})
     tell = watch or _silent
     tell("reading", 0)
@@ -41,7 +46,18 @@ def diagnose(
     causes = find_causes(measured)
     tell("trying every preset", counter.tokens)
     outcomes, recommendation = advise(measured, causes)
-    return Diagnosis(measured, causes, outcomes, recommendation)
+    texts, why = _texts(measured, vocabulary or tokenizer_of(source.files))
+    if vocabulary is not None and why:
+        raise TrimtabError(why)
+    return Diagnosis(measured, causes, outcomes, recommendation, texts)
+
+
+def _texts(measured: Measured, tokenizer: Path | None) -> tuple[dict[int, str], str]:
+    """Of the token ids in the views, by id, and in one sentence why there are none."""
+    view = measured.views.get("token")
+    if tokenizer is None or view is None:
+        return {}, ""
+    return texts_of(tokenizer, [int(id_) for id_ in view.columns["id"] if id_ >= 0])
 
 
 class _Counter:

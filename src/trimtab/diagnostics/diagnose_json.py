@@ -33,6 +33,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "outcomes": [asdict(outcome) for outcome in diagnosis.outcomes],
         "split": asdict(measured.split),
         "views": {name: _view(view) for name, view in measured.views.items()},
+        "token_texts": dict(diagnosis.texts),
         "by_step": [dict(row) for row in size.by_step],
         "origin": _origin(measured),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from trimtab.diagnostics import diagnose_words as words
 from trimtab.diagnostics.diagnosis import Diagnosis, Outcome, Size
 from trimtab.diagnostics.page import number, render, write
 from trimtab.diagnostics.ranges import band_text, judge
-from trimtab.diagnostics.vocabulary import token_texts
 
 # Key, name, what it says; in reading order.
 FIGURES = (
@@ -33,20 +31,13 @@ FIGURES = (
 LINES = {"trimtab": "Trimtab", "verl": "verl", "trl": "TRL", "miles": "Miles"}
 
 
-def write_page(diagnosis: Diagnosis, path: Path, tokenizer: Path | None = None) -> Path:
-    """Write the page to `path` and return it; `tokenizer` is a run directory that saved one, for the texts of tokens.
-
-    Raises `TrimtabError` when the place cannot be written.
-    """
-    texts: Mapping[int, str] = {}
-    tokens = diagnosis.measured.views.get("token")
-    if tokenizer is not None and tokens is not None and "id" in tokens.columns:
-        texts, _ = token_texts(tokenizer, [int(id_) for id_ in tokens.columns["id"] if id_ >= 0])
-    return write(path, page(diagnosis, texts).encode())
+def write_page(diagnosis: Diagnosis, path: Path) -> Path:
+    """Write the page to `path` and return it. Raises `TrimtabError` when the place cannot be written."""
+    return write(path, page(diagnosis).encode())
 
 
-def page(diagnosis: Diagnosis, texts: Mapping[int, str] | None = None) -> str:
-    """The HTML, with the texts of token ids where they are known. All text is escaped: it comes from files."""
+def page(diagnosis: Diagnosis) -> str:
+    """The HTML. All text is escaped: it comes from files."""
     measured = diagnosis.measured
     size, origin = measured.size, measured.origin
     return render(
@@ -62,11 +53,11 @@ def page(diagnosis: Diagnosis, texts: Mapping[int, str] | None = None) -> str:
             "figures": _figures(size),
             "outside": words.outside_text(size),
             "large": panels.how_large(measured),
-            "where": words.where_text(measured),
+            "where": words.where_text(measured, diagnosis.texts),
             "split": words.split_text(measured),
             "cuts": views.where(measured),
             "notes": [(view.name, view.note) for view in measured.views.values() if view.note and view.name != "token"],
-            "tokens": views.top_tokens(measured, texts or {}),
+            "tokens": views.top_tokens(measured, diagnosis.texts),
             "causes": diagnosis.causes,
             "faults": words.faults(diagnosis),
             "method": words.method_text(diagnosis.recommendation.preset, diagnosis.recommendation.overrides),

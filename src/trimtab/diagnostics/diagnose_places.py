@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,16 +30,16 @@ class Place:
     k3: float
 
 
-def places(measured: Measured) -> list[Place]:
+def places(measured: Measured, texts: Mapping[int, str]) -> list[Place]:
     """One place of each view at most, the most striking first. Entropy only where the behavior probability, which
-    says much the same, has none."""
+    says much the same, has none. `texts` of token ids, where known."""
     if not measured.size.mismatch.get("k3", math.nan) > 0:
         return []
     found = {
         name: place
         for name in (*ORDERED, *SINGLE)
         if name in measured.views
-        for place in [_stretch(measured, name) if name in ORDERED else _bin(measured, name)]
+        for place in [_stretch(measured, name) if name in ORDERED else _bin(measured, name, texts)]
         if place is not None
     }
     if "probability" in found:
@@ -84,23 +85,25 @@ def _stretch_text(view: View, cut: int, first: bool) -> str:
     return f"{name} {'below' if first else 'above'} {pretty(edge)}"
 
 
-def _bin(measured: Measured, name: str) -> Place | None:
+def _bin(measured: Measured, name: str, texts: Mapping[int, str]) -> Place | None:
     view = measured.views[name]
     tokens, k3 = shares(view, measured.size)
     there = (tokens >= FEWEST) & (k3 >= SHARE) & (k3 >= LIFT * tokens)
     if not there.any():
         return None
     best = int(np.argmax(np.where(there, k3 - tokens, -np.inf)))
-    return Place(name, bin_text(view, best), float(tokens[best]), float(k3[best]))
+    return Place(name, bin_text(view, best, texts), float(tokens[best]), float(k3[best]))
 
 
-def bin_text(view: View, index: int) -> str:
+def bin_text(view: View, index: int, texts: Mapping[int, str]) -> str:
     """A bin of a view of unordered bins, in words."""
     label = view.labels[index]
     if view.name == "turn-number":
         return f"turn {label}"
     if view.name == "token":
-        return f"token {label.translate(SHOWN)}"
+        id_ = view.columns.get("id", np.full(len(view.labels), -1))[index]
+        text = texts.get(int(id_))
+        return f"token {label.translate(SHOWN)}" + (f" ({text})" if text else "")
     if not re.fullmatch(r"[+-]?\d+", label):
         return "tokens away from the borders of turns"
     place = int(label)

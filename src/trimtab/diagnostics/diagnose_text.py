@@ -43,7 +43,7 @@ def rows(diagnosis: Diagnosis, page: Path | None = None) -> list[tuple[str, str]
     found += _size(diagnosis)
     check = contract(measured.size)
     found.append(("contract", check.text))
-    found.append(("where", where_text(measured)))
+    found.append(("where", where_text(measured, diagnosis.texts)))
     if split := split_text(measured):
         found.append(("split", split))
     found += _causes(diagnosis)

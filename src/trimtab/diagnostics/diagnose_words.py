@@ -132,11 +132,11 @@ def contract(size: Size) -> Check:
     return Check("warn", f"{text} is {side}")
 
 
-def where_text(measured: Measured, most: int = 3) -> str:
-    """Where most of the mismatch is, at most `most` places."""
+def where_text(measured: Measured, texts: Mapping[int, str], most: int = 3) -> str:
+    """Where most of the mismatch is, at most `most` places; `texts` of token ids, where known."""
     if not measured.size.mismatch.get("k3", math.nan) > 0:
         return "nowhere: there is no mismatch"
-    found = places(measured)
+    found = places(measured, texts)
     if not found:
         return "spread evenly: no part of any view holds much more k3 than its share of the tokens"
     said = [f"{place.what} ({percent(place.tokens)} of the tokens, {percent(place.k3)} of all k3)" for place in found]

@@ -240,9 +240,10 @@ class Recommendation:
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """Everything `trimtab diagnose` shows."""
+    """Everything `trimtab diagnose` shows. texts: of token ids that stand in a view, where a tokenizer is known."""
 
     measured: Measured
     causes: tuple[Cause, ...]
     outcomes: tuple[Outcome, ...]
     recommendation: Recommendation
+    texts: Mapping[int, str] = field(default_factory=dict)

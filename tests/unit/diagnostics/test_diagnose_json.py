@@ -21,7 +21,7 @@ def test_the_promised_keys() -> None:
     found = through_json()
     assert set(found) == {
         *("verdict", "mismatch", "intervals", "outside", "noise_floor", "causes", "recommendation", "outcomes"),
-        *("split", "views", "by_step", "origin"),
+        *("split", "views", "token_texts", "by_step", "origin"),
     }
     assert found["mismatch"] == MISMATCH
     assert found["intervals"]["k3"] == {"low": 0.0043, "high": 0.0054}

@@ -141,7 +141,9 @@ def test_a_jump_at_one_turn_is_named() -> None:
     assert captions(found, views_of.where) == {"k3 around the borders of turns": "Highest at 0 (0.9)."}
     # 450 nats; the whole is set to 500.
     of_half = example(only={"turn": turns}, size={"mismatch": {**MISMATCH, "k3": 500 / 91000}})
-    assert words.where_text(of_half.measured) == "the first token of later turns (0.5% of the tokens, 90% of all k3)"
+    assert (
+        words.where_text(of_half.measured, {}) == "the first token of later turns (0.5% of the tokens, 90% of all k3)"
+    )
 
 
 def test_steady_and_falling_k3_are_told_apart() -> None:
@@ -165,7 +167,7 @@ def test_texts_of_ids_stand_before_them_escaped() -> None:
     found = bare(only={"token": tokens})
     rows = views_of.top_tokens(found.measured, {7: EVIL})
     assert [(row["label"], row["text"]) for row in rows] == [("other", ""), ("7", EVIL)]
-    text = page(found, {7: EVIL})
+    text = page(replace(found, texts={7: EVIL}))
     assert "&lt;script&gt;" in text
     assert "<script" not in text
 

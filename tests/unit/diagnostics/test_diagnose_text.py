@@ -105,7 +105,7 @@ def located(*cuts: View) -> list[tuple[str, float, float]]:
     """Places in views whose tokens are all there are."""
     count, k3 = cuts[0].count.sum(), (cuts[0].count * cuts[0].k3).sum()
     size = {"mismatch": {**MISMATCH, "tokens": float(count), "k3": k3 / count}}
-    found = places(example(only={cut.name: cut for cut in cuts}, size=size).measured)
+    found = places(example(only={cut.name: cut for cut in cuts}, size=size).measured, {})
     return [(place.what, round(place.tokens, 3), round(place.k3, 3)) for place in found]
 
 
@@ -123,7 +123,7 @@ def test_ordered_bins_are_cut_where_k3_gathers() -> None:
 def test_even_bins_are_no_place() -> None:
     even = view("position", ["a", "b"], [50, 50], [0.011, 0.009], edges=np.array([0.0, 0.5, 1.0]))
     assert located(even) == []
-    assert words.where_text(example(only={"position": even}).measured).startswith("spread evenly")
+    assert words.where_text(example(only={"position": even}).measured, {}).startswith("spread evenly")
 
 
 def test_a_single_token_needs_twice_its_share_and_some_weight() -> None:
@@ -142,7 +142,7 @@ def test_entropy_is_not_named_beside_probability() -> None:
 
 def test_no_mismatch_is_nowhere() -> None:
     none = example(size={"mismatch": {**MISMATCH, "k3": 0.0}, "intervals": {}, "verdict": "exact"})
-    assert words.where_text(none.measured) == "nowhere: there is no mismatch"
+    assert words.where_text(none.measured, {}) == "nowhere: there is no mismatch"
     assert "k3 0 nats per token: trainer and sampler compute the same" in verdict(none)
 
 

@@ -34,6 +34,22 @@ def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[str, ...]
     return found[0], ()
 
 
+def run_of(file: Path) -> Path | None:
+    """The run directory a file belongs to."""
+    recipe = _recipe_of(file)
+    return None if recipe is None else recipe.parent
+
+
+def model_of(run: Path) -> str | None:
+    """The model a run's recipe names; None where it cannot be read."""
+    try:
+        model = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("model")
+    except (OSError, ValueError):
+        return None
+    path = model.get("path") if isinstance(model, Mapping) else None
+    return path if isinstance(path, str) else None
+
+
 def _recipe_of(file: Path) -> Path | None:
     folder = file.resolve().parent
     candidates = [folder / "config.toml"]

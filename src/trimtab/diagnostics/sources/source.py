@@ -30,6 +30,10 @@ class Source:
         self._resolved = resolved
         self._tally = tally
 
+    @property
+    def files(self) -> list[Path]:
+        return [table.path for table in self._tables]
+
     def chunks(self, tokens: int = 262_144) -> Iterator[Chunk]:
         """Whole responses, about `tokens` at a time and in the order of the files. `TrimtabError` on a damaged file."""
         held: list[Chunk] = []
@@ -57,7 +61,7 @@ class Source:
                 f"{_several(self._tables)}: {wrong} is above 0 at most trained tokens, so it holds no log-probs (but "
                 f"probabilities, or their negative logarithms?); name the right column with --columns {wrong}=COLUMN"
             )
-        settings, unread = settings_of([table.path for table in self._tables])
+        settings, unread = settings_of(self.files)
         return Origin(
             framework=resolved.framework,
             files=len(self._tables),
