@@ -8,7 +8,8 @@ import sys
 from typing import Any
 
 import pytest
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trimtab.cli import main
@@ -18,6 +19,16 @@ pytestmark = pytest.mark.e2e
 
 COMMAND = ["doctor", "--bitwise", "--json"]
 INVARIANT = ["laboratory", "--set", "numerics=invariant"]
+
+
+class DependsOnRowCount(nn.Linear):
+    """A product whose bits depend on how many rows it has, on every processor: few rows are summed in two halves."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.numel() > 16 * self.in_features:
+            return F.linear(input, self.weight)
+        half = self.in_features // 2
+        return F.linear(input[..., :half], self.weight[:, :half]) + F.linear(input[..., half:], self.weight[:, half:])
 
 
 def answer(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> dict[str, Any]:
@@ -44,7 +55,7 @@ def test_a_recipe_in_other_numerics_and_a_worker_of_its_own(capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("path", "native", "kind"),
     [
-        ("model.layers.1.mlp.down_proj", nn.Linear, "linear"),
+        ("model.layers.1.mlp.down_proj", DependsOnRowCount, "linear"),
         ("model.layers.0.post_attention_layernorm", LlamaRMSNorm, "norm"),
     ],
 )

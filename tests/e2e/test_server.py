@@ -70,7 +70,7 @@ def engine_over(
     settings = {"urls": [one.url for one in served], "kind": served[0].kind, "patience": 30.0, "timeout": 60.0}
     settings |= {"folder": None if folder is None else str(folder)}
     config = EngineConfig.model_validate({"type": "server", "dtype": "float32", "server": settings | options})
-    engine = ServerEngine(config.server.urls, laboratory.tokenizer, config, laboratory_folder())
+    engine = ServerEngine(config.server.urls, laboratory.tokenizer, config, laboratory_folder(), notify=print)
     engine.publish(laboratory.model.named_parameters(), 0)
     return engine
 

@@ -95,7 +95,7 @@ def engine(process: tuple[subprocess.Popen[bytes], str], smollm: Loaded) -> Iter
     config = EngineConfig.model_validate(
         {"type": "server", "dtype": "float32", "server": {"urls": [process[1]], "patience": 400.0}}
     )
-    engine = ServerEngine(config.server.urls, smollm.tokenizer, config, bundled.folder())
+    engine = ServerEngine(config.server.urls, smollm.tokenizer, config, bundled.folder(), notify=print)
     yield engine
     engine.close()
 

@@ -62,7 +62,7 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_counted(tmp_path: Path
     # Eight prompts were drawn, each of four twice.
     assert sum(row.get("prompt/dropped", 0) for row in rows) == 2
     assert all(row["trajectories/consumed"] == 8 for row in rows)
-    assert rows[-1]["eval/train/greedy"] <= 0.5
+    assert rows[-1]["eval/test/greedy"] <= 0.5
 
 
 def test_a_run_whose_prompts_are_all_too_long_stops_before_it_begins(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from trimtab.errors import TrimtabError
 from trimtab.models.architecture import Parts, parts
 from trimtab.models.attention import Layout
 from trimtab.models.head import head_scores
-from trimtab.models.products import missing
+from trimtab.models.products import TILE, missing
 from trimtab.models.routing_rows import Places, Routes
 from trimtab.models.sharding import inside
 
@@ -178,7 +178,7 @@ def _packed(model: Parts, batch: TokenBatch, run: Bool[Tensor, "batch time"]) ->
     prompt_positions = batch.prompt_mask.cumsum(-1) - 1
     positions = prompt_lengths[batch.prompt_index, None] + torch.arange(run.shape[1], device=run.device)
     layout = Layout.build(batch.prompt_mask, run, batch.prompt_index)
-    fillers = missing(layout.responses.stop) if model.invariant and run.is_cpu else 0
+    fillers = missing(layout.responses.stop, TILE) if model.invariant and run.is_cpu else 0
     hidden = model.backbone(
         input_ids=F.pad(torch.cat([batch.prompt_ids[batch.prompt_mask], batch.response_ids[run]]), (0, fillers))[None],
         position_ids=F.pad(torch.cat([prompt_positions[batch.prompt_mask], positions[run]]), (0, fillers))[None],

@@ -1,8 +1,8 @@
-"""Matrix products whose rows do not know how many they are.
+"""Matrix products in which the bits of a row do not depend on the number of rows.
 
-A product sums over its inner dimension in an order that its kernel chooses by the shape of its operands. oneDNN's
-kernels for float32 and bfloat16 keep the order of a row for every multiple of four rows, on one thread or two; for one
-or two rows other kernels run (`benchmarks/invariant_rows.py`). So rows are padded (`products.padded`, at least 16).
+A product sums over its inner dimension in an order that its kernel chooses by the shape of its operands. Which row
+counts share an order differs by processor: every multiple of four on AMD's, few on Intel's with AMX
+(`benchmarks/invariant_rows.py`). So every product has the same number of rows (`products.TILE`), the last one padded.
 On CUDA a kernel of our own has one order (`triton_product`).
 """
 
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from trimtab.models.invariant.device import uses_kernels
-from trimtab.models.products import padded, padded_linear, product
+from trimtab.models.products import TILE, padded, tiled_linear, tiled_product
 
 
 def computing(weight: Tensor) -> torch.dtype:
@@ -30,7 +30,7 @@ def rows_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tens
         from trimtab.models.invariant import triton_product
 
         return triton_product.product(a, b)
-    return product(padded(a), b)[: len(a)]
+    return tiled_product(padded(a, TILE), b)[: len(a)]
 
 
 def _linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
@@ -38,11 +38,11 @@ def _linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> 
         from trimtab.models.invariant import triton_autograd
 
         return triton_autograd.linear(states, weight)
-    return padded_linear(states, weight)
+    return tiled_linear(states, weight)
 
 
 class InvariantLinear(nn.Linear):
-    """`nn.Linear` through a padded product, weights rounded to `computing`'s type."""
+    """`nn.Linear` through products of a fixed number of rows, weights rounded to `computing`'s type."""
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = computing(self.weight)
