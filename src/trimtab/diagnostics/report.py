@@ -109,6 +109,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "lr": optim.get("lr"),
         "seed": config.get("seed"),
         "steps": f"{run.last['step']} of {trainer.get('steps', '?')}",
+        "started": dict(said(run.origins[0])).get("started") if run.origins else None,
     }
     return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
 
