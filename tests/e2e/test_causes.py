@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -108,6 +109,24 @@ def test_shifted_lists(plain, by) -> None:
         assert plant.names(moved) == {"misaligned"}
     quarter = plant.part(plant.chunk(rollout, plant.shifted(rollout.starts, scored, by)), 500)
     assert plant.names(quarter) == {"misaligned"}
+
+
+@pytest.mark.parametrize("by", [1, 2, -1])
+@pytest.mark.parametrize("every", [1, 2])
+def test_lists_shifted_from_a_turn_on(plain, by, every) -> None:
+    """Responses of two turns with an observation between them; the second turn, or all, is paired with neighbors."""
+    rollout, scored = plain
+    mask = np.ones(len(scored), dtype=bool)
+    for start, stop in itertools.pairwise(rollout.starts):
+        mask[min(start + 14, stop - 1) : min(start + 18, stop - 1)] = False
+    turned, whole = (
+        plant.chunk(rollout, plant.shifted(rollout.starts, scored, by, every=every, since=since), mask=mask)
+        for since in (18, 0)
+    )
+    assert plant.names(whole) == {"misaligned"}
+    assert plant.names(turned) == {"retokenized"}
+    (cause,) = plant.causes(turned)
+    assert "the shift begins where turn 2 begins (position 18, median)" in cause.evidence
 
 
 def test_text_that_was_encoded_again_where_a_turn_begins(bundled, plain) -> None:

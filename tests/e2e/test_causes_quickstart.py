@@ -1,7 +1,7 @@
 """The quickstart's numerics on its own task: bfloat16 is not called quantized, eight bits are, whatever lies beside.
 
 SmolLM2 answers few-shot additions, sampled in bfloat16 and scored in float32 under bfloat16 autocast, before training
-and after a few updates. One bit of a weight moves logits here up to four times as far as in prose.
+and after each of a few updates. One bit of a weight moves logits here up to four times as far as in prose.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trimtab.types import Sampling
 
 pytestmark = pytest.mark.e2e
 
-PROMPTS, SAMPLES, UPDATES = 16, 8, 4
+PROMPTS, SAMPLES, STEPS = 12, 8, 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,28 +53,27 @@ class Quickstart:
         prompts, _ = self.prompts(seed)
         sampling = Sampling(max_tokens=8, stop=("\n",))
         rollout = plant.sample(sampler, self.tokenizer, prompts, SAMPLES, sampling, "bfloat16")
+        own = [completion.response_ids for _, completion in rollout.responses]
         with torch.autocast("cpu", torch.bfloat16):
-            return Step(rollout, plant.rescore(model, rollout))
+            return Step(rollout, plant.rescore(model, rollout, ids=own))
 
-    def trained(self, seed: int) -> Any:
-        """The model after a few updates on what it got right."""
-        prompts, answers = self.prompts(seed)
-        rollout = plant.sample(
-            self.model, self.tokenizer, prompts, SAMPLES, Sampling(max_tokens=8, stop=("\n",)), "bfloat16"
-        )
+    def updated(self, model: Any, rollout: plant.Rollout, seed: int) -> Any:
+        """The model after an update on what it got right."""
+        _, answers = self.prompts(seed)
         right = np.array([answers[i] in completion.text for i, completion in rollout.responses], dtype=np.float64)
-        return plant.improved(self.model, rollout, right - right.mean(), updates=UPDATES, lr=1e-5)
+        return plant.improved(model, rollout, right - right.mean(), updates=1, lr=1e-5)
 
 
 @pytest.fixture(scope="module")
 def steps() -> dict[str, list[Step]]:
-    """A batch before training and three after it, by what the sampler's weights were rounded to."""
+    """Steps of training, each sampled twice: as the quickstart does, and from weights rounded to eight bits."""
     quickstart = Quickstart()
-    after = quickstart.trained(0)
+    model = quickstart.model
     found: dict[str, list[Step]] = {"bfloat16": [], "int8": []}
-    for seed, model in enumerate((quickstart.model, after, after, after)):
+    for seed in range(STEPS):
         found["bfloat16"].append(quickstart.step(model, model, seed))
         found["int8"].append(quickstart.step(model, plant.rounded(model, 8), seed))
+        model = quickstart.updated(model, found["bfloat16"][-1].rollout, seed)
     return found
 
 
@@ -84,7 +83,7 @@ def distance(whole: Chunk) -> float:
 
 
 def test_bfloat16_is_precision_and_eight_bits_are_quantized(steps: dict[str, list[Step]]) -> None:
-    """All batches together, as a run has them; single ones come nearer to the border, on both sides of it."""
+    """All steps together, as a run has them; single ones come nearer to the border, on both sides of it."""
     whole = {name: joined([step.chunk for step in found]) for name, found in steps.items()}
     print({name: [distance(chunk), *(distance(step.chunk) for step in steps[name])] for name, chunk in whole.items()})
     assert plant.names(whole["bfloat16"]) == {"precision"}

@@ -53,7 +53,7 @@ def range_svg(size: Size) -> str:
     def paint(axes: Axes) -> None:
         for start, end, color, name in _k3_bands():
             axes.axvspan(start, end, ymax=0.5, color=color, alpha=0.3, linewidth=0)
-            axes.text(math.sqrt(start * end), 0.06, name, ha="center", va="bottom", fontsize=9)
+            axes.text(math.sqrt(start * end), 0.05, name.replace(" ", "\n"), ha="center", va="bottom", fontsize=8)
         if size.floor > 0:
             _mark(axes, size.floor, "rounding", color=INK, marker="|", height=0.55)
         if k3 > 0 and math.isfinite(k3):

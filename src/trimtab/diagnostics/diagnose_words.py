@@ -67,7 +67,9 @@ def outside_text(size: Size) -> str:
     found = outside(size)
     if not found:
         return "every figure is within its healthy range"
-    said = [f"{key} {brief(size.mismatch[key])} ({band})" for key, band in found.items()]
+    # Near a bound of .99 two digits would hide on which side a value lies.
+    values = {key: f"{value:.4g}" if abs(value) >= 0.1 else brief(value) for key, value in size.mismatch.items()}
+    said = [f"{key} {values[key]} ({band})" for key, band in found.items()]
     return f"outside their healthy ranges: {', '.join(said)}"
 
 

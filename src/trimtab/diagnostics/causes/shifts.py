@@ -102,7 +102,9 @@ def _best(tokens: Tokens) -> _Found | None:
     own = np.minimum(np.abs(tokens.log_ratio), CAP)
     if own.sum() < LEAST:
         return None
-    gains, rates, wholes = {}, {}, {}
+    gains: dict[int, np.ndarray] = {}
+    rates: dict[int, float] = {}
+    wholes: dict[int, float] = {}
     for offset in OFFSETS:
         score, real = _score(tokens, own, offset)
         gains[offset], _ = _stretches(score, tokens.row, STRETCH)
