@@ -184,7 +184,7 @@ def test_fillers_of_a_packed_row_reach_nobody(monkeypatch: pytest.MonkeyPatch) -
         logp, grads = found()
     finally:
         torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(logprobs, "missing", lambda _: 0)
+    monkeypatch.setattr(logprobs, "missing", lambda *_: 0)
     expected, exact = found()
     assert torch.equal(logp, expected)
     for grad, one in zip(grads, exact, strict=True):

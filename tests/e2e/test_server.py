@@ -70,7 +70,7 @@ def engine_over(
     settings = {"urls": [one.url for one in served], "kind": served[0].kind, "patience": 30.0, "timeout": 60.0}
     settings |= {"folder": None if folder is None else str(folder)}
     config = EngineConfig.model_validate({"type": "server", "dtype": "float32", "server": settings | options})
-    engine = ServerEngine(config.server.urls, laboratory.tokenizer, config, laboratory_folder(), notify=print)
+    engine = ServerEngine(config.server.urls, laboratory.tokenizer, config, laboratory_folder())
     engine.publish(laboratory.model.named_parameters(), 0)
     return engine
 
@@ -352,6 +352,7 @@ class TestKills:
                 engine_over(laboratory, [impostor, servers[1]])
             impostor.kill()
 
+    @pytest.mark.filterwarnings("ignore:waiting up to")
     def test_patience_ends(self, laboratory: Loaded, servers: list[Served]) -> None:
         engine = engine_over(laboratory, servers[:1], patience=0.3)
         servers[0].kill()

@@ -151,7 +151,7 @@ def test_fillers_of_an_invariant_model_are_not_counted(monkeypatch: pytest.Monke
         return watch.counts()
 
     found = counted()
-    monkeypatch.setattr(logprobs, "missing", lambda _: 0)
+    monkeypatch.setattr(logprobs, "missing", lambda *_: 0)
     assert found == counted()
 
 
