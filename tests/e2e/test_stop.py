@@ -143,7 +143,7 @@ def test_during_imports_the_process_just_ends(module: str, tmp_path: Path) -> No
         check=False,
     )
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "\ntrimtab: interrupted; nothing was begun yet\n"
+    assert done.stderr == "\ntrimtab: interrupted; nothing had been started\n"
     assert not (tmp_path / "run").exists()
 
 

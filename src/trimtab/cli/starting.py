@@ -32,5 +32,5 @@ def guarded() -> Iterator[None]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    os.write(2, b"\ntrimtab: interrupted; nothing was begun yet\n")
+    os.write(2, b"\ntrimtab: interrupted; nothing had been started\n")
     os._exit(128 + number)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trimtab.errors import TrimtabError
+
 # Keys that hold a path, each with the words that are names there. `out` is none of them: where a run goes is, like
 # `--out`, relative to the current folder.
 FILES = {"task.path": (), "task.test_path": (), "expert.path": ("gold",), "engine.server.folder": ()}
@@ -52,8 +54,12 @@ def _is_folder(key: str, value: str, folder: Path) -> bool:
 
 
 def _absolute(value: str, folder: Path) -> Path:
+    try:
+        expanded = Path(value).expanduser()
+    except RuntimeError:
+        raise TrimtabError(f"path {value!r}: there is no such user; write the folder out") from None
     # One spelling whatever the folder was called by, so that a resumed run sees the same; links in `value` stay.
-    return Path(os.path.normpath(folder.resolve() / Path(value).expanduser()))
+    return Path(os.path.normpath(folder.resolve() / expanded))
 
 
 def _at(data: Any, words: list[str]) -> Any:

@@ -36,9 +36,10 @@ class NamedPart(BaseModel):
     def _numbers_that_fit(self) -> NamedPart:
         """The part checks its keywords itself, but for what no part can compute with."""
         for key, value in self.keywords.items():
-            number = isinstance(value, int | float) and math.isfinite(value)
-            if number and abs(value) > (INTEGER if isinstance(value, int) else REAL):
-                raise ValueError(f"{key} = {value:g} is too large to compute with: lower it")
+            whole = isinstance(value, int) and abs(value) > INTEGER
+            real = isinstance(value, float) and math.isfinite(value) and abs(value) > REAL
+            if whole or real:
+                raise ValueError(f"{key} = {str(value)[:20]} is too large to compute with: lower it")
         return self
 
     @property

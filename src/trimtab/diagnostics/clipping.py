@@ -56,7 +56,7 @@ def _build(config: Mapping[str, Any]) -> Objective | str:
     section = config.get("objective", {})
     try:
         if "code" in section or is_own(section["name"]):
-            return f"{section['name']} is no preset, and a page runs nobody's code"
+            return f"{section['name']} is no preset, and a report runs no code that a run names"
         built = from_section(section)
     except (KeyError, ValueError) as error:
         return f"this version of trimtab does not know the objective ({error})"

@@ -100,7 +100,7 @@ def _advice(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 def _folded(label: str, text: str, width: int | None) -> list[str]:
-    # Text of files (column names, findings) may hold signs that a terminal obeys.
+    # Text of files (column names, findings) may hold control characters.
     plain = "".join(sign if sign.isprintable() else " " for sign in text)
     head = f"{label:<{LABEL}}"
     if width is None:

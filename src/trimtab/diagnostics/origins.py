@@ -25,7 +25,18 @@ def read_origins(run: Path) -> list[dict[str, Any]]:
         raise TrimtabError(f"{file} is damaged ({error}): delete it, the report can do without") from None
     if not isinstance(found, list) or not all(isinstance(part, dict) for part in found):
         raise TrimtabError(f"{file} is no list of starts: delete it, the report can do without")
+    if not all(_well_formed(part) for part in found):
+        raise TrimtabError(f"{file} holds values of unknown types: delete it, the report can do without")
     return found
+
+
+def _well_formed(part: Mapping[str, Any]) -> bool:
+    kinds = {"seconds": int | float, "versions": dict, "commit": dict, "hardware": dict, "ranks": int}
+    parts = {"cores": int, "threads": int, "memory": int | float, "gpus": list}
+    hardware = part.get("hardware")
+    return all(isinstance(part.get(key), kind | None) for key, kind in kinds.items()) and (
+        not isinstance(hardware, dict) or all(isinstance(hardware.get(key), kind | None) for key, kind in parts.items())
+    )
 
 
 def said(part: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -76,7 +76,7 @@ def power(value: float, digits: int) -> str:
 def equation_of(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """The resolved equation of a run's objective, or in its place why this installation cannot say it.
 
-    An objective that is no preset has its equation in the run's config.toml: a page runs nobody's code.
+    An objective that is no preset has its equation in the run's config.toml: a report runs no code that a run names.
 
     `metrics`: those of any step; a run that calibrated its bounds logs them with every one.
     """

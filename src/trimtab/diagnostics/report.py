@@ -116,10 +116,10 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 def _tiles(run: Run) -> list[dict[str, str]]:
     tiles = []
-    problems = run.config.get("eval", {}).get("problems")
     for task, found in run.accuracy().items():
         ends = [f"{value:.3f}" if value is not None else "not measured" for value in (found.before, found.after)]
-        note = "greedy, before → after training" + (f", {problems} problems" if problems else "")
+        problems = run.series(f"eval/{task}/problems")[1][-1:]
+        note = "greedy, before → after training" + "".join(f", {count:.0f} problems" for count in problems)
         tiles.append({"name": f"Held-out accuracy on {task}", "value": " → ".join(ends), "note": note})
     steps, rewards = run.series("reward/mean")
     if len(steps):

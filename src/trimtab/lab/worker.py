@@ -48,12 +48,14 @@ def main() -> None:
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
     while True:
         job = json.loads(jobs.get())
-        config = check_config(job["recipe"], "recipe")
+        config, stop = check_config(job["recipe"], "recipe"), Stop(line=b"")
         try:
-            result = run_cell(config, keep=job["keep"], observer=Steps(answers), command=job["command"])
-        except Stopped as stop:  # the grid is stopped; the cell goes on from its checkpoint another time
-            sys.exit(128 + stop.signal)
+            result = run_cell(config, keep=job["keep"], observer=Steps(answers), command=job["command"], stop=stop)
+        except Stopped as stopped:  # the grid is stopped; the cell goes on from its checkpoint another time
+            sys.exit(128 + stopped.signal)
         print(json.dumps({"result": asdict(result)}), file=answers, flush=True)
+        if stop.asked is not None:  # during the cell's last step: it is whole, and there is no next one
+            sys.exit(128 + stop.asked)
 
 
 def _listen(jobs: queue.SimpleQueue[str]) -> None:
@@ -62,9 +64,9 @@ def _listen(jobs: queue.SimpleQueue[str]) -> None:
     os._exit(0)  # nobody is left to answer; a run in progress must not go on unseen
 
 
-def run_cell(config: Config, *, keep: bool, observer: Silent, command: str) -> Result:
+def run_cell(config: Config, *, keep: bool, observer: Silent, command: str, stop: Stop) -> Result:
     """Train a cell into `config.out` and leave its result there. `keep`: with checkpoints and the start model;
-    `command`: what the grid was started with.
+    `command`: what the grid was started with; `stop`: what SIGTERM sets.
 
     A cell that was cut short goes on from its checkpoint, or starts again where there is none. Nothing that goes wrong
     inside is raised: a grid goes on, and the result says what happened. Except `Stopped`, after SIGTERM.
@@ -76,9 +78,9 @@ def run_cell(config: Config, *, keep: bool, observer: Silent, command: str) -> R
     try:
         if folder.exists() and not resume:
             shutil.rmtree(folder)
-        train(config, resume=resume, observer=observer, stop=Stop(line=b""), command=command)
-    except TrimtabError as stop:
-        status, error = ("diverged" if isinstance(stop, Diverged) else "failed"), str(stop)
+        train(config, resume=resume, observer=observer, stop=stop, command=command)
+    except TrimtabError as failure:
+        status, error = ("diverged" if isinstance(failure, Diverged) else "failed"), str(failure)
     except Exception as bug:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / TRACEBACK).write_text(traceback.format_exc())

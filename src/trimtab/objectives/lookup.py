@@ -110,15 +110,17 @@ def _with_shared(base: Objective, given: dict[str, Any]) -> Objective:
     """`base` with the shared keywords that were given, and its own value of the others."""
     if "kl" in given and "kl_coef" not in given and base.kl.coef == 0:
         raise TrimtabError(f"kl = {given['kl']!r} has no effect without kl_coef")
-    old = base.aggregation
-    kind = given.get("aggregation", old.kind)
-    budget = old.length_max if kind == old.kind else None
-    return replace(
-        base,
-        aggregation=Aggregation(kind, given.get("denominator", old.denominator), given.get("length_max", budget)),
-        kl=KL(given.get("kl", base.kl.kind), given.get("kl_coef", base.kl.coef)),
-        entropy_coef=given.get("entropy_coef", base.entropy_coef),
-    )
+    changes: dict[str, Any] = {key: given[key] for key in ("entropy_coef",) if key in given}
+    # A part of one's own class stays unless one of its keywords is given.
+    if given.keys() & {"aggregation", "denominator", "length_max"}:
+        old = base.aggregation
+        kind = given.get("aggregation", old.kind)
+        budget = old.length_max if kind == old.kind else None
+        denominator = given.get("denominator", old.denominator)
+        changes["aggregation"] = Aggregation(kind, denominator, given.get("length_max", budget))
+    if given.keys() & {"kl", "kl_coef"}:
+        changes["kl"] = KL(given.get("kl", base.kl.kind), given.get("kl_coef", base.kl.coef))
+    return replace(base, **changes)
 
 
 def _checked(name: str, key: str, value: Any, default: Any) -> Any:

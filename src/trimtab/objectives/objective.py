@@ -96,6 +96,11 @@ class Objective:
         return frozenset(reads & {"current", "proximal"})
 
     @property
+    def learns_without_advantage(self) -> bool:
+        """Whether the loss has a gradient where every advantage is 0: a regression, a KL or an entropy term."""
+        return self.surrogate.single_policy or self.kl.coef > 0 or self.entropy_coef > 0
+
+    @property
     def single_behavior(self) -> bool:
         """Whether one policy must have sampled a whole response: OAPL regresses the log-ratio to that one."""
         return self.surrogate.single_policy and self.ratio.over == "behavior"

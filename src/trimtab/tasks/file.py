@@ -73,6 +73,8 @@ def _parsed(text: str, place: str, advice: str) -> Any:
     except json.JSONDecodeError as error:
         where = f"{error.msg} at character {error.pos + 1}" if error.lineno == 1 else str(error)
         raise TrimtabError(f"{place}: broken JSON ({where}); {advice}") from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, or brackets inside brackets
+        raise TrimtabError(f"{place}: JSON that cannot be read, a number or nesting is too large; {advice}") from None
 
 
 def _object(value: Any, place: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Steps that teach nothing: found at once, said, and after some of them in a row the run stops."""
+"""Detects steps without a training signal. They are reported at once; after some of them in a row the run stops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Idle:
             line = f"it taught nothing: {reason(trajectories, max_tokens)}"
         else:
             line = f"none of {len(trajectories)} responses ended within sampling.max_tokens = {max_tokens}: raise it?"
-        return line if max(self.steps, self._cut) % AGAIN == 1 else None
+        return line if (self.steps if idle else self._cut) % AGAIN == 1 else None
 
 
 def reason(trajectories: Sequence[Trajectory], max_tokens: int) -> str:

@@ -142,7 +142,9 @@ class Trainer:
 
         metrics = self._metrics(batch, collected, stats, version)
         metrics |= self.opening if self.step == 1 else {}
-        told = self.idle.observe(batch.trajectories, batch.advantages, self.collector.sampling.max_tokens)
+        told = None
+        if not self.learner.objective.learns_without_advantage:
+            told = self.idle.observe(batch.trajectories, batch.advantages, self.collector.sampling.max_tokens)
         metrics |= calibrated | self._watch_lengths(metrics.get("length/mean"))
         metrics |= {} if confirmed is None else {"mismatch/confirmed": confirmed}
         metrics |= before | {

@@ -19,7 +19,7 @@ WAITING = b"\nstopping: this step is finished and saved first; once more (Ctrl-C
 
 
 class Stop:
-    """The wish that a run end, from a signal or from `ask`. One for each run.
+    """A request to end a run, from a signal or from `ask`. One for each run.
 
     `line` goes to standard error when a signal has to wait.
     """

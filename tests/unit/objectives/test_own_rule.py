@@ -184,4 +184,4 @@ def test_a_page_runs_nobodys_code(section):
     )
     nothing = np.zeros(1)
     tokens = Tokens(*([nothing] * len(fields(Tokens))))
-    assert "a page runs nobody's code" in str(clipping({"objective": section}, tokens))
+    assert "a report runs no code that a run names" in str(clipping({"objective": section}, tokens))

@@ -103,7 +103,7 @@ class _Text:
 
     @property
     def left(self) -> int:
-        """Signs that are held and not yet used."""
+        """Characters that are held and not yet used."""
         return len(self.held) - self.place
 
     def more(self) -> bool:
