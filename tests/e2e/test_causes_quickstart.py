@@ -1,7 +1,7 @@
 """The quickstart's numerics on its own task: bfloat16 is not called quantized, eight bits are, whatever lies beside.
 
 SmolLM2 answers few-shot additions, sampled in bfloat16 and scored in float32 under bfloat16 autocast, before training
-and after each of a few updates. One bit of a weight moves logits here up to four times as far as in prose.
+and after each of a few updates. One bit of a weight moves logits here twice as far as in prose.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What the run's own recipe says decides, where it lies beside the files. Without it size does: rounding shifts logits by
 about the same amount wherever the model is undecided, so it is read there, from trainer and sampler alike. How much a
-bit matters differs by model and text, four times between prose and few-shot arithmetic on one model, so the border
+bit matters differs by model and text, twice between prose and few-shot arithmetic on one model, so the border
 lies beyond what bfloat16 on both sides was measured to give in whole runs, before and after training (docs/causes.md),
 and next to it the confidence is low. The rms of the logits, which differs less between such runs, weighs more than k3.
 Below `LEAST` it is two float32 forwards, or the rounding of the file.
