@@ -141,7 +141,7 @@ def _best(tokens: Tokens) -> _Found | None:
     return _Found(best, gain, len(rows), inside, partner, begins_of(tokens, np.where(real, score, 0.0), rows))
 
 
-def _by_stretches(gains: Mapping[int, float], rates: Mapping[int, float]) -> tuple[int, float]:
+def _by_stretches(gains: Mapping[int, np.ndarray], rates: Mapping[int, float]) -> tuple[int, float]:
     """The offset that collects most, with 0 unless it is `CLEAR` times ahead of the others."""
     totals = {offset: float(gain.sum()) for offset, gain in gains.items()}
     best = max(totals, key=lambda s: totals[s])
