@@ -74,8 +74,7 @@ def _with_base(recipe: str | Path, swapped: Any = None, seen: tuple[str, ...] = 
 def _based(data: dict[str, Any], swapped: Any, folder: Path, seen: tuple[str, ...]) -> dict[str, Any]:
     """`data` over its base: a shipped recipe's name, or a file relative to `folder` (that of an override: to here)."""
     own = data.pop("base", None)
-    # `--set base=laboratory` on the recipe `laboratory` itself changes nothing: scripts say it of many recipes.
-    base = own if swapped is None or swapped in seen else swapped
+    base = own if swapped is None else swapped
     if base is None:
         return data
     if not isinstance(base, str):
