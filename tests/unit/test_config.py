@@ -82,6 +82,10 @@ def test_bases_in_a_circle_are_refused_in_one_line(bases: dict[str, str], tmp_pa
     assert "\n" not in str(raised.value)
 
 
+def test_a_recipe_may_be_swapped_in_under_itself() -> None:
+    assert load_config("laboratory", ["base=laboratory"]) == load_config("laboratory")
+
+
 def test_paths_of_a_recipe_are_relative_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, home = tmp_path / "here", tmp_path / "home"
     for folder in (here, home / "warm", home / "org" / "name", home / "laboratory"):

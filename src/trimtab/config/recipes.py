@@ -81,7 +81,8 @@ def _based(data: dict[str, Any], swapped: Any, folder: Path, seen: tuple[str, ..
         raise TrimtabError(f"base = {base!r}: name a recipe, or a .toml file")
     if base.endswith(".toml") and swapped is None:
         base = str(folder / base)
-    return _merge(_with_base(base, seen=seen), data)
+    # One that was swapped in begins a chain of its own: `laboratory` over `laboratory` is no circle.
+    return _merge(_with_base(base, seen=seen if swapped is None else ()), data)
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
