@@ -248,3 +248,13 @@ def test_a_number_nothing_can_compute_with_is_refused_by_name(override: str) -> 
 
 def test_a_bound_may_be_infinite() -> None:
     assert load_config("laboratory", ["objective.weight_max=inf"]).objective.keywords["weight_max"] == float("inf")
+
+
+def test_a_whole_number_of_any_length_is_refused_in_one_line() -> None:
+    with pytest.raises(TrimtabError, match="is too large to compute with: lower it"):
+        load_config("laboratory", [f"task.seed=1{'0' * 400}"])
+
+
+def test_a_home_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(TrimtabError, match="there is no such user"):
+        load_config("laboratory", ["model.path=~nobody-of-this-name/model"])

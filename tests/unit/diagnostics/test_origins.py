@@ -82,3 +82,12 @@ def test_a_comparison_warns_of_different_machines(make_run: Callable[..., Path],
             (run / "provenance.json").write_text(json.dumps([start]))
         found = cautions(group_runs(runs).groups)
         assert any("different versions, commits or hardware" in line for line in found) == warned
+
+
+@pytest.mark.parametrize(
+    "part", ['{"seconds": "3"}', '{"versions": []}', '{"hardware": {"memory": "much"}}', '{"commit": 1}']
+)
+def test_values_of_unknown_types_are_one_clear_line(part: str, tmp_path: Path) -> None:
+    (tmp_path / "provenance.json").write_text(f"[{part}]")
+    with pytest.raises(TrimtabError, match="unknown types: delete it"):
+        read_origins(tmp_path)

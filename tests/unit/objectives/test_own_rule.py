@@ -18,7 +18,7 @@ from trimtab.diagnostics.clipping import clipping
 from trimtab.diagnostics.page import equation_of
 from trimtab.diagnostics.tokenfile import Tokens
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Band, Divergence, PolicyLogps, Veto, keywords_of, objective, objectives
+from trimtab.objectives import KL, Band, Divergence, Objective, PolicyLogps, Veto, keywords_of, objective, objectives
 from trimtab.objectives.calibrate import bounds_of, from_section
 
 DPPO = "tests.unit.objectives.own_rule:dppo"
@@ -185,3 +185,24 @@ def test_a_page_runs_nobodys_code(section):
     nothing = np.zeros(1)
     tokens = Tokens(*([nothing] * len(fields(Tokens))))
     assert "a report runs no code that a run names" in str(clipping({"objective": section}, tokens))
+
+
+class OwnKL(KL):
+    """A KL term of a user's own class."""
+
+
+def with_own_kl() -> Objective:
+    return replace(objective("grpo"), name="own-kl", kl=OwnKL("k2", 0.1))
+
+
+def test_parts_of_own_classes_stay_unless_one_of_their_keywords_is_given():
+    name = f"{__name__}:with_own_kl"
+    assert type(objective(name, entropy_coef=0.1).kl) is OwnKL
+    assert objective(name, kl_coef=0.2).kl == KL("k2", 0.2)
+
+
+def test_objectives_that_learn_without_advantages_say_so():
+    assert not objective("grpo").learns_without_advantage
+    assert objective("grpo", kl_coef=0.1).learns_without_advantage
+    assert objective("grpo", entropy_coef=0.1).learns_without_advantage
+    assert objective("oapl").learns_without_advantage

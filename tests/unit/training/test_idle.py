@@ -72,3 +72,13 @@ def test_an_advantage_at_tokens_that_are_not_trained_teaches_nothing() -> None:
 def test_an_empty_batch_teaches_nothing() -> None:
     idle = Idle()
     assert idle.observe([], torch.zeros(0, 1), 8) == "it taught nothing: no response could be used"
+
+
+def test_idle_steps_after_responses_that_were_all_cut_are_told_at_once() -> None:
+    """Both states are counted for themselves: the second of them is no repetition of the first."""
+    idle = Idle()
+    for _ in range(4):
+        idle.observe(*batch(0.0, 1.0, finish="length"), 8)
+    line = idle.observe(*batch(0.0, 0.0, finish="length"), 8)
+    assert line is not None
+    assert line.startswith("it taught nothing")
