@@ -17,12 +17,13 @@ token. A sum or mean over t runs over all trained tokens of the step, over i ove
 name. Healthy ranges are for dense models sampled in bf16; where one depends on the run, the row says what to compare.
 
 Beside it, `provenance.json` says where the numbers come from: a list with one object for each start of the run
-(a resumed run has several), with `command`, `started` and `ended` (UTC), `seconds`, `first_step` and `last_step`,
-`ranks`, `versions` (python, trimtab, torch, transformers, and vLLM where it samples), `commit` (`id`, and whether files
-are `modified`; null where trimtab is not a git checkout) and `hardware` (`cpu`, `cores`, `threads`, `memory` in bytes,
-`gpus`). `ended`, `seconds` and `last_step` are null while a start is running, and where it was killed. No environment
-variables, host names or paths are in it, except what the command line itself says. `report.html` shows it,
-`trimtab report --json` prints it.
+(a resumed run has several), with `command`, `started` and `ended` (UTC), `seconds`, `outcome` (`finished`, `stopped` or
+`failed`) and the `error` of a failure, `first_step` and `last_step`, `ranks`, `versions` (python, trimtab, torch,
+transformers, and vLLM where it samples), `commit` (`id`, and whether files are `modified`; null where trimtab is not a
+git checkout) and `hardware` (`cpu`, `cores`, `threads`, `memory` in bytes, `gpus`). `ended`, `seconds`, `outcome` and
+`last_step` are null while a start is running, and where it was killed. No environment variables, host names or paths
+are in it, except what the command line and an error message say. `report.html` shows it, `trimtab report --json`
+prints it.
 
 Three questions first:
 

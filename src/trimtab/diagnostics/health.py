@@ -91,20 +91,20 @@ class Verdict:
 def health(run: Run) -> Verdict:
     """The verdict on all steps a run has logged."""
     findings = {key: found for key in run.keys if (found := judged(run, key)) is not None}
-    grave = [*_mismatch(findings), *_noise(run), *_collapse(run)]
+    grave = [*_failure(run), *_mismatch(findings), *_noise(run), *_collapse(run)]
     mild = [*_losses(run), *_signal(findings, run), *_clipped(run), *_others(findings)]
     length = _so_far(run)
     measured = any(key in findings for key in GRAVE)
     if grave:
-        state, text = "not healthy", f"Not healthy over {length}: {_listed([*grave, *mild])}."
+        state, text = "not healthy", f"Not healthy over {length}: {_listed([*grave, *mild])}"
     elif not measured:
         state, begin = "not judged", f"Not judged over {length}: no mismatch between trainer and sampler was measured"
-        text = f"{begin}; {_listed(mild)}." if mild else f"{begin}."
+        text = f"{begin}; {_listed(mild)}" if mild else begin
     elif mild:
-        state, text = "healthy, but", f"Healthy over {length}, but {_listed(mild)}."
+        state, text = "healthy, but", f"Healthy over {length}, but {_listed(mild)}"
     else:
-        state, text = "healthy", f"Healthy over {length}."
-    return Verdict(state, text, _rule(run), findings)
+        state, text = "healthy", f"Healthy over {length}"
+    return Verdict(state, f"{text}.{_end(run)}", _rule(run), findings)
 
 
 def judged(run: Run, key: str) -> Finding | None:
@@ -172,6 +172,26 @@ def _rule(run: Run) -> str:
         f"Judged over all logged steps: a metric is outside its range where more than half {of} are, and at times "
         "where fewer are. Figures are medians, over the whole run where no steps are named."
     )
+
+
+def _failure(run: Run) -> Iterator[str]:
+    """The error that ended the last start of the run, from provenance.json."""
+    last = run.origins[-1] if run.origins else {}
+    if last.get("outcome") == "failed":
+        yield f"it ended with an error ({last.get('error') or 'without a message'})"
+
+
+def _end(run: Run) -> str:
+    """A sentence for a run that did not reach its last step without failing; empty where provenance.json is silent."""
+    last = run.origins[-1] if run.origins else {}
+    planned = run.config.get("trainer", {}).get("steps")
+    if isinstance(planned, int) and run.last["step"] >= planned:
+        return ""
+    if last.get("outcome") == "stopped":
+        return " It was stopped before its end."
+    if "outcome" in last and last["outcome"] is None:
+        return " It has not ended: it is still running, or was killed."
+    return ""
 
 
 def _mismatch(findings: Mapping[str, Finding]) -> Iterator[str]:

@@ -32,6 +32,7 @@ def read_origins(run: Path) -> list[dict[str, Any]]:
 
 def _well_formed(part: Mapping[str, Any]) -> bool:
     kinds = {"seconds": int | float, "versions": dict, "commit": dict, "hardware": dict, "ranks": int}
+    kinds |= {"outcome": str, "error": str}
     parts = {"cores": int, "threads": int, "memory": int | float, "gpus": list}
     hardware = part.get("hardware")
     return all(isinstance(part.get(key), kind | None) for key, kind in kinds.items()) and (
@@ -47,6 +48,7 @@ def said(part: Mapping[str, Any]) -> list[tuple[str, str]]:
         "started": _moment(part.get("started")),
         "duration": _length(part),
         "steps": _steps(part),
+        "outcome": _outcome(part),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "commit": _commit(part.get("commit")),
         "hardware": _hardware(part.get("hardware") or {}),
@@ -88,6 +90,12 @@ def _steps(part: Mapping[str, Any]) -> str:
     if last is None:
         return f"from {first}" if part.get("ended") is None else "none was finished"
     return f"{first} to {last}"
+
+
+def _outcome(part: Mapping[str, Any]) -> str:
+    words = {"finished": "all steps done", "stopped": "stopped by Ctrl-C, SIGTERM or the caller"}
+    outcome = part.get("outcome")
+    return f"failed: {part.get('error') or 'no message'}" if outcome == "failed" else words.get(str(outcome), "")
 
 
 def _commit(commit: Mapping[str, Any] | None) -> str:

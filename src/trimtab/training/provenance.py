@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from trimtab.config import Config
-from trimtab.errors import TrimtabError
+from trimtab.errors import Stopped, TrimtabError
 from trimtab.training import atomic
 from trimtab.training.ranks import here
 from trimtab.training.rundir import PROVENANCE, RunDir
@@ -42,10 +42,10 @@ def command() -> str:
 
 @contextmanager
 def recorded(run: RunDir, config: Config, said: str, started: datetime, first_step: int) -> Iterator[None]:
-    """Add this start to the run's provenance, and when the block ends, however it does, when that was and how far it
-    had come.
+    """Add this start to the run's provenance and, when the block ends, how it ended, when, and after which step.
 
-    A process that is killed leaves `ended` and `last_step` null.
+    `outcome` is `finished`, `stopped` (by a signal or the caller) or `failed`, with the message in `error`. A process
+    that is killed leaves `ended`, `outcome` and `last_step` null.
     """
     parts = read(run.path)
     this = {
@@ -53,6 +53,8 @@ def recorded(run: RunDir, config: Config, said: str, started: datetime, first_st
         "started": started.isoformat(timespec="seconds"),
         "ended": None,
         "seconds": None,
+        "outcome": None,
+        "error": None,
         "first_step": first_step,
         "last_step": None,
         "ranks": here().size,
@@ -61,14 +63,19 @@ def recorded(run: RunDir, config: Config, said: str, started: datetime, first_st
         "hardware": hardware(),
     }
     _write(run, [*parts, this])
+    outcome, message = "finished", None
     try:
         yield
+    except BaseException as error:
+        stopped = isinstance(error, Stopped | KeyboardInterrupt)
+        outcome, message = ("stopped", None) if stopped else ("failed", _first_line(error))
+        raise
     finally:
         ended, logged = datetime.now(UTC), run.metrics()
         seconds = round((ended - started).total_seconds(), 1)
         last = logged[-1]["step"] if logged and logged[-1]["step"] >= first_step else None
         done = {"ended": ended.isoformat(timespec="seconds"), "seconds": seconds, "last_step": last}
-        _write(run, [*parts, this | done])
+        _write(run, [*parts, this | done | {"outcome": outcome, "error": message}])
 
 
 def read(run: Path) -> list[dict[str, Any]]:
@@ -112,6 +119,15 @@ def hardware() -> dict[str, Any]:
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
+
+
+def _first_line(error: BaseException) -> str:
+    """One line of at most 300 characters; an error that is not Trimtab's own begins with its type."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else ""
+    if not isinstance(error, TrimtabError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text[:300]
 
 
 def _version(name: str) -> str:

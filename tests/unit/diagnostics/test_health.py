@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,30 @@ def test_a_run_without_mismatch_is_not_called_healthy() -> None:
 def test_noise_that_does_nothing_is_a_fault() -> None:
     found = health(run(perturbation__dlogp=0.0, perturbation__sigma_mean=0.0))
     assert found.text == "Not healthy over 80 steps: the noise of the perturbation is in effect a no-op."
+
+
+def ended(outcome: str | None, steps: int = 3, error: str | None = None) -> Run:
+    whole = run(steps=steps, planned=80)
+    return replace(whole, origins=[{"outcome": "finished"}, {"outcome": outcome, "error": error}])
+
+
+def test_a_run_that_ended_with_an_error_is_not_healthy() -> None:
+    failed = health(ended("failed", error="the weights are not finite: lower optim.lr"))
+    assert (failed.state, failed.text) == (
+        "not healthy",
+        "Not healthy over 3 of 80 steps: it ended with an error (the weights are not finite: lower optim.lr).",
+    )
+    # An error after the last step (a disk that is full while the model is saved) is one too.
+    assert health(ended("failed", steps=80, error="disk full")).state == "not healthy"
+
+
+def test_a_run_that_did_not_reach_its_last_step_says_why() -> None:
+    killed, stopped, whole = (health(ended(*case)) for case in ((None,), ("stopped",), (None, 80)))
+    unfinished = "Healthy over 3 of 80 steps."
+    assert killed.text == f"{unfinished} It has not ended: it is still running, or was killed."
+    assert stopped.text == f"{unfinished} It was stopped before its end."
+    assert whole.text == "Healthy over 80 steps."
+    assert health(ended("finished")).text == unfinished
 
 
 def test_a_long_list_ends_with_how_many_more() -> None:

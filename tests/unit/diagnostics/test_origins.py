@@ -48,6 +48,8 @@ def test_what_is_not_known_is_said() -> None:
     assert killed["commit"].startswith("not known")
     assert killed["ranks"] == "4"
     assert dict(said(START | {"last_step": None}))["steps"] == "none was finished"
+    assert dict(said(START | {"outcome": "failed", "error": "disk full"}))["outcome"] == "failed: disk full"
+    assert dict(said(START | {"outcome": "finished"}))["outcome"] == "all steps done"
     assert "no GPU" in dict(said(START | {"hardware": {}}))["hardware"]
 
 

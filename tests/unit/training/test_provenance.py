@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from trimtab.config import load_config
-from trimtab.errors import TrimtabError
+from trimtab.errors import Stopped, TrimtabError
 from trimtab.training import provenance
 from trimtab.training.rundir import RunDir
 
@@ -66,6 +67,32 @@ def test_every_start_of_a_run_is_kept_also_one_that_failed_or_was_killed(tmp_pat
     assert [part["command"] for part in found] == ["killed", "fails", "ends"]
     assert [part["last_step"] for part in found] == [None, 2, 3]
     assert [part["ended"] is None for part in found] == [True, False, False]
+    assert [part["outcome"] for part in found] == [None, "failed", "finished"]
+    assert [part["error"] for part in found] == [None, "no", None]
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "message"),
+    [
+        (Stopped(signal.SIGTERM), "stopped", None),
+        (KeyboardInterrupt(), "stopped", None),
+        (
+            TrimtabError("the weights are not finite: lower optim.lr"),
+            "failed",
+            "the weights are not finite: lower optim.lr",
+        ),
+        (OSError(28, "No space left on device"), "failed", "OSError: [Errno 28] No space left on device"),
+        (RuntimeError("first\nsecond"), "failed", "RuntimeError: first"),
+        (ZeroDivisionError(), "failed", "ZeroDivisionError"),
+    ],
+)
+def test_why_a_start_ended(tmp_path: Path, error: BaseException, outcome: str, message: str | None) -> None:
+    with RunDir.create(tmp_path, CONFIG.dump()) as run:
+        run.log({"step": 1})
+        with pytest.raises(type(error)), provenance.recorded(run, CONFIG, "x", datetime.now(UTC), 1):
+            raise error
+    (part,) = provenance.read(tmp_path)
+    assert (part["outcome"], part["error"]) == (outcome, message)
 
 
 def test_a_start_that_failed_before_its_first_step_has_no_last_one(tmp_path: Path) -> None:
