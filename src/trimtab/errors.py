@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+# For messages of places that do not know whether the run has written a checkpoint.
+RESUME = "continue with --resume (from the last checkpoint, or from the beginning if none was written)"
+
 
 class TrimtabError(ValueError):
     """A mistake a user can mend. The command line prints it as one line and exits with code 2."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trimtab.diagnostics.bands import STUDENT_FROM
+from trimtab.diagnostics.bands import SEPARABLE_FROM, STUDENT_FROM, interval
 from trimtab.diagnostics.grid_table import Grid
 
 
@@ -36,7 +36,7 @@ def recommend(grid: Grid) -> Recommendation:
             f"No method learns at this mismatch: {best}, the best of {len(whole)}, ends at {mean:.3f} held-out "
             f"accuracy{before}{where}. Lower the mismatch first (trimtab diagnose).",
         )
-    ties = [method for method in whole[1:] if all(grid.scores[method, regime].tied for regime in grid.regimes)]
+    ties = [method for method in whole[1:] if _tied(grid, best, method)]
     return Recommendation(
         best, f"Recommended: {best}, with {mean:.3f} held-out accuracy{before}{where}. {_against(grid, whole, ties)}"
     )
@@ -61,6 +61,21 @@ def _ahead(grid: Grid, whole: Sequence[str], ties: Sequence[str], counted: str) 
         return f"{counted.capitalize()} cannot tell it from {', '.join(ties)}; the others are behind."
     lead = _mean(grid, whole[0]) - _mean(grid, whole[1])
     return f"It is ahead of all others in {counted}, of {whole[1]} by {lead:.3f}."
+
+
+def _tied(grid: Grid, best: str, other: str) -> bool:
+    """Whether the seeds cannot tell two methods apart in the mean over the regimes, which the recommendation is by."""
+    first, second = _by_seed(grid, best), _by_seed(grid, other)
+    found = interval([first[seed] - second[seed] for seed in first.keys() & second.keys()])
+    return found is None or found.count < SEPARABLE_FROM or found.low <= 0
+
+
+def _by_seed(grid: Grid, method: str) -> dict[int, float]:
+    """Mean accuracy over the regimes, of the seeds that were trained in all of them."""
+    scores = [grid.scores[method, regime] for regime in grid.regimes]
+    values = [dict(zip(score.seeds, score.values, strict=True)) for score in scores]
+    shared = set(values[0]).intersection(*values[1:])
+    return {seed: sum(found[seed] for found in values) / len(values) for seed in sorted(shared)}
 
 
 def _whole(grid: Grid, method: str) -> bool:

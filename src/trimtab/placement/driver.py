@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.config import Config
-from trimtab.errors import Diverged, Stopped, TrimtabError
+from trimtab.errors import RESUME, Diverged, Stopped, TrimtabError
 from trimtab.placement.actors import ActorLost, ask, end
 from trimtab.placement.cluster import Seats, connected, reserved
 from trimtab.placement.events import replay
@@ -136,7 +136,7 @@ def _cause(runs: list[Any], error: Exception) -> Exception:
         try:
             _metrics(run) if run in done else None
         except ActorLost as lost:
-            found.append((0, TrimtabError(f"trainer rank {rank} was lost ({lost}): continue the run with --resume")))
+            found.append((0, TrimtabError(f"trainer rank {rank} was lost ({lost}): {RESUME}")))
         except TrimtabError as told:
             found.append((1, told))
         except RayTaskError as unexpected:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -22,15 +22,14 @@ from trimtab.training.seeds import derive
 from trimtab.types import EXTERNAL, Completion, Engine, Prompt, Sampling, Task, Trajectory
 
 Group = list[Trajectory]
-TRIES = 1000
-"""Problems that are looked at for one whose prompt is short enough."""
 
 
 @dataclass
 class PromptStream:
     """Problems of the training split in an order that is a pure function of (seed, position).
 
-    Where a prompt has more than `longest` tokens, that of another problem takes its place; `dropped` counts them.
+    Where a prompt has more than `longest` tokens, that of another problem takes its place. `replaced` holds the
+    positions where that happened, `logged` is how many of them the metrics have counted.
     """
 
     task: Task
@@ -38,7 +37,8 @@ class PromptStream:
     seed: int
     position: int = 0
     longest: int | None = None
-    dropped: int = 0
+    replaced: set[int] = field(default_factory=set)
+    logged: int = 0
     _order: tuple[int, np.ndarray] | None = field(default=None, repr=False)
 
     @property
@@ -63,20 +63,33 @@ class PromptStream:
         prompt = self._encoded(int(order[1][index]))
         if self.fits(prompt):
             return prompt
-        self.dropped += 1
-        return self._instead(position)
+        self.replaced.add(position)
+        return self._replacement(position)
 
-    def _instead(self, position: int) -> Prompt:
+    def _replacement(self, position: int) -> Prompt:
         """Any prompt that is short enough; like the order, a pure function of (seed, position)."""
-        rng = np.random.default_rng(derive(self.seed, "instead", position))
-        for index in rng.integers(len(self.task.train), size=TRIES).tolist():
+        rng = np.random.default_rng(derive(self.seed, "replacement", position))
+        for index in rng.permutation(len(self.task.train)).tolist():
             prompt = self._encoded(index)
             if self.fits(prompt):
                 return prompt
         raise TrimtabError(
-            f"{TRIES} problems in a row have prompts of more than {self.longest} tokens (sampling.max_prompt_tokens): "
-            "leave long ones out of the task, or lower sampling.max_tokens"
+            f"no training problem has a prompt of at most {self.longest} tokens (sampling.max_prompt_tokens): "
+            "raise it, lower sampling.max_tokens, or take another task"
         )
+
+    def newly_replaced(self) -> int:
+        """How many prompts were replaced since this was last asked. One asked again, after a resume, counts once."""
+        total = len(self.replaced)
+        new, self.logged = total - self.logged, total
+        return new
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the count, as JSON."""
+        return {"replaced": sorted(self.replaced), "logged": self.logged}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.replaced, self.logged = set(state["replaced"]), state["logged"]
 
     def _encoded(self, index: int) -> Prompt:
         return tasks.encode(self.task, self.task.train[index], self.tokenizer)
@@ -120,7 +133,8 @@ class CollectStats:
 class Collector:
     """The data side of a run: which prompts are asked, what they are paid, and what of it can be used.
 
-    `engine` is the one that generates in step with training.
+    `engine` is the one that generates in step with training. `room` is how many tokens of the smallest context
+    `sampling.max_tokens` leaves to a prompt; None where no context is known.
     """
 
     config: Config
@@ -130,6 +144,7 @@ class Collector:
     sampling: Sampling
     prefixes: PrefixPool | None = None
     experts: Experts | None = None
+    room: int | None = None
 
     def sample(self, request: Request, stats: CollectStats) -> list[Group]:
         """Generate and score the groups of a request, in this thread."""

@@ -14,23 +14,27 @@ from trimtab.types import Engine, Problem
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The first `eval.problems` of the test split. Those whose prompts are too long are not asked and not solved."""
+    """The first `eval.problems` of the test split.
+
+    Those whose prompts do not fit the context beside a whole response are not asked and count as not solved, as in
+    `trimtab eval`. `sampling.max_prompt_tokens` concerns training alone.
+    """
 
     asked: Sequence[Problem]
     too_long: int
 
     @classmethod
     def of(cls, collector: Collector) -> HeldOut:
-        stream = collector.stream
-        problems = stream.task.test[: collector.config.eval.problems]
-        asked = [problem for problem in problems if stream.fits(tasks.encode(stream.task, problem, stream.tokenizer))]
+        task, tokenizer, room = collector.stream.task, collector.stream.tokenizer, collector.room
+        problems = task.test[: collector.config.eval.problems]
+        asked = [item for item in problems if room is None or len(tasks.encode(task, item, tokenizer).ids) <= room]
         return cls(asked, len(problems) - len(asked))
 
     def lines(self) -> list[str]:
         total = len(self.asked) + self.too_long
         if not self.too_long:
             return []
-        return [f"{self.too_long:,} of {total:,} held-out problems have longer prompts: they count as not solved"]
+        return [f"{self.too_long:,} of {total:,} held-out problems do not fit the context: they count as not solved"]
 
     def measure(self, engine: Engine, collector: Collector) -> tuple[float, int]:
         """Greedy accuracy, and the number of problems it is the mean of. Raises `TrimtabError` if there is none."""

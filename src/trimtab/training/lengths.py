@@ -19,15 +19,15 @@ LOOKS = 2000
 KEY = "sampling.max_prompt_tokens"
 
 
-def longest_prompt(config: Config, sampling: Sampling, contexts: Iterable[int | None]) -> int | None:
-    """The most tokens a prompt may have: what the recipe says, else what the smallest of the contexts leaves.
+def prompt_room(config: Config, sampling: Sampling, contexts: Iterable[int | None]) -> int | None:
+    """How many tokens of the smallest context `sampling.max_tokens` leaves to a prompt; None: no context is known.
 
-    Raises `TrimtabError` where the recipe asks for more than there is. None: no context is known.
+    Raises `TrimtabError` where nothing is left, or less than the recipe's `sampling.max_prompt_tokens`.
     """
     given, most = config.sampling.max_prompt_tokens, sampling.max_tokens
     context = min((context for context in contexts if context is not None), default=None)
     if context is None:
-        return given
+        return None
     if most >= context:
         raise TrimtabError(f"sampling.max_tokens = {most} leaves no room for a prompt in {context} tokens: lower it")
     if given is not None and given + most > context:
@@ -35,7 +35,7 @@ def longest_prompt(config: Config, sampling: Sampling, contexts: Iterable[int | 
             f"{KEY} = {given} and max_tokens = {most} do not fit the model's context of {context} tokens together: "
             "lower one of them"
         )
-    return given or context - most
+    return context - most
 
 
 @dataclass(frozen=True)

@@ -296,9 +296,9 @@ class Trainer:
     ) -> dict[str, float]:
         """What only runs with prompts that are too long, prefixes, external traces, noise, replayed routing or
         calibrated bounds have to say."""
-        stream, found = self.collector.stream, dict[str, float]()
-        if stream.dropped:
-            found["prompt/dropped"], stream.dropped = stream.dropped, 0
+        found = dict[str, float]()
+        if replaced := self.collector.stream.newly_replaced():
+            found["prompt/dropped"] = replaced
         if self.collector.prefixes is not None:
             found |= prefix_metrics(batch.trajectories, version)
         if self.collector.experts is not None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import RESUME, TrimtabError
 
 T = TypeVar("T")
 
@@ -180,7 +180,7 @@ def _explained() -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         raise TrimtabError(
-            "another rank is gone, its own message says why: continue with --resume, on any number of ranks"
+            f"another rank is gone, its own message says why: {RESUME}, on any number of ranks"
         ) from error
 
 

@@ -34,7 +34,7 @@ from trimtab.training.feed import refusals
 from trimtab.training.feed.beside import Beside
 from trimtab.training.feed.buffer import Buffer
 from trimtab.training.feed.feed import Feed, InStep
-from trimtab.training.lengths import Survey, longest_prompt
+from trimtab.training.lengths import Survey, prompt_room
 from trimtab.training.loop import Trainer
 from trimtab.training.makers import LOCAL, Makers
 from trimtab.training.observer import Observer, Silent
@@ -320,7 +320,8 @@ def _collector(config: Config, parts: Parts, loaded: Loaded, engine: Engine) -> 
     sampling, prefix, expert = sampling_of(config, parts.task), config.prefix, config.expert
     context = getattr(loaded.model.config, "max_position_embeddings", None)
     contexts = (context, config.engine.vllm.context, getattr(engine, "context", None))
-    samples, longest = config.trainer.samples, longest_prompt(config, sampling, contexts)
+    samples, room = config.trainer.samples, prompt_room(config, sampling, contexts)
+    longest = config.sampling.max_prompt_tokens or room
     return Collector(
         config=config,
         stream=PromptStream(parts.task, loaded.tokenizer, config.seed, longest=longest),
@@ -329,6 +330,7 @@ def _collector(config: Config, parts: Parts, loaded: Loaded, engine: Engine) -> 
         sampling=sampling,
         prefixes=None if prefix is None else prefixes.PrefixPool(prefix, engine, sampling, samples, config.seed),
         experts=None if expert is None else Experts.load(expert, parts.task, loaded.tokenizer, sampling, context),
+        room=room,
     )
 
 

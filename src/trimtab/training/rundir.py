@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import RESUME, TrimtabError
 from trimtab.training import atomic, checkpoint
 
 CONFIG, METRICS, MODEL, LOCK = "config.toml", "metrics.jsonl", "model", ".lock"
@@ -118,7 +118,7 @@ class RunDir:
         step = metrics["step"]
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} was already logged (the last one is {self._last_step})")
-        again = "start again" if self._last_step is None else "use --resume"
+        again = "start again" if self._last_step is None else RESUME
         _append(self._open_metrics(), self.path / METRICS, _line(metrics), again)
         self._last_step = step
 

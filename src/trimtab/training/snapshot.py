@@ -38,6 +38,7 @@ def take(trainer: Trainer, measured: Mapping[str, float]) -> tuple[dict[str, Any
         "bad_in_a_row": learner.bad_in_a_row,
         "idle": trainer.idle.steps,
         "feed": feed_data,
+        "prompts": trainer.collector.stream.state(),
         "optimizer": groups,
         "random": generator_data,
     }
@@ -82,6 +83,7 @@ def _restore(trainer: Trainer, found: checkpoint.LoadedCheckpoint) -> None:
         trainer.surge.restore(meta["surge"])
     if trainer.canary is not None:
         trainer.canary.noise = meta["canary"]
+    trainer.collector.stream.restore(meta["prompts"])
     if "engine" not in found.tensors:
         trainer.publish_now()
     trainer.feed.restore(found.tensors, meta["feed"], found.files)

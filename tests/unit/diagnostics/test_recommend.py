@@ -45,6 +45,22 @@ def test_a_clear_lead_is_said_in_figures() -> None:
     assert "2 seeds cannot tell it from any other method. More" in recommend(grid(a=[0.9, 0.8], b=[0.8, 0.81])).text
 
 
+def test_fewer_than_three_seeds_give_no_lead() -> None:
+    one = recommend(grid(a=[0.9], b=[0.5])).text
+    assert "1 seed cannot tell it from any other method. More seeds tell more" in one
+    two = recommend(grid(a=[0.9, 0.9], b=[0.5, 0.5])).text
+    assert "2 seeds cannot tell it from any other method." in two
+
+
+def test_a_lead_over_regimes_is_one_of_the_mean_that_ranks_them() -> None:
+    """b leads in one regime and trails in the other by more; by seed the means differ by .05, .05 and .05, or not."""
+    b = {"x": [0.6, 0.6, 0.6], "y": [0.9, 0.9, 0.9]}
+    clear = recommend(grid(a={"x": [0.8, 0.8, 0.8], "y": [0.8, 0.8, 0.8]}, b=b)).text
+    assert "It is ahead of all others in 3 seeds, of b by 0.050." in clear
+    unclear = recommend(grid(a={"x": [0.9, 0.9, 0.6], "y": [0.8, 0.8, 0.8]}, b=b)).text
+    assert "3 seeds cannot tell it from any other method." in unclear
+
+
 def test_no_method_is_recommended_where_none_learns() -> None:
     sunk = recommend(grid(before=0.6, a=[0.5, 0.55], b=[0.1, None]))
     assert sunk.method is None

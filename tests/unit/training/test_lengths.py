@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from trimtab.tasks.base import BuiltTask
 from trimtab.tasks.templates import Plain
 from trimtab.training.collect import PromptStream
 from trimtab.training.heldout import HeldOut
-from trimtab.training.lengths import LOOKS, Survey, longest_prompt
+from trimtab.training.lengths import LOOKS, Survey, prompt_room
 from trimtab.types import Problem, Sampling
 
 _, TOKENIZER = build(0)
@@ -34,16 +35,16 @@ def stream(*lengths: int, longest: int | None = None, seed: int = 0) -> PromptSt
         (None, (64, None), 54),
         (None, (64, 32), 22),
         (None, (None, None), None),
-        (20, (64, None), 20),
+        (20, (64, None), 54),
         (54, (64, None), 54),
-        (100, (None,), 100),
+        (100, (None,), None),
     ],
 )
-def test_the_longest_prompt_is_what_the_context_leaves(
+def test_the_room_of_a_prompt_is_what_the_context_leaves(
     given: int | None, contexts: tuple[int | None, ...], expected: int | None
 ) -> None:
     config = load_config({"sampling": {} if given is None else {"max_prompt_tokens": given}})
-    assert longest_prompt(config, Sampling(max_tokens=10), contexts) == expected
+    assert prompt_room(config, Sampling(max_tokens=10), contexts) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_the_longest_prompt_is_what_the_context_leaves(
 def test_what_no_context_can_hold_is_refused(given: int | None, most: int, named: str) -> None:
     config = load_config({"sampling": {} if given is None else {"max_prompt_tokens": given}})
     with pytest.raises(TrimtabError, match=named):
-        longest_prompt(config, Sampling(max_tokens=most), (64,))
+        prompt_room(config, Sampling(max_tokens=most), (64,))
 
 
 def test_a_survey_says_how_long_prompts_are_and_how_many_are_left_out() -> None:
@@ -88,7 +89,7 @@ def test_others_take_the_place_of_prompts_that_are_too_long() -> None:
     lengths = [3, 30, 4, 5, 31, 6]
     plain, limited = stream(*lengths).take(60), stream(*lengths, longest=6)
     drawn = limited.take(60)
-    assert limited.dropped == 20, "two of six problems, in each of ten epochs"
+    assert limited.newly_replaced() == 20, "two of six problems, in each of ten epochs"
     assert max(len(prompt.ids) for prompt in drawn) == 6
     kept = [a.problem.id == b.problem.id for a, b in zip(plain, drawn, strict=True) if len(a.ids) <= 6]
     assert kept == [True] * 40, "the order of all others is as it was"
@@ -98,29 +99,50 @@ def test_others_take_the_place_of_prompts_that_are_too_long() -> None:
 
 
 def test_a_search_that_finds_nothing_short_ends() -> None:
-    with pytest.raises(TrimtabError, match="1000 problems in a row have prompts of more than 2 tokens"):
+    with pytest.raises(TrimtabError, match="no training problem has a prompt of at most 2 tokens"):
         stream(3, 3, longest=2).take(1)
 
 
-def test_held_out_problems_that_are_too_long_count_as_not_solved() -> None:
-    """Two of five are too long; the engine answers the others, one of them right."""
+def test_the_only_short_prompt_of_many_is_found() -> None:
+    """1,000 draws with replacement missed one of 2,000 in 6 of 10 positions."""
+    drawn = stream(*[9] * 1999, 3, longest=4).take(20)
+    assert {prompt.problem.id for prompt in drawn} == {"p1999"}
+
+
+def test_a_prompt_asked_again_after_a_resume_is_counted_once() -> None:
+    """A checkpoint is written while three of the drawn prompts are not yet in the metrics."""
+    whole = stream(3, 30, 4, 31, 5, longest=6)
+    whole.at(0, 20)
+    assert whole.newly_replaced() == 8, "two of five problems, in each of four epochs"
+    whole.at(15, 10)
+    resumed = stream(3, 30, 4, 31, 5, longest=6)
+    resumed.restore(json.loads(json.dumps(whole.state())))
+    resumed.at(15, 10)
+    assert (resumed.newly_replaced(), resumed.newly_replaced()) == (2, 0)
+
+
+def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> None:
+    """Two of five do not fit; the engine answers the others, one of them right.
+
+    What training may ask (`longest`) does not matter: `trimtab eval` must give the same number.
+    """
     from trimtab import rewards
     from trimtab.rollout.fake import FakeEngine
     from trimtab.types import RewardSpec
 
-    source = stream(3, 30, 4, 31, 5, longest=6)
+    source = stream(3, 30, 4, 31, 5, longest=3)
     engine = FakeEngine({"p0": ["1."], "p2": ["2."], "p4": ["2."]}, tokenizer=TOKENIZER)
     config = load_config({"eval": {"problems": 5}})
     with rewards.build([RewardSpec("exact")], source.task) as scorer:
         sampling = Sampling(max_tokens=4, stop=(".",))
-        collector = SimpleNamespace(config=config, stream=source, scorer=scorer, sampling=sampling)
+        collector = SimpleNamespace(config=config, stream=source, scorer=scorer, sampling=sampling, room=6)
         held_out = HeldOut.of(collector)  # pyright: ignore[reportArgumentType]
         assert held_out.measure(engine, collector) == (pytest.approx(1 / 5), 5)  # pyright: ignore[reportArgumentType]
     assert [problem.id for problem in held_out.asked] == ["p0", "p2", "p4"]
-    assert held_out.lines() == ["2 of 5 held-out problems have longer prompts: they count as not solved"]
+    assert held_out.lines() == ["2 of 5 held-out problems do not fit the context: they count as not solved"]
 
 
 def test_held_out_problems_that_are_all_too_long_are_not_solved() -> None:
-    collector = SimpleNamespace(config=load_config({}), stream=stream(9, longest=6))
+    collector = SimpleNamespace(config=load_config({}), stream=stream(9), room=6)
     held_out = HeldOut.of(collector)  # pyright: ignore[reportArgumentType]
     assert held_out.measure(None, collector)[0] == 0.0  # pyright: ignore[reportArgumentType]

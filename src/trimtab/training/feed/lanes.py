@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trimtab.errors import EngineLost, TrimtabError
+from trimtab.errors import RESUME, EngineLost, TrimtabError
 from trimtab.rollout.handover import SharedWeights
 from trimtab.training.canary import Canary, Expected
 from trimtab.training.collect import Collector, CollectStats
@@ -223,7 +223,6 @@ class Lane:
             self.floor.working -= 1
             last = self.floor.working == 0
         if last:
-            line = f"{error}; no engine is left: mend it, then continue with --resume"
-            self.floor.fail(TrimtabError(line))
+            self.floor.fail(TrimtabError(f"{error}; no engine is left: mend it, then {RESUME}"))
         else:
             self.floor.note(f"engine {self.number} does not come back ({error}); the others go on without it")
