@@ -40,6 +40,11 @@ def train(
     Raises `TrimtabError`, in one line, for anything the caller can mend.
     """
     resolved = config if isinstance(config, Config) else load_config(config, overrides)
+    if resolved.compare is not None:
+        raise TrimtabError(
+            "the recipe has a [compare] section, which trains several runs: use `trimtab train`, or leave the section "
+            "out and call this once for each objective and seed"
+        )
     watcher = Silent() if follows() else observer or (_lines() if progress else Silent())
     if resolved.placement == "ray":
         if reward is not None:

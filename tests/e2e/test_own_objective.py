@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,24 @@ def test_it_resumes_with_the_same_and_with_nothing_else(tmp_path: Path, capsys: 
     assert "'mine' was given in code" in capsys.readouterr().err
     run(parts, objective=mine, steps=3, resume=True)
     assert rows(parts) == rows(tmp_path / "whole")
+
+
+@dataclass(frozen=True)
+class Scaled(Clipped):
+    """A surrogate that holds a function; the function's address is another one in each process."""
+
+    scale: Callable[[float], float] = abs
+
+
+def test_an_objective_that_holds_a_function_resumes_in_another_process(tmp_path: Path) -> None:
+    def mine() -> Objective:
+        return Objective("mine", Ratio("token", "behavior"), Scaled(0.2, 0.28, scale=lambda value: value))
+
+    first, second = mine(), mine()
+    assert repr(first) != repr(second), "the two functions have addresses of their own"
+    run(tmp_path / "run", objective=first, steps=1)
+    run(tmp_path / "run", objective=second, steps=2, resume=True)
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_function_that_builds_something_else_now_does_not_go_on(

@@ -71,6 +71,14 @@ def test_a_run_whose_prompts_are_all_too_long_stops_before_it_begins(tmp_path: P
     assert not (tmp_path / "run" / "config.toml").exists()
 
 
+def test_a_recipe_that_trains_several_runs_is_for_the_command_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        TrimtabError, match=r"has a \[compare\] section, which trains several runs: use `trimtab train`"
+    ):
+        trimtab.train("quickstart-stale", out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_one_response_to_a_prompt_teaches_nothing_and_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match=r"trainer.samples = 1 .*'grpo' compares the responses"):
         train(load_config("laboratory", [*SMALL, "trainer.samples=1"]), out=tmp_path / "run")

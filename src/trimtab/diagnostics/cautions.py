@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,11 +12,13 @@ from trimtab.diagnostics.origins import setting
 from trimtab.diagnostics.outcomes import accuracy_of
 from trimtab.diagnostics.read import Run
 
+PROBLEMS = "eval.problems"
+_COUNT = re.compile(r"eval/[^/]+/problems")
 # What makes held-out accuracies of different measures.
 _MEASURE = (
     ("task.name", "The tasks differ", "accuracy, reward and length mean different things"),
     ("model.path", "The models differ", "they started from different places"),
-    ("eval.problems", "The numbers of held-out problems differ", "accuracies are of different problems"),
+    (PROBLEMS, "The numbers of held-out problems differ", "accuracies are of different problems"),
 )
 
 
@@ -28,7 +31,7 @@ def same_measure(groups: Sequence[Group]) -> bool:
 def cautions(groups: Sequence[Group]) -> list[str]:
     """One sentence each, most serious first; empty when the runs are alike in all of this."""
     found = [
-        f"{what} ({_each(groups, lambda group, key=key: written(group.config.get(key)))}): {why}."
+        f"{what} ({_each(groups, lambda group, key=key: written(_value(group, key)))}): {why}."
         for key, what, why in _MEASURE
         if _differs(groups, key)
     ]
@@ -97,7 +100,17 @@ def _settings(groups: Sequence[Group], prefix: str, what: str) -> list[str]:
 
 
 def _differs(groups: Sequence[Group], key: str) -> bool:
-    return any(group.config.get(key) != groups[0].config.get(key) for group in groups)
+    return any(_value(group, key) != _value(groups[0], key) for group in groups)
+
+
+def _value(group: Group, key: str) -> Any:
+    """A setting of the group. Held-out problems are those that were asked: a task may have fewer than the recipe's."""
+    if key == PROBLEMS:
+        counts = [run.series(name)[1] for run in group.runs for name in run.keys if _COUNT.fullmatch(name)]
+        asked = {int(count[-1]) for count in counts if len(count)}
+        if asked:
+            return asked.pop() if len(asked) == 1 else tuple(sorted(asked))
+    return group.config.get(key)
 
 
 def _get(group: Group, key: str) -> str:

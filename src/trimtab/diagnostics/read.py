@@ -61,11 +61,16 @@ class Run:
         steps, values = (list(column) for column in self.series(f"eval/{task}/greedy"))
         first, before = self.series(f"eval/{task}/before")
         if len(before):
-            # The first step's row holds the value before its update; with a single step `greedy` is the value after.
-            if len(steps) and steps[0] == first[0] and values[0] == before[0]:
+            # The first step's row holds the value before its update, unless the recipe evaluates after that step too.
+            same = bool(steps) and (steps[0], values[0]) == (first[0], before[0])
+            if same and not self._evaluates_after(first[0]):
                 steps, values = steps[1:], values[1:]
             steps, values = [0.0, *steps], [float(before[0]), *values]
         return Accuracy(np.array(steps), np.array(values))
+
+    def _evaluates_after(self, step: float) -> bool:
+        every, last = self.config.get("eval", {}).get("every", 0), self.config.get("trainer", {}).get("steps")
+        return step == last or bool(every and step % every == 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Obj
     section = config.objective
     if given is not None:
         _check_given(config, given)
-        return _recorded(config, {"name": given.name, "code": repr(given), "equation": given.equation()}), given
+        return _recorded(config, {"name": given.name, "code": _code(given), "equation": given.equation()}), given
     built = from_section(section.model_dump())
     if not is_own(section.name):
         return config, built
@@ -34,6 +35,11 @@ def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Obj
             "function, or leave objective.equation out of the recipe"
         )
     return _recorded(config, {**section.model_dump(exclude={"code"}), "equation": equation}), built
+
+
+def _code(given: Objective) -> str:
+    """Its `repr` without the addresses of functions, which differ from process to process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(given))
 
 
 def refuse_other(saved: Config, config: Config, run: object) -> None:

@@ -47,6 +47,16 @@ def test_accuracy_of_a_run_of_one_step_keeps_before_and_after_apart(run: Path) -
     assert (found.before, found.after) == (0.25, 0.5)
 
 
+@pytest.mark.parametrize(("every", "steps", "after"), [(0, 1, 0.25), (1, 9, 0.25), (2, 9, None), (0, 9, None)])
+def test_an_accuracy_that_did_not_change_in_the_first_step(
+    run: Path, every: int, steps: int, after: float | None
+) -> None:
+    (run / "config.toml").write_text(f"[eval]\nevery = {every}\n[trainer]\nsteps = {steps}\n")
+    _metrics(run, {"step": 1, "eval/sort/greedy": 0.25, "eval/sort/before": 0.25})
+    found = read_run(run).accuracy()["sort"]
+    assert (found.before, found.after) == (0.25, after)
+
+
 def test_accuracy_without_a_measurement_before_claims_none(run: Path) -> None:
     _metrics(run, {"step": 7, "eval/sort/greedy": 0.5})
     found = read_run(run).accuracy()["sort"]
