@@ -25,11 +25,16 @@ pytestmark = pytest.mark.e2e
 
 SMALL = ("trainer.prompts=2", "trainer.samples=4", "eval.problems=4", "checkpoint.every=0", "log.trajectories_every=0")
 ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+ENGINES = {"in this process": (), "in a worker": ("engine.workers=1", "trainer.max_lag=1")}
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 def begin(
-    *words: str, until: Callable[[str], object], cwd: Path, environment: dict[str, str] | None = None
+    *words: str,
+    until: Callable[[str], object],
+    cwd: Path,
+    environment: dict[str, str] | None = None,
+    start_new_session: bool = False,
 ) -> subprocess.Popen[str]:
     """The command, as far as the first line that satisfies `until`."""
     process = subprocess.Popen(
@@ -39,6 +44,7 @@ def begin(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=start_new_session,
     )
     assert process.stdout is not None
     said = []
@@ -90,7 +96,21 @@ def test_a_stopped_run_is_saved_where_it_stands_and_goes_on_from_there(number: s
     assert saved(run)[-1] > step
 
 
-def test_a_run_that_was_stopped_and_resumed_is_the_run_that_never_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ctrl_c_in_a_terminal_reaches_every_process_and_the_step_is_still_finished(engine: str, tmp_path: Path) -> None:
+    """Rewards are scored, and responses may be generated, in processes of the same terminal."""
+    words = ["trimtab", "train", *recipe("trainer.steps=4000", *ENGINES[engine]), "--out", "run"]
+    process = begin(*words, until=lambda line: line.startswith("step 2/"), cwd=tmp_path, start_new_session=True)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("trimtab: interrupted; continue with: ")
+    [step] = saved(tmp_path / "run")
+    assert steps(tmp_path / "run") == list(range(1, step + 1))
+
+
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     class AsksAtTwo(Silent):
         def step(self, metrics: object) -> None:
             if metrics["step"] == 2:  # type: ignore[index]
@@ -115,6 +135,7 @@ def settled(row: dict[str, object]) -> dict[str, object]:
 
 def test_before_the_first_step_nothing_is_kept_and_nothing_else_is_promised(tmp_path: Path) -> None:
     words = ["trimtab", "train", *recipe("eval.problems=4096", "task.holdout=4096"), "--out", "run"]
+    # The line comes before 4096 problems are evaluated, which takes seconds; the signal takes milliseconds.
     process = begin(*words, until=lambda line: line.startswith("run "), cwd=tmp_path)
     last = end(process, signal.SIGINT)
     assert last.startswith("trimtab: interrupted; nothing was written yet, start again with: trimtab train laboratory")
@@ -122,7 +143,7 @@ def test_before_the_first_step_nothing_is_kept_and_nothing_else_is_promised(tmp_
     assert [item.name for item in (tmp_path / "run").iterdir()] == [".lock"], "the same command is not refused"
 
 
-# A part of the house, or a library, in whose import the signal arrives.
+# Modules of Trimtab and of others in whose import the signal arrives.
 @pytest.mark.parametrize("module", ["typer", "trimtab.cli.train", "torch", "transformers", "trimtab.training.run"])
 def test_during_imports_the_process_just_ends(module: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(

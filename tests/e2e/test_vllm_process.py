@@ -36,8 +36,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     assert all(gone(process.pid) for process in family)
 
 
-def children() -> list[psutil.Process]:
-    return [process for process in psutil.Process().children(recursive=True) if "EngineCore" in process.name()]
+def children(of: int | None = None) -> list[psutil.Process]:
+    return [process for process in psutil.Process(of).children(recursive=True) if "EngineCore" in process.name()]
 
 
 def check_exact(model: Any, engine: Any, groups: list[list[Completion]], begun: int = 0) -> None:
@@ -101,6 +101,49 @@ if __name__ == "__main__":
     print([p.pid for p in psutil.Process().children(recursive=True) if "EngineCore" in p.name()][0], flush=True)
     os.read(0, 1)
 """
+
+
+SIGNALLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.e2e.vllm_support import policy, prompts, start
+from trimtab.types import Sampling
+if __name__ == "__main__":
+    engine = start(Path({folder!r}), "float32", "own")
+    engine.publish(policy().named_parameters(), 0)
+    signal.signal(signal.SIGINT, lambda *_: print("asked to stop", flush=True))
+    print("ready", flush=True)
+    while sys.stdin.readline().strip():
+        [[answer]] = engine.generate(prompts([5]), 1, Sampling(max_tokens=12, ignore_stop=True), seed=0)
+        print("tokens", len(answer.response_ids), flush=True)
+    engine.close()
+"""
+
+
+def test_ctrl_c_in_a_terminal_leaves_it_alive_for_the_step_in_progress(tmp_path: Any) -> None:
+    """A terminal sends SIGINT to every process of the foreground group."""
+    script = tmp_path / "parent.py"
+    script.write_text(SIGNALLED.format(folder=str(tmp_path)))
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])},
+        start_new_session=True,
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdin is not None
+        for number, word in enumerate(("ready", "asked to stop", "tokens 12")):
+            assert any(line.strip() == word for line in parent.stdout), word
+            if number == 0:
+                assert os.getpgid(children(parent.pid)[0].pid) == parent.pid
+                os.killpg(parent.pid, signal.SIGINT)
+            if number == 1:
+                parent.stdin.write("generate\n")
+                parent.stdin.flush()
+        parent.stdin.close()
+        assert parent.wait(timeout=60) == 0
 
 
 def test_it_dies_with_its_parent(tmp_path: Any) -> None:

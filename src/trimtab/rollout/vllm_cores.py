@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any, Protocol
 
 from trimtab.errors import EngineLost, TrimtabError
@@ -112,9 +114,16 @@ class OwnCore:
         self._arguments = arguments
         self._count = 0
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="vllm", daemon=True)
         self._thread.start()
         self._llm: Any = self._call(self._start())
+
+    def _run_loop(self) -> None:
+        # vLLM's processes are started in this thread and inherit its mask. A terminal sends Ctrl-C to all of them, and
+        # the step in progress still needs them; `close` ends them. Starting Python's resource tracker clears the mask.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        self._loop.run_forever()
 
     async def _start(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
