@@ -103,6 +103,18 @@ if __name__ == "__main__":
 """
 
 
+def test_a_process_that_was_asked_to_end_is_lost_and_comes_back(engine: Any) -> None:
+    """SIGTERM, as a cluster sends it to every process of a job: vLLM exits with 0 and answers nothing any more."""
+    [core] = children()
+    core.send_signal(signal.SIGTERM)
+    with pytest.raises(EngineLost, match="died"):
+        engine.generate(prompts([5, 40]), 3, Sampling(max_tokens=200, ignore_stop=True), seed=0)
+    engine.recover()
+    model = policy(seed=2)
+    engine.publish(model.named_parameters(), 6)
+    check_exact(model, engine, engine.generate(prompts([5, 40]), 3, FORCED, seed=0))
+
+
 SIGNALLED = """
 import os, signal, sys
 from pathlib import Path

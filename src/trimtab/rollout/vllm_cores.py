@@ -20,6 +20,7 @@ from trimtab.rollout.handover import SharedWeights
 from trimtab.types import Interrupt
 
 POLL = 0.02  # seconds between looks at an interrupt
+ALIVE = 1.0  # seconds between looks at vLLM's processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,8 @@ class OwnCore:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="vllm", daemon=True)
         self._thread.start()
-        self._llm: Any = self._call(self._start())
+        self._llm: Any = None
+        self._llm = self._call(self._start())
 
     def _run_loop(self) -> None:
         # vLLM's processes are started in this thread and inherit its mask. A terminal sends Ctrl-C to all of them, and
@@ -136,10 +138,24 @@ class OwnCore:
     def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
 
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-        except EngineDeadError as error:
-            raise EngineLost(f"vLLM's process died ({error}); its own output says why") from error
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while True:
+            try:
+                return future.result(timeout=ALIVE)
+            except EngineDeadError as error:
+                raise EngineLost(f"vLLM's process died ({error}); its own output says why") from error
+            except TimeoutError:
+                # vLLM answers no more requests after SIGTERM, which ends its process in good order.
+                if ended := self._ended():
+                    future.cancel()
+                    raise EngineLost(f"vLLM's process died ({ended}); its own output says why") from None
+
+    def _ended(self) -> str:
+        """Which of vLLM's processes ended, with their exit codes; empty while all run, and before they are started."""
+        if self._llm is None:
+            return ""
+        codes = self._llm.engine_core.resources.engine_manager.finished_procs()
+        return ", ".join(f"{name}: exit code {code}" for name, code in codes.items())
 
     def run(self, requests: Sequence[Request], take: Take, interrupt: Interrupt | None) -> None:
         self._call(self._run(requests, take, interrupt))
@@ -179,9 +195,10 @@ class OwnCore:
         return [name for names in left for name in names]
 
     def recover(self) -> bool:
-        if not self._llm.errored:
+        if not self._llm.errored and not self._ended():
             return False
         self._llm.shutdown()
+        self._llm = None
         self._llm = self._call(self._start())
         return True
 
