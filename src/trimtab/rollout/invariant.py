@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trimtab.models.architecture import parts
 from trimtab.models.attention import Layout, Options
-from trimtab.models.invariant.attention import KEYS, QUERIES, Attends, accumulate, packed, pad, scores, up
+from trimtab.models.invariant.attention import KEYS, Attends, accumulate, packed, pad, query_rows, scores, up
 from trimtab.models.invariant.device import uses_kernels
 from trimtab.models.invariant.head import log_probs, logits_of
 from trimtab.rollout.decoder import Starts, prefill_blocks
@@ -182,15 +182,15 @@ class InvariantDecoder:
             return self._attend_by_kernel(layer, q, scaling)
         own, prompts = self._own.keys[layer], self._prompts.keys[layer]
         query = q.unflatten(-1, (own.shape[1], -1, own.shape[3])).to(own.dtype)
-        group = query.shape[2]
-        of_prompt = _scores(pad(self._to_grid(query), QUERIES), prompts, scaling, self._hidden)
-        of_own = _scores(pad(query, QUERIES), own, scaling, unseen)
+        group, multiple = query.shape[2], query_rows(own.shape[3])
+        of_prompt = _scores(pad(self._to_grid(query), multiple), prompts, scaling, self._hidden)
+        of_own = _scores(pad(query, multiple), own, scaling, unseen)
         peak = self._to_rows(of_prompt.amax(-1, keepdim=True), group)
         peak = torch.maximum(peak, of_own[:, :, :group].amax(-1, keepdim=True))
-        of_prompt.sub_(pad(self._to_grid(peak), QUERIES)).exp_()
+        of_prompt.sub_(pad(self._to_grid(peak), multiple)).exp_()
         total, out = _weigh(of_prompt, self._prompts.values[layer])
-        before = [pad(self._to_rows(each, group), QUERIES).flatten(0, 1) for each in (total[..., None], out)]
-        of_own.sub_(pad(peak, QUERIES)).exp_()
+        before = [pad(self._to_rows(each, group), multiple).flatten(0, 1) for each in (total[..., None], out)]
+        of_own.sub_(pad(peak, multiple)).exp_()
         total, out = _weigh(of_own, self._own.values[layer], (before[0][..., 0], before[1]))
         return out.div_(total[..., None])[:, :, :group].reshape(len(q), -1).to(q.dtype)
 
