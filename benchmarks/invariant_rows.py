@@ -19,19 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimtab.models.head import TILE_VOCABULARY
-from trimtab.models.invariant.attention import KEYS, QUERIES
-from trimtab.models.products import product
+from trimtab.models.invariant.attention import KEYS, query_rows
+from trimtab.models.products import TILE, product
 
 Functions = Mapping[str, Callable[[Tensor], Tensor]]
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BLOCK = 64  # rows of one product that others are compared with
 LARGE = (576, 640, 768, 1024, 1536, 2048)
 ROWS = {
-    "1 to 3": (False, range(1, 4)),
-    "5 to 31, no multiples of 4": (False, [n for n in range(5, 32) if n % 4]),
-    "multiples of 4": (True, [*range(4, 513, 4), *LARGE]),
+    "1 to 3": range(1, 4),
+    "5 to 31, no multiples of 4": [n for n in range(5, 32) if n % 4],
+    "multiples of 4": [*range(4, 513, 4), *LARGE],
 }
 SIXTEENS = (*range(16, 513, 16), *LARGE)  # what `products.padded` makes, and more
 # Inner dimension and columns.
@@ -44,7 +43,7 @@ FUSED = {
     "laboratory q/k/v": (128, (128, 128, 128)),
     "laboratory gate/up": (128, (336, 336)),
 }
-WIDTHS = (32, 64, 128)  # of an attention head
+WIDTHS = (32, 64, 80, 128, 256)  # of an attention head
 QUERY_COUNTS = (*range(1, 21), *range(24, 65, 4), 96, 100, 192, 384)
 KEY_COUNTS = (KEYS, 2 * KEYS, 5 * KEYS, 8 * KEYS)
 BATCHES = (1, 2, 3, 4, 6, 24, 48)
@@ -101,17 +100,27 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def rows() -> Iterator[Line]:
-    """Some rows of a product, against products of `BLOCK` rows each that begin elsewhere."""
+    """Some rows of a product, against products of `TILE` rows each that begin elsewhere."""
     for name, dtype in TYPES.items():
-        for which, (relied, counts) in ROWS.items():
+        for which, counts in ROWS.items():
             found = {}
             for inner, outer in WEIGHTS:
-                weight = normal(outer, inner, dtype=dtype)
-                x = normal(max(counts) // BLOCK * BLOCK + BLOCK, inner, dtype=dtype)
-                whole = torch.cat([product(part, weight) for part in x.split(BLOCK)])[4:]
-                same = {n: torch.equal(product(x[4 : 4 + n], weight), whole[:n]) for n in counts}
+                weight, x, whole = tiles(inner, outer, max(counts) // TILE + 1, dtype)
+                same = {n: torch.equal(product(x[4 : 4 + n], weight), whole[4 : 4 + n]) for n in counts}
                 found[f"{inner} to {outer}"] = [n for n in counts if not same[n]]
-            yield Line(f"{name} product, rows: {which}", relied, counts, found)
+            yield Line(f"{name} product, rows: {which}", False, counts, found)
+        places, found = range(1, TILE), {}
+        for inner, outer in WEIGHTS:
+            weight, x, whole = tiles(inner, outer, 2, dtype)
+            same = {n: torch.equal(product(x[n : n + TILE], weight), whole[n : n + TILE]) for n in places}
+            found[f"{inner} to {outer}"] = [n for n in places if not same[n]]
+        yield Line(f"{name} product, {TILE} rows: place among others", True, places, found)
+
+
+def tiles(inner: int, outer: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight, rows, and their products, made `TILE` rows at a time."""
+    weight, x = normal(outer, inner, dtype=dtype), normal(count * TILE, inner, dtype=dtype)
+    return weight, x, torch.cat([product(part, weight) for part in x.split(TILE)])
 
 
 def columns() -> Iterator[Line]:
@@ -129,20 +138,19 @@ def columns() -> Iterator[Line]:
 
 def attention() -> Iterator[Line]:
     """Float32 products of queries and keys, and of weights and values, by the number of queries."""
-    scores, values = {}, {}
+    scores, values, enough = {}, {}, {}
     for width in WIDTHS:
         query, key = (normal(max(BATCHES), n, width) for n in (max(QUERY_COUNTS), max(KEY_COUNTS)))
         weights = normal(max(BATCHES), max(QUERY_COUNTS), 2 * KEYS)[..., KEYS:]
         for form, of in FORMS.items():
             case = f"width {width}, {form}"
+            enough[case] = query_rows(width)
             scores[case] = differing(lambda a, b: torch.bmm(a, b.mT), of, query, key, KEY_COUNTS)
             values[case] = differing(torch.bmm, of, weights, key[:, -KEYS:], (KEYS,))
-    fours = [n for n in QUERY_COUNTS if n % QUERIES == 0]
-    others = [n for n in QUERY_COUNTS if n % QUERIES]
     for what, found in (("scores", scores), ("values", values)):
-        for which, relied, counts in (("no multiples of 4", False, others), ("multiples of 4", True, fours)):
-            differ = {case: [n for n in sizes if n in counts] for case, sizes in found.items()}
-            yield Line(f"attention, {what}, queries: {which}", relied, counts, differ)
+        for which, relied in (("too few or no multiple", False), ("multiples of query_rows", True)):
+            differ = {case: [n for n in sizes if (n % enough[case] == 0) == relied] for case, sizes in found.items()}
+            yield Line(f"attention, {what}, queries: {which}", relied, QUERY_COUNTS, differ)
 
 
 def differing(
@@ -150,11 +158,11 @@ def differing(
 ) -> list[int]:
     """Numbers of rows of `a` that change a bit, in any batch and with any number of rows of `b`.
 
-    Against products of one batch, `BLOCK` rows and `KEYS` rows.
+    Against products of one batch, `TILE` rows and `KEYS` rows.
     """
     whole = []
     for one, other in zip(a.contiguous().split(1), b.contiguous().split(1), strict=True):
-        pieces = [torch.cat([multiply(x, y) for y in other.split(KEYS, 1)], 2) for x in one.split(BLOCK, 1)]
+        pieces = [torch.cat([multiply(x, y) for y in other.split(KEYS, 1)], 2) for x in one.split(TILE, 1)]
         whole.append(torch.cat(pieces, 1))
     expected = torch.cat(whole)
 

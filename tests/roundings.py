@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ROUNDINGS = {
     "default": {},
     "onednn": {"ONEDNN_MAX_CPU_ISA": "AVX2"},  # bfloat16 products, and the head's
-    # torch's own kernels: softmax, fused attention, reductions. Where the CPU has AMX, torch 2.13 packs bfloat16 attention
-    # for it, which its AVX2 kernels refuse ("pack_vnni2 is only supported when avx512 is supported"): oneDNN below AMX.
+    # torch's own kernels: softmax, fused attention, reductions. Where the CPU has AMX, torch 2.13 packs bfloat16
+    # attention for it, which its AVX2 kernels refuse ("pack_vnni2 is only supported when avx512 is supported").
     "aten": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     "mkl": {"MKL_CBWR": "COMPATIBLE"},  # float32 and float64 products, exp and log
     # The farthest from any fast processor: all three at their lowest.

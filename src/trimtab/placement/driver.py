@@ -77,7 +77,7 @@ def _follow(
     import ray
     from ray.exceptions import RayTaskError
 
-    first, told = ranks[0], False
+    first, told, stopped = ranks[0], False, None
     left, news = list(runs), first.news.remote(NEWS)
     try:
         while left:
@@ -90,8 +90,13 @@ def _follow(
                 _show(ask(news), observer, config, run)
                 news = first.news.remote(NEWS)
             else:
-                _metrics(ready)
                 left.remove(ready)
+                try:
+                    _metrics(ready)
+                except Stopped as error:
+                    stopped = error  # the first rank may still be writing the checkpoint
+        if stopped is not None:
+            raise stopped
         _show(ask(first.news.remote(0.0)), observer, config, run)
         return _metrics(runs[0])
     except Stopped:
