@@ -144,6 +144,8 @@ def _cause(runs: list[Any], error: Exception) -> Exception:
             found.append((0, TrimtabError(f"trainer rank {rank} was lost ({lost}): {RESUME}")))
         except TrimtabError as told:
             found.append((1, told))
+        except Stopped:
+            continue  # because another one failed
         except RayTaskError as unexpected:
             found.append((2, unexpected))
     return min(found, key=lambda entry: entry[0])[1] if found else error
