@@ -16,6 +16,8 @@ from torch import Tensor
 
 import trimtab
 from trimtab.config import Config, load_config
+from trimtab.diagnostics.health import health
+from trimtab.diagnostics.read import read_run
 from trimtab.errors import TrimtabError
 from trimtab.models.perturbation import Perturbation
 from trimtab.training import checkpoint, export
@@ -52,6 +54,9 @@ def test_divergence_stops_with_the_last_good_checkpoint(tmp_path: Path) -> None:
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["optim/skipped"] for row in rows] == [0] * (len(rows) - 2) + [1, 1]
     assert_finite(tmp_path / "run")
+    verdict = health(read_run(tmp_path / "run"))
+    assert verdict.state == "not healthy"
+    assert "it ended with an error (3 updates in a row were not finite" in verdict.text
 
 
 def test_weights_that_overflow_are_never_saved(tmp_path: Path) -> None:
@@ -202,6 +207,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tiny_disk: Path) -> None:
     assert found is not None
     assert found.step >= 1
     assert not list((out / "checkpoints").glob(".tmp-*"))
+    assert not list(out.glob(".trimtab-*"))
 
 
 def test_a_failing_reward_costs_its_sample_and_is_counted(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -63,19 +63,25 @@ def recorded(run: RunDir, config: Config, said: str, started: datetime, first_st
         "hardware": hardware(),
     }
     _write(run, [*parts, this])
-    outcome, message = "finished", None
     try:
         yield
     except BaseException as error:
         stopped = isinstance(error, Stopped | KeyboardInterrupt)
-        outcome, message = ("stopped", None) if stopped else ("failed", _first_line(error))
+        ended = _ended(run, started, first_step, "stopped" if stopped else "failed")
+        with suppress(OSError, TrimtabError):  # on a full disk the first error says more
+            _write(run, [*parts, this | ended | {"error": None if stopped else _first_line(error)}])
         raise
-    finally:
-        ended, logged = datetime.now(UTC), run.metrics()
-        seconds = round((ended - started).total_seconds(), 1)
-        last = logged[-1]["step"] if logged and logged[-1]["step"] >= first_step else None
-        done = {"ended": ended.isoformat(timespec="seconds"), "seconds": seconds, "last_step": last}
-        _write(run, [*parts, this | done | {"outcome": outcome, "error": message}])
+    _write(run, [*parts, this | _ended(run, started, first_step, "finished")])
+
+
+def _ended(run: RunDir, started: datetime, first_step: int, outcome: str) -> dict[str, Any]:
+    now, logged = datetime.now(UTC), run.metrics()
+    return {
+        "ended": now.isoformat(timespec="seconds"),
+        "seconds": round((now - started).total_seconds(), 1),
+        "outcome": outcome,
+        "last_step": logged[-1]["step"] if logged and logged[-1]["step"] >= first_step else None,
+    }
 
 
 def read(run: Path) -> list[dict[str, Any]]:
