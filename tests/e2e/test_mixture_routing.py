@@ -97,4 +97,3 @@ def test_mismatch_grows_with_rounding() -> None:
         assert measured["float32"] < 1e-10
         assert 1e-6 < measured["int8"] < measured["int4"] / 10 < measured["int3"] / 20
         assert 1e-6 < measured["bfloat16"] < 1e-3
-    assert mixture["int3"] > dense["int3"]
