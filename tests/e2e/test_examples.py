@@ -17,7 +17,8 @@ from trimtab.training.rundir import read_metrics
 pytestmark = pytest.mark.e2e
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FILES = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".toml", ".py"))
+SCRATCH = "grpo_from_scratch.py"  # has a test of its own, which runs it once
+FILES = sorted({path.name for path in EXAMPLES.iterdir() if path.suffix in (".toml", ".py")} - {SCRATCH})
 # Added where an example trains a shipped recipe, whose length is not its own.
 SHORT = " --set trainer.steps=4 --set eval.problems=16"
 
@@ -44,6 +45,17 @@ def test_an_example_runs_as_it_says(file: str, tmp_path: Path) -> None:
         rewards = [row["reward/mean"] for row in read_metrics(run / "metrics.jsonl")]
         # The warm-started model earns about .35 on average from the start; without a signal it would be 0.
         assert max(rewards) > 0.1, f"{run.name} of {file} trains on no signal"
+
+
+def test_grpo_from_scratch_is_short_and_learns() -> None:
+    """Measured over seeds 0 to 2: .47 to .82, .67 to .87, .40 to .57; the best of the last three gains .19 and more."""
+    file = EXAMPLES / SCRATCH
+    assert commands(SCRATCH) == [f"python examples/{SCRATCH}"]
+    assert len(file.read_text().splitlines()) <= 150
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=300, check=True)
+    accuracies = [float(found) for found in re.findall(r"held-out accuracy (\S+)", done.stdout)]
+    assert len(accuracies) == 7
+    assert max(accuracies[-3:]) > accuracies[0] + 0.08
 
 
 def test_own_task_is_sorting() -> None:
