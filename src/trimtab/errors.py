@@ -1,4 +1,4 @@
-"""Errors and warnings that are for people: one line, what is wrong and what to do."""
+"""Exceptions and warnings for users: one line that says what is wrong and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own function, named `module:function` in a recipe."""
+"""Loads a user's function named `module:function` in a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records that carry data from one room to the next.
+"""The records of the data flow: tasks, prompts, completions, trajectories, and the `Engine` protocol.
 
     Task -> Prompt -> Engine -> Completion -> Trajectory -> reward -> Group -> advantages -> Batch -> Objective
 

@@ -1,1 +1,1 @@
-"""The `trimtab` command. Files here parse first and import the rest of the house only when a command runs."""
+"""The `trimtab` command. Modules here parse arguments first and import heavy packages only when a command runs."""

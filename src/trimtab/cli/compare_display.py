@@ -1,4 +1,4 @@
-"""The progress of a grid: a panel that redraws itself on a terminal, one plain line per finished run elsewhere."""
+"""The progress of a comparison: a live panel on a terminal, one line per finished run elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trimtab recipes`, `trimtab show` and `trimtab explain`: what there is, what it sets, what it computes."""
+"""`trimtab recipes`, `trimtab show` and `trimtab explain`: list recipes, resolve one, print its equation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trimtab diagnose`: what is wrong between trainer and sampler, and which correction fits."""
+"""`trimtab diagnose`: measures the mismatch between trainer and sampler and recommends a correction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trimtab doctor`: is this installation complete, and what does this machine offer?"""
+"""`trimtab doctor`: checks the installation and describes the machine."""
 
 from __future__ import annotations
 

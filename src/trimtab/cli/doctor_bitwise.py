@@ -1,4 +1,4 @@
-"""`trimtab doctor --bitwise`: which operation is the first whose bits differ between sampler and trainer?"""
+"""`trimtab doctor --bitwise`: names the first operation whose bits differ between sampler and trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is vLLM, where it is installed, one that works? Its failures name symbols; this names the package to mend."""
+"""Checks whether an installed vLLM works, and names the package to repair where it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trimtab export`: a run's model in the format every other tool loads."""
+"""`trimtab export`: writes a run's model as a folder that transformers loads."""
 
 from __future__ import annotations
 

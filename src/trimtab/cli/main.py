@@ -1,4 +1,4 @@
-"""Entry point: gathers the commands and turns every mistake of a user into one line and exit code 2.
+"""Entry point: registers the commands and prints a user's mistake as one line with exit code 2.
 
 Nothing here imports torch; `trimtab --help` answers at once.
 """

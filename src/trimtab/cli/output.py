@@ -1,4 +1,4 @@
-"""What every command shares: JSON for programs, tables for people, and where a recipe's run lives."""
+"""Output shared by all commands: JSON, tables, and the default directory of a recipe's run."""
 
 from __future__ import annotations
 

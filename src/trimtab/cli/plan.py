@@ -1,4 +1,4 @@
-"""`trimtab plan`: how to divide GPUs between sampling and training, how long a step takes, how old tokens get."""
+"""`trimtab plan`: divides GPUs between sampling and training and predicts step time and token age."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan in words and as JSON."""
+"""Prints a plan as text or JSON."""
 
 from __future__ import annotations
 

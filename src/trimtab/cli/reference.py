@@ -1,4 +1,4 @@
-"""Every key of a recipe, from the schema itself: `trimtab recipes --keys > docs/recipes.md`."""
+"""Generates docs/recipes.md, all recipe keys, from the schema: `trimtab recipes --keys > docs/recipes.md`."""
 
 from __future__ import annotations
 

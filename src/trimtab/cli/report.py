@@ -1,4 +1,4 @@
-"""`trimtab report`: the page of one run, or several runs side by side."""
+"""`trimtab report`: the page of one run, or of several runs side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `trimtab eval` may be pointed at: runs, checkpoints and models; tasks with options, and recipes."""
+"""Parses what `trimtab eval` measures: runs, checkpoints and models; tasks with options, and recipes."""
 
 from __future__ import annotations
 

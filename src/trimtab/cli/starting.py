@@ -1,4 +1,4 @@
-"""Ctrl-C while the command line is being imported: the process ends, where Python would show where it was hit."""
+"""Ends the process without a traceback when Ctrl-C arrives while the command line is being imported."""
 
 from __future__ import annotations
 

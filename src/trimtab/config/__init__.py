@@ -1,4 +1,4 @@
-"""Recipes: TOML in, one frozen and fully checked `Config` out. No torch here, so the command line stays fast."""
+"""Recipes: TOML files read into one frozen, fully validated `Config`. Imports no torch."""
 
 from trimtab.config.engines import CanaryConfig, EngineConfig, ServerConfig, VllmConfig
 from trimtab.config.placement import RayConfig

@@ -1,4 +1,4 @@
-"""The sampler's section of a recipe: which engine, in which numerics, and what only that engine understands."""
+"""The engine section of a recipe: type, numerics, and the options of each type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths in a recipe: relative to its file (those of `--set` to the current folder), absolute in the resolved copy."""
+"""Resolves paths in recipes: relative to the recipe's file, or with `--set` to the current folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run's processes live: the Ray section of a recipe (`placement = "ray"`)."""
+"""The Ray section of a recipe (`placement = "ray"`)."""
 
 from __future__ import annotations
 

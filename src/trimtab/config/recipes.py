@@ -1,4 +1,4 @@
-"""Recipes: TOML in, one fully checked `Config` out; one line for every mistake."""
+"""Reads recipes: bases, overrides, validation; every mistake is reported in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routing section of a recipe: whose choice of experts a mixture-of-experts model is trained under."""
+"""The routing section of a recipe: which expert choices a mixture-of-experts model is trained with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every section of a recipe with its keys, defaults and checks, frozen. No torch here: the command line stays fast.
+"""All recipe sections with keys, defaults and validators, as frozen pydantic models. Imports no torch.
 
 Sections that belong to a named part (`[objective]`, `[task]`, `[[reward]]`) carry that part's own keywords; the
 part checks them when it is built, which happens before any model is loaded. Every other unknown key is refused here.

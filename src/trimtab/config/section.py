@@ -1,4 +1,4 @@
-"""What every section of a recipe is: closed, frozen, strict."""
+"""The base class of recipe sections: frozen, strict, no unknown keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure tensor functions about off-policy data: ratios, weights, rejection, divergences, statistics.
+"""Pure tensor functions for off-policy data: ratios, weights, rejection masks, divergences, statistics.
 
 Nothing here knows a model, a file or a configuration, and nothing waits for the device.
 """

@@ -1,4 +1,4 @@
-"""Weight, rejection and statistics of one batch in one sweep over cache-sized blocks of rows."""
+"""Weights, masks and statistics of one batch, computed in one pass over cache-sized blocks of rows."""
 
 from __future__ import annotations
 

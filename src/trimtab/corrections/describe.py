@@ -1,4 +1,4 @@
-"""How a part says what it is: symbols of its equation, and its options in other frameworks."""
+"""Interfaces through which a part describes itself: equation symbols, and options in other frameworks."""
 
 from __future__ import annotations
 

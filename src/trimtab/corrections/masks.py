@@ -1,4 +1,4 @@
-"""Rejection rules. Each decides from the original mask, without gradient, which tokens or sequences to keep.
+"""Rejection masks. Each decides from the original mask, without gradient, which tokens or sequences to keep.
 
 A rule answers with (batch, time) or (sequences, 1); rules are ANDed. docs/math.md, "Rejection". A new one is a frozen
 dataclass under `Mask`, here or in a file of your own: docs/objectives.md.

@@ -1,4 +1,4 @@
-"""Which tokens form a sequence, and how per-token values are reduced to it. No other file knows.
+"""Reduces per-token values to sequences; the only module that knows which tokens form a sequence.
 
 One row is one sequence unless `sequence_ids` says otherwise: then tokens of equal id form one sequence, wherever they
 stand (several sequences packed into a row, or one trajectory cut into several rows).

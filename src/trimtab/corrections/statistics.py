@@ -1,4 +1,4 @@
-"""Summable sufficient statistics. Parts of a batch add up with `+`; a summary is made once, at the end.
+"""Summable sufficient statistics: parts of a batch add up with `+`, and a summary is made once at the end.
 
 An effective sample size, a Pearson correlation or a quantile of parts cannot be averaged; sums and histograms can be
 added. Everything here stays a tensor: nothing waits for the device. Formulas: docs/math.md, "Mismatch".

@@ -1,4 +1,4 @@
-"""Importance weights: a ratio at a level, bounded. Never with gradient.
+"""Importance weights: a bounded ratio at a given level, always without gradient.
 
     truncate    min(rho, max)                  TIS
     clip        min(max(rho, min), max)        Miles' clip mode

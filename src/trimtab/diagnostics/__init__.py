@@ -1,1 +1,1 @@
-"""Reads run files and writes what people look at: the report of a run and the comparison of several."""
+"""Diagnosis of log-probs, reports of runs, and comparisons, all from files."""

@@ -1,4 +1,4 @@
-"""What the seeds of one recipe agree on: the mean, and how far it can be trusted.
+"""Means over the seeds of one recipe with intervals.
 
 From five seeds on, the interval of a table is the 95% interval of the mean by Student's t. Fewer seeds say too little
 for that; there it runs from the lowest seed to the highest, which is a range and no confidence. Bands of figures are

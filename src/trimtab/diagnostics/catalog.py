@@ -1,4 +1,4 @@
-"""Every metric of a run: what it is, its formula, where it should be, and what to do when it is not.
+"""The catalog of run metrics: description, formula, healthy range, and what to do outside it.
 
 `metrics.toml` is the one table behind the captions and shaded bands of report.html, the verdicts of `trimtab diagnose`
 and docs/metrics.md; `ranges.py` judges values by it.

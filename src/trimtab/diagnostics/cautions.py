@@ -1,4 +1,4 @@
-"""What a reader must know before comparing: where runs did not do the same work, or not all of it."""
+"""Warnings about comparability: different tasks, models or budgets; unfinished or unevaluated runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chart over the steps of a run, and which of its curves a run has."""
+"""The specification of a chart over steps, and which of its curves a run has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens an objective clips at its first look at a batch, from the log-probs in a trajectory file."""
+"""The tokens an objective clips in the first update on a batch, from a trajectory file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several runs side by side: one page, and the same tables for programs."""
+"""A comparison of several runs, as one HTML page and as data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The curves of a comparison: groups as colors, seeds as bands."""
+"""The figures of a comparison: a color per group, a band over its seeds."""
 
 from __future__ import annotations
 

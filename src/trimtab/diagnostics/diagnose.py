@@ -1,4 +1,4 @@
-"""A whole diagnosis: read, measure, name the causes, advise. One pass over the files serves all four."""
+"""The diagnosis pipeline: read, measure, find causes, recommend, in one pass over the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of a diagnosis as SVG, in the visual language of the other pages. Each takes arrays and says nothing."""
+"""The figures of a diagnosis as SVG."""
 
 from __future__ import annotations
 

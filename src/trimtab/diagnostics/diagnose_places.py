@@ -1,4 +1,4 @@
-"""Where the mismatch sits: in each view the tokens that hold far more k3 than their number accounts for."""
+"""Finds concentrations of mismatch: bins with far more k3 than their share of tokens."""
 
 from __future__ import annotations
 

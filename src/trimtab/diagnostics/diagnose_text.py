@@ -1,4 +1,4 @@
-"""The verdict on a terminal: about ten labelled lines."""
+"""The diagnosis for a terminal: about ten labelled lines."""
 
 from __future__ import annotations
 

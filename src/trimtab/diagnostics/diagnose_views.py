@@ -1,4 +1,4 @@
-"""The figures of where the mismatch sits, one for each way to cut the tokens, and the table of tokens."""
+"""The figures of mismatch by view (position, probability, age, ...), and the table of tokens."""
 
 from __future__ import annotations
 

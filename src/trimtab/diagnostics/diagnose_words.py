@@ -1,4 +1,4 @@
-"""What a diagnosis says in words, for the terminal and the page alike."""
+"""Sentences of a diagnosis, shared by the terminal and the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where recipes differ: keys and values, and the equations they train, part by part."""
+"""Differences between recipes: keys, values, and the parts of their equations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a grid: methods x regimes as a shaded table, curves with bands, and the mismatch behind them."""
+"""The page of an experiment: methods x regimes as a shaded table, curves with bands, and the mismatch."""
 
 from __future__ import annotations
 

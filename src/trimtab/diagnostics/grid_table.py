@@ -1,4 +1,4 @@
-"""The results of a grid of methods x regimes x seeds, from its parquet file: means, intervals, ranks."""
+"""The results of an experiment (methods x regimes x seeds) from its parquet file: means, intervals, ranks."""
 
 from __future__ import annotations
 

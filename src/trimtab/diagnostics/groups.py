@@ -1,4 +1,4 @@
-"""Runs of one recipe with several seeds belong together; each such group gets a name that tells it from the others."""
+"""Groups runs that differ only in their seed, and gives each group a distinguishing name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a run is healthy, judged over its steps: each metric against its range, and all of them in one line.
+"""The verdict on a run: each metric against its range over all steps, summarized in one line.
 
 A run is cut into up to four phases of at least five steps. A metric is outside its range where more than half of the
 steps of some phase are, so that neither a single odd step nor a good last one decides.

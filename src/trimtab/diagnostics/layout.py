@@ -1,4 +1,4 @@
-"""Which curves a report shows, in which order. What each one means comes from the table of metrics."""
+"""The order of the charts in a report; descriptions come from the metric catalog."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the noise of a perturbed run does anything, in words."""
+"""A sentence on whether the perturbation of a run has any effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run comes from, in words: the starts that `provenance.json` of its directory holds."""
+"""Reads the provenance of a run (`provenance.json`) and words it for pages."""
 
 from __future__ import annotations
 

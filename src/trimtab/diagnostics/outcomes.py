@@ -1,4 +1,4 @@
-"""What runs ended with, as one number a seed and an interval a group, and how soon they reached an accuracy."""
+"""Final results of runs per seed with intervals per group, and the time to a given accuracy."""
 
 from __future__ import annotations
 

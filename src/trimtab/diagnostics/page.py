@@ -1,4 +1,4 @@
-"""What every page shares: the template environment, safe writing, and how numbers look."""
+"""Shared by all pages: the template environment, atomic writing, and number formats."""
 
 from __future__ import annotations
 

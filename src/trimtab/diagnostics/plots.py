@@ -1,4 +1,4 @@
-"""Figures as SVG that takes its colors from the page, and as PNG for documents.
+"""Line charts as SVG with the colors of the page, and as PNG.
 
 Colors are Okabe and Ito's (distinguishable for color-blind readers); line styles differ too, so that a gray print
 stays readable.

@@ -1,4 +1,4 @@
-"""Whether a figure is as it should be: the one look-up behind the marks of report.html and the words of `diagnose`.
+"""Healthy ranges of metrics: the one source for marks in report.html and for `diagnose`.
 
 The ranges themselves are in `metrics.toml`.
 """

@@ -1,4 +1,4 @@
-"""Reads what a run left on disk. Every fault is one `TrimtabError` that names the file and what to do."""
+"""Reads the files of a run. Every fault is one `TrimtabError` that names the file and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which method a grid speaks for, in one sentence."""
+"""Recommends a method from an experiment, in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page about one run, written from its files."""
+"""Writes report.html, one self-contained page about one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the section on tokens keeps of the trajectory files while they are read one after the other."""
+"""Collects the data of the report's token section while trajectory files are read one by one."""
 
 from __future__ import annotations
 

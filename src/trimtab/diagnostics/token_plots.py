@@ -1,4 +1,4 @@
-"""Figures of what the tokens say, in the visual language of the charts over steps."""
+"""The figures of the report's token section."""
 
 from __future__ import annotations
 

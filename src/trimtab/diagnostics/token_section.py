@@ -1,4 +1,4 @@
-"""The section "What the tokens say" of a report: which steps it reads, its figures with their words, its table."""
+"""The report's token section: which steps it reads, figures with captions, and a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trajectory files say token by token, as numbers. Pure numpy over flat arrays; nothing is read or drawn here.
+"""Token-level statistics of trajectory files: pure numpy over flat arrays.
 
 A flat array holds the tokens of all responses one after the other; `starts` (responses + 1,) says where each begins.
 """

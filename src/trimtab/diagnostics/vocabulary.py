@@ -1,4 +1,4 @@
-"""Token ids as people read them, from a tokenizer on this machine: nothing is downloaded."""
+"""Texts of token ids, from a tokenizer on this machine; nothing is downloaded."""
 
 from __future__ import annotations
 

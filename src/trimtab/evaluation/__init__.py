@@ -1,4 +1,4 @@
-"""How good a model is: avg@n, pass@k and relay sampling on tasks, without a trainer."""
+"""Evaluation without a trainer: avg@n, pass@k and relay sampling on tasks."""
 
 from trimtab.evaluation.evaluate import evaluate
 from trimtab.evaluation.passk import Estimate, pass_at_k

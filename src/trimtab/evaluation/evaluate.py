@@ -1,4 +1,4 @@
-"""Sample, score, count: one model on one task."""
+"""Evaluates one model on one task: sample, score, count."""
 
 from __future__ import annotations
 

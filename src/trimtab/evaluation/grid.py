@@ -1,4 +1,4 @@
-"""A table of text that can be Markdown or a terminal table."""
+"""A text table, as Markdown or for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pass@k, and how sure a mean over problems is.
+"""pass@k, and intervals of means over problems.
 
 Intervals are Wilson's score intervals (Wilson 1927) at the effective number of problems, as for proportions in complex
 samples (Kish 1965; Korn and Graubard 1998; Franco, Little, Louis and Slud 2019), and sums and differences of them are

@@ -1,4 +1,4 @@
-"""What an evaluation of one model on one task found, as numbers, JSON, Markdown or a terminal table."""
+"""The result of one model on one task, as numbers, JSON, Markdown or a terminal table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to measure, and how."""
+"""The settings of an evaluation: models, tasks, sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An evaluation on disk: the counts of every finished batch, so that an interrupted one goes on where it stopped.
+"""An evaluation on disk: counts of every finished batch, from which an interrupted one resumes.
 
 settings.json   how it is measured; other settings are refused
 parts/          one JSONL file for each model, task and mode: first what was measured, then a line a batch

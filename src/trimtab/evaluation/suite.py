@@ -1,4 +1,4 @@
-"""Several models on several tasks, greedy, sampled and relayed: everything a table of results needs."""
+"""Evaluates several models on several tasks: greedy, sampled and relayed."""
 
 from __future__ import annotations
 

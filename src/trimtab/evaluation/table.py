@@ -1,4 +1,4 @@
-"""The papers' tables: a row for each model, a column for each task, and the macro average."""
+"""Result tables: a row per model, a column per task, and the macro average."""
 
 from __future__ import annotations
 

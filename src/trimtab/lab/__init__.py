@@ -1,1 +1,1 @@
-"""The laboratory: the same recipe under several objectives and seeds."""
+"""The laboratory: experiments over objectives, regimes and seeds."""

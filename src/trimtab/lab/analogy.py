@@ -1,4 +1,4 @@
-"""The mismatch of somebody's run, reproduced on the laboratory model: which noise, rounding or staleness comes closest.
+"""Finds the laboratory regime whose mismatch (k3 and tail) is closest to a given run's.
 
 Two numbers describe a level: k3, how large the mismatch is, and its tail. A mechanism with a strength is tuned until k3
 agrees; of several, the one whose tail fits better is taken. Differing numerics and a sampler that lags are kept apart:

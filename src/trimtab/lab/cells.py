@@ -1,4 +1,4 @@
-"""What a grid trains: every method in every regime with every seed, each a whole recipe."""
+"""Plans an experiment: every method in every regime with every seed, each as a whole recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a planned grid: one lock, one table that is complete at any moment, one watcher."""
+"""Runs a planned experiment: one lock, and a result table that is complete at any moment."""
 
 from __future__ import annotations
 

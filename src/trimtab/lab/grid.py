@@ -1,4 +1,4 @@
-"""Objectives x seeds of one recipe: what a recipe's `[compare]` section asks for."""
+"""Objectives x seeds of one recipe, as its `[compare]` section asks."""
 
 from __future__ import annotations
 

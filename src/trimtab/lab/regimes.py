@@ -1,4 +1,4 @@
-"""Regimes: controlled mismatch between trainer and sampler, as changes of the `laboratory` recipe.
+"""Regimes: controlled mismatch between trainer and sampler, as changes to the `laboratory` recipe.
 
 A regime is a mechanism (what differs from on-policy training in equal numerics) and a budget (how many optimizer
 updates, at which learning rate). Mechanisms add up: `stale-32+int3` is both at once. Budgets are compared: a mixture

@@ -1,4 +1,4 @@
-"""What is kept of one run of a grid: a few numbers from its metrics, in `result.json` of its directory."""
+"""The summary of one run of an experiment: a few metrics, in `result.json` of its directory."""
 
 from __future__ import annotations
 

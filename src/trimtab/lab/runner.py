@@ -1,4 +1,4 @@
-"""Trains many recipes side by side in worker processes and picks up where it was stopped.
+"""Trains many recipes in worker processes and resumes interrupted ones.
 
 Workers are processes of their own (torch's threads and global state stay apart), reused from cell to cell, and talk
 JSON lines over pipes. A cell is finished once its directory holds a result; that is all a later start looks at.

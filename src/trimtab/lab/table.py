@@ -1,4 +1,4 @@
-"""Results of a grid as one parquet file: a row for every run, and for every run that a regime has no room for."""
+"""Results of an experiment as one parquet file: a row per run, skipped ones included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that trains one cell after another: a JSON recipe a line in; steps, and in the end its result, a line out.
+"""The worker process of an experiment: JSON recipes in, steps and results out, one per line.
 
 It dies with whoever started it: when its input ends, an unfinished cell is left for the next start.
 """

@@ -1,1 +1,1 @@
-"""Models: loading, memory-bounded log-probs and entropy, and the laboratory model."""
+"""Models: loading, log-probs and entropy in bounded memory, perturbation, routing, and the laboratory model."""

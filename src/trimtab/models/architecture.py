@@ -1,4 +1,4 @@
-"""What scoring needs of a transformers causal language model: its backbone, its head, and what follows the head."""
+"""The parts of a transformers causal language model that scoring needs: backbone, head, final transforms."""
 
 from __future__ import annotations
 

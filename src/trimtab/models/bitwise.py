@@ -1,4 +1,4 @@
-"""The first operation whose bits differ between two ways of running a model, such as a sampler's and a trainer's.
+"""Finds the first operation whose bits differ between two ways of running a model.
 
 Each side is run once with fingerprints of everything (`bitwise_tape.py`); both are read in the order in which the
 second side computes. Of the first place that differs, inputs are equal and outputs are not: there is the culprit. Both

@@ -1,4 +1,4 @@
-"""Every operation of a forward, token by token: what it was given and what it made, as 64 bits for each token.
+"""Records every operation of a forward as a 64-bit digest of inputs and outputs per token.
 
 Two ways of running one model meet tokens in other batches and another order, so nothing can be compared call by call.
 Each token has a key instead, known to the tape before a forward starts, and a tensor belongs to it as far as its

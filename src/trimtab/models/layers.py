@@ -1,4 +1,4 @@
-"""Where a transformers model keeps its decoder layers, whatever its family calls them."""
+"""Finds the decoder layers of a transformers model, whatever its family names them."""
 
 from __future__ import annotations
 

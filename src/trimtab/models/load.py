@@ -1,4 +1,4 @@
-"""Load a policy: an HF id, a local folder, the bundled model, or the laboratory model.
+"""Loads a policy: a Hugging Face id, a local folder, the bundled model, or a laboratory model.
 
 Only safetensors are read and no code from a model's repository is run. Every parameter must come from the files:
 transformers would initialise absent ones at random and merely log it.

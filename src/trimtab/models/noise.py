@@ -1,4 +1,4 @@
-"""Standard normals from a seed and a place: a pure function, so that a second pass draws the same noise again.
+"""Counter-based standard normals: a pure function of seed and position, so a second pass draws the same noise.
 
 PyTorch's seeded generator runs on one CPU thread and takes 2.5 ns a normal; perturbing every layer of a small model
 would cost a tenth of its training step. Here 16 random bits choose one of 65536 equally likely quantiles, which is

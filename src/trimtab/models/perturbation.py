@@ -1,4 +1,4 @@
-"""Adaptive layerwise perturbation: learnable Gaussian noise on the input of decoder layers, while attached.
+"""Adaptive layerwise perturbation (ALP): learnable Gaussian noise on the inputs of decoder layers.
 
     h_l  <-  h_l + sigma_l * eps,   sigma_l = exp(a_l),   eps ~ N(0, I) of h's shape     (arXiv 2603.19470)
 

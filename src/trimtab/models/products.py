@@ -1,4 +1,4 @@
-"""Matrix products through the fastest exact kernel at hand."""
+"""Matrix products through the fastest exact kernel available."""
 
 from __future__ import annotations
 

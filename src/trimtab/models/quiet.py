@@ -1,4 +1,4 @@
-"""Keep transformers off the terminal."""
+"""Silences the progress bars and reports of transformers."""
 
 from __future__ import annotations
 

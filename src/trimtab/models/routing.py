@@ -1,4 +1,4 @@
-"""Which experts see a token: recorded in one forward of a mixture of experts, replayed in another.
+"""Records the experts each token is routed to in one forward, and replays them in another.
 
 Sampler and trainer compute the same router scores with other roundings, and where two experts are nearly tied they
 send a token to different ones. Replaying the sampler's choice (R3, arXiv 2510.11370) or that of the proximal pass (R2,

@@ -1,4 +1,4 @@
-"""Routes in the shape of a micro-batch, and where each of its tokens stands when the model runs it."""
+"""Routed experts arranged as a micro-batch, and the position of each token when the model runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model spread over ranks with FSDP2: one group of parameters for each decoder layer, one for all the rest.
+"""Shards a model over ranks with FSDP2: one parameter group per decoder layer, one for the rest.
 
 FSDP gathers a group's weights before a module's forward and frees them after it. Scoring, however, calls the backbone
 and then reads the head's weight itself, outside of any forward. So the model's own forward may also be asked to do

@@ -1,4 +1,4 @@
-"""One decoder layer while its input is perturbed: the hooks that add the noise and keep the residual stream wide.
+"""Hooks of one perturbed decoder layer: they add the noise and keep the residual stream in float32.
 
 A half-precision residual stream swallows small noise: next to 1.0 bfloat16 has steps of 0.0078, and rounding undoes
 anything below half a step, wherever the addition itself was computed. So the stream is float32 from the first

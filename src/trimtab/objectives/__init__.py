@@ -1,4 +1,4 @@
-"""Objectives over the corrections: losses as frozen choices of parts, advantages, and the named methods."""
+"""Objectives as frozen combinations of parts, advantages, and the named presets."""
 
 import sys
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""Advantages from the rewards of a group: one number for each response, no gradient, computed in float64."""
+"""Group-relative advantages from rewards: one number per response, without gradient, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From per-token losses to one scalar: a scale for every token, from denominators of the whole update.
+"""Aggregates per-token losses to a scalar with denominators of the whole update.
 
     token-mean            1 / sum_i T_i                 DAPO
     seq-mean-token-mean   1 / (N T_i)                   GRPO, GSPO

@@ -1,4 +1,4 @@
-"""Bounds of weights and masks from the ratios of one batch: `objective.calibrate = true`.
+"""Finds bounds of weights and masks from the ratios of one batch (`objective.calibrate = true`).
 
 Published sequence bounds were tuned on responses of thousands of tokens; on short ones they reject most of a healthy
 batch. A bound here is a quantile of what was seen, held inside the range that published bounds span (docs/math.md says

@@ -1,4 +1,4 @@
-"""The correction alone, for whoever has a loss of their own; and the mismatch report."""
+"""`correct` and `mismatch`: the correction for a loss of one's own, and the mismatch statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An objective as an equation a person can check, with its numbers: each part says its own."""
+"""Renders an objective as an equation with its numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a name and keywords to an objective: a preset, or a function of one's own named `module:function`."""
+"""Builds an objective from a name and keywords: a preset, or a user's `module:function`."""
 
 from __future__ import annotations
 

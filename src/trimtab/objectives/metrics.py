@@ -1,4 +1,4 @@
-"""Named statistics that add up over micro-batches, updates and ranks, and become floats once, at the end."""
+"""Named statistics that add up over micro-batches, updates and ranks and become floats once, at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one idea: an objective is a frozen choice of parts.
+"""The `Objective`: ratio, surrogate, weight, masks, regularizers and aggregation, evaluated on a batch.
 
 loss = -(1/D) sum mask * keep * sg[weight] * surrogate(ratio, advantage)  +  kl_coef * KL  -  entropy_coef * entropy
 """

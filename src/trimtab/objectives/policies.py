@@ -1,4 +1,4 @@
-"""The log-probs an objective reads, one tensor (batch, time) for each policy, and the ratio it is about."""
+"""`PolicyLogps`, the log-probs an objective reads, and `Ratio`, the ratio of two of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every named method: a short constructor over parts. Its keywords are the method's own, with complete defaults.
+"""The presets: each a short constructor over parts, with the defaults of its paper.
 
 What all methods share (aggregation, denominator, length_max, kl, kl_coef, entropy_coef) is set by `lookup.objective`.
 """

@@ -1,4 +1,4 @@
-"""KL to the reference, from samples, with gradient through the current policy.
+"""KL to the reference policy, estimated from samples, with gradient through the current policy.
 
 d = log pi_ref - log pi:
 

@@ -1,4 +1,4 @@
-"""What spans one optimizer update: denominators, the mean weight, M2PO's evidence.
+"""Statistics over one whole optimizer update: denominators, the mean weight, M2PO's second moment.
 
 Computed by `Objective.prepare` on each part of the update, without gradient, and added up; every micro-batch then uses
 the same state, so that any split of the update gives the same loss and gradient.

@@ -1,4 +1,4 @@
-"""Surrogates: what each token adds to the objective (to be maximised), given its log-ratio and advantage.
+"""Surrogates: the per-token term to be maximized, given log-ratio and advantage.
 
 A surrogate sees selected tensors (0 where untrained) and an exponent inside its safety bound, so everything it
 computes is finite and nothing rejected later can leave a NaN in the gradient. A new one is a frozen dataclass under

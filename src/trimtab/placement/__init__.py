@@ -1,1 +1,1 @@
-"""A run whose processes are actors of a Ray cluster. Ray itself is optional and imported inside functions."""
+"""Runs whose processes are actors of a Ray cluster. Ray is optional and imported inside functions."""

@@ -1,4 +1,4 @@
-"""Actors as the rest of the room sees them: where one sits, and what asking it something can end in."""
+"""Starting Ray actors, calling them, and the errors of actors that are lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster a run uses: one placement group with a bundle for each actor, and everything gone when the run ends."""
+"""The cluster resources of a run: one placement group, a bundle per actor, released when the run ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run as the command line sees it: reserve seats, start the ranks, show what they tell, leave nothing behind."""
+"""The driver of a cluster run: reserves resources, starts the ranks, shows their events, cleans up."""
 
 from __future__ import annotations
 

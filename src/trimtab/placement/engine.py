@@ -1,4 +1,4 @@
-"""An engine that lives in an actor: prompts and completions through Ray's calls, weights through its object store."""
+"""An engine in a Ray actor: requests through calls, weights through the object store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run on the cluster tells whoever is watching elsewhere: calls of an observer, kept until they are fetched."""
+"""Observer calls of a remote run, buffered until the driver polls them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The actor around an engine: the far end of `RayEngine`. Any engine that can be built from a specification fits in."""
+"""The actor that hosts an engine, the remote end of `RayEngine`."""
 
 from __future__ import annotations
 

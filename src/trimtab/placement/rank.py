@@ -1,4 +1,4 @@
-"""One rank of the trainer as an actor: it puts itself into the place torchrun would, and trains as it would there."""
+"""One trainer rank as a Ray actor, with the environment that torchrun would set."""
 
 from __future__ import annotations
 

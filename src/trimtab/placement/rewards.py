@@ -1,4 +1,4 @@
-"""Rewards on other nodes: a scorer whose samples travel to actors, each with a scorer of its own.
+"""A scorer that distributes samples over actors, each with a scorer of its own.
 
 Inside an actor nothing changes: what can hang or is a user's own runs in worker processes with time and memory limits.
 Here a whole actor may be lost as well; its samples go to its successor once, and fail visibly if that is lost too.

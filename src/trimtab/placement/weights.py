@@ -1,4 +1,4 @@
-"""Weights on their way through the object store: a publication is a list of objects of bounded size.
+"""Weight updates through the object store, in objects of bounded size.
 
 Each object holds whole tensors and says which publication, version and place in it it has, so that a receiver that
 was handed a wrong or stale object notices. Tensors are raw bytes beside a JSON header; on the receiving node they are

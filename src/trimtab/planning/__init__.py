@@ -1,1 +1,1 @@
-"""What a run will take: arithmetic over sizes of models, figures of devices and stated assumptions. No torch here."""
+"""Predicts time, memory and lag of a run from model sizes, device figures and stated assumptions. No torch."""

@@ -1,4 +1,4 @@
-"""What nobody knows before measuring, each with a default and where it comes from. A plan prints all of them."""
+"""The assumptions of a plan, each with a default and its source; a plan prints all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public peak figures of devices. What a run gets of them is an assumption of its own (`assumptions.py`)."""
+"""Published peak figures of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of the phases from a synchronous run's metrics, to predict the asynchronous one."""
+"""Predicts an asynchronous run from the phase times of a synchronous one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of a training rank, term by term, as `models/attention.py`, `models/head.py` and the trainer hold them.
+"""Memory of a training rank, term by term, in bytes.
 
     weights, gradients, optimizer    P x (1 + 1 + 2) x master bytes, over the ranks
     copies                           the weights as the products read them: all layers on one rank; when sharded, two

@@ -1,4 +1,4 @@
-"""From a model, a number of GPUs and a workload to a split of the GPUs, and what it will be like."""
+"""Splits GPUs between sampling and training for a model and a workload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of sampling and of training from sizes and peaks: a roofline, with every efficiency in `Assumptions`."""
+"""Seconds of sampling and training from sizes and device peaks (roofline), with efficiencies as assumptions."""
 
 from __future__ import annotations
 

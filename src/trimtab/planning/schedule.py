@@ -1,4 +1,4 @@
-"""The loop as a pipeline: how long a step takes, who waits, and how old the tokens are.
+"""The training loop as a pipeline: step time, idle time, and age of tokens.
 
     engines: take the newest weights, write batch m  ->  rewards: score it  ->  trainer: update, publish version m + 1
 

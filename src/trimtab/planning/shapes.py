@@ -1,4 +1,4 @@
-"""What a model is made of, from its config.json or from a table of public ones."""
+"""Model shapes from a config.json or from a table of public models."""
 
 from __future__ import annotations
 

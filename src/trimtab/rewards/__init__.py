@@ -1,4 +1,4 @@
-"""Verifiers: what a response is worth. `build(specs, task) -> Scorer`; see docs/tasks.md."""
+"""Rewards: `build(specs, task) -> Scorer`; see docs/tasks.md."""
 
 from __future__ import annotations
 

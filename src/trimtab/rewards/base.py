@@ -1,4 +1,4 @@
-"""What a built-in reward is made of."""
+"""The interface of a built-in reward."""
 
 from __future__ import annotations
 

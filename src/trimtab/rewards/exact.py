@@ -1,4 +1,4 @@
-"""The answer and nothing else, ended as the task asks for."""
+"""The `exact` reward: the answer alone, ended as the task asks."""
 
 from __future__ import annotations
 

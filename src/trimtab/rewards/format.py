@@ -1,4 +1,4 @@
-"""Whether a response has a wanted form, as a regular expression."""
+"""The `format` reward: whether a response matches a regular expression."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scorer that a reasoning-gym dataset brings along.
+"""The `reasoning-gym` reward: the scorer of the dataset itself.
 
 It runs in a worker: several scorers hand the model's words to a symbolic parser, which can hang.
 """

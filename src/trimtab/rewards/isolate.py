@@ -1,4 +1,4 @@
-"""Run reward functions that may hang, crash or eat memory, without letting the trainer feel it.
+"""Runs reward functions in worker processes with limits of time and memory.
 
     trainer --(one JSON message per batch)--> supervisor --(one JSON message per call)--> worker
 

@@ -1,4 +1,4 @@
-"""Whether a response has an allowed number of tokens."""
+"""The `length` reward: whether the number of tokens is within bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mathematical equality by math-verify, for LaTeX answers in a box.
+"""The `math` reward: mathematical equality by math-verify.
 
 It runs in a worker, whose timeout is the only one: math-verify's own rests on signal.alarm, which fails outside the
 main thread, and by default it turns its timeouts and errors into "wrong", which here would be a silent 0.

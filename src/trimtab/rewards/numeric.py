@@ -1,4 +1,4 @@
-"""The right number, however it is written: 1,200 and $1200.00 are 1200, and 1/2 is 0.5."""
+"""The `numeric` reward: the right number however written (1,200 and $1200.00 are 1200, 1/2 is 0.5)."""
 
 from __future__ import annotations
 

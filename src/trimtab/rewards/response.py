@@ -1,4 +1,4 @@
-"""What a reward sees of a sample."""
+"""A finished response as rewards see it: text, finish reason, number of tokens."""
 
 from __future__ import annotations
 

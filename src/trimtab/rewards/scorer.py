@@ -1,4 +1,4 @@
-"""Scores samples with several weighted rewards. A reward that fails, fails its sample: visibly, and only that one."""
+"""Scores samples with several weighted rewards; a reward that fails costs its sample only, and is counted."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Rollouts: engines that sample responses and say with which probability."""
+"""Engines that sample responses with their log-probs."""

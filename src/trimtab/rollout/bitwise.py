@@ -1,4 +1,4 @@
-"""One model run the sampler's way and the trainer's way over the same texts, for `models/bitwise.py` to compare.
+"""Runs one model the sampler's way and the trainer's way over the same texts, for `models/bitwise.py`.
 
 Sampler: prompts are prefilled together, responses decoded token by token with a cache, in batches of several sizes that
 rows leave as they end; one response goes on from a prefix. Trainer: one packed pass with gradient. The texts are made

@@ -1,4 +1,4 @@
-"""What a trainer may assume about log-probs it did not compute: checked once per batch of data, never guessed."""
+"""The sampling contract: refuses data whose importance ratios would be biased, once per batch."""
 
 from __future__ import annotations
 

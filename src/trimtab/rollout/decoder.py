@@ -1,4 +1,4 @@
-"""Decoding one batch of rows, a token at a time: the interface, and the path that works for any causal model.
+"""Token-by-token decoding of a batch: the interface, and the implementation for any causal model.
 
 A decoder is made for one batch: it runs each prompt and each distinct prefix once, in parallel, then grows all rows in
 lockstep. Rows start from the keys and values of their prompt and prefix; these are never run through the model again.

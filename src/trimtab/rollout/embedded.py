@@ -1,4 +1,4 @@
-"""The engine that needs nothing but the model: batched sampling in this process, in its own numerics."""
+"""The embedded engine: batched sampling in this process, in its own numerics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that says what it was told to: for tests and for documentation, without a model."""
+"""A scripted engine for tests and documentation; no model."""
 
 from __future__ import annotations
 

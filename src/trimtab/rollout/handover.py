@@ -1,4 +1,4 @@
-"""Weights handed to other processes of this machine: written once, mapped by each of them, gone when nobody holds them.
+"""Weights in an unnamed memory file that other processes of this machine map.
 
 The file has no name. It lives in memory (`memfd`) or, where the system has no such thing, as a temporary file that is
 already deleted; its open descriptor is what travels. The system frees it with the last process that has it open, so

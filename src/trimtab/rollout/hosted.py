@@ -1,4 +1,4 @@
-"""Engines made from a description alone, as a process that hosts one is told: JSON, and a folder of model files.
+"""Builds an engine from a serializable specification: JSON and a folder of model files.
 
     {"type": "embedded", "model": folder, "dtype": "bfloat16", "rounding": {"bits": null, "noise": 0.0, "seed": 0},
      "routes": false unless given, "numerics": "native" unless given}

@@ -1,4 +1,4 @@
-"""Decoding with invariant numerics: the model's own modules, and a cache that attention reads in fixed key blocks.
+"""Decoding with batch-invariant numerics over a cache read in fixed blocks of keys.
 
 A step is the forward of one packed row of single tokens, a prefill that of prompts and prefixes, through the same
 modules that score in the trainer (`models/invariant`); only where attention finds its keys differs. Keys and values of

@@ -1,4 +1,4 @@
-"""Decoding a batch of rows of a `LeanModel`, fast and without changing the mathematics.
+"""Batched decoding that stores and attends each prompt's keys once for all its samples.
 
 The keys and values of a prompt are stored once and attended by all its rows as one matrix product, instead of being
 read again for every row. Rows grow in lockstep, so their own keys and values form a rectangle that needs no mask. Where

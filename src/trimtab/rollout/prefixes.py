@@ -1,4 +1,4 @@
-"""Where a historical response is cut, so that the current policy continues it (SOUP, arXiv 2601.21476, Section 3.2).
+"""Chooses where a historical response is cut, for the current policy to continue (SOUP, arXiv 2601.21476, 3.2).
 
 Pure numpy. A rule looks at a response and says how many of its tokens the prefix keeps; `cut` then makes the prefix.
 """

@@ -1,4 +1,4 @@
-"""What may be published to an engine whose model does not live here as a transformers model.
+"""Validates a weight update: names, shapes and tied weights.
 
 Inference engines take whatever weights they are given: names they do not know are skipped, names that are missing keep
 their old values, and both look like success. So everything is checked before anything is handed over.

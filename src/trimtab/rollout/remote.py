@@ -1,4 +1,4 @@
-"""An engine in a process of its own: generation does not share the trainer's interpreter, threads or fate."""
+"""An engine in another process: forwards calls, detects hangs, restarts."""
 
 from __future__ import annotations
 

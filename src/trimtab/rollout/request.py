@@ -1,4 +1,4 @@
-"""What any engine may be asked for, whoever runs the model."""
+"""Validation of generate requests, shared by all engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Controlled mismatch: what a sampler in coarser arithmetic does to its weights, on demand and in exact steps.
+"""Controlled mismatch: rounds or perturbs a sampler's weights, exactly repeatable.
 
 Rounded are the matrices of the linear layers inside the decoder, one symmetric scale for each output row, as engines
 with weight-only quantisation have them. Embedding, head, norms, biases and the routers of mixtures of experts stay as

@@ -1,4 +1,4 @@
-"""Which experts each token was sent to while responses grow, put in the order of the tokens (METHODS 8.1, R3).
+"""Collects the experts of each token while responses grow (METHODS 8.1, R3).
 
 The model's tape holds choices in the order its passes ran them, padding included; a decoder says whose tokens these
 were. The last token of a response is never run, so a response of n tokens has an entry for each token of its prompt

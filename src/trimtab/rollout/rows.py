@@ -1,4 +1,4 @@
-"""The rows of a batch while they grow: what each response holds so far, and the prefixes some of them begin with."""
+"""The rows of a decoding batch: tokens sampled so far, and prefixes that some rows begin with."""
 
 from __future__ import annotations
 

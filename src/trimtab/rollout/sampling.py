@@ -1,4 +1,4 @@
-"""Drawing tokens from logits: exact log-probs of the distribution really sampled, one uniform number per token.
+"""Samples tokens from logits with exact log-probs of the truncated distribution, one uniform number per token.
 
 The processed distribution is the softmax of `logits / temperature`, restricted to the `top_k` most likely tokens,
 then to the smallest set of them whose mass reaches `top_p`, and renormalised. Every number returned here comes from

@@ -1,4 +1,4 @@
-"""The engine over inference servers that run beside the trainer, on any machines: vLLM `serve` or SGLang."""
+"""An engine over running inference servers on any machines: vLLM `serve` or SGLang."""
 
 from __future__ import annotations
 

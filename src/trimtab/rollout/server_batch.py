@@ -1,4 +1,4 @@
-"""The responses of one call, shared out to servers: near where their prompt is cached, and to others when one fails."""
+"""The queue of one generate call: prompts keep to one server's prefix cache and move when a server fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection to an inference server: JSON in, JSON out, errors told apart.
+"""An HTTP/1.1 connection to an inference server: JSON in, JSON out, errors classified.
 
 A connection belongs to one thread; only `cancel` may be called from another. It is kept open between calls, and opens
 itself again when it is used after an error.

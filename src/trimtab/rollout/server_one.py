@@ -1,4 +1,4 @@
-"""One server as the engine knows it: what it serves, which weights it was given, whether it answers."""
+"""Client of one inference server: health, served model, weight version."""
 
 from __future__ import annotations
 

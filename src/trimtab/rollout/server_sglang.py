@@ -1,4 +1,4 @@
-"""SGLang's native wire format: `/generate` with token ids in and out, weights from a folder.
+"""SGLang's protocol: `/generate` with token ids, weights from a folder.
 
 Sources: docs/advanced_features/sglang_for_rl.md, docs/basic_usage/native_api.md, srt/managers/io_struct.py and
 tokenizer_manager.py of sgl-project/sglang.

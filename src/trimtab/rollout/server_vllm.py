@@ -1,4 +1,4 @@
-"""vLLM's wire format: `/v1/completions` with token ids in and out, weights through a worker extension.
+"""vLLM's protocol: `/v1/completions` with token ids, weights through a worker extension.
 
 Sources, of vllm 0.32.0: entrypoints/openai/completion/{protocol,serving}.py, entrypoints/rl/online/api_router.py,
 entrypoints/serve/dev/{rpc,cache}/api_router.py.

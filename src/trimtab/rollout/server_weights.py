@@ -1,4 +1,4 @@
-"""Weights on their way to servers: one safetensors file in a folder that both sides see."""
+"""Weight updates for servers: one safetensors file in a shared folder."""
 
 from __future__ import annotations
 

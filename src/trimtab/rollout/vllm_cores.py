@@ -1,4 +1,4 @@
-"""Where vLLM's engine runs: in this process, or in one of its own. Both take requests and hand out tokens as they come.
+"""Runs vLLM's engine in this process or in its own; both take requests and stream tokens.
 
 Tokens arrive in pieces (`Chunk`), so that an interrupted call keeps what there is and a stop string ends its response
 at the token that completes it. Deciding that is the caller's: `Take` answers whether the response is complete.

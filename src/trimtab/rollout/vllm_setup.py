@@ -1,4 +1,4 @@
-"""Starting vLLM the way a trainer needs it: no weights, no tokenizer, no defaults of a chat server."""
+"""Starts vLLM without weights, tokenizer or chat defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: taking over weights, completely.
+"""The extension inside vLLM's workers that loads weight updates.
 
 vLLM mixes this class into its worker by name (`worker_extension_cls`). Three things that its own reload leaves out each
 end in wrong log-probs and a report of success: a tied head that keeps its own packed copy (CPU), weights that no

@@ -1,4 +1,4 @@
-"""Frames between a process and the engine it hosts in another one: JSON, arrays as raw bytes, open files.
+"""Messages between a process and the engine hosted in another: JSON, raw arrays, file descriptors.
 
     magic (4 bytes) | length of the header | length of the body | header: JSON | body: arrays, one after the other
 

@@ -1,4 +1,4 @@
-"""A process that hosts one engine for another process: `python -m trimtab.rollout.worker SOCKET PARENT`.
+"""The process that hosts one engine for another process: `python -m trimtab.rollout.worker SOCKET PARENT`.
 
 The first frame describes the engine (`hosted.py`); every other one is a request, answered in order by the main thread.
 A second thread reads the connection, so that an interruption arrives while tokens are sampled, and gives a sign of life

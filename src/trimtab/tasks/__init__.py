@@ -1,4 +1,4 @@
-"""Where prompts come from: `build(name, **options) -> Task`. Each kind of task is one file; see docs/tasks.md."""
+"""Tasks: `build(name, **options) -> Task`, one file per kind; see docs/tasks.md."""
 
 from __future__ import annotations
 

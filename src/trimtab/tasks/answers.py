@@ -1,4 +1,4 @@
-"""The right answer, taken out of what a data set stores: a number, a GSM8K solution, a boxed LaTeX result."""
+"""Extracts reference answers from data sets: numbers, GSM8K solutions, boxed LaTeX results."""
 
 from __future__ import annotations
 

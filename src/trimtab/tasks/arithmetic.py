@@ -1,4 +1,4 @@
-"""Few-shot arithmetic on two whole numbers, the task of the quickstart.
+"""The `arithmetic` task of the quickstart: few-shot sums of two whole numbers.
 
 The wording decides where a small model starts; the measured table is in docs/tasks.md.
 """

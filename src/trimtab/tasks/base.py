@@ -1,4 +1,4 @@
-"""What every kind of task is made of."""
+"""Base classes of tasks."""
 
 from __future__ import annotations
 

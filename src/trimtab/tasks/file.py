@@ -1,4 +1,4 @@
-"""A JSONL or parquet file as a task; see `RowOptions` for how columns are named."""
+"""A JSONL, JSON or parquet file as a task; see `RowOptions` for its columns."""
 
 from __future__ import annotations
 

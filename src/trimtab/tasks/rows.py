@@ -1,4 +1,4 @@
-"""Rows of a data set -> problems -> a task. Where the rows come from is the business of file.py and hub.py."""
+"""Builds problems and a task from the rows of a data set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Known layouts of public data sets: which columns mean what, and worked examples where the rows make poor ones."""
+"""Known layouts of public data sets: their columns, and worked examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laboratory task: sort ten digits, "3141592653=" -> "1123345569.".
+"""The laboratory's `sort` task: ten digits, "3141592653=" -> "1123345569.".
 
 `Problem.answer` is the whole target with its final stop ".", eleven characters: exactly what a warm start teaches and
 what the exact reward compares. The training split is computed from (seed, index); nothing is stored.

@@ -1,4 +1,4 @@
-"""The prompt options that every task over outside questions shares, and the template they make."""
+"""The prompt options shared by tasks with external questions, and the template they make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a question becomes the exact text the model continues: plain, few-shot or chat.
+"""Prompt templates: plain, few-shot or chat.
 
 A template is ordinary text with the words `{question}` and (few-shot) `{answer}`. Only these two are replaced, in one
 pass, so braces of LaTeX in a template or in a question mean nothing special.

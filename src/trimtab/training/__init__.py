@@ -1,1 +1,1 @@
-"""The training loop and what it stands on: packing, updates, checkpoints, run files."""
+"""The training loop, packing, updates, checkpoints and run files."""

@@ -1,4 +1,4 @@
-"""Files and folders that are either complete or absent, whatever kills the process or fills the disk.
+"""Atomic writing: files and folders are complete or absent whatever kills the process or fills the disk.
 
 Everything is written under a hidden temporary name next to its goal (same filesystem), flushed to the disk, and
 renamed. A process that dies in between leaves only temporary names behind, which `sweep` removes at the next start.

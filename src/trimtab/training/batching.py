@@ -1,4 +1,4 @@
-"""Trajectories to tensors: mini-batches (one optimizer update each) of micro-batches (one forward and backward each).
+"""Packs trajectories into tensors: mini-batches (one optimizer update) of micro-batches (one forward and backward).
 
 Groups stay together, so that a prompt is computed once for all its samples. The packing is made once per batch and
 used by the proximal pass and by every epoch: that is what makes the first ratio exactly 1.

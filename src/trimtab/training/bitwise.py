@@ -1,4 +1,4 @@
-"""What `numerics = "invariant"` promises: under the same weights, sampler and trainer agree to the last bit.
+"""Checks each step that sampler and trainer log-probs are bitwise equal where `numerics = "invariant"` promises it.
 
 A recipe that cannot keep the promise is refused before a model is loaded; in a run every step is held to it.
 """

@@ -1,4 +1,4 @@
-"""`objective.calibrate = true`: the first batch decides the bounds, and the run keeps them."""
+"""`objective.calibrate = true`: bounds from the first batch, kept for the whole run."""
 
 from __future__ import annotations
 

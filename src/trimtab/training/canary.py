@@ -1,4 +1,4 @@
-"""Does the engine really sample from the weights it was given? A look at a few fixed contexts after publications.
+"""Checks after weight updates that the engine samples from the weights it was given.
 
 Engines have many ways to report success and keep old weights: a tied head with a packed copy of its own, keys and
 values cached under earlier weights, an update that was skipped. Training on such samples fails slowly and quietly. So

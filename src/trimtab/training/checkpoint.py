@@ -1,4 +1,4 @@
-"""Checkpoints: `checkpoints/step-000010/`, complete or absent, checked on the way in, never unpickled.
+"""Checkpoints (`checkpoints/step-000010/`): atomic, with digests verified on loading, without pickle.
 
     manifest.json            format, step, and size + sha256 of every other file
     meta.json                counters and everything that is not a tensor

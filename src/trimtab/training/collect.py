@@ -1,4 +1,4 @@
-"""From problems to scored groups: draw prompts, sample, reward, and (DAPO) replace groups that teach nothing."""
+"""Collects scored groups: draws prompts, samples, rewards, and (DAPO) replaces groups without signal."""
 
 from __future__ import annotations
 

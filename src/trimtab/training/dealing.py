@@ -1,4 +1,4 @@
-"""One update dealt over ranks: who computes which micro-batch, and how the results come together again.
+"""Assigns the micro-batches of one update to ranks, and merges their results.
 
 Every rank holds the whole batch (token ids are small) and the same packing as one process would have, so that
 perturbations, proximal log-probs and the update's denominators do not depend on how many ranks there are.

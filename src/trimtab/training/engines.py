@@ -1,4 +1,4 @@
-"""From a recipe's [engine] section to the engines of a run: in this process, in processes of their own, or servers."""
+"""Builds the engines of a run from the recipe: in this process, in worker processes, or servers."""
 
 from __future__ import annotations
 

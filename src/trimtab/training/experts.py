@@ -1,4 +1,4 @@
-"""External traces that join the sampled responses of a group (LUFFY, arXiv 2504.14945): gold answers, or a file's rows.
+"""External traces that join sampled groups (LUFFY, arXiv 2504.14945): gold answers or rows of a file.
 
 A trace becomes the tokens an engine would have returned had it sampled that text, its ending included, so that
 nothing but the missing behavior policy tells it from the other members of its group.

@@ -1,4 +1,4 @@
-"""A run's model in the format every other tool loads: config, tokenizer and safetensors in one folder."""
+"""Writes a model as config, tokenizer and safetensors in one folder."""
 
 from __future__ import annotations
 

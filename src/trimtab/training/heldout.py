@@ -1,4 +1,4 @@
-"""The held-out problems of a run, and the share of them its policy solves."""
+"""The accuracy on held-out problems during training."""
 
 from __future__ import annotations
 

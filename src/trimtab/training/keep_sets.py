@@ -1,4 +1,4 @@
-"""The sets a trajectory's tokens were drawn from, as a column of a parquet file.
+"""Sampling masks (the ids each token was sampled from) as a parquet column.
 
 Under top-p a set holds from one to thousands of ids. They ascend, so that what is stored is the first id of each set
 and the steps from one id to the next, in as few bytes as the largest needs, all lowest bytes first: most steps are

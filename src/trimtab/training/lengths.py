@@ -1,4 +1,4 @@
-"""Prompts against the model's context: how long they are, and how long they may be."""
+"""Prompt lengths: how many tokens the context leaves, and the distribution over a task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop, top to bottom. Everything stateful in a run hangs off `Trainer`; everything else is a function.
+"""The training loop. All state of a run belongs to `Trainer`; everything else is a function.
 
     take a batch -> proximal log-probs -> advantages -> mini-batch updates -> publish weights
 

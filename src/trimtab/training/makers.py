@@ -1,4 +1,4 @@
-"""Parts of a run that a placement may put on other machines, and its own makers of them."""
+"""Factories for engines and scorer; a cluster run replaces them."""
 
 from __future__ import annotations
 

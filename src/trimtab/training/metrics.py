@@ -1,4 +1,4 @@
-"""The numbers of one step, under the names `docs/metrics.md` documents. Floats are made here, once a step."""
+"""The metrics of one step under the names of `docs/metrics.md`."""
 
 from __future__ import annotations
 

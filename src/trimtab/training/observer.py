@@ -1,4 +1,4 @@
-"""What a run tells whoever is watching. Training calls these; it never imports a display."""
+"""Progress callbacks. Training calls them and never imports a display."""
 
 from __future__ import annotations
 

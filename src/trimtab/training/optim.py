@@ -1,4 +1,4 @@
-"""AdamW, and the learning rate as a pure function of update, step and the step of a length surge.
+"""AdamW, and the learning rate as a pure function of update, step and length surge.
 
 Resuming needs no scheduler state but that one step (`trimtab.training.surge`).
 """

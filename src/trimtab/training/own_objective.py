@@ -1,4 +1,4 @@
-"""An objective that is no preset: given in code, or a function a recipe names. The run writes down what it was."""
+"""Objectives given in code or as `module:function`; the run records what they are."""
 
 from __future__ import annotations
 

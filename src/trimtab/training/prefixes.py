@@ -1,4 +1,4 @@
-"""The historical side of a SOUP run: prefixes an older policy wrote, waiting to be continued (arXiv 2601.21476, 3.2).
+"""The pool of historical prefixes of a SOUP run (arXiv 2601.21476, 3.2).
 
 A cycle has `refresh` batches. The first is on-policy. Right after it was sampled the sampler still holds the weights
 that wrote it; these are the historical policy, and with them the prefixes of all other batches of the cycle are drawn.

@@ -1,4 +1,4 @@
-"""Where a run comes from, in `provenance.json` of its directory: the command, versions, hardware, date and duration.
+"""Writes `provenance.json`: command, versions, hardware, date, duration and outcome of each start of a run.
 
 The file holds one object for each start of the run, resumed ones among them, in the order they happened. Nothing else
 of the machine goes in: no environment variables, no host name, no paths but those the command line names.

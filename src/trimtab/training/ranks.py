@@ -1,4 +1,4 @@
-"""The ranks of a run: who they are, and the few things they tell each other.
+"""The process group of a run and its collectives: broadcast, gather, sum, run on all ranks.
 
 `torchrun` starts one process for each device and numbers them in the environment. Every rank runs the same program;
 rank 0 leads: it has the data, the engines and the run directory. What ranks exchange besides tensors is bytes (JSON,

@@ -1,4 +1,4 @@
-"""The experts of a trajectory's tokens as a column of a parquet file."""
+"""The experts of a trajectory's tokens as a parquet column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing replay in a run (METHODS 8.1): what is refused, and the engine's record checked and laid out as tensors."""
+"""Routing replay in a run (METHODS 8.1): checks, and the engine's record as tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build a run from a recipe and train it. Everything a user can get wrong is checked before a model is loaded."""
+"""Builds a run from a recipe and trains it. Everything a user can get wrong is checked before a model is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run directory: one process writes it, anybody may read it, and a kill at any moment leaves it usable.
+"""The run directory: one writer, any readers, usable after a kill at any moment.
 
 config.toml  provenance.json  metrics.jsonl  trajectories/step-000010.parquet  checkpoints/  model/  report.html
 """

@@ -1,4 +1,4 @@
-"""Randomness without state: every draw has its own seed, derived from the run's seed and what the draw is for.
+"""Stateless randomness: every draw has a seed derived from the run's seed and the purpose of the draw.
 
 A resumed run therefore needs counters, not generator states, and one more evaluation never shifts the rollouts.
 """

@@ -1,4 +1,4 @@
-"""A small supervised warm start on a task's gold answers, made of the same parts as the reinforcement learning loop."""
+"""A short supervised warm start on the gold answers of a task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections of a checkpoint that every rank writes its part of, and any number of ranks read again.
+"""Checkpoint sections that each rank writes in part and any number of ranks can read.
 
     model/shard-00001-model-00001-of-00001.safetensors     rank 0's part of every tensor, and its place in the whole
 

@@ -1,4 +1,4 @@
-"""What a checkpoint must hold so that the resumed run equals the uninterrupted one, and how to put it back."""
+"""Captures the state of a run for a checkpoint, and restores it bit for bit."""
 
 from __future__ import annotations
 

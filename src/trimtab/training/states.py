@@ -1,4 +1,4 @@
-"""What a process knows (modules, optimizers, random generators) as named tensors plus JSON, and back, bit for bit.
+"""Modules, optimizers and random generators as named tensors plus JSON, restored bit for bit.
 
 Checkpoints hold nothing that could run code when it is read, so everything stateful passes through here.
 """

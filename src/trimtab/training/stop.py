@@ -1,4 +1,4 @@
-"""Ending a run in good order: the step in progress is finished and saved before Ctrl-C or SIGTERM takes effect.
+"""Handles Ctrl-C and SIGTERM: the step in progress is finished and saved before the run ends.
 
 A checkpoint is a state between two steps, so the first signal waits for the end of the step; the second one does not.
 """

@@ -1,4 +1,4 @@
-"""The length surge: the step at which responses grow long, an early sign that the mismatch is about to grow.
+"""Detects a length surge: the step at which responses grow long, an early sign of growing mismatch.
 
 Trainer and sampler drift apart as updates get noisy, and smaller updates hold the drift (arXiv 2602.01826); the surge
 of the mean response length says when to begin. Factor, window and baseline are choices of a reproduction of that work,

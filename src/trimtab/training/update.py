@@ -1,4 +1,4 @@
-"""One batch to optimizer updates: proximal and reference log-probs, the objective, and a guard around every step."""
+"""Turns one batch into optimizer updates: proximal and reference log-probs, the objective, guarded steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's weights as the rest of the world sees them: full precision, full names, adapters merged."""
+"""The trainer's weights for engines and export: full precision, full names, adapters merged."""
 
 from __future__ import annotations
 

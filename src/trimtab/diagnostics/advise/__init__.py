@@ -1,4 +1,4 @@
-"""What to do about a mismatch: every preset tried on the data, one recommended, in the words of other frameworks."""
+"""Recommendations: every preset applied to the data, one recommended, with configuration for other frameworks."""
 
 from __future__ import annotations
 

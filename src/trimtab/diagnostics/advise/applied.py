@@ -1,4 +1,4 @@
-"""The weight a preset really gives every token of some data: its own gradient, asked of the objective itself."""
+"""The weight a preset gives each token, taken from the gradient of its objective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every preset would do to this very data at its first update: the columns of `Outcome`, for all presets.
+"""What each preset would do to the data at its first update: shares kept, clipped and weighted, per preset.
 
 With w_t the applied weight of trained token t: the gradient the preset's own loss gives the token, over the gradient it
 would give were trainer and sampler equal (docs/recommendations.md):

@@ -1,4 +1,4 @@
-"""From what is known about the data to one preset: a table, read from the top, the first row that holds decides.
+"""The table of rules that recommends one preset for measured data; the first row that applies decides.
 
 Where a row rests on a measurement, its reason names it; docs/recommendations.md lists the sources.
 """

@@ -1,4 +1,4 @@
-"""What kind of mismatch the data shows: from log-probs of sampled tokens to named causes with evidence.
+"""Names the causes of a mismatch from the log-probs of sampled tokens, with evidence.
 
 Everything rests on three facts about tokens y drawn from mu and a trainer pi:
 

@@ -1,4 +1,4 @@
-"""Names, evidence and advice for a broken sampling contract."""
+"""Names, evidence and advice for violations of the sampling contract."""
 
 from __future__ import annotations
 

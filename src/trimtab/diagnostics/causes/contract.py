@@ -1,4 +1,4 @@
-"""The sampling contract: `temperature`, `truncated-sampling`, `raw-logprobs`.
+"""Detects violations of the sampling contract: `temperature`, `truncated-sampling`, `raw-logprobs`.
 
 Let mu be the distribution tokens were drawn from. If the sampler reports mu, then E[pi/mu] is the mass pi gives to
 mu's support: 1, or the kept mass under top-p, top-k and min-p. If it reports q instead and the trainer has mu, then

@@ -1,4 +1,4 @@
-"""`stale`: the sampler used older weights.
+"""Detects `stale`: the sampler used older weights.
 
 With versions: the shift of logits must grow with age (a ratio of at least `GROWTH` and `CLEAR` standard errors of the
 mean log size). Without them three traces are left. Updates raise what had positive advantage: the response's log-ratio

@@ -1,4 +1,4 @@
-"""Raw log-probs that nothing contradicts but the tokens themselves.
+"""Detects `raw-logprobs` from the entropy of the tokens where nothing else shows it.
 
 When trainer and sampler agree, both may still describe another distribution q than the one tokens came from. Then
 

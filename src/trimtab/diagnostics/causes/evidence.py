@@ -1,4 +1,4 @@
-"""The tokens causes are read from, in the scale in which noise is even: logits."""
+"""The tokens that causes are detected from, with differences converted to logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All causes in order: wrong pairs first, then the sampling contract, then noise and its origin."""
+"""Runs all detectors in order: misaligned pairs, the sampling contract, then noise and its origin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`retokenized`: a few tokens are far off and the rest is clean.
+"""Detects `retokenized` from a few large differences among otherwise small ones.
 
 Text that was decoded and encoded again gives the trainer other tokens than were sampled, at few places, mostly where
 turns meet. There a log-prob jumps by nats; noise of any kind moves a logit by a few of its own scales. A jump is

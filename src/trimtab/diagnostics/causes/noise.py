@@ -1,4 +1,4 @@
-"""`precision` and `quantized`: how large the zero-mean rest is, in logits.
+"""Detects `precision` and `quantized` from the size of the zero-mean residual in logits.
 
 What the run's own recipe says decides, where it lies beside the files. Without it size does: rounding shifts logits by
 about the same amount wherever the model is undecided, so it is read there, from trainer and sampler alike. How much a

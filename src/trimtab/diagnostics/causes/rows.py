@@ -1,4 +1,4 @@
-"""`misaligned`, its other form: the trainer's log-probs are those of another response.
+"""Detects `misaligned` where the trainer's log-probs belong to another response.
 
 A response whose log-probs disagree is compared with the others of equal length. A list is a stranger's
 when it fits at less than `FIT` of the own distance and at less than `FIT` of what the next best one does: among

@@ -1,4 +1,4 @@
-"""`misaligned` and `retokenized`: the two lists of log-probs belong to different tokens.
+"""Detects `misaligned` and `retokenized` from shifts between the two lists of log-probs.
 
 For every offset s the score of a token is min(|b_t - p_t|, 3) - min(|b_t - p_(t+s)|, 3): how much closer the
 trainer's neighbor is than its own. On aligned data it is negative on average, so the best stretch of a response

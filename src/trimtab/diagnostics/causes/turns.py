@@ -1,4 +1,4 @@
-"""Where a shift of log-probs begins: with the response, where a later turn begins, or anywhere else.
+"""Locates where a shift of log-probs begins: at the response, at a later turn, or elsewhere.
 
 A conversation that was decoded and encoded again between turns has other lengths from there on, so every later token
 is paired with a neighbor's log-prob while the first turn fits. For each response two hypotheses are compared by what

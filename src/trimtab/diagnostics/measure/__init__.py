@@ -1,4 +1,4 @@
-"""One pass over the tokens of any amount of data: how large the mismatch is and where it sits."""
+"""Measures the size and the location of a mismatch in one pass over the tokens, in bounded memory."""
 
 from trimtab.diagnostics.measure.measure import measure
 

@@ -1,4 +1,4 @@
-"""Bins that are known before the data is: of log-ratios, of lengths, of the behavior probability.
+"""Fixed bins of log-ratio, length and behavior probability.
 
 Positive numbers fall into 32 bins a factor of two, read off the bits of a float32 (exponent and five digits of the
 mantissa): no logarithm, and the width of a bin is at most 1/32 of the number.

@@ -1,4 +1,4 @@
-"""95% intervals of statistics of sums, by resampling clusters. Pure; nothing here knows what is summed."""
+"""95% intervals of statistics of sums, by resampling clusters."""
 
 from __future__ import annotations
 

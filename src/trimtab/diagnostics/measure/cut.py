@@ -1,4 +1,4 @@
-"""Sums over the tokens of each bin of one view, and the view made from them."""
+"""Sums per bin of one view, and the view made from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums by key for keys that are not known beforehand, in bounded memory."""
+"""Grouped sums with unknown keys in bounded memory: neighboring steps merge when there are too many."""
 
 from __future__ import annotations
 

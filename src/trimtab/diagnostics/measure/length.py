@@ -1,4 +1,4 @@
-"""The view by response length: whether rules that judge whole responses reject the long ones."""
+"""The view by response length, which shows whether sequence-level rules reject long responses."""
 
 from __future__ import annotations
 

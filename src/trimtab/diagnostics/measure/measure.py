@@ -1,4 +1,4 @@
-"""One pass over the data, chunk by chunk, in memory that does not grow with it."""
+"""Accumulates all measurements chunk by chunk in constant memory."""
 
 from __future__ import annotations
 

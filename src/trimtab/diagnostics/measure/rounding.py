@@ -1,4 +1,4 @@
-"""Which rounding a column of log-probs was stored with, and the k3 that this rounding alone makes."""
+"""Detects the rounding log-probs were stored with, and the k3 it causes by itself."""
 
 from __future__ import annotations
 

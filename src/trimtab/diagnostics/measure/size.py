@@ -1,4 +1,4 @@
-"""How large the mismatch is: the figures of `trimtab.mismatch` over everything, their intervals, and one row a step."""
+"""The size of the mismatch: the figures of `trimtab.mismatch` with intervals, overall and per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trained tokens of a chunk, with everything about one token or one response that several views need."""
+"""The trained tokens of a chunk with per-token and per-response columns that several views share."""
 
 from __future__ import annotations
 

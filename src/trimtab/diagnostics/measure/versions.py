@@ -1,4 +1,4 @@
-"""The view by age: how many updates the policy that wrote a token was behind the trainer."""
+"""The view by age: the number of updates between the policy that sampled a token and the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views whose bins need one look at a token: behavior probability, position, entropy, turn."""
+"""Views whose bins depend on single tokens: behavior probability, position, entropy, turn."""
 
 from __future__ import annotations
 

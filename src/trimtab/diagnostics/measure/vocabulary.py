@@ -1,4 +1,4 @@
-"""The view by token id: which few ids carry most of the mismatch."""
+"""The view by token id: the ids that carry most of the mismatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of token log-probs, whatever wrote them: `open_source` gives a stream of chunks and an account of it."""
+"""Readers of token log-probs in any known layout; `open_source` gives a stream of chunks and read counts."""
 
 from trimtab.diagnostics.sources.source import Source, open_source
 

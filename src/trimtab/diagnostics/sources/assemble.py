@@ -1,4 +1,4 @@
-"""A block of rows becomes a `Chunk`: lists aligned, padding and prompts cut, what cannot be used left out, counted."""
+"""Assembles a `Chunk` from a block of rows: aligns lists, strips padding and prompts, counts what is dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of rows as flat arrays, by role, whatever the file was: what readers give and `assemble` takes."""
+"""Rows as flat arrays by role, independent of the file format."""
 
 from __future__ import annotations
 

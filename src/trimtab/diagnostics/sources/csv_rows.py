@@ -1,4 +1,4 @@
-"""Rows of CSV: one response a row, lists as `[-0.1, -0.2]` in one cell."""
+"""Reads CSV: one response per row, lists as `[-0.1, -0.2]` in one cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files a path means, and which reader each needs."""
+"""Expands paths to files and selects the reader of each."""
 
 from __future__ import annotations
 

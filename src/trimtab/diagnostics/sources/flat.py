@@ -1,4 +1,4 @@
-"""Rows of equal columns, end to end."""
+"""Lists of equal length stored end to end."""
 
 from __future__ import annotations
 

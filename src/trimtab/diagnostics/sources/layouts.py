@@ -1,4 +1,4 @@
-"""What the columns of each framework's files are called, how such a file is told, and how a user gets log-probs out.
+"""Column names of each framework's files, how a layout is recognized, and how users can write such files.
 
 The facts come from the frameworks' own source; docs/frameworks.md names the files and versions read.
 """

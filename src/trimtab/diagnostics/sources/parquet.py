@@ -1,4 +1,4 @@
-"""Parquet files, decoded a bounded number of rows at a time."""
+"""Reads parquet files, a bounded number of rows at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which column of the files plays which role, what is missing, and what to do about it."""
+"""Assigns columns of the files to roles, and reports missing ones with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The columns of a `Chunk` from the tokens and the rows that are left."""
+"""Builds the columns of a `Chunk` from the remaining tokens and rows."""
 
 from __future__ import annotations
 

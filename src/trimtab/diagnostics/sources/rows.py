@@ -1,4 +1,4 @@
-"""Files of rows of Python values (JSON, CSV), parsed a bounded number of tokens at a time."""
+"""Reads files of Python rows (JSON, CSV), a bounded number of tokens at a time."""
 
 from __future__ import annotations
 

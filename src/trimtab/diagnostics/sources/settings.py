@@ -1,4 +1,4 @@
-"""What a run's own recipe says of its numerics: dtypes of both sides, and whether the sampler is quantized."""
+"""Reads a run's recipe for its numerics: dtypes of trainer and sampler, and quantization."""
 
 from __future__ import annotations
 

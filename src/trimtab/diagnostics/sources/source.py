@@ -1,4 +1,4 @@
-"""Files of any known layout as a stream of chunks, and the account of what was read."""
+"""A stream of chunks from files of any known layout, with counts of what was read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file as a table: its column names, and its rows in blocks of bounded size."""
+"""The interface of one file as a table: column names, and rows in bounded blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of what was read, and what was left out for which reason."""
+"""Counts of rows read and dropped, by reason."""
 
 from __future__ import annotations
 

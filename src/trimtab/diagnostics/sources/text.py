@@ -1,4 +1,4 @@
-"""Text files, plain or gzipped, read piece by piece."""
+"""Reads text files, plain or gzipped, in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of `torch.save`, read without unpickling anything but tensors, arrays and plain values.
+"""Reads files of `torch.save`, unpickling only tensors, arrays and plain values.
 
 Three shapes: `samples`, one dictionary a response; `rollout_data`, one list a column; or a plain dictionary of padded
 tensors (batch, time).

@@ -1,4 +1,4 @@
-"""Numerics that give each token the same bits whatever else is in the batch, however it came there.
+"""Batch-invariant numerics: each token gets the same bits whatever else is in the batch.
 
 A model of the Llama family, as transformers built it, is told to compute its products, norms, activations, attention
 and head through the modules of this room (`use_in`): classes are exchanged, parameters and names stay. Sampler and

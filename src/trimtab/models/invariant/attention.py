@@ -1,4 +1,4 @@
-"""Attention with a fixed order of keys, for packed rows and for decoding alike.
+"""Batch-invariant attention: a fixed order of keys, for packed rows and for decoding.
 
 The keys of a token are those of its prompt and those of its own response before it. Both are cut into blocks of
 `KEYS`, counted from the prompt's and from the response's first token: how a text splits into the two is part of a

@@ -1,4 +1,4 @@
-"""Who computes: PyTorch on a CPU, Triton kernels on CUDA."""
+"""Selects the implementation: PyTorch on a CPU, Triton kernels on CUDA."""
 
 from __future__ import annotations
 

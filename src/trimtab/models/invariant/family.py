@@ -1,4 +1,4 @@
-"""Which models the invariant numerics cover, and how they are put in."""
+"""The model families with batch-invariant numerics, and how their modules are replaced."""
 
 from __future__ import annotations
 

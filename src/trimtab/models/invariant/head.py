@@ -1,4 +1,4 @@
-"""The head for a sampler: all logits of a few rows, and log-probs by the very steps of `head_scores`."""
+"""The sampler's batch-invariant head: logits of a few rows, log-probs by the steps of `head_scores`."""
 
 from __future__ import annotations
 

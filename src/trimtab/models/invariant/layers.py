@@ -1,4 +1,4 @@
-"""Norms and activations from operations whose bits do not depend on where in a tensor a number lies.
+"""Norms and activations whose bits do not depend on a number's position in a tensor.
 
 Elementwise kernels on a CPU treat the last few numbers of a tensor, and of each thread's share, one by one, with other
 code than the vectors before them. Sums, products, quotients and roots are exact to the last bit in both; `exp`, `log`,

@@ -1,4 +1,4 @@
-"""Matrix products in which the bits of a row do not depend on the number of rows.
+"""Batch-invariant matrix products: each row has the same bits whatever the number of rows.
 
 A product sums over its inner dimension in an order that its kernel chooses by the shape of its operands. Which row
 counts share an order differs by processor: every multiple of four on AMD's, few on Intel's with AMX

@@ -1,4 +1,4 @@
-"""The running log of a sum of exponentials, the same for a row whatever the others."""
+"""A running log-sum-exp with the same bits per row whatever the other rows."""
 
 from __future__ import annotations
 

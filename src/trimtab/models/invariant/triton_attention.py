@@ -1,4 +1,4 @@
-"""Attention with a fixed order of keys, for packed rows and for decoding with a cache: one kernel for both.
+"""Batch-invariant attention in Triton: one kernel for packed rows and for decoding with a cache.
 
 A query sees keys of its prompt and of its own response. Both are cut into blocks of `KEYS`, counted from the prompt's
 and from the response's first key, as in `invariant/attention.py`. One program works on a tile of rows, a row being a

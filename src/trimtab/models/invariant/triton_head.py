@@ -1,4 +1,4 @@
-"""Log-probs of tokens from logits or from hidden states, without holding tokens x vocabulary."""
+"""Log-probs of tokens in Triton, from logits or hidden states, without holding tokens x vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of matrices whose rows do not know how many they are."""
+"""Batch-invariant matrix products in Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations on rows and on single numbers: RMSNorm and SiLU.
+"""RMSNorm and SiLU in Triton.
 
 The gate's product and rotary positions need no kernel: PyTorch computes them as single products and sums, each rounded
 once, which leaves a kernel no choice.

@@ -1,4 +1,4 @@
-"""What every Triton kernel of the invariant numerics shares: Triton itself where it is installed, and its traps.
+"""Shared by all Triton kernels here: the optional import, launch settings, and known traps.
 
 A kernel is batch-invariant if each row's numbers go through the same operations in the same order whatever stands
 beside them. Its source text alone does not decide that; Triton compiles variants. What is done about it here:

@@ -1,1 +1,1 @@
-"""Where the loop's batches come from: one buffer, filled in step with training or beside it. See docs/asynchrony.md."""
+"""Sources of batches: a buffer filled synchronously or beside training. See docs/asynchrony.md."""

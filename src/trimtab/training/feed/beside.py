@@ -1,4 +1,4 @@
-"""Generation and scoring beside training: engines in threads of their own, one buffer, staleness bounded per token.
+"""Asynchronous rollouts: one thread per engine, one scoring thread, one buffer, staleness bounded per token.
 
 lanes (one per engine) --responses--> scoring --groups--> buffer --batches--> trainer
   ^________________________________ publications ____________________________/

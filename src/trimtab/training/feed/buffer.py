@@ -1,4 +1,4 @@
-"""Scored groups between those who make them and the one who trains on them. One for every run, synchronous or not."""
+"""The buffer of scored groups between generation and training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop asks of its data side, and the plain answer: generation and training take turns in one thread."""
+"""The interface between training loop and rollouts, and its synchronous implementation."""
 
 from __future__ import annotations
 

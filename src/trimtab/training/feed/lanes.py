@@ -1,4 +1,4 @@
-"""One thread for each engine: take over the newest weights, ask for work, generate, hand the responses on.
+"""The thread that drives one engine: update weights, claim groups, generate, queue the responses.
 
 What every lane shares lies in `Floor`, guarded by the buffer's lock. A lane looks at it only between two calls of its
 engine; whoever wants it to look sooner sets `Lane.interrupt`.

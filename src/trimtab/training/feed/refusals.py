@@ -1,4 +1,4 @@
-"""What cannot be meant by a recipe that generates beside training. Checked before a model is loaded."""
+"""Checks of recipes that generate beside training, before a model is loaded."""
 
 from __future__ import annotations
 

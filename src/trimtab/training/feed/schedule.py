@@ -1,4 +1,4 @@
-"""Which group may be generated when, and which groups make the next batch. Pure bookkeeping: no threads, no clock.
+"""Admission and batching of groups under a staleness bound. Pure state: no threads, no clock.
 
 Groups are numbered in the order of the prompt stream. A number is handed out once and is live until it ends:
 

@@ -1,4 +1,4 @@
-"""The thread that makes groups of responses: rewards run while engines generate and the trainer trains."""
+"""The scoring thread: rewards run while engines generate and the trainer trains."""
 
 from __future__ import annotations
 
