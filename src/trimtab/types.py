@@ -2,7 +2,7 @@
 
     Task -> Prompt -> Engine -> Completion -> Trajectory -> reward -> Group -> advantages -> Batch -> Objective
 
-Everything here is frozen and free of torch: a record that left a room can no longer be changed, and files,
+Everything here is frozen and free of torch: a record that was handed on can no longer be changed, and files,
 processes and tests can build one without loading a model. Per-token fields are numpy arrays of equal length.
 """
 
@@ -194,7 +194,7 @@ class Engine(Protocol):
     ) -> list[list[Completion]]:
         """`samples` completions for each prompt, in order. Equal arguments and weights give equal tokens.
 
-        `prefixes[p][s]` holds the first tokens of sample s of prompt p, whoever wrote them; the completion returned is
+        `prefixes[p][s]` holds the first tokens of sample s of prompt p, of any origin; the completion returned is
         the whole response, and its log-probs and versions say token by token who wrote what. An empty prefix gives
         exactly what no prefix gives; a complete response (`finish="stop"`, or `max_tokens` long) comes back as it is.
 

@@ -10,13 +10,13 @@ from types import FrameType
 
 
 def guard() -> None:
-    """From here to `release` Ctrl-C ends the process at once, unless whoever started it handles or ignores it."""
+    """From here to `release` Ctrl-C ends the process at once, unless the program handles or ignores it already."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
 def release() -> None:
-    """From here on there is somebody to catch `KeyboardInterrupt`."""
+    """From here on `KeyboardInterrupt` is caught."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -24,7 +24,7 @@ Number = float | int
 """A bound or coefficient; a recipe may write 2 for 2.0."""
 
 LOG_RATIO_BOUND = 20.0
-"""Safety bound on an exponent (ratio 2e-9 .. 5e8). Whoever applies it reports how often it fired."""
+"""Safety bound on an exponent (ratio 2e-9 .. 5e8). Its users report how often it applied."""
 
 
 def log_ratio(

@@ -67,7 +67,7 @@ def _unfinished(groups: Sequence[Group]) -> list[str]:
 
 
 def _unmeasured(groups: Sequence[Group]) -> list[str]:
-    """Runs nobody looked at after their first update; an accuracy of 0 is a measurement."""
+    """Runs that were not evaluated after their first update; an accuracy of 0 is a measurement."""
     missing = [
         _who(group, run)
         for group in groups

@@ -44,7 +44,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figures:
-    """Drawn panels: title, figure, groups that lack it. Not drawn: what nobody logged and what is 0 throughout."""
+    """Drawn panels: title, figure, groups that lack it. Not drawn: what was not logged and what is 0 throughout."""
 
     drawn: list[tuple[str, Markup, list[str]]]
     absent: list[str]

@@ -74,7 +74,7 @@ def group_runs(paths: Sequence[Path]) -> Groups:
 
 
 def named_runs(runs: Mapping[str, Sequence[Path]]) -> Groups:
-    """Groups somebody else has formed and named, as a grid of objectives and seeds has."""
+    """Groups that are already formed and named, as in a grid of objectives and seeds."""
     notes: list[str] = []
     groups = []
     for name, folders in zip(_unique([plain(name) for name in runs]), runs.values(), strict=True):

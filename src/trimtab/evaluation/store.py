@@ -73,7 +73,7 @@ class Store:
         path = self.folder / SETTINGS
         if path.exists() and any((self.folder / PARTS).iterdir()):
             _require_equal(_read(path), settings, self.folder)
-        else:  # a command that failed before it measured anything binds nobody
+        else:  # a command that failed before it measured anything leaves no settings
             _write(path, json.dumps(settings, indent=1))
 
 

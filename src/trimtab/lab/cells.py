@@ -73,7 +73,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A method that a regime leaves no room for, and why (prefixes of an older policy with a stale sampler, say)."""
+    """A method that is impossible in a regime, and why (prefixes of an older policy with a stale sampler, say)."""
 
     method: Method
     regime: Regime

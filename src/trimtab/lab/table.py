@@ -43,7 +43,7 @@ REFUSED = "refused"
 
 def write_results(folder: Path, plan: Plan, results: Mapping[str, Result]) -> Path:
     """Replace `results.parquet` in one step. Cells without a result yet have no row; `status` is `done`, `diverged`,
-    `failed`, or `refused` for a method its regime has no room for (no seed, `error` says why)."""
+    `failed`, or `refused` for a method that is impossible in its regime (no seed, `error` says why)."""
     rows = [_row(cell, results[cell.name], folder) for cell in plan.cells if cell.name in results]
     rows += [
         {

@@ -1,6 +1,6 @@
 """The worker process of an experiment: JSON recipes in, steps and results out, one per line.
 
-It dies with whoever started it: when its input ends, an unfinished cell is left for the next start.
+It dies with its parent: when its input ends, an unfinished cell is left for the next start.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 def _listen(jobs: queue.SimpleQueue[str]) -> None:
     for line in sys.stdin:
         jobs.put(line)
-    os._exit(0)  # nobody is left to answer; a run in progress must not go on unseen
+    os._exit(0)  # the parent is gone; a run in progress must not go on unseen
 
 
 def run_cell(config: Config, *, keep: bool, observer: Silent, command: str, stop: Stop) -> Result:

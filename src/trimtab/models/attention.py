@@ -73,7 +73,7 @@ class _Block(NamedTuple):
 class Layout:
     """Which packed token attends to which. Built once for a micro-batch, read by every layer.
 
-    Tokens after the last response are fillers, which only the row of an invariant model has (`logprobs.py`): nobody
+    Tokens after the last response are fillers, which only the row of an invariant model has (`logprobs.py`): no token
     attends to them, and their own output is 0.
     """
 

@@ -95,7 +95,7 @@ def _size(path: Path) -> int:
 def _build(gguf: Path, final: Path) -> None:
     """Convert into a temporary sibling (same filesystem), then rename. The caller holds the lock."""
     for leftover in final.parent.glob(f".{final.name}-*"):
-        shutil.rmtree(leftover)  # nobody else writes here while the lock is held: a killed conversion's remains
+        shutil.rmtree(leftover)  # what a killed conversion left: the lock is held, so no other process writes here
     temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
     try:
         convert(gguf, temporary)

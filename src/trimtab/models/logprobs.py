@@ -104,7 +104,7 @@ def score(
     distribution is renormalised over each token's set: the replay of top-p/top-k sampling. With `routes` tokens go to
     these experts; `record` returns those that the routers chose, or under `routes` would have chosen, themselves.
 
-    Raises `TrimtabError` for an architecture whose head this room does not know, a temperature that is not
+    Raises `TrimtabError` for an architecture whose head is not supported, a temperature that is not
     positive, padding on the wrong side, a response token outside its own keep set, or routes of another model.
     """
     if not temperature > 0:

@@ -127,7 +127,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether ranks hold parts of it (a DTensor). Asked without loading what nobody has loaded yet."""
+    """Whether ranks hold parts of it (a DTensor). Checked without importing what is not yet imported."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "full_tensor")
 
 

@@ -89,7 +89,7 @@ class Objective:
 
     @property
     def prepare_needs(self) -> frozenset[str]:
-        """Which of `current` and `proximal` must be there in `prepare`; whoever needs neither saves a forward."""
+        """Which of `current` and `proximal` `prepare` reads; an objective that needs neither saves a forward."""
         reads = {"current", self.ratio.over} if self.surrogate.spans else set()
         if self._spans:
             reads |= self._swept(self._judged(everything=self._judges))

@@ -19,7 +19,7 @@ class ActorLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The bundle of one actor. Whoever takes the place of a dead actor takes its seat."""
+    """The bundle of one actor. The replacement of a dead actor takes its seat."""
 
     group: Any
     bundle: int
@@ -40,7 +40,7 @@ class Seat:
             "num_cpus": self.cpus,
             "num_gpus": self.gpus,
             "max_concurrency": CALLS,
-            "max_restarts": 0,  # a restarted engine has no weights: whoever lost it must know
+            "max_restarts": 0,  # a restarted engine has no weights: its caller must know
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundle),
         }
         return ray.remote(**options)(host).remote(*arguments)
@@ -51,7 +51,7 @@ def ask(reference: Any, patience: float | None = None) -> Any:
 
     Raises:
         TrimtabError: raised over there, and here as it was.
-        ActorLost: there is nobody to answer.
+        ActorLost: the actor is dead or unreachable.
     """
     import ray
 

@@ -155,7 +155,7 @@ class RayEngine:
                 host.interrupt.remote(self._calls)
                 told = True
             now = time.monotonic()
-            # A trainer that was stopped itself has waited for nobody meanwhile.
+            # A trainer that was stopped itself did not wait meanwhile.
             since += now - before if now - before > 3 * SIGNS else 0
             before = now
             if sign is not None and ray.wait([sign], timeout=0)[0]:

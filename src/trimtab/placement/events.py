@@ -38,7 +38,7 @@ class Relay:
         self._tell("message", text)
 
     def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
-        """The run itself does not finish a display; whoever writes the report does."""
+        """The run itself does not finish a display; the process that writes the report does."""
 
     def take(self, patience: float) -> str:
         """Everything that happened since the last call, as JSON for `replay`; waits `patience` seconds for any."""

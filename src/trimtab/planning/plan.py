@@ -36,7 +36,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One split of the GPUs. `memory`: bytes of a training rank by term; `room`: what a rank may fill."""
+    """One split of the GPUs. `memory`: bytes of a training rank by term; `room`: bytes a rank may use."""
 
     question: Question
     engine: Engine

@@ -98,7 +98,7 @@ class EmbeddedEngine:
         """`samples` completions for each prompt, in order.
 
         Equal arguments and weights give equal tokens: every draw depends on (seed, position of the prompt, sample,
-        position of the token) alone. `prefixes[p][s]` holds the first tokens of a response, whoever wrote them; equal
+        position of the token) alone. `prefixes[p][s]` holds the first tokens of a response, of any origin; equal
         prefixes of one prompt are run through the model once, and a whole response comes back as it is.
 
         `interrupt` is looked at before every token. What an interrupted call returned, given back as `prefixes` with

@@ -48,7 +48,7 @@ class _Slabs:
     def empty(cls, model: Any, owners: int, places: int, like: Tensor) -> _Slabs:
         attention, config = model.base_model.layers[0].self_attn, model.config
         shape = (owners, config.num_key_value_heads, up(max(places, 1), KEYS), attention.head_dim)
-        # Zeros: places that nobody wrote get no attention, but 0 * NaN would still be NaN.
+        # Zeros: places that were never written get no attention, but 0 * NaN would still be NaN.
         keys, values = ([like.new_zeros(shape) for _ in range(config.num_hidden_layers)] for _ in range(2))
         return cls(keys, values)
 

@@ -28,7 +28,7 @@ PAUSE = 1.0  # seconds: two looks further apart mean that this process stood sti
 GRACE = 10.0  # seconds for the process to end in good order
 LAST_WORDS = 4096  # bytes of what it printed that are searched for its last line
 PATIENCE = 300.0  # seconds
-# What torchrun says about this process. The child is no rank: whoever starts torch.distributed in it (vLLM does) would
+# What torchrun says about this process. The child is no rank: torch.distributed started in it (by vLLM) would
 # look for a place among the trainer's ranks, and wait for a store that is none of its own.
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_NAME")
 LAUNCHER += ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE")
@@ -264,7 +264,7 @@ class _Child:
                 if self.connection.fileno() < 0:
                     raise ConnectionError("closed by another thread")
                 now = time.monotonic()
-                # A trainer that was stopped itself (Ctrl-Z, a frozen container) has waited for nobody meanwhile.
+                # A trainer that was stopped itself (Ctrl-Z, a frozen container) did not wait meanwhile.
                 end += now - before if now - before > PAUSE else 0
                 before = now
                 if now > end:
@@ -282,7 +282,7 @@ class _Child:
         """How it ended."""
         code = self.process.wait()
         if code == -signal.SIGKILL:
-            return "was killed (memory ran out, or somebody killed it)"
+            return "was killed (by hand, or because memory ran out)"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def last_words(self) -> str:

@@ -38,7 +38,7 @@ class Draw:
 def uniforms(seed: int, prompt: int, sample: int, count: int) -> NDArray[np.float64]:
     """The numbers in [0, 1) that decide one completion, by token position.
 
-    They depend on these identities alone, never on the batch, so a row draws the same numbers whoever shares the
+    They depend on these identities alone, never on the batch, so a row draws the same numbers whichever rows share the
     batch, and a longer `count` only appends.
     """
     key = np.random.SeedSequence(entropy=seed, spawn_key=(prompt, sample))

@@ -273,7 +273,7 @@ class ServerEngine:
                 try:
                     answer = server.ask(connection, job.ask)
                     if answer.finish == "abort" and not batch.interrupted:
-                        raise Unreachable(f"{server.url} gave up a response that nobody had ended")
+                        raise Unreachable(f"{server.url} aborted a response that was not to be aborted")
                 except Unreachable as error:
                     batch.give_back(job, index, error, asked=not isinstance(error, NotAsked))
                     works = back()

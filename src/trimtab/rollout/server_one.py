@@ -145,7 +145,7 @@ class Server:
     def await_return(
         self, weights: Path | None, pause: Callable[[float], bool], lost: Callable[[Unreachable], None]
     ) -> bool:
-        """Look after it until it works (True) or `pause` says that nobody waits any more (False).
+        """Look after it until it works (True) or `pause` says that no call waits any more (False).
 
         One thread looks; others that come here wait for what it finds. `lost` is told of every look in vain once the
         server counts as lost.

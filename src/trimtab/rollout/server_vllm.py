@@ -76,7 +76,7 @@ class VllmWire:
         _control(connection, "POST", "/abort_requests", {})
 
     def load(self, connection: Connection, folder: Path, label: str) -> None:
-        # Nothing may run while weights change, and what runs at a publication is nobody's any more.
+        # Nothing may run while weights change, and no call waits any more for what runs at a publication.
         _control(connection, "POST", "/pause?mode=abort")
         try:
             path, table = entries(folder)

@@ -46,7 +46,7 @@ class Model:
 
 
 class Wire(Protocol):
-    """A server's dialect. `label` names weights: whoever publishes gives one, a restarted server has another."""
+    """A server's dialect. `label` names weights: the publisher gives one, a restarted server has another."""
 
     def model(self, connection: Connection) -> Model: ...
 

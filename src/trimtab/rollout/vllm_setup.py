@@ -35,7 +35,7 @@ def require(*, eager: bool) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if eager:
-        # vLLM compiles the ranking of log-probs even so, which nobody asks for here: a minute on a busy CPU.
+        # vLLM compiles the ranking of log-probs even so, which is not used here: a minute on a busy CPU.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         torch._dynamo.config.disable = True
     try:

@@ -2,8 +2,8 @@
 
 The first frame describes the engine (`hosted.py`); every other one is a request, answered in order by the main thread.
 A second thread reads the connection, so that an interruption arrives while tokens are sampled, and gives a sign of life
-every second to whoever waits for an answer. The process ends, with everything the engine started, once the connection
-is closed or its parent is gone, however the parent ended.
+every second to a caller that waits for an answer. The process ends, with everything the engine started, once the
+connection is closed or its parent is gone, however the parent ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Request:
 
     def __init__(self, frame: wire.Frame) -> None:
         self.frame = frame
-        self.answered = "do" not in frame.head  # nobody waits for an answer to the description
+        self.answered = "do" not in frame.head  # the description is not answered
         self._wish = threading.Event()
         self._looked = False
 
@@ -96,7 +96,7 @@ class Host:
 
     def _give_sign(self) -> None:
         request = self._latest
-        # While an answer is on its way nobody needs a sign, and this thread must stay free to see the parent die.
+        # While an answer is on its way no sign is needed, and this thread must stay free to see the parent die.
         if request is None or not request.progress() or not self._sending.acquire(blocking=False):
             return
         try:
@@ -127,7 +127,7 @@ class Host:
             if "threads" in spec:
                 _use_threads(spec["threads"])
             self._engine = build(spec)
-        except Exception as error:  # told to whoever asks first
+        except Exception as error:  # raised at the first request
             self._refusal = _described(error)
 
     def _answer(self, request: Request) -> None:

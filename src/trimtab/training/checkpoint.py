@@ -121,7 +121,7 @@ def _verified(folder: Path, sections: Collection[str] | None, ranks: Ranks) -> l
 
 
 def _read(folder: Path, wanted: Sequence[str], sections: Collection[str] | None) -> LoadedCheckpoint:
-    """Only after all of `wanted` were verified: what a damaged header makes of a reader is anybody's guess."""
+    """Only after all of `wanted` were verified: a damaged header may make the reader do anything."""
     tensors: dict[str, Mapping[str, Tensor]] = {}
     others: dict[str, bytes] = {}
     for name in wanted:

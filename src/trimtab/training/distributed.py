@@ -1,7 +1,7 @@
 """What a run needs on several ranks so that the loop is the same on all of them.
 
-Every rank runs the same `Trainer`. Rank 0 leads: it has the engines, the rewards, the run directory and whoever is
-watching. The others have stand-ins with the same interface, which receive what rank 0 found out and write nothing.
+Every rank runs the same `Trainer`. Rank 0 leads: it has the engines, the rewards, the run directory and the
+observer. The others have stand-ins with the same interface, which receive what rank 0 found out and write nothing.
 
     with join():
         run = run_directory(folder, partial(RunDir.create, folder, recipe))

@@ -93,7 +93,7 @@ class Experts:
 
 
 def written(text: str, tokenizer: Any, sampling: Sampling) -> Completion:
-    """A text nobody sampled, as the response an engine would have returned: up to its first ending and with it.
+    """A given text as the response an engine would have returned: up to its first ending and with it.
 
     A text without an ending gets one: the task's first stop string, or the end token where it has none. Nothing is
     known of a behavior policy: `logp_behavior` is NaN and `policy_version` is `EXTERNAL`.

@@ -329,7 +329,7 @@ class Trainer:
         return {f"eval/{task.name}/greedy": accuracy, f"eval/{task.name}/problems": problems}
 
     def _write(self, batch: Batch, stats: UpdateStats, metrics: dict[str, Any], measured: Mapping[str, float]) -> None:
-        """Files first, then whoever is watching: what was seen on the display is already on disk."""
+        """Writes files before it calls the observer: what a display shows is already on disk."""
         every = self.config.log.trajectories_every
         if self.run.writes and every and self.step % every == 0:
             trajectories.write(self.run.trajectory_file(self.step), self._rows(batch, stats), self.step)

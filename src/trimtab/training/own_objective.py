@@ -17,7 +17,7 @@ def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Obj
     """The objective of a run, and the recipe with what its config.toml must say of it.
 
     A preset is its name and keywords. A function's equation is written beside its name, and an objective given in code
-    as its `repr` too: resuming compares them, and a report prints the equation without running anybody's code.
+    as its `repr` too: resuming compares them, and a report prints the equation without running the user's code.
 
     Raises `TrimtabError` where `given` and keywords of the recipe contradict each other, or cannot be written down.
     """

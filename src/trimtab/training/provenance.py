@@ -107,7 +107,7 @@ def versions(config: Config) -> dict[str, str]:
 def commit(package: Path = PACKAGE) -> dict[str, Any] | None:
     """The commit that the files of `package` are of, and whether they were changed since; None outside a checkout, or
     without git."""
-    # An installed package may lie inside somebody else's checkout, which does not track it.
+    # An installed package may lie inside another project's checkout, which does not track it.
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     found = _git(package, "rev-parse", "HEAD")

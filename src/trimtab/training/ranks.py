@@ -149,7 +149,7 @@ def join() -> Iterator[Ranks]:
         _current = Ranks(dist.get_rank(), size, device, control)
         try:
             yield _current
-            # Whoever is done first must not close its connections while others still read.
+            # The first rank to finish must not close its connections while others still read.
             _current.gather(b"")
             dist.destroy_process_group()
         finally:

@@ -4,7 +4,7 @@
 
 The files are those of `torch.distributed.checkpoint`'s Hugging Face storage: safetensors, with offsets in the header.
 Its own `save` and `load` would pickle plans from rank to rank. None are needed: ranks of one mesh own disjoint parts,
-and whoever reads finds all offsets in the headers, so every rank plans for itself.
+and a reader finds all offsets in the headers, so every rank plans for itself.
 """
 
 from __future__ import annotations

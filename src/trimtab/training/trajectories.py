@@ -2,7 +2,7 @@
 
 One row per trajectory. The columns of the public contract come first; those after them hold the rest of a
 `trimtab.types.Trajectory`, so that reading gives back what was written, bit for bit. `Problem.extra` is left out: a
-trajectory is already scored, and whoever needs it finds the problem in its task by `prompt_id`.
+trajectory is already scored, and its problem can be looked up in the task by `prompt_id`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ LIKELIER = 2.0  # nats by which the trainer must explain the tokens better
 
 
 def find_broken(tokens: Tokens, *, repaired: bool) -> tuple[list[Cause], Line | None, Cut | None]:
-    """Causes, and the shapes found in the ratio, for whoever measures what is left."""
+    """Causes, and the shapes found in the ratio, for the detectors that measure the rest."""
     if (greedy := _greedy(tokens)) is not None:
         return [greedy], Line(0.0, math.inf, 0.0, len(tokens)), None
     declared, line = _declared(tokens), temperature_line(tokens)

@@ -143,7 +143,7 @@ class _Keys(NamedTuple):
 
 
 class _Packed(PackedAttention):
-    """A packed micro-batch. The backward is the native one: nobody compares gradients with a sampler's."""
+    """A packed micro-batch. The backward is the native one: a sampler has no gradients to compare with."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, options: Options) -> Tensor:

@@ -17,7 +17,7 @@ PENDING = "pending.parquet"
 class Buffer:
     """Groups that are ready, the books on all others, and what collecting them cost since the last batch.
 
-    Any thread may call any method. `changed` is notified whenever somebody who waits may have a reason to go on.
+    Any thread may call any method. `changed` is notified whenever a waiting thread may be able to go on.
     """
 
     def __init__(self, trainer: TrainerConfig) -> None:
@@ -53,7 +53,7 @@ class Buffer:
             self.changed.notify_all()
 
     def repeat(self, request: Request) -> None:
-        """Somebody has to generate these again."""
+        """These groups must be generated again."""
         with self.changed:
             self.schedule.repeat(request)
             self.changed.notify_all()

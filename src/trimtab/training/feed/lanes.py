@@ -1,7 +1,7 @@
 """The thread that drives one engine: update weights, claim groups, generate, queue the responses.
 
 What every lane shares lies in `Floor`, guarded by the buffer's lock. A lane looks at it only between two calls of its
-engine; whoever wants it to look sooner sets `Lane.interrupt`.
+engine; setting `Lane.interrupt` makes it look sooner.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Closed(Exception):
 
 
 class Lane:
-    """See the module. `version` is that of the weights its engine holds; None: it holds none, or nobody knows."""
+    """See the module. `version` is that of the weights its engine holds; None: none, or unknown."""
 
     def __init__(self, number: int, engine: Engine, floor: Floor) -> None:
         self.number, self.engine, self.floor = number, engine, floor
@@ -142,7 +142,7 @@ class Lane:
     def _look(self) -> Publication | None:
         """With the lock held, after every pause: weights newer than those of the engine, if there are any.
 
-        Whatever made somebody interrupt this lane is seen here, or later by the next interruption.
+        The reason for an interruption is seen here, or later at the next interruption.
         """
         while self.floor.paused and not self.floor.closed:
             if not self.idle:

@@ -107,7 +107,7 @@ class Schedule:
         return request
 
     def repeat(self, request: Request) -> None:
-        """The engine that generated these was lost: somebody has to do it again."""
+        """The engine that generated these was lost: they must be generated again."""
         for number in request.numbers:
             if self._is(number, "running"):
                 self._live[number] = Entry("owed")
@@ -191,7 +191,7 @@ class Schedule:
         return len(self._live)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold: JSON. Whoever runs now will have to run again; spares will not."""
+        """What a checkpoint must hold, as JSON. Running groups will be generated again; spares will not."""
         dropped = self.dropped + Counter({NO_SIGNAL: len(self._those("spare"))})
         return {
             "drawn": self.drawn,

@@ -41,7 +41,7 @@ class Scoring:
             groups = self.floor.collector.grade(answers.request, answers.prompts, answers.completions, stats)
             buffer.deliver(answers.request, groups, stats)
             return
-        # Too old for every batch to come: nobody needs its score, but its lengths tell what discarding favors.
+        # Too old for every batch to come: its score is not needed, but its lengths show what discarding favors.
         lengths = [len(answer.response_ids) for group in answers.completions for answer in group]
         stats.add(CollectStats(generated=len(lengths), response_tokens=sum(lengths), discarded_lengths=lengths))
         buffer.count(stats)
