@@ -178,7 +178,8 @@ def _failure(run: Run) -> Iterator[str]:
     """The error that ended the last start of the run, from provenance.json."""
     last = run.origins[-1] if run.origins else {}
     if last.get("outcome") == "failed":
-        yield f"it ended with an error ({last.get('error') or 'without a message'})"
+        error, _, _ = str(last.get("error") or "without a message").partition("; ")  # the whole line is further down
+        yield f"it ended with an error ({error})"
 
 
 def _end(run: Run) -> str:
