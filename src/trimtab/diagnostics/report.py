@@ -129,7 +129,7 @@ def _tiles(run: Run) -> list[dict[str, str]]:
         tiles.append({"name": "Mean reward", "value": value, "note": note})
     _, k3 = run.series("mismatch/k3")
     if len(k3):
-        note = f"median over {len(k3)} steps; {short(k3.min())} to {short(k3.max())}"
+        note = f"median over {len(k3)} step{'s' if len(k3) > 1 else ''}; {short(k3.min())} to {short(k3.max())}"
         tiles.append({"name": "Mismatch k3, nats per token", "value": short(float(np.median(k3))), "note": note})
     if (share := clipped_share(run)) is not None:
         _, norms = run.series("optim/grad_norm")
