@@ -72,11 +72,11 @@ PLANS = {
     "trimtab train soup --set prefix.rule=entropy --set prefix.top=8": Plan(
         LABORATORY, leaves=("runs/soup/report.html",)
     ),
-    "trimtab train soup --set prefix.rule=my_rules:at_first_digit": Plan(
-        LABORATORY, needs=("rule",), leaves=("runs/soup/report.html",)
+    "trimtab train soup --set prefix.rule=my_rules:at_first_digit --out runs/soup-own-rule": Plan(
+        LABORATORY, needs=("rule",), leaves=("runs/soup-own-rule/report.html",)
     ),
-    "trimtab train token-alp --set perturbation.layers=0-9 --set perturbation.std=1e-3": Plan(
-        f"{LABORATORY} --set perturbation.layers=0-1", leaves=("runs/token-alp/report.html",)
+    "trimtab train token-alp --set perturbation.layers=0-9 --set perturbation.std=1e-3 --out runs/alp-low-layers": Plan(
+        f"{LABORATORY} --set perturbation.layers=0-1", leaves=("runs/alp-low-layers/report.html",)
     ),
     "trimtab train luffy --set expert.path=traces.jsonl": Plan(
         LABORATORY, needs=("traces",), leaves=("runs/luffy/report.html",)
@@ -156,6 +156,17 @@ def printed_by_help() -> Iterator[str]:
 def test_every_printed_command_is_in_the_table_and_every_row_is_printed_somewhere() -> None:
     printed = {*printed_in_readme(), *printed_by_help()}
     assert printed == {*PLANS, *TARGETS}
+
+
+def test_no_two_runs_of_readme_begin_in_one_folder() -> None:
+    """Followed from top to bottom, the second of them would be refused."""
+    seen: dict[str, str] = {}
+    for command in dict.fromkeys(printed_in_readme()):
+        if command.startswith("trimtab train ") and "--resume" not in command:
+            recipe, out = command.split()[2], re.search(r"--out (\S+)", command)
+            folder = out[1] if out else f"runs/{recipe}"
+            assert folder not in seen, f"{command!r} and {seen[folder]!r}"
+            seen[folder] = command
 
 
 def test_every_subcommand_that_readme_names_exists() -> None:
