@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models import invariant
 from trimtab.models.load import load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.types import Completion, Problem, Prompt, Sampling
 
 BUDGET = 2048  # tokens of a micro-batch

@@ -18,12 +18,12 @@ import torch
 
 from generation import make_prompts
 from trimtab.config import load_config
+from trimtab.engines.vllm.vllm_engine import VllmEngine
 from trimtab.models.load import load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.rollout.vllm import VllmEngine
-from trimtab.training.canary import PULL, Canary
+from trimtab.models.lora import named_weights
+from trimtab.rollout.canary import PULL, Canary
 from trimtab.training.export import save_model_files
-from trimtab.training.weights import named_weights
 from trimtab.types import Prompt, Sampling
 
 

@@ -79,8 +79,8 @@ def write_run(folder: Path, tokens: int) -> int:
 def phases(folder: Path) -> dict[str, float]:
     """What the child process does: the stages of the command one after the other, and the page."""
     start = time.perf_counter()
-    from trimtab.diagnostics.diagnose import diagnose
-    from trimtab.diagnostics.diagnose_page import write_page
+    from trimtab.diagnosis.output.html_page import write_page
+    from trimtab.diagnosis.pipeline import diagnose
 
     marks: dict[str, float] = {"imports": time.perf_counter()}
 

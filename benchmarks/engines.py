@@ -22,10 +22,10 @@ import torch
 
 from generation import SAMPLES, make_prompts
 from trimtab.config import load_config
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import load
-from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.models.lora import named_weights
 from trimtab.training.export import save_model_files
-from trimtab.training.weights import named_weights
 from trimtab.types import Engine, Sampling
 
 CASES = ((32, 48), (128, 48), (64, 256))
@@ -46,7 +46,7 @@ def main() -> None:
     config = load_config(
         "quickstart-vllm", [f"engine.vllm.process={options.process}", f"engine.vllm.eager={eager}"]
     ).engine
-    from trimtab.rollout.vllm import VllmEngine
+    from trimtab.engines.vllm.vllm_engine import VllmEngine
 
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder) / "model"

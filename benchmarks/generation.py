@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import load
-from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.types import Problem, Prompt, Sampling
 
 SAMPLES = 8

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.cli.compare_display import watch_grid
+from trimtab.cli.comparison_progress import watch_grid
 from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError
 from trimtab.lab.runner import held, run_cells

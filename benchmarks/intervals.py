@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.evaluation.passk import Estimate, difference, estimate, pass_at_k
+from trimtab.evaluation.pass_estimates import Estimate, difference, estimate, pass_at_k
 
 Array = NDArray[np.float64]
 RESAMPLES = 1000

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from generation import SAMPLES, make_prompts
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models import invariant
 from trimtab.models.load import load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.types import Completion, Prompt, Sampling
 
 CASES = ((64, 48), (64, 192))

@@ -23,14 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models import invariant
-from trimtab.models.invariant.triton_attention import Keys, Queries, attend
-from trimtab.models.invariant.triton_head import chosen_logps, head_logps
-from trimtab.models.invariant.triton_product import product
-from trimtab.models.invariant.triton_rows import rms_norm, silu
+from trimtab.models.invariant.kernels.attention_kernel import Keys, Queries, attend
+from trimtab.models.invariant.kernels.head_kernel import chosen_logps, head_logps
+from trimtab.models.invariant.kernels.matmul_kernel import product
+from trimtab.models.invariant.kernels.row_kernels import rms_norm, silu
 from trimtab.models.load import load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.types import Problem, Prompt, Sampling
 
 # Of SmolLM2-135M: width, inner width, vocabulary; heads, key heads and their width.

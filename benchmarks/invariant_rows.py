@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimtab.models.head import TILE_VOCABULARY
-from trimtab.models.invariant.attention import KEYS, query_rows
-from trimtab.models.products import TILE, product
+from trimtab.models.fused_head import TILE_VOCABULARY
+from trimtab.models.invariant.invariant_attention import KEYS, query_rows
+from trimtab.models.matmul import TILE, product
 
 Functions = Mapping[str, Callable[[Tensor], Tensor]]
 Multiply = Callable[[Tensor, Tensor], Tensor]

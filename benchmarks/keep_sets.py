@@ -3,9 +3,9 @@
     python benchmarks/keep_sets.py [--models laboratory smollm2-135m-instruct] [--tokens 64]
 
 For every truncation: how many ids a token was drawn from; bytes a token in a parquet file, for several forms of the
-column (`training/keep_sets.py` is "steps"); and the mean ratio pi/mu of the sampled tokens, mu from the sampler in
-float32, pi from the trainer in float32 with the sets and without. Without them every ratio is too small by the mass of
-the set under pi: their mean is the mean kept mass, however exact the arithmetic.
+column (`runs/sampling_mask_column.py` is "steps"); and the mean ratio pi/mu of the sampled tokens, mu from the sampler
+in float32, pi from the trainer in float32 with the sets and without. Without them every ratio is too small by the mass
+of the set under pi: their mean is the mean kept mass, however exact the arithmetic.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import BUNDLED, LABORATORY, load
 from trimtab.models.logprobs import TokenBatch, pack_kept, score
-from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.training import keep_sets
+from trimtab.runs import sampling_mask_column
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Completion, Problem, Prompt, Sampling
 
@@ -101,7 +101,7 @@ def _sizes(rows: Sequence[Completion], vocabulary: int) -> dict[str, int]:
         "lists of int64": _lists(rows, np.dtype(np.int64)),
         f"lists of {narrow}": _lists(rows, narrow),
         "bit sets": pa.array([_bits(row, vocabulary) for row in rows], pa.binary()),
-        "steps": keep_sets.encode(rows),
+        "steps": sampling_mask_column.encode(rows),
     }
     return {form: _written(column) for form, column in columns.items()}
 

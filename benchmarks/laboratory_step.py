@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from trimtab.config import load_config
-from trimtab.models import products
+from trimtab.models import matmul
 from trimtab.training.run import train
 
 PHASES = ("time/collect", "time/score", "time/update", "time/step")
@@ -45,12 +45,12 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     measure(4)
-    chosen = products._ONEDNN  # pyright: ignore[reportPrivateUsage]
+    chosen = matmul._ONEDNN  # pyright: ignore[reportPrivateUsage]
     ours: list[dict[str, float]] = []
     native: list[dict[str, float]] = []
     for _ in range(given.rounds):
         for rounds, onednn in ((ours, chosen), (native, False)):
-            products._ONEDNN = onednn  # pyright: ignore[reportPrivateUsage]
+            matmul._ONEDNN = onednn  # pyright: ignore[reportPrivateUsage]
             rounds.append(measure(given.steps))
     for key in ours[0]:
         values = sorted(found[key] for found in ours)

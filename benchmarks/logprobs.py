@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trimtab.models.architecture import Parts
-from trimtab.models.head import head_scores
+from trimtab.models.fused_head import head_scores
 from trimtab.models.load import BUNDLED, load
 from trimtab.models.logprobs import TokenBatch, score
 

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from routing import elsewhere
 from trimtab import tasks
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.engines.embedded.weight_quantization import EXACT, Rounding, matrices
 from trimtab.models.laboratory import NAMES
 from trimtab.models.load import BUNDLED, LABORATORY, MIXTURE, load
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.models.routing import routers
-from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.rollout.rounding import EXACT, Rounding, matrices
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Sampling
 

@@ -40,14 +40,14 @@ import numpy as np
 import torch
 
 from trimtab.config import Config, load_config
-from trimtab.training.collect import Collector, PromptStream
-from trimtab.training.feed.buffer import Buffer
-from trimtab.training.feed.feed import InStep
+from trimtab.rollout.buffer import Buffer
+from trimtab.rollout.collector import Collector, PromptStream
+from trimtab.rollout.prefix_pool import PrefixPool
+from trimtab.rollout.source import InStep
+from trimtab.runs.directory import RunDir
 from trimtab.training.loop import Trainer
 from trimtab.training.observer import Silent
-from trimtab.training.prefixes import PrefixPool
 from trimtab.training.run import assemble, check, load_model
-from trimtab.training.rundir import RunDir
 
 TARGET = 1.05
 BASE = "on-policy"

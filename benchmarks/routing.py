@@ -34,13 +34,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grid import mean_and_range, table
 from trimtab import tasks
 from trimtab.config import load_config
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.engines.embedded.weight_quantization import EXACT, Rounding
 from trimtab.models import laboratory
 from trimtab.models.load import LABORATORY, MIXTURE, SWITCH, Loaded, load
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.models.routing import FREE, routers
 from trimtab.models.routing_rows import Routes, agreement
-from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.rollout.rounding import EXACT, Rounding
 from trimtab.training.sft import warm_start
 from trimtab.types import Completion, Sampling
 

@@ -17,14 +17,14 @@ from dataclasses import replace
 import torch
 
 from trimtab import tasks
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import MIXTURE, Loaded, load
 from trimtab.models.logprobs import score
 from trimtab.models.routing import routers
-from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.training import trajectories
+from trimtab.rollout.collector import PromptStream
+from trimtab.runs import trajectories
+from trimtab.runs.expert_column import stored_bytes
 from trimtab.training.batching import MicroBatch, to_tensors
-from trimtab.training.collect import PromptStream
-from trimtab.training.routes import stored_bytes
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Completion, Prompt, Sampling, Trajectory
 

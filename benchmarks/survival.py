@@ -25,8 +25,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from trimtab.training import checkpoint, trajectories
-from trimtab.training.rundir import read_metrics
+from trimtab.runs import trajectories
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import list_checkpoints
+from trimtab.training.checkpoint import store
 
 PROMPTS, LAG = 4, 4
 
@@ -59,7 +61,7 @@ def victims(trainer: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in trainer.children():
         try:
-            if any("trimtab.rollout.worker" in word for word in child.cmdline()):
+            if any("trimtab.engines.remote.engine_host" in word for word in child.cmdline()):
                 found.append(child)
         except psutil.Error:
             continue
@@ -103,7 +105,7 @@ def examine(out: Path) -> None:
             assert one.proximal_version is not None
             old = one.proximal_version - one.trajectory.completion.policy_version
             ages.update(dict(zip(*(part.tolist() for part in np.unique(old, return_counts=True)), strict=True)))
-    books = checkpoint.load(checkpoint.folders(out / "checkpoints")[-1]).meta["feed"]
+    books = store.load(list_checkpoints(out / "checkpoints")[-1]).meta["feed"]
     twice = [group for group, times in groups.items() if times > 1]
     pending = len(books["ready"] + books["unfinished"])
     lost = books["drawn"] - books["consumed"] - sum(books["dropped"].values()) - pending

@@ -111,10 +111,10 @@ def trimtab_worker(model: str, variant: dict[str, Any]) -> None:
     from trimtab import rewards
     from trimtab.config import check_config
     from trimtab.objectives import objective
-    from trimtab.tasks.base import BuiltTask
+    from trimtab.runs.directory import RunDir
+    from trimtab.tasks.task import BuiltTask
     from trimtab.training.observer import Silent
     from trimtab.training.run import Parts, assemble, load_model
-    from trimtab.training.rundir import RunDir
     from trimtab.types import Problem, RewardSpec
 
     commands = Commands()

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from trimtab import tasks
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.engines.remote.remote_engine import WorkerEngine
+from trimtab.engines.remote.shared_weights import share
 from trimtab.models.load import LABORATORY, Loaded, load
-from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.rollout.handover import share
-from trimtab.rollout.remote import WorkerEngine
-from trimtab.training.collect import PromptStream
+from trimtab.rollout.collector import PromptStream
 from trimtab.training.export import save_model_files
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Completion, Engine, Sampling

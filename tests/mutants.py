@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 AREAS = {
     "corrections": (["corrections"], ["tests/unit/corrections", "tests/parity"]),
     "objectives": (["objectives"], ["tests/unit/objectives", "tests/parity"]),
-    "training": (["training"], ["tests/unit/training"]),
-    "rollout": (["rollout"], ["tests/unit/rollout"]),
-    "diagnosis": (["diagnostics/measure", "diagnostics/causes", "diagnostics/advise"], ["tests/unit/diagnostics"]),
+    "training": (["training", "runs"], ["tests/unit/training", "tests/unit/runs"]),
+    "rollout": (["rollout", "engines"], ["tests/unit/rollout", "tests/unit/engines"]),
+    "diagnosis": (["diagnosis/measure", "diagnosis/causes", "diagnosis/advice"], ["tests/unit/diagnosis"]),
 }
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub,

@@ -26,9 +26,9 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from trimtab.config import Config, load_config
-from trimtab.diagnostics.tokens import envelope
+from trimtab.diagnosis.token_statistics import envelope
 from trimtab.models.logprobs import score
-from trimtab.training import trajectories
+from trimtab.runs import trajectories
 from trimtab.training.batching import micro_batches, to_tensors
 from trimtab.training.export import restore
 from trimtab.training.run import train

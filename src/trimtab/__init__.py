@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trimtab.api import train
     from trimtab.config import Config, load_config
     from trimtab.corrections import OPSM, Band, Divergence, Veto, Weight
-    from trimtab.diagnostics.diagnose import diagnose
+    from trimtab.diagnosis.pipeline import diagnose
     from trimtab.errors import TrimtabError, TrimtabWarning
     from trimtab.evaluation import pass_at_k
     from trimtab.objectives import Objective, PolicyLogps, advantages, correct, mismatch, objective
@@ -26,7 +26,7 @@ _HOMES = {
     "trimtab.api": ("train",),
     "trimtab.config": ("Config", "load_config"),
     "trimtab.corrections": ("Band", "Divergence", "OPSM", "Veto", "Weight"),
-    "trimtab.diagnostics.diagnose": ("diagnose",),
+    "trimtab.diagnosis.pipeline": ("diagnose",),
     "trimtab.errors": ("TrimtabError", "TrimtabWarning"),
     "trimtab.evaluation": ("pass_at_k",),
     "trimtab.objectives": (

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.config import Config, load_config
-from trimtab.diagnostics.read import read_run
-from trimtab.diagnostics.report import write_report
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
+from trimtab.report.run_report import write_report
+from trimtab.runs.reader import read_run
 from trimtab.training.observer import Observer, Silent
 from trimtab.training.ranks import follows
 from trimtab.training.run import RunResult
@@ -56,7 +56,7 @@ def train(
                 "an objective given in code does not travel to a cluster: name a function that returns it, "
                 'objective.name = "module:it"'
             )
-        from trimtab.placement.driver import train as run_on_cluster
+        from trimtab.cluster.driver import train as run_on_cluster
 
         result = run_on_cluster(resolved, out=out, resume=resume, observer=watcher)
     else:

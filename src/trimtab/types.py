@@ -9,7 +9,7 @@ processes and tests can build one without loading a model. Per-token fields are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -222,3 +222,51 @@ class Engine(Protocol):
     def close(self) -> None:
         """End the engine and every process it started. Idempotent."""
         ...
+
+
+# A prefix of no tokens: the response is sampled whole.
+EMPTY = Completion(
+    response_ids=np.empty(0, dtype=np.int64),
+    logp_behavior=np.empty(0, dtype=np.float32),
+    policy_version=np.empty(0, dtype=np.int64),
+    finish="length",
+    text="",
+)
+
+
+def cut(completion: Completion, kept: int) -> Completion:
+    """The first `kept` tokens, but never the one that ended the response: its ending is sampled again.
+
+    The prefix has no text: what its ids spell depends on what follows them.
+    """
+    n = len(completion.response_ids)
+    k = min(kept, n - 1 if completion.finish == "stop" else n)
+    return replace(
+        completion,
+        response_ids=completion.response_ids[:k],
+        logp_behavior=completion.logp_behavior[:k],
+        policy_version=completion.policy_version[:k],
+        finish="length",
+        text="",
+        entropy=None if completion.entropy is None else completion.entropy[:k],
+        kept=None if completion.kept is None else completion.kept[:k],
+        routes=None if completion.routes is None else completion.routes[: len(completion.routes) - (n - k)],
+    )
+
+
+def splice(prefix: Completion, whole: Completion) -> Completion:
+    """`whole` with its first tokens replaced by those of `prefix`. What one of the two lacks, the result lacks."""
+    k = len(prefix.response_ids)
+    if k == 0:
+        return whole
+    old, new, old_kept, new_kept = prefix.entropy, whole.entropy, prefix.kept, whole.kept
+    routes, before = whole.routes, prefix.routes
+    return replace(
+        whole,
+        response_ids=np.concatenate([prefix.response_ids, whole.response_ids[k:]]),
+        logp_behavior=np.concatenate([prefix.logp_behavior, whole.logp_behavior[k:]]),
+        policy_version=np.concatenate([prefix.policy_version, whole.policy_version[k:]]),
+        entropy=None if old is None or new is None else np.concatenate([old, new[k:]]),
+        kept=None if old_kept is None or new_kept is None else old_kept + new_kept[k:],
+        routes=None if routes is None or before is None else np.concatenate([before, routes[len(before) :]]),
+    )

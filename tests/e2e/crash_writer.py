@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trimtab.training import checkpoint
+from trimtab.training.checkpoint import store
 
 WORDS = 100_000
 
@@ -48,10 +48,10 @@ def write_for_ever(root: Path, first: int, same: bool, kill_at: int) -> None:
     if kill_at:
         die_before(kill_at)
     for serial in count(first):
-        checkpoint.save(root, first if same else serial, payload(serial), {"serial": serial})
+        store.save(root, first if same else serial, payload(serial), {"serial": serial})
         print("saved", serial, flush=True)
         if not same:
-            checkpoint.prune(root, keep=2)
+            store.prune(root, keep=2)
 
 
 def main() -> None:

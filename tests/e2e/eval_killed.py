@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from trimtab.cli.main import run
-from trimtab.evaluation.store import PartFile
+from trimtab.evaluation.result_store import PartFile
 
 
 def main(moment: str, batches: int, words: list[str]) -> int:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from trimtab.config import Config, load_config
+from trimtab.engines.factory import build_engines
 from trimtab.models import sharding
 from trimtab.models.load import Loaded
-from trimtab.training import dealing, run, trajectories
-from trimtab.training.engines import build_engines
+from trimtab.runs import trajectories
+from trimtab.training import assignment, run
 from trimtab.training.makers import Makers
 from trimtab.training.ranks import join
 from trimtab.types import Completion, Engine, Prompt, Sampling
@@ -79,15 +80,15 @@ def plant(fault: str | None) -> None:
                 if hasattr(module, "set_gradient_divide_factor"):
                     module.set_gradient_divide_factor(float(mesh.size()))
 
-        sys.modules["trimtab.training.distributed"].shard = averaged  # pyright: ignore[reportAttributeAccessIssue]
+        sys.modules["trimtab.training.followers"].shard = averaged  # pyright: ignore[reportAttributeAccessIssue]
     elif fault == "twice":
-        deal = dealing.deal
+        deal = assignment.deal
 
         def greedy(sizes: Sequence[int], ranks: int) -> list[list[int | None]]:
             shares = deal(sizes, ranks)
             return [[0, *share[1:]] for share in shares]
 
-        dealing.deal = greedy
+        assignment.deal = greedy
 
 
 def main(jobs: Iterable[Mapping[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.training import checkpoint
+from trimtab.training.checkpoint import store
 from trimtab.training.ranks import Ranks, join
 
 
@@ -36,7 +36,7 @@ def save(root: Path, serial: int, ranks: Ranks) -> None:
     # What is not sharded is the leader's: the others' is ignored.
     own = plain if ranks.leads else {name: tensor * 0 for name, tensor in plain.items()}
     meta = {"serial": serial if ranks.leads else -1}
-    checkpoint.save(root, serial, {"model": {**shards, **own}, "random": own}, meta, {"note": b"%d" % serial})
+    store.save(root, serial, {"model": {**shards, **own}, "random": own}, meta, {"note": b"%d" % serial})
 
 
 def main(root: Path, told: Path) -> None:
@@ -53,7 +53,7 @@ def main(root: Path, told: Path) -> None:
                 damage(root / "step-000002")
             ranks.gather(b"")
             notes: list[str] = []
-            found = checkpoint.latest(root, notify=notes.append)
+            found = store.latest(root, notify=notes.append)
             assert found is not None
             here["notes"][name] = notes
             here |= {"step": found.step, "meta": found.meta}
@@ -84,9 +84,9 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a whole section is missing": lambda folder: (folder / "random.safetensors").unlink(),
     "a whole section is cut": lambda folder: os.truncate(folder / "random.safetensors", 20),
     "a file is missing": lambda folder: (folder / "note").unlink(),
-    "meta is missing": lambda folder: (folder / checkpoint.META).unlink(),
-    "meta is no JSON": lambda folder: change(folder / checkpoint.META, 0, b"?"),
-    "manifest is cut": lambda folder: os.truncate(folder / checkpoint.MANIFEST, 9),
+    "meta is missing": lambda folder: (folder / store.META).unlink(),
+    "meta is no JSON": lambda folder: change(folder / store.META, 0, b"?"),
+    "manifest is cut": lambda folder: os.truncate(folder / store.MANIFEST, 9),
 }
 
 

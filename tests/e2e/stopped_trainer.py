@@ -22,10 +22,10 @@ from typing import Any
 import psutil
 import torch
 from tests.e2e.worker_parent import Announced
-from tests.unit.rollout.support import prompt
+from tests.support.engines import prompt
 
+from trimtab.engines.remote.remote_engine import WorkerEngine
 from trimtab.models import laboratory
-from trimtab.rollout.remote import WorkerEngine
 from trimtab.types import Interrupt, Sampling
 
 ENGINE = {"type": "embedded", "dtype": "float32", "rounding": {}}
@@ -86,9 +86,9 @@ def worker(spec: dict[str, Any]) -> Iterator[Any]:
 
 @contextmanager
 def actor(spec: dict[str, Any], address: str) -> Iterator[Any]:
+    from trimtab.cluster.placement_group import connected, reserved
+    from trimtab.cluster.ray_engine import build_engines
     from trimtab.config import load_config
-    from trimtab.placement.cluster import connected, reserved
-    from trimtab.placement.engine import build_engines
 
     config = load_config("laboratory", ["placement=ray", f"ray.address={address}"])
     with connected(config.ray), reserved(config) as seats:

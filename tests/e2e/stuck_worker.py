@@ -6,8 +6,9 @@ import threading
 import time
 from typing import Any
 
-from trimtab.rollout import hosted, worker
-from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.engines import engine_spec
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.engines.remote import engine_host
 
 STUCK, SLOW = 13, 17
 TIME = 3.0  # seconds that slow work takes
@@ -29,5 +30,5 @@ class Troubled(EmbeddedEngine):
 
 
 if __name__ == "__main__":
-    hosted.EmbeddedEngine = Troubled
-    worker.main()
+    engine_spec.EmbeddedEngine = Troubled
+    engine_host.main()

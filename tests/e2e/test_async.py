@@ -11,14 +11,16 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.e2e.processes import words
+from tests.support.processes import words
 
 from trimtab.config import Config, load_config
-from trimtab.diagnostics.catalog import undocumented
 from trimtab.errors import TrimtabError
-from trimtab.training import checkpoint, trajectories
+from trimtab.runs import trajectories
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import list_checkpoints
+from trimtab.runs.metric_catalog import undocumented
+from trimtab.training.checkpoint import store
 from trimtab.training.run import train
-from trimtab.training.rundir import read_metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -93,7 +95,7 @@ def engines_of(trainer: int) -> list[psutil.Process]:
         children = psutil.Process(trainer).children()
     except psutil.NoSuchProcess:
         return []
-    return [child for child in children if any("trimtab.rollout.worker" in word for word in words(child))]
+    return [child for child in children if any("trimtab.engines.remote.engine_host" in word for word in words(child))]
 
 
 def test_killed_trainers_and_engines_lose_nothing_and_use_nothing_twice(tmp_path: Path) -> None:
@@ -105,13 +107,13 @@ def test_killed_trainers_and_engines_lose_nothing_and_use_nothing_twice(tmp_path
         child = context.Process(target=train_in_child, args=(str(out), (out / "config.toml").exists()))
         child.start()
         assert child.pid is not None
-        known = len(checkpoint.folders(out / "checkpoints"))
+        known = len(list_checkpoints(out / "checkpoints"))
         while child.is_alive() and killed["trainer"] < 2:
             child.join(timeout=chance.uniform(0.1, 0.6))
             engines = engines_of(child.pid)
-            if known == len(checkpoint.folders(out / "checkpoints")) or not engines:
+            if known == len(list_checkpoints(out / "checkpoints")) or not engines:
                 continue
-            known = len(checkpoint.folders(out / "checkpoints"))
+            known = len(list_checkpoints(out / "checkpoints"))
             if killed["engine"] < 3 and chance.random() < 0.6:
                 os.kill(chance.choice(engines).pid, signal.SIGKILL)
                 killed["engine"] += 1
@@ -124,7 +126,7 @@ def test_killed_trainers_and_engines_lose_nothing_and_use_nothing_twice(tmp_path
         assert child.exitcode == -signal.SIGKILL
     assert killed["trainer"] + killed["engine"] > 0
     assert consumed(out) == in_order(STEPS)
-    state = checkpoint.load(checkpoint.folders(out / "checkpoints")[-1]).meta["feed"]
+    state = store.load(list_checkpoints(out / "checkpoints")[-1]).meta["feed"]
     assert (state["consumed"], state["drawn"]) == (STEPS * PROMPTS, STEPS * PROMPTS)
     assert not state["dropped"]
     assert not state["unfinished"]

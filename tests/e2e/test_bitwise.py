@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.rollout.support import EOS, tiny, tokenizer
+from tests.support.engines import EOS, tiny, tokenizer
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from trimtab.bitwise import engine_and_trainer
+from trimtab.bitwise.difference import Comparison, Difference
+from trimtab.bitwise.engine_and_trainer import HEAD, LENGTHS, Sides, compare_sides, texts
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
-from trimtab.models import attention, invariant, products
-from trimtab.models.bitwise import Comparison, Difference
+from trimtab.models import invariant, matmul, packed_attention
 from trimtab.models.invariant.linear import InvariantEmbedding
-from trimtab.rollout import bitwise
-from trimtab.rollout.bitwise import HEAD, LENGTHS, Sides, compare_sides, texts
-from trimtab.rollout.embedded import EmbeddedEngine
 
 pytestmark = pytest.mark.e2e
 
-OPERATIONS = 3 * 12 + 4  # as in tests/unit/models/test_bitwise.py, with the head's log-probs for the head
+OPERATIONS = 3 * 12 + 4  # as in tests/unit/bitwise/test_difference.py, with the head's log-probs for the head
 
 
 def sides(*, numerics: str = "invariant", mixed: bool = True, name: str = "llama", context: int = 24) -> Sides:
@@ -38,8 +38,8 @@ def sides(*, numerics: str = "invariant", mixed: bool = True, name: str = "llama
     if numerics == "invariant":
         invariant.use_in(model)
     else:
-        products.use_in(model.base_model)
-        model.set_attn_implementation(attention.IMPLEMENTATION)
+        matmul.use_in(model.base_model)
+        model.set_attn_implementation(packed_attention.IMPLEMENTATION)
     engine = EmbeddedEngine(model, tokenizer(), "bfloat16" if mixed else "float32")
     return Sides(
         engine, model.train(), (lambda: torch.autocast("cpu", dtype=torch.bfloat16)) if mixed else nullcontext, 0.7
@@ -104,7 +104,7 @@ class Float64Linear(nn.Linear):
 def native_attention(model: Any) -> None:
     layer = model.model.layers[1].self_attn
     layer.config = copy.deepcopy(layer.config)
-    layer.config._attn_implementation = attention.IMPLEMENTATION
+    layer.config._attn_implementation = packed_attention.IMPLEMENTATION
 
 
 # Rounded to bfloat16, sums and the activation mostly have the bits of other ones.
@@ -140,7 +140,9 @@ def test_one_native_operation_in_the_sampler_is_named(kind: str) -> None:
 
 def test_another_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        bitwise, "log_probs", lambda logits, ids, heat: (logits / heat).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        engine_and_trainer,
+        "log_probs",
+        lambda logits, ids, heat: (logits / heat).log_softmax(-1).gather(1, ids[:, None])[:, 0],
     )
     found = first(sides())
     assert (found.operation, found.kind, found.half) == (HEAD, "head", "output")

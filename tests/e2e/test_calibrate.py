@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 from trimtab.config import Config, load_config
-from trimtab.diagnostics.page import equation_of
-from trimtab.diagnostics.report import write_report
 from trimtab.errors import TrimtabError
 from trimtab.objectives.calibrate import Observed, calibrated
-from trimtab.training import checkpoint
+from trimtab.report.differences import equation_of
+from trimtab.report.run_report import write_report
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import list_checkpoints
+from trimtab.runs.trajectories import read as read_trajectories
 from trimtab.training.observer import Silent
 from trimtab.training.run import check, train
-from trimtab.training.rundir import read_metrics
-from trimtab.training.trajectories import read as read_trajectories
 
 pytestmark = pytest.mark.e2e
 TIMED = ("time/", "tokens_per_second/", "memory/", "eval/")
@@ -59,7 +59,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(checkpoint.folders(run / "checkpoints")[-1] / "model.safetensors")
+    return load_file(list_checkpoints(run / "checkpoints")[-1] / "model.safetensors")
 
 
 def bounds(row: dict[str, Any]) -> dict[str, float]:

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.e2e.vllm_support import update
+from tests.support.vllm_support import update
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trimtab.config import CanaryConfig, load_config
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import Diverged, TrimtabError
 from trimtab.models import laboratory
-from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.training.canary import FLOOR, MARGIN, Canary
+from trimtab.rollout.canary import FLOOR, MARGIN, Canary
 from trimtab.types import Completion, Prompt
 
 pytestmark = pytest.mark.e2e

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.e2e.vllm_support import needs_vllm, policy, start, update
-from tests.unit.rollout.support import tokenizer
+from tests.support.engines import tokenizer
+from tests.support.vllm_support import needs_vllm, policy, start, update
 
 from trimtab.config import load_config
 from trimtab.errors import Diverged, TrimtabError
-from trimtab.training import canary as canaries
-from trimtab.training.canary import MARGIN, Canary
+from trimtab.rollout import canary as canaries
+from trimtab.rollout.canary import MARGIN, Canary
 
 pytestmark = [pytest.mark.e2e, needs_vllm]
 

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from tests.unit.diagnostics.causes import support as plant
+from tests.support import planted_causes as plant
 
 from trimtab.models.load import BUNDLED, load
 from trimtab.types import Sampling

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.diagnostics.causes import support as plant
+from tests.support import planted_causes as plant
 
 from trimtab.models.load import load
 from trimtab.training.sft import laboratory_folder

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.diagnostics.causes import support as plant
+from tests.support import planted_causes as plant
 
-from trimtab.diagnostics.causes.evidence import Tokens
-from trimtab.diagnostics.causes.noise import noise_of
-from trimtab.diagnostics.diagnosis import Chunk
-from trimtab.diagnostics.measure.sample import joined
+from trimtab.diagnosis.causes.evidence import Tokens
+from trimtab.diagnosis.causes.precision import noise_of
+from trimtab.diagnosis.measure.sample import joined
+from trimtab.diagnosis.records import Chunk
 from trimtab.models.load import BUNDLED, load
 from trimtab.types import Sampling
 

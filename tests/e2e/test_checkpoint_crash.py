@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.training import atomic, checkpoint
+from trimtab.runs import atomic
+from trimtab.runs.layout import list_checkpoints
+from trimtab.training.checkpoint import store
 
 pytestmark = pytest.mark.e2e
 
@@ -70,9 +72,9 @@ def writers() -> Iterator[Writers]:
 
 def check(root: Path, promised: int) -> int:
     """The newest checkpoint is whole and at least as new as promised; returns its serial number (0: there is none)."""
-    for folder in checkpoint.folders(root):
-        checkpoint.load(folder)  # older ones, and those pruning was about to remove, are whole as well
-    found = checkpoint.latest(root)  # a skipped one would warn, and warnings are errors here
+    for folder in list_checkpoints(root):
+        store.load(folder)  # older ones, and those pruning was about to remove, are whole as well
+    found = store.latest(root)  # a skipped one would warn, and warnings are errors here
     if found is None:
         assert promised == 0
         return 0

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.diagnostics.catalog import undocumented
-from trimtab.diagnostics.read import read_run
-from trimtab.evaluation.passk import wilson
-from trimtab.training.rundir import read_metrics
+from trimtab.evaluation.pass_estimates import wilson
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.metric_catalog import undocumented
+from trimtab.runs.reader import read_run
 
 pytestmark = pytest.mark.e2e
 

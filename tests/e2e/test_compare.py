@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from trimtab.training import checkpoint
-from trimtab.training.rundir import read_metrics
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import list_checkpoints
 
 pytestmark = pytest.mark.e2e
 
@@ -121,7 +121,7 @@ def test_a_grid_that_is_stopped_saves_its_cells_and_goes_on_with_them(tmp_path: 
         assert "Traceback" not in errors
         steps = [row["step"] for row in read_metrics(cell / "metrics.jsonl")]
         assert steps == list(range(1, len(steps) + 1))
-        assert checkpoint.folders(cell / "checkpoints")[-1].name == f"step-{len(steps):06d}"
+        assert list_checkpoints(cell / "checkpoints")[-1].name == f"step-{len(steps):06d}"
         assert len(steps) >= known + 2
         known = len(steps)
 

@@ -39,7 +39,7 @@ def test_the_bundled_model_is_equal_in_every_operation() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["sides"]["numerics"] == "invariant"
-    # 30 layers of 12 operations (tests/unit/models/test_bitwise.py), and four more.
+    # 30 layers of 12 operations (tests/unit/bitwise/test_difference.py), and four more.
     assert (found["tokens"], found["operations"]) == (271, 30 * 12 + 4)
     assert found["not_compared"] == {"first": [], "second": []}
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import BUNDLED, load
-from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.types import Problem, Prompt, Sampling
 
 pytestmark = pytest.mark.e2e

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from trimtab import rewards, tasks
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.evaluation import ModelSpec, Settings, TaskSpec, compare, evaluate
 from trimtab.evaluation.relay import Relay
 from trimtab.models import load as models
-from trimtab.rollout.embedded import EmbeddedEngine
+from trimtab.runs.directory import read_metrics
 from trimtab.training.run import train
-from trimtab.training.rundir import read_metrics
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Sampling
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.training.rundir import read_metrics
+from trimtab.runs.directory import read_metrics
 
 pytestmark = pytest.mark.e2e
 

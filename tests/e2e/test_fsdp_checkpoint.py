@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.e2e.shards_worker import DAMAGES, whole
 
-from trimtab.training import checkpoint, states
+from trimtab.training.checkpoint import state_tensors, store
 
 pytestmark = pytest.mark.e2e
 
@@ -39,7 +39,7 @@ def test_three_ranks_write_one_checkpoint(tmp_path: Path) -> None:
         assert "step-000002" in note, damage
         assert note.endswith("using step-000001 instead"), damage
 
-    found = checkpoint.load(tmp_path / "checkpoints" / "step-000001")
+    found = store.load(tmp_path / "checkpoints" / "step-000001")
     model = found.tensors["model"]
     assert set(model) == {*whole(1), "step", "shared"}
     for name, tensor in whole(1).items():
@@ -55,5 +55,5 @@ def test_three_ranks_write_one_checkpoint(tmp_path: Path) -> None:
                 self.register_buffer(name, torch.zeros_like(tensor))
 
     plain = Plain()
-    states.load_model_state(plain, model)
+    state_tensors.load_model_state(plain, model)
     assert torch.equal(plain.get_buffer("seven"), whole(1)["seven"])

@@ -18,8 +18,9 @@ from tests.e2e import fsdp_worker
 from transformers import LlamaForCausalLM
 
 from trimtab.models.load import load
-from trimtab.training import checkpoint, run
-from trimtab.training.rundir import read_metrics
+from trimtab.runs.directory import read_metrics
+from trimtab.training import run
+from trimtab.training.checkpoint import store
 from trimtab.training.sft import laboratory_folder
 
 pytestmark = pytest.mark.e2e
@@ -155,7 +156,7 @@ def test_a_checkpoint_of_two_resumes_on_another_number(runs: dict[str, Path], na
     """Half of the steps were made by two ranks, half by another number; the last checkpoints hold the same."""
     resumed = runs[f"{name}-resumed-{ranks}"]
     assert difference(runs[f"{name}-1"], resumed) < ROUNDING
-    one, other = (checkpoint.latest(run / "checkpoints") for run in (runs[f"{name}-1"], resumed))
+    one, other = (store.latest(run / "checkpoints") for run in (runs[f"{name}-1"], resumed))
     assert one is not None
     assert other is not None
     assert one.step == other.step

@@ -13,10 +13,11 @@ import psutil
 import pytest
 
 from trimtab.config import load_config
-from trimtab.training import checkpoint
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import list_checkpoints
+from trimtab.training.checkpoint import store
 from trimtab.training.export import restore
 from trimtab.training.run import train
-from trimtab.training.rundir import read_metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -64,7 +65,7 @@ def test_two_ranks_are_one_run(tmp_path: Path) -> None:
     parts = sorted(item.name for item in (saved / "model").iterdir())
     assert parts == [f"shard-0000{number}-model-00001-of-00001.safetensors" for number in (1, 2)]
     model, _, step = restore(tmp_path / "two")
-    tensors = checkpoint.load(saved).tensors["model"]
+    tensors = store.load(saved).tensors["model"]
     assert step == 3
     assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == {
         name: tuple(tensor.shape) for name, tensor in tensors.items()
@@ -98,7 +99,7 @@ def test_a_lost_rank_ends_the_others_and_the_run_resumes(tmp_path: Path, victim:
     if victim == 1:
         assert "another rank is gone" in rest
     before = read_metrics(out / "metrics.jsonl")
-    last = checkpoint.latest(out / "checkpoints")
+    last = store.latest(out / "checkpoints")
     assert last is not None
     assert before[-1]["step"] - 2 <= last.step <= before[-1]["step"]
     target = last.step + 2
@@ -126,7 +127,7 @@ def test_ranks_that_are_stopped_save_the_step_they_finished_together(tmp_path: P
     assert not psutil.wait_procs(ranks, timeout=BOUND)[1]
     assert rest.count("trimtab: interrupted; continue with: the same command --resume") == 1
     steps = [line["step"] for line in read_metrics(out / "metrics.jsonl")]
-    [saved] = checkpoint.folders(out / "checkpoints")
+    [saved] = list_checkpoints(out / "checkpoints")
     assert saved.name == f"step-{steps[-1]:06d}"
     train(load_config("laboratory", [*SETS, f"trainer.steps={steps[-1] + 1}"]), out=out, resume=True)
     assert [line["step"] for line in read_metrics(out / "metrics.jsonl")] == [*steps, steps[-1] + 1]

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.unit.rollout.support import SIZE, After, tiny, tokenizer
+from tests.support.engines import SIZE, After, tiny, tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from trimtab.engines.embedded import decoder, embedded_engine
+from trimtab.engines.embedded import invariant_decoder as rollout_invariant
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
-from trimtab.models import attention, invariant, logprobs
-from trimtab.models.invariant import layers
-from trimtab.models.invariant.attention import KEYS
+from trimtab.models import invariant, logprobs, packed_attention
+from trimtab.models.invariant import invariant_layers
+from trimtab.models.invariant.invariant_attention import KEYS
 from trimtab.models.invariant.sums import add_exponentials
 from trimtab.models.logprobs import TokenBatch, pack_kept, score
-from trimtab.rollout import decoder, embedded
-from trimtab.rollout import invariant as rollout_invariant
-from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.types import Completion, Problem, Prompt, Sampling
 
 pytestmark = pytest.mark.e2e
@@ -123,8 +123,8 @@ def test_batch_threads_prefixes_and_prefill_blocks_change_no_bit(
     part = engine.generate(prompts, 2, FREE, seed=0, interrupt=After(20))
     assert_same(engine.generate(prompts, 2, FREE, seed=0, prefixes=part), groups)
     # The trainer, each response alone; and with scores worked on in parts of a row.
-    monkeypatch.setattr(attention, "BLOCK_SCORES", 1 << 14)
-    monkeypatch.setattr(attention, "BLOCK_QUERIES", 30)
+    monkeypatch.setattr(packed_attention, "BLOCK_SCORES", 1 << 14)
+    monkeypatch.setattr(packed_attention, "BLOCK_QUERIES", 30)
     for prompt, group in zip(prompts, groups, strict=True):
         for one in group:
             assert_equal(trained(model, [prompt], [[one]], FREE, autocast), [[one]])
@@ -141,7 +141,7 @@ def test_the_cache_stays_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
         return made
 
     monkeypatch.setattr(rollout_invariant._Slabs, "empty", classmethod(measured))
-    monkeypatch.setattr(embedded, "CACHE_BYTES", 1 << 19)
+    monkeypatch.setattr(embedded_engine, "CACHE_BYTES", 1 << 19)
     engine = EmbeddedEngine(made(), tokenizer(), "bfloat16")
     engine.generate(asked([10] * 40), 1, replace(FREE, max_tokens=10), seed=0)
     batches = [a + b for a, b in zip(slabs[::2], slabs[1::2], strict=True)]
@@ -194,7 +194,7 @@ def test_fillers_of_a_packed_row_reach_nobody(monkeypatch: pytest.MonkeyPatch) -
 def test_it_is_the_models_own_function() -> None:
     """Float64, where only transformers' norms round: mistakes are far larger. Gradients too."""
     native = tiny("qwen3").double().train()
-    native.set_attn_implementation(attention.IMPLEMENTATION)
+    native.set_attn_implementation(packed_attention.IMPLEMENTATION)
     model = copy.deepcopy(native)
     invariant.use_in(model)
     rng = np.random.default_rng(1)
@@ -211,7 +211,7 @@ def test_it_is_the_models_own_function() -> None:
 
 def test_functions_have_no_tail() -> None:
     numbers = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 4
-    silu = layers.InvariantSiLU()
+    silu = invariant_layers.InvariantSiLU()
     whole = silu(numbers)
     total = add_exponentials(numbers, numbers[:, None] * torch.linspace(-1, 1, 7))
     for start, stop in ((0, 1), (3, 20), (5, 118), (900, 1000)):

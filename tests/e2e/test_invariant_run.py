@@ -14,13 +14,14 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trimtab.config import load_config
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.engines.factory import build_engines
 from trimtab.errors import TrimtabError
-from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.training import trajectories
-from trimtab.training.engines import build_engines
+from trimtab.runs import trajectories
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import METRICS
 from trimtab.training.makers import Makers
 from trimtab.training.run import train
-from trimtab.training.rundir import METRICS, read_metrics
 
 pytestmark = pytest.mark.e2e
 

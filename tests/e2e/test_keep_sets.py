@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from trimtab.config import load_config
+from trimtab.engines.factory import build_engines
 from trimtab.errors import TrimtabError
 from trimtab.models.load import Loaded
-from trimtab.training.engines import build_engines
+from trimtab.runs.directory import read_metrics
 from trimtab.training.makers import LOCAL, Makers
 from trimtab.training.run import train
-from trimtab.training.rundir import read_metrics
 from trimtab.types import Completion, Engine
 
 pytestmark = pytest.mark.e2e

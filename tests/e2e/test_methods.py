@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from trimtab.config import load_config
-from trimtab.diagnostics.catalog import undocumented
 from trimtab.errors import TrimtabError
 from trimtab.models.load import load
-from trimtab.training import checkpoint, trajectories
+from trimtab.runs import trajectories
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import list_checkpoints
+from trimtab.runs.metric_catalog import undocumented
 from trimtab.training.run import train
-from trimtab.training.rundir import read_metrics
 from trimtab.training.sft import laboratory_folder
 
 pytestmark = pytest.mark.e2e
@@ -51,7 +52,7 @@ def run(out: Path, recipe: str, *overrides: str, resume: bool = False) -> list[d
 
 
 def weights(out: Path, section: str = "model") -> dict[str, torch.Tensor]:
-    return load_file(checkpoint.folders(out / "checkpoints")[-1] / f"{section}.safetensors")
+    return load_file(list_checkpoints(out / "checkpoints")[-1] / f"{section}.safetensors")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -155,17 +156,17 @@ def test_soup_says_token_by_token_who_wrote_what(tmp_path: Path) -> None:
 
 def forwards(recipe: str, overrides: Sequence[str], out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Passes of the trained model in a run."""
-    from trimtab.training import update
+    from trimtab.training import learner
 
     count = 0
-    real: Callable[..., Any] = update.score
+    real: Callable[..., Any] = learner.score
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
         count += 1
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(update, "score", counted)
+    monkeypatch.setattr(learner, "score", counted)
     run(out, recipe, *overrides)
     return count
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from trimtab import tasks
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.engines.embedded.weight_quantization import EXACT, Rounding, matrices
 from trimtab.models.load import LABORATORY, MIXTURE, Loaded, load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.rollout.rounding import EXACT, Rounding, matrices
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Sampling
 

@@ -17,8 +17,8 @@ from trimtab.cli import main
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Clipped, Objective, Ratio, objective
+from trimtab.runs.directory import read_metrics
 from trimtab.training.run import train
-from trimtab.training.rundir import read_metrics
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import BUNDLED, Loaded, load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.rollout.prefixes import cut
-from trimtab.types import Completion, Problem, Prompt, Sampling
+from trimtab.types import Completion, Problem, Prompt, Sampling, cut
 
 pytestmark = pytest.mark.e2e
 

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import trimtab
-from trimtab.diagnostics.catalog import undocumented
-from trimtab.training.rundir import read_metrics
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.metric_catalog import undocumented
 
 pytestmark = pytest.mark.e2e
 

@@ -13,26 +13,26 @@ import psutil
 import pytest
 import torch
 from tests.e2e import stopped_trainer
-from tests.e2e.processes import gone
-from tests.e2e.ray_support import Cluster, local_cluster
-from tests.unit.rollout.support import After
+from tests.support.engines import After
+from tests.support.processes import gone
+from tests.support.ray_support import Cluster, local_cluster
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
 
 from trimtab import rewards, tasks
+from trimtab.cluster.object_store_weights import Publisher
+from trimtab.cluster.placement_group import Seats, connected, reserved
+from trimtab.cluster.ray_engine import SIGNS, RayEngine, build_engines
+from trimtab.cluster.reward_actors import RayScorer
 from trimtab.config import Config, load_config
 from trimtab.config.schema import RewardConfig
+from trimtab.engines.engine_spec import build
+from trimtab.engines.factory import engine_spec
+from trimtab.engines.remote.shared_weights import share
 from trimtab.errors import EngineLost, TrimtabError
 from trimtab.models.load import load
-from trimtab.placement.cluster import Seats, connected, reserved
-from trimtab.placement.engine import SIGNS, RayEngine, build_engines
-from trimtab.placement.rewards import RayScorer
-from trimtab.placement.weights import Publisher
 from trimtab.rewards import Response
-from trimtab.rollout.handover import share
-from trimtab.rollout.hosted import build
-from trimtab.training.collect import PromptStream
-from trimtab.training.engines import engine_spec
+from trimtab.rollout.collector import PromptStream
 from trimtab.training.export import save_model_files
 from trimtab.types import Problem, Prompt, Sampling
 

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests.e2e.ray_support import Cluster, free_port, local_cluster
+from tests.support.ray_support import Cluster, free_port, local_cluster
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
 
@@ -23,10 +23,11 @@ from trimtab.api import train
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.models.load import Loaded
-from trimtab.training import checkpoint, trajectories
+from trimtab.runs import trajectories
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import list_checkpoints
 from trimtab.training.export import restore
 from trimtab.training.observer import Silent
-from trimtab.training.rundir import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -169,7 +170,7 @@ def test_however_a_run_ends_no_actor_stays_and_the_next_command_goes_on(cluster:
         assert driver.returncode == 128 + number
         assert not psutil.wait_procs(actors, timeout=60)[1]
         last = read_metrics(out / "metrics.jsonl")[-1]["step"]
-        assert checkpoint.folders(out / "checkpoints")[-1].name == f"step-{last:06d}"
+        assert list_checkpoints(out / "checkpoints")[-1].name == f"step-{last:06d}"
 
     driver = begin(cluster, out)
     actors = everyone(cluster)

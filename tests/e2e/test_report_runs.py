@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from trimtab.config import load_config
+from trimtab.runs.directory import read_metrics
 from trimtab.training.run import train
-from trimtab.training.rundir import read_metrics
 
 pytestmark = pytest.mark.e2e
 SMALL = (

@@ -10,9 +10,9 @@ import torch
 
 from trimtab import evaluation, rewards, tasks
 from trimtab.config import Config, load_config
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import load
-from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.training import checkpoint
+from trimtab.training.checkpoint import store
 from trimtab.training.export import export
 from trimtab.training.run import train
 from trimtab.types import Sampling
@@ -32,7 +32,7 @@ def recipe(name: str, steps: int) -> Config:
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
-    found = checkpoint.latest(run / "checkpoints")
+    found = store.latest(run / "checkpoints")
     assert found is not None
     return {f"{part}/{key}": tensor for part, named in found.tensors.items() for key, tensor in named.items()}
 

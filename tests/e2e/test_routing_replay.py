@@ -17,13 +17,14 @@ from safetensors.torch import load_file
 from tests.e2e import fsdp_worker
 
 from trimtab.config import Config, load_config
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
 from trimtab.models.load import Loaded, load
-from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.training import checkpoint, trajectories
+from trimtab.runs import trajectories
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import METRICS, list_checkpoints
 from trimtab.training.makers import LOCAL, Makers
 from trimtab.training.run import train
-from trimtab.training.rundir import METRICS, read_metrics
 from trimtab.training.sft import laboratory_folder
 
 pytestmark = pytest.mark.e2e
@@ -58,7 +59,7 @@ def run(out: Path, *sets: str, makers: Makers = LOCAL) -> Path:
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(checkpoint.folders(out / "checkpoints")[-1] / "model.safetensors")
+    return load_file(list_checkpoints(out / "checkpoints")[-1] / "model.safetensors")
 
 
 def test_with_equal_numerics_replay_changes_nothing(tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_a_resumed_run_finds_the_record_in_its_checkpoint(tmp_path: Path) -> Non
     whole = run(tmp_path / "whole", *sets, "trainer.sync_every=1")
     half = tmp_path / "half"
     shutil.copytree(whole, half)
-    folders = checkpoint.folders(half / "checkpoints")
+    folders = list_checkpoints(half / "checkpoints")
     [pending] = folders[2].rglob("pending.parquet")
     assert all(one.completion.routes is not None for one in trajectories.from_bytes(pending.read_bytes()))
     for folder in folders[3:]:

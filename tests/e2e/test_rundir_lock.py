@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.training.rundir import RunDir, read_metrics
+from trimtab.runs.directory import RunDir, read_metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -19,7 +19,7 @@ LOCKER = """
 import os, sys
 from pathlib import Path
 from trimtab.errors import TrimtabError
-from trimtab.training.rundir import RunDir
+from trimtab.runs.directory import RunDir
 
 try:
     run = RunDir.open(Path(sys.argv[1]))

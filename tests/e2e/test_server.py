@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.e2e.servers import Served, starter
+from tests.support.server_process import Served, starter
 
 from trimtab import tasks
 from trimtab.config import EngineConfig
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.engines.server import server_connection, server_engine
+from trimtab.engines.server.server_engine import ServerEngine
 from trimtab.errors import EngineLost, TrimtabError, TrimtabWarning
 from trimtab.models.load import Loaded, load
-from trimtab.rollout import server, server_one
-from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.rollout.server import ServerEngine
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Completion, Prompt, Sampling
 
@@ -78,7 +78,7 @@ def engine_over(
 def expected(laboratory: Loaded, prompts: Sequence[Prompt], sampling: Sampling = SAMPLING) -> list[list[Completion]]:
     """What the servers' own model writes for the seeds they are sent."""
     local = EmbeddedEngine(laboratory.model, laboratory.tokenizer, torch.float32)
-    seeds = [[server._seed(SEED, p, s, 0) for s in range(SAMPLES)] for p in range(len(prompts))]
+    seeds = [[server_engine._seed(SEED, p, s, 0) for s in range(SAMPLES)] for p in range(len(prompts))]
     return [[local.generate([prompts[p]], 1, sampling, seed=seed)[0][0] for seed in row] for p, row in enumerate(seeds)]
 
 
@@ -129,8 +129,8 @@ class TestWire:
     def _short_seeds(served: list[Served], monkeypatch: pytest.MonkeyPatch) -> None:
         """SGLang takes 31 bits of a seed."""
         if served[0].kind == "sglang":
-            whole = server._seed
-            monkeypatch.setattr(server, "_seed", lambda *key: whole(*key) % (1 << 31))
+            whole = server_engine._seed
+            monkeypatch.setattr(server_engine, "_seed", lambda *key: whole(*key) % (1 << 31))
 
     def test_published_weights_are_sampled_from(
         self,
@@ -377,4 +377,4 @@ def test_greedy_log_probs_are_zero(laboratory: Loaded, servers: list[Served], pr
 
 def test_waits_between_looks_are_short_here() -> None:
     """Kills above cost what these say, not minutes."""
-    assert server_one.FIRST_WAIT * (2**server_one.LOOKS - 1) < 10
+    assert server_connection.FIRST_WAIT * (2**server_connection.LOOKS - 1) < 10

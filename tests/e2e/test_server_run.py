@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.servers import Served, starter
+from tests.support.server_process import Served, starter
 
 from trimtab.config import Config, load_config
-from trimtab.training import trajectories
+from trimtab.runs import trajectories
+from trimtab.runs.directory import read_metrics
 from trimtab.training.observer import Silent
 from trimtab.training.run import train
-from trimtab.training.rundir import read_metrics
 from trimtab.training.sft import laboratory_folder
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

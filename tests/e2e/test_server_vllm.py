@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from trimtab.config import EngineConfig
+from trimtab.engines.server.server_engine import ServerEngine
 from trimtab.errors import EngineLost
 from trimtab.models import bundled
 from trimtab.models.load import Loaded, load
-from trimtab.rollout.server import ServerEngine
 from trimtab.types import Completion, Problem, Prompt, Sampling
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
@@ -35,7 +35,7 @@ pytestmark = [
 # The wheel's own `vllm serve` looks for a package of another name; this is the same server.
 SERVE = ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
 SERVE += ["--max-model-len", "512", "--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
-SERVE += ["--worker-extension-cls", "trimtab.rollout.vllm_worker.WeightLoading"]
+SERVE += ["--worker-extension-cls", "trimtab.engines.vllm.worker_extension.WeightLoading"]
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -15,10 +15,10 @@ import pytest
 
 from trimtab.config import load_config
 from trimtab.errors import Stopped
-from trimtab.training import checkpoint
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import list_checkpoints
 from trimtab.training.observer import Silent
 from trimtab.training.run import train
-from trimtab.training.rundir import read_metrics
 from trimtab.training.stop import Stop
 
 pytestmark = pytest.mark.e2e
@@ -70,7 +70,7 @@ def end(process: subprocess.Popen[str], number: signal.Signals) -> str:
 
 
 def saved(run: Path) -> list[int]:
-    return [int(folder.name.removeprefix("step-")) for folder in checkpoint.folders(run / "checkpoints")]
+    return [int(folder.name.removeprefix("step-")) for folder in list_checkpoints(run / "checkpoints")]
 
 
 def steps(run: Path) -> list[int]:

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from trimtab.config import Config, load_config
-from trimtab.training import checkpoint
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import list_checkpoints
 from trimtab.training.observer import Silent
 from trimtab.training.run import train
-from trimtab.training.rundir import read_metrics
 
 pytestmark = pytest.mark.e2e
 TIMED = ("time/", "tokens_per_second/", "memory/", "eval/")
@@ -54,7 +54,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(checkpoint.folders(run / "checkpoints")[-1] / "model.safetensors")
+    return load_file(list_checkpoints(run / "checkpoints")[-1] / "model.safetensors")
 
 
 def test_the_logged_rate_follows_the_surge_and_survives_resuming_at_any_step(tmp_path: Path) -> None:

@@ -16,14 +16,16 @@ from torch import Tensor
 
 import trimtab
 from trimtab.config import Config, load_config
-from trimtab.diagnostics.health import health
-from trimtab.diagnostics.read import read_run
 from trimtab.errors import TrimtabError
 from trimtab.models.perturbation import Perturbation
-from trimtab.training import checkpoint, export
+from trimtab.report.health import health
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import best_checkpoint, checkpoint_folder, list_checkpoints
+from trimtab.runs.reader import read_run
+from trimtab.training import export
+from trimtab.training.checkpoint import store
 from trimtab.training.observer import Silent
 from trimtab.training.run import train
-from trimtab.training.rundir import read_metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -63,7 +65,7 @@ def test_weights_that_overflow_are_never_saved(tmp_path: Path) -> None:
     config = recipe("optim.lr=1e38", "optim.warmup=2", "trainer.steps=9", "trainer.sync_every=9")
     with pytest.raises(TrimtabError, match="made the weights non-finite"):
         train(config, out=tmp_path / "run")
-    for _ in checkpoint.folders(tmp_path / "run" / "checkpoints"):
+    for _ in list_checkpoints(tmp_path / "run" / "checkpoints"):
         assert_finite(tmp_path / "run")
 
 
@@ -112,7 +114,7 @@ def test_a_perturbation_out_of_all_proportion_is_refused(override: str) -> None:
 
 
 def assert_finite(run: Path) -> None:
-    saved = checkpoint.latest(run / "checkpoints")
+    saved = store.latest(run / "checkpoints")
     assert saved is not None
     assert all(torch.isfinite(weight).all() for part in saved.tensors.values() for weight in part.values())
 
@@ -129,11 +131,11 @@ def test_the_best_checkpoint_is_saved_when_it_is_measured(tmp_path: Path) -> Non
     train(config, out=tmp_path / "run")
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     scores = {row["step"]: row["eval/sort/greedy"] for row in rows if row["step"] in (2, 4, 5)}
-    best = checkpoint.best(tmp_path / "run" / "checkpoints")
+    best = best_checkpoint(tmp_path / "run" / "checkpoints")
     assert best is not None
     assert best.value == max(scores.values())
     assert best.step == min(step for step, score in scores.items() if score == best.value)
-    assert checkpoint.folder_of(tmp_path / "run" / "checkpoints", best.step).is_dir()
+    assert checkpoint_folder(tmp_path / "run" / "checkpoints", best.step).is_dir()
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_resuming_with_another_recipe_is_refused(tmp_path: Path) -> None:
 def test_a_corrupted_checkpoint_falls_back_and_says_so(tmp_path: Path) -> None:
     out, notes = tmp_path / "run", Notes()
     train(recipe(), out=out)
-    newest = checkpoint.folders(out / "checkpoints")[-1]
+    newest = list_checkpoints(out / "checkpoints")[-1]
     weights = newest / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 1
@@ -203,7 +205,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tiny_disk: Path) -> None:
     out = tiny_disk / "run"
     with pytest.raises(TrimtabError, match="No space left on device"):
         train(recipe("checkpoint.keep=9", "trainer.steps=9"), out=out)
-    found = checkpoint.latest(out / "checkpoints")
+    found = store.latest(out / "checkpoints")
     assert found is not None
     assert found.step >= 1
     assert not list((out / "checkpoints").glob(".tmp-*"))
@@ -240,7 +242,7 @@ def test_training_from_python_with_a_function_and_export(tmp_path: Path) -> None
     from transformers import AutoModelForCausalLM
 
     exported = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    saved = checkpoint.latest(result.run / "checkpoints")
+    saved = store.latest(result.run / "checkpoints")
     assert saved is not None
     for name, weight in saved.tensors["model"].items():
         assert torch.equal(exported[name], weight)
@@ -249,7 +251,7 @@ def test_training_from_python_with_a_function_and_export(tmp_path: Path) -> None
 def test_lora_trains_only_adapters_and_exports_merged_weights(tmp_path: Path) -> None:
     config = recipe("model.lora.rank=4", "optim.lr=1e-2", "optim.warmup=0")
     result = train(config, out=tmp_path / "run")
-    saved = checkpoint.latest(result.run / "checkpoints")
+    saved = store.latest(result.run / "checkpoints")
     assert saved is not None
     moments = {name for name in saved.tensors["optimizer"] if "exp_avg" in name}
     assert moments

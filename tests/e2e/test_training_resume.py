@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from trimtab.config import Config, load_config
-from trimtab.training import checkpoint
-from trimtab.training.rundir import METRICS, read_metrics
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import METRICS, best_checkpoint, list_checkpoints
 
 pytestmark = pytest.mark.e2e
 
@@ -52,7 +52,7 @@ def comparable(run: Path) -> list[dict[str, Any]]:
 
 
 def final_tensors(run: Path) -> dict[str, torch.Tensor]:
-    folder = checkpoint.folders(run / "checkpoints")[-1]
+    folder = list_checkpoints(run / "checkpoints")[-1]
     return {
         f"{path.stem}/{name}": tensor
         for path in sorted(folder.glob("*.safetensors"))
@@ -115,7 +115,7 @@ def test_killed_at_many_random_moments_equals_uninterrupted(uninterrupted: Path,
     assert mine.keys() == theirs.keys()
     different = [name for name in theirs if not torch.equal(mine[name], theirs[name])]
     assert not different
-    assert checkpoint.best(out / "checkpoints") == checkpoint.best(uninterrupted / "checkpoints")
+    assert best_checkpoint(out / "checkpoints") == best_checkpoint(uninterrupted / "checkpoints")
     mine_files = sorted(path.name for path in (out / "trajectories").iterdir())
     assert mine_files == [f"step-{step:06d}.parquet" for step in range(1, 25)]
     for name in mine_files:
@@ -123,7 +123,7 @@ def test_killed_at_many_random_moments_equals_uninterrupted(uninterrupted: Path,
 
 
 def forget_second_half(out: Path) -> None:
-    for folder in checkpoint.folders(out / "checkpoints")[1:]:
+    for folder in list_checkpoints(out / "checkpoints")[1:]:
         (folder / "manifest.json").unlink()
 
 

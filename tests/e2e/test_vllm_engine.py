@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.e2e.vllm_support import needs_vllm, policy, prompts, start, update
-from tests.unit.rollout.support import EOS, PIECES, After, processed, tokenizer, tokens
+from tests.support.engines import EOS, PIECES, After, processed, tokenizer, tokens
+from tests.support.vllm_support import needs_vllm, policy, prompts, start, update
 
+from trimtab.engines.stopping import StopRule
+from trimtab.engines.vllm import setup, stepped_runner
 from trimtab.errors import TrimtabError
-from trimtab.rollout import vllm_cores, vllm_setup
-from trimtab.rollout.prefixes import EMPTY, cut
-from trimtab.rollout.stops import StopRule
-from trimtab.types import Completion, Sampling
+from trimtab.types import EMPTY, Completion, Sampling, cut
 
 pytestmark = [pytest.mark.e2e, needs_vllm]
 
@@ -123,7 +122,7 @@ def test_a_prefix_is_kept_and_the_rest_is_drawn_anew(engine: Any) -> None:
 
 
 def _rows(*begun: int) -> list[Any]:
-    from trimtab.rollout.rows import make_rows
+    from trimtab.engines.embedded.decoding_rows import make_rows
 
     whole = cut(
         Completion(np.arange(2, 8), np.full(6, -1.0, np.float32), np.zeros(6, np.int64), "length", ""), max(begun)
@@ -211,9 +210,9 @@ def test_what_cannot_be_sampled_is_refused(engine: Any) -> None:
 
 def test_keep_sets_travel_with_their_tokens(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM returns them on GPUs only: here they are put into its answers."""
-    real, sampling = vllm_cores.chunk, Sampling(top_k=5, max_tokens=6, ignore_stop=True)
+    real, sampling = stepped_runner.chunk, Sampling(top_k=5, max_tokens=6, ignore_stop=True)
 
-    def masked(output: Any) -> vllm_cores.Chunk:
+    def masked(output: Any) -> stepped_runner.Chunk:
         found = real(output)
         return dataclasses.replace(found, kept=[[90, int(token), 2] for token in found.ids])
 
@@ -221,7 +220,7 @@ def test_keep_sets_travel_with_their_tokens(engine: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"vllm": wanted}))
     with pytest.raises(TrimtabError, match="without the set it was drawn from"):
         engine.generate(prompts([5]), 1, sampling, seed=0)
-    monkeypatch.setattr(vllm_cores, "chunk", masked)
+    monkeypatch.setattr(stepped_runner, "chunk", masked)
     [[completion]] = engine.generate(prompts([5]), 1, sampling, seed=0)
     assert [kept.tolist() for kept in completion.kept] == [sorted([90, int(i), 2]) for i in completion.response_ids]
     with pytest.raises(TrimtabError, match="top_k only"):
@@ -231,21 +230,21 @@ def test_keep_sets_travel_with_their_tokens(engine: Any, monkeypatch: pytest.Mon
 def test_keep_sets_need_a_gpu(engine: Any) -> None:
     wanted = engine._config.vllm.model_copy(update={"keep_sets": True})
     with pytest.raises(TrimtabError, match="needs a GPU"):
-        vllm_setup.arguments("anywhere", engine._config.model_copy(update={"vllm": wanted}))
+        setup.arguments("anywhere", engine._config.model_copy(update={"vllm": wanted}))
 
 
 def test_a_token_without_its_log_prob_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = vllm_cores.chunk
+    real = stepped_runner.chunk
 
-    def forgetful(output: Any) -> vllm_cores.Chunk:
+    def forgetful(output: Any) -> stepped_runner.Chunk:
         [new] = output.outputs
         new.logprobs = [{token + 1: entry[token]} for token, entry in zip(new.token_ids, new.logprobs, strict=True)]
         return real(output)
 
-    monkeypatch.setattr(vllm_cores, "chunk", forgetful)
+    monkeypatch.setattr(stepped_runner, "chunk", forgetful)
     with pytest.raises(TrimtabError, match="without its log-prob"):
         engine.generate(prompts([5]), 2, FORCED, seed=0)
-    monkeypatch.setattr(vllm_cores, "chunk", real)
+    monkeypatch.setattr(stepped_runner, "chunk", real)
     engine.publish(policy().state_dict().items(), 7)  # nothing was left running: the prefix cache can be emptied
     assert len(engine.generate(prompts([5]), 2, FORCED, seed=0)[0]) == 2
 

@@ -15,9 +15,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests.e2e.processes import gone
-from tests.e2e.vllm_support import needs_vllm, policy, prompts, start, update
-from tests.unit.rollout.support import After, interrupted, processed
+from tests.support.engines import After, interrupted, processed
+from tests.support.processes import gone
+from tests.support.vllm_support import needs_vllm, policy, prompts, start, update
 
 from trimtab.errors import EngineLost
 from trimtab.types import Completion, Sampling
@@ -96,7 +96,7 @@ def test_a_killed_process_is_lost_and_comes_back(engine: Any) -> None:
 ORPHAN = """
 import os, psutil
 from pathlib import Path
-from tests.e2e.vllm_support import start
+from tests.support.vllm_support import start
 if __name__ == "__main__":
     engine = start(Path({folder!r}), "float32", "own")
     print([p.pid for p in psutil.Process().children(recursive=True) if "EngineCore" in p.name()][0], flush=True)
@@ -108,10 +108,14 @@ def test_a_process_that_was_asked_to_end_is_lost_and_comes_back(engine: Any) -> 
     """SIGTERM, as a cluster sends it to every process of a job: vLLM exits with 0 and answers nothing any more."""
     [core] = children()
     core.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + 60  # vLLM may answer whole calls before it has ended
-    with pytest.raises(EngineLost, match="died"):
+
+    def generate_for_a_minute() -> None:  # vLLM may answer whole calls before it has ended
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             engine.generate(prompts([5, 40]), 3, Sampling(max_tokens=200, ignore_stop=True), seed=0)
+
+    with pytest.raises(EngineLost, match="died"):
+        generate_for_a_minute()
     engine.recover()
     model = policy(seed=2)
     engine.publish(model.named_parameters(), 6)
@@ -121,7 +125,7 @@ def test_a_process_that_was_asked_to_end_is_lost_and_comes_back(engine: Any) -> 
 SIGNALLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.e2e.vllm_support import policy, prompts, start
+from tests.support.vllm_support import policy, prompts, start
 from trimtab.types import Sampling
 if __name__ == "__main__":
     engine = start(Path({folder!r}), "float32", "own")

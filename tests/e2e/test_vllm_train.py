@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.e2e.vllm_support import needs_vllm
+from tests.support.vllm_support import needs_vllm
 
 from trimtab.cli.doctor_vllm import diagnose
-from trimtab.diagnostics.catalog import undocumented
-from trimtab.training.rundir import read_metrics
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.metric_catalog import undocumented
 
 pytestmark = [pytest.mark.e2e, needs_vllm]
 

@@ -12,12 +12,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests.e2e.processes import gone
-from tests.e2e.vllm_support import engine_config, needs_vllm, policy, prompts
-from tests.unit.rollout.support import interrupted, processed, tokenizer
+from tests.support.engines import interrupted, processed, tokenizer
+from tests.support.processes import gone
+from tests.support.vllm_support import engine_config, needs_vllm, policy, prompts
 
+from trimtab.engines.remote.remote_engine import WorkerEngine
 from trimtab.errors import EngineLost
-from trimtab.rollout.remote import WorkerEngine
 from trimtab.training.export import save_model_files
 from trimtab.types import Completion, Sampling
 

@@ -10,10 +10,10 @@ import pytest
 import trimtab
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError
-from trimtab.training import checkpoint
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import list_checkpoints
 from trimtab.training.observer import Silent
 from trimtab.training.run import train
-from trimtab.training.rundir import read_metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -94,7 +94,7 @@ def test_a_run_that_learns_nothing_stops_and_resuming_it_goes_on_counting(tmp_pa
     ):
         train(load_config("laboratory", changes), out=run, observer=notes)
     assert [line for line in notes.lines if "taught" in line] == [f"step 1: it taught nothing: {reason}"]
-    assert [folder.name for folder in checkpoint.folders(run / "checkpoints")] == ["step-000003"]
+    assert [folder.name for folder in list_checkpoints(run / "checkpoints")] == ["step-000003"]
     with pytest.raises(TrimtabError, match="4 steps in a row taught nothing"):
         train(load_config("laboratory", changes), out=run, resume=True)
     patient = load_config("laboratory", [*changes, "trainer.max_idle_steps=0"])

@@ -17,20 +17,19 @@ import psutil
 import pytest
 import torch
 from tests.e2e import stopped_trainer, stuck_worker
-from tests.e2e.processes import gone
-from tests.unit.rollout.support import After, interrupted, prompt, prompts
+from tests.support.engines import After, interrupted, prompt, prompts
+from tests.support.processes import gone
 
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.engines.embedded.weight_quantization import Rounding
+from trimtab.engines.remote import remote_engine
+from trimtab.engines.remote.remote_engine import WorkerEngine
+from trimtab.engines.remote.shared_weights import SharedWeights, share
 from trimtab.errors import Diverged, EngineLost, TrimtabError
 from trimtab.models import laboratory
 from trimtab.models.load import load
-from trimtab.rollout import remote
-from trimtab.rollout.embedded import EmbeddedEngine
-from trimtab.rollout.handover import SharedWeights, share
-from trimtab.rollout.prefixes import EMPTY
-from trimtab.rollout.remote import WorkerEngine
-from trimtab.rollout.rounding import Rounding
 from trimtab.training.export import save_model_files
-from trimtab.types import Completion, Sampling
+from trimtab.types import EMPTY, Completion, Sampling
 
 pytestmark = pytest.mark.e2e
 
@@ -220,7 +219,7 @@ def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
     """The process lives in both cases, and the slow one takes longer than the patience."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setattr(remote, "WORKER", "tests.e2e.stuck_worker")
+    monkeypatch.setattr(remote_engine, "WORKER", "tests.e2e.stuck_worker")
     engine = WorkerEngine(spec_of(folder), threads=1)
     engine.publish(laboratory.build(1)[0].named_parameters(), 5)
     expected = engine.generate(ASKED, 4, FREE, seed=3)
@@ -231,7 +230,7 @@ def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
     assert [len(one.response_ids) for one in chain(*slow)] == [30] * 4
     with pytest.raises(EngineLost, match="gave no sign of life for 2 s"):
         engine.generate(ASKED, 4, FREE, seed=stuck_worker.STUCK, interrupt=threading.Event())
-    engine.patience = remote.PATIENCE
+    engine.patience = remote_engine.PATIENCE
     engine.recover()
     engine.publish(laboratory.build(1)[0].named_parameters(), 5)
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)
@@ -277,7 +276,7 @@ def test_killed_while_publishing(engine: WorkerEngine, monkeypatch: pytest.Monke
                 os.kill(pid, signal.SIGKILL)
             yield item
 
-    monkeypatch.setattr(remote, "share", remembered)
+    monkeypatch.setattr(remote_engine, "share", remembered)
     pid = engine.pid
     with pytest.raises(EngineLost, match="during publish"):
         engine.publish(weights(), version=6)

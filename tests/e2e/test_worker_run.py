@@ -10,16 +10,17 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tests.e2e.processes import words
+from tests.support.processes import words
 
 from trimtab.config import load_config
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import METRICS
 from trimtab.training.observer import Silent
 from trimtab.training.run import train
-from trimtab.training.rundir import METRICS, read_metrics
 
 pytestmark = pytest.mark.e2e
 
-ENGINE = "trimtab.rollout.worker"
+ENGINE = "trimtab.engines.remote.engine_host"
 # What the clock and the system say, and what is measured of lanes only.
 APART = ("time/", "tokens_per_second/", "memory/", "engine/", "lag/share", "lag/length")
 

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from trimtab.rollout.remote import WorkerEngine
+from trimtab.engines.remote.remote_engine import WorkerEngine
 from trimtab.types import Sampling
 
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def generate(engine: WorkerEngine) -> None:
-    from tests.unit.rollout.support import prompt
+    from tests.support.engines import prompt
 
     from trimtab.models import laboratory
 

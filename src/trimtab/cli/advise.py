@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from trimtab.lab.analogy import Candidate, Kind, Level, Match
+    from trimtab.lab.match import Candidate, Kind, Level, Match
 
 LABORATORY_LENGTH = 11
 SURE = 0.5
@@ -37,7 +37,7 @@ class Measure:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """By which mechanisms to reproduce the level: those of the causes, all when nothing is known."""
-        from trimtab.lab.analogy import KINDS
+        from trimtab.lab.match import KINDS
 
         named = [kind for cause in self.causes for kind in MECHANISMS.get(cause, ())]
         return tuple(
@@ -53,7 +53,7 @@ class Measure:
 
 def measure(path: Path) -> Measure:
     """From the trajectory files of a run, or from its metrics where it wrote none."""
-    from trimtab.diagnostics.read import read_run
+    from trimtab.runs.reader import read_run
 
     run = read_run(path) if (path / "metrics.jsonl").is_file() else None
     lag = None if run is None else run.series("lag/max")[1]
@@ -61,7 +61,7 @@ def measure(path: Path) -> Measure:
     if run is not None and not any((path / "trajectories").glob("*.parquet")):
         _, lengths = run.series("length/mean")
         return Measure(_level(path, run.rows, "mismatch/"), float(lengths.mean()) if len(lengths) else None, (), lagged)
-    from trimtab.diagnostics.diagnose import diagnose
+    from trimtab.diagnosis.pipeline import diagnose
 
     found = diagnose([path])
     origin, size = found.measured.origin, found.measured.size
@@ -74,7 +74,7 @@ def measure(path: Path) -> Measure:
 
 
 def _level(path: Path, rows: Sequence[Mapping[str, Any]], prefix: str = "") -> Level:
-    from trimtab.lab.analogy import Level
+    from trimtab.lab.match import Level
 
     try:
         return Level.of(rows, prefix)

@@ -15,10 +15,10 @@ from trimtab.cli.output import Json, Sets, print_json
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from trimtab.diagnostics.grid_table import Grid
-    from trimtab.diagnostics.recommend import Recommendation
-    from trimtab.lab.cells import Plan
+    from trimtab.lab.experiment import Plan
     from trimtab.lab.regimes import Regime
+    from trimtab.report.comparison_table import Grid
+    from trimtab.report.recommendation import Recommendation
 
 FAILED = 1
 ADVICE_SEEDS = 3
@@ -91,7 +91,7 @@ def compare(
 
     The same command goes on where a stopped one ended.
     """
-    from trimtab.lab import cells as lab
+    from trimtab.lab import experiment as lab
     from trimtab.lab.regimes import regime
 
     if page is not None and not page.absolute().parent.is_dir():
@@ -123,7 +123,7 @@ class Advice:
 
 def _advice(run: Path, as_json: bool) -> Advice:
     from trimtab.cli import advise
-    from trimtab.lab.analogy import find_match
+    from trimtab.lab.match import find_match
 
     found = advise.measure(run)
     first = advise.before(run, found)
@@ -142,7 +142,7 @@ def _advice(run: Path, as_json: bool) -> Advice:
 
 
 def _train(plan: Plan, out: Path, workers: int, keep: bool, as_json: bool) -> None:
-    from trimtab.cli.compare_display import watch_grid
+    from trimtab.cli.comparison_progress import watch_grid
     from trimtab.lab.compare import run_plan
 
     try:
@@ -153,8 +153,8 @@ def _train(plan: Plan, out: Path, workers: int, keep: bool, as_json: bool) -> No
 
 
 def _show(plan: Plan, out: Path, page: Path | None, as_json: bool, advice: Advice | None) -> None:
-    from trimtab.diagnostics.grid_page import write_grid
-    from trimtab.diagnostics.grid_table import legend, markdown, read_grid
+    from trimtab.report.comparison_table import legend, markdown, read_grid
+    from trimtab.report.experiment_page import write_grid
 
     grid = read_grid(out)
     if advice is None:
@@ -186,8 +186,8 @@ def _show(plan: Plan, out: Path, page: Path | None, as_json: bool, advice: Advic
 
 def _advised(grid: Grid, path: Path, advice: Advice) -> tuple[Path, list[str], Recommendation]:
     """The page with its recommendation, the order of its table, and the recommendation."""
-    from trimtab.diagnostics.grid_page import write_grid
-    from trimtab.diagnostics.recommend import Recommendation, ordered, recommend
+    from trimtab.report.experiment_page import write_grid
+    from trimtab.report.recommendation import Recommendation, ordered, recommend
 
     order, found = ordered(grid), recommend(grid)
     verdict = Recommendation(found.method, " ".join(filter(None, [found.text, advice.caution])))

@@ -26,14 +26,14 @@ def recipes(
     as_json: Json = False,
 ) -> None:
     """List the recipes this installation brings, one line each."""
-    from trimtab.cli import reference
+    from trimtab.cli import recipe_reference
     from trimtab.config import Config, load_config, recipe_names
 
     if keys and as_json:
         print_json(Config.model_json_schema())
         return
     if keys:
-        typer.echo(reference.markdown(), nl=False)
+        typer.echo(recipe_reference.markdown(), nl=False)
         return
     described = {name: load_config(name).description for name in recipe_names()}
     if as_json:

@@ -14,7 +14,7 @@ from trimtab.cli.output import Json, print_json
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from trimtab.diagnostics.diagnose import Watch
+    from trimtab.diagnosis.pipeline import Watch
 
 PAGE = "diagnose.html"
 Files = Annotated[
@@ -72,10 +72,10 @@ def diagnose(
     names = parse_columns(columns or [])
     target = page_path(out)
 
-    from trimtab.diagnostics.diagnose import diagnose as run
-    from trimtab.diagnostics.diagnose_json import as_dict
-    from trimtab.diagnostics.diagnose_page import write_page
-    from trimtab.diagnostics.diagnose_text import verdict
+    from trimtab.diagnosis.output.as_json import as_dict
+    from trimtab.diagnosis.output.html_page import write_page
+    from trimtab.diagnosis.output.terminal import verdict
+    from trimtab.diagnosis.pipeline import diagnose as run
 
     with _progress() as watch:
         found = run(files, framework=framework, columns=names, tokenizer=tokenizer, watch=watch)

@@ -12,8 +12,8 @@ from trimtab.cli.output import print_json, print_pairs
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
+    from trimtab.bitwise.difference import Comparison, Difference
     from trimtab.config import Config
-    from trimtab.models.bitwise import Comparison, Difference
 
 DEFAULT = "true-on-policy"
 SHOWN = 6  # names in a line
@@ -41,11 +41,11 @@ def run(what: str | None, pair: str | None, sets: Sequence[str], as_json: bool) 
 def _of_recipe(what: str, sets: Sequence[str]) -> tuple[Comparison, dict[str, str]]:
     import torch
 
+    from trimtab.bitwise.engine_and_trainer import BATCHES, Sides, compare_sides
+    from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+    from trimtab.engines.factory import sampler_rounding
     from trimtab.models.load import default_device
-    from trimtab.rollout.bitwise import BATCHES, Sides, compare_sides
-    from trimtab.rollout.embedded import EmbeddedEngine
     from trimtab.training.run import load_model, prepare_model
-    from trimtab.training.weights import sampler_rounding
 
     config = _config(what, sets)
     loaded, device = load_model(config), default_device()
@@ -88,7 +88,7 @@ def _config(what: str, sets: Sequence[str]) -> Config:
 
 
 def _of_pair(place: str) -> tuple[Comparison, dict[str, str]]:
-    from trimtab.models.bitwise import compare_pair
+    from trimtab.bitwise.difference import compare_pair
     from trimtab.plugins import check_arguments, load_function
 
     function: Callable[..., Any] = load_function(place, "pair")

@@ -95,7 +95,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Tables of avg@n and pass@k with 95% intervals over problems: a row for each model, a column for each task."""
-    from trimtab.cli import sources
+    from trimtab.cli import eval_sources
     from trimtab.evaluation import Settings, compare
 
     if as_json and markdown == STANDARD_OUTPUT:
@@ -104,10 +104,10 @@ def evaluate(
         raise TrimtabError(f"cannot write {markdown}: {found}; give --markdown another file")
     if relay is None and relay_ratio is not None:
         raise TrimtabError("--relay-ratio has no effect without --relay: name the model that begins, or leave it out")
-    given = [sources.source(name, which) for name in models]
+    given = [eval_sources.source(name, which) for name in models]
     if which != "last" and all(item.run is None for item in given):
         raise TrimtabError(f"--which {which} chooses a checkpoint of a run, and no run is given: leave it out")
-    whats = sources.tasks_of(task or [], sets or [], given)
+    whats = eval_sources.tasks_of(task or [], sets or [], given)
     settings = Settings(
         samples=samples,
         greedy=greedy,
@@ -116,10 +116,10 @@ def evaluate(
         max_tokens=max_tokens,
         problems=problems,
         seed=seed,
-        dtype=sources.dtype_of(dtype, given, whats),
+        dtype=eval_sources.dtype_of(dtype, given, whats),
         relay_ratio=0.5 if relay_ratio is None else relay_ratio,
     )
-    begins = sources.source(relay, which).spec() if relay is not None else None
+    begins = eval_sources.source(relay, which).spec() if relay is not None else None
     count = len(given) * len(whats) * len(settings.modes(relay is not None))
     with _interruptible(out), _progress(count) as watch:
         results = compare(
@@ -146,7 +146,7 @@ def _show(results: Results, markdown: str | None, as_json: bool) -> None:
     """Printed before the file is written: whatever is wrong with that, what was measured is seen."""
     _print(results, markdown, as_json)
     if markdown is not None and markdown != STANDARD_OUTPUT:
-        from trimtab.training.atomic import write_text
+        from trimtab.runs.atomic import write_text
 
         write_text(Path(markdown).resolve(), results.markdown())
 

@@ -78,11 +78,11 @@ def plan(
         return
     if model is None or gpus is None:
         raise TrimtabError(f"name --model and --gpus, or a measured --run; for example: {EXAMPLE}")
-    from trimtab.cli.plan_display import as_dict, text
+    from trimtab.cli.plan_text import as_dict, text
     from trimtab.planning.assumptions import assume as assumptions
     from trimtab.planning.devices import device as find_device
-    from trimtab.planning.plan import Question
-    from trimtab.planning.plan import plan as choose
+    from trimtab.planning.planner import Question
+    from trimtab.planning.planner import plan as choose
     from trimtab.planning.rates import Workload
     from trimtab.planning.shapes import find
 
@@ -112,7 +112,7 @@ def plan(
 def _from_run(run: Path, max_lag: int | None, as_json: bool, *, planned: bool) -> None:
     if planned:
         raise TrimtabError("--run predicts from what was measured: leave --model, --gpus and --assume out")
-    from trimtab.cli.plan_display import measured_dict, measured_text
+    from trimtab.cli.plan_text import measured_dict, measured_text
     from trimtab.planning.measured import read
 
     found = read(run)

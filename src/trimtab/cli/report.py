@@ -42,7 +42,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write report.html: one page that needs nothing else. Runs that differ in seed only form one band."""
-    from trimtab.diagnostics.groups import find_runs
+    from trimtab.report.groups import find_runs
 
     found = [run for path in runs for run in find_runs(path)]
     if found == runs and len(runs) == 1:
@@ -63,17 +63,17 @@ def report(
 
 
 def _one(run: Path, out: Path | None) -> dict[str, Any]:
-    from trimtab.diagnostics.health import as_data, health
-    from trimtab.diagnostics.read import read_run
-    from trimtab.diagnostics.report import write_report
+    from trimtab.report.health import as_data, health
+    from trimtab.report.run_report import write_report
+    from trimtab.runs.reader import read_run
 
     read = read_run(run)
     return {"report": write_report(run, out), "verdict": as_data(health(read)), "provenance": read.origins}
 
 
 def _several(runs: Sequence[Path], folder: Path, target: float | None) -> dict[str, Any]:
-    from trimtab.diagnostics.compare import as_data, compare, write_page
-    from trimtab.diagnostics.groups import group_runs
+    from trimtab.report.comparison import as_data, compare, write_page
+    from trimtab.report.groups import group_runs
 
     comparison = compare(group_runs(runs), target=target)
     return {"report": write_page(comparison, folder / "report.html"), **as_data(comparison)}

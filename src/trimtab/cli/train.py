@@ -60,9 +60,9 @@ def train(
 
 
 def _compare(config: Config, out: Path, resume: bool, observer: Observer) -> dict[str, Any]:
-    from trimtab.diagnostics.compare import held_out, write_comparison
     from trimtab.errors import TrimtabError
     from trimtab.lab.grid import run_grid
+    from trimtab.report.comparison import held_out, write_comparison
     from trimtab.training.ranks import several
 
     if several():

@@ -4,8 +4,8 @@ Nothing here knows a model, a file or a configuration, and nothing waits for the
 """
 
 from trimtab.corrections.correction import Sweep, sweep
-from trimtab.corrections.describe import Peers, Setting
 from trimtab.corrections.masks import OPSM, Band, Divergence, Evidence, Mask, Veto
+from trimtab.corrections.protocols import Peers, Setting
 from trimtab.corrections.ratios import LEVELS, LOG_RATIO_BOUND, Ratios, log_ratio
 from trimtab.corrections.reduce import Sequences, finite_rows, select
 from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics

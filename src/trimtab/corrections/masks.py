@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from trimtab.corrections import divergences
-from trimtab.corrections.describe import FRAMEWORKS, Peers, Setting, definition, symbol
+from trimtab.corrections.protocols import FRAMEWORKS, Peers, Setting, definition, symbol
 from trimtab.corrections.ratios import LEVELS, Number, Ratios
 from trimtab.corrections.reduce import Sequences, select
 from trimtab.corrections.weights import VERL_LOWEST, check_bounds, check_word

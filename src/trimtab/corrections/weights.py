@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from trimtab.corrections.describe import Peers, Setting, definition, symbol
+from trimtab.corrections.protocols import Peers, Setting, definition, symbol
 from trimtab.corrections.ratios import LEVELS, Number
 from trimtab.corrections.statistics import Histogram, Mergeable
 

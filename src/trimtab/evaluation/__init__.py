@@ -1,11 +1,11 @@
 """Evaluation without a trainer: avg@n, pass@k and relay sampling on tasks."""
 
-from trimtab.evaluation.evaluate import evaluate
-from trimtab.evaluation.passk import Estimate, pass_at_k
-from trimtab.evaluation.result import EvalResult, ProblemResult
+from trimtab.evaluation.eval_result import EvalResult, ProblemResult
+from trimtab.evaluation.eval_tables import Results
+from trimtab.evaluation.evaluator import evaluate
+from trimtab.evaluation.pass_estimates import Estimate, pass_at_k
 from trimtab.evaluation.settings import ModelSpec, Settings, TaskSpec
 from trimtab.evaluation.suite import Watch, compare, run
-from trimtab.evaluation.table import Results
 
 __all__ = [
     "Estimate",

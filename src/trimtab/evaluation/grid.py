@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.evaluation.passk import Estimate
+from trimtab.evaluation.pass_estimates import Estimate
 
 
 @dataclass(frozen=True)

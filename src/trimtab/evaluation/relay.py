@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimtab.errors import TrimtabError
-from trimtab.rollout.prefixes import cut, portion
-from trimtab.types import Completion, Engine, Prompt, Sampling
+from trimtab.rollout.prefixes import portion
+from trimtab.types import Completion, Engine, Prompt, Sampling, cut
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from trimtab import rewards, tasks
 from trimtab.errors import TrimtabError
-from trimtab.evaluation.evaluate import Progress, evaluate, require_problems
+from trimtab.evaluation.eval_result import EvalResult
+from trimtab.evaluation.eval_tables import Results
+from trimtab.evaluation.evaluator import Progress, evaluate, require_problems
 from trimtab.evaluation.relay import Relay
-from trimtab.evaluation.result import EvalResult
+from trimtab.evaluation.result_store import Store
 from trimtab.evaluation.settings import Mode, ModelSpec, Settings, TaskSpec
-from trimtab.evaluation.store import Store
-from trimtab.evaluation.table import Results
 from trimtab.rewards import Scorer
 from trimtab.types import Engine, Problem, RewardSpec, Sampling, Task
 
@@ -169,8 +169,8 @@ def _opened(spec: ModelSpec, settings: Settings, store: Store | None) -> _Subjec
     with spec.folder() as folder:
         import torch
 
+        from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
         from trimtab.models import load as models
-        from trimtab.rollout.embedded import EmbeddedEngine
 
         dtype = getattr(torch, settings.dtype)
         loaded = models.load(folder, dtype=dtype)

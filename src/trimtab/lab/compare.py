@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trimtab.config import Config
-from trimtab.lab.cells import Plan
-from trimtab.lab.result import Result
+from trimtab.lab.experiment import Plan
+from trimtab.lab.results import Result
 from trimtab.lab.runner import Unseen, Watch, held, run_cells
 from trimtab.lab.table import write_results
 

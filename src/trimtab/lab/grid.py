@@ -9,11 +9,12 @@ from typing import Any
 
 from trimtab.config import COMPANIONS, Config, check_config
 from trimtab.errors import TrimtabError
-from trimtab.lab.result import Result
+from trimtab.lab.results import Result
 from trimtab.lab.runner import Unseen, held, run_cells
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import METRICS
 from trimtab.training.observer import Observer
 from trimtab.training.run import check
-from trimtab.training.rundir import METRICS, read_metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from filelock import FileLock, Timeout
 
 from trimtab.config import Config
 from trimtab.errors import Stopped, TrimtabError
-from trimtab.lab import result as results
-from trimtab.lab.result import Result
-from trimtab.training import provenance
+from trimtab.lab import results as results
+from trimtab.lab.results import Result
+from trimtab.runs import provenance
 from trimtab.training.stop import Stop
 
 LOOK = 0.5  # seconds between looks at a signal that asked to stop

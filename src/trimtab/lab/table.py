@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trimtab.lab.cells import Cell, Plan
-from trimtab.lab.result import Result
-from trimtab.training import atomic
+from trimtab.lab.experiment import Cell, Plan
+from trimtab.lab.results import Result
+from trimtab.runs import atomic
 
 FILE = "results.parquet"
 _TYPES = {

@@ -20,11 +20,12 @@ from typing import Any, TextIO
 
 from trimtab.config import Config, check_config
 from trimtab.errors import Diverged, Stopped, TrimtabError
-from trimtab.lab.result import Result, Status, summarize, write
-from trimtab.training import atomic
+from trimtab.lab.results import Result, Status, summarize, write
+from trimtab.runs import atomic
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import CONFIG, METRICS, MODEL
 from trimtab.training.observer import Silent
 from trimtab.training.run import train
-from trimtab.training.rundir import CONFIG, METRICS, MODEL, read_metrics
 from trimtab.training.stop import Stop
 
 TRACEBACK = "error.txt"

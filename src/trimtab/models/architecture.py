@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, nearest
-from trimtab.models.attention import IMPLEMENTATION
-from trimtab.models.invariant.attention import IMPLEMENTATION as INVARIANT
+from trimtab.models.invariant.invariant_attention import IMPLEMENTATION as INVARIANT
+from trimtab.models.packed_attention import IMPLEMENTATION
 
 # Architectures whose forward is `head(backbone(x))`, with at most `config.final_logit_softcapping` after it. Others
 # scale logits or hidden states in ways of their own (Granite, Cohere): scoring them this way would be silently wrong.

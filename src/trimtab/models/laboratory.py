@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from trimtab.models.attention import IMPLEMENTATION
+from trimtab.models.packed_attention import IMPLEMENTATION
 
 NAME, MIXTURE, SWITCH = "laboratory", "laboratory-moe", "laboratory-switch"
 NAMES = (NAME, MIXTURE, SWITCH)

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab.errors import TrimtabError
-from trimtab.models import attention, bundled, laboratory
-from trimtab.models.products import use_in
+from trimtab.models import bundled, laboratory, packed_attention
+from trimtab.models.matmul import use_in
 from trimtab.models.quiet import quiet
 
 BUNDLED = bundled.NAME
@@ -111,7 +111,7 @@ def _filled(source: str, config: Any, dtype: torch.dtype) -> Any:
         source,
         config=config,
         dtype=dtype,
-        attn_implementation=attention.IMPLEMENTATION,
+        attn_implementation=packed_attention.IMPLEMENTATION,
         use_safetensors=True,
         ignore_mismatched_sizes=True,  # refused by the caller, with the parameter's name
         trust_remote_code=False,
@@ -123,7 +123,7 @@ def _empty(config: Any, dtype: torch.dtype) -> Any:
     """The same without any weight."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION, trust_remote_code=False
+            config, dtype=dtype, attn_implementation=packed_attention.IMPLEMENTATION, trust_remote_code=False
         )
     return model.eval(), {"missing_keys": (), "mismatched_keys": ()}
 

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from trimtab.errors import TrimtabError
 from trimtab.models.architecture import Parts, parts
-from trimtab.models.attention import Layout
-from trimtab.models.head import head_scores
-from trimtab.models.products import TILE, missing
+from trimtab.models.fused_head import head_scores
+from trimtab.models.matmul import TILE, missing
+from trimtab.models.packed_attention import Layout
 from trimtab.models.routing_rows import Places, Routes
 from trimtab.models.sharding import inside
 

@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.models import head, stream
+from trimtab.models import fused_head, perturbed_layer
 from trimtab.models.architecture import parts
 from trimtab.models.layers import decoder
 from trimtab.models.noise import normals
@@ -127,7 +127,7 @@ class Perturbation(nn.Module):
     @contextmanager
     def _logits(self, seed: int) -> Iterator[None]:
         (owner,) = self._head
-        with head.perturbed(owner, self.log_sigma, seed) if self.sigmas()[LOGITS] != 0 else nullcontext():
+        with fused_head.perturbed(owner, self.log_sigma, seed) if self.sigmas()[LOGITS] != 0 else nullcontext():
             yield
 
     @contextmanager
@@ -142,9 +142,9 @@ class Perturbation(nn.Module):
                     log_sigma = self.log_sigma[self._chosen.index(index)]
                     noise = partial(_perturb, log_sigma=log_sigma, sigma=sigma, seed=seed, layer=index)
                     see = None if watch is None else partial(watch.add, str(index))
-                stack.enter_context(stream.Layer(module, dtype, noise, see).attached())
+                stack.enter_context(perturbed_layer.Layer(module, dtype, noise, see).attached())
             if first < len(layers):
-                stack.enter_context(stream.wide_norms(final_norms, dtype, narrow=True))
+                stack.enter_context(perturbed_layer.wide_norms(final_norms, dtype, narrow=True))
             yield
 
 
@@ -181,7 +181,7 @@ class _Perturb(torch.autograd.Function):
         ctx.save_for_backward(log_sigma)
         ctx.draw = partial(normals, tuple(hidden.shape), seed, (layer,), device=hidden.device)
         ctx.dtype = hidden.dtype
-        noise = ctx.draw(dtype=stream.wide(hidden.dtype))
+        noise = ctx.draw(dtype=perturbed_layer.wide(hidden.dtype))
         return torch.add(hidden.to(noise.dtype), noise, alpha=sigma, out=noise)
 
     @staticmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.corrections.describe import definition, symbol
+from trimtab.corrections.protocols import definition, symbol
 
 if TYPE_CHECKING:
     from trimtab.objectives.objective import Objective

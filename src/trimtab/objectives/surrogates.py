@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from trimtab.corrections.describe import Peers, Setting
+from trimtab.corrections.protocols import Peers, Setting
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.statistics import Mean, Mergeable

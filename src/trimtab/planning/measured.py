@@ -12,7 +12,7 @@ from typing import Any
 
 from trimtab.config import Config, check_config
 from trimtab.errors import TrimtabError
-from trimtab.planning.schedule import Phases
+from trimtab.planning.pipeline_schedule import Phases
 
 # The first steps of a run compile, allocate and fill caches.
 _WARMUP = 0.2

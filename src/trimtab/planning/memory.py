@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from trimtab.planning.shapes import Shape
 
 EXACT = 4  # bytes of float32: residual stream, norms and scores
-# Of models/head.py and models/attention.py.
+# Of models/fused_head.py and models/packed_attention.py.
 TILE = 512 * 2048
 BLOCK_SCORES = 1 << 20
 BLOCK_QUERIES = 128
@@ -72,7 +72,7 @@ def layer_kept(shape: Shape, rank: Rank) -> float:
     residual = 2 * EXACT * shape.hidden  # before attention and before the feed-forward network
     norms = 2 * EXACT * shape.hidden
     # Autocast rounds the input of every product anew: queries, keys, values, gate and up. In float32 a CPU pads it anew
-    # (models/products.py).
+    # (models/matmul.py).
     inputs = 5 * compute * shape.hidden
     attention = compute * (2 * shape.queries + 2 * shape.keys)
     if shape.qk_norm:

@@ -12,23 +12,22 @@ from pydantic.fields import FieldInfo
 
 from trimtab.errors import TrimtabError, explain, nearest
 from trimtab.plugins import load_function
-from trimtab.rewards import user
-from trimtab.rewards.base import Built
-from trimtab.rewards.response import Response
+from trimtab.rewards.reward import Built, Response, Reward, build_user_reward
 from trimtab.rewards.scorer import Score, Scorer, Weighted
 from trimtab.types import RewardSpec, Task
 
 __all__ = ["Response", "Score", "Scorer", "Weighted", "build", "names", "options", "weighted"]
 
 _BUILT_IN = {
-    "exact": "trimtab.rewards.exact",
-    "numeric": "trimtab.rewards.numeric",
-    "math": "trimtab.rewards.mathverify",
-    "format": "trimtab.rewards.format",
-    "length": "trimtab.rewards.length",
-    "overlong": "trimtab.rewards.overlong",
-    "reasoning-gym": "trimtab.rewards.gym",
+    "exact": ("builtin", "Exact"),
+    "numeric": ("numeric", "Numeric"),
+    "math": ("math_equal", "MathEqual"),
+    "format": ("builtin", "Format"),
+    "length": ("builtin", "Length"),
+    "overlong": ("builtin", "Overlong"),
+    "reasoning-gym": ("gym_scorer", "GymScore"),
 }
+"""Name -> module and class, imported when used: some need heavy libraries."""
 
 Spec = RewardSpec | tuple[str | Callable[..., Any], float, float, Mapping[str, Any]]
 
@@ -40,7 +39,7 @@ def names() -> list[str]:
 
 def options(name: str) -> dict[str, FieldInfo]:
     """Option name -> its type, default and description; `name` is one of `names()`."""
-    return importlib.import_module(_BUILT_IN[name]).Options.model_fields
+    return _class_of(name).model_fields
 
 
 def build(specs: Sequence[Spec], task: Task) -> Scorer:
@@ -78,20 +77,24 @@ def _check_numbers(label: str, spec: RewardSpec) -> None:
 def _built(spec: RewardSpec, task: Task) -> Built:
     if not isinstance(spec.name, str):
         _no_options(getattr(spec.name, "__name__", "reward"), spec.options)
-        return user.build(spec.name, getattr(spec.name, "__name__", "reward"))
+        return build_user_reward(spec.name, getattr(spec.name, "__name__", "reward"))
     if ":" in spec.name:
         _no_options(spec.name, spec.options)
-        return user.build(load_function(spec.name, "reward"), spec.name)
+        return build_user_reward(load_function(spec.name, "reward"), spec.name)
     if spec.name not in _BUILT_IN:
         raise TrimtabError(
             f"unknown reward {spec.name!r}{nearest(spec.name, names())}; your own is written module:function"
         )
-    module = importlib.import_module(_BUILT_IN[spec.name])
+    kind = _class_of(spec.name)
     try:
-        options = module.Options(**spec.options)
+        return kind(**spec.options).build(task)
     except ValidationError as error:
-        raise TrimtabError(f"reward {spec.name!r}: {explain(error, module.Options.model_fields)}") from None
-    return module.build(options, task)
+        raise TrimtabError(f"reward {spec.name!r}: {explain(error, kind.model_fields)}") from None
+
+
+def _class_of(name: str) -> type[Reward]:
+    module, kind = _BUILT_IN[name]
+    return getattr(importlib.import_module(f"trimtab.rewards.{module}"), kind)
 
 
 def _no_options(label: str, options: Mapping[str, Any]) -> None:

@@ -8,8 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trimtab.rewards.base import Built, RewardOptions
-from trimtab.rewards.response import Response
+from trimtab.rewards.reward import Built, Response, Reward
 from trimtab.types import Problem, Task
 
 # A number does not begin inside a word or another number. Digits are bounded: nothing here may take long.
@@ -19,28 +18,28 @@ _NUMBER = re.compile(
 )
 
 
-class Options(RewardOptions):
+class Numeric(Reward):
+    """1 if the chosen number of the answer equals the gold number, else 0; a gold answer must be one number."""
+
     which: Literal["first", "last", "only"] = Field("last", description="which number counts if there are several")
     tolerance: float = Field(1e-4, ge=0, lt=1, description="relative; whole numbers must always be hit exactly")
     require_stop: bool = Field(True, description="0 for a response cut by the length limit")
 
+    def build(self, task: Task) -> Built:
+        stops = task.stop
 
-def build(options: Options, task: Task) -> Built:
-    """1 if the chosen number of the answer equals the gold number, else 0; a gold answer must be one number."""
-    stops = task.stop
+        def numeric(response: Response, problem: Problem) -> float:
+            gold = numbers(problem.answer)
+            if len(gold) != 1:
+                raise ValueError(f"the right answer {problem.answer[:40]!r} is not one number; use another reward")
+            if self.require_stop and response.finish != "stop":
+                return 0.0
+            found = numbers(response.body(stops))
+            if not found or (self.which == "only" and len(found) > 1):
+                return 0.0
+            return float(close(found[0 if self.which == "first" else -1], gold[0], self.tolerance))
 
-    def numeric(response: Response, problem: Problem) -> float:
-        gold = numbers(problem.answer)
-        if len(gold) != 1:
-            raise ValueError(f"the right answer {problem.answer[:40]!r} is not one number; use another reward")
-        if options.require_stop and response.finish != "stop":
-            return 0.0
-        found = numbers(response.body(stops))
-        if not found or (options.which == "only" and len(found) > 1):
-            return 0.0
-        return float(close(found[0 if options.which == "first" else -1], gold[0], options.tolerance))
-
-    return Built(numeric, isolated=False)
+        return Built(numeric, isolated=False)
 
 
 def numbers(text: str) -> list[Fraction]:

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
-from trimtab.rewards.base import Built
-from trimtab.rewards.isolate import Call, Isolated, Outcome, checked, describe
-from trimtab.rewards.response import Response
+from trimtab.rewards.reward import Built, Response
+from trimtab.sandbox.pool import Call, Isolated, Outcome, checked, describe
 from trimtab.types import Completion, Problem
 
 Item = tuple[Problem, Response | Completion]

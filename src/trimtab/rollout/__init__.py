@@ -1,1 +1,1 @@
-"""Engines that sample responses with their log-probs."""
+"""The data side of training: from prompts to scored groups, synchronous or asynchronous."""

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from trimtab.errors import TrimtabError
-from trimtab.tasks.base import BuiltTask, Procedural, TaskOptions
+from trimtab.tasks.task import BuiltTask, Procedural, TaskOptions
 from trimtab.tasks.templates import FewShot
 from trimtab.types import Problem, RewardSpec
 

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from trimtab.errors import TrimtabError
-from trimtab.tasks.base import BuiltTask
 from trimtab.tasks.rows import Row, RowOptions, build_task, read_problems
+from trimtab.tasks.task import BuiltTask
 
 JSONL = (".jsonl", ".ndjson", ".json")
 

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import Field
 
 from trimtab.errors import TrimtabError
-from trimtab.tasks.base import BuiltTask
 from trimtab.tasks.rows import Row, RowOptions, build_task, read_problems
+from trimtab.tasks.task import BuiltTask
 
 
 class Options(RowOptions):

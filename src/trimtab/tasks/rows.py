@@ -13,9 +13,9 @@ from pydantic import Field, field_validator
 
 from trimtab.errors import TrimtabError, TrimtabWarning, nearest
 from trimtab.tasks.answers import AnswerFormat, extract
-from trimtab.tasks.base import BuiltTask
 from trimtab.tasks.schemas import SCHEMAS, Schema, SchemaName
 from trimtab.tasks.style import StyleOptions, build_template, limits, split_shots
+from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Chat, Template
 from trimtab.types import Problem, RewardSpec
 

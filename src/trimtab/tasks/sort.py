@@ -11,7 +11,7 @@ import random
 from pydantic import Field
 
 from trimtab.errors import TrimtabError
-from trimtab.tasks.base import BuiltTask, Procedural, TaskOptions
+from trimtab.tasks.task import BuiltTask, Procedural, TaskOptions
 from trimtab.tasks.templates import Plain
 from trimtab.types import Problem, RewardSpec
 

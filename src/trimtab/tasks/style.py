@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from trimtab.errors import TrimtabError
-from trimtab.tasks.base import TaskOptions
+from trimtab.tasks.task import TaskOptions
 from trimtab.tasks.templates import FEW_SHOT, Chat, FewShot, Plain, Template
 from trimtab.types import Problem
 

@@ -1,1 +1,1 @@
-"""The training loop, packing, updates, checkpoints and run files."""
+"""A run: the training loop, batches, updates, ranks and checkpoints."""

@@ -17,7 +17,7 @@ import torch
 from trimtab.models.logprobs import TokenBatch, pack_kept
 from trimtab.models.routing import Routers
 from trimtab.models.routing_rows import Routes
-from trimtab.training import routing
+from trimtab.training.features import routing_replay
 from trimtab.types import Trajectory
 
 
@@ -135,7 +135,7 @@ def to_tensors(
         off_policy=_pad([np.full(len(t), t.off_policy) for t in chosen], time, False).to(device),
         kept=kept,
         advantage=torch.full((len(chosen), 1), float("nan"), device=device),
-        routes=None if experts is None else routing.pack(chosen, prompt_of, time, experts),
+        routes=None if experts is None else routing_replay.pack(chosen, prompt_of, time, experts),
     )
 
 

@@ -10,10 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError, nearest
+from trimtab.models.lora import add_lora, named_weights
 from trimtab.models.quiet import quiet
-from trimtab.training import atomic, checkpoint, states
-from trimtab.training.rundir import CONFIG, MODEL
-from trimtab.training.weights import add_lora, named_weights
+from trimtab.runs import atomic
+from trimtab.runs.layout import CONFIG, MODEL, best_checkpoint, checkpoint_folder
+from trimtab.training.checkpoint import state_tensors, store
 
 GENERATION = "generation_config.json"
 
@@ -43,11 +44,11 @@ def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrained
     weights = found.tensors["model"]
     model = _untrained(files, config)
     if config.model.lora.rank:
-        adapted = add_lora(_untrained(files, config), config.model.lora)
-        states.load_model_state(adapted, weights)
-        once = states.model_state(model)
+        adapted = add_lora(_untrained(files, config), **config.model.lora.model_dump())
+        state_tensors.load_model_state(adapted, weights)
+        once = state_tensors.model_state(model)
         weights = {name: weight for name, weight in named_weights(adapted) if name in once}
-    states.load_model_state(model, weights)
+    state_tensors.load_model_state(model, weights)
     return model.eval(), AutoTokenizer.from_pretrained(files, trust_remote_code=False), found.step
 
 
@@ -63,21 +64,21 @@ def export(run: Path, dest: Path, which: str = "last") -> Path:
     return dest
 
 
-def _checkpoint(run: Path, which: str) -> checkpoint.LoadedCheckpoint:
+def _checkpoint(run: Path, which: str) -> store.LoadedCheckpoint:
     root = run / "checkpoints"
     if which == "last":
-        found = checkpoint.latest(root, ["model"])
+        found = store.latest(root, ["model"])
         if found is None:
             raise TrimtabError(f"{run} has no checkpoint yet: set checkpoint.every, or let the run finish")
         return found
     if which.startswith("step-"):
-        return checkpoint.load(root / which, ["model"])
+        return store.load(root / which, ["model"])
     if which != "best":
         raise TrimtabError(f"unknown checkpoint {which!r}{nearest(which, ['best', 'last', 'step-000010'])}")
-    marked = checkpoint.best(root)
+    marked = best_checkpoint(root)
     if marked is None:
         raise TrimtabError(f"{run} has no best checkpoint: set eval.best to a metric, or ask for the last one")
-    return checkpoint.load(checkpoint.folder_of(root, marked.step), ["model"])
+    return store.load(checkpoint_folder(root, marked.step), ["model"])
 
 
 def _untrained(files: Path, config: Config) -> PreTrainedModel:

@@ -19,19 +19,30 @@ import torch
 
 from trimtab.config import Config
 from trimtab.corrections import finite_rows
+from trimtab.engines.factory import sampler_rounding
 from trimtab.errors import Diverged, Stopped, TrimtabError
+from trimtab.models.lora import named_weights
 from trimtab.objectives import advantages
-from trimtab.training import checkpoint, snapshot, trajectories
+from trimtab.rollout.canary import Canary
+from trimtab.rollout.collector import Collector, CollectStats, Group
+from trimtab.rollout.source import Feed
+from trimtab.runs import trajectories
+from trimtab.runs.directory import RunDir
+from trimtab.runs.layout import best_checkpoint, checkpoint_folder
 from trimtab.training.batching import micro_batches, split_minibatches, to_tensors
-from trimtab.training.bitwise import confirm
-from trimtab.training.calibration import calibrate
-from trimtab.training.canary import Canary
-from trimtab.training.collect import Collector, CollectStats, Group
-from trimtab.training.feed.feed import Feed
-from trimtab.training.feed.refusals import runs_beside
-from trimtab.training.heldout import HeldOut
+from trimtab.training.checkpoint import snapshot, store
+from trimtab.training.features.bitwise_check import confirm
+from trimtab.training.features.calibration import calibrate
+from trimtab.training.features.length_surge import Surge
+from trimtab.training.held_out import HeldOut
 from trimtab.training.idle import Idle, reason
-from trimtab.training.metrics import (
+from trimtab.training.learner import DivergedError, Learner, MiniBatch, UpdateStats
+from trimtab.training.observer import Moment, Observer
+from trimtab.training.optim import surge_share
+from trimtab.training.ranks import here
+from trimtab.training.refusals import runs_beside
+from trimtab.training.sinks import Sink
+from trimtab.training.step_metrics import (
     batch_metrics,
     beside_metrics,
     collect_metrics,
@@ -42,15 +53,7 @@ from trimtab.training.metrics import (
     speed_metrics,
     update_metrics,
 )
-from trimtab.training.observer import Moment, Observer
-from trimtab.training.optim import surge_share
-from trimtab.training.ranks import here
-from trimtab.training.rundir import RunDir
-from trimtab.training.sinks import Sink
 from trimtab.training.stop import Stop
-from trimtab.training.surge import Surge
-from trimtab.training.update import DivergedError, Learner, MiniBatch, UpdateStats
-from trimtab.training.weights import named_weights, sampler_rounding
 from trimtab.types import Engine, Trajectory
 
 NOTHING_CONFIRMED = (
@@ -360,21 +363,21 @@ class Trainer:
         metric = self.config.eval.best
         if metric is None or metric not in measured:
             return False
-        best = checkpoint.best(self.run.checkpoint_root)
+        best = best_checkpoint(self.run.checkpoint_root)
         better = best is None or measured[metric] > best.value
         # The leader's answer: on a shared file system the others may still see the older mark.
         return here().broadcast(b"1" if better else b"0") == b"1"
 
     def _checkpoint(self, measured: Mapping[str, float]) -> None:
         root, keep = self.run.checkpoint_root, self.config.checkpoint.keep
-        checkpoint.save(root, self.step, *snapshot.take(self, measured))
+        store.save(root, self.step, *snapshot.take(self, measured))
         self.mark_best(measured)
-        checkpoint.prune(root, keep)
+        store.prune(root, keep)
 
     def _save(self) -> None:
         """A checkpoint of the last finished step, unless there is one already: it is not replaced by weights of a step
         that did not end."""
-        written = checkpoint.folder_of(self.run.checkpoint_root, self.step).is_dir()
+        written = checkpoint_folder(self.run.checkpoint_root, self.step).is_dir()
         if here().broadcast(b"1" if written else b"0") == b"0":
             self._checkpoint({})
 
@@ -382,7 +385,7 @@ class Trainer:
         """Remember this step's checkpoint if it is the best so far by `eval.best`; repeating it changes nothing."""
         metric = self.config.eval.best
         if metric is not None and metric in measured:
-            checkpoint.mark_best(self.run.checkpoint_root, self.step, metric, measured[metric])
+            store.mark_best(self.run.checkpoint_root, self.step, metric, measured[metric])
 
 
 def _non_finite(minibatches: Sequence[MiniBatch]) -> set[int]:

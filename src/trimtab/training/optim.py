@@ -1,6 +1,6 @@
 """AdamW, and the learning rate as a pure function of update, step and length surge.
 
-Resuming needs no scheduler state but that one step (`trimtab.training.surge`).
+Resuming needs no scheduler state but that one step (`trimtab.training.features.length_surge`).
 """
 
 from __future__ import annotations

@@ -15,38 +15,41 @@ from torch import nn
 
 from trimtab import rewards, tasks
 from trimtab.config import Config
+from trimtab.engines.factory import build_engines, check_engines
 from trimtab.errors import TrimtabError
 from trimtab.models import invariant
 from trimtab.models.laboratory import NAMES as LABORATORY_MODELS
 from trimtab.models.load import Loaded, default_device, load
+from trimtab.models.lora import add_lora
 from trimtab.models.perturbation import Perturbation
 from trimtab.models.routing import Routers
 from trimtab.objectives import Objective
 from trimtab.rewards import Scorer
-from trimtab.training import bitwise, own_objective, prefixes, provenance, routing, snapshot
-from trimtab.training.canary import Canary
-from trimtab.training.collect import Collector, PromptStream
-from trimtab.training.distributed import NoEngine, check_sharding, run_directory, shared_feed, spread
-from trimtab.training.engines import build_engines, check_engines
-from trimtab.training.experts import GOLD, Experts
+from trimtab.rollout import prefix_pool
+from trimtab.rollout.async_source import Beside
+from trimtab.rollout.buffer import Buffer
+from trimtab.rollout.canary import Canary
+from trimtab.rollout.collector import Collector, PromptStream
+from trimtab.rollout.demonstrations import GOLD, Experts
+from trimtab.rollout.prompt_lengths import Survey, prompt_room
+from trimtab.rollout.source import Feed, InStep
+from trimtab.runs import provenance
+from trimtab.runs.directory import RunDir
+from trimtab.training import custom_objective, refusals
+from trimtab.training.checkpoint import snapshot
 from trimtab.training.export import save_model_files
-from trimtab.training.feed import refusals
-from trimtab.training.feed.beside import Beside
-from trimtab.training.feed.buffer import Buffer
-from trimtab.training.feed.feed import Feed, InStep
-from trimtab.training.lengths import Survey, prompt_room
+from trimtab.training.features import bitwise_check, routing_replay
+from trimtab.training.features.length_surge import Surge
+from trimtab.training.followers import NoEngine, check_sharding, run_directory, shared_feed, spread
+from trimtab.training.learner import Learner
 from trimtab.training.loop import Trainer
 from trimtab.training.makers import LOCAL, Makers
 from trimtab.training.observer import Observer, Silent
 from trimtab.training.optim import build_optimizer
 from trimtab.training.ranks import here, join
-from trimtab.training.rundir import RunDir
 from trimtab.training.sft import laboratory_folder
 from trimtab.training.sinks import open_sinks
 from trimtab.training.stop import Stop
-from trimtab.training.surge import Surge
-from trimtab.training.update import Learner
-from trimtab.training.weights import add_lora
 from trimtab.types import Engine, Problem, RewardSpec, Sampling, Task
 
 RewardFunction = Callable[[str, Problem], float]
@@ -97,7 +100,7 @@ def train(
     with enough_memory(), ExitStack() as cleanup:
         cleanup.enter_context(stop.signals())
         cleanup.enter_context(join())
-        config, built = own_objective.resolve(config, objective)
+        config, built = custom_objective.resolve(config, objective)
         parts = check(config, reward, makers, built)
         cleanup.callback(parts.scorer.close)
         folder = Path(out or config.out or "runs/run")
@@ -117,7 +120,7 @@ def train(
             cleanup.callback(sink.close)
         if run.writes:
             said, first = command or provenance.command(), trainer.step + 1
-            cleanup.enter_context(provenance.recorded(run, config, said, started, first))
+            cleanup.enter_context(provenance.recorded(run, config, said, started, first_step=first, ranks=here().size))
         watcher.started(config, trainer.learner.objective.equation(), config.trainer.steps, run.path)
         _look_at_prompts(trainer)
         return RunResult(run.path, trainer.train())
@@ -159,12 +162,12 @@ def check(
 ) -> Parts:
     """Build the objective, if it is not given, the task and the rewards; refuse what cannot be meant together."""
     check_engines(config)
-    bitwise.check(config)
+    bitwise_check.check(config)
     check_sharding(config)
-    built = objective or own_objective.resolve(config)[1]
+    built = objective or custom_objective.resolve(config)[1]
     _check_companions(config, built)
     refusals.check(config, built)
-    routing.refuse(config, built)
+    routing_replay.refuse(config, built)
     kind, expected = config.advantage.kind, built.advantage
     if kind not in (None, expected) and (expected != "grpo" or kind == "optimal"):
         raise TrimtabError(
@@ -222,7 +225,7 @@ def _check_companions(config: Config, built: Objective) -> None:
 def _check_prefix(config: Config, built: Objective) -> None:
     assert config.prefix is not None
     trainer, age = config.trainer, config.prefix.refresh - 1
-    prefixes.check(config.prefix, trainer.samples)
+    prefix_pool.check(config.prefix, trainer.samples)
     if built.single_behavior:
         raise TrimtabError(f"objective {built.name!r} needs one behavior policy per sample: leave [prefix] out")
     if trainer.sync_every not in (None, 1) or trainer.dynamic_sampling:
@@ -256,7 +259,7 @@ def assemble(
     config: Config, parts: Parts, loaded: Loaded, run: RunDir, observer: Observer, makers: Makers = LOCAL
 ) -> Trainer:
     """Put the trained model, the sampler's copy and the data side together."""
-    ranks, replayed = here(), routing.experts(config, loaded.model)
+    ranks, replayed = here(), routing_replay.experts(config, loaded.model)
     device = ranks.device or default_device()
     if ranks.size == 1 or (ranks.leads and config.engine.type == "embedded"):
         # First: the engine copies the model where it lies.
@@ -328,7 +331,7 @@ def _collector(config: Config, parts: Parts, loaded: Loaded, engine: Engine) -> 
         engine=engine,
         scorer=parts.scorer,
         sampling=sampling,
-        prefixes=None if prefix is None else prefixes.PrefixPool(prefix, engine, sampling, samples, config.seed),
+        prefixes=None if prefix is None else prefix_pool.PrefixPool(prefix, engine, sampling, samples, config.seed),
         experts=None if expert is None else Experts.load(expert, parts.task, loaded.tokenizer, sampling, context),
         room=room,
     )
@@ -341,7 +344,7 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     model.train()
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
-    return add_lora(model, config.model.lora) if config.model.lora.rank else model
+    return add_lora(model, **config.model.lora.model_dump()) if config.model.lora.rank else model
 
 
 def sampling_of(config: Config, task: Task) -> Sampling:

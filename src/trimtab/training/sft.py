@@ -19,10 +19,10 @@ from trimtab.models.bundled import cache_root
 from trimtab.models.load import LABORATORY, Loaded, default_device, load
 from trimtab.models.logprobs import score
 from trimtab.models.quiet import quiet
-from trimtab.training import atomic
+from trimtab.rollout.collector import PromptStream
+from trimtab.rollout.demonstrations import written
+from trimtab.runs import atomic
 from trimtab.training.batching import MicroBatch, micro_batches, to_tensors
-from trimtab.training.collect import PromptStream
-from trimtab.training.experts import written
 from trimtab.training.observer import Observer, Silent
 from trimtab.training.optim import build_optimizer, learning_rate, set_learning_rate
 from trimtab.types import Sampling, Task, Trajectory

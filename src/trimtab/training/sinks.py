@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from trimtab.config import LogConfig
 from trimtab.errors import TrimtabError
-from trimtab.training import atomic
+from trimtab.runs import atomic
 
 
 class Sink(Protocol):

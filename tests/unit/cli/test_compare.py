@@ -11,10 +11,10 @@ import typer
 
 from trimtab.cli import advise
 from trimtab.cli.compare import Lists, register
-from trimtab.cli.compare_display import Clock
+from trimtab.cli.comparison_progress import Clock
 from trimtab.cli.main import run
 from trimtab.errors import TrimtabError
-from trimtab.lab.analogy import Candidate, Level, Match
+from trimtab.lab.match import Candidate, Level, Match
 from trimtab.lab.regimes import regime
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.cli import main, sources
+from trimtab.cli import eval_sources, main
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import TaskSpec
 from trimtab.types import RewardSpec
 
 
 def specs(*named: str, sets: tuple[str, ...] = ()) -> list[TaskSpec]:
-    return [what.spec for what in sources.tasks_of(named, sets, [])]
+    return [what.spec for what in eval_sources.tasks_of(named, sets, [])]
 
 
 def write_run(folder: Path, text: str) -> Path:
@@ -59,7 +59,7 @@ def test_several_tasks_and_set_for_a_single_one() -> None:
 def test_a_recipe_brings_its_rewards_and_limits(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[task]\nname = "sort"\n[engine]\ndtype = "float32"\n[[reward]]\nname = "exact"\nweight = 2.0\n')
-    [what] = sources.tasks_of([f"{recipe}:task.digits=7,sampling.max_tokens=9"], [], [])
+    [what] = eval_sources.tasks_of([f"{recipe}:task.digits=7,sampling.max_tokens=9"], [], [])
     assert what.spec == TaskSpec("sort", {"digits": 7}, (RewardSpec("exact", 2.0),), 9)
     assert what.dtype == "float32"
 
@@ -81,38 +81,41 @@ def test_a_recipe_brings_its_rewards_and_limits(tmp_path: Path) -> None:
 )
 def test_mistakes_name_the_word(named: tuple[str, ...], words: list[str]) -> None:
     with pytest.raises(TrimtabError) as caught:
-        sources.tasks_of(named, [], [sources.source("some-model", "last")])
+        eval_sources.tasks_of(named, [], [eval_sources.source("some-model", "last")])
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_what_a_name_stands_for(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "seed = 0\n")
-    assert (sources.source(f"{run}/", "last").run, sources.source(str(run), "best").label) == (run, f"{run} (best)")
-    step = sources.source(f"{run}/checkpoints/step-000010/", "best")
+    assert (eval_sources.source(f"{run}/", "last").run, eval_sources.source(str(run), "best").label) == (
+        run,
+        f"{run} (best)",
+    )
+    step = eval_sources.source(f"{run}/checkpoints/step-000010/", "best")
     assert (step.run, step.which, step.label) == (run, "step-000010", f"{run}/checkpoints/step-000010")
     for name in ("laboratory", "HuggingFaceTB/SmolLM2-135M", str(tmp_path)):
-        assert sources.source(name, "best") == sources.Source(name, None, "best")
+        assert eval_sources.source(name, "best") == eval_sources.Source(name, None, "best")
 
 
 def test_runs_bring_their_task_and_precision(tmp_path: Path) -> None:
     sort = '[task]\nname = "sort"\n[engine]\ndtype = "{}"\n'
     names = [write_run(tmp_path / name, sort.format(dtype)) for name, dtype in (("a", "float32"), ("b", "float32"))]
-    runs = [sources.source(str(name), "last") for name in names]
-    whats = sources.tasks_of([], [], runs)
+    runs = [eval_sources.source(str(name), "last") for name in names]
+    whats = eval_sources.tasks_of([], [], runs)
     assert [what.spec.name for what in whats] == ["sort"]
-    assert sources.dtype_of(None, runs, whats) == "float32"
-    assert sources.dtype_of("bfloat16", runs, whats) == "bfloat16"
-    named = sources.tasks_of(["arithmetic"], [], runs)
-    assert sources.dtype_of(None, runs, named) == "float32", "a run is measured as it samples, whatever the task"
-    assert sources.dtype_of(None, [sources.source("laboratory", "last")], named) == "bfloat16"
+    assert eval_sources.dtype_of(None, runs, whats) == "float32"
+    assert eval_sources.dtype_of("bfloat16", runs, whats) == "bfloat16"
+    named = eval_sources.tasks_of(["arithmetic"], [], runs)
+    assert eval_sources.dtype_of(None, runs, named) == "float32", "a run is measured as it samples, whatever the task"
+    assert eval_sources.dtype_of(None, [eval_sources.source("laboratory", "last")], named) == "bfloat16"
 
-    other = sources.source(str(write_run(tmp_path / "c", '[task]\nname = "arithmetic"\n')), "last")
+    other = eval_sources.source(str(write_run(tmp_path / "c", '[task]\nname = "arithmetic"\n')), "last")
     with pytest.raises(TrimtabError, match="different tasks"):
-        sources.tasks_of([], [], [*runs, other])
+        eval_sources.tasks_of([], [], [*runs, other])
     with pytest.raises(TrimtabError, match=r"bfloat16 and float32.*--dtype"):
-        sources.dtype_of(None, [*runs, other], whats)
+        eval_sources.dtype_of(None, [*runs, other], whats)
     with pytest.raises(TrimtabError, match="--task is missing"):
-        sources.tasks_of([], [], [*runs, sources.source("laboratory", "last")])
+        eval_sources.tasks_of([], [], [*runs, eval_sources.source("laboratory", "last")])
 
 
 @pytest.mark.parametrize(

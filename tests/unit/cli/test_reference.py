@@ -12,12 +12,12 @@ import pytest
 from pydantic import BaseModel
 
 from trimtab import rewards, tasks
-from trimtab.cli import main, reference
+from trimtab.cli import main, recipe_reference
 from trimtab.config import Config, load_config
 from trimtab.objectives import keywords_of, objectives
 
 DOCS = Path(__file__).parents[3] / "docs" / "recipes.md"
-PAGE = reference.markdown()
+PAGE = recipe_reference.markdown()
 # Sections that are absent by default, each with what it takes to be there.
 OPTIONAL = {"perturbation": "token-alp", "prefix": "soup", "expert": "luffy"}
 
@@ -74,7 +74,7 @@ def test_types_and_bounds_in_words() -> None:
 def models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
     yield model
     for field in model.model_fields.values():
-        inner = reference.section_of(field.annotation)
+        inner = recipe_reference.section_of(field.annotation)
         if inner is not None:
             yield from models(inner)
 
@@ -83,7 +83,7 @@ def test_every_section_and_every_key_is_described_in_one_line() -> None:
     for model in models(Config):
         assert model.__doc__, f"{model.__name__} has no docstring"
         for key, field in model.model_fields.items():
-            if reference.section_of(field.annotation) is None:
+            if recipe_reference.section_of(field.annotation) is None:
                 assert field.description, f"{model.__name__}.{key}: add Field(description=...)"
                 assert "\n" not in field.description
     parts = {f"task {name}": tasks.options(name) for name in tasks.names()}

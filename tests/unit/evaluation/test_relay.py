@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from tests.unit.evaluation.support import Characters, said
+from tests.support.characters import Characters, said
 
 from trimtab import rewards, tasks
+from trimtab.engines.fake import FakeEngine
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import evaluate
 from trimtab.evaluation.relay import Relay
-from trimtab.rollout.fake import FakeEngine
 from trimtab.types import Sampling
 
 TASK = tasks.build("arithmetic", holdout=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimtab.models.invariant.attention import KEYS, accumulate, query_rows, scores
+from trimtab.models.invariant.invariant_attention import KEYS, accumulate, query_rows, scores
 
 
 @pytest.mark.parametrize("width", [16, 64, 80, 128, 256])

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trimtab.errors import TrimtabError
-from trimtab.models import attention as attention_room
-from trimtab.models import head
+from trimtab.models import fused_head
+from trimtab.models import packed_attention as attention_room
 from trimtab.models.architecture import KNOWN
-from trimtab.models.attention import IMPLEMENTATION
 from trimtab.models.logprobs import TokenBatch, pack_kept, score
+from trimtab.models.packed_attention import IMPLEMENTATION
 
 VOCABULARY = 61
 SMALL: dict[str, Any] = {
@@ -56,8 +56,8 @@ PROMPT_INDEX = [0, 0, 1, 1, 2]
 @pytest.fixture(autouse=True)
 def many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several uneven tiles and blocks even at this size."""
-    monkeypatch.setattr(head, "TILE_TOKENS", 7)
-    monkeypatch.setattr(head, "TILE_VOCABULARY", 16)
+    monkeypatch.setattr(fused_head, "TILE_TOKENS", 7)
+    monkeypatch.setattr(fused_head, "TILE_VOCABULARY", 16)
     monkeypatch.setattr(attention_room, "BLOCK_SCORES", 300)
     monkeypatch.setattr(attention_room, "KEEP_SCORES", 500)  # prompts' are kept, responses' are not
 

@@ -17,12 +17,12 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trimtab.errors import TrimtabError
-from trimtab.models import stream
+from trimtab.models import perturbed_layer
 from trimtab.models.architecture import KNOWN
-from trimtab.models.attention import IMPLEMENTATION
 from trimtab.models.layers import decoder
 from trimtab.models.logprobs import score
 from trimtab.models.noise import normals
+from trimtab.models.packed_attention import IMPLEMENTATION
 from trimtab.models.perturbation import Perturbation
 
 BF16 = torch.bfloat16
@@ -228,7 +228,7 @@ def test_recomputation_inside_another_draw_hears_only_its_own() -> None:
 
 def test_recomputation_without_noise_is_refused_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: a checkpointing wrapper that we do not know of must not lead to silently wrong gradients."""
-    monkeypatch.setattr(stream.Layer, "_checkpoint", lambda _, original, run, *args: original(run, *args))
+    monkeypatch.setattr(perturbed_layer.Layer, "_checkpoint", lambda _, original, run, *args: original(run, *args))
     model = build("llama").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with Perturbation(model, std=0.1).attached(seed=1):

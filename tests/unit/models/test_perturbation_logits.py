@@ -9,7 +9,7 @@ import torch
 from tests.unit.models.test_logprobs import batch, build, rows
 from torch import Tensor, nn
 
-from trimtab.models import head
+from trimtab.models import fused_head
 from trimtab.models.architecture import Parts
 from trimtab.models.logprobs import score
 from trimtab.models.noise import normals
@@ -21,16 +21,16 @@ OWNER = nn.Identity()
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "TILE_TOKENS", 2)
-    monkeypatch.setattr(head, "TILE_VOCABULARY", 3)
+    monkeypatch.setattr(fused_head, "TILE_TOKENS", 2)
+    monkeypatch.setattr(fused_head, "TILE_VOCABULARY", 3)
 
 
 def full_noise(tokens: int, vocabulary: int, seed: int = SEED) -> Tensor:
     """The whole matrix, put together from the tiles."""
     noise = torch.full((tokens, vocabulary), torch.nan, dtype=torch.float64)
-    for row in range(0, tokens, head.TILE_TOKENS):
-        for column in range(0, vocabulary, head.TILE_VOCABULARY):
-            part = noise[row : row + head.TILE_TOKENS, column : column + head.TILE_VOCABULARY]
+    for row in range(0, tokens, fused_head.TILE_TOKENS):
+        for column in range(0, vocabulary, fused_head.TILE_VOCABULARY):
+            part = noise[row : row + fused_head.TILE_TOKENS, column : column + fused_head.TILE_VOCABULARY]
             part[:] = normals(tuple(part.shape), seed, (row, column), device=part.device, dtype=part.dtype)
     return noise
 
@@ -46,8 +46,8 @@ def test_equals_all_logits_at_once(softcap: float | None, restricted: bool) -> N
     kept = torch.tensor([[0, 7], [3, 4], [7, -1], [2, 1], [5, 0]]) if restricted else None
 
     def ours(hidden: Tensor, weight: Tensor, bias: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
-        with head.perturbed(OWNER, log_sigma, SEED):
-            logp, entropy = head.head_scores(
+        with fused_head.perturbed(OWNER, log_sigma, SEED):
+            logp, entropy = fused_head.head_scores(
                 hidden,
                 ids,
                 Parts(nn.Identity(), weight, bias, softcap, packs=True, owner=OWNER),

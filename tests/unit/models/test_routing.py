@@ -14,8 +14,8 @@ from tests.unit.models.test_logprobs import batch, build, gradients
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.models.attention import IMPLEMENTATION
 from trimtab.models.logprobs import score
+from trimtab.models.packed_attention import IMPLEMENTATION
 from trimtab.models.routing import FAMILIES, FREE, Routers, recorded, replayed, routers
 from trimtab.models.routing_rows import Places, Routes, agreement
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.models.triton_support import DTYPES, INTERPRETED, REASON, close, tile_products  # noqa: F401
+from tests.support.triton_support import DTYPES, INTERPRETED, REASON, close, tile_products  # noqa: F401
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.models.attention import Layout
-from trimtab.models.invariant.triton_attention import Keys, Queries, attend, packed
+from trimtab.models.invariant.kernels.attention_kernel import Keys, Queries, attend, packed
+from trimtab.models.packed_attention import Layout
 
 if not INTERPRETED:
     pytest.skip(REASON, allow_module_level=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.models.triton_support import DTYPES, INSTALLED, INTERPRETED
+from tests.support.triton_support import DTYPES, INSTALLED, INTERPRETED
 
-from trimtab.models.attention import Layout
-from trimtab.models.invariant import triton_attention, triton_head, triton_product, triton_rows
+from trimtab.models.invariant.kernels import attention_kernel, head_kernel, matmul_kernel, row_kernels
+from trimtab.models.packed_attention import Layout
 
 if not INSTALLED or INTERPRETED or sys.platform != "linux":
     pytest.skip(
@@ -22,12 +22,12 @@ if not INSTALLED or INTERPRETED or sys.platform != "linux":
     )
 
 KERNELS = [
-    (triton_product, "_product"),
-    (triton_rows, "_rms_norm"),
-    (triton_rows, "_silu"),
-    (triton_head, "_tiles"),
-    (triton_head, "_rows"),
-    (triton_attention, "_attend"),
+    (matmul_kernel, "_product"),
+    (row_kernels, "_rms_norm"),
+    (row_kernels, "_silu"),
+    (head_kernel, "_tiles"),
+    (head_kernel, "_rows"),
+    (attention_kernel, "_attend"),
 ]
 
 
@@ -72,22 +72,22 @@ def compiler(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: An
 def products(dtype: torch.dtype) -> None:
     a, b = torch.zeros(70, 150, dtype=dtype), torch.zeros(40, 150, dtype=dtype)
     for rows in (a, a[:1], a[:16], a[:17], a[1:], a[::2], torch.zeros(150, 70, dtype=dtype).T):
-        triton_product.product(rows, b)
+        matmul_kernel.product(rows, b)
 
 
 def rows(dtype: torch.dtype) -> None:
     for count in (1, 16, 17):
         states = torch.zeros(count + 1, 3, 40, dtype=dtype)[1:]
-        triton_rows.rms_norm(states, torch.zeros(40), 1e-5)
-        triton_rows.silu(states)
+        row_kernels.rms_norm(states, torch.zeros(40), 1e-5)
+        row_kernels.silu(states)
 
 
 def heads(dtype: torch.dtype) -> None:
     """Whole logits of an odd vocabulary, parts of them, and sets of kept words."""
     for tokens, words in ((1, 2501), (16, 2501), (17, 1024), (3, 1), (3, 16)):
         logits = torch.zeros(tokens + 1, words, dtype=dtype)
-        triton_head.logsumexp(logits[1:])
-        triton_head.logsumexp(logits[:, 1:])
+        head_kernel.logsumexp(logits[1:])
+        head_kernel.logsumexp(logits[:, 1:])
 
 
 def attentions(dtype: torch.dtype) -> None:
@@ -97,13 +97,13 @@ def attentions(dtype: torch.dtype) -> None:
         layout = Layout.build(mask[0], mask[1], torch.zeros(len(responses), dtype=torch.int64))
         tokens = sum(prompts) + sum(responses)
         key = torch.zeros(tokens, 80, dtype=dtype)
-        triton_attention.packed(torch.zeros(tokens, 240, dtype=dtype), key, key, layout, 40, 0.2)
+        attention_kernel.packed(torch.zeros(tokens, 240, dtype=dtype), key, key, layout, 40, 0.2)
     row = torch.arange(3)
     for room in (7, 16):  # a cache as transformers lays it out, and a slice of it
         cache = torch.zeros(4, 2, room, 40, dtype=dtype)[1:]
-        keys = triton_attention.Keys(cache, cache, row, row)
-        queries = triton_attention.Queries(row, row, row, row, 1)
-        triton_attention.attend(torch.zeros(3, 6, 40, dtype=dtype), queries, keys, keys, 0.2)
+        keys = attention_kernel.Keys(cache, cache, row, row)
+        queries = attention_kernel.Queries(row, row, row, row, 1)
+        attention_kernel.attend(torch.zeros(3, 6, 40, dtype=dtype), queries, keys, keys, 0.2)
 
 
 CASES = [

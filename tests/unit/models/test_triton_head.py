@@ -6,14 +6,20 @@ import math
 
 import pytest
 import torch
-from tests.unit.models.triton_support import DTYPES, INTERPRETED, REASON, differences, tile_products  # noqa: F401
+from tests.support.triton_support import DTYPES, INTERPRETED, REASON, differences, tile_products  # noqa: F401
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.models.invariant import triton_head
-from trimtab.models.invariant.triton_autograd import linear, rms_norm
-from trimtab.models.invariant.triton_head import add_exponentials, chosen_logps, head_logps, log_softmax, logsumexp
-from trimtab.models.invariant.triton_product import product
+from trimtab.models.invariant.kernels import head_kernel
+from trimtab.models.invariant.kernels.autograd import linear, rms_norm
+from trimtab.models.invariant.kernels.head_kernel import (
+    add_exponentials,
+    chosen_logps,
+    head_logps,
+    log_softmax,
+    logsumexp,
+)
+from trimtab.models.invariant.kernels.matmul_kernel import product
 
 if not INTERPRETED:
     pytest.skip(REASON, allow_module_level=True)
@@ -25,7 +31,7 @@ VOCABULARY = 300  # two whole tiles of 128 and a part
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes milliseconds for a program, whatever its size."""
     for name, size in (("WORDS", 128), ("SEGMENT", 256), ("TOKENS", 4), ("ROWS", 4)):
-        monkeypatch.setattr(triton_head, name, size)
+        monkeypatch.setattr(head_kernel, name, size)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -66,7 +72,7 @@ def test_words_that_cannot_be_drawn_change_nothing() -> None:
 def test_tiles_chosen_by_the_number_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def fault(rows: Tensor) -> Tensor:
         with monkeypatch.context() as patch:
-            patch.setattr(triton_head, "WORDS", 32 if len(rows) < 4 else 256)
+            patch.setattr(head_kernel, "WORDS", 32 if len(rows) < 4 else 256)
             return logsumexp(rows)
 
     logits = random(12, VOCABULARY).log_softmax(-1)
@@ -107,7 +113,7 @@ def test_the_head_never_holds_tokens_times_vocabulary(monkeypatch: pytest.Monkey
         sizes.append(tuple(out.shape))
         return out
 
-    monkeypatch.setattr(triton_head, "product", watched)
+    monkeypatch.setattr(head_kernel, "product", watched)
     head_logps(random(9, 16), random(VOCABULARY, 16, seed=1), torch.arange(9))
     assert sizes == [(rows, words) for rows in (4, 4, 1) for words in (256, 44)]
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.models.triton_support import INTERPRETED, REASON, tile_products  # noqa: F401
+from tests.support.triton_support import INTERPRETED, REASON, tile_products  # noqa: F401
 from torch import Tensor
 
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models import invariant
 from trimtab.models.load import LABORATORY, load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.rollout.embedded import EmbeddedEngine
 from trimtab.types import Problem, Prompt, Sampling
 
 if not INTERPRETED:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.unit.models.triton_support import DTYPES, INTERPRETED, REASON, close, differences, tile_products  # noqa: F401
+from tests.support.triton_support import DTYPES, INTERPRETED, REASON, close, differences, tile_products  # noqa: F401
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.models.invariant import triton_product
-from trimtab.models.invariant.triton_product import Tile, product
-from trimtab.models.invariant.triton_rows import rms_norm, silu
+from trimtab.models.invariant.kernels import matmul_kernel
+from trimtab.models.invariant.kernels.matmul_kernel import Tile, product
+from trimtab.models.invariant.kernels.row_kernels import rms_norm, silu
 
 if not INTERPRETED:
     pytest.skip(REASON, allow_module_level=True)
@@ -57,13 +57,13 @@ def split(a: Tensor, b: Tensor) -> Tensor:
 
 def tuned(a: Tensor, b: Tensor) -> Tensor:
     """Few rows get a tile of their own."""
-    usual = triton_product.TILES[a.dtype]
+    usual = matmul_kernel.TILES[a.dtype]
     if len(a) < 16:
-        triton_product.TILES[a.dtype] = Tile(16, 64, 16, warps=4, stages=2)
+        matmul_kernel.TILES[a.dtype] = Tile(16, 64, 16, warps=4, stages=2)
     try:
-        return triton_product.product(a, b)
+        return matmul_kernel.product(a, b)
     finally:
-        triton_product.TILES[a.dtype] = usual
+        matmul_kernel.TILES[a.dtype] = usual
 
 
 def rounded_sums(a: Tensor, b: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def test_a_tile_chosen_by_the_number_of_rows_changes_the_launch(monkeypatch: pyt
         def __getitem__(self, _: object) -> Callable[..., None]:
             return lambda *arguments, **options: launches.append((arguments[6:], options))
 
-    monkeypatch.setattr(triton_product, "_product", Recorder())
+    monkeypatch.setattr(matmul_kernel, "_product", Recorder())
     b = random(40, 150, seed=1)
     for rows in (1, 15, 16, 17, 300):
         product(random(rows, 150), b)

@@ -12,23 +12,23 @@ import pytest
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.models.invariant import triton_attention, triton_head, triton_product, triton_rows, triton_runtime
+from trimtab.models.invariant.kernels import attention_kernel, head_kernel, matmul_kernel, row_kernels, runtime
 
 
 def test_tensors_of_a_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(TrimtabError, match="run on CUDA, got a tensor on cpu; move it there"):
-        triton_product.product(torch.zeros(2, 4), torch.zeros(2, 4))
+        matmul_kernel.product(torch.zeros(2, 4), torch.zeros(2, 4))
     with pytest.raises(TrimtabError, match=r"got torch.float64; change model.dtype"):
-        triton_rows.silu(torch.zeros(2, dtype=torch.float64))
+        row_kernels.silu(torch.zeros(2, dtype=torch.float64))
     with pytest.raises(TrimtabError, match="of one type on one device"):
-        triton_product.product(torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.bfloat16))
+        matmul_kernel.product(torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.bfloat16))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed here")
 @pytest.mark.parametrize(
     ("module", "kernel"),
-    [(triton_product, "_product"), (triton_rows, "_silu"), (triton_head, "_tiles"), (triton_attention, "_attend")],
+    [(matmul_kernel, "_product"), (row_kernels, "_silu"), (head_kernel, "_tiles"), (attention_kernel, "_attend")],
 )
 def test_without_triton_a_launch_says_how_to_install_it(module: ModuleType, kernel: str) -> None:
     with pytest.raises(TrimtabError, match=r"needs Triton, which is not installed: pip install triton$"):
@@ -38,16 +38,16 @@ def test_without_triton_a_launch_says_how_to_install_it(module: ModuleType, kern
 def test_addresses_are_aligned() -> None:
     whole = torch.arange(64.0)
     for tensor in (whole, whole[1:], whole[3:19], whole.view(8, 8).T):
-        found = triton_runtime.aligned(tensor)
+        found = runtime.aligned(tensor)
         assert found.data_ptr() % 16 == 0
         assert found.is_contiguous()
         assert torch.equal(found, tensor)
-    assert triton_runtime.aligned(whole) is whole
+    assert runtime.aligned(whole) is whole
 
 
 @pytest.mark.parametrize(("count", "power"), [(1, 1), (2, 2), (3, 4), (576, 1024), (1024, 1024)])
 def test_sizes_of_blocks(count: int, power: int) -> None:
-    assert triton_runtime.power_of_2(count) == power
+    assert runtime.power_of_2(count) == power
 
 
 @pytest.mark.e2e

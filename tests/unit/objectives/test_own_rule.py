@@ -12,14 +12,14 @@ import pytest
 import torch
 import yaml
 
+from trimtab.adapters.config_lines import lines
 from trimtab.config import load_config
-from trimtab.diagnostics.advise.lines import lines
-from trimtab.diagnostics.clipping import clipping
-from trimtab.diagnostics.page import equation_of
-from trimtab.diagnostics.tokenfile import Tokens
 from trimtab.errors import TrimtabError
 from trimtab.objectives import KL, Band, Divergence, Objective, PolicyLogps, Veto, keywords_of, objective, objectives
 from trimtab.objectives.calibrate import bounds_of, from_section
+from trimtab.report.clipping import clipping
+from trimtab.report.differences import equation_of
+from trimtab.report.token_file import Tokens
 
 DPPO = "tests.unit.objectives.own_rule:dppo"
 OWN = DPPO.removesuffix("dppo")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trimtab.models import attention
+from trimtab.models import packed_attention
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.planning.memory import Rank, training_rank
 from trimtab.planning.shapes import Shape
@@ -31,7 +31,7 @@ def model(kind: str) -> PreTrainedModel:
         vocab_size=SHAPE.vocabulary,
         tie_word_embeddings=False,
     )
-    config._attn_implementation = attention.IMPLEMENTATION
+    config._attn_implementation = packed_attention.IMPLEMENTATION
     return AutoModelForCausalLM.from_config(config).train()
 
 

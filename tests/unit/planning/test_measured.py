@@ -11,7 +11,7 @@ import pytest
 from trimtab.config import check_config
 from trimtab.errors import TrimtabError
 from trimtab.planning.measured import read
-from trimtab.planning.schedule import Phases
+from trimtab.planning.pipeline_schedule import Phases
 
 STEP = {
     "time/collect": 3.0,

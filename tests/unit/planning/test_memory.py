@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trimtab.models import attention, head
+from trimtab.models import fused_head, packed_attention
 from trimtab.planning import memory
 from trimtab.planning.memory import Rank, host, layer_kept, training_rank
 from trimtab.planning.shapes import SHAPES, Shape
@@ -16,9 +16,9 @@ ONE = Rank(ranks=1, tokens=100, scored=80, rows=4, prompt=20, response=20)
 
 
 def test_the_constants_are_those_of_the_code() -> None:
-    assert head.TILE_TOKENS * head.TILE_VOCABULARY == memory.TILE
+    assert fused_head.TILE_TOKENS * fused_head.TILE_VOCABULARY == memory.TILE
     ours = (memory.BLOCK_SCORES, memory.BLOCK_QUERIES, memory.KEEP_SCORES)
-    assert ours == (attention.BLOCK_SCORES, attention.BLOCK_QUERIES, attention.KEEP_SCORES)
+    assert ours == (packed_attention.BLOCK_SCORES, packed_attention.BLOCK_QUERIES, packed_attention.KEEP_SCORES)
 
 
 def test_sixteen_bytes_for_a_parameter() -> None:

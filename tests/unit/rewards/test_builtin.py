@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trimtab import rewards, tasks
 from trimtab.errors import TrimtabError
 from trimtab.rewards import Response
-from trimtab.rewards.mathverify import readable
+from trimtab.rewards.math_equal import readable
 from trimtab.rewards.numeric import numbers
 from trimtab.types import Problem
 

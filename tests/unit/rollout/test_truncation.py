@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.errors import TrimtabError
-from trimtab.rollout.prefixes import Rule, before_high_entropy, build, cut, portion
-from trimtab.types import Completion, Finish
+from trimtab.rollout.prefixes import Rule, before_high_entropy, build, portion
+from trimtab.types import Completion, Finish, cut
 
 
 def response(n: int, finish: Finish = "stop", entropy: list[float] | None = None) -> Completion:

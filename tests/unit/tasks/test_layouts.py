@@ -12,7 +12,7 @@ import pytest
 from tests.unit.tasks.test_file import jsonl
 
 from trimtab import rewards, tasks
-from trimtab.cli import sources
+from trimtab.cli import eval_sources
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 
@@ -84,7 +84,7 @@ def test_the_table_is_complete() -> None:
 
 def on_the_command_line(options: str, path: Path) -> tasks.Task:
     """As `trimtab eval --task file:path=...,OPTIONS` builds it."""
-    [what] = sources.tasks_of([f"file:path={path},holdout=1,{options}"], [], [])
+    [what] = eval_sources.tasks_of([f"file:path={path},holdout=1,{options}"], [], [])
     return tasks.build(what.spec.name, **what.spec.options)
 
 

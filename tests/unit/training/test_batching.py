@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.training.support import trajectory
+from tests.support.trajectories import trajectory
 
 from trimtab.training.batching import micro_batches, split_minibatches, to_tensors
 

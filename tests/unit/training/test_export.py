@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.models import laboratory
-from trimtab.training import checkpoint, states
+from trimtab.models.lora import add_lora
+from trimtab.runs.directory import RunDir
+from trimtab.training.checkpoint import state_tensors, store
 from trimtab.training.export import export, restore, save_model_files
-from trimtab.training.rundir import RunDir
-from trimtab.training.weights import add_lora
 
 
 @contextmanager
@@ -80,13 +80,13 @@ def make_run(path: Path, name: str = "laboratory", *, rank: int = 0, dtype: str 
         parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
     with RunDir.create(path, config.dump()) as run:
         save_model_files(model, tokenizer, run.model_folder)
-        trained = add_lora(model, config.model.lora) if rank else model
+        trained = add_lora(model, **config.model.lora.model_dump()) if rank else model
         for step in (1, 2):
             with torch.no_grad():
                 for parameter in trained.parameters():
                     if parameter.requires_grad:
                         parameter.add_(torch.randn_like(parameter), alpha=0.1)
-            checkpoint.save(run.checkpoint_root, step, {"model": states.model_state(trained)}, {})
+            store.save(run.checkpoint_root, step, {"model": state_tensors.model_state(trained)}, {})
     return path, trained
 
 
@@ -137,7 +137,7 @@ def test_best_and_last_differ(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path / "run")
     with pytest.raises(TrimtabError, match=r"has no best checkpoint: set eval.best"):
         export(run, tmp_path / "best", "best")
-    checkpoint.mark_best(run / "checkpoints", 1, "eval/arithmetic/greedy", 0.5)
+    store.mark_best(run / "checkpoints", 1, "eval/arithmetic/greedy", 0.5)
     assert restore(run, "best")[2] == 1
     assert restore(run, "last")[2] == 2
     with pytest.raises(TrimtabError, match=r"unknown checkpoint 'bset' \(did you mean 'best' or 'last'\?\)"):
@@ -146,7 +146,7 @@ def test_best_and_last_differ(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_said_and_never_mistaken_for_the_best(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path / "run")
-    checkpoint.mark_best(run / "checkpoints", 2, "m", 0.5)
+    store.mark_best(run / "checkpoints", 2, "m", 0.5)
     (run / "checkpoints" / "step-000002" / "model.safetensors").write_bytes(b"")
     with pytest.warns(TrimtabWarning, match="step-000002 is damaged.*using step-000001"):
         assert restore(run, "last")[2] == 1

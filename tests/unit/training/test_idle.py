@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.support.trajectories import trajectory
 
 from trimtab.training.idle import Idle
 from trimtab.types import Finish, Trajectory
-
-from .support import trajectory
 
 
 def batch(*rewards: float, finish: Finish = "stop") -> tuple[list[Trajectory], torch.Tensor]:

@@ -11,16 +11,16 @@ from torch.testing import assert_close
 
 from trimtab import rewards, tasks
 from trimtab.config import Config, load_config
+from trimtab.engines.fake import FakeEngine
 from trimtab.models.laboratory import build
 from trimtab.models.logprobs import score
 from trimtab.objectives import PolicyLogps, objective
-from trimtab.rollout.fake import FakeEngine
+from trimtab.rollout.buffer import Buffer
+from trimtab.rollout.collector import Collector, Group, PromptStream
+from trimtab.rollout.demonstrations import Experts
+from trimtab.rollout.source import InStep
 from trimtab.training.batching import MicroBatch, micro_batches, to_tensors
-from trimtab.training.collect import Collector, Group, PromptStream
-from trimtab.training.experts import Experts
-from trimtab.training.feed.buffer import Buffer
-from trimtab.training.feed.feed import InStep
-from trimtab.training.update import Learner, UpdateStats
+from trimtab.training.learner import Learner, UpdateStats
 from trimtab.types import Problem, Sampling
 
 MODEL, TOKENIZER = build(0)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from trimtab.config import OptimConfig
+from trimtab.seeds import derive
 from trimtab.training.optim import build_optimizer, learning_rate
-from trimtab.training.seeds import derive
 
 
 def test_warm_up_then_constant() -> None:

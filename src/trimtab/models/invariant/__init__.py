@@ -7,6 +7,6 @@ alone or in a batch, padded or packed, in parallel or one at a time from a cache
 thread or several. What makes a batch visible, and what is done about it, each file says for its own operation.
 """
 
-from trimtab.models.invariant.family import is_invariant, use_in
+from trimtab.models.invariant.apply import is_invariant, use_in
 
 __all__ = ["is_invariant", "use_in"]

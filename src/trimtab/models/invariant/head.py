@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trimtab.models.architecture import Parts
-from trimtab.models.head import TILE_VOCABULARY, allowed
+from trimtab.models.fused_head import TILE_VOCABULARY, allowed
 from trimtab.models.invariant.linear import rows_product
 from trimtab.models.invariant.sums import add_exponentials
 

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from trimtab.models.invariant.device import uses_kernels
-from trimtab.models.products import TILE, padded, tiled_linear, tiled_product
+from trimtab.models.invariant.kernels.device import uses_kernels
+from trimtab.models.matmul import TILE, padded, tiled_linear, tiled_product
 
 
 def computing(weight: Tensor) -> torch.dtype:
@@ -27,17 +27,17 @@ def computing(weight: Tensor) -> torch.dtype:
 def rows_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
     """`a @ b.T`, each row with the same bits whatever the others. No gradient of its own."""
     if uses_kernels(a):
-        from trimtab.models.invariant import triton_product
+        from trimtab.models.invariant.kernels import matmul_kernel
 
-        return triton_product.product(a, b)
+        return matmul_kernel.product(a, b)
     return tiled_product(padded(a, TILE), b)[: len(a)]
 
 
 def _linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
     if uses_kernels(states):
-        from trimtab.models.invariant import triton_autograd
+        from trimtab.models.invariant.kernels import autograd
 
-        return triton_autograd.linear(states, weight)
+        return autograd.linear(states, weight)
     return tiled_linear(states, weight)
 
 

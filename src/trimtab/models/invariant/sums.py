@@ -6,15 +6,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.models.invariant.device import uses_kernels
+from trimtab.models.invariant.kernels.device import uses_kernels
 
 
 def add_exponentials(total: Float[Tensor, " tokens"], logits: Float[Tensor, "tokens words"]) -> Tensor:
     """`logaddexp(total, logsumexp(logits))` from functions without a scalar tail (`layers.py`)."""
     if uses_kernels(logits):
-        from trimtab.models.invariant import triton_head
+        from trimtab.models.invariant.kernels import head_kernel
 
-        return triton_head.add_exponentials(total, logits)
+        return head_kernel.add_exponentials(total, logits)
     peak = torch.maximum(total, logits.amax(-1))
     mass = (total - peak).exp() + (logits - peak[:, None]).exp_().sum(-1)
     return peak + mass.log()

@@ -1,0 +1,1 @@
+"""Objectives for other frameworks."""

@@ -1,0 +1,1 @@
+"""Finds the first operation whose bits differ between sampler and trainer."""

@@ -1,0 +1,179 @@
+"""Prints a plan as text or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from trimtab.planning.assumptions import reasons
+from trimtab.planning.measured import Measured
+from trimtab.planning.memory import host
+from trimtab.planning.pipeline_schedule import cycle, lead
+from trimtab.planning.planner import Plan
+
+GB = 1e9
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Everything a program may want of a plan; seconds, bytes, tokens per second."""
+    question, steady = plan.question, plan.cycle
+    return {
+        "model": {**asdict(question.shape), "parameters": question.shape.parameters},
+        "device": asdict(question.device),
+        "gpus": question.gpus,
+        "workload": {**asdict(plan.work), "responses": plan.work.responses, "tokens": plan.work.tokens},
+        "fits": plan.fits,
+        "engines": {
+            "count": plan.engines,
+            "gpus": plan.engine.gpus,
+            "tokens_per_second": plan.generation_rate,
+            "responses_at_once": plan.slots,
+            "weights": plan.engine.weights,
+            "cache_tokens": int(plan.engine.cache),
+            "fits": plan.engine_fits,
+            "busy": steady.engines,
+        },
+        "trainer": {
+            "ranks": plan.rank.ranks,
+            "tokens_per_second": plan.training_rate,
+            "micro_batch_tokens": plan.rank.tokens,
+            "gradient_checkpointing": plan.rank.recompute,
+            "offload": plan.rank.offload,
+            "memory": dict(plan.memory),
+            "memory_total": sum(plan.memory.values()),
+            "memory_room": plan.room,
+            "longest_response": plan.longest,
+            "host_memory": host(question.shape, plan.rank),
+            "fits": plan.trainer_fits,
+            "busy": steady.trainer,
+        },
+        "seconds": {**asdict(plan.phases), "step": steady.seconds, "step_in_turn": plan.phases.in_turn},
+        "lag": _lag(steady.lag_mean, steady.lag_max, plan.work.updates, plan.max_lag),
+        "recipe": plan.keys(),
+        "assumptions": asdict(question.assumed),
+    }
+
+
+def text(plan: Plan) -> str:
+    question, work, steady = plan.question, plan.work, plan.cycle
+    shape, gpu = question.shape, question.device
+    tokens = f"{work.tokens / 1e6:.1f} million response tokens"
+    lines = [
+        f"{shape.name} ({shape.parameters / 1e9:.2f} billion parameters) on {question.gpus} x {gpu.name}",
+        f"a step: {work.prompts} prompts of {work.prompt} tokens x {work.samples} responses of {work.response:.0f} "
+        f"tokens on average, {work.longest} at most: {tokens}, {work.updates} update{'s' * (work.updates > 1)}",
+        "",
+        *_sides(plan),
+        "",
+        f"asynchronous: {_seconds(steady.seconds)} a step, {work.tokens / steady.seconds:.0f} tokens/s; "
+        f"engines work {steady.engines:.0%} of it, the trainer {steady.trainer:.0%}",
+        f"in turn:      {_seconds(plan.phases.in_turn)} a step on the same split (max_lag = 0)",
+        f"tokens are {steady.lag_mean * work.updates:.1f} updates old on average, at most {plan.max_lag} (max_lag)",
+        "",
+        *_memory(plan),
+        "",
+        "set in the recipe:",
+        *_recipe(plan.keys()),
+        "",
+        "assumed (change with --assume name=value):",
+        *_table((name, f"{value:g}", reasons()[name]) for name, value in asdict(question.assumed).items()),
+        f"peaks of {gpu.name}: {gpu.flops / 1e12:g} TFLOP/s, {gpu.bandwidth / 1e12:g} TB/s, "
+        f"{gpu.memory / GB:g} GB ({gpu.source})",
+        "nothing of this was run: measure a few steps, then `trimtab plan --run RUN`",
+    ]
+    return "\n".join(lines)
+
+
+def measured_dict(found: Measured, max_lag: int | None) -> dict[str, Any]:
+    """What the asynchronous run will do, by the synchronous run's phases."""
+    ahead = lead(max_lag, found.updates, found.phases)
+    steady = cycle(found.phases, ahead)
+    return {
+        "measured": {**asdict(found.phases), "step": found.phases.in_turn, "steps": found.steps},
+        "tokens_per_second": {
+            "generate": found.generated / max(found.phases.generate, 1e-9),
+            "train": found.trained / max(found.phases.train, 1e-9),
+        },
+        "predicted": {"step": steady.seconds, "engines_busy": steady.engines, "trainer_busy": steady.trainer},
+        "lag": _lag(steady.lag_mean, steady.lag_max, found.updates, ahead * found.updates),
+        "recipe": {"trainer.max_lag": ahead * found.updates},
+    }
+
+
+def measured_text(found: Measured, data: Mapping[str, Any]) -> str:
+    phases, predicted, lag = found.phases, data["predicted"], data["lag"]
+    speed = data["tokens_per_second"]
+    seconds = ", ".join(f"{name} {value:.3g}" for name, value in asdict(phases).items() if value)
+    return "\n".join(
+        [
+            f"measured: {_seconds(phases.in_turn)} a step, medians of {found.steps} ({seconds})",
+            f"          generation {speed['generate']:.0f} tokens/s, training {speed['train']:.0f} tokens/s",
+            f"predicted with engines beside the trainer and trainer.max_lag = {lag['max_lag']}:",
+            f"          {_seconds(predicted['step'])} a step ({phases.in_turn / predicted['step']:.2f}x), engines work "
+            f"{predicted['engines_busy']:.0%} of it, the trainer {predicted['trainer_busy']:.0%}",
+            f"          tokens {lag['mean']:.1f} updates old on average, {lag['max']} at most",
+            "provided that each side keeps its speed: it needs processors of its own",
+        ]
+    )
+
+
+def _lag(mean: float, most: int, updates: int, max_lag: int) -> dict[str, float]:
+    return {"mean": mean * updates, "max": most * updates, "max_lag": max_lag, "updates": updates}
+
+
+def _sides(plan: Plan) -> list[str]:
+    phases, engine = plan.phases, plan.engine
+    return _table(
+        [
+            (
+                "engines",
+                f"{plan.engines} on {engine.gpus} GPU{'s' * (engine.gpus > 1)} each",
+                f"{_seconds(phases.generate)}, {plan.generation_rate:.0f} tokens/s, {plan.slots} responses at once",
+            ),
+            (
+                "trainer",
+                f"{plan.rank.ranks} rank{'s' * (plan.rank.ranks > 1)}",
+                f"{_seconds(phases.train)}, {plan.training_rate:.0f} tokens/s, {plan.rank.tokens} tokens at once",
+            ),
+            ("weights", "", f"{_seconds(phases.publish)} to hand over, {_seconds(phases.load)} to take"),
+        ]
+    )
+
+
+def _memory(plan: Plan) -> list[str]:
+    total = sum(plan.memory.values())
+    parts = [(name, f"{value / GB:8.1f} GB", "") for name, value in plan.memory.items()]
+    verdict = "fits" if plan.trainer_fits else f"DOES NOT FIT: responses of {plan.longest} tokens would"
+    how = ", ".join(word for word, on in _choices(plan) if on) or "nothing recomputed, nothing offloaded"
+    cache = f"{plan.engine.cache / 1e3:.0f} thousand tokens of keys and values"
+    lines = [f"memory of a training rank ({how}): {total / GB:.1f} of {plan.room / GB:.1f} GB, {verdict}"]
+    lines += _table(parts)
+    lines.append(f"CPU memory of all ranks: {host(plan.question.shape, plan.rank) / GB:.0f} GB")
+    holds = "fits" if plan.engine_fits else "DOES NOT FIT: a response of full length needs more"
+    lines.append(f"memory of an engine's GPU: {plan.engine.weights / GB:.1f} GB of weights, room for {cache}, {holds}")
+    return lines
+
+
+def _choices(plan: Plan) -> Iterable[tuple[str, bool]]:
+    return ("gradient checkpointing", plan.rank.recompute), ("optimizer in CPU memory", plan.rank.offload)
+
+
+def _recipe(keys: Mapping[str, Any]) -> list[str]:
+    return _table((key, "=", _toml(value)) for key, value in keys.items())
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _table(rows: Iterable[tuple[str, str, str]]) -> list[str]:
+    listed = list(rows)
+    first, second = (max(len(row[column]) for row in listed) for column in (0, 1))
+    return [f"  {a:<{first}}  {b:<{second}}  {c}".rstrip() for a, b, c in listed]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value < 100 else f"{value:.0f} s"

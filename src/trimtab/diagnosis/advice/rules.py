@@ -1,0 +1,155 @@
+"""The table of rules that recommends one preset for measured data; the first row that applies decides.
+
+Where a row rests on a measurement, its reason names it; docs/recommendations.md lists the sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trimtab.diagnosis.records import Cause, Outcome
+from trimtab.objectives.calibrate import bounds_of
+
+FAULTS = ("non-finite", "misaligned", "retokenized", "raw-logprobs", "temperature", "truncated-sampling")
+"""Faults of the contract between trainer and sampler, worst first: the log-probs are not those of what was sampled."""
+
+FEWEST = 100
+"""Trained tokens below which nothing is said about what kind of mismatch it is."""
+
+ACCEPTED = 0.7
+"""Share of tokens a rule per response must keep to be worth it: trust-region masking watches 70% (arXiv 2512.23075)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a row may look at. `outcomes`: the table of presets. `tokens`: trained ones."""
+
+    causes: Sequence[Cause]
+    verdict: str
+    k3: float
+    outcomes: Sequence[Outcome]
+    tokens: int
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(cause.name for cause in self.causes)
+
+    @property
+    def faults(self) -> list[str]:
+        return [name for name in FAULTS if name in self.names]
+
+    def kept(self, preset: str) -> float:
+        """Share of tokens a preset keeps at its published bounds."""
+        return next((row.kept for row in self.outcomes if row.preset == preset and not row.calibrated), 0.0)
+
+    def bounds(self, preset: str) -> Mapping[str, float]:
+        """A preset's bounds from the data; empty where it has none or there is too little data."""
+        return next((row.overrides for row in self.outcomes if row.preset == preset and row.calibrated), {})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """preset: what to use when `holds`. own_bounds: take its bounds from the data. why: format string over `words`."""
+
+    name: str
+    holds: Callable[[Case], bool]
+    preset: str
+    why: str
+    own_bounds: bool = True
+
+
+RULES = (
+    Rule(
+        "fault",
+        lambda case: bool(case.faults),
+        "token-tis",
+        "Fix {faults} first: the log-probs are not those of the tokens that were sampled, and no correction hides "
+        "that. What is measured here is the fault, so no bound is taken from it. Once fixed, token-tis at its "
+        "published bound is a safe start, as it changes next to nothing while trainer and sampler agree; then run "
+        "diagnose again.",
+        own_bounds=False,
+    ),
+    Rule(
+        "floor",
+        lambda case: case.verdict in ("exact", "rounding"),
+        "grpo",
+        "Trainer and sampler agree to rounding (k3 {k3}): every correction would multiply by 1. Any method without "
+        "one will do; when a batch serves several updates, token-bypass gives the same and saves the proximal forward.",
+    ),
+    Rule(
+        "tiny",
+        lambda case: case.tokens < FEWEST and not case.names,
+        "token-tis",
+        "{tokens} trained tokens are too few to tell what the mismatch is (k3 {k3}). Until there is more data, "
+        "token-tis at its published bound is a safe start, as it changes next to nothing while trainer and sampler "
+        "agree.",
+        own_bounds=False,
+    ),
+    Rule(
+        "stale, short",
+        lambda case: "stale" in case.names and case.kept("seq-bypass") >= ACCEPTED,
+        "seq-bypass",
+        "The sampler's weights are old. Ignoring that collapses and any ratio against the sampler holds; the ratio of "
+        "the whole response, clipped to [0.5, 4], held best (laboratory, weights refreshed every 32 updates, accuracy "
+        "of five seeds: grpo .13, token-tis .70, m2po .82, seq-bypass .85). Here it keeps {seq_bypass} of the tokens. "
+        "Refreshing the sampler more often removes the cause.",
+    ),
+    Rule(
+        "stale, long",
+        lambda case: "stale" in case.names,
+        "m2po",
+        "The sampler's weights are old. The ratio of a whole response has drifted too far to be used (seq-bypass would "
+        "keep {seq_bypass} of the tokens), so the ratio per token is, within a second moment: m2po was made for old "
+        "data (arXiv 2510.01161) and held .82 in the laboratory, where grpo fell to .13 and token-tis to .70. "
+        "Refreshing the sampler more often removes the cause.",
+    ),
+    Rule(
+        "quantized",
+        lambda case: "quantized" in case.names,
+        "icepop",
+        "A quantized sampler leaves a heavy tail of tokens (k3 {k3}): weights correct the bulk, and the few tokens "
+        "beyond the bounds, quantiles of this data, are left out at any length. In the laboratory (sampler of three "
+        "bits, mean of five seeds) IcePop was level with token-tis (.81 and .82) and with a geometric mask (.79).",
+    ),
+    Rule(
+        "precision",
+        lambda case: "precision" in case.names or case.verdict in ("dense", "small-dense"),
+        "token-tis",
+        "The mismatch is that of numerical precision (k3 {k3}): small, centred, without a tail to cut. Truncated token "
+        "weights remove its bias at next to no variance, and lose no token.",
+    ),
+    Rule(
+        "moe",
+        lambda case: case.verdict == "moe",
+        "geo-mask-token-tis",
+        "k3 {k3} is in the range of mixture-of-experts models, where a token routed differently is far off: bounded "
+        "token weights correct the bulk, the geometric mask drops responses that drifted, whatever their length. In "
+        "Miles' 30B-A3B runs that mask decided between collapse and stability. Bounds are quantiles of this data: "
+        "published ones keep {geo_mask}. Replaying the sampler's routing would remove the cause.",
+    ),
+    Rule(
+        "beyond",
+        lambda case: True,  # noqa: ARG005
+        "geo-mask-token-tis",
+        "k3 {k3} is beyond what precision, quantization or routing explain and no cause was identified: look for it "
+        "first (weights that were not loaded, another chat template, another adapter). Until then the geometric mask "
+        "with bounds from this data keeps the worst out.",
+    ),
+)
+
+
+def choose(case: Case) -> tuple[Rule, Mapping[str, float], str]:
+    """The row that decides, the overrides of its preset, and its reason with the numbers of this data."""
+    rule = next(rule for rule in RULES if rule.holds(case))
+    overrides = case.bounds(rule.preset) if rule.own_bounds else {}
+    why = rule.why.format(
+        faults=" and ".join(case.faults),
+        k3=f"{case.k3:.1e}",
+        seq_bypass=f"{case.kept('seq-bypass'):.0%}",
+        geo_mask=f"{case.kept('geo-mask'):.0%}",
+        tokens=case.tokens,
+    )
+    if rule.own_bounds and not overrides and bounds_of(rule.preset):
+        why += " There are too few responses here to take bounds from, so these are the published ones."
+    return rule, overrides, why

@@ -1,0 +1,92 @@
+"""Detects `raw-logprobs` from the entropy of the tokens where nothing else shows it.
+
+When trainer and sampler agree, both may still describe another distribution q than the one tokens came from. Then
+
+  * an entropy column shows it: a token from q has -log q of mean H(q). The column must be that of q, or of the sampling
+    distribution r = q^a: a is read off near-certain tokens, where doubt and entropy determine each other. If it is q's,
+    any difference counts. If it is r's, the difference is KL(r || q), of second order in a - 1; a first-order one says
+    that the column is of another temperature than the tokens, which is no fault of the log-probs;
+  * an entropy of exactly 0 beside a log-prob below 0 is a token alone in a kept set that the log-prob does not know;
+  * with a known top_p < 1, log-probs just below 0 show it: processed, such a token is alone and has exactly 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trimtab.diagnosis.causes.evidence import Tokens, logit, share, z_of
+
+QUIET, LEAST, DEEP = 0.02, 0.004, 6.0
+SAME, SECOND_ORDER = 1.1, 0.34
+
+
+def undeclared(tokens: Tokens) -> tuple[float, str] | None:
+    """Confidence and evidence that the log-probs are not those of the sampling distribution."""
+    return _by_zeros(tokens) or _by_entropy(tokens)
+
+
+def _by_zeros(tokens: Tokens) -> tuple[float, str] | None:
+    top_p = tokens.of_response(tokens.chunk.top_p)
+    if top_p is None:
+        return None
+    cut = top_p < 0.995
+    zeros = (tokens.behavior > -1e-7) & cut
+    # Float32 still tells these from 0, and no kept set of two leaves a token so close to it.
+    near = (tokens.behavior < -1e-6) & (tokens.behavior > 0.5 * np.log(np.where(cut, top_p, 0.5))) & cut
+    if near.sum() < 20 or 3 * zeros.sum() > near.sum():
+        return None
+    evidence = (
+        f"under top_p = {float(np.median(top_p[cut])):g} a token this likely is alone in its set and has log-prob 0, "
+        f"but {int(near.sum())} tokens are just below 0 and {int(zeros.sum())} at 0: these are the model's own"
+    )
+    return 0.9, evidence
+
+
+def _by_entropy(tokens: Tokens) -> tuple[float, str] | None:
+    if tokens.entropy is None:
+        return None
+    known = np.isfinite(tokens.entropy)
+    k3 = float((np.expm1(np.clip(tokens.log_ratio, -20, 20)) - tokens.log_ratio).mean())
+    if known.sum() < 100 or k3 > QUIET:
+        return None
+    behavior, entropy = tokens.behavior[known], tokens.entropy[known]
+    surprise = -behavior - entropy
+    mean, z = float(surprise.mean()), z_of(surprise)
+    single = (entropy < 1e-6) & (behavior < -1e-3)
+    if single.sum() >= 10 and share(single) > 0.005:
+        return 0.9, (
+            f"the entropy column is 0 for {int(single.sum())} tokens that the log-probs call uncertain: tokens were "
+            "drawn from a truncated distribution, not from the one reported"
+        )
+    if abs(mean) < LEAST + 0.02 * float(entropy.mean()) + 5 * k3 or abs(z) < DEEP:
+        return None
+    exponent = _exponent(behavior, entropy)
+    if exponent is None or exponent < 1 / SAME:
+        return None
+    second = SECOND_ORDER * max(exponent - 1, 0.0) ** 1.5 * float(behavior.var())
+    if exponent > SAME and (not 0 < mean < second or _hot(tokens)):
+        return None
+    drawn = "flatter" if exponent <= SAME and mean > 0 else "sharper"
+    evidence = (
+        f"tokens are {mean:+.3f} nats more surprising than the entropy column says (z = {z:.1f}): they were drawn from "
+        f"a {drawn} distribution than the one reported"
+    )
+    return 0.8, evidence
+
+
+def _hot(tokens: Tokens) -> bool:
+    """Whether the file says that tokens were drawn at a temperature above 1."""
+    given = tokens.chunk.temperature
+    return given is not None and bool(np.nanmedian(given) > 1)
+
+
+def _exponent(behavior: np.ndarray, entropy: np.ndarray) -> float | None:
+    """a, where the entropy column is that of (reported distribution)^a: from near-certain tokens, whose doubt
+    e and entropy h(e) + e h give each other, with h about 1."""
+    doubt = np.geomspace(1e-7, 0.5, 400)
+    whole = -(1 - doubt) * np.log1p(-doubt) - doubt * np.log(doubt) + doubt
+    use = (behavior > np.log(0.9)) & (behavior < -1e-4) & (entropy > whole[0])
+    if use.sum() < 10:
+        return None
+    own = -np.log(np.interp(entropy[use], whole, doubt))
+    return float(np.median(own / logit(behavior[use])))

@@ -1,0 +1,155 @@
+"""Names, evidence and advice for violations of the sampling contract."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from trimtab.diagnosis.causes.contract import Cut, Line, cut_off, mean_ratio, temperature_line
+from trimtab.diagnosis.causes.evidence import Tokens, share, sureness
+from trimtab.diagnosis.causes.raw_logprobs import undeclared
+from trimtab.diagnosis.records import Cause
+
+FIX_TEMPERATURE = (
+    "Divide the trainer's logits by the sampling temperature before the log-softmax, and have the sampler return "
+    "log-probs after temperature (vLLM: logprobs_mode=processed_logprobs)."
+)
+FIX_CUT = (
+    "Sample with top_p = 1, top_k = 0 and min_p = 0, or record the kept token ids and renormalize the trainer's "
+    "distribution over them."
+)
+FIX_RAW = (
+    "Have the sampler return the log-probs of the distribution it samples from (vLLM: "
+    "logprobs_mode=processed_logprobs), not those of the model before temperature and truncation."
+)
+
+LIKELIER = 2.0  # nats by which the trainer must explain the tokens better
+
+
+def find_broken(tokens: Tokens, *, repaired: bool) -> tuple[list[Cause], Line | None, Cut | None]:
+    """Causes, and the shapes found in the ratio, for the detectors that measure the rest."""
+    if (greedy := _greedy(tokens)) is not None:
+        return [greedy], Line(0.0, math.inf, 0.0, len(tokens)), None
+    declared, line = _declared(tokens), temperature_line(tokens)
+    cut, mirrored = cut_off(tokens), cut_off(tokens.swapped())
+    if cut is not None and mirrored is not None:
+        cut, mirrored = (cut, None) if cut.mass <= mirrored.mass else (None, mirrored)
+    if cut is not None or mirrored is not None:
+        line = _line_beside(tokens, line, sampler_cut=cut is not None)
+    found = [] if declared is None else [declared]
+    sampler = _sampler_is_right(tokens, line, cut, mirrored, repaired=repaired)
+    if cut is not None:
+        found.append(_truncated(cut, len(tokens)))
+    if mirrored is not None and declared is None:
+        found.append(_raw_cut(mirrored, len(tokens)))
+    if line is not None and sampler:
+        found.append(_temperature(tokens, line))
+    elif line is not None and declared is None and mirrored is None:
+        found.append(_raw_line(tokens, line))
+        if line.a < 1 and tokens.chunk.temperature is None:
+            found.append(_temperature(tokens, line, doubtful=True))
+    if not found and (hidden := undeclared(tokens)) is not None:
+        found.append(Cause("raw-logprobs", *hidden, FIX_RAW))
+    return found, line, cut or mirrored
+
+
+def _greedy(tokens: Tokens) -> Cause | None:
+    """A sampler that says every token was certain."""
+    if share(tokens.behavior > -1e-6) < 0.99 or tokens.trainer.mean() > -0.01:
+        return None
+    evidence = (
+        f"the sampler reports log-prob 0 for {share(tokens.behavior > -1e-6):.1%} of tokens (greedy decoding), the "
+        f"trainer {tokens.trainer.mean():.2f} on average"
+    )
+    return Cause("temperature", 0.9, evidence, "Sample with a temperature above 0: greedy tokens carry no ratio.")
+
+
+def _declared(tokens: Tokens) -> Cause | None:
+    """Log-probs the file itself calls raw, under sampling that was not."""
+    chunk = tokens.chunk
+    if chunk.raw is None:
+        return None
+    bent = np.zeros(chunk.responses, dtype=bool)
+    if chunk.temperature is not None:
+        bent |= (chunk.temperature != 1) & np.isfinite(chunk.temperature)
+    if chunk.top_p is not None:
+        bent |= chunk.top_p < 1
+    if chunk.top_k is not None:
+        bent |= chunk.top_k > 0
+    wrong = bent & chunk.raw.astype(bool)
+    if not wrong.any():
+        return None
+    evidence = (
+        f"{int(wrong.sum())} of {chunk.responses} responses were sampled with a temperature or truncation of their own "
+        f"and carry log-probs marked raw"
+    )
+    return Cause("raw-logprobs", 0.99, evidence, FIX_RAW)
+
+
+def _line_beside(tokens: Tokens, line: Line | None, *, sampler_cut: bool) -> Line | None:
+    """A line that truncation does not explain: truncation alone never moves a token the other way."""
+    up = tokens.log_ratio if sampler_cut else -tokens.log_ratio
+    rare = 0.5 * (tokens.behavior + tokens.trainer) < -1.5
+    against = (up > 0.1) & rare
+    likely = (up > 0.01) & (tokens.behavior > math.log(0.5))
+    many = against.sum() >= 5 and share(against[rare]) > 0.15
+    lifted = likely.sum() >= 8 and share(likely) > 0.25
+    return line if line is not None and (many or lifted) else None
+
+
+def _sampler_is_right(
+    tokens: Tokens, line: Line | None, cut: Cut | None, mirrored: Cut | None, *, repaired: bool
+) -> bool:
+    """Whether tokens follow the sampler's own log-probs rather than the trainer's.
+
+    The sum of log-ratios is the log-likelihood ratio of the two. Repaired pairs were chosen by it, and need more.
+    """
+    if cut is not None or mirrored is not None or line is None:
+        return mirrored is None
+    ratio, z = mean_ratio(tokens)
+    return float(tokens.log_ratio.sum()) <= LIKELIER or ratio <= 1 or (repaired and z < 4)
+
+
+def _temperature(tokens: Tokens, line: Line, *, doubtful: bool = False) -> Cause:
+    known = _known_temperature(tokens)
+    ratio, _ = mean_ratio(tokens)
+    evidence = (
+        f"trainer and sampler are one distribution at temperatures of about {line.a:.2f} : 1 (sampler over trainer"
+        f"{known}): logit differences lie on a line, {line.spread:.1f} logits left per unit of slope, z = {line.z:.0f} "
+        f"on {line.tokens} tokens; mean ratio {ratio:.4f}"
+    )
+    return Cause("temperature", 0.5 if doubtful else sureness(line.z, 8.0), evidence, FIX_TEMPERATURE)
+
+
+def _raw_line(tokens: Tokens, line: Line) -> Cause:
+    ratio, z = mean_ratio(tokens)
+    inverse, _ = mean_ratio(tokens.swapped())
+    evidence = (
+        f"the mean ratio is {ratio:.4f} (z = {z:.1f}) and the mean inverse ratio {inverse:.4f}: tokens were drawn from "
+        f"the trainer's distribution, which is the reported one at temperature {1 / line.a:.2f} or so"
+    )
+    return Cause("raw-logprobs", 0.6 if line.a < 1 else sureness(z, 4.0), evidence, FIX_RAW)
+
+
+def _truncated(cut: Cut, tokens: int) -> Cause:
+    alone = f"; {cut.alone} tokens have sampler log-prob exactly 0, the trainer's is below -0.01" if cut.alone else ""
+    evidence = f"the mean ratio is {cut.mass:.4f} (z = {cut.z:.1f}, {tokens} tokens), the mass kept{alone}"
+    return Cause("truncated-sampling", sureness(max(-cut.z / 6, cut.alone / 5), 1.0), evidence, FIX_CUT)
+
+
+def _raw_cut(cut: Cut, tokens: int) -> Cause:
+    alone = f"; {cut.alone} tokens have trainer log-prob exactly 0, the sampler's is below -0.01" if cut.alone else ""
+    evidence = (
+        f"the mean inverse ratio is {cut.mass:.4f} (z = {cut.z:.1f}, {tokens} tokens): the sampler reports the whole "
+        f"distribution, tokens come from the trainer's truncated one{alone}"
+    )
+    return Cause("raw-logprobs", sureness(max(-cut.z / 6, cut.alone / 5), 1.0), evidence, FIX_RAW)
+
+
+def _known_temperature(tokens: Tokens) -> str:
+    given = tokens.chunk.temperature
+    if given is None or not np.isfinite(given).any():
+        return ""
+    values = np.unique(given[np.isfinite(given)])
+    return f"; sampling temperature {values[0]:g}" if len(values) == 1 else ""

@@ -1,0 +1,164 @@
+"""Detects `stale`: the sampler used older weights.
+
+With versions: the shift of logits must grow with age (a ratio of at least `GROWTH` and `CLEAR` standard errors of the
+mean log size). Without them three traces are left. Updates raise what had positive advantage: the response's log-ratio
+goes with its advantage beyond what its log-prob explains; rounding does not know the reward. Rounding does not come and
+go between steps either, lag does. And drift is a change of mind about tokens, the same way at every place one appears;
+rounding errors are nearly independent between contexts (judged for vocabularies of words, not of characters).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.diagnosis.causes.evidence import Tokens, sureness
+from trimtab.diagnosis.causes.precision import LEAST, NUDGE, Noise
+from trimtab.diagnosis.records import Cause
+
+GROWTH, CLEAR = 1.15, 5.0
+REWARDED, REWARDED_Z, STRONG, STRONG_Z, SYNCED = 0.15, 5.0, 0.3, 3.5, 0.3
+FINE = -0.8
+BETWEEN_STEPS = 1.8
+TOKENS = 40
+FIX = (
+    "Refresh the sampler's weights more often or bound the lag (max_lag); otherwise correct with weights of "
+    "proximal over behavior and log versions to separate lag from rounding."
+)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """cause, if found, and the tokens whose rest is not drift: of age 0 where there are some; None where none are."""
+
+    cause: Cause | None
+    fresh: Tokens | None
+
+
+def find_drift(tokens: Tokens, noise: Noise, *, systematic: bool) -> Drift:
+    """Staleness. `noise` is that of all tokens; `systematic` says that other causes bend it."""
+    rewarded = None if systematic or noise.rms < LEAST else _rewarded(tokens)
+    if tokens.age is not None and tokens.age.any():
+        return _aged(tokens, noise, rewarded)
+    corr, z = rewarded or (0.0, 0.0)
+    needed = REWARDED if tokens.age is None else SYNCED
+    if corr > needed and z > (STRONG_Z if corr > STRONG and noise.coarse > 0 else REWARDED_Z):
+        says = "" if tokens.age is None else " although the file says age 0"
+        evidence = f"responses' log-ratios go with their advantage{says}: correlation {corr:.2f}, z = {z:.1f}"
+        return Drift(Cause("stale", sureness(z, REWARDED_Z), evidence, FIX), None)
+    if tokens.age is None and not systematic and (found := _steps(tokens)) is not None:
+        return Drift(Cause("stale", 0.6, found, FIX), None)
+    fine = noise.rms >= LEAST and noise.coarse < FINE + NUDGE
+    if tokens.age is None and not systematic and noise.other_weights and fine:
+        evidence = (
+            f"{noise.persistent:.0%} of the logits' movement comes back wherever a token does, which rounding does "
+            f"not do, and it is too small for quantized weights (rms {noise.rms:.2g})"
+        )
+        return Drift(Cause("stale", 0.6, evidence, FIX), None)
+    return Drift(None, tokens)
+
+
+def _aged(tokens: Tokens, noise: Noise, rewarded: tuple[float, float] | None) -> Drift:
+    age = tokens.age
+    assert age is not None
+    middle = tokens.middle
+    ages = [int(a) for a in np.unique(age) if (middle & (age == a)).sum() >= TOKENS]
+    fresh = tokens.kept(age == 0) if 0 in ages else None
+    corr, z = rewarded or (0.0, 0.0)
+    goes = f"; log-ratios go with advantage (correlation {corr:.2f}, z = {z:.1f})" if z > 4 else ""
+    if len(ages) >= 2:
+        young, old = middle & (age == ages[0]), middle & (age > ages[0])
+        growth, clear = _growth(tokens.shift[old], tokens.shift[young])
+        if growth > GROWTH and clear > CLEAR and _size(tokens.shift[old]) > LEAST:
+            times = f"{growth:.2f} times" if growth < 100 else "over 100 times"
+            evidence = (
+                f"logits of tokens older than {ages[0]} updates moved {times} as far as at age {ages[0]} "
+                f"(z = {clear:.1f}; {int(old.sum())} and {int(young.sum())} tokens){goes}"
+            )
+            return Drift(Cause("stale", sureness(clear, CLEAR), evidence, FIX), fresh)
+        if fresh is not None and not goes:
+            return Drift(None, tokens)
+    if noise.rms < LEAST:
+        return Drift(None, tokens)
+    sure = sureness(z, 4.0) if goes else 0.6 if noise.coarse > 0 or noise.other_weights else 0.5
+    size = f"logits move by {noise.rms:.2g}, " + ("more than" if noise.coarse > 0 else "within")
+    evidence = (
+        f"tokens are {float(age.mean()):.1f} updates old and {size} what 16-bit rounding gives{goes}; no tokens of "
+        "another age are there to tell lag from rounding"
+    )
+    return Drift(Cause("stale", sure, evidence, FIX), tokens if noise.coarse <= 0 and not goes else None)
+
+
+def _size(shift: np.ndarray) -> float:
+    return float(np.sqrt(np.square(shift).mean()))
+
+
+def _growth(old: np.ndarray, young: np.ndarray) -> tuple[float, float]:
+    """Ratio of typical sizes (geometric), and the z of its logarithm."""
+    left, right = np.log(np.abs(old) + 1e-6), np.log(np.abs(young) + 1e-6)
+    difference = float(left.mean() - right.mean())
+    error = np.sqrt(left.var() / len(left) + right.var() / len(right))
+    return float(np.exp(difference)), difference / max(float(error), 1e-12)
+
+
+def _rewarded(tokens: Tokens) -> tuple[float, float] | None:
+    """Partial correlation of a response's log-ratio with its advantage, given its log-prob and length; and its z."""
+    advantage = _advantage(tokens)
+    if advantage is None:
+        return None
+    rows, index = np.unique(tokens.row, return_inverse=True)
+    total = np.bincount(index, np.clip(tokens.log_ratio, -3, 3))
+    others = np.stack([np.ones(len(rows)), np.bincount(index, tokens.behavior), np.bincount(index)], 1)
+    value = advantage[rows]
+    use = np.isfinite(value) & (value != 0)
+    if use.sum() < 30:
+        return None
+    left, right = (_residual(v[use], others[use]) for v in (total, value))
+    if left.std() < 1e-9 or right.std() < 1e-9:
+        return None
+    product = left * right / (left.std() * right.std())
+    corr = float(product.mean())
+    return corr, corr / max(float(product.std()) / np.sqrt(len(product)), 1e-12)
+
+
+def _residual(values: np.ndarray, others: np.ndarray) -> np.ndarray:
+    return values - others @ np.linalg.lstsq(others, values, rcond=None)[0]
+
+
+def _advantage(tokens: Tokens) -> np.ndarray | None:
+    """Advantages, or rewards less their group's mean."""
+    chunk = tokens.chunk
+    if chunk.advantage is not None:
+        return chunk.advantage
+    if chunk.reward is None:
+        return None
+    if chunk.group is None:
+        return chunk.reward - np.nanmean(chunk.reward)
+    keys = (
+        chunk.group if chunk.step is None else chunk.group + (chunk.step - chunk.step.min()) * (chunk.group.max() + 1)
+    )
+    _, index = np.unique(keys, return_inverse=True)
+    known = np.isfinite(chunk.reward)
+    total = np.bincount(index, np.where(known, chunk.reward, 0.0))
+    return chunk.reward - (total / np.maximum(np.bincount(index, known), 1))[index]
+
+
+def _steps(tokens: Tokens) -> str | None:
+    """Noise that comes and goes between steps."""
+    step = tokens.of_response(tokens.chunk.step)
+    if step is None:
+        return None
+    middle, shift = tokens.middle, tokens.shift
+    sizes = {int(s): shift[middle & (step == s)] for s in np.unique(step)}
+    sizes = {s: v for s, v in sizes.items() if len(v) >= TOKENS}
+    if len(sizes) < 2:
+        return None
+    order = sorted(sizes, key=lambda s: float(np.log(np.abs(sizes[s]) + 1e-6).mean()))
+    growth, clear = _growth(sizes[order[-1]], sizes[order[0]])
+    if growth < BETWEEN_STEPS or clear < CLEAR + 1 or _size(sizes[order[-1]]) < LEAST:
+        return None
+    return (
+        f"logits move {growth:.1f} times as far at step {order[-1]} as at step {order[0]} (z = {clear:.1f}): rounding "
+        "does not come and go, lag does"
+    )

@@ -1,0 +1,161 @@
+"""The size of the mismatch: the figures of `trimtab.mismatch` with intervals, overall and per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.corrections.reduce import Selection
+from trimtab.corrections.statistics import QUANTILES, Histogram, RatioStatistics
+from trimtab.diagnosis.measure.bins import quantiles
+from trimtab.diagnosis.measure.bootstrap import intervals
+from trimtab.diagnosis.measure.ledger import Ledger
+from trimtab.diagnosis.measure.storage_rounding import Column, coarse, floor
+from trimtab.diagnosis.measure.trained_tokens import FIELDS, Trained
+from trimtab.diagnosis.records import Interval, Size
+from trimtab.objectives.metrics import Metrics
+from trimtab.runs.metric_ranges import k3_range
+
+CLUSTERS = 2048
+"""Clusters resampled at most; more are merged into so many, evenly."""
+STEPS = 200
+_ENOUGH = 30.0
+"""Sequences that must effectively carry a mean of products before its interval means anything."""
+
+_SHARE = (torch.logit, torch.sigmoid)
+_POSITIVE = (torch.log, torch.exp)
+_SCALES: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "k1": (torch.clone, torch.clone),
+    "k2": _POSITIVE,
+    "k3": _POSITIVE,
+    "chi2_token": (torch.clone, torch.clone),
+    "ess_token": _SHARE,
+    "ratio_mean": _POSITIVE,
+    "ppl_ratio": _POSITIVE,
+    "pearson": (torch.atanh, torch.tanh),
+    "abs_diff_mean": _POSITIVE,
+    "ess_seq": _SHARE,
+}
+"""Scales on which a figure is nearer to normal and an interval cannot leave its range."""
+
+
+class Sizes:
+    """Gathers what `Size` is made of."""
+
+    def __init__(self) -> None:
+        self._clusters = np.zeros((2 * CLUSTERS, len(FIELDS)))
+        self._largest = np.full((1, 2), -np.inf)
+        self._histogram = Histogram(torch.zeros_like(_histogram(np.zeros(0)).counts))
+        self._steps = Ledger(STEPS)
+        self._columns = (Column(), Column())
+
+    def add(self, tokens: Trained) -> None:
+        chunk, places = tokens.chunk, tokens.places
+        for column, values in zip(self._columns, (chunk.behavior, chunk.trainer), strict=True):
+            column.add(values[places])
+        if not len(tokens):
+            return
+        bucket = (tokens.cluster % np.uint64(2 * CLUSTERS)).astype(np.int64)
+        for field, values in enumerate(tokens.sums.T):
+            self._clusters[:, field] += np.bincount(bucket, weights=values, minlength=2 * CLUSTERS)
+        self._largest = np.maximum(self._largest, tokens.largest.max(axis=0))
+        self._histogram = self._histogram + _histogram(tokens.log)
+        if chunk.step is not None:
+            step = tokens.per_response(chunk.step)
+            largest = np.column_stack([tokens.largest, step, -step])
+            keys = np.column_stack([step, np.zeros_like(step)])
+            self._steps.add(keys, tokens.sums, largest, (tokens.rows, tokens.log_ratio_bin))
+
+    def size(self, anchor: str, seed: int) -> Size:
+        """`anchor`: which log-probs are the trainer's, proximal or current."""
+        clusters = self._clusters[self._clusters[:, 0] > 0]
+        if len(clusters) > CLUSTERS:
+            clusters = self._clusters[:CLUSTERS] + self._clusters[CLUSTERS:]
+            clusters = clusters[clusters[:, 0] > 0]
+        sums = torch.from_numpy(clusters.sum(axis=0))
+        whole = _statistics(sums, torch.from_numpy(self._largest[0]), self._histogram)
+        figures = Metrics({"": whole}).finalize()
+        columns = dict(zip(("logp_behavior", f"logp_{anchor}"), self._columns, strict=True))
+        value, note = floor(columns)
+        return Size(
+            mismatch=figures,
+            intervals=_intervals(clusters, figures, seed),
+            floor=value,
+            floor_note=note,
+            verdict=verdict(figures["k3"], value, coarse(columns)),
+            by_step=tuple(self._by_step()),
+        )
+
+    def _by_step(self) -> list[dict[str, float]]:
+        rows: list[dict[str, float]] = []
+        for _, (sums, largest, histogram) in self._steps.rows():
+            found = _statistics(torch.from_numpy(sums), torch.from_numpy(largest[:2]), self._histogram).summary()
+            ratios = np.exp(quantiles(histogram.astype(np.int64)[None], QUANTILES)[0]).tolist()
+            row = {"step": float(-int(largest[3])), "step_last": float(largest[2])}
+            row |= {name: float(found[name]) for name in _STEP_FIGURES}
+            rows.append(row | dict(zip(_TAILS, ratios, strict=True)))
+        return rows
+
+
+_STEP_FIGURES = (
+    "tokens",
+    "sequences",
+    "k1",
+    "k3",
+    "ess_token",
+    "ess_seq",
+    "ratio_mean",
+    "pearson",
+    "log_ratio_seq_max",
+)
+_TAILS = tuple(f"ratio_q{round(100 * level):02d}" for level in QUANTILES)
+
+
+def verdict(k3: float, floor: float, coarse: bool) -> str:
+    """Where k3 lies: `rounding`, or the name of its range (`exact`, `dense`, `small-dense`, `moe`, `beyond`).
+
+    Up to twice the floor is put down to rounding: the floor takes the errors of both columns as independent.
+    """
+    if coarse and k3 <= 2 * floor:
+        return "rounding"
+    return k3_range(k3).name
+
+
+def _intervals(clusters: np.ndarray, figures: Mapping[str, float], seed: int) -> dict[str, Interval]:
+    enough = figures["ess_seq"] * figures["sequences"] >= _ENOUGH
+    names = [name for name in _SCALES if enough or name != "ess_seq"]
+    if not enough:
+        clusters = clusters.copy()
+        clusters[:, [FIELDS.index("product"), FIELDS.index("product_square")]] = 1.0
+
+    def statistics(sums: Tensor) -> dict[str, Tensor]:
+        values = _statistics(sums, torch.zeros(2), _EMPTY).summary()
+        return {name: _SCALES[name][0](values[name]) for name in names}
+
+    found = intervals(clusters, statistics, seed)
+    return {name: _unscaled(name, figures[name], found[name]) for name in names}
+
+
+def _unscaled(name: str, value: float, scaled: Interval) -> Interval:
+    """A figure at the end of its range (a k3 of 0) is infinite on its scale: no token differs, in any resample."""
+    if np.isinf(scaled.value):
+        return Interval(value, value, value)
+    low, high = (float(_SCALES[name][1](torch.tensor(end, dtype=torch.float64))) for end in (scaled.low, scaled.high))
+    return Interval(value, low, high)
+
+
+def _statistics(sums: Tensor, largest: Tensor, histogram: Histogram) -> RatioStatistics:
+    """The statistics of `trimtab.mismatch` from sums (..., FIELDS); all but the quantiles are (...,)."""
+    columns = dict(zip(FIELDS, sums.unbind(-1), strict=True))
+    return RatioStatistics(**columns, log_abs_max=largest[0], product_log_max=largest[1], histogram=histogram.counts)
+
+
+def _histogram(log: np.ndarray) -> Histogram:
+    values = torch.from_numpy(log).to(torch.float32)
+    return Histogram.of(values, Selection(torch.ones_like(values, dtype=torch.bool), torch.float32))
+
+
+_EMPTY = _histogram(np.zeros(0))

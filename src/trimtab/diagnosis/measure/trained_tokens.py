@@ -1,0 +1,204 @@
+"""The trained tokens of a chunk with per-token and per-response columns that several views share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from trimtab.corrections.ratios import LOG_RATIO_BOUND
+from trimtab.diagnosis.measure.bins import log_ratio_bin, probability_bin
+from trimtab.diagnosis.records import Chunk
+
+_SEQUENCE_BOUND = 300.0  # exponent bound of sequence sums: exp(2 * 300) still fits float64
+
+
+_FAR = 1 << 40
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """Runs of trained tokens within a response, per token (tokens,) int64.
+
+    number: of its turn, from 0. after: places behind the start of its turn, far for a first turn. before: places ahead
+    of the next turn, -1 for a turn's last token, far below for a last turn.
+    """
+
+    number: np.ndarray
+    after: np.ndarray
+    before: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """Trained tokens, flat, and the responses that have any. Arrays are (tokens,) float64 or, where marked, per
+    response.
+
+    places: where each token stands in its chunk. responses: which responses of the chunk have a trained token;
+    starts (responses + 1,) where each begins among the trained tokens; rows: the response of each token in that order.
+    log: the log-ratio. first: index of the chunk's first response in the whole stream.
+    """
+
+    chunk: Chunk
+    places: np.ndarray
+    responses: np.ndarray
+    starts: np.ndarray
+    behavior: np.ndarray
+    trainer: np.ndarray
+    log: np.ndarray
+    first: int
+
+    @classmethod
+    def of(cls, chunk: Chunk, first: int) -> Trained:
+        """`first`: responses that came before this chunk. ValueError for a trained log-prob that is not finite."""
+        places = np.flatnonzero(chunk.mask)
+        upto = np.append(0, np.cumsum(chunk.mask))[chunk.starts]
+        responses = np.flatnonzero(np.diff(upto))
+        # Log-probs are stored in float32; their difference in float64 is exact.
+        behavior, trainer = (values[places].astype(np.float64) for values in (chunk.behavior, chunk.trainer))
+        log = trainer - behavior
+        if not np.isfinite(log).all():
+            raise ValueError("a trained token has a log-prob that is not finite: readers leave such tokens out")
+        starts = np.append(upto[responses], upto[-1])
+        return cls(chunk, places, responses, starts, behavior, trainer, log, first)
+
+    def __len__(self) -> int:
+        return len(self.log)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """T: trained tokens of each response (responses,) int64."""
+        return np.diff(self.starts)
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.responses)), self.lengths)
+
+    @cached_property
+    def excess(self) -> np.ndarray:
+        """Ratio - 1 inside the safety bound, by `expm1`, which keeps its digits near 1."""
+        return np.expm1(np.clip(self.log, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+
+    @cached_property
+    def k3(self) -> np.ndarray:
+        return self.excess - self.log
+
+    @cached_property
+    def size(self) -> np.ndarray:
+        return np.abs(self.log)
+
+    @cached_property
+    def log_ratio_bin(self) -> np.ndarray:
+        return log_ratio_bin(self.log)
+
+    @cached_property
+    def probability_bin(self) -> np.ndarray:
+        return probability_bin(self.behavior)
+
+    @cached_property
+    def q(self) -> np.ndarray:
+        """Probability the sampler gave to the token; above 1, and bounded, for a log-prob above 0 (a finding)."""
+        return np.exp(np.minimum(self.behavior, LOG_RATIO_BOUND))
+
+    @cached_property
+    def p(self) -> np.ndarray:
+        """Probability the trainer gives to the token, as `q`."""
+        return np.exp(np.minimum(self.trainer, LOG_RATIO_BOUND))
+
+    @cached_property
+    def sums(self) -> np.ndarray:
+        """Sums over each response (responses, FIELDS); those of sequences as in `corrections.statistics`."""
+        columns = {
+            "tokens": self.lengths,
+            "log": self.over(self.log),
+            "log_square": self.over(np.square(self.log)),
+            "log_abs": self.over(self.size),
+            "excess": self.over(self.excess),
+            "excess_square": self.over(np.square(self.excess)),
+            "k3": self.over(self.k3),
+            "p": self.over(self.p),
+            "q": self.over(self.q),
+            "p_square": self.over(np.square(self.p)),
+            "q_square": self.over(np.square(self.q)),
+            "p_q": self.over(self.p * self.q),
+            "sequences": np.ones(len(self.responses)),
+        }
+        product = np.exp(np.clip(columns["log"], -_SEQUENCE_BOUND, _SEQUENCE_BOUND))
+        geometric = columns["log"] / self.lengths
+        columns |= {
+            "product": product,
+            "product_square": np.square(product),
+            "ppl_ratio": np.exp(np.minimum(-geometric, _SEQUENCE_BOUND)),
+        }
+        return np.stack([columns[name] for name in FIELDS], axis=1)
+
+    @cached_property
+    def largest(self) -> np.ndarray:
+        """Largest |log-ratio| of a token and log-ratio of the product, per response: (responses, 2)."""
+        return np.stack([np.maximum.reduceat(self.size, self.starts[:-1]), self.sums[:, FIELDS.index("log")]], axis=1)
+
+    def over(self, values: np.ndarray) -> np.ndarray:
+        """Sum over each response (responses,)."""
+        return np.add.reduceat(values, self.starts[:-1])
+
+    def per_response(self, column: np.ndarray) -> np.ndarray:
+        """A column of the chunk (its responses,) at the responses with a trained token."""
+        return column[self.responses]
+
+    def at_tokens(self, column: np.ndarray) -> np.ndarray:
+        """A column of the chunk (its tokens,) at the trained tokens."""
+        return column[self.places]
+
+    @cached_property
+    def turns(self) -> Turns:
+        begin = np.append(True, np.diff(self.places) != 1)
+        begin[self.starts[:-1]] = True
+        begins, turn = np.flatnonzero(begin), np.cumsum(begin) - 1
+        first = turn[self.starts[:-1]]  # each response's first turn
+        number = np.arange(len(begins)) - np.repeat(first, np.diff(np.append(first, len(begins))))
+        # Far off is where no boundary is.
+        behind = np.where(number > 0, begins, -_FAR)
+        ahead = np.where(np.append(number[1:] > 0, False), np.append(begins[1:], 0), _FAR)
+        place = np.arange(len(self))
+        return Turns(number[turn], place - behind[turn], place - ahead[turn])
+
+    @cached_property
+    def cluster(self) -> np.ndarray:
+        """What is resampled as one, per response: a number for its group (of its step), or for itself. uint64."""
+        chunk = self.chunk
+        if chunk.group is None:
+            return scrambled((self.first + self.responses).astype(np.uint64))
+        group = self.per_response(chunk.group).astype(np.uint64)
+        if chunk.step is None:
+            return scrambled(group)
+        return scrambled(scrambled(group) ^ self.per_response(chunk.step).astype(np.uint64))
+
+
+FIELDS = (
+    "tokens",
+    "log",
+    "log_square",
+    "log_abs",
+    "excess",
+    "excess_square",
+    "k3",
+    "p",
+    "q",
+    "p_square",
+    "q_square",
+    "p_q",
+    "sequences",
+    "product",
+    "product_square",
+    "ppl_ratio",
+)
+"""The summed fields of `corrections.statistics.RatioStatistics`, in the order of `Trained.sums`."""
+
+
+def scrambled(numbers: np.ndarray) -> np.ndarray:
+    """Each uint64 as an evenly spread one, always the same (the SplitMix64 finaliser; Steele et al., OOPSLA 2014)."""
+    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

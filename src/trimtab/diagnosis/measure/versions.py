@@ -1,0 +1,89 @@
+"""The view by age: the number of updates between the policy that sampled a token and the trainer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trimtab.diagnosis.measure.cut import Cut
+from trimtab.diagnosis.measure.ledger import Ledger
+from trimtab.diagnosis.measure.trained_tokens import Trained
+from trimtab.diagnosis.records import View
+
+_AGES = np.array([0, 1, 2, 3, 4, 5, 9, 17, 33, 65, 129, 257])
+"""First age of each bin, in updates; one bin more, in front, for tokens newer than the trainer."""
+_CELLS = 4096
+
+
+class ByAge:
+    """Age in updates: the trainer's version (`proximal_version`) less the token's; without the former, the newest
+    version of the token's step (of everything, where steps are unknown) less the token's."""
+
+    def __init__(self) -> None:
+        self._cut = Cut(len(_AGES) + 1)
+        self._cells = Ledger(_CELLS)
+        self._note = ""
+
+    def add(self, tokens: Trained) -> None:
+        if tokens.chunk.version is None or not len(tokens):
+            return
+        if tokens.chunk.proximal_version is not None:
+            self._cut.add(_bin(ages(tokens)), tokens)
+            return
+        step = tokens.chunk.step
+        version = tokens.at_tokens(tokens.chunk.version)
+        of_row = np.zeros(len(tokens.responses), dtype=np.int64) if step is None else tokens.per_response(step)
+        keys, place = _runs(np.column_stack([of_row[tokens.rows], version]))
+        sums = np.column_stack(
+            [np.bincount(place, weights=values) for values in (tokens.excess, tokens.log, tokens.k3, tokens.size)]
+        )
+        self._cells.add(keys, sums, np.zeros((len(keys), 0)), (place, tokens.log_ratio_bin))
+        self._note = "the data has no proximal_version: age is counted from the newest version of a token's " + (
+            "file" if step is None else "step"
+        )
+
+    def view(self) -> View | None:
+        cut = self._gathered()
+        rows = np.flatnonzero(cut.count)
+        if not len(rows):
+            return None
+        note = self._note
+        if self._cells.width > 1:
+            note += f" (of {self._cells.width} neighboring steps)"
+        return cut.chosen(rows).view("version", [_LABELS[row] for row in rows], note=note)
+
+    def _gathered(self) -> Cut:
+        """The cells of all steps and versions, by age."""
+        newest: dict[int, int] = {}
+        for (block, version), _ in self._cells.rows():
+            newest[block] = max(version, newest.get(block, version))
+        for (block, version), (sums, _, histogram) in self._cells.rows():
+            row = _bin(np.array([newest[block] - version]))[0]
+            self._cut.sums[row] += sums
+            self._cut.histogram[row] += histogram
+        return self._cut
+
+
+def ages(tokens: Trained) -> np.ndarray:
+    """Updates between the version that sampled each trained token and the trainer's (tokens,)."""
+    assert tokens.chunk.version is not None
+    assert tokens.chunk.proximal_version is not None
+    return tokens.per_response(tokens.chunk.proximal_version)[tokens.rows] - tokens.at_tokens(tokens.chunk.version)
+
+
+def _bin(age: np.ndarray) -> np.ndarray:
+    return np.searchsorted(_AGES, age, side="right")
+
+
+def _runs(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Runs of equal rows, each as one row, and the run of every row: neighbors mostly agree, so this nearly sorts."""
+    begins = np.append(True, (pairs[1:] != pairs[:-1]).any(axis=1))
+    return pairs[begins], np.cumsum(begins) - 1
+
+
+def _labels() -> list[str]:
+    lasts = [*(_AGES[1:] - 1).tolist(), None]
+    names = [f"{first}" if first == last else f"{first}-{last}" for first, last in zip(_AGES, lasts, strict=True)]
+    return ["newer than the trainer", *names[:-1], f"{_AGES[-1]} and more"]
+
+
+_LABELS = _labels()

@@ -1,0 +1,80 @@
+"""A diagnosis as one JSON object with stable keys; docs/diagnose.md explains each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from trimtab.diagnosis.output.words import outside
+from trimtab.diagnosis.records import Diagnosis, Measured, View
+
+
+def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Plain lists, numbers and text; what JSON cannot hold (NaN, infinities) is None."""
+    measured, wanted = diagnosis.measured, diagnosis.recommendation
+    size = measured.size
+    found = {
+        "verdict": size.verdict,
+        "mismatch": dict(size.mismatch),
+        "intervals": {key: {"low": part.low, "high": part.high} for key, part in size.intervals.items()},
+        "outside": outside(size),
+        "noise_floor": {"k3": size.floor, "note": size.floor_note},
+        "causes": [asdict(cause) for cause in diagnosis.causes],
+        "recommendation": {
+            "preset": wanted.preset,
+            "overrides": dict(wanted.overrides),
+            "why": wanted.why,
+            "lines": dict(wanted.lines),
+        },
+        "outcomes": [asdict(outcome) for outcome in diagnosis.outcomes],
+        "split": asdict(measured.split),
+        "views": {name: _view(view) for name, view in measured.views.items()},
+        "token_texts": dict(diagnosis.texts),
+        "by_step": [dict(row) for row in size.by_step],
+        "origin": _origin(measured),
+    }
+    return {key: _plain(value) for key, value in found.items()}
+
+
+def _origin(measured: Measured) -> dict[str, Any]:
+    origin = measured.origin
+    return {
+        "framework": origin.framework,
+        "files": origin.files,
+        "rows": origin.responses,
+        "tokens": origin.tokens,
+        "trained": origin.trained,
+        "anchor": origin.anchor,
+        "dropped": dict(origin.dropped),
+        "nonfinite": dict(origin.nonfinite),
+        "missing": dict(origin.missing),
+        "findings": list(origin.findings),
+    }
+
+
+def _view(view: View) -> dict[str, Any]:
+    arrays = ("count", "ratio_mean", "log_ratio_mean", "k3", "abs_mean", "low", "median", "high", "edges")
+    return {
+        "labels": list(view.labels),
+        **{name: getattr(view, name) for name in arrays},
+        "columns": dict(view.columns),
+        "note": view.note,
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,306 @@
+"""The figures of a diagnosis as SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from trimtab.diagnosis.output.words import known
+from trimtab.diagnosis.records import Size, View
+from trimtab.diagnosis.token_statistics import FEWEST
+from trimtab.pages.render import short
+from trimtab.pages.svg import (
+    BLUE,
+    CYCLE,
+    GREEN,
+    INK,
+    ORANGE,
+    RC,
+    SKY,
+    STYLES,
+    VERMILLION,
+    log_scale,
+    short_power,
+    to_svg,
+)
+from trimtab.runs.metric_ranges import k3_ranges
+
+_SHADES = 5
+_SQUARE = np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
+_TICKS = 8  # labels below a chart of bins, before they run into each other
+_SHORT = {"newer than the trainer": "newer"}
+_LEAST = 1e-8  # a k3 up to here is float32 on both sides
+_FAR = 30.0  # largest over smallest value from which an axis is logarithmic
+
+
+def range_svg(size: Size) -> str:
+    """k3 with its interval on a logarithmic strip, beside the published ranges and the rounding floor.
+
+    The strip begins at 1e-8: what lies below stands at its left end.
+    """
+    k3, interval = size.mismatch["k3"], size.intervals.get("k3")
+    low, high = _LEAST, max(1.0, 4 * k3) if math.isfinite(k3) else 1.0
+
+    def paint(axes: Axes) -> None:
+        for start, end, color, name in _k3_bands():
+            axes.axvspan(start, end, ymax=0.5, color=color, alpha=0.3, linewidth=0)
+            axes.text(math.sqrt(start * end), 0.05, name.replace(" ", "\n"), ha="center", va="bottom", fontsize=8)
+        if size.floor > 0:
+            _mark(axes, size.floor, "rounding", color=INK, marker="|", height=0.55)
+        if k3 > 0 and math.isfinite(k3):
+            if interval is not None and known(interval):
+                ends = np.clip([interval.low, interval.high], low, high)
+                axes.plot(ends, [0.36, 0.36], color=VERMILLION, linewidth=3)
+            _mark(axes, k3, "this data", color=VERMILLION, marker="D", height=0.8)
+        axes.set(xscale="log", xlim=(low, high), ylim=(0, 1), yticks=[])
+        axes.spines["left"].set_visible(False)
+        axes.grid(visible=False)
+        _log_labels(axes)
+        axes.set_xlabel("k3, nats per token")
+
+    return _draw("Size of the mismatch", paint, height=1.9)
+
+
+def _k3_bands() -> list[tuple[float, float, str, str]]:
+    """Start, end, color and name of the ranges published for working setups."""
+    dense, small, moe = (k3_ranges()[name] for name in ("dense", "small-dense", "moe"))
+    return [
+        (dense.low or 0.0, dense.high, GREEN, "dense"),
+        (dense.high, small.high, SKY, "small dense"),
+        (small.high, moe.high, ORANGE, "MoE"),
+    ]
+
+
+def _mark(axes: Axes, value: float, name: str, *, color: str, marker: str, height: float) -> None:
+    """A point on the strip with its name above it, at two heights so that names never touch."""
+    place = max(value, _LEAST)
+    axes.plot([place, place], [0.36, height], color=color, linewidth=0.8, linestyle=":")
+    axes.plot([place], [0.36], color=color, marker=marker, markersize=8, clip_on=False)
+    beyond = value < _LEAST
+    text = f"{name} {short(value)}" + (" (further left)" if beyond else "")
+    axes.text(place, height, text, ha="left" if place < 1e-6 else "right" if place > 0.05 else "center", va="bottom")
+
+
+def scatter_svg(counts: np.ndarray) -> str:
+    """Trainer probability (rows) over sampler probability (columns), counts (bins, bins) of the unit square; shades are
+    logarithmic in the count."""
+    bins, most = len(counts), max(int(counts.max()), 1)
+    level = np.ceil(np.log1p(counts) / math.log1p(most) * _SHADES).astype(np.int64)
+
+    def paint(axes: Axes) -> None:
+        handles = []
+        for shade in range(1, _SHADES + 1):
+            color = to_rgba(BLUE, alpha=shade / _SHADES)
+            rows, columns = np.nonzero(level == shade)
+            squares = (np.stack([columns, rows], axis=-1)[:, None, :] + _SQUARE) / bins
+            axes.add_collection(PolyCollection(list(squares), facecolors=color, linewidths=0))
+            handles.append(Patch(facecolor=color, label=f"≤ {_count(math.expm1(shade / _SHADES * math.log1p(most)))}"))
+        axes.plot([0, 1], [0, 1], color=INK, linewidth=0.6, linestyle=":")
+        axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="sampler probability", ylabel="trainer probability")
+        axes.legend(
+            handles=handles, title="tokens", title_fontsize=9, loc="upper left", bbox_to_anchor=(1.02, 1), fontsize=8.5
+        )
+
+    return _draw("Trainer against sampler probability", paint, height=3.0)
+
+
+def envelope_svg(view: View, unit: str, xlabel: str, *, log: bool) -> str:
+    """Median and 2nd to 98th percentile of the log-ratio over the bins of a view with edges; bins too thin for
+    percentiles are left out."""
+    assert view.edges is not None
+    there = thick(view)
+    centers = _centers(view.edges, log=log)[there]
+    low, median, high = view.low[there], view.median[there], view.high[there]
+
+    def paint(axes: Axes) -> None:
+        axes.fill_between(centers, low, high, color=SKY, alpha=0.3, linewidth=0, label="2nd to 98th percentile")
+        for edge in (low, high):
+            axes.plot(centers, edge, color=BLUE, linewidth=0.8, marker="o", markersize=2)
+        axes.plot(centers, median, color=VERMILLION, marker="o", markersize=3.5, label="median")
+        axes.axhline(0.0, color=INK, linewidth=0.6, linestyle=":")
+        if log:
+            axes.set_xscale("log")
+            _log_labels(axes)
+        axes.set(xlabel=xlabel, ylabel=unit)
+
+    return _draw(f"Log-ratio by {view.name}", paint, legend=True)
+
+
+def thick(view: View) -> np.ndarray:
+    """Bins with enough tokens for percentiles (bins,) bool; all that hold any where hardly one has."""
+    there = np.isfinite(view.median) & (view.count > 0)
+    enough = there & (view.count >= FEWEST)
+    return enough if enough.sum() > 1 else there
+
+
+def bins_svg(name: str, labels: Sequence[str], values: np.ndarray, overall: float, xlabel: str) -> str:
+    """k3 of each bin, as bars or, over a wide range, as points on a logarithmic axis; that of all tokens as a line."""
+    there = np.isfinite(values)
+    places = np.flatnonzero(there)
+
+    def paint(axes: Axes) -> None:
+        shown = values[there]
+        if shown.max(initial=0.0) > _FAR * max(shown.min(initial=np.inf), _LEAST):
+            axes.plot(places, np.maximum(shown, _LEAST), color=BLUE, linewidth=0.8, marker="o", markersize=6)
+            _log_k3(axes)
+        else:
+            axes.set_axisbelow(True)
+            axes.bar(places, shown, width=0.75, color=BLUE)
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+        if overall > 0:
+            axes.axhline(
+                overall, color=VERMILLION, linestyle="--", linewidth=1.2, label=f"all tokens: {short(overall)}"
+            )
+        _name_bins(axes, labels)
+        axes.set(xlabel=xlabel, ylabel="k3, nats")
+
+    return _draw(name, paint, legend=True)
+
+
+def rejected_svg(view: View, rules: Mapping[str, np.ndarray]) -> str:
+    """Share of responses that each sequence rule rejects, over bins of response length."""
+
+    def paint(axes: Axes) -> None:
+        places = np.arange(len(view.labels))
+        for index, (rule, share) in enumerate(rules.items()):
+            axes.plot(
+                places,
+                share,
+                color=CYCLE[index % len(CYCLE)],
+                linestyle=STYLES[index % len(STYLES)],
+                marker="osD^vP"[index % 6],
+                markersize=4,
+                label=rule,
+            )
+        highest = max(float(np.nanmax(share, initial=0.0)) for share in rules.values())
+        axes.set_ylim(-0.03 * (highest or 1), 1.08 * (highest or 1))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
+        _name_bins(axes, view.labels)
+        axes.set(xlabel="length of the response, tokens", ylabel="responses rejected")
+
+    return _draw("Rejected responses by length", paint, legend=True)
+
+
+def k3_steps_svg(steps: np.ndarray, k3: np.ndarray, floor: float) -> str:
+    """k3 of each step, on a logarithmic axis where it varies much; published ranges shaded."""
+
+    def paint(axes: Axes) -> None:
+        shown = np.maximum(k3, _LEAST)
+        axes.plot(steps, shown, color=BLUE, marker="o" if len(steps) < 40 else None, markersize=3, label="k3")
+        if not (k3 > _LEAST).any():
+            return
+        _log_k3(axes)
+        bottom, top = axes.get_ylim()
+        for start, end, color, name in _k3_bands():
+            if end > bottom and start < top:
+                axes.axhspan(max(start, bottom), min(end, top), color=color, alpha=0.15, linewidth=0, label=name)
+        if bottom < floor < top:
+            axes.axhline(floor, color=INK, linestyle=":", linewidth=1, label="rounding")
+        axes.set_ylim(bottom, top)
+
+    return _over_steps("k3 over steps", paint, "k3, nats")
+
+
+def ess_steps_svg(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> str:
+    """Effective sample size over steps, a curve for each kind of weight."""
+
+    def paint(axes: Axes) -> None:
+        for index, (name, values) in enumerate(curves.items()):
+            axes.plot(
+                steps,
+                values,
+                color=CYCLE[index],
+                linestyle=STYLES[index],
+                marker="o" if len(steps) < 40 else None,
+                markersize=3,
+                label=name,
+            )
+        axes.set_ylim(0, 1.05)
+
+    return _over_steps("Effective sample size over steps", paint, "share of the samples")
+
+
+def tails_svg(steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> str:
+    """Quantiles 1, 5, 50, 95, 99 of the ratio over steps; 1 is neutral."""
+    first, fifth, median, ninety, last = quantiles
+
+    def paint(axes: Axes) -> None:
+        axes.fill_between(steps, first, last, color=SKY, alpha=0.35, linewidth=0, label="1 to 99%")
+        axes.fill_between(steps, fifth, ninety, color=BLUE, alpha=0.4, linewidth=0, label="5 to 95%")
+        axes.plot(steps, median, color=VERMILLION, label="median")
+        axes.axhline(1.0, color=INK, linewidth=0.6, linestyle=":")
+        if first.min() > 0 and last.max() / first.min() > 10:
+            log_scale(axes)
+
+    return _over_steps("Ratio tails over steps", paint, "trainer / sampler")
+
+
+def _log_k3(axes: Axes) -> None:
+    """A logarithmic axis whose lowest place stands for everything up to `_LEAST`, which is no mismatch at all."""
+    if axes.dataLim.y1 < 4 * axes.dataLim.y0:  # too narrow for labels at powers
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+        return
+    log_scale(axes)
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"≤{short_power(_LEAST)}" if value <= 1.01 * _LEAST else short_power(value))
+    )
+
+
+def _over_steps(name: str, paint: Callable[[Axes], None], ylabel: str) -> str:
+    def whole(axes: Axes) -> None:
+        paint(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        axes.set(xlabel="step", ylabel=ylabel)
+
+    return _draw(name, whole, legend=True)
+
+
+def _centers(edges: np.ndarray, *, log: bool) -> np.ndarray:
+    edges = edges.astype(np.float64)
+    return np.sqrt(edges[:-1] * edges[1:]) if log else (edges[:-1] + edges[1:]) / 2
+
+
+def _name_bins(axes: Axes, labels: Sequence[str]) -> None:
+    """A label below each bin, or below every second or third where they would run into each other."""
+    labels = [_SHORT.get(label, label).replace(" and more", "+").replace(" and later", "+") for label in labels]
+    width = max((len(label) for label in labels), default=1)
+    every = max(math.ceil(len(labels) / _TICKS), math.ceil(len(labels) * width / 60))
+    axes.set_xticks(range(0, len(labels), every), [labels[index] for index in range(0, len(labels), every)], fontsize=8)
+    axes.grid(visible=False, axis="x")
+
+
+def _log_labels(axes: Axes) -> None:
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=8))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_power(value)))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _tick(value: float) -> str:
+    return "0" if value == 0 else f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}".replace("e-0", "e-")
+
+
+def _count(value: float) -> str:
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.2g}{unit}" if value < 100 * size else f"{value / size:.0f}{unit}"
+    return f"{value:.0f}"
+
+
+def _draw(name: str, paint: Callable[[Axes], None], *, legend: bool = False, height: float = 2.7) -> str:
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=(4.2, height), layout="constrained")
+        axes = figure.add_subplot()
+        paint(axes)
+        if legend and axes.get_legend_handles_labels()[1]:
+            figure.legend(loc="outside upper left", ncols=2, columnspacing=1.2)
+        return to_svg(figure, name)

@@ -1,0 +1,158 @@
+"""The page of a diagnosis: one self-contained HTML file."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from trimtab.diagnosis.output import panels as panels
+from trimtab.diagnosis.output import view_panels as views
+from trimtab.diagnosis.output import words as words
+from trimtab.diagnosis.records import Diagnosis, Outcome, Size
+from trimtab.pages.render import number, render, write
+from trimtab.runs.metric_ranges import band_text, judge
+
+# Key, name, what it says; in reading order.
+FIGURES = (
+    ("k3", "k3", "KL divergence of sampler and trainer per token, nats; look here first"),
+    ("k1", "k1", "the same from log-ratios alone; may be negative"),
+    ("k2", "k2", "half the mean squared log-ratio"),
+    ("chi2_token", "χ², token", "variance of token importance weights"),
+    ("chi2_seq", "χ², sequence", "variance of sequence importance weights"),
+    ("ess_token", "ESS, token", "share of the tokens that count under importance weights"),
+    ("ess_seq", "ESS, sequence", "share of the responses that count under importance weights"),
+    ("ratio_mean", "mean ratio", "1 for correct log-probs of untruncated sampling"),
+    ("ppl_ratio", "perplexity ratio", "trainer over sampler, mean over responses"),
+    ("pearson", "Pearson r", "of the two probabilities of each token"),
+    ("abs_diff_mean", "mean |log-ratio|", "nats per token"),
+    ("abs_diff_max", "largest |log-ratio|", "nats"),
+)
+LINES = {"trimtab": "Trimtab", "verl": "verl", "trl": "TRL", "miles": "Miles"}
+
+
+def write_page(diagnosis: Diagnosis, path: Path) -> Path:
+    """Write the page to `path` and return it. Raises `TrimtabError` when the place cannot be written."""
+    return write(path, page(diagnosis).encode())
+
+
+def page(diagnosis: Diagnosis) -> str:
+    """The HTML. All text is escaped: it comes from files."""
+    measured = diagnosis.measured
+    size, origin = measured.size, measured.origin
+    return render(
+        "diagnose.html.j2",
+        {
+            "title": f"Diagnosis of {origin.tokens:,} tokens",
+            "facts": _facts(diagnosis),
+            "headline": words.headline(diagnosis),
+            "tone": words.tone(diagnosis),
+            "tiles": _tiles(size),
+            "floor": size.floor_note,
+            "contract": words.contract(size),
+            "figures": _figures(size),
+            "outside": words.outside_text(size),
+            "large": panels.how_large(measured),
+            "where": words.where_text(measured, diagnosis.texts),
+            "split": words.split_text(measured),
+            "cuts": views.where(measured),
+            "notes": [(view.name, view.note) for view in measured.views.values() if view.note and view.name != "token"],
+            "tokens": views.top_tokens(measured, diagnosis.texts),
+            "causes": diagnosis.causes,
+            "faults": words.faults(diagnosis),
+            "method": words.method_text(diagnosis.recommendation.preset, diagnosis.recommendation.overrides),
+            "recommendation": diagnosis.recommendation,
+            "lines": _lines(diagnosis),
+            "outcomes": _outcomes(diagnosis),
+            "origin": origin,
+            "read": words.read_text(origin),
+        },
+    )
+
+
+def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    origin, steps = diagnosis.measured.origin, diagnosis.measured.size.by_step
+    facts = {
+        "format": origin.framework,
+        "files": f"{origin.files:,}",
+        "responses": f"{origin.responses:,}",
+        "trained tokens": f"{origin.trained:,}",
+        "steps": f"{len(steps):,}" if steps else "not known",
+        "trainer's log-probs": origin.anchor,
+        "dropped": f"{sum(origin.dropped.values()):,}",
+    }
+    return list(facts.items())
+
+
+def _tiles(size: Size) -> list[dict[str, str]]:
+    """The four figures a person asks for first."""
+    shown = (("k3", "k3, nats per token"), ("ratio_mean", "Mean ratio"), ("ess_token", "ESS, token weights"))
+    tiles = [{"name": name, "value": _value(size, key), "note": _interval(size, key)} for key, name in shown]
+    return [
+        *tiles,
+        {"name": "Pearson r", "value": _value(size, "pearson"), "note": _interval(size, "pearson")},
+    ]
+
+
+def _value(size: Size, key: str) -> str:
+    value = size.mismatch.get(key, math.nan)
+    if key in ("ratio_mean", "pearson", "ppl_ratio") and math.isfinite(value):
+        return f"{value:.5f}"
+    return words.brief(value) if key == "k3" else number(value)
+
+
+def _interval(size: Size, key: str) -> str:
+    interval = size.intervals.get(key)
+    if interval is None or not words.known(interval):
+        return "no interval"
+    form = "{:.5f} to {:.5f}" if key in ("ratio_mean", "pearson", "ppl_ratio") else None
+    ends = (interval.low, interval.high)
+    return f"95%: {form.format(*ends) if form else ' to '.join(words.brief(end) for end in ends)}"
+
+
+def _figures(size: Size) -> list[dict[str, str]]:
+    return [
+        {
+            "key": key,
+            "name": name,
+            "what": what,
+            "value": _value(size, key),
+            "interval": _interval(size, key),
+            "healthy": band_text(f"mismatch/{key}"),
+            "tone": {"healthy": "good", "outside": "warn"}.get(judge(f"mismatch/{key}", size.mismatch[key]), ""),
+        }
+        for key, name, what in FIGURES
+        if key in size.mismatch
+    ]
+
+
+def _lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    return [(LINES.get(name, name), text) for name, text in diagnosis.recommendation.lines.items()]
+
+
+def _outcomes(diagnosis: Diagnosis) -> list[dict[str, Any]]:
+    """Rows of the table of presets, the recommended one marked; bias as a share of the largest."""
+    most = max((outcome.bias for outcome in diagnosis.outcomes if math.isfinite(outcome.bias)), default=0.0)
+    best = words.chosen(diagnosis)
+    return [_outcome(outcome, most, outcome is best) for outcome in diagnosis.outcomes]
+
+
+def _outcome(outcome: Outcome, most: float, best: bool) -> dict[str, Any]:
+    return {
+        "preset": outcome.preset,
+        "bounds": words.overrides_text(outcome.overrides) or "published",
+        "calibrated": outcome.calibrated,
+        "best": best,
+        "note": outcome.note,
+        "cells": [
+            (words.percent(outcome.kept), _width(outcome.kept)),
+            (words.percent(outcome.changed), _width(outcome.changed)),
+            (words.brief(outcome.ess), _width(outcome.ess)),
+            (words.brief(outcome.bias), _width(outcome.bias / most if most > 0 else 0.0)),
+        ],
+    }
+
+
+def _width(share: float) -> str:
+    """A bar's width in percent."""
+    return f"{100 * min(max(share, 0.0), 1.0):.1f}" if math.isfinite(share) else "0"

@@ -1,0 +1,110 @@
+"""The diagnosis for a terminal: about ten labelled lines."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+from trimtab.diagnosis.output.words import (
+    brief,
+    chosen,
+    contract,
+    effect_text,
+    faults,
+    method_text,
+    outside_text,
+    read_text,
+    size_text,
+    split_text,
+    where_text,
+    with_interval,
+)
+from trimtab.diagnosis.records import Diagnosis
+from trimtab.pages.render import number
+
+LABEL = 10
+MISSING = 3
+"""Absent columns that are explained in the verdict; more would drown it."""
+
+
+def verdict(diagnosis: Diagnosis, page: Path | None = None, width: int | None = None) -> str:
+    """The whole verdict; `width` folds long lines under their label, None keeps each on one line."""
+    return "\n".join(line for label, text in rows(diagnosis, page) for line in _folded(label, text, width))
+
+
+def rows(diagnosis: Diagnosis, page: Path | None = None) -> list[tuple[str, str]]:
+    """Label and text of each line; a label "" continues the line above."""
+    measured, origin = diagnosis.measured, diagnosis.measured.origin
+    found = [("read", read_text(origin))]
+    found += [("", finding) for finding in origin.findings]
+    if origin.missing:
+        found.append(("missing", _missing(origin.missing)))
+    found += _size(diagnosis)
+    check = contract(measured.size)
+    found.append(("contract", check.text))
+    found.append(("where", where_text(measured, diagnosis.texts)))
+    if split := split_text(measured):
+        found.append(("split", split))
+    found += _causes(diagnosis)
+    found += _advice(diagnosis)
+    if page is not None:
+        found.append(("page", str(page)))
+    return found
+
+
+def _missing(columns: Mapping[str, str]) -> str:
+    """Each absent column with what it costs; of many, their names."""
+    if len(columns) <= MISSING:
+        return "; ".join(f"{column} ({cost})" for column, cost in columns.items())
+    return f"{', '.join(columns)}; the page says what each costs"
+
+
+def _size(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    size = diagnosis.measured.size
+    values = size.mismatch
+    figures = (
+        f"k1 {brief(values['k1'])}, k2 {brief(values['k2'])}, chi2 {brief(values['chi2_token'])} per token; "
+        f"ESS {number(values['ess_token'])} of tokens, {number(values['ess_seq'])} of sequences; "
+        f"Pearson {values['pearson']:.5f}, perplexity ratio {values['ppl_ratio']:.5g}"
+    )
+    return [
+        ("size", f"k3 {with_interval(size, 'k3')} nats per token: {size_text(size)}; {_floor(diagnosis)}"),
+        ("", figures),
+        ("", outside_text(size)),
+    ]
+
+
+def _floor(diagnosis: Diagnosis) -> str:
+    size = diagnosis.measured.size
+    return f"rounding alone makes {brief(size.floor)}"
+
+
+def _causes(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    if not diagnosis.causes:
+        return [("causes", "none stands out above the noise floor")]
+    named = [f"{cause.name} (confidence {cause.confidence:.2f}): {cause.evidence}" for cause in diagnosis.causes]
+    return [("causes" if index == 0 else "", text) for index, text in enumerate(named)]
+
+
+def _advice(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    wanted, found = diagnosis.recommendation, []
+    for cause in diagnosis.causes:
+        if cause.name in faults(diagnosis) and cause.fix:
+            found.append(f"first repair {cause.name}: {cause.fix}")
+    found.append(f"{method_text(wanted.preset, wanted.overrides)}: {wanted.why}")
+    outcome = chosen(diagnosis)
+    if outcome is not None:
+        found.append(f"on this data it {effect_text(outcome)}")
+    return [("do" if index == 0 else "", text) for index, text in enumerate(found)]
+
+
+def _folded(label: str, text: str, width: int | None) -> list[str]:
+    # Text of files (column names, findings) may hold control characters.
+    plain = "".join(sign if sign.isprintable() else " " for sign in text)
+    head = f"{label:<{LABEL}}"
+    if width is None:
+        return [head + plain]
+    return textwrap.wrap(
+        plain, max(width, 40), initial_indent=head, subsequent_indent=" " * LABEL, break_on_hyphens=False
+    )

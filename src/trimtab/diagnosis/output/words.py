@@ -1,0 +1,206 @@
+"""Sentences of a diagnosis, shared by the terminal and the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.diagnosis.output.hotspots import places
+from trimtab.diagnosis.records import Diagnosis, Interval, Measured, Origin, Outcome, Size
+from trimtab.pages.render import number, short
+from trimtab.runs.metric_ranges import K3, band_text, judge, k3_ranges
+
+FAULTS = frozenset({"temperature", "raw-logprobs", "truncated-sampling", "misaligned", "retokenized", "non-finite"})
+"""Causes that make the numbers wrong. No weight repairs them; the others are real drift, which a weight corrects."""
+
+CLOSE = 1e-3
+"""A mean ratio this near 1 is no broken contract, however narrow the interval is."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """The mean ratio against 1. tone: good, warn or plain (nothing can be said)."""
+
+    tone: str
+    text: str
+
+
+def brief(value: float) -> str:
+    """Two significant digits; 0 stays 0, what is not finite is a dash."""
+    if value == 0:
+        return "0"
+    return short(value) if math.isfinite(value) else "–"
+
+
+def percent(share: float) -> str:
+    """A share as people say it: 12%, 0.3%, never 0% of something that is there."""
+    if not math.isfinite(share):
+        return "–"
+    hundred = 100 * share
+    if 0 < hundred < 0.1:
+        return "<0.1%"
+    if 99.9 < hundred < 100:
+        return ">99.9%"
+    return f"{hundred:.0f}%" if hundred >= 10 or hundred == 0 else f"{hundred:.1f}%"
+
+
+def size_text(size: Size) -> str:
+    """Where k3 lies among published figures."""
+    if size.verdict == "rounding":
+        return "no more than the rounding of the stored log-probs makes"
+    found = k3_ranges()[size.verdict]
+    if found.low is not None and size.mismatch["k3"] < found.low:
+        return found.text.replace("within what", "less than")
+    return found.text
+
+
+def outside(size: Size) -> dict[str, str]:
+    """Figures outside their healthy bands, each with its band in numbers; report.html marks the same."""
+    keys = (key for key, value in size.mismatch.items() if judge(f"mismatch/{key}", value) == "outside")
+    return {key: band_text(f"mismatch/{key}") for key in keys}
+
+
+def outside_text(size: Size) -> str:
+    """Which figures lie outside their healthy bands."""
+    found = outside(size)
+    if not found:
+        return "every figure is within its healthy range"
+    # Near a bound of .99 two digits would hide on which side a value lies.
+    values = {key: f"{value:.4g}" if abs(value) >= 0.1 else brief(value) for key, value in size.mismatch.items()}
+    said = [f"{key} {values[key]} ({band})" for key, band in found.items()]
+    return f"outside their healthy ranges: {', '.join(said)}"
+
+
+def known(interval: Interval | None) -> bool:
+    return interval is not None and math.isfinite(interval.low) and math.isfinite(interval.high)
+
+
+def with_interval(size: Size, key: str) -> str:
+    """`1.9e-4 (1.7e-4 to 2.1e-4)`, without brackets where there is no interval."""
+    return f"{brief(size.mismatch.get(key, math.nan))}{bracket(size.intervals.get(key))}"
+
+
+def bracket(interval: Interval | None) -> str:
+    if interval is None or not known(interval):
+        return ""
+    return f" ({brief(interval.low)} to {brief(interval.high)})"
+
+
+def overrides_text(overrides: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={number(value)}" for name, value in overrides.items())
+
+
+def method_text(preset: str, overrides: Mapping[str, Any]) -> str:
+    return f"{preset} with {overrides_text(overrides)}" if overrides else preset
+
+
+def read_text(origin: Origin) -> str:
+    """What was read and what was left out, in one sentence."""
+    trained = "" if origin.trained == origin.tokens else f", {origin.trained:,} of them trained"
+    text = f"{many(origin.files, 'file')} ({origin.framework}): {many(origin.responses, 'response')}"
+    return f"{text}, {many(origin.tokens, 'token')}{trained}; {dropped_text(origin)}"
+
+
+def many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
+def dropped_text(origin: Origin) -> str:
+    count = sum(origin.dropped.values())
+    if not count:
+        return "nothing dropped"
+    return f"dropped {count:,} ({', '.join(f'{number_:,} {why}' for why, number_ in origin.dropped.items())})"
+
+
+def contract(size: Size) -> Check:
+    """Whether the mean ratio is 1, as it is for log-probs of the very distribution that was sampled."""
+    mean, interval = size.mismatch.get("ratio_mean", math.nan), size.intervals.get("ratio_mean")
+    if not math.isfinite(mean):
+        return Check("plain", "the mean ratio is not defined")
+    if interval is None or not known(interval):
+        return Check("plain", f"mean ratio {mean:.5g}; too few responses for an interval")
+    text = f"mean ratio {mean:.5g} ({interval.low:.5g} to {interval.high:.5g})"
+    if interval.low <= 1 <= interval.high:
+        return Check("good", f"{text}: 1 is inside, as for correct log-probs of untruncated sampling")
+    if abs(mean - 1) <= CLOSE:
+        return Check("good", f"{text}: not quite 1, but within {percent(CLOSE)} of it")
+    side = (
+        "below 1: tokens the trainer finds likely were never sampled (top-p, top-k), or log-probs are wrong"
+        if mean < 1
+        else "above 1: the sampler's log-probs are not those of the distribution it sampled from"
+    )
+    return Check("warn", f"{text} is {side}")
+
+
+def where_text(measured: Measured, texts: Mapping[int, str], most: int = 3) -> str:
+    """Where most of the mismatch is, at most `most` places; `texts` of token ids, where known."""
+    if not measured.size.mismatch.get("k3", math.nan) > 0:
+        return "nowhere: there is no mismatch"
+    found = places(measured, texts)
+    if not found:
+        return "spread evenly: no part of any view holds much more k3 than its share of the tokens"
+    said = [f"{place.what} ({percent(place.tokens)} of the tokens, {percent(place.k3)} of all k3)" for place in found]
+    return "; ".join(said[:most])
+
+
+def split_text(measured: Measured) -> str:
+    """How much of the drift is mismatch and how much staleness, or why that is not known."""
+    split = measured.split
+    if not split.separable or split.mismatch is None or split.staleness is None:
+        return f"mismatch and staleness are not separable: {split.why}"
+    if split.staleness == 0:
+        return split.why
+    parts = [
+        f"{brief(value)}{bracket(split.intervals.get(name))}"
+        for name, value in (("mismatch", split.mismatch), ("staleness", split.staleness))
+    ]
+    return f"of the drift, k3 {parts[0]} is trainer and sampler computing differently and {parts[1]} is older weights"
+
+
+def faults(diagnosis: Diagnosis) -> list[str]:
+    """Names of the causes that must be repaired before a correction means anything."""
+    return [cause.name for cause in diagnosis.causes if cause.name in FAULTS]
+
+
+def chosen(diagnosis: Diagnosis) -> Outcome | None:
+    """What the recommended preset does to this data at the recommended bounds."""
+    wanted = diagnosis.recommendation
+    same = [outcome for outcome in diagnosis.outcomes if outcome.preset == wanted.preset]
+    exact = [outcome for outcome in same if dict(outcome.overrides) == dict(wanted.overrides)]
+    return (exact or same or [None])[0]
+
+
+def effect_text(outcome: Outcome) -> str:
+    return (
+        f"keeps {percent(outcome.kept)} of the tokens, changes {percent(outcome.changed)} of the weights, "
+        f"leaves ESS {brief(outcome.ess)}"
+    )
+
+
+def tone(diagnosis: Diagnosis) -> str:
+    """good where k3 is healthy and nothing but the precision of the arithmetic was found, else warn."""
+    harmless = all(cause.name == "precision" for cause in diagnosis.causes)
+    return "good" if harmless and judge(K3, diagnosis.measured.size.mismatch["k3"]) == "healthy" else "warn"
+
+
+def headline(diagnosis: Diagnosis) -> list[str]:
+    """The verdict in plain sentences: how large, why, what to do."""
+    size = diagnosis.measured.size
+    k3 = with_interval(size, "k3")
+    lines = [f"The mismatch is k3 = {k3} nats per token: {size_text(size)}."]
+    wrong = faults(diagnosis)
+    if not diagnosis.causes:
+        lines.append("No cause stands out above the noise floor.")
+    else:
+        named = ", ".join(f"{cause.name} (confidence {cause.confidence:.2f})" for cause in diagnosis.causes)
+        lines.append(f"Likely cause{'s' if len(diagnosis.causes) > 1 else ''}: {named}.")
+    if wrong:
+        lines.append(
+            f"Repair {' and '.join(wrong)} first: the log-probs are wrong, and no correction makes up for that."
+        )
+    after = "After that, use" if wrong else "Use"
+    wanted = diagnosis.recommendation
+    lines.append(f"{after} {method_text(wanted.preset, wanted.overrides)}.")
+    return lines

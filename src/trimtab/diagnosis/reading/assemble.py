@@ -1,0 +1,218 @@
+"""Assembles a `Chunk` from a block of rows: aligns lists, strips padding and prompts, counts what is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from trimtab.diagnosis.reading.flat import Flat
+from trimtab.diagnosis.reading.layouts import LOGPS, Layout
+from trimtab.diagnosis.reading.ragged import ABSENT, WRONG, Block, Lists, numbers
+from trimtab.diagnosis.reading.read_counts import Tally
+from trimtab.diagnosis.reading.responses import chunk_of
+from trimtab.diagnosis.records import Chunk
+
+_ABOVE_ZERO = 1e-4
+"""Log-probs up to this much above 0 are rounding of a logarithm of 1."""
+_FARTHEST = 1e6
+"""Nats beyond which a number stands for infinity: masks write the lowest float, or -1e9, where they mean -inf."""
+_WHOLE_NUMBERS = ("response_ids", "policy_version", "loss_mask", "padding_mask")
+_ROW_NUMBERS = ("step", "proximal_version")
+
+
+def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: Tally, file: int) -> Chunk | None:
+    """The usable responses of a block, or None when there is none. What is left out is counted in `tally`.
+
+    `roles` are the columns that every block of the source has; `file` tells prompt groups apart where no step does.
+    """
+    roles = frozenset(roles)
+    keep = _Keep(block.rows)
+    _mark_rows(block, keep, tally)
+    flat = _aligned(block, keep)
+    flat, keep_rows = _trimmed(flat, layout, keep.rows(), keep)
+    flat, finite = _finite(flat, tally)
+    for reason, rows in (*keep.reasons(), ("no finite log-prob at any trained token", keep_rows[~finite])):
+        tally.drop(reason, len(rows), block.numbers[int(rows[0])] if len(rows) else None)
+    flat, keep_rows = flat.select(finite), keep_rows[finite]
+    if layout.repeats:
+        again = _written_again(flat, tally, file)
+        tally.drop("the same response again, in a later file", int(again.sum()))
+        flat, keep_rows = flat.select(~again), keep_rows[~again]
+    if not len(keep_rows):
+        return None
+    chunk = chunk_of(flat, block, keep_rows, roles, tally, file)
+    _count(chunk, tally)
+    return chunk
+
+
+class _Keep:
+    """Which rows are left, and the first reason against each of the others."""
+
+    def __init__(self, rows: int) -> None:
+        self._reason = np.zeros(rows, dtype=np.int16)
+        self._texts: list[str] = []
+
+    def mark(self, bad: np.ndarray, reason: str, among: np.ndarray | None = None) -> None:
+        """Leave rows out. `bad` is (rows,), or (len(among),) of the rows `among`."""
+        index = np.flatnonzero(bad) if among is None else among[bad]
+        index = index[self._reason[index] == 0]
+        if len(index):
+            self._texts.append(reason)
+            self._reason[index] = len(self._texts)
+
+    def rows(self) -> np.ndarray:
+        return np.flatnonzero(self._reason == 0)
+
+    def reasons(self) -> list[tuple[str, np.ndarray]]:
+        """Each reason with the rows it was the first against."""
+        return [(text, np.flatnonzero(self._reason == code)) for code, text in enumerate(self._texts, start=1)]
+
+
+def _mark_rows(block: Block, keep: _Keep, tally: Tally) -> None:
+    if "off_policy" in block.scalars:
+        keep.mark(numbers(block.scalars["off_policy"]) == 1, "external trace (off_policy)")
+    if "sample_id" in block.scalars:
+        keep.mark(_repeated(block, tally), "the same response in the file of another rank")
+    for role, column in block.lists.items():
+        keep.mark(column.fault == ABSENT, f"no {role}")
+        keep.mark(column.fault == WRONG, f"{role} is not a list of numbers")
+    for role in ("policy_version", "response_length", *_ROW_NUMBERS):
+        if role in block.scalars:
+            keep.mark(~np.isfinite(numbers(block.scalars[role])), f"no {role}")
+
+
+def _repeated(block: Block, tally: Tally) -> np.ndarray:
+    ids = numbers(block.scalars["sample_id"])
+    steps = numbers(block.scalars.get("step", np.zeros(block.rows)))
+    repeated = np.zeros(block.rows, dtype=np.bool_)
+    for index, key in enumerate(zip(steps.tolist(), ids.tolist(), strict=True)):
+        repeated[index] = key in tally.seen
+        if key[1] == key[1]:
+            tally.seen[key] = 0
+    return repeated
+
+
+def _written_again(flat: Flat, tally: Tally, file: int) -> np.ndarray:
+    """Rows (rows,) whose tokens and log-probs an earlier file had, bit for bit."""
+    again = np.zeros(len(flat.lengths), dtype=np.bool_)
+    names = sorted(flat.values.keys() & {"response_ids", *LOGPS})
+    for index, (start, length) in enumerate(zip(flat.first.tolist(), flat.lengths.tolist(), strict=True)):
+        key = hash(tuple(flat.values[name][start : start + length].tobytes() for name in names))
+        again[index] = tally.seen.setdefault(key, file) != file
+    return again
+
+
+def _aligned(block: Block, keep: _Keep) -> Flat:
+    """The lists of the rows that are left, all as long as the sampler's log-probs."""
+    lists = block.lists
+    skip = {role: np.zeros(block.rows, dtype=np.int64) for role in lists}
+    length = {role: column.lengths for role, column in lists.items()}
+    if "response_length" in block.scalars:
+        wanted = np.nan_to_num(numbers(block.scalars["response_length"]), posinf=0, neginf=0)
+        wanted = np.clip(wanted, 0, 2**53).astype(np.int64)
+        for role in lists:
+            skip[role] = np.maximum(length[role] - wanted, 0)
+            length[role] = length[role] - skip[role]
+        keep.mark(length["logp_behavior"] != wanted, "lists of different lengths")
+    tokens = length["logp_behavior"]
+    if "padding_mask" in lists:  # an attention mask covers the prompt as well
+        skip["padding_mask"] = np.maximum(length["padding_mask"] - tokens, 0)
+        length["padding_mask"] = length["padding_mask"] - skip["padding_mask"]
+    keep.mark(np.any([length[role] != tokens for role in lists], axis=0), "lists of different lengths")
+    keep.mark(tokens == 0, "no tokens")
+    rows = keep.rows()
+    return Flat(tokens[rows], {role: _taken(lists[role], skip[role], rows) for role in lists})
+
+
+def _taken(column: Lists, skip: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The entries of `rows` after the first `skip` of each."""
+    if len(rows) == len(column.lengths) and not skip.any():
+        return column.values
+    kept = np.zeros(len(column.lengths), dtype=np.bool_)
+    kept[rows] = True
+    place = np.arange(len(column.values)) - np.repeat(np.cumsum(column.lengths) - column.lengths, column.lengths)
+    return column.values[np.repeat(kept, column.lengths) & (place >= np.repeat(skip, column.lengths))]
+
+
+def _trimmed(flat: Flat, layout: Layout, rows: np.ndarray, keep: _Keep) -> tuple[Flat, np.ndarray]:
+    """Without padding behind and prompts before, with the array `trained`; and the rows that are left."""
+    for role in _WHOLE_NUMBERS:
+        values = flat.values.get(role)
+        if values is not None and values.dtype.kind == "f":
+            bad = flat.having(~np.isfinite(values))
+            keep.mark(bad, f"{role} holds nulls", among=rows)
+            flat, rows = flat.select(~bad), rows[~bad]
+    trained = np.ones(int(flat.lengths.sum()), dtype=np.bool_)
+    for role in ("loss_mask", "padding_mask"):
+        if role in flat.values:
+            trained &= flat.values[role] != 0
+    if "loss_weight" in flat.values:
+        trained &= flat.values["loss_weight"] != 0  # a null is the weight of 1
+    flat.values["trained"] = trained
+    inside = flat.values.get("padding_mask", trained) != 0
+    first, last = _ends(flat, trained if layout.whole else inside)
+    flat = flat.cut(
+        first if layout.whole else np.zeros_like(first),
+        np.where(last > first, last, flat.lengths) if layout.padded else flat.lengths,
+    )
+    empty = ~flat.having(flat.values["trained"])
+    keep.mark(empty, "no trained token", among=rows)
+    return flat.select(~empty), rows[~empty]
+
+
+def _ends(flat: Flat, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First place inside and first place behind all inside, of each row; 0 and 0 where none is."""
+    first = np.zeros(len(flat.lengths), dtype=np.int64)
+    last = np.zeros(len(flat.lengths), dtype=np.int64)
+    index = np.flatnonzero(inside)
+    row = flat.row[index]
+    place = index - flat.first[row]
+    first[row[::-1]] = place[::-1]  # the last assignment to an index stays
+    last[row] = place + 1
+    return first, last
+
+
+def _finite(flat: Flat, tally: Tally) -> tuple[Flat, np.ndarray]:
+    """Without the trained tokens whose log-probs or entropy are not finite, and the rows (rows,) that have others left.
+
+    The tokens are taken out altogether: an untrained token inside a response would read as the end of a turn. A trainer
+    has to drop such responses whole; here one bad token in each would leave nothing to look at. What stands at an
+    untrained token is a placeholder or padding and becomes 0, so that no later stage may depend on it. The columns
+    become float32, in place of whatever they were.
+    """
+    trained = flat.values["trained"]
+    bad = np.zeros(len(trained), dtype=np.bool_)
+    for name in (*LOGPS, "entropy"):
+        if name not in flat.values:
+            continue
+        with np.errstate(over="ignore"):  # beyond float32 is infinite, and counted as such
+            values = np.array(flat.values[name], dtype=np.float32)
+        odd = ~(np.abs(values) <= _FARTHEST)
+        if odd.any():
+            wrong = values[odd & trained]
+            kinds = {"nan": np.isnan(wrong), "inf": wrong > 0, "-inf": wrong < 0}
+            for kind, where in kinds.items():
+                if where.any():
+                    tally.nonfinite[f"{name} {kind}"] += int(where.sum())
+            bad |= odd & trained
+        values[~trained] = 0
+        flat.values[name] = values
+    tally.damaged += int(flat.having(bad).sum())
+    flat = flat.without(bad)
+    return flat, flat.having(flat.values["trained"])
+
+
+def _count(chunk: Chunk, tally: Tally) -> None:
+    trained = chunk.mask
+    tally.responses += chunk.responses
+    tally.tokens += chunk.tokens
+    tally.trained += int(trained.sum())
+    tally.equal += int((trained & (chunk.trainer == chunk.behavior)).sum())
+    tally.zero += int((trained & (chunk.behavior == 0)).sum())
+    for name, values in zip(LOGPS, (chunk.behavior, chunk.proximal, chunk.current), strict=True):
+        if values is None:
+            continue
+        above = trained & (values > _ABOVE_ZERO)
+        if above.any():
+            tally.above_zero(name, int(above.sum()), float(values[above].max()))

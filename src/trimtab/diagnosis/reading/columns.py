@@ -1,0 +1,157 @@
+"""Assigns columns of the files to roles, and reports missing ones with a remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.diagnosis.reading.interface import Table
+from trimtab.diagnosis.reading.layouts import LAYOUTS, ROLES, TRIMTAB, Layout, detected, named
+from trimtab.diagnosis.reading.torch_table import TorchTable
+from trimtab.errors import TrimtabError, nearest
+
+COSTS = {
+    "response_ids": "no view by token id",
+    "loss_mask": "every token counts as trained, and turn boundaries are not seen",
+    "entropy": "the temperature cannot be judged by entropy",
+    "policy_version": "no view by staleness",
+    "proximal_version": "mismatch and staleness cannot be told apart",
+    "step": "no course over training steps",
+    "group": "intervals resample single responses, not groups of one prompt",
+    "reward": "old weights cannot be told by what was rewarded, where there is no advantage either",
+    "advantage": "what a preset does to good and to bad responses is not told apart",
+    "sampling": "temperature, top-p and top-k of the sampler are unknown",
+}
+_SHOWN = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Resolved:
+    """columns: names by role, in every file. checked: files whose columns are known to be those."""
+
+    framework: str
+    layout: Layout
+    columns: Mapping[str, str]
+    anchor: str
+    missing: Mapping[str, str]
+    findings: tuple[str, ...]
+    checked: frozenset[Path]
+
+
+def resolve(tables: Sequence[Table], framework: str | None, given: Mapping[str, str]) -> Resolved:
+    """The roles of the columns. Torch files must be loaded to be looked into, so only the first usable one is."""
+    for role in given:
+        if role not in ROLES:
+            raise TrimtabError(f"--columns: no role {role!r}{nearest(role, ROLES)}")
+    scanned = {table.path: table.names() for table in tables if not isinstance(table, TorchTable)}
+    if scanned:
+        return _resolved(scanned, framework, given)
+    fault: TrimtabError | None = None
+    for table in tables:
+        try:
+            return _resolved({table.path: table.names()}, framework, given)
+        except LacksTrainer as error:  # a rank of an earlier pipeline stage; another file may have them
+            fault = fault or error
+            table.close()
+    assert fault is not None, "there is at least one file"
+    raise fault
+
+
+class LacksTrainer(TrimtabError):
+    """A file of Miles without the trainer's log-probs."""
+
+
+def _resolved(scanned: Mapping[Path, frozenset[str]], framework: str | None, given: Mapping[str, str]) -> Resolved:
+    filled = {path: names for path, names in scanned.items() if names}
+    if not filled:
+        raise TrimtabError(f"{next(iter(scanned))} holds no rows that can be read: nothing to diagnose")
+    known = named(framework) if framework else _detected(filled)
+    layout = known or TRIMTAB
+    columns, findings = _columns(filled, layout, given)
+    anchor = _anchor(filled, layout, columns)
+    if layout.padded and not {"loss_mask", "padding_mask"} & columns.keys() and "loss_mask" not in given:
+        raise _lacking(filled, "loss_mask", layout, "which tells tokens from padding")
+    sampling = any(role in columns for role in ("sampling", "temperature", "top_p", "top_k", "logprobs"))
+    missing = {
+        role: cost for role, cost in COSTS.items() if role not in columns and not (role == "sampling" and sampling)
+    }
+    return Resolved(
+        framework=known.framework if known else "columns",
+        layout=layout,
+        columns=columns,
+        anchor=anchor,
+        missing=missing,
+        findings=tuple(findings),
+        checked=frozenset(scanned),
+    )
+
+
+def _detected(filled: Mapping[Path, frozenset[str]]) -> Layout | None:
+    found = {path: layout for path, names in filled.items() if (layout := detected(names))}
+    frameworks = {layout.framework: path for path, layout in found.items()}
+    if len(frameworks) > 1:
+        (one, first), (other, second) = list(frameworks.items())[:2]
+        raise TrimtabError(f"{first} is a file of {one} and {second} one of {other}: diagnose them apart")
+    return LAYOUTS[next(iter(frameworks))] if frameworks else None
+
+
+def _columns(
+    filled: Mapping[Path, frozenset[str]], layout: Layout, given: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Names by role, present in every file, and a sentence for each that is in some files only."""
+    columns, findings = {}, []
+    for role in ROLES:
+        name = given.get(role)
+        if name:
+            for path, names in filled.items():
+                if name not in names:
+                    raise TrimtabError(f"{path} has no column {name!r} for {role}; {_shown(names, [name])}")
+            columns[role] = name
+        elif name is None:
+            for candidate in layout.columns.get(role, ()):
+                having = sum(candidate in names for names in filled.values())
+                if having == len(filled):
+                    columns[role] = candidate
+                    break
+                if having:
+                    findings.append(f"{candidate} is in {having} of {len(filled)} files only and was left out")
+    return columns, findings
+
+
+def _anchor(filled: Mapping[Path, frozenset[str]], layout: Layout, columns: Mapping[str, str]) -> str:
+    if "logp_behavior" not in columns:
+        raise _lacking(filled, "logp_behavior", layout, "the sampler's log-probs")
+    for anchor in ("proximal", "current"):
+        if f"logp_{anchor}" in columns:
+            return anchor
+    # The sampler's own column, however alike its name is, is no candidate for the trainer's.
+    taken = frozenset({columns["logp_behavior"]})
+    role = "logp_current" if layout.framework == "prime-rl" else "logp_proximal"
+    raise _lacking(filled, role, layout, "the trainer's log-probs", taken)
+
+
+def _lacking(
+    filled: Mapping[Path, frozenset[str]], role: str, layout: Layout, use: str, taken: frozenset[str] = frozenset()
+) -> TrimtabError:
+    wanted = layout.columns.get(role, (role,))
+    path, names = next(
+        ((path, names) for path, names in filled.items() if not names & set(wanted)), next(iter(filled.items()))
+    )
+    called = "" if wanted[0] == role else f" ({layout.framework} calls it {wanted[0]})"
+    kind = LacksTrainer if layout.framework == "miles" and role == "logp_proximal" else TrimtabError
+    return kind(
+        f"{path} has no {role}, {use}{called}; {_shown(names, wanted, taken)}. Name it with --columns {role}=COLUMN, "
+        f"or: {(taken and layout.trainer_advice) or layout.advice}"
+    )
+
+
+def _shown(names: frozenset[str], wanted: Sequence[str], taken: frozenset[str] = frozenset()) -> str:
+    """The columns there are, in one line, the nearest to what was wanted first; `taken` have another role."""
+    plain = sorted(" ".join(name.split())[:40] for name in names)
+    free = [name for name in plain if name not in taken]
+    close = [match for name in wanted for match in difflib.get_close_matches(name, free, n=1, cutoff=0.7)]
+    more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""
+    meant = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"its columns are {', '.join(plain[:_SHOWN])}{more}{meant}"

@@ -1,0 +1,81 @@
+"""Reads CSV: one response per row, lists as `[-0.1, -0.2]` in one cell."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from trimtab.diagnosis.reading.read_counts import Tally
+from trimtab.diagnosis.reading.row_blocks import Rows
+from trimtab.diagnosis.reading.text_files import LONGEST, opened
+from trimtab.errors import TrimtabError
+
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+def csv_rows(path: Path, tally: Tally) -> Rows:
+    """Every row as a dictionary; rows of another length than the header are left out and counted."""
+    csv.field_size_limit(LONGEST)
+    number = 0
+    try:
+        with opened(path) as file:
+            reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+            header = _header(path, next(reader, []))
+            for number, cells in enumerate((cells for cells in reader if cells), start=1):
+                if len(cells) != len(header):
+                    tally.drop("not as many cells as the header", row=number)
+                else:
+                    yield number, {name: cell(text) for name, text in zip(header, cells, strict=True)}
+    except csv.Error as error:
+        raise TrimtabError(f"{path}, row {number + 1} is not CSV ({error}): mend its quotes") from None
+    except UnicodeDecodeError:
+        raise TrimtabError(f"{path} is not UTF-8 after row {number}: write it as UTF-8") from None
+
+
+def _header(path: Path, names: list[str]) -> list[str]:
+    if len(set(names)) < len(names):
+        raise TrimtabError(f"{path} has two columns of one name: rename one")
+    return names
+
+
+def cell(text: str) -> Any:
+    """A cell as it is meant: a list, an object, a number, nothing (None) or text."""
+    text = text.strip()
+    if text.startswith("[") and text.endswith("]"):
+        return _list(text)
+    if text.startswith("{"):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+    return _scalar(text)
+
+
+def _list(text: str) -> Any:
+    """Numbers, truth values and nothings, as JSON or Python write them; other text stays text."""
+    parts = text[1:-1].split(",")
+    if parts == [""] or parts[0].isspace():
+        return []
+    try:
+        return [_WORDS[word] if (word := part.strip().lower()) in _WORDS else _number(word) for part in parts]
+    except ValueError:
+        return text
+
+
+def _number(text: str) -> int | float:
+    """Token ids stay whole numbers."""
+    return int(text) if text.lstrip("-").isdigit() and len(text) < 19 else float(text)
+
+
+def _scalar(text: str) -> Any:
+    if not text:
+        return None
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return _number(text)
+    except ValueError:
+        return text

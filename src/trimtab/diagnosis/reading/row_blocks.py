@@ -1,0 +1,68 @@
+"""Reads files of Python rows (JSON, CSV), a bounded number of tokens at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, TOKEN_ROLES
+from trimtab.diagnosis.reading.ragged import Block, python_fields, python_lists
+from trimtab.diagnosis.reading.read_counts import Tally
+
+Rows = Iterator[tuple[int, dict[str, Any]]]
+"""Numbers, counted from 1, and contents of the rows that can be used; the others go to the tally."""
+
+_LOOKED_AT = 16  # rows whose keys are taken for the columns
+
+
+class RowTable:
+    """A file whose rows a function gives."""
+
+    def __init__(self, path: Path, read: Callable[[Path, Tally], Rows]) -> None:
+        self.path = path
+        self._read = read
+
+    def names(self) -> frozenset[str]:
+        found: set[str] = set()
+        for _, row in islice(self._read(self.path, Tally()), _LOOKED_AT):
+            found |= row.keys()
+        return frozenset(found)
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def blocks(self, columns: Mapping[str, str], tokens: int, tally: Tally) -> Iterator[Block]:
+        rows: list[dict[str, Any]] = []
+        numbers: list[int] = []
+        size = total = 0
+        for number, row in self._read(self.path, tally):
+            kept = {name: row.get(name) for name in columns.values()}
+            rows.append(kept)
+            numbers.append(number)
+            behavior = kept[columns["logp_behavior"]]
+            size += len(behavior) if isinstance(behavior, list) else 1
+            total += 1
+            if size >= tokens:
+                yield _block(rows, columns, numbers)
+                rows, numbers, size = [], [], 0
+        if rows:
+            yield _block(rows, columns, numbers)
+        if not total:
+            tally.no_rows += 1
+
+
+def _block(rows: list[dict[str, Any]], columns: Mapping[str, str], numbers: list[int]) -> Block:
+    lists, scalars = {}, {}
+    for role, name in columns.items():
+        values = [row[name] for row in rows]
+        if role == "sampling":
+            scalars |= python_fields(values)
+        elif role in EITHER_SHAPE and not any(isinstance(value, list) for value in values):
+            scalars[role] = values
+        elif role in TOKEN_ROLES or role in EITHER_SHAPE:
+            lists[role] = python_lists(values)
+        else:
+            scalars[role] = values
+    return Block(len(rows), lists, scalars, numbers)

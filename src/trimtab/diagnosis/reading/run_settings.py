@@ -1,0 +1,83 @@
+"""Reads a run's recipe for its numerics: dtypes of trainer and sampler, and quantization."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trimtab.diagnosis.records import Settings
+
+_TRAJECTORIES = "trajectories"
+"""The folder of a run directory that holds its files; config.toml lies beside it."""
+
+
+def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[str, ...]]:
+    """The settings of the runs the files belong to, and a sentence for each reason why they are not used.
+
+    None without a run's config.toml beside the files (or beside their `trajectories` folder), or when runs differ.
+    """
+    recipes = dict.fromkeys(recipe for file in files if (recipe := _recipe_of(file)) is not None)
+    found: list[Settings] = []
+    for recipe in recipes:
+        try:
+            settings = _settings(tomllib.loads(recipe.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            return None, (f"{recipe} cannot be read ({' '.join(str(error).split())}): its settings are no evidence",)
+        if settings is not None:
+            found.append(settings)
+    if not found or len(found) < len(recipes):
+        return None, ()
+    if any(settings != found[0] for settings in found):
+        return None, ("the runs' recipes differ in their numerics: none of them is taken as evidence",)
+    return found[0], ()
+
+
+def run_of(file: Path) -> Path | None:
+    """The run directory a file belongs to."""
+    recipe = _recipe_of(file)
+    return None if recipe is None else recipe.parent
+
+
+def model_of(run: Path) -> str | None:
+    """The model a run's recipe names; None where it cannot be read."""
+    try:
+        model = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("model")
+    except (OSError, ValueError):
+        return None
+    path = model.get("path") if isinstance(model, Mapping) else None
+    return path if isinstance(path, str) else None
+
+
+def _recipe_of(file: Path) -> Path | None:
+    folder = file.resolve().parent
+    candidates = [folder / "config.toml"]
+    if folder.name == _TRAJECTORIES:
+        candidates.append(folder.parent / "config.toml")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _settings(recipe: Mapping[str, Any]) -> Settings | None:
+    """None for a file that is no resolved recipe."""
+    engine, model = recipe.get("engine"), recipe.get("model")
+    if not isinstance(engine, Mapping) or not isinstance(model, Mapping):
+        return None
+    sampler, trainer, autocast = engine.get("dtype"), model.get("dtype"), model.get("autocast")
+    if not all(isinstance(value, str) for value in (sampler, trainer, autocast)):
+        return None
+    return Settings(str(sampler), str(trainer), str(autocast), _coarse(engine))
+
+
+def _coarse(engine: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Keys that make the sampler's weights or cache coarser than its dtype; None for a server, whose own they are."""
+    if engine.get("type") == "server":
+        return None
+    vllm = engine.get("vllm", {})
+    found: Sequence[tuple[str, Any, Sequence[Any]]] = (
+        ("engine.quantize", engine.get("quantize"), (None, "none")),
+        ("engine.noise", engine.get("noise"), (None, 0.0)),
+        ("engine.vllm.quantization", vllm.get("quantization"), (None,)),
+        ("engine.vllm.kv_cache_dtype", vllm.get("kv_cache_dtype"), (None, "auto", "bfloat16", "float16", "float32")),
+    )
+    return tuple(f"{key} = {value}" for key, value, plain in found if value not in plain)

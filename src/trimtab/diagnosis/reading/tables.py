@@ -1,0 +1,107 @@
+"""Expands paths to files and selects the reader of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from trimtab.diagnosis.reading.csv_table import csv_rows
+from trimtab.diagnosis.reading.interface import Table
+from trimtab.diagnosis.reading.jsonl_table import json_array, json_lines
+from trimtab.diagnosis.reading.parquet_table import ParquetTable
+from trimtab.diagnosis.reading.row_blocks import RowTable
+from trimtab.diagnosis.reading.text_files import BOM, GZIP, opened
+from trimtab.diagnosis.reading.torch_table import TorchTable
+from trimtab.errors import TrimtabError
+
+_FOLDERS = ("trajectories", "token_exports", "train_data", "completions")
+"""Where a run of Trimtab, prime-rl, Miles or TRL keeps its tokens."""
+_PARQUET, _JSONL, _TORCH = (".parquet",), (".jsonl", ".ndjson", ".json"), (".pt", ".pth")
+_CSV, _GZIP = (".csv",), ".gz"
+_READABLE = _PARQUET + _JSONL + _TORCH
+_KINDS = "a parquet, a JSON, a CSV nor a torch file"
+
+
+def find_files(paths: Sequence[Path]) -> list[Path]:
+    """The files that paths mean, a folder's in the order of the numbers in their names. `TrimtabError` when none."""
+    if not paths:
+        raise TrimtabError("no file given: name trajectory files, or the directory of a run")
+    files = [file for path in paths for file in ([path] if not path.is_dir() else _of_folder(path))]
+    # However a file is spelled, its rows count once.
+    return list({file.resolve(): file for file in reversed(files)}.values())[::-1]
+
+
+def _of_folder(folder: Path) -> list[Path]:
+    known = [folder / name for name in _FOLDERS if (folder / name).is_dir()]
+    if not known and (folder / "metrics.jsonl").is_file() and (folder / "config.toml").is_file():
+        raise TrimtabError(f"{folder} is a run that kept no trajectories: nothing to diagnose")
+    items = [item for root in known or [folder] for item in root.rglob("*") if not item.name.startswith((".", "_"))]
+    # Tables of metrics are often CSV: it is read from a folder only where there is nothing else.
+    for suffixes in (_READABLE, _CSV):
+        if files := [item for item in items if _suffix(item) in suffixes and item.is_file()]:
+            return sorted(files, key=_by_number)
+    raise TrimtabError(f"{folder} holds no parquet, JSONL, CSV or torch file")
+
+
+def _suffix(path: Path) -> str:
+    """The suffix that says what a file holds: of text files also below `.gz`."""
+    suffix = path.suffix.lower()
+    if suffix != _GZIP:
+        return suffix
+    inner = Path(path.stem).suffix.lower()
+    return inner if inner in _JSONL + _CSV else suffix
+
+
+def _by_number(path: Path) -> list[tuple[bool, int, str]]:
+    parts = re.split(r"(\d+)", str(path))
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+
+
+def open_table(path: Path) -> Table | None:
+    """The reader of a file, by its first bytes and name; None for an empty one. `TrimtabError` for anything else."""
+    head, suffix = _head(path), _suffix(path)
+    if not head.strip(b" \t\r\n" + BOM):
+        return None
+    if packed := head.startswith(GZIP):
+        with opened(path) as file:
+            head = file.read(4096)
+        if head.startswith((b"PAR1", b"PK\x03\x04")):
+            raise TrimtabError(f"{path} is compressed: unpack it first")
+    elif head.startswith(b"PAR1") or suffix in _PARQUET:
+        return ParquetTable(path)
+    elif suffix in (".npz", ".npy") or head.startswith(b"\x93NUMPY"):
+        raise TrimtabError(
+            f"{path} holds numpy arrays, whose rows and padding nothing tells: write a parquet or JSONL file with one "
+            f"response a row (docs/frameworks.md), or torch.save a dictionary of (batch, time) tensors with a loss_mask"
+        )
+    elif head.startswith(b"PK\x03\x04") or suffix in _TORCH:
+        return TorchTable(path)
+    return _text_table(path, head, suffix, packed=packed)
+
+
+def _text_table(path: Path, head: bytes, suffix: str, *, packed: bool) -> Table:
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise TrimtabError(f"{path} is UTF-16: write it as UTF-8")
+    if head.startswith(b"\x28\xb5\x2f\xfd"):
+        raise TrimtabError(f"{path} is compressed with zstd: unpack it first (gzip is read as it is)")
+    if head.startswith(b"\x80") or suffix in (".pkl", ".pickle"):
+        raise TrimtabError(f"{path} is a pickle, which is not opened: save its tensors with torch.save instead")
+    start = head.removeprefix(BOM).lstrip()
+    if start.startswith(b"["):
+        return RowTable(path, json_array)
+    if suffix in _CSV:
+        return RowTable(path, csv_rows)
+    if start.startswith(b"{") or suffix in _JSONL:
+        return RowTable(path, json_lines)
+    raise TrimtabError(f"{path} is neither {_KINDS}{' below its gzip' if packed else ''}")
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(4096)
+    except FileNotFoundError:
+        raise TrimtabError(f"no file {path}: check the path") from None
+    except OSError as error:
+        raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None

@@ -1,1 +1,0 @@
-"""Diagnosis of log-probs, reports of runs, and comparisons, all from files."""

@@ -1,0 +1,1 @@
+"""Batched sampling with the trainer's own model, in this process."""

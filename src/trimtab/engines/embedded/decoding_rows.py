@@ -1,0 +1,191 @@
+"""The rows of a decoding batch: tokens sampled so far, and prefixes that some rows begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trimtab.engines.embedded.decoder import Starts
+from trimtab.engines.embedded.sampling import Draw, uniforms
+from trimtab.engines.stopping import StopRule
+from trimtab.errors import TrimtabError
+from trimtab.models.routing import Routers
+from trimtab.types import Completion, Finish, Prompt, Sampling
+
+Prefixes = Sequence[Sequence[Completion]]
+
+
+@dataclass(slots=True)
+class Row:
+    """One response while it grows; `ids`, `logp`, `entropy` and `kept` begin with those of `prefix`.
+
+    `routes`, where experts are recorded, holds those of the prompt as well, once the row is decoded.
+    """
+
+    prompt: int
+    sample: int
+    uniforms: NDArray[np.float64]
+    prefix: Completion | None = None
+    ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)
+    kept: list[NDArray[np.int64]] = field(default_factory=list)
+    routes: list[NDArray[np.int16]] = field(default_factory=list)  # of (tokens, layers, k), one after the other
+    finish: Finish = "length"
+    complete: bool = False  # nothing is left to sample
+
+    @property
+    def begun(self) -> int:
+        """Tokens that were there before anything was sampled."""
+        return 0 if self.prefix is None else len(self.prefix.response_ids)
+
+    def completion(self, version: int, stop: StopRule) -> Completion:
+        """The whole response; tokens after the prefix carry `version`. What a prefix lacks, the whole lacks."""
+        old = () if self.prefix is None else self.prefix.policy_version
+        new = np.full(len(self.ids) - self.begun, version, dtype=np.int64)
+        lacking = self.prefix is not None and self.prefix.entropy is None
+        routes = np.concatenate(self.routes) if self.routes else None
+        if self.prefix is not None and len(new) == 0:
+            routes = self.prefix.routes
+        return Completion(
+            response_ids=np.array(self.ids, dtype=np.int64),
+            logp_behavior=np.array(self.logp, dtype=np.float32),
+            policy_version=np.concatenate([np.asarray(old, dtype=np.int64), new]),
+            finish=self.finish,
+            text=stop.text(self.ids),
+            entropy=None if lacking else np.array(self.entropy, dtype=np.float32),
+            kept=tuple(self.kept) if self.kept else None,
+            routes=routes,
+        )
+
+
+def complete(prefix: Completion, max_tokens: int) -> bool:
+    """Whether this prefix is a whole response, as those of an interrupted call that had ended before it are."""
+    n = len(prefix.response_ids)
+    return n > 0 and (prefix.finish == "stop" or n == max_tokens)
+
+
+def make_rows(count: int, samples: int, sampling: Sampling, seed: int, prefixes: Prefixes | None) -> list[Row]:
+    """`samples` rows for each of `count` prompts, prompt by prompt."""
+    rows = [Row(p, s, uniforms(seed, p, s, sampling.max_tokens)) for p in range(count) for s in range(samples)]
+    if prefixes is None:
+        return rows
+    for row in rows:
+        prefix = prefixes[row.prompt][row.sample]
+        if len(prefix.response_ids) == 0:
+            continue
+        row.prefix = prefix
+        row.complete = complete(prefix, sampling.max_tokens)
+        row.finish = "stop" if row.complete and prefix.finish == "stop" else "length"
+        row.ids, row.logp = prefix.response_ids.tolist(), prefix.logp_behavior.tolist()
+        row.entropy = [] if prefix.entropy is None else prefix.entropy.tolist()
+        row.kept = list(prefix.kept or ())
+    return rows
+
+
+def record(rows: list[Row], grown: list[int], drawn: Draw) -> None:
+    ids, logp, entropy = drawn.ids.tolist(), drawn.logp.tolist(), drawn.entropy.tolist()
+    for i in grown:
+        row = rows[i]
+        row.ids.append(ids[i])
+        row.logp.append(logp[i])
+        row.entropy.append(entropy[i])
+        if drawn.kept is not None:
+            row.kept.append(drawn.kept[i])
+
+
+def abort(rows: Iterable[Row]) -> None:
+    """They end here for now, with the tokens they have."""
+    for row in rows:
+        row.finish = "abort"
+
+
+def make_starts(rows: Sequence[Row], prompts: Sequence[Prompt], device: torch.device) -> Starts:
+    """Distinct pairs of prompt and prefix among rows that have not grown yet; rows of a prompt must be neighbors."""
+    used = {p: i for i, p in enumerate(dict.fromkeys(row.prompt for row in rows))}
+    found: dict[tuple[int, tuple[int, ...]], int] = {}
+    place = [found.setdefault((used[row.prompt], tuple(row.ids)), len(found)) for row in rows]
+    return Starts(
+        prompts=[torch.as_tensor(prompts[p].ids, dtype=torch.int64, device=device) for p in used],
+        prefixes=[torch.tensor(ids, dtype=torch.int64, device=device) for _, ids in found],
+        prompt=torch.tensor([prompt for prompt, _ in found], device=device),
+        row=torch.tensor(place, device=device),
+    )
+
+
+def check_prefixes(prefixes: Prefixes | None, prompts: Sequence[Prompt], samples: int, sampling: Sampling) -> None:
+    """Refuse prefixes that cannot begin these responses.
+
+    Raises:
+        TrimtabError: not one prefix for each sample of each prompt; per-token fields of another length than the ids;
+            longer than `max_tokens`; keep sets missing, or given where the sampling is not truncated; experts recorded
+            for another number of tokens.
+    """
+    if prefixes is None:
+        return
+    if len(prefixes) != len(prompts) or any(len(group) != samples for group in prefixes):
+        raise TrimtabError(
+            f"prefixes for {len(prefixes)} prompts with {sorted({len(group) for group in prefixes})} samples do not "
+            f"fit {len(prompts)} prompts with {samples}: give one prefix, possibly empty, for each response"
+        )
+    for name, prompt, prefix in _begun(prefixes, prompts):
+        length = len(prefix.response_ids)
+        fields = (prefix.logp_behavior, prefix.policy_version, prefix.entropy, prefix.kept)
+        if any(len(values) != length for values in fields if values is not None):
+            raise TrimtabError(f"{name}: its log-probs, versions, entropies or keep sets are not {length} like its ids")
+        if length > sampling.max_tokens:
+            raise TrimtabError(
+                f"{name} has {length} tokens, max_tokens for the whole response is {sampling.max_tokens}: "
+                "cut the prefix or raise max_tokens"
+            )
+        if sampling.truncated != (prefix.kept is not None):
+            raise TrimtabError(
+                f"{name} {'has no' if sampling.truncated else 'has'} keep sets, but the sampling is "
+                f"{'' if sampling.truncated else 'not '}truncated: draw the prefix under the same top_p and top_k"
+            )
+        run = len(prompt.ids) + length - 1
+        if prefix.routes is not None and len(prefix.routes) != run:
+            raise TrimtabError(f"{name}: its experts are recorded for {len(prefix.routes)} tokens, but {run} were run")
+
+
+def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: StopRule, vocabulary: int) -> None:
+    """Refuse prefixes that hold a foreign id, or that have ended and do not say so.
+
+    Raises:
+        TrimtabError: an id outside the vocabulary; a stop id or stop string, unless `finish` is "stop".
+    """
+    if prefixes is None:
+        return
+    for name, _, prefix in _begun(prefixes, prompts):
+        ids = prefix.response_ids
+        if np.min(ids) < 0 or np.max(ids) >= vocabulary:
+            raise TrimtabError(f"{name} has token ids outside the model's vocabulary of {vocabulary}")
+        if prefix.finish != "stop" and stop.inside(ids.tolist()):
+            raise TrimtabError(f"{name} contains a stop, so it is already complete: cut it before its last token")
+
+
+def check_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: Routers) -> None:
+    """Refuse prefixes whose record of experts is another model's (`TrimtabError`)."""
+    for name, _, prefix in _begun(prefixes or [], prompts if prefixes else []):
+        routes = prefix.routes
+        if routes is None or not routes.size:
+            continue
+        if routes.shape[1:] != (routers.layers, routers.chosen) or routes.min() < 0 or routes.max() >= routers.experts:
+            raise TrimtabError(
+                f"{name} records experts that this model does not have: it has {routers.layers} mixture layers of "
+                f"{routers.experts} experts, {routers.chosen} for a token"
+            )
+
+
+def _begun(prefixes: Prefixes, prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt, Completion]]:
+    """Prefixes that are not empty, each object once, what to call them in errors, and their prompts."""
+    seen: set[int] = set()
+    for prompt, group in zip(prompts, prefixes, strict=True):
+        for sample, prefix in enumerate(group):
+            if id(prefix) not in seen and len(prefix.response_ids):
+                seen.add(id(prefix))
+                yield f"prefix of prompt {prompt.problem.id!r}, sample {sample},", prompt, prefix

@@ -1,0 +1,167 @@
+"""The Llama family (Llama, Mistral, Qwen2, Qwen3) with fewer matrix products, on the model's own weights.
+
+Query, key and value projections are one product, and so are the two input projections of the gated MLP; a mixture of
+experts runs as the model has it. Attention is left to the caller (`lockstep.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.mistral.modeling_mistral import MistralForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoeSparseMoeBlock
+
+from trimtab.models.matmul import Linear, linear
+
+# Exact classes: a subclass may compute something else.
+FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM)
+# Rotary kinds whose angles depend on the position alone, not on the longest text seen so far.
+FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+
+# (scaled queries, keys, values) of one layer -> its attention output, (tokens, heads * head size)
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One transformer block's parts; `qkv` is storage that the model's own parameters are views of."""
+
+    norm_in: nn.Module
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    norm_q: nn.Module | None
+    norm_k: nn.Module | None
+    out: nn.Linear
+    norm_mid: nn.Module
+    feed: Callable[[Tensor], Tensor]
+
+
+def supports(model: Any) -> bool:
+    """Whether `LeanModel` computes exactly what this model's own forward computes."""
+    if type(model) not in FAMILY or model.config.rope_parameters["rope_type"] not in FIXED_ROTARY:
+        return False
+    # Adapters and quantization replace the linear maps by modules that compute more than their weight says.
+    return all(
+        type(part) in (nn.Linear, Linear)
+        for block in model.model.layers
+        for part in (*block.self_attn.children(), *block.mlp.children())
+        if hasattr(part, "in_features")
+    )
+
+
+class LeanModel:
+    """The blocks of a model whose parameters were moved, in place, into fused storage.
+
+    The model itself keeps working, and writing to its parameters changes what is computed here.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config = model.config
+        self.model = model
+        self.layers = [_fuse_layer(block) for block in model.model.layers]
+        self.kv_heads: int = config.num_key_value_heads
+        self.group: int = config.num_attention_heads // config.num_key_value_heads
+        self.size: int = model.model.layers[0].self_attn.head_dim
+        self.scaling: float = model.model.layers[0].self_attn.scaling
+        self.window: int | None = _window(config)
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines, and sines signed for `_rotate`: (tokens, heads + kv heads, head size).
+
+        Those of the queries carry the attention scale, which then costs nothing.
+        """
+        embedding = self.model.model.embed_tokens.weight
+        # Float32 until the scale is in: rounding twice would be one error more than the model's own forward makes.
+        cos, sin = (
+            x[0]
+            for x in self.model.model.rotary_emb(embedding.new_empty(0, dtype=torch.float32), positions.unsqueeze(0))
+        )
+        half = sin.shape[-1] // 2
+        signed = torch.cat([-sin[:, :half], sin[:, half:]], -1)
+        scale = cos.new_ones(self.kv_heads * self.group + self.kv_heads, 1)
+        scale[: self.kv_heads * self.group] = self.scaling
+        return (cos.unsqueeze(1) * scale).to(embedding.dtype), (signed.unsqueeze(1) * scale).to(embedding.dtype)
+
+    def run(self, tokens: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Hidden states after the last block, (tokens, width), not yet normalised."""
+        heads = self.kv_heads * self.group
+        hidden = F.embedding(tokens, self.model.model.embed_tokens.weight)
+        for i, layer in enumerate(self.layers):
+            qkv = linear(layer.norm_in(hidden), layer.qkv, layer.qkv_bias).view(len(tokens), -1, self.size)
+            if layer.norm_q is not None and layer.norm_k is not None:
+                qkv[:, :heads] = layer.norm_q(qkv[:, :heads])
+                qkv[:, heads : -self.kv_heads] = layer.norm_k(qkv[:, heads : -self.kv_heads])
+            query, key = _rotate(qkv[:, : -self.kv_heads], rotary).split([heads, self.kv_heads], 1)
+            hidden = hidden + layer.out(attend(i, query, key, qkv[:, -self.kv_heads :]))
+            hidden = hidden + layer.feed(layer.norm_mid(hidden))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.lm_head(self.model.model.norm(hidden))
+
+
+def _rotate(states: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of (tokens, heads, head size): the half-swap is a roll, its minus sign sits in the sines."""
+    cos, signed_sin = rotary
+    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), signed_sin)
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window of any layer, beyond which full attention is not what the model computes."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and set(kinds) == {"full_attention"}:
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def _fuse_layer(block: Any) -> _Layer:
+    attention, mlp = block.self_attn, block.mlp
+    qkv, qkv_bias = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
+    return _Layer(
+        norm_in=block.input_layernorm,
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        norm_q=getattr(attention, "q_norm", None),
+        norm_k=getattr(attention, "k_norm", None),
+        out=attention.o_proj,
+        norm_mid=block.post_attention_layernorm,
+        feed=_mixture(mlp) if isinstance(mlp, Qwen3MoeSparseMoeBlock) else _gated(mlp),
+    )
+
+
+def _gated(mlp: Any) -> Callable[[Tensor], Tensor]:
+    """The dense MLP, its two input projections fused."""
+    weight, bias = _fuse(mlp.gate_proj, mlp.up_proj)
+
+    def feed(hidden: Tensor) -> Tensor:
+        gate, up = linear(hidden, weight, bias).chunk(2, -1)
+        return mlp.down_proj(mlp.act_fn(gate) * up)
+
+    return feed
+
+
+def _mixture(block: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Router and experts as the model has them, which wants a batch dimension."""
+    return lambda hidden: block(hidden.unsqueeze(0)).squeeze(0)
+
+
+def _fuse(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Join linear maps of one input; the modules' own parameters become views of the joint storage."""
+    weight = torch.cat([part.weight.detach() for part in parts])
+    bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
+    start = 0
+    for part in parts:
+        stop = start + part.out_features
+        part.weight = nn.Parameter(weight[start:stop], requires_grad=False)
+        if bias is not None:
+            part.bias = nn.Parameter(bias[start:stop], requires_grad=False)
+        start = stop
+    return weight, bias

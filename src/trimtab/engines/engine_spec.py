@@ -1,0 +1,67 @@
+"""Builds an engine from a serializable specification: JSON and a folder of model files.
+
+    {"type": "embedded", "model": folder, "dtype": "bfloat16", "rounding": {"bits": null, "noise": 0.0, "seed": 0},
+     "routes": false unless given, "numerics": "native" unless given}
+    {"type": "vllm", "model": folder, "engine": the [engine] section of a recipe}
+
+The folder needs no weights (config, generation config and tokenizer are enough): they are published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.engines.embedded.weight_quantization import Rounding
+from trimtab.errors import TrimtabError, nearest
+from trimtab.models import invariant
+from trimtab.models.load import default_device
+from trimtab.models.matmul import use_in
+from trimtab.models.quiet import quiet
+from trimtab.types import Engine
+
+GENERATION = "generation_config.json"
+
+
+def build(spec: Mapping[str, Any]) -> Engine:
+    """The engine that `spec` describes. It holds no weights worth sampling from until some are published.
+
+    Raises:
+        TrimtabError: an unknown type, a folder that holds no model, or what the engine itself refuses.
+    """
+    makers = {"embedded": _embedded, "vllm": _vllm}
+    if spec["type"] not in makers:
+        raise TrimtabError(f"unknown type of engine {spec['type']!r}{nearest(spec['type'], makers)}")
+    folder = Path(spec["model"])
+    if not (folder / "config.json").is_file():
+        raise TrimtabError(f"model folder {str(folder)!r} has no config.json; give a folder written by save_pretrained")
+    return makers[spec["type"]](spec, folder)
+
+
+def _embedded(spec: Mapping[str, Any], folder: Path) -> Engine:
+    with quiet():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        # Float32 whatever the engine computes in: the engine rounds weights, but must find buffers unrounded.
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        if (folder / GENERATION).is_file():  # which tokens end a text
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    use_in(model.base_model)
+    if spec.get("numerics") == "invariant":
+        invariant.use_in(model)
+    model.to(default_device())
+    rounding = Rounding(**spec["rounding"])
+    return EmbeddedEngine(model.eval(), tokenizer, spec["dtype"], rounding=rounding, routes=spec.get("routes", False))
+
+
+def _vllm(spec: Mapping[str, Any], folder: Path) -> Engine:
+    from trimtab.config import EngineConfig
+    from trimtab.engines.vllm.vllm_engine import VllmEngine
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return VllmEngine(folder, tokenizer, EngineConfig.model_validate(spec["engine"]))

@@ -1,0 +1,171 @@
+"""Builds the engines of a run from the recipe: in this process, in worker processes, or servers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.config import Config
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.engines.embedded.weight_quantization import BITS, Rounding
+from trimtab.engines.remote.remote_engine import WorkerEngine
+from trimtab.errors import TrimtabError
+from trimtab.models.load import Loaded
+from trimtab.seeds import derive
+from trimtab.types import Engine
+
+
+def check_engines(config: Config) -> None:
+    """Refuse combinations that cannot work, before any model is loaded."""
+    engine, kind = config.engine, config.engine.type
+    if kind != "embedded" and sampler_rounding(config).active:
+        raise TrimtabError(
+            f'engine.quantize and engine.noise need engine.type = "embedded"; {kind!r} has options of its own for '
+            "quantized weights"
+        )
+    if kind == "server" and engine.workers:
+        raise TrimtabError(
+            f"engine.workers = {engine.workers} has no effect on servers, which are processes already: leave it out, "
+            "or name more engine.server.urls"
+        )
+    if engine.vllm.keep_sets and not config.sampling.top_k:
+        raise TrimtabError(
+            "engine.vllm.keep_sets without sampling.top_k: vLLM would return the whole vocabulary with every token; "
+            "set sampling.top_k, or leave keep_sets out"
+        )
+    apart = worker_count(config) or (config.placement == "ray" and kind != "server")
+    if engine.patience != type(engine)().patience and not apart:
+        raise TrimtabError(
+            f"engine.patience = {engine.patience:g} has no effect without engines in processes of their own: leave it "
+            "out, or set engine.workers"
+        )
+    _check_truncation(config)
+    in_step = [name for name in ("prefix", "expert") if getattr(config, name) is not None]
+    if in_step and (engine.workers or 0) > 1:
+        raise TrimtabError(f"[{in_step[0]}] works with one engine: leave engine.workers out, or set it to 1 or 0")
+
+
+def _check_truncation(config: Config) -> None:
+    """Truncated sampling needs an engine that says which ids each token was drawn from (`types.Completion.kept`)."""
+    sampling = config.sampling
+    if sampling.top_p == 1 and sampling.top_k == 0:
+        return
+    why = "without the sets each token was drawn from every ratio would be too small by the mass that was cut"
+    if config.engine.type == "server":
+        raise TrimtabError(
+            f"sampling.top_p and top_k do not work with servers, which do not return keep sets ({why}): set top_p = 1 "
+            'and top_k = 0, or use engine.type = "embedded"'
+        )
+    if config.engine.type == "vllm" and not config.engine.vllm.keep_sets:
+        raise TrimtabError(
+            f"sampling.top_p and top_k need engine.vllm.keep_sets = true (vLLM on a GPU): {why}; or set top_p = 1 and "
+            "top_k = 0"
+        )
+
+
+def worker_count(config: Config) -> int:
+    """Engines in processes of their own; an engine that has a process anyway gets no second one by default."""
+    if config.engine.type == "server":
+        return 0
+    if config.engine.workers is not None:
+        return config.engine.workers
+    apart = config.engine.type == "vllm" and config.engine.vllm.process == "own"
+    return 1 if config.trainer.max_lag and not apart else 0
+
+
+def build_engines(
+    config: Config, loaded: Loaded, folder: Path, notify: Callable[[str], None] | None = None
+) -> list[Engine]:
+    """The engines of a run, each to be published to before it generates.
+
+    `loaded` is the model where it is trained, `folder` its config, generation config and tokenizer (weights are not
+    read). Processes start at once and load beside the caller; the threads of this process are set to its share.
+    `notify` gets a line for people where servers are waited for.
+
+    Raises:
+        TrimtabError: what `check_engines` refuses; more GPUs are needed than there are.
+    """
+    check_engines(config)
+    if config.engine.type == "server":
+        from trimtab.engines.server.server_engine import ServerEngine
+
+        # One engine for all servers: the responses a lost one owes go to the others.
+        return [ServerEngine(config.engine.server.urls, loaded.tokenizer, config.engine, folder, notify)]
+    if count := worker_count(config):
+        return _workers(config, folder, count)
+    if config.engine.type == "vllm":
+        from trimtab.engines.vllm.vllm_engine import VllmEngine
+
+        return [VllmEngine(folder, loaded.tokenizer, config.engine)]
+    dtype, rounding = getattr(torch, config.engine.dtype), sampler_rounding(config)
+    routes = config.routing.replay == "rollout"
+    return [EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=dtype, rounding=rounding, routes=routes)]
+
+
+def engine_spec(config: Config, folder: Path) -> dict[str, Any]:
+    """The recipe's engine as `rollout.hosted.build` takes it: JSON, for another process."""
+    if config.engine.type == "vllm":
+        return {"type": "vllm", "model": str(folder.absolute()), "engine": config.engine.model_dump(mode="json")}
+    rounding = sampler_rounding(config)
+    return {
+        "type": "embedded",
+        "model": str(folder.absolute()),
+        "dtype": config.engine.dtype,
+        "rounding": {"bits": rounding.bits, "noise": rounding.noise, "seed": rounding.seed},
+        "routes": config.routing.replay == "rollout",
+        "numerics": config.numerics,
+    }
+
+
+def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    each = config.engine.vllm.tensor_parallel if config.engine.type == "vllm" else 1
+    places = device_lists(visible.split(","), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), count, each)
+    if config.threads:
+        threads = config.threads
+    else:
+        own, threads = thread_shares(torch.get_num_threads(), count, beside=bool(config.trainer.max_lag))
+        torch.set_num_threads(own)
+    spec = engine_spec(config, folder)
+    patience = config.engine.patience
+    return [WorkerEngine(spec, threads=threads, devices=place, patience=patience) for place in places]
+
+
+def thread_shares(cores: int, workers: int, *, beside: bool) -> tuple[int, int]:
+    """Threads of this process and of each worker; `beside`: it computes at the same time as they do.
+
+    Equal shares, what is left over going to this process. More threads than cores make all of them crawl: two
+    processes of two threads on two cores reach a tenth of what one thread each does.
+    """
+    if not beside:
+        return cores, max(1, cores // workers)
+    each = max(1, cores // (workers + 1))
+    return max(1, cores - workers * each), each
+
+
+def device_lists(visible: Sequence[str], ranks: int, workers: int, each: int) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of every worker, behind the GPUs of the trainer's ranks; a single GPU is shared by all.
+
+    Raises:
+        TrimtabError: there are several GPUs, but too few.
+    """
+    gpus = [name for name in visible if name]
+    if len(gpus) <= 1:
+        return [None] * workers
+    needed = ranks + workers * each
+    if needed > len(gpus):
+        raise TrimtabError(
+            f"{ranks} trainer ranks and {workers} engines of {each} GPUs need {needed} GPUs, {len(gpus)} are visible: "
+            "lower engine.workers or engine.vllm.tensor_parallel, or start fewer ranks"
+        )
+    starts = range(ranks, needed, each)
+    return [",".join(gpus[start : start + each]) for start in starts]
+
+
+def sampler_rounding(config: Config) -> Rounding:
+    """What the recipe's sampler does to the weights it is given."""
+    return Rounding(BITS[config.engine.quantize], config.engine.noise, derive(config.seed, "rounding"))

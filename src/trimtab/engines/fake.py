@@ -1,0 +1,131 @@
+"""A scripted engine for tests and documentation; no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes, complete
+from trimtab.errors import TrimtabError
+from trimtab.types import EMPTY, Completion, Interrupt, Prompt, Sampling, cut, splice
+
+
+class FakeEngine:
+    """Plays back completions, each given as response ids with their log-probs, or as text for a tokenizer to encode.
+
+    Args:
+        script: problem id -> the completions of successive samples; asking for more starts over.
+        logp: the log-prob of every token that the script gives as text.
+        tokenizer: needed where the script gives text.
+    """
+
+    def __init__(
+        self, script: Mapping[str, Sequence[str | Completion]], *, tokenizer: Any = None, logp: float = -1.0
+    ) -> None:
+        self.policy_version = 0
+        self.decoded = 0
+        self.prefilled = 0
+        self.published: list[tuple[int, list[str]]] = []
+        self._script, self._tokenizer, self._logp = script, tokenizer, logp
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        prefixes: Prefixes | None = None,
+        interrupt: Interrupt | None = None,
+    ) -> list[list[Completion]]:
+        """The scripted completions, cut at `max_tokens`. `seed` changes nothing.
+
+        A prefix takes the place of as many scripted tokens. All responses grow token by token together, and `interrupt`
+        is looked at before each. Tokens are counted as a model would be run: each prompt and each prefix at once, all
+        sampled tokens but the first one at a time.
+        """
+        del seed
+        missing = [prompt.problem.id for prompt in prompts if not self._script.get(prompt.problem.id)]
+        if missing:
+            raise TrimtabError(f"no completion is scripted for prompt {missing[0]!r}; add it to the script")
+        check_prefixes(prefixes, prompts, samples, sampling)
+        begun = prefixes or [[EMPTY] * samples for _ in prompts]
+        whole = [self._whole(prompt, group, sampling) for prompt, group in zip(prompts, begun, strict=True)]
+        left = [
+            [len(full.response_ids) - len(prefix.response_ids) for prefix, full in zip(*pair, strict=True)]
+            for pair in zip(begun, whole, strict=True)
+        ]
+        steps = max((max(group) for group in left if group), default=0)
+        if interrupt is not None:
+            steps = next((step for step in range(steps) if interrupt.is_set()), steps)
+        self._count(prompts, begun, left, steps)
+        return [
+            [_grown(prefix, full, steps) for prefix, full in zip(*pair, strict=True)]
+            for pair in zip(begun, whole, strict=True)
+        ]
+
+    def _whole(self, prompt: Prompt, prefixes: Sequence[Completion], sampling: Sampling) -> list[Completion]:
+        lines, found = self._script[prompt.problem.id], []
+        for sample, prefix in enumerate(prefixes):
+            full = self._play(lines[sample % len(lines)], sampling)
+            if complete(prefix, sampling.max_tokens):
+                full = prefix
+            elif len(prefix.response_ids) >= len(full.response_ids) > 0:
+                raise TrimtabError(f"a prefix of prompt {prompt.problem.id!r} leaves nothing of its script to play")
+            found.append(splice(prefix, full))
+        return found
+
+    def _count(self, prompts: Sequence[Prompt], begun: Prefixes, left: Sequence[Sequence[int]], steps: int) -> None:
+        if steps == 0:
+            return
+        for prompt, prefixes, sizes in zip(prompts, begun, left, strict=True):
+            distinct = {tuple(prefix.response_ids.tolist()) for prefix, n in zip(prefixes, sizes, strict=True) if n}
+            self.prefilled += len(prompt.ids) * bool(distinct) + sum(len(ids) for ids in distinct)
+            self.decoded += sum(max(0, min(n, steps) - 1) for n in sizes)
+
+    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
+        """Note the version and the names of what was published; nothing is ever rounded, `exact` or not."""
+        del exact
+        self.published.append((version, [name for name, _ in weights]))
+        self.policy_version = version
+
+    def weights(self) -> Iterable[tuple[str, Any]]:
+        """A script has no weights."""
+        return ()
+
+    def recover(self) -> None:
+        """Nothing to do: a script is never lost."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def _play(self, line: str | Completion, sampling: Sampling) -> Completion:
+        if isinstance(line, Completion):
+            ids, logp, text, finish = line.response_ids, line.logp_behavior, line.text, line.finish
+            entropy, kept, routes = line.entropy, line.kept, line.routes
+        else:
+            if self._tokenizer is None:
+                raise TrimtabError("the script gives text: FakeEngine needs a tokenizer to encode it")
+            ids = np.array(self._tokenizer.encode(line, add_special_tokens=False), dtype=np.int64)
+            logp, text, finish = np.full(len(ids), self._logp, dtype=np.float32), line, "stop"
+            entropy = kept = routes = None
+        n = sampling.max_tokens
+        return Completion(
+            response_ids=ids[:n],
+            logp_behavior=logp[:n],
+            policy_version=np.full(min(n, len(ids)), self.policy_version, dtype=np.int64),
+            finish="length" if len(ids) > n else finish,
+            text=text,
+            entropy=None if entropy is None else entropy[:n],
+            kept=None if kept is None else kept[:n],
+            routes=None if routes is None else routes[: len(routes) - max(0, len(ids) - n)],
+        )
+
+
+def _grown(prefix: Completion, whole: Completion, steps: int) -> Completion:
+    """`whole`, or what there is of it `steps` tokens after the prefix."""
+    n = len(prefix.response_ids) + steps
+    return whole if n >= len(whole.response_ids) else replace(cut(whole, n), finish="abort")

@@ -1,0 +1,1 @@
+"""An engine in another process of this machine."""

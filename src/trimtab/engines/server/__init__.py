@@ -1,0 +1,1 @@
+"""Inference servers (`vllm serve`, SGLang) as one engine."""

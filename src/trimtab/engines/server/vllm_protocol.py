@@ -1,0 +1,114 @@
+"""vLLM's protocol: `/v1/completions` with token ids, weights through a worker extension.
+
+Sources, of vllm 0.32.0: entrypoints/openai/completion/{protocol,serving}.py, entrypoints/rl/online/api_router.py,
+entrypoints/serve/dev/{rpc,cache}/api_router.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trimtab.engines.server.http_client import Connection, Rejected
+from trimtab.engines.server.server_protocol import Answer, Ask, Model, checked
+from trimtab.engines.server.weight_folder import entries
+from trimtab.errors import TrimtabError
+
+EXTENSION = "trimtab.engines.vllm.worker_extension.WeightLoading"
+START = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+
+
+PROBE_TOKENS = 8
+_COMMON = {
+    # Left out, these are filled in by the model's own generation config.
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "add_special_tokens": False,
+    "logprobs": 0,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+}
+
+
+class VllmWire:
+    """`name`: what the model is served under; None: whatever the server serves first."""
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+
+    def model(self, connection: Connection) -> Model:
+        served = {card["id"]: card for card in connection.get("/v1/models").get("data", [])}
+        name = self._name or next(iter(served), None)
+        if name is None or name not in served:
+            raise TrimtabError(
+                f"{connection.url} serves {', '.join(served) or 'no model'}, not {name!r}: set engine.server.model"
+            )
+        return Model(name, served[name].get("max_model_len"))
+
+    def label(self, connection: Connection) -> str:
+        return str(_control(connection, "GET", "/weight_info")["weight_version"])
+
+    def ask(self, connection: Connection, ask: Ask, model: Model) -> Answer:
+        sampling = ask.sampling
+        body = {
+            "prompt": ask.ids,
+            "request_id": ask.name,
+            "max_tokens": ask.max_tokens,
+            "temperature": sampling.temperature,
+            "seed": ask.seed,
+            "stop": [] if sampling.ignore_stop else list(sampling.stop),
+            "stop_token_ids": list(ask.stop_ids),
+            "ignore_eos": sampling.ignore_stop,
+        }
+        return _complete(connection, model, body)
+
+    def processed(self, connection: Connection, ids: list[int], model: Model, vocabulary: int) -> bool:  # noqa: ARG002
+        # Of one possible token the log-prob is 0; temperatures above 2, which would tell as well, are refused.
+        body = {"prompt": ids, "max_tokens": PROBE_TOKENS, "temperature": 1.0, "top_k": 1, "ignore_eos": True}
+        return all(logp == 0 for logp in _complete(connection, model, body).logp)
+
+    def abort(self, connection: Connection) -> None:
+        _control(connection, "POST", "/abort_requests", {})
+
+    def load(self, connection: Connection, folder: Path, label: str) -> None:
+        # Nothing may run while weights change, and no call waits any more for what runs at a publication.
+        _control(connection, "POST", "/pause?mode=abort")
+        try:
+            path, table = entries(folder)
+            body = {"method": "load_published", "args": [str(path), table]}
+            seen = f"{folder} must be seen by the server (engine.server.folder); {START}"
+            _control(connection, "POST", "/collective_rpc", body, advice=seen)
+            if _control(connection, "POST", "/reset_prefix_cache").get("success") is not True:
+                raise TrimtabError(f"{connection.url} did not reset its prefix cache: requests are still running")
+            _control(connection, "POST", "/update_weight_version", {"new_version": label})
+        finally:
+            connection.close()  # after an error it may be half dead
+            _control(connection, "POST", "/resume")
+
+
+def _complete(connection: Connection, model: Model, body: dict[str, Any]) -> Answer:
+    where = f"{connection.url}/v1/completions"
+    [choice] = connection.post("/v1/completions", {**_COMMON, "model": model.name, **body})["choices"]
+    ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
+    if ids is None or logprobs is None:
+        raise TrimtabError(f"{where} returned no token ids or no log-probs: it needs vllm >= 0.32")
+    finish = choice["finish_reason"]
+    if finish not in ("stop", "length", "abort"):
+        raise TrimtabError(f"{where} finished for an unknown reason: {finish!r}")
+    return checked(where, ids, logprobs["token_logprobs"], finish)
+
+
+def _control(
+    connection: Connection, method: str, path: str, body: dict[str, Any] | None = None, *, advice: str = START
+) -> dict[str, Any]:
+    """A route that only servers in development mode have."""
+    try:
+        return connection.get(path) if method == "GET" else connection.post(path, body)
+    except Rejected as error:
+        raise TrimtabError(f"{error}; {advice}") from error

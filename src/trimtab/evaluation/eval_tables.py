@@ -1,0 +1,177 @@
+"""Result tables: a row per model, a column per task, and the macro average."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from trimtab.errors import TrimtabError
+from trimtab.evaluation.eval_result import EvalResult
+from trimtab.evaluation.grid import Grid, percent, points
+from trimtab.evaluation.pass_estimates import Estimate, average, difference
+
+AVERAGE = "average"
+NOTE = "percent, with 95% intervals over problems"
+
+
+@dataclass(frozen=True)
+class Results:
+    """Models x tasks x modes (`greedy`, `sampled`, `relay`). The average weighs every task the same (macro mean).
+
+    `found[model, task, mode]` is what was measured; `relay` names the model that began the responses of that mode.
+    `notes` say what the tasks chosen had to decide.
+    """
+
+    models: tuple[str, ...]
+    tasks: tuple[str, ...]
+    settings: Mapping[str, Any]
+    found: Mapping[tuple[str, str, str], EvalResult]
+    relay: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(mode for _, _, mode in self.found))
+
+    def across(self, model: str, mode: str) -> list[EvalResult]:
+        """One result for each task."""
+        return [self.found[model, task, mode] for task in self.tasks]
+
+    @cached_property
+    def ks(self) -> tuple[int, ...]:
+        """Every k for which all sampled results have a pass@k: powers of two."""
+        sampled = [result.pass_ks for (_, _, mode), result in self.found.items() if mode != "greedy"]
+        return min(sampled, key=len, default=())
+
+    def accuracy(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> Estimate:
+        """Mean over these tasks (default: all) of avg@n."""
+        return average([self.found[model, task, mode].accuracy_estimate for task in tasks or self.tasks])
+
+    def passes(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> dict[int, Estimate]:
+        """Mean over these tasks (default: all) of pass@k, for every k of `ks`."""
+        found = [self.found[model, task, mode].pass_estimates for task in tasks or self.tasks]
+        return {k: average([estimates[k] for estimates in found]) for k in self.ks}
+
+    def gains(self, model: str, tasks: Sequence[str] | None = None) -> dict[int, Estimate]:
+        """pass@k of the relay minus that of the model alone, with the paired interval over problems."""
+        found = [self._gains(model, task) for task in tasks or self.tasks]
+        return {k: average([differences[k] for differences in found]) for k in self.ks}
+
+    def _gains(self, model: str, task: str) -> dict[int, Estimate]:
+        relay, alone = self.found[model, task, "relay"], self.found[model, task, "sampled"]
+        # A problem whose reward failed on every sample of one side has no partner.
+        both = {p.id for p in relay.problems} & {p.id for p in alone.problems}
+        if not both:
+            raise TrimtabError(f"{model!r}, task {task!r}: no problem was scored both with the relay and without")
+        sides = [
+            result.passes(self.ks)[[problem.id in both for problem in result.problems]].T for result in (relay, alone)
+        ]
+        return {
+            k: difference(one, two, alone.samples * len(both) / k) for k, one, two in zip(self.ks, *sides, strict=True)
+        }
+
+    def grids(self) -> list[Grid]:
+        """Accuracies, pass@k, the relay's gain, and the small print, as far as there is something to show."""
+        grids = [self._accuracies()]
+        if self.ks:
+            grids.append(self._passes())
+        if self.relay is not None:
+            grids.append(self._relayed())
+        return [*grids, self._details()]
+
+    def markdown(self) -> str:
+        return "\n".join(grid.markdown() for grid in self.grids()) + "".join(f"\n{line}\n" for line in self.remarks())
+
+    def remarks(self) -> list[str]:
+        """What the tables need beside them: how prompts were chosen, prompts that do not fit, failed rewards."""
+        long = [
+            f"{model}, {task}: {result.too_long} of {len(result.problems)} prompts do not fit the context with their "
+            "response and count as wrong; lower max_tokens or examples"
+            for (model, task, _), result in self.found.items()
+            if result.too_long
+        ]
+        failed = [f"first failed reward: {result.errors[0]}" for result in self.found.values() if result.errors]
+        return list(dict.fromkeys([*self.notes, *long, *failed]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON; fractions, not percent."""
+        shown: dict[str, Any] = {
+            "settings": dict(self.settings),
+            "notes": self.remarks(),
+            "results": [
+                {"model": model, "mode": mode, **result.as_dict()} for (model, _, mode), result in self.found.items()
+            ],
+            "average": [
+                {
+                    "model": model,
+                    "mode": mode,
+                    **_spread("accuracy", self.accuracy(model, mode)),
+                    "pass": _by_k(self.passes(model, mode)) if mode != "greedy" and self.ks else {},
+                }
+                for model in self.models
+                for mode in self.modes
+            ],
+        }
+        if self.relay is not None:
+            shown["relay"] = [
+                {"model": model, "relay": self.relay, "task": name, "difference": _by_k(self.gains(model, tasks))}
+                for model in self.models
+                for name, tasks in self._columns()
+            ]
+        return shown
+
+    def _columns(self) -> list[tuple[str, Sequence[str]]]:
+        """Every task, and after several the average of them all."""
+        single: list[tuple[str, Sequence[str]]] = [(task, (task,)) for task in self.tasks]
+        return single if len(single) == 1 else [*single, (AVERAGE, self.tasks)]
+
+    def _name(self, mode: str) -> str:
+        return "greedy" if mode == "greedy" else f"avg@{self.settings['samples']}"
+
+    def _accuracies(self) -> Grid:
+        modes = [mode for mode in ("sampled", "greedy") if mode in self.modes]
+        cells = [(name, tasks, mode) for name, tasks in self._columns() for mode in modes]
+        columns = ["model", *(f"{name} {self._name(mode)}" for name, _, mode in cells)]
+        rows = [
+            [model, *(percent(self.accuracy(model, mode, tasks)) for _, tasks, mode in cells)] for model in self.models
+        ]
+        return Grid(f"Accuracy ({NOTE})", columns, rows)
+
+    def _passes(self) -> Grid:
+        rows = []
+        for model in self.models:
+            columns = [self.passes(model, "sampled", tasks) for _, tasks in self._columns()]
+            rows += [[model, str(k), *(percent(column[k]) for column in columns)] for k in self.ks]
+        return Grid(f"pass@k ({NOTE})", ["model", "k", *(name for name, _ in self._columns())], rows, labels=2)
+
+    def _relayed(self) -> Grid:
+        rows = []
+        for model in self.models:
+            for name, tasks in self._columns():
+                relay, alone = (self.passes(model, mode, tasks) for mode in ("relay", "sampled"))
+                gains = self.gains(model, tasks)
+                rows += [[model, name, str(k), percent(relay[k]), percent(alone[k]), points(gains[k])] for k in self.ks]
+        title = f"pass@k begun by {self.relay}, ratio {self.settings['relay_ratio']:g}, and alone ({NOTE})"
+        return Grid(title, ["model", "task", "k", "relay", "alone", "difference"], rows, labels=3)
+
+    def _details(self) -> Grid:
+        names = ["model", "task", "mode", "prompt", "problems", "samples", "temperature", "mean reward", "mean tokens"]
+        names += ["of these relayed"] if self.relay is not None else []
+        rows = []
+        for (model, task, mode), result in self.found.items():
+            row = [model, task, mode, result.prompt]
+            row += [str(len(result.problems)), str(result.samples), f"{result.temperature:g}"]
+            row += [f"{result.reward:.3f}", f"{result.tokens:.1f}"]
+            row += [f"{result.prefix:.1f}"] if self.relay is not None else []
+            rows.append([*row, f"{result.truncated:.1%}", str(result.failures), f"{result.seconds:.1f}"])
+        return Grid("Details", [*names, "cut by the limit", "failed rewards", "seconds"], rows, labels=4)
+
+
+def _spread(name: str, estimate: Estimate) -> dict[str, float]:
+    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+
+
+def _by_k(found: Mapping[int, Estimate]) -> dict[str, dict[str, float]]:
+    return {str(k): estimate._asdict() for k, estimate in found.items()}

@@ -1,0 +1,192 @@
+"""An evaluation on disk: counts of every finished batch, from which an interrupted one resumes.
+
+settings.json   how it is measured; other settings are refused
+parts/          one JSONL file for each model, task and mode: first what was measured, then a line a batch
+results.json    results.md   the tables, once all is done
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from trimtab.errors import TrimtabError
+from trimtab.evaluation.eval_result import Part, ProblemResult
+
+SETTINGS, PARTS, LOCK = "settings.json", "parts", ".lock"
+FORMAT = 1
+
+
+class Store:
+    """The folder of one evaluation, locked against a second process; a context manager.
+
+    Models and tasks may be added by a later command. Raises `TrimtabError` when the folder holds other settings,
+    another process writes it, or it cannot be written.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.folder = folder
+        with _explained(folder):
+            (folder / PARTS).mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(folder / LOCK)
+            try:
+                self._lock.acquire(timeout=0)
+            except Timeout:
+                raise TrimtabError(
+                    f"{folder} is in use by another evaluation: wait for it, or choose another --out"
+                ) from None
+        try:
+            self._check_settings({"format": FORMAT, **settings})
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def parts(self, name: str, header: Mapping[str, Any]) -> PartFile:
+        """The batches of one model, task and mode (`name`); `header` is all their numbers depend on."""
+        slug = re.sub(r"[^A-Za-z0-9.@]+", "-", name).strip("-.")[-80:]
+        key = hashlib.sha256(name.encode()).hexdigest()[:8]  # two names may have one slug
+        return PartFile(self.folder / PARTS / f"{slug}-{key}.jsonl", header)
+
+    def write(self, name: str, text: str) -> None:
+        """Replace a file of the folder in one step."""
+        _write(self.folder / name, text)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        path = self.folder / SETTINGS
+        if path.exists() and any((self.folder / PARTS).iterdir()):
+            _require_equal(_read(path), settings, self.folder)
+        else:  # a command that failed before it measured anything leaves no settings
+            _write(path, json.dumps(settings, indent=1))
+
+
+class PartFile:
+    """Batches of one evaluation; a line is appended, and on the disk, before the next batch begins.
+
+    A line that a kill or a full disk cut off is dropped when the file is opened. The first batch brings the header.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self.path = path
+        self._parts: dict[int, Part] = {}
+        with _explained(path):
+            data = path.read_bytes() if path.exists() else b""
+            whole = data[: data.rfind(b"\n") + 1]
+            if len(whole) < len(data):
+                os.truncate(path, len(whole))
+        lines = whole.decode().splitlines()
+        self._header = None if lines else header
+        for line in lines[:1]:
+            _require_equal(_parsed(line, path), header, path)
+        for line in lines[1:]:
+            number, part = _part(_parsed(line, path), path)
+            self._parts[number] = part
+
+    def get(self, number: int) -> Part | None:
+        """Batch `number`, if it was finished before."""
+        return self._parts.get(number)
+
+    def append(self, number: int, part: Part) -> None:
+        """Keep batch `number`. Raises `TrimtabError` if the disk is full; what was kept before stays readable."""
+        records = [] if self._header is None else [self._header]
+        records.append({"part": number, **asdict(part)})
+        self._append(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        self._header = None
+        self._parts[number] = part
+
+    def _append(self, data: bytes) -> None:
+        with _explained(self.path), self.path.open("ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                while data:  # a nearly full disk takes a part of it
+                    data = data[file.write(data) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(size)
+                raise
+
+
+def _part(record: dict[str, Any], path: Path) -> tuple[int, Part]:
+    try:
+        number = int(record.pop("part"))
+        problems = tuple(ProblemResult(**problem) for problem in record.pop("problems"))
+        return number, Part(problems=problems, errors=tuple(record.pop("errors")), **record)
+    except (KeyError, TypeError, ValueError):
+        raise _damaged(path) from None
+
+
+def _require_equal(kept: Mapping[str, Any], asked: Mapping[str, Any], place: Path) -> None:
+    old, new = dict(_leaves(kept)), dict(_leaves(json.loads(json.dumps(asked))))
+    for key in [*new, *(key for key in old if key not in new)]:
+        if old.get(key) != new.get(key):
+            raise TrimtabError(
+                f"{place} was measured with {key} = {_short(old.get(key))}, this command has {_short(new.get(key))}: "
+                "repeat its settings, or choose another --out"
+            )
+
+
+def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _leaves(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with _explained(path):
+        return _parsed(path.read_text(), path)
+
+
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError:
+        raise _damaged(path) from None
+    if not isinstance(record, dict):
+        raise _damaged(path)
+    return record
+
+
+def _damaged(path: Path) -> TrimtabError:
+    return TrimtabError(f"{path} is damaged: delete it, its batches will be measured again")
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with _explained(path):
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrimtabError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error

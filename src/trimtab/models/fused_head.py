@@ -1,0 +1,257 @@
+"""Log-prob and entropy of given tokens from hidden states, computed in tiles without holding the logits.
+
+Forward and backward walk over tiles of tokens x vocabulary; a tile's logits live only while it is worked on, and
+backward computes them again. The sum of exponentials is carried from tile to tile (online softmax, Milakov and
+Gimelshein 2018), so that the vocabulary may be cut as well as the tokens: each row of the weight is then read once
+and its gradient written once, not accumulated for every group of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from trimtab.models.architecture import Parts
+from trimtab.models.invariant.linear import computing, rows_product
+from trimtab.models.invariant.sums import add_exponentials
+from trimtab.models.matmul import product
+from trimtab.models.noise import normals
+
+# One tile: 4 MiB in float32. Smaller ones starve the products, larger ones leave the cache.
+TILE_TOKENS = 512
+TILE_VOCABULARY = 2048
+
+
+class _Noise(NamedTuple):
+    """Noise on the logits of one head (ALP's logits-only variant): `exp(log_sigma)` times normals of `seed`."""
+
+    owner: object  # the head it belongs to; others scored meanwhile stay clean
+    log_sigma: Float[Tensor, "1"]
+    seed: int
+
+
+_noise: ContextVar[_Noise | None] = ContextVar("noise", default=None)
+
+
+@contextmanager
+def perturbed(owner: object, log_sigma: Float[Tensor, "1"], seed: int) -> Iterator[None]:
+    """Inside, `head_scores` adds `exp(log_sigma)` * N(0, 1) to each logit of the head `owner` (`Parts.owner`): after
+    the soft cap, before the temperature. Drawn tile by tile from `seed`, in the backward too, which may run outside.
+    """
+    token = _noise.set(_Noise(owner, log_sigma, seed))
+    try:
+        yield
+    finally:
+        _noise.reset(token)
+
+
+class _Options(NamedTuple):
+    """What turns a product into a logit, and the types of both."""
+
+    temperature: float
+    softcap: float | None
+    rough: torch.dtype  # of the products
+    exact: torch.dtype  # of everything after them
+    entropy: bool
+    sigma: float  # of noise on the logits; 0 for none
+    seed: int
+    invariant: bool  # whether a token's score may depend on no other token, to the last bit
+
+
+def head_scores(
+    hidden: Float[Tensor, "tokens hidden"],
+    ids: Int[Tensor, " tokens"],
+    model: Parts,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    kept: Int[Tensor, "tokens k"] | None = None,
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"] | None]:
+    """Log-prob of `ids` and, if asked, the entropy (nats) of softmax(logits / temperature).
+
+    Products are computed in autocast's type where it is on, everything after them in float32 (float64 stays).
+    `kept` restricts each token's distribution to a set of ids (-1 fills up).
+    """
+    noise = _noise.get()
+    if noise is not None and noise.owner is not model.owner:
+        noise = None
+    log_sigma = None if noise is None else noise.log_sigma
+    options = _Options(
+        temperature,
+        model.softcap,
+        rough=_rough(hidden, model),
+        exact=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
+        entropy=entropy,
+        sigma=0.0 if log_sigma is None else math.exp(log_sigma.item()),
+        seed=0 if noise is None else noise.seed,
+        invariant=model.invariant,
+    )
+    logp, spread = _HeadScores.apply(hidden, model.weight, model.bias, log_sigma, ids, kept, options)
+    return logp, spread if entropy else None
+
+
+def _rough(hidden: Tensor, model: Parts) -> torch.dtype:
+    if model.invariant:  # its residual stream is wider than its products
+        return computing(model.weight)
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+class _HeadScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        _log_sigma: Tensor | None,  # an input for the sake of its gradient; its value is in the options
+        ids: Tensor,
+        kept: Tensor | None,
+        options: _Options,
+    ) -> tuple[Tensor, Tensor]:
+        count = hidden.shape[0]
+        # Log of the sum of exponentials so far. Not -inf: a tile without any kept id would make -inf - -inf.
+        total = hidden.new_full((count,), torch.finfo(options.exact).min / 2, dtype=options.exact)
+        chosen, spread = hidden.new_zeros(2, count, dtype=options.exact)  # logit of each id; entropy so far
+        rough = hidden.to(options.rough)
+        multiply = rows_product if options.invariant else product
+        for words, columns in _vocabulary(weight, options):
+            for tokens in _tokens(count):
+                noise = _draw(tokens, words, options, hidden.device)
+                logits, _ = _logits(multiply(rough[tokens], columns), bias, words, noise, options)
+                chosen[tokens] += _pick(logits, ids[tokens], words)
+                if kept is not None:
+                    logits.masked_fill_(~allowed(kept[tokens], words), -torch.inf)
+                before, now = total[tokens], _add(total[tokens], logits, options)
+                if options.entropy:
+                    # Relative to the running total, not of raw logits: no cancellation.
+                    logits.sub_(now[:, None])
+                    here = logits.exp().mul_(logits.masked_fill_(logits == -torch.inf, 0)).sum(-1)
+                    shift = before - now
+                    spread[tokens] = shift.exp() * (spread[tokens] - shift) - here
+                total[tokens] = now
+        ctx.save_for_backward(hidden, weight, bias, ids, kept, total, spread)
+        ctx.options = options
+        return chosen - total, spread
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, ids, kept, total, spread = ctx.saved_tensors
+        options: _Options = ctx.options
+        need_hidden, need_weight, need_bias, need_log_sigma = ctx.needs_input_grad[:4]
+        rough = hidden.to(options.rough)
+        to_hidden = torch.zeros_like(hidden, dtype=options.exact) if need_hidden else None
+        to_weight = torch.empty_like(weight) if need_weight else None
+        to_bias = torch.zeros_like(bias) if need_bias else None
+        to_log_sigma = hidden.new_zeros(1, dtype=options.exact) if need_log_sigma else None
+        for words, columns in _vocabulary(weight, options):
+            gathered = torch.zeros(columns.shape, dtype=options.exact, device=weight.device) if need_weight else None
+            for tokens in _tokens(len(hidden)):
+                noise = _draw(tokens, words, options, hidden.device)
+                logits, slope = _logits(product(rough[tokens], columns), bias, words, noise, options)
+                if kept is not None:
+                    logits.masked_fill_(~allowed(kept[tokens], words), -torch.inf)
+                grad_logp, grad_entropy = (grad[tokens, None] for grad in grads)
+                grad = _slope(logits.sub_(total[tokens, None]), grad_logp, grad_entropy, spread[tokens, None], options)
+                _add_at(grad, ids[tokens], words, grad_logp)
+                if to_log_sigma is not None and noise is not None:
+                    to_log_sigma += torch.dot(grad.view(-1), noise.view(-1)) * (options.sigma / options.temperature)
+                if slope is not None:
+                    grad.mul_(slope)
+                if options.temperature != 1:
+                    grad.div_(options.temperature)
+                if to_bias is not None:
+                    to_bias[words] += grad.sum(0)
+                grad = grad.to(options.rough)
+                if to_hidden is not None:
+                    to_hidden[tokens] += product(grad, columns.T)
+                if gathered is not None:
+                    gathered += product(grad.T, rough[tokens].T)
+            if to_weight is not None and gathered is not None:
+                to_weight[words] = gathered
+        return to_hidden, to_weight, to_bias, to_log_sigma, None, None, None
+
+
+def _add(total: Tensor, logits: Tensor, options: _Options) -> Float[Tensor, " tokens"]:
+    return add_exponentials(total, logits) if options.invariant else torch.logaddexp(total, logits.logsumexp(-1))
+
+
+def _vocabulary(weight: Tensor, options: _Options) -> Iterator[tuple[slice, Tensor]]:
+    for start in range(0, len(weight), TILE_VOCABULARY):
+        words = slice(start, min(start + TILE_VOCABULARY, len(weight)))
+        yield words, weight[words].to(options.rough)
+
+
+def _tokens(count: int) -> list[slice]:
+    return [slice(start, min(start + TILE_TOKENS, count)) for start in range(0, count, TILE_TOKENS)]
+
+
+def _draw(tokens: slice, words: slice, options: _Options, device: torch.device) -> Float[Tensor, "tokens words"] | None:
+    """The standard normals of one tile, if there is noise."""
+    if options.sigma == 0:
+        return None
+    shape, place = (tokens.stop - tokens.start, words.stop - words.start), (tokens.start, words.start)
+    return normals(shape, options.seed, place, device=device, dtype=options.exact)
+
+
+def _logits(
+    raw: Float[Tensor, "tokens words"], bias: Tensor | None, words: slice, noise: Tensor | None, options: _Options
+) -> tuple[Float[Tensor, "tokens words"], Float[Tensor, "tokens words"] | None]:
+    """Logits / temperature (over `raw` if its type is exact already), and the slope of the soft cap if there is one."""
+    logits = raw.to(options.exact)
+    if bias is not None:
+        logits += bias[words]
+    slope = None
+    if options.softcap is not None:
+        logits.div_(options.softcap).tanh_()
+        slope = 1 - logits.square()
+        logits.mul_(options.softcap)
+    if noise is not None:
+        logits.add_(noise, alpha=options.sigma)
+    if options.temperature != 1:
+        logits.div_(options.temperature)
+    return logits, slope
+
+
+def _slope(
+    logp: Float[Tensor, "tokens words"],
+    grad_logp: Float[Tensor, "tokens 1"],
+    grad_entropy: Float[Tensor, "tokens 1"],
+    spread: Float[Tensor, "tokens 1"],
+    options: _Options,
+) -> Float[Tensor, "tokens words"]:
+    """What each logit's probability contributes: -p grad_logp - p (log p + entropy) grad_entropy."""
+    if not options.entropy:
+        return logp.exp_().mul_(-grad_logp)
+    probability = logp.exp()
+    logp = logp.masked_fill_(logp == -torch.inf, 0)  # a probability of 0 contributes 0, not nan
+    return probability.mul_(logp.add_(spread).mul_(-grad_entropy).sub_(grad_logp))
+
+
+def _pick(logits: Tensor, ids: Tensor, words: slice) -> Float[Tensor, " tokens"]:
+    """The logit of each token's own id where this tile holds it, else 0."""
+    local = ids - words.start
+    inside = (local >= 0) & (local < logits.shape[1])
+    return logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0].where(inside, 0)
+
+
+def _add_at(grad: Tensor, ids: Tensor, words: slice, values: Float[Tensor, "tokens 1"]) -> None:
+    local = (ids - words.start)[:, None]
+    inside = (local >= 0) & (local < grad.shape[1])
+    grad.scatter_add_(1, local.clamp(0, grad.shape[1] - 1), values.where(inside, 0))
+
+
+def allowed(kept: Int[Tensor, "tokens k"], words: slice) -> Bool[Tensor, "tokens words"]:
+    """Which of this tile's ids each token may have been drawn from."""
+    size = words.stop - words.start
+    local = kept - words.start
+    # Ids of other tiles and the filling go to a spare last column.
+    local = local.where((local >= 0) & (local < size), size)
+    return torch.zeros(len(kept), size + 1, dtype=torch.bool, device=kept.device).scatter_(1, local, True)[:, :size]

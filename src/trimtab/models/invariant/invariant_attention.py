@@ -1,0 +1,241 @@
+"""Batch-invariant attention: a fixed order of keys, for packed rows and for decoding.
+
+The keys of a token are those of its prompt and those of its own response before it. Both are cut into blocks of
+`KEYS`, counted from the prompt's and from the response's first token: how a text splits into the two is part of a
+trajectory, so sampler and trainer cut alike. Then, in float32:
+
+    scores     one product for each (query, key), over the width of a head: padded to a multiple of `query_rows`
+    maximum    over all keys: exact in any order
+    sum, out   block by block, prompt first; keys that a query may not see, and padding, add exact zeros
+
+Queries, keys and values are rounded to the type of the model's products first, as a cache would hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from trimtab.errors import TrimtabError
+from trimtab.models.invariant.kernels.device import uses_kernels
+from trimtab.models.packed_attention import (
+    KEEP_SCORES,
+    Layout,
+    Options,
+    PackedAttention,
+    Rows,
+    fold,
+    token_major,
+    unfold,
+    working_blocks,
+)
+
+IMPLEMENTATION = "trimtab-invariant"
+KEYS = 64
+
+
+@runtime_checkable
+class Attends(Protocol):
+    """Where a forward finds keys and values of earlier tokens: a cache (`engines/embedded/invariant_decoder.py`)."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Token-major (tokens, heads x width) queries, keys and values of one layer -> output of the same shape."""
+        ...
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    layout: Layout | Attends | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls: query (1, heads, tokens, width), key and value (1, key heads, ...)."""
+    del attention_mask  # the layout knows
+    if layout is None or kwargs.get("dropout"):
+        raise TrimtabError("invariant attention is for scoring and for the embedded engine alone, without dropout")
+    heads, width = query.shape[1], query.shape[3]
+    scale = width**-0.5 if scaling is None else scaling
+    # Rotated queries and keys are wider than the products that made them; values have the products' own type.
+    dtype = value.dtype
+    with torch.autocast(query.device.type, enabled=False):
+        if isinstance(layout, Layout):
+            return _Packed.apply(query, key, value, layout, Options(scale, None, None, dtype)), None
+        q, k, v = (token_major(x, dtype) for x in (query, key, value))
+        out = layout.attend(module.layer_idx, q, k, v, scale)  # pyright: ignore[reportArgumentType]
+        return out.view(1, -1, heads, width), None
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+def up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def query_rows(width: int) -> int:
+    """How many rows a product over heads of `width` channels must have: those of fewer rows run other kernels.
+
+    MKL on a CPU with AVX-512 needs 4 rows up to a width of 80, 8 up to 128 and 12 up to 256; with
+    `MKL_CBWR=COMPATIBLE` 8 for all of them. More than needed cost time: 8 rows 1.2 to 1.4 times that of 4 while a
+    response is sampled, 16 rows 1.7 to 2.1 times.
+    """
+    return 8 if width <= 128 else 16
+
+
+def pad(states: Float[Tensor, "*batch time width"], multiple: int) -> Float[Tensor, "*batch more width"]:
+    """Zeros after the last time, up to a multiple; where nothing is missing, no copy."""
+    missing = -states.shape[-2] % multiple
+    return F.pad(states, (0, 0, 0, missing)) if missing else states
+
+
+def scores(
+    query: Float[Tensor, "batch queries width"], key: Float[Tensor, "batch keys width"], scaling: float
+) -> Float[Tensor, "batch queries keys"]:
+    """Scores of every pair. `queries` is a multiple of `query_rows`, `keys` of `KEYS`; both float32 or wider."""
+    return torch.bmm(query, key.transpose(1, 2)).mul_(scaling)
+
+
+def accumulate(
+    exponentials: Float[Tensor, "batch queries keys"],
+    value: Float[Tensor, "batch keys width"],
+    before: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Float[Tensor, "batch queries"], Float[Tensor, "batch queries width"]]:
+    """Sums and weighted values of each block of keys added up in order, to those of the blocks `before` them."""
+    for start in range(0, value.shape[1], KEYS):
+        part = exponentials[..., start : start + KEYS]
+        sums, values = part.sum(-1), torch.bmm(part, value[:, start : start + KEYS])
+        before = (sums, values) if before is None else (before[0].add_(sums), before[1].add_(values))
+    assert before is not None  # there is always a key: the query's own
+    return before
+
+
+class _Keys(NamedTuple):
+    """Keys and values that some rows of queries look at, (rows, a multiple of `KEYS`, channels)."""
+
+    keys: Tensor
+    values: Tensor
+    width: int  # without padding to whole blocks
+    lengths: Tensor | None  # of the prompts, (rows,); None: a row's own keys, of which a query sees those up to itself
+
+    def allowed(self, rows: slice, queries: range, keys: int) -> Bool[Tensor, "_ 1 _ keys"]:
+        places = torch.arange(keys, device=self.keys.device)
+        if self.lengths is not None:
+            return (places < self.lengths[rows, None])[:, None, None]
+        own = torch.arange(queries.start, queries.stop, device=self.keys.device)
+        return (places <= own[:, None])[None, None]
+
+    def seen(self, last: int) -> int:
+        """How many keys, in whole blocks, queries up to `last` can see."""
+        return self.keys.shape[1] if self.lengths is not None else min(up(last, KEYS), self.keys.shape[1])
+
+
+class _Packed(PackedAttention):
+    """A packed micro-batch. The backward is the native one: a sampler has no gradients to compare with."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, options: Options) -> Tensor:
+        heads, key_heads, width = query.shape[1], key.shape[1], query.shape[3]
+        q, k, v = (token_major(x, options.dtype) for x in (query, key, value))
+        out, kept = packed(q, k, v, layout, options, (key_heads, width))
+        PackedAttention.remember(ctx, (q, k, v), kept, layout, options, (heads, key_heads, width))
+        return out.view(1, -1, heads, width)
+
+
+def packed(
+    q: Float[Tensor, "tokens channels"],
+    k: Float[Tensor, "tokens key_channels"],
+    v: Float[Tensor, "tokens key_channels"],
+    layout: Layout,
+    options: Options,
+    sizes: tuple[int, int],
+) -> tuple[Float[Tensor, "tokens channels"], list[list[Tensor]]]:
+    """Attention over a packed row, and the probabilities that its backward wants. `sizes`: key heads, head width."""
+    if uses_kernels(q):
+        from trimtab.models.invariant.kernels import attention_kernel
+
+        found = attention_kernel.packed(q, k, v, layout, sizes[1], options.scaling)
+        # No probabilities of either kind of row: the backward makes them again.
+        return found, [[]] * (2 if layout.responses.width else 1)
+    out, kept = torch.empty_like(q), []
+    out[layout.responses.stop :] = 0  # fillers
+    for rows, parts in _kinds(layout, k, v):
+        found, probabilities = _attend(rows, parts, rows.spread(q), options, sizes)
+        out[rows.start : rows.stop] = rows.pack(found)
+        kept.append(probabilities)
+    return out, kept
+
+
+def _kinds(layout: Layout, k: Tensor, v: Tensor) -> list[tuple[Rows, list[_Keys]]]:
+    prompts, responses = layout.prompts, layout.responses
+    own = _own(prompts, k, v)
+    kinds = [(prompts, [own])]
+    if responses.width:
+        index = layout.prompt_index
+        shared = _Keys(own.keys[index], own.values[index], own.width, layout.prompt_lengths[index])
+        kinds.append((responses, [shared, _own(responses, k, v)]))
+    return kinds
+
+
+def _own(rows: Rows, k: Tensor, v: Tensor) -> _Keys:
+    return _Keys(pad(rows.spread(k), KEYS), pad(rows.spread(v), KEYS), rows.width, None)
+
+
+def _attend(
+    rows: Rows, parts: Sequence[_Keys], q: Tensor, options: Options, sizes: tuple[int, int]
+) -> tuple[Tensor, list[Tensor]]:
+    """Output rows, and the probabilities of every block in the form that the native backward takes."""
+    out, kept = torch.empty_like(q), []
+    heads, keys = q.shape[2] // sizes[1], sum(part.width for part in parts)
+    for block in working_blocks(rows.batch, heads, rows.width, keys):
+        queries = range(*block.queries.indices(rows.width))
+        some = pad(q[block.rows, block.queries], query_rows(sizes[1]))
+        exponentials, total, result = _block(some, queries.start, block.rows, parts, options, sizes)
+        out[block.rows, block.queries] = unfold(result.div_(total[..., None]), len(some), some.shape[1])[
+            :, : len(queries)
+        ].to(options.dtype)
+        if len(queries) == rows.width and rows.batch * heads * rows.width * keys <= KEEP_SCORES:
+            kept.append(_probabilities(exponentials, total, parts, (len(some), heads, len(queries)), options))
+    return out, kept
+
+
+def _block(
+    q: Tensor, start: int, rows: slice, parts: Sequence[_Keys], options: Options, sizes: tuple[int, int]
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Exponentials of each part's scores, their sum, and the values weighted with them, for some rows and queries."""
+    exact = torch.promote_types(options.dtype, torch.float32)
+    queries = range(start, start + q.shape[1])
+    folded, found = fold(q, *sizes).to(exact), []
+    for part in parts:
+        keys = part.seen(queries.stop)
+        score = scores(folded, fold(part.keys[rows, :keys], *sizes).to(exact), options.scaling)
+        score.view(len(q), -1, len(queries), keys).masked_fill_(~part.allowed(rows, queries, keys), -torch.inf)
+        found.append(score)
+    peak = torch.stack([score.amax(-1) for score in found]).amax(0)[..., None]
+    result = None
+    for part, score in zip(parts, found, strict=True):
+        values = fold(part.values[rows, : score.shape[-1]], *sizes).to(exact)
+        result = accumulate(score.sub_(peak).exp_(), values, result)
+    assert result is not None
+    return found, *result
+
+
+def _probabilities(
+    exponentials: Sequence[Tensor], total: Tensor, parts: Sequence[_Keys], shape: tuple[int, int, int], options: Options
+) -> Float[Tensor, "rows heads queries keys"]:
+    rows, heads, queries = shape
+    joint = torch.cat([one[..., : part.width] for one, part in zip(exponentials, parts, strict=True)], -1)
+    grid = joint.div_(total[..., None]).view(rows, heads, -1, joint.shape[-1])
+    return grid[:, :, :queries].to(options.dtype).contiguous()

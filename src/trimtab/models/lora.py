@@ -1,0 +1,49 @@
+"""Low-rank adapters (peft), and the weights with adapters merged: full precision, full names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.errors import TrimtabError
+from trimtab.models.sharding import full, is_sharded, shared_parameters
+
+_BASE = ".base_layer"
+
+
+def add_lora(model: nn.Module, *, rank: int, alpha: int, targets: str | Sequence[str]) -> nn.Module:
+    """Freeze `model` and inject trainable low-rank adapters (peft) in place; returns the same module tree.
+
+    `targets`: names of modules, or `all-linear`. Raises `TrimtabError` where the model has none of them.
+    """
+    import peft
+
+    target = targets if isinstance(targets, str) else list(targets)
+    adapters = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=target, lora_dropout=0.0)
+    try:
+        wrapped = peft.get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        raise TrimtabError(f"model.lora.targets = {targets!r}: {str(error).splitlines()[0]}") from None
+    return wrapped.get_base_model()
+
+
+@torch.no_grad()
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight under the name it has without adapters. Merging happens on the fly: peft's own merge followed by
+    unmerge is not exact in floating point and would slowly drift the frozen base.
+
+    Of a sharded model the weights are put together one at a time: every rank must take all of them, and a tied one
+    comes once.
+    """
+    deltas = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    again = shared_parameters(model)
+    for name, weight in model.state_dict().items():
+        if ".lora_" in name or (is_sharded(weight) and name in again):
+            continue
+        plain = name.replace(_BASE, "")
+        adapted: Any = deltas.get(plain) if _BASE in name else None
+        merged = weight if adapted is None else weight + adapted.get_delta_weight("default").to(weight.dtype)
+        yield plain, full(merged)

@@ -1,0 +1,177 @@
+"""Hooks of one perturbed decoder layer: they add the noise and keep the residual stream in float32.
+
+A half-precision residual stream swallows small noise: next to 1.0 bfloat16 has steps of 0.0078, and rounding undoes
+anything below half a step, wherever the addition itself was computed. So the stream is float32 from the first
+perturbed layer to the final norm. Norms read it as it is; what multiplies by matrices is handed the model's own type.
+A float32 model under autocast behaves like that already, and is given nothing but the noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trimtab.models.layers import is_block, is_norm
+from trimtab.models.packed_attention import Layout
+
+Perturb = Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch hidden"]]
+# Called with the perturbed input of a layer's first product, and with what it were without this layer's noise.
+Watch = Callable[[Tensor, Tensor], None]
+
+# The layer whose checkpointed pass runs now. Recomputation may happen while another draw is attached to the same
+# layer, and must not hear it.
+_owner: ContextVar[Layer | None] = ContextVar("owner", default=None)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type of a perturbed residual stream."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Layer:
+    """One decoder layer, perturbed inside `attached`. `dtype` is that of the model's own residual stream."""
+
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype, perturb: Perturb | None = None, watch: Watch | None = None
+    ) -> None:
+        self.module = module
+        self.dtype = dtype
+        self.perturb = perturb
+        self.watch = watch
+        self._attached = False
+        self._clean: Tensor | None = None  # this layer's input before and after its noise, until it was watched
+        self._perturbed: Tensor | None = None
+        self._norm: nn.Module | None = None  # what stands between the perturbed input and the first product
+        self._tokens: int | None = None  # how many come before the fillers of a packed row; None without any
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hooks on inside, off afterwards. Gradient checkpointing inside recomputes with the same hooks at any time."""
+        with ExitStack() as stack:
+            if original := vars(self.module).get("_gradient_checkpointing_func"):
+                checkpoint = partial(self._checkpoint, original)
+                stack.enter_context(_override(self.module, "_gradient_checkpointing_func", checkpoint))
+            stack.enter_context(self._hooks())
+            yield
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        children = list(self.module.children())
+        with ExitStack() as stack:
+            if self.perturb is not None:
+                handle = self.module.register_forward_pre_hook(self._before_layer, with_kwargs=True)
+                stack.callback(handle.remove)
+            if self.dtype != wide(self.dtype) or self.watch is not None:
+                for child in filter(is_block, children):
+                    stack.callback(child.register_forward_pre_hook(self._before_block, with_kwargs=True).remove)
+            if self.watch is not None:
+                for child in filter(is_norm, children):
+                    stack.callback(child.register_forward_pre_hook(self._before_norm).remove)
+            stack.enter_context(wide_norms(children, self.dtype))
+            self._attached = True
+            stack.callback(self._detach)
+            yield
+
+    def _detach(self) -> None:
+        self._attached = False
+        self._clean = self._perturbed = self._norm = None
+
+    def _checkpoint(self, original: Callable[..., Any], run: Callable[..., Any], *args: Any) -> Any:
+        return original(partial(self._run, run), *args)
+
+    def _run(self, run: Callable[..., Any], *args: Any) -> Any:
+        """A checkpointed pass: the first, and the recomputation, when this context may have been left."""
+        token = _owner.set(self)
+        try:
+            if self._attached:
+                return run(*args)
+            self.watch = None  # it has seen this input
+            with self._hooks():
+                return run(*args)
+        finally:
+            _owner.reset(token)
+
+    def _before_layer(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.perturb is None or _owner.get() not in (None, self):
+            return None
+        hidden, put = _first(args, kwargs)
+        perturbed = self.perturb(hidden)
+        if self.watch is not None:
+            self._clean, self._perturbed, self._norm = hidden.detach(), perturbed, None
+            layout = kwargs.get("layout")
+            self._tokens = layout.responses.stop if isinstance(layout, Layout) else None
+        return put(perturbed)
+
+    def _before_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._perturbed is not None and args[0] is self._perturbed:
+            self._norm = module
+
+    def _before_block(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value, put = _first(args, kwargs)
+        if self.watch is not None and self._clean is not None:
+            self._show(value, self._clean)
+            self._clean = self._perturbed = None
+        return put(value.to(self.dtype)) if self.dtype != wide(self.dtype) else None
+
+    @torch.no_grad()
+    def _show(self, value: Tensor, clean: Tensor) -> None:
+        assert self.watch is not None
+        clean = clean.to(wide(clean.dtype))
+        if self._norm is not None:
+            clean = self._norm.forward(clean)  # not a call: the hooks are not to hear of it
+        dtype = self._product_dtype(value)
+        self.watch(value[:, : self._tokens].to(dtype), clean[:, : self._tokens].to(dtype))
+
+    def _product_dtype(self, value: Tensor) -> torch.dtype:
+        device = value.device.type
+        if torch.is_autocast_enabled(device) and value.dtype != torch.float64:
+            return torch.get_autocast_dtype(device)
+        return self.dtype
+
+
+@contextmanager
+def wide_norms(modules: Iterable[nn.Module], dtype: torch.dtype, *, narrow: bool = False) -> Iterator[None]:
+    """Let the norms among `modules` read a float32 stream in a half-precision model; `narrow` their output again."""
+    with ExitStack() as stack:
+        if dtype != wide(dtype):
+            for module in filter(is_norm, modules):
+                if isinstance(module, nn.LayerNorm):  # its kernel wants parameters of the input's type
+                    stack.enter_context(_override(module, "forward", partial(_layer_norm, module)))
+                if narrow:
+                    stack.callback(module.register_forward_hook(lambda *call: call[2].to(dtype)).remove)
+        yield
+
+
+def _layer_norm(module: nn.LayerNorm, hidden: Tensor) -> Tensor:
+    weight, bias = (p if p is None else p.to(hidden.dtype) for p in (module.weight, module.bias))
+    return functional.layer_norm(hidden, module.normalized_shape, weight, bias, module.eps)
+
+
+@contextmanager
+def _override(module: nn.Module, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of one object, whether its own or its class's."""
+    own = vars(module)
+    before = own.get(name)
+    own[name] = replacement
+    try:
+        yield
+    finally:
+        if before is None:
+            del own[name]
+        else:
+            own[name] = before
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """The hidden state among a module's arguments, and how to hand over another in its place."""
+    if args:
+        return args[0], lambda value: ((value, *args[1:]), kwargs)
+    return kwargs["hidden_states"], lambda value: (args, {**kwargs, "hidden_states": value})

@@ -1,0 +1,1 @@
+"""What all HTML pages share: templates, theme and number formats."""

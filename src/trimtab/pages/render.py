@@ -1,0 +1,73 @@
+"""Shared by all pages: the template environment, atomic writing, and number formats."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from trimtab.errors import TrimtabError
+
+
+def render(template: str, values: Mapping[str, Any]) -> str:
+    """A page from its template. Every value is escaped unless it is `Markup`; a missing one is an error."""
+    environment = Environment(
+        loader=PackageLoader("trimtab.pages"),
+        # Always, whatever the file's name: the pages show text a model wrote.
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(version=importlib.metadata.version("trimtab"), **values)
+
+
+def write(path: Path, content: bytes) -> Path:
+    """Write the file whole or not at all. `TrimtabError` when the place cannot be written."""
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise TrimtabError(f"cannot write {path}: {error.strerror}; choose another folder or free space") from None
+    return path
+
+
+def number(value: Any) -> str:
+    """Four significant digits, thousands apart, tiny numbers as powers. JSON holds a NaN metric as null."""
+    if isinstance(value, str):
+        return value
+    if value is None or not math.isfinite(value):
+        return "–"
+    if isinstance(value, int) or float(value).is_integer():
+        return f"{int(value):,}" if abs(value) < 1e15 else f"{value:.3g}"
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return power(value, 2) if size < 1e-3 else f"{value:.4g}"
+
+
+def short(value: float) -> str:
+    """Two significant digits: 0.26 or 1.9e-3."""
+    if value == 0:
+        return "0"
+    return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else power(value, 1)
+
+
+def power(value: float, digits: int) -> str:
+    """1.9e-3, where Python writes 1.9e-03."""
+    return re.sub(r"e([+-])0*(\d)", lambda found: f"e{found[1].replace('+', '')}{found[2]}", f"{value:.{digits}e}")

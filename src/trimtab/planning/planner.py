@@ -1,0 +1,225 @@
+"""Splits GPUs between sampling and training for a model and a workload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trimtab.errors import TrimtabError
+from trimtab.planning import memory
+from trimtab.planning.assumptions import Assumptions
+from trimtab.planning.devices import Device
+from trimtab.planning.memory import Rank
+from trimtab.planning.pipeline_schedule import Cycle, Phases, cycle, lead
+from trimtab.planning.rates import Engine, Workload, training, writing
+from trimtab.planning.shapes import Shape
+
+NODE = 8  # GPUs of one machine: a larger cluster is divided by machines
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is given. None asks the plan to choose."""
+
+    shape: Shape
+    device: Device
+    gpus: int
+    work: Workload
+    assumed: Assumptions
+    rollout_gpus: int | None = None
+    tensor_parallel: int | None = None
+    micro_batch: int = 16384
+    max_lag: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One split of the GPUs. `memory`: bytes of a training rank by term; `room`: bytes a rank may use."""
+
+    question: Question
+    engine: Engine
+    engines: int
+    rank: Rank
+    phases: Phases
+    ahead: int
+    memory: Mapping[str, float]
+
+    @property
+    def work(self) -> Workload:
+        return self.question.work
+
+    @property
+    def slots(self) -> int:
+        return self.engine.slots(self.work)
+
+    @property
+    def room(self) -> float:
+        return self.question.device.memory * self.question.assumed.train_memory
+
+    @property
+    def fits(self) -> bool:
+        return self.trainer_fits and self.engine_fits
+
+    @property
+    def trainer_fits(self) -> bool:
+        return sum(self.memory.values()) <= self.room
+
+    @property
+    def longest(self) -> int:
+        """The longest response a training rank of this split has memory for; 0 where not even the weights fit."""
+        low, high = 0, 1 << 24
+        while low < high:
+            middle = (low + high + 1) // 2
+            work = replace(self.work, longest=middle, response=min(middle, self.work.response))
+            question = replace(self.question, work=work, micro_batch=1)
+            rank = _rank(question, self.rank.ranks, self.rank.recompute, self.rank.offload)
+            needed = sum(memory.training_rank(question.shape, rank).values())
+            low, high = (middle, high) if needed <= self.room else (low, middle - 1)
+        return low
+
+    @property
+    def engine_fits(self) -> bool:
+        """Whether the engine holds its weights and one response of full length."""
+        return self.slots > 0 and self.engine.cache >= self.work.prompt + self.work.longest
+
+    @property
+    def max_lag(self) -> int:
+        return self.ahead * self.work.updates
+
+    @property
+    def cycle(self) -> Cycle:
+        return cycle(self.phases, self.ahead)
+
+    @property
+    def generation_rate(self) -> float:
+        """Response tokens per second of all engines."""
+        return self.work.tokens / self.phases.generate
+
+    @property
+    def training_rate(self) -> float:
+        """Response tokens per second of all ranks."""
+        return self.work.tokens / self.phases.train
+
+    def keys(self) -> dict[str, Any]:
+        """What to set in a recipe, by dotted key."""
+        work = self.work
+        found: dict[str, Any] = {
+            "trainer.prompts": work.prompts,
+            "trainer.samples": work.samples,
+            "trainer.minibatches": work.updates // work.epochs,
+            "trainer.epochs": work.epochs,
+            "trainer.max_lag": self.max_lag,
+            "trainer.micro_batch_tokens": self.question.micro_batch,
+            "sampling.max_tokens": work.longest,
+            "model.dtype": "float32",
+            "model.autocast": "bfloat16",
+            "model.gradient_checkpointing": self.rank.recompute,
+            "engine.type": "vllm",
+            "engine.dtype": "bfloat16",
+            "engine.vllm.tensor_parallel": self.engine.gpus,
+            "engine.vllm.memory": self.question.assumed.engine_memory,
+            "engine.vllm.context": work.prompt + work.longest,
+            "placement": "ray",
+            "ray.engines": self.engines,
+            "ray.engine_gpus": float(self.engine.gpus),
+            "ray.trainers": self.rank.ranks,
+            "ray.trainer_gpus": 1.0,
+        }
+        if self.rank.offload:
+            found["sharding.offload"] = True
+        return found
+
+
+def plan(question: Question) -> Plan:
+    """The fastest split that fits; where none fits, the fastest one: its memory says what is missing."""
+    plans = [candidate for split in _splits(question) for candidate in _candidates(question, *split)]
+    if not plans:
+        raise TrimtabError(_no_split(question))
+    return min(plans, key=lambda each: (not each.fits, not each.engine_fits, each.cycle.seconds, each.phases.in_turn))
+
+
+def _splits(question: Question) -> Iterator[tuple[int, int]]:
+    """GPUs of one engine, and the number of engines; one GPU at least is left for training."""
+    unit = NODE if question.gpus > NODE else 1
+    wanted = question.tensor_parallel
+    for size in (1, 2, 4, 8) if wanted is None else (wanted,):
+        for rollout in range(unit, question.gpus, unit) if question.rollout_gpus is None else (question.rollout_gpus,):
+            engines = rollout // size
+            # An engine writes whole groups: more engines than prompts would stand still.
+            divides = rollout % size == 0 and question.shape.heads % size == 0
+            if divides and 0 < engines <= question.work.prompts and rollout < question.gpus:
+                yield size, engines
+
+
+def _no_split(question: Question) -> str:
+    sizes = f"{question.tensor_parallel or '1, 2, 4 or 8'} GPUs"
+    if any(_splits(question)):
+        return (
+            f"no engine of {sizes} of a {question.device.name} holds {question.shape.name}: raise --tensor-parallel or "
+            "--gpus, or take a --device with more memory"
+        )
+    asked = f"--rollout-gpus {question.rollout_gpus} " if question.rollout_gpus is not None else ""
+    return (
+        f"{question.gpus} GPUs cannot be split {asked}into engines of {sizes} (a divisor of the model's "
+        f"{question.shape.heads} heads) and at least one for training: change --gpus, --rollout-gpus or "
+        "--tensor-parallel"
+    )
+
+
+def _candidates(question: Question, size: int, engines: int) -> Iterator[Plan]:
+    """The split without recomputation if that fits, else with it, else with the optimizer in CPU memory."""
+    engine = Engine(question.shape, question.device, size, question.assumed)
+    slots = engine.slots(question.work)
+    if slots == 0:
+        return
+    generate = _generation(engine, engines, question.work, slots)
+    ranks = question.gpus - size * engines
+    # A single rank shards nothing, and what is not sharded is not offloaded.
+    ways = ((False, False), (True, False), (True, True))[: 3 if ranks > 1 else 2]
+    for recompute, offload in ways:
+        rank = _rank(question, ranks, recompute, offload)
+        phases = _phases(question, rank, generate)
+        ahead = lead(question.max_lag, question.work.updates, phases)
+        held = memory.training_rank(question.shape, rank)
+        found = Plan(question, engine, engines, rank, phases, ahead, held)
+        if found.trainer_fits or (recompute, offload) == ways[-1]:
+            yield found
+            return
+
+
+def _generation(engine: Engine, engines: int, work: Workload, slots: int) -> float:
+    """Seconds until the slowest engine has written its share, whole groups, and the others wait."""
+    groups = math.ceil(work.prompts / engines)
+    return engine.prefill(groups * work.prompt) + writing(
+        engine, work.prompt, work.lengths(groups * work.samples), slots
+    )
+
+
+def _rank(question: Question, ranks: int, recompute: bool, offload: bool) -> Rank:
+    work = question.work
+    rows = min(work.samples, max(1, (question.micro_batch - work.prompt) // work.longest))
+    return Rank(
+        ranks=ranks,
+        tokens=work.prompt + rows * work.longest,
+        scored=rows * work.longest,
+        rows=rows,
+        prompt=work.prompt,
+        response=work.longest,
+        recompute=recompute,
+        offload=offload,
+    )
+
+
+def _phases(question: Question, rank: Rank, generate: float) -> Phases:
+    work, assumed = question.work, question.assumed
+    prompts = work.prompts * math.ceil(work.samples / rank.rows)
+    handover = rank.master * question.shape.parameters / assumed.handover
+    return Phases(
+        generate=generate,
+        train=training(question.shape, question.device, rank.ranks, work, prompts, rank.recompute, assumed),
+        score=assumed.score,
+        publish=handover,
+        load=handover,
+    )

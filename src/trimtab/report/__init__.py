@@ -1,0 +1,1 @@
+"""Pages about Trimtab's own runs: one run, several, or an experiment."""

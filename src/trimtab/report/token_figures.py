@@ -1,0 +1,154 @@
+"""The figures of the report's token section."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from trimtab.diagnosis.token_statistics import DECILES, Envelope, Shift
+from trimtab.pages.render import short
+from trimtab.pages.svg import BLUE, INK, ORANGE, RC, SKY, VERMILLION, short_power, to_svg
+
+# The first step shown, then the last: color, fill, line style.
+_ENDS = ((VERMILLION, ORANGE, "--"), (BLUE, SKY, "-"))
+_SHADES = 5  # darkness levels of the scatter, logarithmic in the count
+
+
+def envelope_svg(found: Mapping[int, Envelope]) -> str:
+    """Percentiles of log π − log μ over the behavior probability, for one or two steps."""
+
+    def paint(axes: Axes) -> None:
+        for (step, part), (color, fill, style) in zip(found.items(), _ENDS[-len(found) :], strict=True):
+            marker = "o" if len(part.probability) < 4 else None
+            axes.fill_between(part.probability, part.low, part.high, color=fill, alpha=0.25, linewidth=0)
+            if marker:  # a band over so few bins has hardly an area
+                axes.vlines(part.probability, part.low, part.high, color=color, linewidth=0.7)
+            for edge in (part.low, part.high):
+                axes.plot(part.probability, edge, color=color, linewidth=0.7, marker=marker, markersize=2)
+            axes.plot(
+                part.probability,
+                part.median,
+                color=color,
+                linestyle=style,
+                marker=marker,
+                markersize=4,
+                label=f"step {step}",
+            )
+        axes.axhline(0.0, color=INK, linewidth=0.6, linestyle=":")
+        axes.set_xscale("log")
+        axes.set_xlim(min(part.probability.min() for part in found.values()) / 2, 1.0)
+        _log_labels(axes)
+        axes.set_xlabel("behavior probability")
+        axes.set_ylabel("log π − log μ, nats")
+
+    return _draw("Log-ratio envelope", paint, legend=True)
+
+
+def scatter_svg(counts: np.ndarray) -> str:
+    """Trainer probability (rows) over sampler probability (columns) from counts (bins, bins) of the unit square."""
+
+    def paint(axes: Axes) -> None:
+        bins = len(counts)
+        rows, columns = np.nonzero(counts)
+        darkness = np.log1p(counts[rows, columns]) / np.log1p(max(int(counts.max()), 1))
+        level = np.ceil(darkness * _SHADES) / _SHADES
+        corners = np.array([(0, 0), (1, 0), (1, 1), (0, 1)], dtype=np.float64)
+        squares = (np.stack([columns, rows], axis=-1)[:, None, :] + corners) / bins
+        colors = [to_rgba(BLUE, alpha=float(value)) for value in level]
+        axes.add_collection(PolyCollection(list(squares), facecolors=colors, linewidths=0))
+        axes.plot([0, 1], [0, 1], color=INK, linewidth=0.6, linestyle=":")
+        axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="sampler, μ", ylabel="trainer, π")
+
+    return _draw("Trainer against sampler probability", paint)
+
+
+def shift_svg(found: Shift) -> str:
+    """Histogram of |p_perturbed − p_clean| with its 75th percentile."""
+
+    def paint(axes: Axes) -> None:
+        axes.stairs(found.count, found.edges, fill=True, color=SKY, alpha=0.6, label="tokens")
+        axes.stairs(found.count, found.edges, color=BLUE, linewidth=1.0)
+        if found.upper_quartile > 0:
+            label = f"75th percentile {short(found.upper_quartile)}"
+            axes.axvline(found.upper_quartile, color=VERMILLION, linestyle="--", label=label)
+        axes.set_axisbelow(True)
+        axes.set_xscale("log")
+        _log_labels(axes)
+        axes.set_xlabel("|p with noise − p without|")
+        axes.set_ylabel("tokens")
+
+    return _draw("Change of probability", paint, legend=True)
+
+
+def entropy_svg(found: Mapping[int, np.ndarray]) -> str:
+    """Mean entropy (10,) of each tenth of the response, for one or two steps."""
+
+    def paint(axes: Axes) -> None:
+        for (step, values), (color, _, style) in zip(found.items(), _ENDS[-len(found) :], strict=True):
+            there = np.isfinite(values)
+            axes.plot(
+                _middle()[there],
+                values[there],
+                color=color,
+                linestyle=style,
+                marker="o",
+                markersize=3,
+                label=f"step {step}",
+            )
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("entropy, nats")
+        _position_axis(axes)
+
+    return _draw("Entropy by position", paint, legend=True)
+
+
+def clipped_svg(low: np.ndarray, high: np.ndarray) -> str:
+    """Fractions (10,) of tokens below and above the bounds in each tenth of the response, one on the other."""
+
+    def paint(axes: Axes) -> None:
+        axes.set_axisbelow(True)  # no grid across the bars
+        axes.bar(_middle(), np.nan_to_num(low), width=8, color=ORANGE, label="below, A < 0")
+        axes.bar(_middle(), np.nan_to_num(high), width=8, bottom=np.nan_to_num(low), color=BLUE, label="above, A > 0")
+        highest = float(np.nanmax(low + high))
+        axes.set_ylim(0, 1.08 * highest if highest > 0 else 0.01)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
+        axes.set_ylabel("clipped tokens")
+        _position_axis(axes)
+
+    return _draw("Clipped tokens by position", paint, legend=True)
+
+
+def _middle() -> np.ndarray:
+    """Where each tenth is drawn, in percent of the response."""
+    return 100.0 * (np.arange(DECILES) + 0.5) / DECILES
+
+
+def _position_axis(axes: Axes) -> None:
+    axes.set_xlim(0, 100)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}%"))
+    axes.set_xlabel("position in the response")
+
+
+def _log_labels(axes: Axes) -> None:
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=7))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_power(value)))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _draw(name: str, paint: Callable[[Axes], None], *, legend: bool = False) -> str:
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=(4.2, 2.7), layout="constrained")
+        axes = figure.add_subplot()
+        paint(axes)
+        if legend and len(axes.get_legend_handles_labels()[1]) > 1:
+            figure.legend(loc="outside upper left", ncols=2, columnspacing=1.2)
+        return to_svg(figure, name)

@@ -1,0 +1,279 @@
+"""Collects scored groups: draws prompts, samples, rewards, and (DAPO) replaces groups without signal."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from trimtab import tasks
+from trimtab.config import Config
+from trimtab.errors import TrimtabError
+from trimtab.rewards import Score, Scorer
+from trimtab.rollout.demonstrations import Experts
+from trimtab.rollout.prefix_pool import PrefixPool
+from trimtab.rollout.sampling_contract import check_trajectory
+from trimtab.rollout.schedule import Request
+from trimtab.seeds import derive
+from trimtab.types import EXTERNAL, Completion, Engine, Prompt, Sampling, Task, Trajectory
+
+Group = list[Trajectory]
+
+
+@dataclass
+class PromptStream:
+    """Problems of the training split in an order that is a pure function of (seed, position).
+
+    Where a prompt has more than `longest` tokens, that of another problem takes its place. `replaced` holds the
+    positions where that happened, `logged` is how many of them the metrics have counted.
+    """
+
+    task: Task
+    tokenizer: Any
+    seed: int
+    position: int = 0
+    longest: int | None = None
+    replaced: set[int] = field(default_factory=set)
+    logged: int = 0
+    _order: tuple[int, np.ndarray] | None = field(default=None, repr=False)
+
+    @property
+    def pad_id(self) -> int:
+        return int(self.tokenizer.pad_token_id)
+
+    def take(self, count: int) -> list[Prompt]:
+        prompts = self.at(self.position, count)
+        self.position += count
+        return prompts
+
+    def at(self, position: int, count: int) -> list[Prompt]:
+        """The `count` prompts from `position` on, without moving."""
+        return [self._prompt(position + offset) for offset in range(count)]
+
+    def _prompt(self, position: int) -> Prompt:
+        epoch, index = divmod(position, len(self.task.train))
+        order = self._order
+        if order is None or order[0] != epoch:
+            rng = np.random.default_rng(derive(self.seed, "order", epoch))
+            self._order = order = (epoch, rng.permutation(len(self.task.train)))
+        prompt = self._encoded(int(order[1][index]))
+        if self.fits(prompt):
+            return prompt
+        self.replaced.add(position)
+        return self._replacement(position)
+
+    def _replacement(self, position: int) -> Prompt:
+        """Any prompt that is short enough; like the order, a pure function of (seed, position)."""
+        rng = np.random.default_rng(derive(self.seed, "replacement", position))
+        for index in rng.permutation(len(self.task.train)).tolist():
+            prompt = self._encoded(index)
+            if self.fits(prompt):
+                return prompt
+        raise TrimtabError(
+            f"no training problem has a prompt of at most {self.longest} tokens (sampling.max_prompt_tokens): "
+            "raise it, lower sampling.max_tokens, or take another task"
+        )
+
+    def newly_replaced(self) -> int:
+        """How many prompts were replaced since this was last asked. One asked again, after a resume, counts once."""
+        total = len(self.replaced)
+        new, self.logged = total - self.logged, total
+        return new
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the count, as JSON."""
+        return {"replaced": sorted(self.replaced), "logged": self.logged}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.replaced, self.logged = set(state["replaced"]), state["logged"]
+
+    def _encoded(self, index: int) -> Prompt:
+        return tasks.encode(self.task, self.task.train[index], self.tokenizer)
+
+    def fits(self, prompt: Prompt) -> bool:
+        """Whether a prompt is short enough."""
+        return self.longest is None or len(prompt.ids) <= self.longest
+
+
+@dataclass
+class CollectStats:
+    """What happened while groups were collected; all counts are since the last batch was taken."""
+
+    generated: int = 0
+    response_tokens: int = 0
+    decoded: int = 0
+    prefilled: int = 0
+    traces: int = 0
+    traces_dropped: int = 0
+    traces_missing: int = 0
+    failed_rewards: int = 0
+    dropped: int = 0
+    stale: int = 0
+    discarded_lengths: list[int] = field(default_factory=list)  # of responses written in vain, as far as they got
+    groups: int = 0
+    no_signal: int = 0
+    refilled: int = 0
+    restarts: int = 0
+    interrupted: int = 0
+    errors: list[str] = field(default_factory=list)
+    seconds_generating: float = 0.0
+    seconds_scoring: float = 0.0
+    seconds_waiting: float = 0.0
+
+    def add(self, other: CollectStats) -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+
+@dataclass
+class Collector:
+    """The data side of a run: which prompts are asked, what they are paid, and what of it can be used.
+
+    `engine` is the one that generates in step with training. `room` is how many tokens of the smallest context
+    `sampling.max_tokens` leaves to a prompt; None where no context is known.
+    """
+
+    config: Config
+    stream: PromptStream
+    engine: Engine
+    scorer: Scorer
+    sampling: Sampling
+    prefixes: PrefixPool | None = None
+    experts: Experts | None = None
+    room: int | None = None
+
+    def sample(self, request: Request, stats: CollectStats) -> list[Group]:
+        """Generate and score the groups of a request, in this thread."""
+        start = time.perf_counter()
+        decoded, prefilled = self.engine.decoded, self.engine.prefilled
+        prompts, completions = self._generate(request, stats)
+        stats.decoded += self.engine.decoded - decoded
+        stats.prefilled += self.engine.prefilled - prefilled
+        stats.seconds_generating += time.perf_counter() - start
+        return self.grade(request, prompts, completions, stats)
+
+    def grade(
+        self,
+        request: Request,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[Completion]],
+        stats: CollectStats,
+    ) -> list[Group]:
+        """Score the responses of a request and keep what can be used, one group for each prompt."""
+        start = time.perf_counter()
+        pairs = [
+            (prompt.problem, answer) for prompt, answers in zip(prompts, completions, strict=True) for answer in answers
+        ]
+        scores = iter(self.scorer.score(pairs))
+        groups = [
+            self._group(prompt, number, [(answer, next(scores)) for answer in answers], stats)
+            for number, prompt, answers in zip(request.numbers, prompts, completions, strict=True)
+        ]
+        own = [len(answer.response_ids) for _, answer in pairs if not _is_external(answer)]
+        stats.generated += len(own)
+        stats.response_tokens += sum(own)
+        stats.seconds_scoring += time.perf_counter() - start
+        return groups
+
+    def seed(self, request: Request) -> int:
+        """The seed of a request's draws."""
+        return derive(self.config.seed, "rollout", request.first)
+
+    def _generate(self, request: Request, stats: CollectStats) -> tuple[list[Prompt], list[list[Completion]]]:
+        """The next prompts with their responses: sampled whole, continued from prefixes, or joined by traces."""
+        seed, samples, count = self.seed(request), self.config.trainer.samples, request.count
+        pool = self.prefixes
+        if pool is not None and not pool.due:
+            prompts, prefixes = pool.take(count)
+            stats.response_tokens -= sum(len(prefix.response_ids) for group in prefixes for prefix in group)
+            completions = self.engine.generate(prompts, samples, self.sampling, seed=seed, prefixes=prefixes)
+            pool.observe([len(answer.response_ids) for answers in completions for answer in answers])
+            return prompts, completions
+        prompts = self.stream.take(count)
+        if self.experts is not None:
+            return prompts, self._join_traces(self.experts, request, prompts, stats)
+        completions = self.engine.generate(prompts, samples, self.sampling, seed=seed)
+        if pool is not None:
+            pool.observe([len(answer.response_ids) for answers in completions for answer in answers])
+            # The weights of this moment are the historical policy of the batches to come: no second copy is kept.
+            if pool.batches:
+                stats.response_tokens += pool.refill(self.stream.take(count * pool.batches))
+        return prompts, completions
+
+    def _join_traces(
+        self, experts: Experts, request: Request, prompts: Sequence[Prompt], stats: CollectStats
+    ) -> list[list[Completion]]:
+        """External traces take the place of sampled responses, so that every group has `trainer.samples` members."""
+        assert self.config.expert is not None
+        samples, wanted = self.config.trainer.samples, self.config.expert.per_group
+        before = experts.dropped, experts.missing
+        epoch = len(self.stream.task.train)
+        traces = [
+            experts.take(prompt, wanted, turn=number // epoch)
+            for number, prompt in zip(request.numbers, prompts, strict=True)
+        ]
+        stats.traces += sum(len(found) for found in traces)
+        stats.traces_dropped += experts.dropped - before[0]
+        stats.traces_missing += experts.missing - before[1]
+        if not any(traces):
+            stats.errors.append(
+                f"no external trace joined: {experts.dropped - before[0]} were too long, "
+                f"{experts.missing - before[1]} of {len(prompts)} prompts have none"
+            )
+        most = samples - min(len(found) for found in traces)
+        sampled = self.engine.generate(prompts, most, self.sampling, seed=self.seed(request))
+        return [answers[: samples - len(found)] + found for answers, found in zip(sampled, traces, strict=True)]
+
+    def _group(
+        self, prompt: Prompt, number: int, scored: Sequence[tuple[Completion, Score]], stats: CollectStats
+    ) -> Group:
+        """The usable trajectories of one prompt. What cannot be used is counted with its reason, never guessed."""
+        group: Group = []
+        for answer, score in scored:
+            if score.total is None:
+                stats.failed_rewards += 1
+                stats.errors.append(score.error or "a reward failed")
+                continue
+            external = _is_external(answer)
+            if not external and not np.isfinite(answer.logp_behavior).all():
+                stats.dropped += 1
+                stats.errors.append(f"problem {prompt.problem.id!r}: the engine reported a non-finite log-prob")
+                continue
+            cut = self.config.trainer.mask_truncated and answer.finish == "length"
+            trajectory = Trajectory(
+                prompt=prompt,
+                group=number,
+                completion=answer,
+                sampling=self.sampling,
+                loss_mask=np.full(len(answer.response_ids), not cut, dtype=np.bool_),
+                reward=score.total,
+                rewards=score.parts,
+                off_policy=external,
+            )
+            if not external:
+                check_trajectory(trajectory)
+            group.append(trajectory)
+        return group
+
+
+def _is_external(answer: Completion) -> bool:
+    return bool(len(answer.policy_version)) and int(answer.policy_version[0]) == EXTERNAL
+
+
+def oldest(group: Group) -> float:
+    """The oldest policy that wrote in the group; external traces have none and do not age."""
+    versions = (t.completion.policy_version for t in group if not t.off_policy)
+    return min((int(written.min()) for written in versions if len(written)), default=math.inf)
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the first reward (correctness, by convention) tells the members apart; shaping rewards do not count."""
+    if not group:
+        return False
+    name = next(iter(group[0].rewards))
+    first = [trajectory.rewards[name] for trajectory in group]
+    return max(first) > min(first)

@@ -1,0 +1,152 @@
+"""External traces that join sampled groups (LUFFY, arXiv 2504.14945): gold answers or rows of a file.
+
+A trace becomes the tokens an engine would have returned had it sampled that text, its ending included, so that
+nothing but the missing behavior policy tells it from the other members of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.config import ExpertConfig
+from trimtab.engines.stopping import StopRule
+from trimtab.errors import TrimtabError, nearest
+from trimtab.tasks.file import read_rows
+from trimtab.types import EXTERNAL, Completion, Problem, Prompt, Sampling, Task
+
+GOLD = "gold"
+
+
+@dataclass
+class Experts:
+    """The traces of a run. `dropped` and `missing` count since loading; what a step adds is the difference.
+
+    dropped: traces that were due but exceed the response limit or, with their prompt, the context.
+    missing: prompts asked for that have no trace at all.
+    """
+
+    texts: Callable[[Problem], Sequence[str]]
+    tokenizer: Any
+    sampling: Sampling
+    context: int | None = None
+    dropped: int = 0
+    missing: int = 0
+
+    @classmethod
+    def load(cls, config: ExpertConfig, task: Task, tokenizer: Any, sampling: Sampling, context: int | None) -> Experts:
+        """Traces of `config.path`: the task's gold answers, or the rows (prompt, response) of a file.
+
+        A row's prompt is the id of a problem or its question; several rows may share one. `context` is the number of
+        positions of the model, None for no limit.
+
+        Raises `TrimtabError` naming file and row for one that cannot be used, and when no row fits the task, a
+        response has no ending, or sampling is truncated (a trace was drawn from no keep set).
+        """
+        if sampling.truncated:
+            raise TrimtabError(
+                "[expert]: traces were not drawn from the sampler's top-p or top-k sets and could not be scored over "
+                "them: set sampling.top_p = 1 and sampling.top_k = 0"
+            )
+        if not sampling.stop and tokenizer.eos_token_id is None:
+            raise TrimtabError(
+                f"[expert]: task {task.name!r} has no stop string and the tokenizer no end token: give the task a stop"
+            )
+        if config.path == GOLD:
+            return cls(lambda problem: (task.gold(problem),) if problem.answer else (), tokenizer, sampling, context)
+        rows = _read(Path(config.path), _endings(tokenizer, sampling))
+
+        def texts(problem: Problem) -> Sequence[str]:
+            return rows.get(problem.id) or rows.get(problem.question.strip()) or ()
+
+        if not any(texts(problem) for problem in task.train):
+            raise TrimtabError(
+                f"{config.path}: no prompt is the id or the question of a training problem of task {task.name!r}, "
+                f"such as {task.train[0].question[:60]!r}"
+            )
+        return cls(texts, tokenizer, sampling, context)
+
+    def take(self, prompt: Prompt, count: int, turn: int) -> list[Completion]:
+        """At most `count` traces of a prompt; `turn`, such as its group number, says where among several to begin.
+
+        Fewer, down to none, when there are fewer or they are too long. Equal arguments give equal traces.
+        """
+        texts = self.texts(prompt.problem)
+        self.missing += not texts
+        room = self.sampling.max_tokens
+        if self.context is not None:
+            room = min(room, self.context - len(prompt.ids))
+        traces: list[Completion] = []
+        for offset in range(len(texts)):
+            if len(traces) == count:
+                break
+            trace = written(texts[(turn * count + offset) % len(texts)], self.tokenizer, self.sampling)
+            if len(trace.response_ids) <= room:
+                traces.append(trace)
+            else:
+                self.dropped += 1
+        return traces
+
+
+def written(text: str, tokenizer: Any, sampling: Sampling) -> Completion:
+    """A given text as the response an engine would have returned: up to its first ending and with it.
+
+    A text without an ending gets one: the task's first stop string, or the end token where it has none. Nothing is
+    known of a behavior policy: `logp_behavior` is NaN and `policy_version` is `EXTERNAL`.
+    """
+    rule = StopRule(tokenizer, () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,), sampling)
+    text = text[: _end(text, _endings(tokenizer, sampling))]
+    ids = _encode(text, tokenizer)
+    if not ids or not rule.ended([ids])[0]:
+        ids = _encode(text + sampling.stop[0], tokenizer) if sampling.stop else [*ids, tokenizer.eos_token_id]
+    return Completion(
+        response_ids=np.asarray(ids, dtype=np.int64),
+        logp_behavior=np.full(len(ids), np.nan, dtype=np.float32),
+        policy_version=np.full(len(ids), EXTERNAL, dtype=np.int64),
+        finish="stop",
+        text=rule.text(ids),
+    )
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _endings(tokenizer: Any, sampling: Sampling) -> tuple[str, ...]:
+    """What ends a response when it is written as text: stop strings, and the end token's own name."""
+    return (*sampling.stop, *(() if tokenizer.eos_token is None else (tokenizer.eos_token,)))
+
+
+def _end(text: str, endings: Sequence[str]) -> int:
+    """Where the first ending of a text is complete; its length when it has none."""
+    return min((text.find(ending) + len(ending) for ending in endings if ending in text), default=len(text))
+
+
+def _read(path: Path, endings: Sequence[str]) -> dict[str, list[str]]:
+    """Responses by the prompt they answer, in the order of the file."""
+    found: dict[str, list[str]] = {}
+    for number, row in read_rows(path):
+        place = f"{path}, row {number}"
+        prompt, response = _text(row, "prompt", place), _text(row, "response", place)
+        beyond = response[_end(response, endings) :].strip()
+        if beyond:
+            raise TrimtabError(
+                f"{place}: {beyond[:30]!r} follows what ends a sampled response ({' or '.join(map(repr, endings))}): "
+                "remove it, or give the task another stop"
+            )
+        found.setdefault(prompt.strip(), []).append(response)
+    if not found:
+        raise TrimtabError(f"{path}: no rows; give a file with at least one prompt and response")
+    return found
+
+
+def _text(row: Mapping[str, Any], column: str, place: str) -> str:
+    if column not in row:
+        raise TrimtabError(f"{place}: no column {column!r}{nearest(column, row)}")
+    if not isinstance(row[column], str) or not row[column].strip():
+        raise TrimtabError(f"{place}: column {column!r} has no text; fill it in or remove the row")
+    return row[column]

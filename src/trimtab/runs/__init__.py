@@ -1,0 +1,1 @@
+"""The run directory: names, writing, reading, and what its metrics mean."""

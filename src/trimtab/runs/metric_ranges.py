@@ -1,0 +1,56 @@
+"""Healthy ranges of metrics: the one source for marks in report.html and for `diagnose`.
+
+The ranges themselves are in `metrics.toml`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from trimtab.runs.metric_catalog import Metric, Range, metric
+
+K3 = "mismatch/k3"
+
+State = Literal["healthy", "outside", ""]
+"""Of a value: within its healthy band, outside of it, or not judged (no band, no number)."""
+
+
+def judge(key: str, value: Any) -> State:
+    """The state of the metric `key` at `value`, by the healthy band of its row; "" where there is none.
+
+    Of a row with `of`, `value` is the share.
+    """
+    row = metric(key)
+    if row is None or (row.low is None and row.high is None):
+        return ""
+    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
+        return ""
+    inside = (row.low is None or value >= row.low) and (row.high is None or value <= row.high)
+    return "healthy" if inside else "outside"
+
+
+def band_text(key: str) -> str:
+    """The healthy band in numbers: `0.95 to 1`, `at most 0.05`, `at least 0.8`; empty where there is none."""
+    row = metric(key)
+    if row is None or (row.low is None and row.high is None):
+        return ""
+    if row.low is None:
+        return f"at most {row.high:g}"
+    return f"at least {row.low:g}" if row.high is None else f"{row.low:g} to {row.high:g}"
+
+
+def k3_ranges() -> dict[str, Range]:
+    """The named ranges of k3 by name, ascending: exact, dense, small-dense, moe, beyond."""
+    return {part.name: part for part in _k3().ranges}
+
+
+def k3_range(k3: float) -> Range:
+    """The named range `k3` lies in; what is not a number lies beyond all."""
+    return next((part for part in _k3().ranges if k3 <= part.high), _k3().ranges[-1])
+
+
+def _k3() -> Metric:
+    row = metric(K3)
+    assert row is not None
+    return row

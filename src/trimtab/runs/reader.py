@@ -1,0 +1,211 @@
+"""Reads the files of a run. Every fault is one `TrimtabError` that names the file and the remedy."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trimtab.errors import TrimtabError
+from trimtab.runs.origins import read_origins
+
+T = TypeVar("T")
+_STEP_FILE = re.compile(r"step-(\d+)\.parquet")
+# What a completion is shown with. The last three are there when training wrote the file; other writers may lack them.
+_NEEDED = ("group", "reward")
+_SHOWN = ("group", "reward", "prompt_id", "prompt_text", "text", "finish", "rewards", "answer", "advantage")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run as files: the resolved recipe, one mapping per step, in order, and one per start (provenance.json).
+
+    A metric that was NaN is None.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    rows: list[dict[str, Any]]
+    origins: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def keys(self) -> list[str]:
+        """Every key logged in any step, sorted."""
+        return sorted({key for row in self.rows for key in row})
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        return self.rows[-1]
+
+    def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values, each (count,) float64, of the steps that logged a number under `key`."""
+        pairs = [(row["step"], row[key]) for row in self.rows if _is_number(row.get(key))]
+        steps, values = (np.array(column, dtype=np.float64) for column in zip(*pairs, strict=True)) if pairs else _EMPTY
+        return steps, values
+
+    def accuracy(self) -> dict[str, Accuracy]:
+        """Held-out greedy accuracy by task. Step 0 is before training."""
+        tasks = sorted({key.split("/")[1] for key in self.keys if re.fullmatch(r"eval/[^/]+/greedy", key)})
+        return {task: self._accuracy(task) for task in tasks}
+
+    def _accuracy(self, task: str) -> Accuracy:
+        steps, values = (list(column) for column in self.series(f"eval/{task}/greedy"))
+        first, before = self.series(f"eval/{task}/before")
+        if len(before):
+            # The first step's row holds the value before its update, unless the recipe evaluates after that step too.
+            same = bool(steps) and (steps[0], values[0]) == (first[0], before[0])
+            if same and not self._evaluates_after(first[0]):
+                steps, values = steps[1:], values[1:]
+            steps, values = [0.0, *steps], [float(before[0]), *values]
+        return Accuracy(np.array(steps), np.array(values))
+
+    def _evaluates_after(self, step: float) -> bool:
+        every, last = self.config.get("eval", {}).get("every", 0), self.config.get("trainer", {}).get("steps")
+        return step == last or bool(every and step % every == 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Accuracy:
+    """Held-out accuracy in [0, 1] over steps, each array (count,)."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    @property
+    def before(self) -> float | None:
+        return float(self.values[0]) if len(self.steps) and self.steps[0] == 0 else None
+
+    @property
+    def after(self) -> float | None:
+        return float(self.values[-1]) if len(self.steps) and self.steps[-1] > 0 else None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One trajectory as people read it. `text` is the model's and therefore untrusted."""
+
+    group: int
+    reward: float
+    prompt: str
+    text: str
+    answer: str = ""
+    finish: str = ""
+    advantage: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+
+_EMPTY = (np.empty(0), np.empty(0))
+
+
+def read_run(path: Path) -> Run:
+    """A run directory. An unfinished last line of metrics.jsonl (a run being written, or killed) is left out."""
+    if not path.is_dir():
+        raise TrimtabError(f"no run directory {path}: check the path (`trimtab train` prints it)")
+    return Run(path, read_config(path), read_metrics(path), read_origins(path))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.toml"
+    try:
+        return tomllib.loads(_bytes(file).decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TrimtabError(f"{file} is damaged ({error}): restore it from the recipe") from None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All finished steps of a run, oldest first."""
+    file = path / "metrics.jsonl"
+    data = _bytes(file)
+    whole = data[: data.rfind(b"\n") + 1]
+    rows = [_row(file, number, line) for number, line in enumerate(whole.splitlines(), start=1)]
+    if not rows:
+        raise TrimtabError(f"{file} holds no finished step yet: wait for the first one, or train again")
+    return rows
+
+
+def sample_steps(path: Path) -> dict[int, Path]:
+    """Trajectory files of a run by step; empty when the run wrote none."""
+    folder = path / "trajectories"
+    matches = [(_STEP_FILE.fullmatch(item.name), item) for item in (folder.iterdir() if folder.is_dir() else ())]
+    return dict(sorted((int(match[1]), item) for match, item in matches if match))
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` of the items at equal distances, both ends included."""
+    if len(items) <= count:
+        return list(items)
+    return [items[index] for index in np.linspace(0, len(items) - 1, count).round().astype(int)]
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[pq.ParquetFile]:
+    """A trajectory file to read from inside a `with` block. `TrimtabError` when it is gone or damaged."""
+    try:
+        with pq.ParquetFile(file) as parquet:
+            yield parquet
+    except FileNotFoundError:
+        raise TrimtabError(
+            f"{file} is missing: it was removed while the report was written, run the command again"
+        ) from None
+    except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise TrimtabError(f"{file} is damaged ({reason}): delete it and write the report again") from None
+
+
+def read_samples(file: Path) -> list[Sample]:
+    """The trajectories of one file with their texts."""
+    with opened(file) as parquet:
+        present = set(parquet.schema_arrow.names)
+        missing = [name for name in _NEEDED if name not in present]
+        if missing:
+            raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not a trajectory file")
+        table = parquet.read([name for name in _SHOWN if name in present])
+    return [_sample(row) for row in table.to_pylist()]
+
+
+def _sample(row: Mapping[str, Any]) -> Sample:
+    return Sample(
+        group=row["group"],
+        reward=row["reward"],
+        prompt=row.get("prompt_text") or row.get("prompt_id") or "",
+        text=row.get("text") or "",
+        answer=row.get("answer") or "",
+        finish=row.get("finish") or "",
+        advantage=row.get("advantage"),
+        rewards=dict(row.get("rewards") or ()),
+    )
+
+
+def _row(file: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict) or not _is_number(row.get("step")):
+        raise TrimtabError(f"{file}, line {number} is not a step's metrics: delete that line")
+    return row
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise TrimtabError(f"{file.parent} holds no run ({file.name} is missing): check the path") from None
+    except OSError as error:
+        raise TrimtabError(f"cannot read {file}: {error.strerror}") from None
+    if not data.strip():
+        raise TrimtabError(f"{file} is empty: the run has not written it yet, or the disk was full")
+    return data
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,236 @@
+"""Trajectories as parquet: the documented file of each step, and the pending part of a checkpoint.
+
+One row per trajectory. The columns of the public contract come first; those after them hold the rest of a
+`trimtab.types.Trajectory`, so that reading gives back what was written, bit for bit. `Problem.extra` is left out: a
+trajectory is already scored, and its problem can be looked up in the task by `prompt_id`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trimtab.errors import TrimtabError
+from trimtab.runs import atomic, expert_column, sampling_mask_column
+from trimtab.types import Completion, FloatArray, Problem, Prompt, Sampling, Trajectory
+
+GROUP_BYTES, GROUP_ROWS = 1 << 30, 1 << 20  # of one binary column in one group of rows, and most rows of a group
+
+_CONTRACT = ("temperature", "top_p", "top_k", "logprobs")
+_LIMITS = ("max_tokens", "stop", "stop_ids", "ignore_stop")
+_SAMPLING_TYPE = pa.struct(
+    [("temperature", pa.float64()), ("top_p", pa.float64()), ("top_k", pa.int64()), ("logprobs", pa.string())]
+)
+_LIMITS_TYPE = pa.struct(
+    [
+        ("max_tokens", pa.int64()),
+        ("stop", pa.list_(pa.string())),
+        ("stop_ids", pa.list_(pa.int64())),
+        ("ignore_stop", pa.bool_()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """A trajectory and what training added to it. Per-token arrays have the length of `response_ids`.
+
+    `logp_current` is the clean policy at the first update of the batch, `logp_perturbed` the perturbed one beside it
+    (ALP). What one row of a file has, all must have; but external traces have no entropy, and NaN stands in its place.
+    """
+
+    trajectory: Trajectory
+    logp_proximal: FloatArray | None = None
+    logp_current: FloatArray | None = None
+    advantage: float | None = None
+    proximal_version: int | None = None
+    logp_perturbed: FloatArray | None = None
+
+
+def write(path: Path, rows: Sequence[Row], step: int) -> None:
+    """Write the trajectory file of one step atomically. Columns that no row has are left out."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic.write_bytes(path, _encode(rows, step, kept=False))
+
+
+def read(path: Path) -> list[Row]:
+    """The inverse of `write`, up to `kept` and `routes`.
+
+    Raises `TrimtabError` when the file is not a trajectory file of a trainer.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TrimtabError(f"cannot read {path}: {error.strerror}") from None
+    return _decode(data, str(path))
+
+
+def to_bytes(pending: Sequence[Trajectory]) -> bytes:
+    """Trajectories that are still to be trained on, for a checkpoint: everything but `Problem.extra`."""
+    return _encode([Row(trajectory) for trajectory in pending], None, kept=True)
+
+
+def from_bytes(data: bytes) -> list[Trajectory]:
+    """The inverse of `to_bytes`."""
+    return [row.trajectory for row in _decode(data, "pending trajectories")]
+
+
+def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
+    """`kept`: the sets of ids each token was drawn from, and its experts. Large, and read only before training."""
+    trajectories = [row.trajectory for row in rows]
+    completions = [trajectory.completion for trajectory in trajectories]
+    samplings = [trajectory.sampling for trajectory in trajectories]
+    problems = [trajectory.prompt.problem for trajectory in trajectories]
+    lengths = [len(trajectory) for trajectory in trajectories]
+    external = [trajectory.off_policy for trajectory in trajectories]
+    columns: dict[str, pa.Array | None] = {
+        "step": None if step is None else pa.array([step] * len(rows), pa.int64()),
+        "prompt_id": pa.array([problem.id for problem in problems], pa.string()),
+        "group": pa.array([t.group for t in trajectories], pa.int64()),
+        "prompt_ids": _lists([t.prompt.ids for t in trajectories], pa.int64()),
+        "response_ids": _lists([c.response_ids for c in completions], pa.int64()),
+        "loss_mask": _tokens("loss_mask", [t.loss_mask for t in trajectories], lengths, pa.bool_()),
+        "logp_behavior": _tokens("logp_behavior", [c.logp_behavior for c in completions], lengths, pa.float32()),
+        "logp_proximal": _tokens("logp_proximal", [row.logp_proximal for row in rows], lengths, pa.float32()),
+        "logp_current": _tokens("logp_current", [row.logp_current for row in rows], lengths, pa.float32()),
+        "entropy": _tokens("entropy", _entropies(trajectories), lengths, pa.float32()),
+        "policy_version": _tokens("policy_version", [c.policy_version for c in completions], lengths, pa.int64()),
+        "proximal_version": _scalars("proximal_version", [row.proximal_version for row in rows], pa.int64()),
+        "reward": pa.array([t.reward for t in trajectories], pa.float64()),
+        "advantage": _scalars("advantage", [row.advantage for row in rows], pa.float64()),
+        "sampling": pa.array([_fields(s, _CONTRACT) for s in samplings], _SAMPLING_TYPE),
+        "logp_perturbed": _tokens("logp_perturbed", [row.logp_perturbed for row in rows], lengths, pa.float32()),
+        "off_policy": pa.array(external, pa.bool_()) if any(external) else None,
+        "prompt_text": pa.array([t.prompt.text for t in trajectories], pa.string()),
+        "text": pa.array([c.text for c in completions], pa.string()),
+        "finish": pa.array([c.finish for c in completions], pa.string()),
+        "rewards": pa.array([list(t.rewards.items()) for t in trajectories], pa.map_(pa.string(), pa.float64())),
+        "question": pa.array([problem.question for problem in problems], pa.string()),
+        "answer": pa.array([problem.answer for problem in problems], pa.string()),
+        "limits": pa.array([_fields(s, _LIMITS) for s in samplings], _LIMITS_TYPE),
+        "kept": sampling_mask_column.encode(completions) if kept else None,
+        "routes": expert_column.encode(trajectories) if kept else None,
+    }
+    buffer = io.BytesIO()
+    table = pa.table({name: column for name, column in columns.items() if column is not None})
+    pq.write_table(table, buffer, compression="zstd", row_group_size=_rows_at_once(completions))
+    return buffer.getvalue()
+
+
+def _rows_at_once(completions: Sequence[Completion]) -> int:
+    """Parquet holds less than 2 GiB of a binary column in one group of rows; experts and sets can be larger."""
+    routes = max((0 if c.routes is None else c.routes.nbytes for c in completions), default=0)
+    kept = max((0 if c.kept is None else sum(ids.nbytes for ids in c.kept) for c in completions), default=0)
+    return max(1, GROUP_BYTES // max(routes, kept, GROUP_BYTES // GROUP_ROWS))
+
+
+def _decode(data: bytes, name: str) -> list[Row]:
+    try:
+        table = pq.read_table(pa.BufferReader(data))
+        columns = {column: _values(table[column]) for column in table.column_names}
+        return [_row(columns, index) for index in range(table.num_rows)]
+    except (pa.ArrowException, KeyError, ValueError) as error:
+        raise TrimtabError(f"{name}: not a trajectory file written by the trainer ({error})") from None
+
+
+def _row(columns: dict[str, Any], index: int) -> Row:
+    def optional(name: str) -> Any:
+        return columns[name][index] if name in columns else None
+
+    def value(name: str) -> Any:
+        return columns[name][index]
+
+    problem = Problem(id=value("prompt_id"), question=value("question"), answer=value("answer"))
+    limits, external = value("limits"), bool(optional("off_policy"))
+    completion = Completion(
+        response_ids=value("response_ids"),
+        logp_behavior=value("logp_behavior"),
+        policy_version=value("policy_version"),
+        finish=value("finish"),
+        text=value("text"),
+        entropy=None if external else optional("entropy"),
+        kept=sampling_mask_column.decode(optional("kept")),
+        routes=expert_column.decode(optional("routes")),
+    )
+    trajectory = Trajectory(
+        prompt=Prompt(problem, value("prompt_text"), value("prompt_ids")),
+        group=value("group"),
+        completion=completion,
+        sampling=Sampling(
+            **value("sampling"), **limits | {"stop": tuple(limits["stop"]), "stop_ids": tuple(limits["stop_ids"])}
+        ),
+        loss_mask=value("loss_mask"),
+        reward=value("reward"),
+        rewards=dict(value("rewards")),
+        off_policy=external,
+    )
+    return Row(
+        trajectory,
+        optional("logp_proximal"),
+        optional("logp_current"),
+        optional("advantage"),
+        optional("proximal_version"),
+        optional("logp_perturbed"),
+    )
+
+
+def _entropies(trajectories: Sequence[Trajectory]) -> list[FloatArray | None]:
+    """Entropies of sampled tokens, and NaN at external ones beside them: a column of the length of every response."""
+    own = [trajectory.completion.entropy for trajectory in trajectories]
+    if all(entropy is None for entropy in own):
+        return own
+    return [
+        np.full(len(trajectory), np.nan, dtype=np.float32) if trajectory.off_policy else entropy
+        for trajectory, entropy in zip(trajectories, own, strict=True)
+    ]
+
+
+def _fields(sampling: Sampling, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in names}
+
+
+def _all_or_none(name: str, values: Sequence[Any]) -> bool:
+    """Whether the column exists. Half a column would read as data that is not there."""
+    present = sum(value is not None for value in values)
+    if present not in (0, len(values)):
+        raise ValueError(f"{name}: {present} of {len(values)} rows have it; a file needs all or none")
+    return present > 0
+
+
+def _scalars(name: str, values: Sequence[Any], kind: pa.DataType) -> pa.Array | None:
+    return pa.array(values, kind) if _all_or_none(name, values) else None
+
+
+def _tokens(name: str, arrays: Sequence[Any], lengths: Sequence[int], kind: pa.DataType) -> pa.Array | None:
+    if arrays and not _all_or_none(name, arrays):
+        return None
+    for index, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
+        if len(array) != length:
+            raise ValueError(f"{name} of row {index} has {len(array)} entries for {length} response tokens")
+    return _lists(arrays, kind)
+
+
+def _lists(arrays: Sequence[Any], kind: pa.DataType) -> pa.ListArray:
+    flat = np.concatenate([np.asarray(a, kind.to_pandas_dtype()) for a in arrays]) if arrays else []
+    return pa.ListArray.from_arrays(_offsets([len(a) for a in arrays]), pa.array(flat, kind))
+
+
+def _offsets(lengths: Sequence[int]) -> pa.Array:
+    return pa.array(np.cumsum([0, *lengths]), pa.int32())
+
+
+def _values(column: pa.ChunkedArray) -> Sequence[Any]:
+    """Per row: numpy arrays for lists of numbers, plain Python for the rest."""
+    array = column.combine_chunks()
+    if not pa.types.is_list(array.type):
+        return array.to_pylist()
+    flat = array.values.to_numpy(zero_copy_only=False)
+    return [flat[start:end].copy() for start, end in pairwise(array.offsets.to_numpy())]

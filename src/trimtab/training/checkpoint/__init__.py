@@ -1,0 +1,1 @@
+"""Checkpoints: what is saved, how it is written, verified and restored."""

@@ -1,0 +1,1 @@
+"""Optional parts of a training step, one file each."""

@@ -1,1 +1,0 @@
-"""Sources of batches: a buffer filled synchronously or beside training. See docs/asynchrony.md."""

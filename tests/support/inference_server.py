@@ -1,0 +1,299 @@
+"""Real inference servers over a real model, small enough to be killed: embedded engines behind two wire formats.
+
+This process imports torch once and forks a server for each line on its standard input, a JSON list:
+[KIND, FOLDER, DIARY, SAYS, PORT]. KIND is "vllm" or "sglang"; what is answered follows those projects' own sources
+(named in engines/server/vllm_protocol.py and sglang_protocol.py). FOLDER holds a model with its weights. DIARY gets one
+JSON line for every request that samples, when it arrives and when its answer is sent. SAYS is a named pipe: first
+`PORT PID`, when the server listens, at last the end of the file, when it is dead.
+
+`POST /behave` with a JSON object changes how it behaves from then on: {"after": N, "tokens": T}: from the N-th request
+on, each waits, after T tokens, until it is aborted, and `holding` is said for it. {"raw": true}: log-probs from before
+the temperature. {"silent": N}: the N-th answer lacks a log-prob. {"reject": true}: weights are refused.
+{"release": true}: everything that waits is aborted, as if by somebody else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from dataclasses import replace
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.engines.remote.shared_weights import SharedWeights
+from trimtab.models.load import Loaded, load
+from trimtab.types import EMPTY, Completion, Problem, Prompt, Sampling
+
+
+class Service:
+    """What both dialects share: the model, its weights' label, and who is waiting."""
+
+    def __init__(self, kind: str, folder: str, diary: str, says: str) -> None:
+        loaded = model(folder)
+        self.kind = kind
+        self.folder = folder
+        self.engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.float32)
+        self.label = "default"
+        self.paused = False
+        self.options: dict[str, Any] = {}
+        self._diary = open(diary, "a")  # noqa: SIM115  # as long as the process lives
+        self._says = open(says, "w")  # noqa: SIM115
+        self._lock = threading.Lock()
+        self._asked = 0
+        self._aborts = 0
+        self._aborted = threading.Condition()
+
+    def behave(self, options: dict[str, Any]) -> None:
+        with self._lock:
+            self.options, self._asked = options, 0
+        self.say("behaving")
+        if options.get("release"):
+            self.abort_all()
+
+    def note(self, **entry: Any) -> None:
+        with self._lock:
+            self._diary.write(json.dumps(entry) + "\n")
+            self._diary.flush()
+
+    def say(self, line: str) -> None:
+        self._says.write(line + "\n")
+        self._says.flush()
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        with self._lock:
+            self.engine.publish(weights.items(), 0)
+
+    def abort_all(self) -> None:
+        with self._aborted:
+            self._aborts += 1
+            self._aborted.notify_all()
+
+    def sample(self, ids: list[int], sampling: Sampling, seed: int) -> Completion:
+        """One response; held after some tokens if this server is told to, until somebody aborts it."""
+        with self._lock:
+            self._asked += 1
+            number = self._asked
+        self.note(asked=seed)
+        if number >= self.options.get("after", sys.maxsize):
+            with self._aborted:
+                seen = self._aborts
+                self.say("holding")
+                self._aborted.wait_for(lambda: self._aborts > seen)
+            tokens = self.options.get("tokens", 0)
+            if tokens == 0:
+                return replace(EMPTY, finish="abort")
+            sampling = replace(sampling, max_tokens=min(tokens, sampling.max_tokens))
+        prompt = Prompt(Problem("p", "", ""), "", np.array(ids, dtype=np.int64))
+        with self._lock:
+            [[found]] = self.engine.generate([prompt], 1, sampling, seed=seed)
+        if number >= self.options.get("after", sys.maxsize) and found.finish == "length":
+            found = replace(found, finish="abort")
+        if "raw" in self.options:
+            found = replace(found, logp_behavior=np.full_like(found.logp_behavior, -0.1))
+        return found
+
+    def logprobs(self, found: Completion) -> list[float | None]:
+        values: list[float | None] = [float(value) for value in found.logp_behavior]
+        if self._asked == self.options.get("silent", -1):
+            values[-1] = None
+        return values
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    service: Service
+
+    def do_GET(self) -> None:
+        self._route()
+
+    def do_POST(self) -> None:
+        self._route()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def _route(self) -> None:
+        parts = urlsplit(self.path)
+        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = json.loads(data) if data else {}
+        if parts.path == "/health":
+            self._reply({} if self.service.kind == "sglang" else None)
+            return
+        if parts.path == "/behave":
+            self.service.behave(body)
+            self._reply(None)
+            return
+        name = f"{self.service.kind}_{parts.path.strip('/').replace('/', '_')}"
+        method = getattr(self, name, None)
+        if method is None:
+            self._reply({"detail": "Not Found"}, 404)
+            return
+        try:
+            reply = method(body)
+        except Exception as error:
+            self._reply({"error": {"message": repr(error), "code": 500}}, 500)
+            return
+        self._reply(reply)
+
+    def _reply(self, body: Any, status: int = 200) -> None:
+        data = b"" if body is None else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def vllm_v1_models(self, _body: Any) -> Any:
+        return {
+            "object": "list",
+            "data": [{"id": self.service.folder, "root": self.service.folder, "max_model_len": 64}],
+        }
+
+    def vllm_weight_info(self, _body: Any) -> Any:
+        return {"weight_version": self.service.label}
+
+    def vllm_v1_completions(self, body: Any) -> Any:
+        assert body["logprobs"] == 0
+        assert body["return_token_ids"] is True
+        assert not self.service.paused
+        sampling = Sampling(
+            temperature=body["temperature"],
+            top_k=body["top_k"],
+            max_tokens=body["max_tokens"],
+            stop=tuple(body.get("stop", ())),
+            stop_ids=tuple(body.get("stop_token_ids", ())),
+            ignore_stop=body["ignore_eos"],
+        )
+        found = self.service.sample(body["prompt"], sampling, body.get("seed", 0))
+        self.service.note(answered=body.get("seed"))
+        logprobs = {"token_logprobs": self.service.logprobs(found), "tokens": [], "top_logprobs": [], "text_offset": []}
+        choice = {
+            "index": 0,
+            "text": found.text,
+            "logprobs": logprobs,
+            "finish_reason": found.finish,
+            "token_ids": found.response_ids.tolist(),
+        }
+        return {"id": f"cmpl-{body.get('request_id')}", "object": "text_completion", "choices": [choice]}
+
+    def vllm_abort_requests(self, body: Any) -> Any:
+        assert not body.get("request_ids")
+        self.service.abort_all()
+        return {"status": "aborted"}
+
+    def vllm_pause(self, _body: Any) -> Any:
+        self.service.paused = True
+        self.service.abort_all()
+        return {"status": "paused"}
+
+    def vllm_resume(self, _body: Any) -> Any:
+        self.service.paused = False
+        return {"status": "resumed"}
+
+    def vllm_collective_rpc(self, body: Any) -> Any:
+        assert self.service.paused
+        assert body["method"] == "load_published"
+        if "reject" in self.service.options:
+            raise AttributeError("'CPUWorker' object has no attribute 'load_published'")
+        path, entries = body["args"]
+        with Path(path).open("rb") as file:
+            shared = SharedWeights(file.fileno(), entries)
+            shared.close.detach()
+            self.service.load({name: tensor.clone() for name, tensor in shared})
+        return {"results": [None]}
+
+    def vllm_reset_prefix_cache(self, _body: Any) -> Any:
+        return {"success": True}
+
+    def vllm_update_weight_version(self, body: Any) -> Any:
+        self.service.label = body["new_version"]
+        return {"success": True, "new_version": self.service.label}
+
+    def sglang_model_info(self, _body: Any) -> Any:
+        return {
+            "model_path": self.service.folder,
+            "tokenizer_path": self.service.folder,
+            "is_generation": True,
+            "weight_version": self.service.label,
+        }
+
+    def sglang_generate(self, body: Any) -> Any:
+        params = body["sampling_params"]
+        assert body["return_logprob"] is True
+        sampling = Sampling(
+            temperature=params["temperature"],
+            max_tokens=params["max_new_tokens"],
+            stop=tuple(params.get("stop", ())),
+            stop_ids=tuple(params.get("stop_token_ids", ())),
+            ignore_stop=params["ignore_eos"],
+        )
+        found = self.service.sample(body["input_ids"], sampling, params.get("sampling_seed", 0))
+        self.service.note(answered=params.get("sampling_seed"))
+        ids = found.response_ids.tolist()
+        info = {
+            "id": body.get("rid"),
+            "finish_reason": {"type": found.finish},
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": len(ids),
+            "weight_version": self.service.label,
+            "output_token_logprobs": [
+                [logp, i, None] for logp, i in zip(self.service.logprobs(found), ids, strict=True)
+            ],
+        }
+        if found.finish == "abort" and not ids:  # before prefill
+            del info["output_token_logprobs"]
+        return {"text": found.text, "output_ids": ids, "meta_info": info}
+
+    def sglang_abort_request(self, body: Any) -> Any:
+        assert body["abort_all"] is True
+        self.service.abort_all()
+
+    def sglang_update_weights_from_disk(self, body: Any) -> Any:
+        assert body["flush_cache"] is True
+        if "reject" in self.service.options:
+            return {"success": False, "message": "no such folder", "num_paused_requests": 0}
+        [file] = Path(body["model_path"]).glob("*.safetensors")
+        self.service.load(load_file(file))
+        self.service.label = body["weight_version"]
+        return {"success": True, "message": "Succeeded", "num_paused_requests": 0}
+
+
+@cache
+def model(folder: str) -> Loaded:
+    return load(folder, dtype=torch.float32)
+
+
+def serve(kind: str, folder: str, diary: str, says: str, port: int) -> None:
+    """As long as the process lives that started it."""
+    Handler.service = Service(kind, folder, diary, says)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server.daemon_threads = True
+    parent = os.getppid()
+    server.service_actions = lambda: None if os.getppid() == parent else os._exit(1)
+    Handler.service.say(f"{server.server_address[1]} {os.getpid()}")
+    server.serve_forever()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    for line in sys.stdin:
+        kind, folder, diary, says, port = json.loads(line)
+        model(folder)
+        if os.fork() == 0:
+            serve(kind, folder, diary, says, port)
+
+
+if __name__ == "__main__":
+    main()

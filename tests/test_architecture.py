@@ -1,0 +1,105 @@
+"""Data flows one way: each package imports only what its row of the table allows."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import trimtab
+
+ROOT = Path(trimtab.__file__).parent
+LEAVES = {"types", "errors"}
+
+# Package -> what it may import, besides itself and `LEAVES`. Only `cli`, `api` and `__main__` may import everything.
+ALLOWED: dict[str, set[str]] = {
+    "adapters": {"corrections", "objectives"},
+    "bitwise": {"models", "engines"},
+    "cluster": {"training", "rollout", "engines", "models", "tasks", "rewards", "sandbox", "runs", "config"},
+    "config": set(),
+    "corrections": set(),
+    "diagnosis": {"adapters", "objectives", "corrections", "pages", "runs", "config", "intervals"},
+    "engines": {"models", "config", "seeds"},
+    "evaluation": {"rollout", "engines", "models", "tasks", "rewards", "runs", "intervals", "seeds"},
+    "lab": {"training", "diagnosis", "runs", "objectives", "config"},
+    "models": set(),
+    "objectives": {"corrections", "plugins"},
+    "pages": set(),
+    "planning": {"config", "runs"},
+    "report": {"diagnosis", "pages", "runs", "objectives", "corrections", "config", "intervals"},
+    "rewards": {"sandbox", "plugins"},
+    "rollout": {"engines", "tasks", "rewards", "models", "runs", "config", "seeds", "plugins"},
+    "runs": {"config"},
+    "sandbox": set(),
+    "tasks": set(),
+    "training": {
+        *("evaluation", "rollout", "engines", "bitwise", "models", "tasks", "rewards", "sandbox", "runs"),
+        *("objectives", "corrections", "config", "intervals", "seeds", "plugins"),
+    },
+}
+HEAVY = {"torch", "transformers", "datasets", "matplotlib", "pyarrow", "numpy"}
+
+
+def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
+    """Dotted names a file imports, `if TYPE_CHECKING` blocks included: a type is a dependency as well."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write absolute imports"
+            module = node.module or ""
+            found |= {f"{module}.{alias.name}" for alias in node.names} if module == "trimtab" else {module}
+    return found
+
+
+def package_files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_a_package_imports_only_what_its_row_allows(package: str) -> None:
+    files = package_files(package)
+    assert files
+    for path in files:
+        used = {name.split(".")[1] for name in imports(path) if name.startswith("trimtab.")}
+        forbidden = used - ALLOWED[package] - LEAVES - {package}
+        assert not forbidden, f"{path.relative_to(ROOT)} imports {sorted(forbidden)}"
+
+
+def test_every_package_is_listed() -> None:
+    assert {item.name for item in ROOT.iterdir() if (item / "__init__.py").exists()} == {*ALLOWED, "cli"}
+
+
+def test_no_file_name_is_used_twice() -> None:
+    names = Counter(path.name for path in ROOT.rglob("*.py") if path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_corrections_import_torch_and_jaxtyping_only() -> None:
+    import sys
+
+    for path in package_files("corrections"):
+        outside = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names) - {"trimtab"}
+        assert outside <= {"torch", "jaxtyping"}, path
+
+
+def test_command_line_and_recipes_start_without_heavy_imports() -> None:
+    light = [path for package in ("cli", "config", "planning") for path in package_files(package)]
+    for path in [*light, ROOT / "errors.py", ROOT / "__init__.py"]:
+        heavy = {name.split(".")[0] for name in imports(path, top_level_only=True)} & HEAVY
+        assert not heavy, f"{path.relative_to(ROOT)} imports {sorted(heavy)} at the top"
+
+
+def test_no_file_and_no_function_outgrows_its_limit() -> None:
+    for path in ROOT.rglob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, f"{path.relative_to(ROOT)} has more than 400 lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                assert length <= 65, f"{path.relative_to(ROOT)}: {node.name} has {length} lines"

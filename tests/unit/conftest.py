@@ -1,0 +1,42 @@
+"""Runs to read, made once and never changed; tests that damage one copy it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.support import fake_run as _module
+
+FEW = ("step", "reward/mean", "mismatch/ess_token", "eval/arithmetic/greedy", "eval/arithmetic/before")
+
+
+@pytest.fixture(scope="session")
+def make_run() -> Callable[..., Path]:
+    """`fake_run` of fake_run.py: writes a whole run directory."""
+    return _module.fake_run
+
+
+@pytest.fixture(scope="session")
+def evil_text() -> str:
+    """What a model might say to break a page."""
+    return _module.EVIL
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run of 12 steps. Read only."""
+    return _module.fake_run(tmp_path_factory.mktemp("runs") / "finished", steps=12, every=4)
+
+
+@pytest.fixture
+def small_run(tmp_path: Path) -> Path:
+    """A run that logged little, so that its page is drawn quickly."""
+    return _module.fake_run(tmp_path / "small", steps=3, every=2, keys=FEW)
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    """A run of one's own."""
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))

@@ -1,0 +1,181 @@
+"""The table of presets: hand numbers, and the same answer as the correction the trainer applies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import trimtab
+from trimtab.diagnosis.advice.applied import Data, weights
+from trimtab.diagnosis.advice.preset_outcomes import outcomes
+from trimtab.diagnosis.records import Chunk, Outcome
+from trimtab.objectives import correct, objectives
+
+RATIOS = [[1.0, 1.1, 0.9], [4.0, 1.0], [0.4, 0.5, 1.0, 1.0]]
+"""Three responses of 3, 2 and 4 tokens; products .99, 4 and .2."""
+
+
+def chunk(ratios: list[list[float]], advantage: list[float] | None = None) -> Chunk:
+    lengths = [len(row) for row in ratios]
+    log = np.log(np.concatenate(ratios)).astype(np.float32)
+    return Chunk(
+        starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        mask=np.ones(len(log), dtype=np.bool_),
+        behavior=np.full(len(log), -5.0, dtype=np.float32),
+        proximal=log - np.float32(5.0),
+        advantage=None if advantage is None else np.array(advantage),
+    )
+
+
+def noisy(responses: int, size: float, seed: int = 0, *, known: bool = True) -> Chunk:
+    """Responses of 1 to 40 tokens, a third of them masked here and there."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 41, responses)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    behavior = rng.normal(-2.0, 0.5, starts[-1]).astype(np.float32)
+    return Chunk(
+        starts=starts,
+        mask=rng.random(starts[-1]) < 0.8,
+        behavior=behavior,
+        current=behavior + rng.normal(-size * size / 2, size, starts[-1]).astype(np.float32),
+        advantage=rng.choice([-1.5, 2.0], responses) if known else None,
+    )
+
+
+def published(data: Chunk, *presets: str) -> dict[str, Outcome]:
+    return {row.preset: row for row in outcomes(Data.of(data), presets) if not row.calibrated}
+
+
+def test_every_preset_has_a_row_and_those_with_bounds_a_second_one() -> None:
+    rows = outcomes(Data.of(noisy(400, 0.3)))
+    assert list(dict.fromkeys(row.preset for row in rows)) == objectives()
+    assert [row.preset for row in rows if row.calibrated] == [
+        "token-tis",
+        "seq-tis",
+        "token-mis",
+        "seq-mis",
+        "icepop",
+        "geo-mask",
+        "geo-mask-token-tis",
+        "k3-mask",
+        "opsm",
+    ]
+    for row in rows:
+        assert bool(row.overrides) == row.calibrated
+        trimtab.objective(row.preset, **row.overrides)  # every row can be used as it stands
+        assert 0.0 <= row.kept <= 1.0
+        assert 0.0 <= row.changed <= row.kept + 1e-9
+        assert 0.0 <= row.ess <= 1.0 + 1e-9
+    # And calibrated bounds keep what they promise.
+    found = {row.preset: row for row in rows if row.calibrated}
+    for name in ("icepop", "geo-mask", "token-mis", "k3-mask", "opsm"):
+        assert found[name].kept >= 0.975, name
+    for name in ("token-tis", "seq-tis"):
+        assert found[name].kept == 1.0, name
+        assert found[name].changed <= 0.02, name
+
+
+def test_hand_numbers() -> None:
+    rows = published(
+        chunk(RATIOS, [1.0, 1.0, 1.0]),
+        *("grpo", "token-tis", "icepop", "seq-tis", "token-mis", "geo-mask", "geo-mask-token-tis"),
+    )
+    flat = np.concatenate(RATIOS)
+    n = len(flat)
+
+    grpo = rows["grpo"]  # the mismatch is ignored: bias is |1 - ratio|
+    assert (grpo.kept, grpo.changed, grpo.ess) == (1.0, 0.0, pytest.approx(1.0))
+    assert grpo.bias == pytest.approx(np.abs(1 - flat).mean(), rel=1e-5)
+
+    tis = rows["token-tis"]  # the 4 becomes 2
+    weight = np.minimum(flat, 2.0)
+    assert (tis.kept, tis.changed) == (1.0, pytest.approx(1 / n))
+    assert tis.ess == pytest.approx(weight.sum() ** 2 / (n * (weight**2).sum()), rel=1e-5)
+    assert tis.bias == pytest.approx(2.0 / n, rel=1e-5)
+
+    icepop = rows["icepop"]  # .4 lies outside [.5, 5], .5 inside
+    assert (icepop.kept, icepop.changed) == (pytest.approx(8 / n), 0.0)
+    assert icepop.bias == pytest.approx(0.4 / n, rel=1e-5)
+
+    seq = rows["seq-tis"]  # two tokens at 4, held at 2; the others at the product of their response
+    weight = np.array([0.99] * 3 + [2.0] * 2 + [0.2] * 4)
+    assert (seq.kept, seq.changed) == (1.0, pytest.approx(2 / n))
+    assert seq.bias == pytest.approx(2 * 2.0 / n, rel=1e-5)
+    assert seq.ess == pytest.approx(weight.sum() ** 2 / (n * (weight**2).sum()), rel=1e-5)
+
+    mis = rows["token-mis"]  # the response at 4 is gone
+    assert (mis.kept, mis.bias) == (pytest.approx(7 / n), pytest.approx(2 * 4.0 / n, rel=1e-5))
+
+    geo = rows["geo-mask"]  # geometric means .997, 2, .669: only the first is within [.99, 1.01]
+    assert (geo.kept, geo.ess) == (pytest.approx(3 / n), pytest.approx(3 / n))
+    both = rows["geo-mask-token-tis"]
+    assert both.kept == pytest.approx(3 / n)
+    assert both.changed == 0.0
+
+
+def test_what_the_sign_decides_is_averaged_where_it_is_unknown() -> None:
+    up = published(chunk(RATIOS, [1.0, 1.0, 1.0]), "token-bypass")["token-bypass"]
+    down = published(chunk(RATIOS, [-1.0, -1.0, -1.0]), "token-bypass")["token-bypass"]
+    unknown = published(chunk(RATIOS), "token-bypass")["token-bypass"]
+    half = published(chunk(RATIOS, [0.0, 0.0, 0.0]), "token-bypass")["token-bypass"]
+    assert up.kept == pytest.approx(8 / 9)  # A > 0 cuts the ratio of 4
+    assert down.kept == pytest.approx(7 / 9)  # A < 0 cuts .4 and .5
+    assert unknown.kept == half.kept == pytest.approx(7.5 / 9)
+    assert unknown.bias == pytest.approx((up.bias + down.bias) / 2)
+    assert "sign" in unknown.note
+    assert "sign" not in up.note
+
+
+def test_dual_clip_and_opsm_act_on_negative_advantages_only() -> None:
+    data = [[12.0], [1.0], [0.9]]
+    rows = published(chunk(data, [-1.0, -1.0, -1.0]), "seq-bypass", "opsm")
+    assert rows["seq-bypass"].kept == pytest.approx(2 / 3)  # 12 is beyond the dual clip of 10
+    assert rows["opsm"].kept == pytest.approx(2 / 3)  # drift -log .9 = .105 is beyond .05
+    assert published(chunk(data, [1.0, 1.0, 1.0]), "opsm")["opsm"].kept == 1.0
+
+
+def test_m2po_cuts_what_exceeds_its_second_moment() -> None:
+    # A > 0 judges the tokens above 1. The mean square of log 1.1 and log 4 is far above .04: the 4 is cut.
+    row = published(chunk(RATIOS, [1.0, 1.0, 1.0]), "m2po")["m2po"]
+    assert row.kept == pytest.approx(8 / 9)
+    assert published(chunk([[1.1, 1.0, 0.9]], [1.0]), "m2po")["m2po"].kept == 1.0
+
+
+@pytest.mark.parametrize("preset", ["token-tis", "seq-tis", "token-mis", "icepop", "geo-mask", "geo-mask-token-tis"])
+def test_the_applied_weight_is_the_correction_of_the_trainer(preset: str) -> None:
+    data = Data.of(noisy(80, 0.4))
+    built = trimtab.objective(preset)
+    expected = []
+    for block in data.blocks:
+        found = correct(block.trainer, block.behavior, block.mask, weight=built.weight, masks=built.masks)
+        expected.append((found.weight * found.keep)[block.mask])
+    torch.testing.assert_close(weights(built, data, 1.0), torch.cat(expected).double(), rtol=2e-5, atol=1e-7)
+
+
+def test_the_applied_weight_of_a_bypass_is_the_ratio_until_it_is_clipped() -> None:
+    data = Data.of(noisy(80, 0.4))
+    ratio, found = data.ratio("token"), weights(trimtab.objective("token-bypass"), data, 1.0)
+    kept = found != 0
+    torch.testing.assert_close(found[kept], ratio[kept], rtol=2e-5, atol=1e-7)
+    assert 0.3 < kept.double().mean() < 0.95
+
+
+def test_aggregation_does_not_matter() -> None:
+    data = Data.of(noisy(40, 0.4))
+    by_token = weights(trimtab.objective("icepop", aggregation="token-mean"), data, 1.0)
+    by_sequence = weights(trimtab.objective("icepop"), data, 1.0)
+    torch.testing.assert_close(by_token, by_sequence)
+
+
+def test_equal_policies_leave_everything_as_it_is() -> None:
+    for row in outcomes(Data.of(noisy(60, 0.0))):
+        assert (row.kept, row.changed) == (1.0, 0.0), row.preset
+        assert (row.ess, row.bias) == (pytest.approx(1.0), pytest.approx(0.0, abs=1e-6)), row.preset
+
+
+def test_short_data_is_not_calibrated() -> None:
+    clean = chunk([[1.0, 1.2], [2.0, 2.0]], [1.0, 1.0])
+    assert not any(row.calibrated for row in outcomes(Data.of(clean), ("geo-mask", "token-tis")))
+    clean.mask[:] = False
+    assert outcomes(Data.of(clean)) == ()

@@ -1,0 +1,103 @@
+"""A run's own recipe decides between `precision` and `quantized`; without it, size does."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.support.fake_run import fake_run
+
+import trimtab
+from trimtab.diagnosis.records import Cause, Diagnosis
+
+# Standard deviations of the log-ratio: what bfloat16 makes, and more than that (k3 .01).
+FINE, COARSE = 0.03, 0.15
+
+
+def run_of(folder: Path, noise: float, *changes: tuple[str, str], seed: int = 0) -> Path:
+    """A run whose resolved recipe says so."""
+    run = fake_run(folder, steps=5, noise=noise, seed=seed)
+    recipe = (run / "config.toml").read_text()
+    for old, new in changes:
+        assert recipe.count(old) == 1, old
+        recipe = recipe.replace(old, new)
+    (run / "config.toml").write_text(recipe)
+    return run
+
+
+def noise_cause(found: Diagnosis) -> Cause | None:
+    named = [cause for cause in found.causes if cause.name in ("precision", "quantized")]
+    assert len(named) <= 1
+    return named[0] if named else None
+
+
+QUANTIZE = ('quantize = "none"', 'quantize = "int8"')
+SERVER = ('type = "embedded"', 'type = "server"')
+FLOAT32 = (('dtype = "bfloat16"', 'dtype = "float32"'), ('autocast = "bfloat16"', 'autocast = "none"'))
+
+
+def test_a_default_run_is_precision_however_large_it_is(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", COARSE)
+    cause = noise_cause(trimtab.diagnose(run))
+    assert cause is not None
+    assert cause.name == "precision"
+    assert cause.confidence == 0.95
+    assert cause.evidence.endswith(
+        "the run's recipe says sampler bfloat16, trainer float32 under bfloat16 autocast, nothing quantized"
+    )
+    # The same through a single file of the run.
+    cause = noise_cause(trimtab.diagnose(run / "trajectories" / "step-000005.parquet"))
+    assert cause is not None
+    assert cause.name == "precision"
+
+
+def test_a_quantized_run_is_quantized_however_small_it_is(tmp_path: Path) -> None:
+    cause = noise_cause(trimtab.diagnose(run_of(tmp_path / "run", FINE, QUANTIZE)))
+    assert cause is not None
+    assert cause.name == "quantized"
+    assert "engine.quantize = int8" in cause.evidence
+
+
+@pytest.mark.parametrize(("noise", "name"), [(FINE, "precision"), (COARSE, "quantized")])
+def test_without_a_recipe_size_decides(tmp_path: Path, noise: float, name: str) -> None:
+    run = run_of(tmp_path / "run", noise)
+    shutil.copytree(run / "trajectories", tmp_path / "moved")
+    for path in (tmp_path / "moved", run_of(tmp_path / "server", noise, SERVER)):
+        found = trimtab.diagnose(path)
+        cause = noise_cause(found)
+        assert cause is not None
+        assert cause.name == name
+        assert "recipe" not in cause.evidence or "server" in path.name
+
+
+def test_more_than_any_arithmetic_makes_is_not_called_precision(tmp_path: Path) -> None:
+    # k3 of .18: "look for the cause first" is the advice then.
+    found = trimtab.diagnose(run_of(tmp_path / "run", 0.6))
+    assert found.measured.size.mismatch["k3"] > 0.1
+    assert noise_cause(found) is None
+
+
+def test_a_recipe_of_float32_on_both_sides_is_contradicted(tmp_path: Path) -> None:
+    cause = noise_cause(trimtab.diagnose(run_of(tmp_path / "run", FINE, *FLOAT32)))
+    assert cause is not None
+    assert (cause.name, cause.confidence) == ("precision", 0.5)
+    assert "although the run's recipe says sampler float32, trainer float32, nothing quantized" in cause.evidence
+
+
+def test_runs_that_differ_and_recipes_that_cannot_be_read_are_no_evidence(tmp_path: Path) -> None:
+    one, other = run_of(tmp_path / "a", COARSE), run_of(tmp_path / "b", COARSE, QUANTIZE, seed=1)
+    found = trimtab.diagnose([one, other])
+    assert found.measured.origin.settings is None
+    assert "the runs' recipes differ in their numerics: none of them is taken as evidence" in (
+        found.measured.origin.findings
+    )
+    (one / "config.toml").write_text("engine = [")
+    found = trimtab.diagnose(one)
+    assert found.measured.origin.settings is None
+    (finding,) = [text for text in found.measured.origin.findings if "a/config.toml cannot be read" in text]
+    assert "\n" not in finding
+    (one / "config.toml").write_text("[project]\nname = 'something else'\n")
+    found = trimtab.diagnose(one)
+    assert found.measured.origin.settings is None
+    assert not [text for text in found.measured.origin.findings if "config.toml" in text or "recipe" in text]

@@ -1,0 +1,130 @@
+"""Log-probs that are shifted from a turn on, over drawn lists: conversations encoded again between turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.support.planted_causes import causes
+
+from trimtab.diagnosis.records import Cause, Chunk
+
+RESPONSES, TURNS, OWN, SEEN = 40, 3, 16, 6
+
+
+def conversations(seed: int, noise: float = 0.03) -> Chunk:
+    """Responses of three turns with observations between them; half of the tokens are next to certain."""
+    rng = np.random.default_rng(seed)
+    masks = [_mask(rng) for _ in range(RESPONSES)]
+    mask = np.concatenate(masks)
+    certain = -np.power(10.0, rng.uniform(-6, -2, len(mask)))
+    behavior = np.where(rng.random(len(mask)) < 0.5, certain, -rng.exponential(1.2, len(mask)))
+    trainer = np.minimum(behavior * (1 + noise * rng.standard_normal(len(mask))), 0.0)
+    starts = np.cumsum([0, *map(len, masks)])
+    return Chunk(starts=starts, mask=mask, behavior=behavior.astype(np.float32), proximal=trainer.astype(np.float32))
+
+
+def _mask(rng: np.random.Generator) -> np.ndarray:
+    parts = [np.ones(rng.integers(OWN - 6, OWN + 7), dtype=bool)]
+    for _ in range(TURNS - 1):
+        parts += [np.zeros(rng.integers(2, SEEN + 1), dtype=bool), np.ones(rng.integers(OWN - 6, OWN + 7), dtype=bool)]
+    return np.concatenate(parts)
+
+
+def moved(
+    whole: Chunk,
+    by: int | Sequence[int],
+    *,
+    turn: int = 2,
+    after: int = 0,
+    every: int = 1,
+    trained_only: bool = False,
+) -> Chunk:
+    """The trainer's log-probs rolled from `after` tokens into a turn on, in every so many responses; several offsets
+    take turns.
+
+    trained_only: the lists hold trained tokens alone, so that observations do not move.
+    """
+    assert whole.proximal is not None
+    values, offsets = whole.proximal.copy(), [by] if isinstance(by, int) else by
+    for row in range(0, whole.responses, every):
+        start, stop = whole.starts[row], whole.starts[row + 1]
+        mask = whole.mask[start:stop]
+        begins = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
+        places = np.arange(start + begins[turn - 1] + after, stop)
+        if trained_only:
+            places = places[whole.mask[places]]
+        values[places] = np.roll(values[places], offsets[row % len(offsets)])
+    return Chunk(starts=whole.starts, mask=whole.mask, behavior=whole.behavior, proximal=values)
+
+
+def only(chunk: Chunk) -> Cause:
+    """The one cause besides the noise."""
+    found = [cause for cause in causes(chunk) if cause.name not in ("precision", "quantized")]
+    assert len(found) == 1, [cause.name for cause in found]
+    return found[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("trained_only", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("by", [1, 2, -1, -2])
+def test_a_shift_from_the_second_turn_on_is_retokenized(by: int, every: int, trained_only: bool, seed: int) -> None:
+    cause = only(moved(conversations(seed), by, every=every, trained_only=trained_only))
+    assert cause.name == "retokenized"
+    assert "the shift begins where turn 2 begins (position 2" in cause.evidence
+    assert cause.confidence > 0.9
+    assert "encoded again" in cause.fix
+
+
+@pytest.mark.parametrize("by", [2, -1])
+def test_the_turn_is_the_one_it_begins_at(by: int) -> None:
+    cause = only(moved(conversations(0), by, turn=3))
+    assert cause.name == "retokenized"
+    assert "begins where turn 3 begins (position 4" in cause.evidence
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_conversation_may_get_another_length(seed: int) -> None:
+    cause = only(moved(conversations(seed), [1, -1, 2]))
+    assert cause.name == "retokenized"
+    assert "where turn 2 begins (position 2" in cause.evidence
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_log_probs_of_observations_may_be_zero(seed: int) -> None:
+    whole = conversations(seed)
+    assert whole.proximal is not None
+    whole = replace(
+        whole,
+        behavior=np.where(whole.mask, whole.behavior, np.float32(0)),
+        proximal=np.where(whole.mask, whole.proximal, np.float32(0)),
+    )
+    assert only(moved(whole, 2)).name == "retokenized"
+    assert only(moved(whole, 2, turn=1)).name == "misaligned"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("trained_only", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("by", [1, 2, -1, -2])
+def test_a_shift_of_whole_responses_stays_misaligned(by: int, every: int, trained_only: bool, seed: int) -> None:
+    assert only(moved(conversations(seed), by, turn=1, every=every, trained_only=trained_only)).name == "misaligned"
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_shift_from_the_middle_of_a_turn_is_misaligned(turn: int, seed: int) -> None:
+    assert only(moved(conversations(seed), 2, turn=turn, after=7)).name == "misaligned"
+
+
+def test_conversations_that_fit_have_no_such_cause() -> None:
+    for seed in range(4):
+        assert not {"misaligned", "retokenized"} & {cause.name for cause in causes(conversations(seed))}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whole_responses_shifted_differently_are_misaligned(seed: int) -> None:
+    assert only(moved(conversations(seed), [1, -1, 2], turn=1)).name == "misaligned"

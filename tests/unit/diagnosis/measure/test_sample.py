@@ -1,0 +1,90 @@
+"""Even, bounded, the same whatever the chunks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.support.token_chunks import chunk, noisy, pieces
+
+from trimtab.diagnosis.measure.sample import Sample, columns, joined, taken
+from trimtab.diagnosis.records import Chunk
+from trimtab.errors import TrimtabError
+
+
+def drawn(parts: list[Chunk], tokens: int, longest: int = 1000) -> Chunk:
+    sample, first = Sample(tokens, longest), 0
+    for part in parts:
+        sample.add(part, first)
+        first += part.responses
+    return sample.result()
+
+
+def same(one: Chunk, other: Chunk) -> bool:
+    return columns(one) == columns(other) and all(
+        np.array_equal(getattr(one, name), getattr(other, name), equal_nan=True) for name in columns(one)
+    )
+
+
+def numbered(lengths: list[int]) -> Chunk:
+    """Every token carries the index of its response as id."""
+    return chunk([[0.0] * length for length in lengths], ids=[[row] * length for row, length in enumerate(lengths)])
+
+
+def test_all_is_kept_where_it_fits() -> None:
+    data = noisy(0, 30)
+    assert same(drawn(pieces(data, [3, 3, 20]), tokens=data.tokens), data)
+
+
+@pytest.mark.parametrize("cuts", [[], [1, 2, 3], [0, 150, 299], list(range(0, 300, 7))])
+def test_what_is_kept_does_not_depend_on_chunks(cuts: list[int]) -> None:
+    data = noisy(1, 300)
+    reference = drawn([data], tokens=1000)
+    assert 900 < reference.tokens <= 1000
+    assert same(drawn(pieces(data, cuts), tokens=1000), reference)
+
+
+def test_sample_is_even_over_the_stream() -> None:
+    data = numbered([10] * 20_000)
+    kept = np.unique(drawn(pieces(data, range(0, 20_000, 500)), tokens=20_000).ids)
+    assert len(kept) == 2000
+    quarters = np.bincount(kept // 5000, minlength=4)
+    # Binomial with mean 500 and deviation 20.
+    assert abs(quarters - 500).max() < 80
+
+
+def test_responses_stay_whole_and_in_order() -> None:
+    data = numbered(np.random.default_rng(0).integers(1, 30, 500).tolist())
+    found = drawn([data], tokens=2000)
+    assert found.ids is not None
+    assert data.ids is not None
+    length = np.bincount(data.ids)
+    for low, high in zip(found.starts[:-1], found.starts[1:], strict=True):
+        assert (found.ids[low:high] == found.ids[low]).all()
+        assert high - low == length[found.ids[low]]
+    assert (np.diff(found.ids) >= 0).all()
+
+
+def test_huge_responses_are_cut_and_leave_room() -> None:
+    for place in range(20):
+        lengths = [10] * 20
+        lengths[place] = 100_000
+        found = drawn([numbered(lengths)], tokens=400, longest=50)
+        assert found.responses == 20
+        assert np.diff(found.starts).tolist() == [50 if row == place else 10 for row in range(20)]
+    assert drawn([numbered([100_000])], tokens=400, longest=50).tokens == 50
+    assert 350 < drawn([numbered([100_000] * 30)], tokens=400, longest=50).tokens <= 400
+
+
+def test_chunks_of_other_columns_are_refused() -> None:
+    with pytest.raises(TrimtabError, match=r"different columns \(ids only in some\)"):
+        drawn([chunk([[0.0]]), chunk([[0.0]], ids=[[1]])], tokens=10)
+
+
+def test_taken_and_joined_undo_each_other() -> None:
+    data = noisy(2, 20)
+    assert same(joined(pieces(data, [4, 9])), data)
+    some = taken(data, np.arange(20) % 2 == 1, longest=5)
+    assert np.diff(some.starts).tolist() == np.minimum(np.diff(data.starts)[1::2], 5).tolist()
+    assert some.step is not None
+    assert data.step is not None
+    assert some.step.tolist() == data.step[1::2].tolist()

@@ -1,0 +1,94 @@
+"""What is common to all views, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from tests.support.token_chunks import chunk, trained
+
+from trimtab.diagnosis.measure.trained_tokens import FIELDS, scrambled
+from trimtab.diagnosis.token_statistics import plane
+
+
+def test_sums_of_responses_by_hand() -> None:
+    # Ratios 2 and 1/2 at the trained tokens of the first response, 4 in the third; the second has no trained token.
+    data = chunk(
+        [[math.log(2), 9.0, -math.log(2)], [5.0], [math.log(4)]],
+        behavior=[[math.log(0.25), 0.0, math.log(0.5)], [0.0], [math.log(0.25)]],
+        mask=[[True, False, True], [False], [True]],
+    )
+    found = trained(data)
+    assert found.places.tolist() == [0, 2, 4]
+    assert found.responses.tolist() == [0, 2]
+    assert found.rows.tolist() == [0, 0, 1]
+    assert found.lengths.tolist() == [2, 1]
+    expected = {
+        "tokens": (2, 1),
+        "log": (0, math.log(4)),
+        "log_square": (2 * math.log(2) ** 2, math.log(4) ** 2),
+        "log_abs": (2 * math.log(2), math.log(4)),
+        "excess": (0.5, 3),
+        "excess_square": (1.25, 9),
+        "k3": (0.5, 3 - math.log(4)),
+        "p": (0.75, 1),
+        "q": (0.75, 0.25),
+        "p_square": (0.3125, 1),
+        "q_square": (0.3125, 0.0625),
+        "p_q": (0.25, 0.25),
+        "sequences": (1, 1),
+        "product": (1, 4),
+        "product_square": (1, 16),
+        "ppl_ratio": (1, 0.25),
+    }
+    assert dict(zip(FIELDS, found.sums.T.tolist(), strict=True)) == {
+        name: pytest.approx(values, rel=1e-6, abs=1e-6) for name, values in expected.items()
+    }
+    assert found.largest[:, 0] == pytest.approx([math.log(2), math.log(4)], rel=1e-6)
+
+
+def test_a_trained_token_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        trained(chunk([[0.0, math.nan]]))
+    assert len(trained(chunk([[0.0, math.nan]], mask=[[True, False]]))) == 1
+
+
+def test_clusters_are_groups_of_a_step() -> None:
+    ratios = [[0.0]] * 4
+    alone = trained(chunk(ratios)).cluster
+    assert len(set(alone.tolist())) == 4
+    groups = trained(chunk(ratios, group=[7, 7, 8, 7])).cluster
+    assert groups[0] == groups[1] == groups[3] != groups[2]
+    stepped = trained(chunk(ratios, group=[7, 7, 8, 7], step=[1, 1, 1, 2])).cluster
+    assert stepped[0] == stepped[1]
+    assert len(set(stepped.tolist())) == 3
+    # Swapping what is step and what is group must give other clusters.
+    assert trained(chunk([[0.0]], group=[1], step=[2])).cluster != trained(chunk([[0.0]], group=[2], step=[1])).cluster
+
+
+def test_turns_by_hand() -> None:
+    # Trained runs of 2 and 3 tokens around an untrained one; the leading untrained token begins no turn; then a
+    # response of one turn that follows without a gap.
+    data = chunk([[0.0] * 7, [0.0] * 2], mask=[[False, True, True, False, True, True, True], [True, True]])
+    turns = trained(data).turns
+    assert turns.number.tolist() == [0, 0, 1, 1, 1, 0, 0]
+    assert turns.after[2:5].tolist() == [0, 1, 2]
+    assert turns.before[:2].tolist() == [-2, -1]
+    assert (np.delete(turns.after, [2, 3, 4]) > 1e9).all()
+    assert (turns.before[2:] < -1e9).all()
+
+
+def test_scrambled_numbers_are_even_and_fixed() -> None:
+    found = scrambled(np.arange(100_000, dtype=np.uint64))
+    assert len(np.unique(found)) == 100_000
+    share = np.bincount((found >> np.uint64(60)).astype(int), minlength=16) / 100_000
+    assert share == pytest.approx(np.full(16, 1 / 16), rel=0.05)
+    # First output of the published generator seeded with 0.
+    assert int(found[0]) == 0xE220A8397B1DCDAF
+
+
+def test_a_log_prob_far_above_zero_overflows_nothing() -> None:
+    found = trained(chunk([[-1000.0, math.log(0.5)]], behavior=[[1000.0, 0.0]]))
+    assert np.isfinite(np.square(found.sums)).all()  # as variances over responses need them
+    assert plane(found.q, found.p, 10).sum() == 2

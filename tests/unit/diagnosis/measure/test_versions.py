@@ -1,0 +1,135 @@
+"""Ages by hand, with and without the trainer's version, and the split of drift on planted parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.support.token_chunks import chunk, noisy, pieces, whole
+
+from trimtab.diagnosis.records import Chunk, Split
+
+
+def test_ages_by_hand() -> None:
+    data = chunk([[0.1, 0.2, 0.3], [0.4, 0.5]], version=[[7, 6, 1], [9, 400]], proximal_version=[7, 409])
+    view = whole(data).views["version"]
+    assert view.labels == ("0", "1", "5-8", "9-16", "257 and more")
+    assert view.count.tolist() == [1, 1, 1, 1, 1]
+    assert view.log_ratio_mean == pytest.approx([0.1, 0.2, 0.3, 0.5, 0.4], rel=1e-6)
+    assert view.note == ""
+
+
+def test_tokens_newer_than_the_trainer_have_their_own_bin() -> None:
+    view = whole(chunk([[0.1, 0.2]], version=[[3, 5]], proximal_version=[4])).views["version"]
+    assert view.labels == ("newer than the trainer", "1")
+    assert view.log_ratio_mean == pytest.approx([0.2, 0.1], rel=1e-6)
+
+
+def test_ages_without_a_trainers_version_are_within_a_step() -> None:
+    ratios, version = [[0.1, 0.2], [0.3], [0.4, 0.5]], [[3, 4], [2], [9, 6]]
+    stepped = chunk(ratios, version=version, step=[1, 1, 2])
+    for parts in ([], [1], [1, 2]):
+        view = whole(*pieces(stepped, parts)).views["version"]
+        assert view.labels == ("0", "1", "2", "3")
+        assert view.log_ratio_mean == pytest.approx([0.3, 0.1, 0.3, 0.5], rel=1e-6)
+        assert "token's step" in view.note
+    view = whole(chunk(ratios, version=version)).views["version"]
+    assert view.labels == ("0", "3", "5-8")
+    assert view.log_ratio_mean == pytest.approx([0.4, 0.5, 0.2], rel=1e-6)
+    assert "token's file" in view.note
+
+
+def planted(seed: int, mismatch: float, staleness: float, fresh: float, biased: bool = False) -> Chunk:
+    """Tokens whose log-ratio is the sum of two independent ones of mean ratio 1, the second only at age 5.
+
+    biased: mismatch grows with -log p, and three quarters of the old tokens are rare but one quarter of the others.
+    """
+    rng = np.random.default_rng(seed)
+    shape = (400, 60)
+    old = np.repeat(rng.random(400) >= fresh, 60).reshape(shape)
+    rare = rng.random(shape) < np.where(old, 0.75, 0.25)
+    behavior = -rng.exponential(1.0, shape) * (np.where(rare, 2.0, 0.2) if biased else 1.0)
+    scale = mismatch * np.sqrt(-behavior) if biased else np.full(shape, mismatch)
+    stale = np.where(old, staleness, 0.0)
+    ratio = (scale * rng.standard_normal(shape) - scale**2 / 2) + (stale * rng.standard_normal(shape) - stale**2 / 2)
+    version = np.where(old, 5, 10)
+    return chunk(
+        ratio.tolist(), behavior=behavior.tolist(), version=version.tolist(), proximal_version=np.full(400, 10)
+    )
+
+
+def split(data: Chunk) -> Split:
+    return whole(data).split
+
+
+def test_split_finds_planted_parts() -> None:
+    # Independent normal log-ratios: k3 is half the variance of each, staleness counts at half of the tokens only.
+    data = planted(0, mismatch=0.1, staleness=0.2, fresh=0.5)
+    found, old = split(data), (data.version == 5).mean()
+    assert found.separable
+    assert found.mismatch == pytest.approx(0.005, rel=0.05)
+    assert found.staleness == pytest.approx(old * 0.02, rel=0.1)
+    assert found.intervals["variance_mismatch"].value == pytest.approx(0.01, rel=0.05)
+    assert found.intervals["variance_staleness"].value == pytest.approx(old * 0.04, rel=0.1)
+    for key, truth in (("mismatch", 0.005), ("staleness", old * 0.02)):
+        assert found.intervals[key].low < truth < found.intervals[key].high
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    data = planted(1, mismatch=0.1, staleness=0.3, fresh=0.3, biased=True)
+    found = whole(data)
+    assert found.split.mismatch is not None
+    assert found.split.staleness is not None
+    assert found.split.mismatch + found.split.staleness == pytest.approx(found.size.mismatch["k3"], rel=1e-9)
+
+
+def test_rarer_old_tokens_do_not_fake_staleness() -> None:
+    # Old tokens mismatch more than twice as much, only because they are rarer.
+    data = planted(2, mismatch=0.1, staleness=0.0, fresh=0.5, biased=True)
+    view = whole(data).views["version"]
+    assert view.k3[1] > 2.0 * view.k3[0]
+    found = split(data)
+    assert found.mismatch is not None
+    assert found.staleness is not None
+    assert abs(found.staleness) < 0.05 * found.mismatch
+    assert found.intervals["staleness"].low < 0 < found.intervals["staleness"].high
+
+
+def test_old_tokens_without_fresh_ones_like_them_are_not_split() -> None:
+    data = planted(2, mismatch=0.1, staleness=0.0, fresh=0.5)
+    assert data.version is not None
+    far = np.where(data.version == 5, 5.0, 1.0).astype(np.float32)
+    found = split(replace(data, behavior=data.behavior * far, proximal=data.trainer + data.behavior * (far - 1)))
+    assert not found.separable
+    assert "lies at behavior probabilities with fewer than 100 tokens of age 0" in found.why
+
+
+def test_all_of_age_zero_is_mismatch_alone() -> None:
+    found = split(planted(3, mismatch=0.1, staleness=0.0, fresh=1.0))
+    assert found.separable
+    assert "every token is of age 0" in found.why
+
+
+@pytest.mark.parametrize(("seed", "responses"), [(0, 30), (2, 100), (4, 100)])
+def test_all_of_age_zero_has_no_staleness_at_all(seed: int, responses: int) -> None:
+    # Not even a rounding error, which the verdict would print as a figure.
+    data = noisy(seed, responses)
+    assert data.proximal_version is not None
+    assert split(replace(data, version=np.repeat(data.proximal_version, np.diff(data.starts)))).staleness == 0.0
+
+
+def test_what_is_missing_is_said() -> None:
+    data = planted(4, mismatch=0.1, staleness=0.1, fresh=0.0)
+    found = split(data)
+    assert not found.separable
+    assert "no token is of age 0 (the youngest is 5 updates old)" in found.why
+    assert "no proximal_version" in split(replace(data, proximal_version=None)).why
+    assert "no policy_version" in split(replace(data, version=None)).why
+    assert data.version is not None
+    newer = split(replace(data, version=data.version + 6))
+    assert not newer.separable
+    assert "newer than proximal_version" in newer.why
+    few = split(noisy(0, 3))
+    assert not few.separable
+    assert few.mismatch is None

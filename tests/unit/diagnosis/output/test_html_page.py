@@ -1,0 +1,205 @@
+"""The page: its captions tell planted numbers, text of files cannot break it, and what is missing is said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.diagnosis_example import MISMATCH, example, steps, view, views
+
+from trimtab.diagnosis.output import panels as panels
+from trimtab.diagnosis.output import view_panels as views_of
+from trimtab.diagnosis.output import words as words
+from trimtab.diagnosis.output.html_page import page, write_page
+from trimtab.diagnosis.records import Cause, Diagnosis, Measured
+from trimtab.errors import TrimtabError
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+class Reader(HTMLParser):
+    """Tags, attributes and visible text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.said: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.said.append(data)
+
+
+def captions(diagnosis: Diagnosis, make: Callable[[Measured], panels.Panels]) -> dict[str, str]:
+    """What each figure says this data shows, by title."""
+    return {panel.title: panel.here for panel in make(diagnosis.measured).shown}
+
+
+@pytest.fixture(scope="module")
+def whole() -> str:
+    return page(example())
+
+
+def bare(**changes: Any) -> Diagnosis:
+    """A diagnosis with few figures, so that its page is drawn quickly."""
+    return example(**{"only": {}, **changes, "size": {"by_step": (), **changes.get("size", {})}})
+
+
+def test_sections_in_order_and_the_verdict_first(whole: str) -> None:
+    places = [
+        whole.index(text)
+        for text in (
+            "The mismatch is k3 = 4.8e-3",
+            "1. How large it is",
+            "2. Where it sits",
+            "3. What kind it is",
+            "4. What to do",
+            "What was read",
+        )
+    ]
+    assert places == sorted(places)
+
+
+def test_lines_to_copy_and_outcomes_are_there(whole: str) -> None:
+    said = " ".join(Reader(whole).said)
+    assert "--use-tis --tis-clip 1.31" in said
+    assert "algorithm.rollout_correction.rollout_is_threshold=1.31" in said
+    recommended = re.findall(r'<tr class="best">.*?</tr>', whole, re.DOTALL)
+    assert len(recommended) == 1, "one row is the recommended one"
+    assert "weight_max=1.31" in recommended[0]
+    assert 'style="width: 1.0%"' in recommended[0], "1% of the weights changed"
+
+
+def test_the_page_loads_and_runs_nothing(whole: str) -> None:
+    reader = Reader(whole)
+    assert not {"script", "link", "iframe", "img", "object"} & set(reader.tags)
+    assert all(value.startswith("#") for name, value in reader.attributes if name in ("src", "href", "xlink:href"))
+    assert not re.search(r"url\((?!#)", whole)
+
+
+def test_text_of_files_is_escaped_everywhere() -> None:
+    evil = bare(
+        causes=(Cause("stale", 0.5, EVIL, EVIL),),
+        origin={"dropped": {EVIL: 2}, "missing": {EVIL: EVIL}, "nonfinite": {EVIL: 3}, "findings": (EVIL,)},
+        size={"floor_note": EVIL},
+        only={"token": views(hostile=EVIL)["token"]},
+    )
+    text = page(evil)
+    reader = Reader(text)
+    assert not {"script", "img"} & set(reader.tags)
+    assert not [name for name, _ in reader.attributes if name.startswith("on")]
+    assert text.count("&lt;script&gt;") >= 8
+
+
+def test_hostile_labels_inside_figures_are_escaped() -> None:
+    evil = {"turn": view("turn", [EVIL, "2"], [50, 50], [0.1, 0.2])}
+    text = page(bare(only=evil))
+    assert "<script" not in text
+    assert "&lt;script" in text
+
+
+def test_captions_of_the_views_tell_planted_numbers() -> None:
+    found = captions(example(), views_of.where)
+    assert found["k3 by age of the weights"] == "1.1e-3 at age 0, 0.01 at age 4-7."
+    assert found["Rejected by length"] == "seq-mis rejects 1.0% of the shortest responses and 72% of the longest."
+    # Width of the rarest bin: 4 sqrt(2 * 0.12) = 1.96; its k3 is 120 of 91,000 * 0.0048 = 436.8 nats.
+    assert found["Log-ratio envelope"] == (
+        "Widest at probability <1e-3 (2 nats, 1.1% of the tokens, 27% of all k3); 0.13 nats at 0.5 to 1."
+    )
+    assert found["k3 by position"] == "4.0e-3 in the first part, 6.0e-3 in the last; highest at 90-100% (6.0e-3)."
+    assert found["Log-ratio by entropy"] == "Mean log-ratio −5.0e-4 at entropy 0 to 0.5, −0.03 at 2 to 4."
+
+
+def test_captions_over_steps_and_of_the_scatter_tell_planted_numbers() -> None:
+    plane = np.zeros((50, 50), dtype=np.int64)
+    plane[10, 10], plane[40, 10] = 97, 3
+    planted = example()
+    found = captions(replace(planted, measured=replace(planted.measured, scatter=plane)), panels.how_large)
+    assert found["Trainer against sampler"] == "100 tokens, 3.0% of them more than 0.05 away from the line."
+    assert found["Ratio tails over steps"] == "Widest at step 20: 1% of the ratios below 0.804, 1% above 1.24."
+    # First and last quarter: medians of steps 3 and 18, (1 + .15 * 17) / (1 + .15 * 2) = 2.73.
+    assert found["k3 over steps"] == "Grows 2.7-fold from the first quarter to the last; highest at step 20 (7.7e-3)."
+    assert found["ESS over steps"] == (
+        "token weights 1 at first, 0.98 at last; sequence weights 0.9 at first, 0.23 at last."
+    )
+
+
+def test_a_jump_at_one_turn_is_named() -> None:
+    turns = view("turn", ["-1", "0", "+1", "elsewhere"], [500, 500, 500, 89500], [0.001, 0.9, 0.002, 0.001])
+    found = example(only={"turn": turns})
+    assert captions(found, views_of.where) == {"k3 around the borders of turns": "Highest at 0 (0.9)."}
+    # 450 nats; the whole is set to 500.
+    of_half = example(only={"turn": turns}, size={"mismatch": {**MISMATCH, "k3": 500 / 91000}})
+    assert (
+        words.where_text(of_half.measured, {}) == "the first token of later turns (0.5% of the tokens, 90% of all k3)"
+    )
+
+
+def test_steady_and_falling_k3_are_told_apart() -> None:
+    # Falling, quarters of two steps: medians (1 + 1/2) / 2 and (1/7 + 1/8) / 2, 0.1339 / 0.75 = 18%.
+    kinds = {"Steady": [0.001] * 8, "Falls to 18%": [0.01 / step for step in range(1, 9)]}
+    for said, k3 in kinds.items():
+        rows = tuple({"step": step, "k3": value} for step, value in enumerate(k3, start=1))
+        assert captions(example(size={"by_step": rows}), panels.how_large)["k3 over steps"].startswith(said)
+
+
+def test_top_tokens_are_ranked_by_their_share_of_k3() -> None:
+    rows = views_of.top_tokens(example().measured, {})
+    assert [row["label"] for row in rows] == ["13", "1234", "220", "17"]
+    # 51,200 * 0.0032 = 163.84 and 800 * 0.2 = 160 of 91,000 * 0.0048 = 436.8 nats.
+    assert [row["share"] for row in rows] == ["38%", "37%", "14%", "8.2%"]
+    assert rows[1]["tokens"] == "0.9%"
+
+
+def test_texts_of_ids_stand_before_them_escaped() -> None:
+    tokens = view("token", ["7", "other"], [50, 50], [0.1, 0.2], columns={"id": np.array([7, -1])})
+    found = bare(only={"token": tokens})
+    rows = views_of.top_tokens(found.measured, {7: EVIL})
+    assert [(row["label"], row["text"]) for row in rows] == [("other", ""), ("7", EVIL)]
+    text = page(replace(found, texts={7: EVIL}))
+    assert "&lt;script&gt;" in text
+    assert "<script" not in text
+
+
+def test_missing_views_are_one_line_and_no_empty_figure() -> None:
+    found = example(size={"by_step": ()}, only={"probability": views()["probability"]})
+    text = page(found)
+    assert "Not shown: curves over steps (the files do not say which step a response is of)." in text
+    assert (
+        "Not shown: position in the response, response length, borders of turns, turns, age of the weights, entropy."
+        in text
+    )
+    assert "the files hold no token ids" in text
+    assert text.count("<svg") == 3, "the range, the scatter and the envelope"
+
+
+def test_a_single_step_and_a_single_age_are_no_curves() -> None:
+    found = example(size={"by_step": steps(1)}, only={"version": view("version", ["0"], [10], [0.1])})
+    assert panels.how_large(found.measured).absent == ["curves over steps (the files hold one step)"]
+    assert "age of the weights (only 0 in this data)" in views_of.where(found.measured).absent
+
+
+def test_nothing_at_all_to_draw_still_makes_a_page() -> None:
+    empty = view("probability", ["a", "b"], [0, 0], [0.0, 0.0], edges=np.array([0, 0.5, 1.0]))
+    nan = {key: float("nan") for key in example().measured.size.mismatch}
+    text = page(bare(causes=(), size={"mismatch": nan, "intervals": {}}, only={"probability": empty}))
+    assert "nan" not in " ".join(Reader(text).said).lower().split()
+
+
+def test_the_file_is_written_whole(tmp_path: Path) -> None:
+    written = write_page(bare(), tmp_path / "new" / "d.html")
+    assert written.read_text().rstrip().endswith("</html>")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrimtabError, match="choose another folder"):
+        write_page(bare(), tmp_path / "file" / "d.html")

@@ -1,0 +1,185 @@
+"""The terminal verdict: its exact words on a fixed diagnosis, and the words that depend on the numbers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
+
+from trimtab.diagnosis.output import words as words
+from trimtab.diagnosis.output.hotspots import places, shares
+from trimtab.diagnosis.output.terminal import verdict
+from trimtab.diagnosis.records import Cause, Interval, Outcome, Size, Split, View
+
+# Shares by hand, of 91,000 tokens and 91,000 * 0.0048 = 436.8 nats. Probability below 0.1: the three rarest bins,
+# 15,000 tokens and 120 + 120 + 90 = 330 nats. Token 1234: 800 tokens and 160 nats. Age 2 or more: 45,000 tokens and
+# 117 + 227.25 = 344.25 nats.
+GOLDEN = """\
+read      20 files (trimtab): 1,240 responses, 91,200 tokens, 91,000 of them trained; dropped 3 (2 lists of different \
+lengths, 1 no trained token)
+          3 responses have a length of 1
+missing   turn starts (the view by turn)
+size      k3 4.8e-3 (4.3e-3 to 5.4e-3) nats per token: more than is published for large dense models (up to \
+1e-3), healthy for small ones in bfloat16 (up to 1e-2) and for mixture-of-experts models (up to 1e-1); rounding alone \
+makes 3.1e-13
+          k1 4.1e-3, k2 5.2e-3, chi2 0.012 per token; ESS 0.9878 of tokens, 0.3636 of sequences; Pearson 0.99641, \
+perplexity ratio 1.0041
+          outside their healthy ranges: chi2_seq 1.75 (at most 1), ess_seq 0.3636 (0.5 to 1), abs_diff_max 2.27 \
+(at most 1), ratio_q01 0.71 (0.8 to 1.25), ratio_q99 1.31 (0.8 to 1.25), log_ratio_seq_max 3.4 (at most 2)
+contract  mean ratio 1.0007 (0.9991 to 1.0024): 1 is inside, as for correct log-probs of untruncated sampling
+where     sampler probability below 0.1 (16% of the tokens, 76% of all k3); token 1234 (0.9% of the tokens, 37% of \
+all k3); age 2 or more (49% of the tokens, 79% of all k3)
+split     of the drift, k3 1.1e-3 is trainer and sampler computing differently and 3.7e-3 \
+(3.0e-3 to 4.5e-3) is older weights
+causes    quantized (confidence 0.94): k3 at age 0 is 1.1e-3, with log-ratios spread alike at all steps.
+          stale (confidence 0.88): k3 grows from 1.1e-3 at age 0 to 1.0e-2 at ages 4 to 7.
+do        token-tis with weight_max=1.31: Tails are heavy per response, light per token.
+          on this data it keeps 100% of the tokens, changes 1.0% of the weights, leaves ESS 0.99
+page      diagnose.html"""
+
+
+def test_the_whole_verdict_on_a_fixed_diagnosis() -> None:
+    assert verdict(example(), Path("diagnose.html")) == GOLDEN
+
+
+def test_folded_lines_hold_the_same_words_under_their_label() -> None:
+    folded = verdict(example(), Path("diagnose.html"), width=80).splitlines()
+    assert max(map(len, folded)) <= 80
+    assert " ".join(" ".join(folded).split()) == " ".join(GOLDEN.split())
+    assert all(line.startswith(" " * 10) or line[:10].strip().isalpha() for line in folded)
+
+
+def test_faults_come_before_the_correction() -> None:
+    broken = example(causes=(Cause("temperature", 0.9, "Slope 0.4.", "Divide the trainer's logits by 0.7."),))
+    lines = verdict(broken).splitlines()
+    do = next(index for index, line in enumerate(lines) if line.startswith("do "))
+    assert "first repair temperature: Divide the trainer's logits by 0.7." in lines[do]
+    assert "token-tis" in lines[do + 1]
+    assert words.headline(broken)[-1].startswith("After that, use token-tis")
+    assert not words.faults(example()), "quantization and staleness are what corrections are for"
+
+
+def test_many_missing_columns_are_named_only() -> None:
+    absent = {name: f"no {name}" for name in ("entropy", "step", "group", "advantage")}
+    lines = verdict(example(origin={"missing": absent})).splitlines()
+    assert "missing   entropy, step, group, advantage; the page says what each costs" in lines
+
+
+def test_no_cause_is_said() -> None:
+    assert "causes    none stands out above the noise floor" in verdict(example(causes=()))
+
+
+def test_control_signs_of_a_file_do_not_reach_the_terminal() -> None:
+    text = verdict(example(origin={"findings": ("column \x1b[31mred\u202e",)}))
+    assert "column  [31mred" in text
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+def of(mean: float, low: float | None = None, high: float | None = None) -> words.Check:
+    intervals = {} if low is None or high is None else {"ratio_mean": Interval(mean, low, high)}
+    return words.contract(Size({**MISMATCH, "ratio_mean": mean}, intervals, 0.0, "", "dense"))
+
+
+@pytest.mark.parametrize(
+    ("check", "tone", "said"),
+    [
+        (of(1.2, 0.9, 1.5), "good", "1 is inside"),
+        (of(0.9995, 0.9993, 0.9997), "good", "within 0.1% of it"),
+        (of(0.895, 0.89, 0.9), "warn", "never sampled"),
+        (of(1.3, 1.1, 1.5), "warn", "not those of the distribution"),
+        (of(1.3), "plain", "too few responses"),
+        (of(1.3, math.nan, math.nan), "plain", "too few responses"),
+        (of(math.nan), "plain", "not defined"),
+    ],
+)
+def test_mean_ratio_against_one(check: words.Check, tone: str, said: str) -> None:
+    assert check.tone == tone
+    assert said in check.text
+
+
+def located(*cuts: View) -> list[tuple[str, float, float]]:
+    """Places in views whose tokens are all there are."""
+    count, k3 = cuts[0].count.sum(), (cuts[0].count * cuts[0].k3).sum()
+    size = {"mismatch": {**MISMATCH, "tokens": float(count), "k3": k3 / count}}
+    found = places(example(only={cut.name: cut for cut in cuts}, size=size).measured, {})
+    return [(place.what, round(place.tokens, 3), round(place.k3, 3)) for place in found]
+
+
+def test_ordered_bins_are_cut_where_k3_gathers() -> None:
+    # Tokens .1 .2 .3 .4, k3 .4 .3 .2 .1: the first two bins hold 40 points more k3 than tokens.
+    edges = np.array([1e-5, 1e-3, 0.1, 0.5, 1.0])
+    rare = view("probability", ["a", "b", "c", "d"], [10, 20, 30, 40], [0.4, 0.15, 0.2 / 3, 0.025], edges=edges)
+    assert located(rare) == [("sampler probability below 0.1", 0.3, 0.7)]
+    tenths = view("position", ["a", "b"], [50, 50], [0.1, 0.9], edges=np.array([0.0, 0.5, 1.0]))
+    assert located(tenths) == [("the last 50% of the response", 0.5, 0.9)]
+    assert located(view("version", ["0", "1", "2-4"], [50, 25, 25], [0.1, 0.4, 0.4])) == [("age 1 or more", 0.5, 0.8)]
+    assert located(view("version", ["0", "1"], [50, 50], [0.9, 0.1])) == [("age 0", 0.5, 0.9)]
+
+
+def test_even_bins_are_no_place() -> None:
+    even = view("position", ["a", "b"], [50, 50], [0.011, 0.009], edges=np.array([0.0, 0.5, 1.0]))
+    assert located(even) == []
+    assert words.where_text(example(only={"position": even}).measured, {}).startswith("spread evenly")
+
+
+def test_a_single_token_needs_twice_its_share_and_some_weight() -> None:
+    # 25% of the tokens and 67% of k3; then 25% and 40%, less than twice; then 0.1% of the tokens, however bad.
+    assert located(view("token", ["7", "8"], [75, 25], [1 / 300, 0.02])) == [("token 8", 0.25, 0.667)]
+    assert located(view("token", ["7", "8"], [75, 25], [0.01, 0.02])) == []
+    assert located(view("token", ["7", "8"], [999, 1], [0.001, 5.0])) == []
+
+
+def test_entropy_is_not_named_beside_probability() -> None:
+    low = view("probability", ["a", "b"], [50, 50], [0.9, 0.1], edges=np.array([1e-3, 0.1, 1.0]))
+    high = view("entropy", ["a", "b"], [50, 50], [0.1, 0.9], edges=np.array([0.0, 0.5, 2.0]))
+    assert located(high) == [("entropy above 0.5", 0.5, 0.9)]
+    assert [what for what, _, _ in located(low, high)] == ["sampler probability below 0.1"]
+
+
+def test_no_mismatch_is_nowhere() -> None:
+    none = example(size={"mismatch": {**MISMATCH, "k3": 0.0}, "intervals": {}, "verdict": "exact"})
+    assert words.where_text(none.measured, {}) == "nowhere: there is no mismatch"
+    assert "k3 0 nats per token: trainer and sampler compute the same" in verdict(none)
+
+
+def test_what_cannot_be_split_says_why() -> None:
+    assert words.split_text(example(split=Split(False, "no tokens of age 0")).measured) == (
+        "mismatch and staleness are not separable: no tokens of age 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0, "0%"), (0.0004, "<0.1%"), (0.004, "0.4%"), (0.12, "12%"), (0.9996, ">99.9%"), (1, "100%"), (math.nan, "–")],
+)
+def test_shares_as_people_say_them(share: float, text: str) -> None:
+    assert words.percent(share) == text
+
+
+def test_the_outcome_of_the_recommended_bounds_is_shown_not_of_the_published() -> None:
+    found = words.chosen(example())
+    assert isinstance(found, Outcome)
+    assert (found.calibrated, found.changed) == (True, 0.01)
+
+
+def test_k3_below_the_published_range_is_said() -> None:
+    size = Size({**MISMATCH, "k3": 2e-6}, {}, 0.0, "", "dense")
+    assert words.size_text(size) == "less than is published for dense models (1e-5 to 1e-3)"
+    assert words.size_text(Size({**MISMATCH, "k3": 2e-4}, {}, 0.0, "", "dense")).startswith("within")
+
+
+def test_shares_of_k3_leave_out_what_is_not_finite() -> None:
+    whole = Size({"tokens": 20.0, "k3": 0.02}, {}, 0.0, "", "moe")
+    tokens, k3 = shares(view("turn", ["1", "2", "3"], [10, 10, 0], [0.01, 0.03, math.nan]), whole)
+    np.testing.assert_allclose(tokens, [0.5, 0.5, 0.0])
+    np.testing.assert_allclose(k3, [0.25, 0.75, 0.0])
+
+
+def test_intervals_stand_beside_their_value() -> None:
+    size = Size(MISMATCH, INTERVALS, 0.0, "", "small-dense")
+    assert words.with_interval(size, "k3") == "4.8e-3 (4.3e-3 to 5.4e-3)"
+    assert words.with_interval(size, "k2") == "5.2e-3"

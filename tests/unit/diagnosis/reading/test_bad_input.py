@@ -1,0 +1,323 @@
+"""Whatever a file holds, the answer is data, a counted loss or one clear line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from trimtab.diagnosis.reading import open_source
+from trimtab.diagnosis.records import Chunk, Origin
+from trimtab.errors import TrimtabError
+
+NAN, INF = float("nan"), float("inf")
+
+
+def row(behavior: Any = (-1.0, -2.0), proximal: Any = (-1.5, -2.0), **more: Any) -> dict[str, Any]:
+    plain = [list(value) if isinstance(value, tuple) else value for value in (behavior, proximal)]
+    return {"logp_behavior": plain[0], "logp_proximal": plain[1], **more}
+
+
+def lines(path: Path, *data: dict[str, Any] | str) -> Path:
+    path.write_text("".join((item if isinstance(item, str) else json.dumps(item)) + "\n" for item in data))
+    return path
+
+
+def read(*paths: Path) -> tuple[list[Chunk], Origin]:
+    source = open_source(paths)
+    return list(source.chunks()), source.origin()
+
+
+def refused(*paths: Path) -> str:
+    with pytest.raises(TrimtabError) as caught:
+        read(*paths)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+GOOD = row()
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (row((-1.0,), (-1.0, -2.0)), "lists of different lengths"),
+        (row(None), "no logp_behavior"),
+        ({"logp_proximal": [-1.0]}, "no logp_behavior"),
+        (row(("a", "b")), "logp_behavior is not a list of numbers"),
+        (row(("-1.0", "-2.0")), "logp_behavior is not a list of numbers"),
+        (row(([-1.0], [-2.0])), "logp_behavior is not a list of numbers"),
+        (row(([-1.0], -2.0)), "logp_behavior is not a list of numbers"),
+        (row(-1.0), "logp_behavior is not a list of numbers"),
+        (row((), ()), "no tokens"),
+        (row(loss_mask=[False, False]), "no trained token"),
+        (row(loss_mask=[True, None]), "loss_mask holds nulls"),
+        (row(response_ids=[1, None]), "response_ids holds nulls"),
+        (row((NAN, NAN)), "no finite log-prob at any trained token"),
+        (row((-INF, None)), "no finite log-prob at any trained token"),
+        (row((-1e300, -INF)), "no finite log-prob at any trained token"),
+        (row((NAN, -1.0), loss_mask=[True, False]), "no finite log-prob at any trained token"),
+        (row((-1.0, 10**400)), "logp_behavior is not a list of numbers"),
+        (row(off_policy=True), "external trace (off_policy)"),
+        (row(None, None, off_policy=True), "external trace (off_policy)"),
+        ("[1, 2]", "not a JSON object"),
+        ("hello", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_bad_row_is_counted_and_the_good_ones_are_read(tmp_path: Path, bad: Any, reason: str) -> None:
+    extras = {"loss_mask": [True, True], "response_ids": [1, 2], "off_policy": False}
+    used = {name: value for name, value in extras.items() if isinstance(bad, dict) and name in bad}
+    good = row(**used)
+    (chunk,), origin = read(lines(tmp_path / "a.jsonl", good, bad, good))
+    assert chunk.starts.tolist() == [0, 2, 4]
+    assert chunk.trainer.tolist() == [-1.5, -2.0, -1.5, -2.0]
+    assert origin.dropped == {reason: 1}
+
+
+def test_every_non_finite_number_is_counted_by_column_and_kind(tmp_path: Path) -> None:
+    data = [
+        row((-1.0, NAN), (-1.0, -2.0)), row((-INF, -INF), (-1.0, INF)), row(entropy=[1.0, NAN]),
+        row((-1.0, NAN), (NAN, -2.0), loss_mask=[True, False]),
+    ]  # fmt: skip
+    whole = [{"entropy": [1.0, 1.0], "loss_mask": [True, True], **item} for item in (*data, GOOD)]
+    (chunk,), origin = read(lines(tmp_path / "a.jsonl", *whole))
+    assert origin.nonfinite == {
+        "logp_behavior nan": 1, "logp_behavior -inf": 2, "logp_proximal inf": 1, "logp_proximal nan": 1,
+        "entropy nan": 1,
+    }  # fmt: skip
+    assert origin.dropped == {"no finite log-prob at any trained token": 2}
+    assert np.diff(chunk.starts).tolist() == [1, 1, 2]
+    assert chunk.behavior.tolist() == [-1.0, *GOOD["logp_behavior"][:1], *GOOD["logp_behavior"]]
+    assert any(found.startswith("4 responses with values") for found in origin.findings)
+
+
+@pytest.mark.parametrize("low", [-3.4028235e38, -1e30, -1e9])
+def test_the_lowest_float_of_a_mask_is_minus_infinity(tmp_path: Path, low: float) -> None:
+    (chunk,), origin = read(lines(tmp_path / "a.jsonl", row((low, -2.0)), row((-2.0, -1.0), (-9999.0, 1e30))))
+    assert origin.nonfinite == {"logp_behavior -inf": 1, "logp_proximal inf": 1}
+    assert chunk.behavior.tolist() == [-2.0, -2.0]
+    assert chunk.trainer.tolist() == [GOOD["logp_proximal"][1], -9999.0]
+
+
+@pytest.mark.parametrize("garbage", [NAN, INF, -INF, 1e30, 0.0])
+def test_what_stands_at_an_untrained_token_does_not_matter(tmp_path: Path, garbage: float) -> None:
+    data = row((-1.0, garbage, -3.0), (-1.0, garbage, -3.0), loss_mask=[True, False, True], entropy=[1.0, garbage, 1.0])
+    (chunk,), origin = read(lines(tmp_path / "a.jsonl", data))
+    assert chunk.behavior.tolist() == [-1, 0, -3]
+    assert chunk.trainer.tolist() == [-1, 0, -3]
+    assert chunk.entropy is not None
+    assert chunk.entropy.tolist() == [1, 0, 1]
+    assert not origin.dropped
+    assert not origin.nonfinite
+
+
+def test_a_log_prob_above_zero_is_a_finding_and_rounding_is_not(tmp_path: Path) -> None:
+    odd = row((-1.0, 0.7), (-1.0, 1e-6))
+    _, origin = read(lines(tmp_path / "a.jsonl", odd, GOOD))
+    assert len(origin.findings) == 1
+    assert origin.findings[0].startswith("1 of 4 values of logp_behavior are above 0 (largest 0.7)")
+
+
+def test_a_reward_that_is_no_number_is_a_finding(tmp_path: Path) -> None:
+    (chunk,), origin = read(lines(tmp_path / "a.jsonl", row(reward="1.0"), row(reward=1.0), row(reward=None)))
+    np.testing.assert_array_equal(chunk.reward, [np.nan, 1, np.nan])  # type: ignore[arg-type]
+    assert origin.findings == ("reward is not a finite number in 2 of 3 responses",)
+
+
+def test_a_copy_of_the_samplers_log_probs_is_a_finding(tmp_path: Path) -> None:
+    _, origin = read(lines(tmp_path / "a.jsonl", row((-1.0, -2.0), (-1.0, -2.0))))
+    assert "bit for bit" in origin.findings[0]
+    _, origin = read(lines(tmp_path / "a.jsonl", row((-1.0, -2.0), (-1.0, -2.0)), GOOD))
+    assert origin.findings == ()
+
+
+def test_log_probs_of_zero_everywhere_are_a_finding(tmp_path: Path) -> None:
+    _, origin = read(lines(tmp_path / "a.jsonl", row((0.0, 0.0))))
+    assert "the sampler reported no log-probs" in origin.findings[0]
+
+
+def test_a_half_written_last_line_is_counted(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", GOOD)
+    path.write_text(path.read_text() + json.dumps(GOOD)[:30])
+    (chunk,), origin = read(path)
+    assert chunk.responses == 1
+    assert origin.dropped == {"unfinished last line": 1}
+
+
+def test_bytes_that_are_no_text_are_counted(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", GOOD)
+    path.write_bytes(path.read_bytes() + b'{"text": "\xff\xfe"}\n' + path.read_bytes())
+    (chunk,), origin = read(path)
+    assert chunk.responses == 2
+    assert origin.dropped == {"not UTF-8": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"  \n\n", "is empty"),
+        (b"nothing here\n", "holds no rows that can be read"),
+        (b"[]", "holds no rows that can be read"),
+        (b"[1, 2]\n[3]\n", "goes on after its array"),
+        (b"[" + json.dumps(GOOD).encode(), r"row 2 is not JSON or unfinished"),
+        (b"\x1f\x8b\x08\x00", "damaged or unfinished gzip"),
+        (json.dumps({"a": 1}).encode(), "has no logp_behavior"),
+        (json.dumps(row(None, None)).encode(), r"nothing to diagnose in .*: 1 x no logp_behavior"),
+    ],
+)
+def test_a_file_of_lines_without_data_is_one_clear_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(TrimtabError, match=message):
+        read(path)
+
+
+def test_one_empty_file_among_others_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text("")
+    _, origin = read(lines(tmp_path / "a.jsonl", GOOD), tmp_path / "b.jsonl")
+    assert origin.findings == ("1 empty file",)
+    assert origin.files == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.bin", b"\x00\x01\x02", "neither a parquet, a JSON, a CSV nor a torch file"),
+        ("a.txt", b"hello", "neither a parquet, a JSON, a CSV nor a torch file"),
+        (
+            "a.txt.gz",
+            gzip.compress(b"hello", mtime=0),
+            "neither a parquet, a JSON, a CSV nor a torch file below its gzip",
+        ),
+        ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), "is compressed: unpack it first"),
+        ("a.zst", b"\x28\xb5\x2f\xfd", "compressed with zstd"),
+        ("a.npz", b"PK\x03\x04", "holds numpy arrays, whose rows and padding nothing tells: write a parquet or JSONL"),
+        ("a.npy", b"\x93NUMPY", "holds numpy arrays"),
+        ("a.jsonl", "{}".encode("utf-16"), "is UTF-16: write it as UTF-8"),
+        ("a.csv", "x".encode("utf-16"), "is UTF-16: write it as UTF-8"),
+        ("a.pkl", b"\x80\x04N.", "a pickle, which is not opened"),
+        ("a.parquet", b"hello", "damaged or unfinished"),
+        ("a.pt", b"hello", "cannot be read"),
+    ],
+)
+def test_a_file_of_another_kind_is_one_clear_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert message in refused(tmp_path / name)
+
+
+def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
+    assert "no file" in refused(tmp_path / "absent.parquet")
+    assert "holds no parquet" in refused(tmp_path)
+    assert "no file given" in refused()
+    for name in ("metrics.jsonl", "config.toml"):
+        (tmp_path / name).write_text("{}")
+    assert "kept no trajectories" in refused(tmp_path)
+
+
+def parquet(path: Path, data: dict[str, Any]) -> Path:
+    pq.write_table(pa.table(data), path)
+    return path
+
+
+def test_a_truncated_parquet_file_is_one_clear_line(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "a.parquet", {name: [value] * 5 for name, value in GOOD.items()})
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "damaged or unfinished" in refused(path)
+
+
+def test_a_parquet_file_of_no_rows_and_of_one(tmp_path: Path) -> None:
+    kind = pa.list_(pa.float32())
+    empty = {name: pa.array([], kind) for name in GOOD}
+    one = {name: pa.array([[-1.0]], kind) for name in GOOD}
+    assert "the files hold no rows" in refused(parquet(tmp_path / "a.parquet", empty))
+    (chunk,), _ = read(parquet(tmp_path / "a.parquet", one))
+    assert chunk.starts.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        (pa.array([["a"], ["b"]]), "logp_behavior is not a list of numbers"),
+        (pa.array(["a", "b"]), "logp_behavior is not a list of numbers"),
+        (pa.array([-1.0, -2.0]), "logp_behavior is not a list of numbers"),
+        (pa.array([None, None]), "no logp_behavior"),
+        (pa.array([None, None], pa.list_(pa.float32())), "no logp_behavior"),
+        (pa.array([[None], [None]], pa.list_(pa.null())), "no finite log-prob at any trained token"),
+        (pa.array([[[-1.0]], [[-2.0]]]), "logp_behavior is not a list of numbers"),
+    ],
+)
+def test_a_column_of_another_type_names_the_loss(tmp_path: Path, column: pa.Array, reason: str) -> None:
+    path = parquet(tmp_path / "a.parquet", {"logp_behavior": column, "logp_proximal": [[-1.0], [-2.0]]})
+    assert f"2 x {reason}" in refused(path)
+
+
+_KINDS = (pa.float64(), pa.float32(), pa.float16(), pa.int64(), pa.decimal128(10, 4))
+
+
+@pytest.mark.parametrize(
+    "kind", [*map(pa.list_, _KINDS), pa.large_list(pa.float32()), pa.list_(pa.float32(), 2)], ids=str
+)
+def test_any_list_of_numbers_will_do(tmp_path: Path, kind: pa.DataType) -> None:
+    column = pa.array(np.array([-1, -2, -3, -4], np.float16)).cast(pa.float64()).cast(kind.value_type)
+    lists = pa.ListArray.from_arrays(pa.array([0, 2, 4], pa.int32()), column).cast(kind)
+    path = parquet(tmp_path / "a.parquet", {"logp_behavior": lists, "logp_proximal": [[-1.0, -2.0], [-3.5, -4.0]]})
+    (chunk,), _ = read(path)
+    assert chunk.behavior.tolist() == [-1, -2, -3, -4]
+
+
+def test_columns_that_only_some_files_have(tmp_path: Path) -> None:
+    plain = lines(tmp_path / "a.jsonl", GOOD)
+    entropy = lines(tmp_path / "b.jsonl", row(entropy=[1.0, 1.0]))
+    (chunk,), origin = read(plain, entropy)
+    assert chunk.responses == 2
+    assert chunk.entropy is None
+    assert origin.findings == ("entropy is in 1 of 2 files only and was left out",)
+    current = lines(tmp_path / "c.jsonl", {"logp_behavior": [-1.0], "logp_current": [-1.0]})
+    assert "has no logp_proximal" in refused(plain, current)
+
+
+def test_a_torch_file_of_objects_is_not_opened(tmp_path: Path) -> None:
+    torch.save({"samples": [Path("/")]}, tmp_path / "a.pt")
+    assert "which are not opened" in refused(tmp_path / "a.pt")
+    torch.save({"samples": [{"rollout_log_probs": np.array([Path("/")])}]}, tmp_path / "a.pt")
+    assert "which are not opened" in refused(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        [1, 2],
+        {},
+        {"samples": [1]},
+        {"samples": []},
+        {"rollout_data": {}},
+        {"a": torch.zeros(3)},
+        {1: torch.zeros(2, 2)},
+    ],
+)
+def test_a_torch_file_of_another_shape_is_one_clear_line(tmp_path: Path, payload: Any) -> None:
+    torch.save(payload, tmp_path / "a.pt")
+    refused(tmp_path / "a.pt")
+
+
+def test_padding_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
+    torch.save({name: torch.zeros(2, 3) for name in ("rollout_log_probs", "old_log_probs")}, tmp_path / "a.pt")
+    assert "tells tokens from padding" in refused(tmp_path / "a.pt")
+
+
+def test_a_column_of_probabilities_is_refused_by_name(tmp_path: Path) -> None:
+    message = refused(lines(tmp_path / "a.jsonl", *[row((0.5, 0.25), (-0.7, -1.4))] * 3))
+    assert "logp_behavior is above 0 at most trained tokens" in message
+    assert "--columns logp_behavior=COLUMN" in message
+    _, origin = read(lines(tmp_path / "b.jsonl", row((0.5, -0.25), (-0.7, -1.4)), GOOD))
+    assert any("above 0" in found for found in origin.findings), "a few are a finding"

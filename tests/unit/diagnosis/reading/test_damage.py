@@ -1,0 +1,127 @@
+"""Random damage to a file of any kind ends in data or in one clear line, never in another error."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trimtab.diagnosis.reading import open_source
+from trimtab.diagnosis.reading.layouts import ROLES
+from trimtab.errors import TrimtabError
+
+DATA = Path(__file__).parent / "data"
+SOURCES = {
+    "trl/completions_00001.parquet": 40,
+    "verl/3.jsonl": 40,
+    "prime-rl/token_exports/step_2/rank_0.jsonl": 40,
+    "verl/3.pt": 30,
+    "miles/train_data/7_0.pt": 30,
+}
+
+
+@cache
+def content(name: str) -> bytes:
+    return (DATA / name).read_bytes()
+
+
+def check(path: Path) -> None:
+    """Read it; whatever comes must keep the promises of a chunk, and whatever is said must be one line."""
+    said = ""
+    try:
+        source = open_source([path])
+        for chunk in source.chunks(8):
+            assert chunk.starts[0] == 0
+            assert (np.diff(chunk.starts) > 0).all()
+            for values in (chunk.mask, chunk.behavior, chunk.trainer):
+                assert len(values) == chunk.tokens
+            assert np.isfinite(chunk.behavior).all()
+            assert np.isfinite(chunk.trainer).all()
+            assert np.add.reduceat(chunk.mask, chunk.starts[:-1]).all()
+        origin = source.origin()
+        assert origin.trained > 0
+    except TrimtabError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert len(said) < 1000
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_damaged_bytes(name: str, tmp_path: Path) -> None:
+    whole = content(name)
+
+    @settings(max_examples=SOURCES[name], deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(
+        st.lists(st.tuples(st.integers(0, len(whole) - 1), st.binary(min_size=1, max_size=8)), max_size=4),
+        st.one_of(st.none(), st.integers(0, len(whole))),
+    )
+    def damaged(changes: list[tuple[int, bytes]], end: int | None) -> None:
+        data = bytearray(whole)
+        for place, new in changes:
+            data[place : place + len(new)] = new
+        path = tmp_path / Path(name).name
+        path.write_bytes(data[:end])
+        check(path)
+
+    damaged()
+
+
+_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3)),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=6,
+)
+_names = st.sampled_from([*(role for role in ROLES if role != "sample_id"), "x"])
+
+
+@pytest.mark.parametrize("kind", ["array", "csv", "gzip"])
+def test_damaged_text_of_other_kinds(kind: str, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (DATA / "verl/3.jsonl").read_text().splitlines()]
+    if kind == "array":
+        path, whole = tmp_path / "a.json", json.dumps(rows, indent=1).encode()
+    elif kind == "gzip":
+        path, whole = tmp_path / "a.jsonl.gz", gzip.compress((DATA / "verl/3.jsonl").read_bytes())
+    else:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+        path, whole = tmp_path / "a.csv", text.getvalue().encode()
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(
+        st.lists(st.tuples(st.integers(0, len(whole) - 1), st.binary(min_size=1, max_size=8)), max_size=4),
+        st.one_of(st.none(), st.integers(0, len(whole))),
+    )
+    def damaged(changes: list[tuple[int, bytes]], end: int | None) -> None:
+        data = bytearray(whole)
+        for place, new in changes:
+            data[place : place + len(new)] = new
+        path.write_bytes(data[:end])
+        check(path)
+
+    damaged()
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.dictionaries(_names, _values, min_size=1), min_size=1, max_size=4))
+def test_rows_of_anything(rows: list[dict[str, object]], tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "anything.jsonl"
+    good = {"logp_behavior": [-1.0, -2.0], "logp_proximal": [-1.0, -2.0]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in [good, *({**good, **row} for row in rows)]))
+    check(path)
+
+
+def test_the_undamaged_files_are_read() -> None:
+    for name in SOURCES:
+        assert sum(chunk.responses for chunk in open_source([DATA / name]).chunks()) > 0
+    assert pq.read_table(DATA / "trl/completions_00001.parquet").num_rows == 4

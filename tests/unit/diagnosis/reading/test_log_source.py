@@ -1,0 +1,189 @@
+"""Trimtab's own files, and columns named by the user."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trimtab.diagnosis.reading import open_source
+from trimtab.diagnosis.records import Chunk
+from trimtab.errors import TrimtabError
+
+
+def rows(count: int, *, seed: int = 0, step: int = 1) -> list[dict[str, Any]]:
+    """Rows of the documented format, two a group, 1 to 9 tokens long."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for index in range(count):
+        length = int(rng.integers(1, 10))
+        behavior = -rng.exponential(1, length).astype(np.float32)
+        made.append(
+            {
+                "step": step, "prompt_id": f"q{index // 2}", "group": index // 2, "prompt_ids": [1, 2],
+                "response_ids": rng.integers(0, 90, length).tolist(), "loss_mask": [True] * length,
+                "logp_behavior": behavior.tolist(), "logp_proximal": (behavior * np.float32(1.01)).tolist(),
+                "entropy": rng.random(length).astype(np.float32).tolist(), "policy_version": [step - 1] * length,
+                "proximal_version": step, "reward": float(rng.random()), "advantage": float(rng.random()),
+                "sampling": {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "logprobs": "raw"},
+            }
+        )  # fmt: skip
+    return made
+
+
+def write_parquet(path: Path, data: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(data), path)
+    return path
+
+
+def write_lines(path: Path, data: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in data))
+    return path
+
+
+def arrays(chunk: Chunk) -> dict[str, np.ndarray]:
+    return {name: value for name, value in vars(chunk).items() if value is not None}
+
+
+def test_every_column_is_read(tmp_path: Path) -> None:
+    data = rows(6)
+    source = open_source([write_parquet(tmp_path / "a.parquet", data)])
+    (chunk,) = source.chunks()
+    origin = source.origin()
+
+    def flat(name: str) -> list[Any]:
+        return [value for row in data for value in row[name]]
+
+    assert origin.framework == "trimtab"
+    assert dict(origin.missing) == {}
+    assert (origin.responses, origin.tokens, origin.trained) == (6, len(flat("response_ids")), len(flat("loss_mask")))
+    assert chunk.behavior.dtype == np.float32
+    np.testing.assert_array_equal(chunk.behavior, np.array(flat("logp_behavior"), np.float32))
+    np.testing.assert_array_equal(chunk.trainer, np.array(flat("logp_proximal"), np.float32))
+    np.testing.assert_array_equal(chunk.entropy, np.array(flat("entropy"), np.float32))
+    np.testing.assert_array_equal(chunk.ids, flat("response_ids"))
+    np.testing.assert_array_equal(chunk.version, flat("policy_version"))
+    np.testing.assert_array_equal(np.diff(chunk.starts), [len(row["response_ids"]) for row in data])
+    for name, value in (("reward", chunk.reward), ("advantage", chunk.advantage)):
+        np.testing.assert_array_equal(value, [row[name] for row in data])
+    assert arrays(chunk)["group"].tolist() == [0, 0, 1, 1, 2, 2]
+    for name, value in (("temperature", 0.8), ("top_p", 0.9), ("top_k", 5), ("raw", True), ("proximal_version", 1)):
+        assert set(arrays(chunk)[name].tolist()) == {value}
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40, 10_000])
+def test_lines_and_parquet_give_the_same_chunks_of_whole_responses(tmp_path: Path, tokens: int) -> None:
+    data = rows(60)
+    whole = next(iter(open_source([write_parquet(tmp_path / "a.parquet", data)]).chunks()))
+    for path in (tmp_path / "a.parquet", write_lines(tmp_path / "a.jsonl", data)):
+        chunks = list(open_source([path]).chunks(tokens))
+        assert max(chunk.tokens for chunk in chunks) <= max(2 * tokens, 9)
+        for name, value in arrays(whole).items():
+            if name != "starts":
+                np.testing.assert_array_equal(np.concatenate([arrays(chunk)[name] for chunk in chunks]), value)
+        lengths = np.concatenate([np.diff(chunk.starts) for chunk in chunks])
+        np.testing.assert_array_equal(lengths, np.diff(whole.starts))
+
+
+def test_a_run_is_read_in_the_order_of_its_steps(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "trajectories"
+    folder.mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")  # no tokens in it, and it must not be taken for them
+    for step in (10, 2, 1):
+        write_parquet(folder / f"step-{step}.parquet", rows(4, seed=step, step=step))
+    for path in (tmp_path / "run", folder):
+        (chunk,) = open_source([path]).chunks()
+        assert chunk.step is not None
+        assert chunk.step.tolist() == [1] * 4 + [2] * 4 + [10] * 4
+        assert chunk.group is not None
+        assert chunk.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]  # group 0 of each step is another one
+
+
+def test_the_trainers_own_files_are_read(tmp_path: Path) -> None:
+    from trimtab.runs import trajectories
+    from trimtab.types import Completion, Problem, Prompt, Sampling, Trajectory
+
+    def row(external: bool) -> trajectories.Row:
+        logps = np.array([-1.0, -2.0], np.float32)
+        completion = Completion(
+            response_ids=np.array([3, 4]), logp_behavior=logps, policy_version=np.array([0, 0]), finish="stop",
+            text="ab", entropy=None if external else logps * -1,
+        )  # fmt: skip
+        trajectory = Trajectory(
+            prompt=Prompt(Problem("q", "?", "!"), "?", np.array([1])), group=0, completion=completion,
+            sampling=Sampling(max_tokens=2), loss_mask=np.array([True, True]), reward=1.0, rewards={},
+            off_policy=external,
+        )  # fmt: skip
+        return trajectories.Row(trajectory, logp_current=logps + 0.5)
+
+    trajectories.write(tmp_path / "step-1.parquet", [row(False), row(True), row(False)], step=1)
+    source = open_source([tmp_path / "step-1.parquet"])
+    (chunk,) = source.chunks()
+    assert chunk.trainer.tolist() == [-0.5, -1.5, -0.5, -1.5]
+    origin = source.origin()
+    assert origin.anchor == "current"
+    assert origin.dropped == {"external trace (off_policy)": 1}
+    assert origin.missing.keys() == {"proximal_version", "advantage"}
+
+
+def test_columns_can_be_named_and_left_out(tmp_path: Path) -> None:
+    data = [
+        {
+            "rollout_lp": [-1.0, -2.0, -3.0],
+            "train_lp": [-1.5, -2.0, -3.0],
+            "m": [1, 0, 1],
+            "toks": [9, 9, 1, 2, 3],
+            "n": 3,
+        }
+    ]
+    for path in (write_parquet(tmp_path / "a.parquet", data), write_lines(tmp_path / "a.jsonl", data)):
+        columns = {"logp_behavior": "rollout_lp", "logp_proximal": "train_lp", "loss_mask": "m"}
+        source = open_source([path], columns=columns | {"response_ids": "toks", "response_length": "n"})
+        (chunk,) = source.chunks()
+        assert source.origin().framework == "columns"
+        assert chunk.trainer.tolist() == [-1.5, 0, -3]
+        assert chunk.mask.tolist() == [True, False, True]
+        assert chunk.ids is not None
+        assert chunk.ids.tolist() == [1, 2, 3]
+
+
+def test_an_empty_name_leaves_a_column_out(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", rows(2))
+    source = open_source([path], columns={"entropy": "", "sampling": ""})
+    (chunk,) = source.chunks()
+    assert chunk.entropy is None
+    assert chunk.temperature is None
+    assert {"entropy", "sampling"} <= source.origin().missing.keys()
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"logp_behaviour": "x"}, "no role 'logp_behaviour' .did you mean 'logp_behavior'"),
+        ({"logp_behavior": "rollout_logprobs"}, "no column 'rollout_logprobs' for logp_behavior; its columns are"),
+    ],
+)
+def test_a_wrong_mapping_says_what_there_is(tmp_path: Path, columns: dict[str, str], message: str) -> None:
+    with pytest.raises(TrimtabError, match=message):
+        open_source([write_parquet(tmp_path / "a.parquet", rows(1))], columns=columns)
+
+
+def test_a_near_miss_is_named(tmp_path: Path) -> None:
+    (row,) = rows(1)
+    row["logp_behaviour"] = row.pop("logp_behavior")
+    with pytest.raises(TrimtabError, match=r"has no logp_behavior, .*did you mean 'logp_behaviour'\?.*--columns"):
+        open_source([write_lines(tmp_path / "a.jsonl", [row])])
+
+
+def test_a_file_named_twice_in_other_words_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.parquet"
+    write_parquet(file, rows(4))
+    monkeypatch.chdir(tmp_path)
+    source = open_source([Path("a.parquet"), file])
+    assert sum(chunk.responses for chunk in source.chunks()) == 4
+    assert source.origin().files == 1

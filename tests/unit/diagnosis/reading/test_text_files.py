@@ -1,0 +1,150 @@
+"""The same rows as lines, as one array and as CSV, gzipped or not, with or without a byte-order mark."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.diagnosis.reading.test_bad_input import GOOD, read, refused, row
+from tests.unit.diagnosis.reading.test_log_source import arrays, rows, write_lines
+
+from trimtab.diagnosis.reading import open_source
+
+BOM = b"\xef\xbb\xbf"
+
+
+def as_csv(data: list[dict[str, Any]]) -> bytes:
+    """As pandas and csv.DictWriter write it: lists as Python prints them."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, data[0])
+    writer.writeheader()
+    writer.writerows(item | {"sampling": json.dumps(item["sampling"])} for item in data)
+    return text.getvalue().encode()
+
+
+WRITTEN = {
+    "a.jsonl": lambda data: "".join(json.dumps(item) + "\n" for item in data).encode(),
+    "a.json": lambda data: json.dumps(data).encode(),
+    "b.json": lambda data: json.dumps(data, indent=2).encode(),
+    "a.csv": as_csv,
+}
+
+
+@pytest.mark.parametrize("mark", [b"", BOM])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_kind_gives_the_same_chunks(tmp_path: Path, name: str, packed: bool, mark: bytes) -> None:
+    data = rows(40)
+    plain = list(open_source([write_lines(tmp_path / "plain.jsonl", data)]).chunks(30))
+    content = mark + WRITTEN[name](data)
+    path = tmp_path / (f"{name}.gz" if packed else name)
+    path.write_bytes(gzip.compress(content) if packed else content)
+    source = open_source([path])
+    found = list(source.chunks(30))
+    assert len(found) == len(plain) > 3
+    for one, other in zip(found, plain, strict=True):
+        assert arrays(one).keys() == arrays(other).keys()
+        for column, values in arrays(other).items():
+            np.testing.assert_array_equal(arrays(one)[column], values, err_msg=column)
+    assert source.origin().findings == ()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_array_and_its_rows_are_never_in_memory_as_a_whole(tmp_path: Path, packed: bool) -> None:
+    """48 MB of text, of which a row has 30 kB; parsed at once it takes several times as much."""
+    one = json.dumps(row(tuple([-0.123456] * 1500), tuple([-0.123457] * 1500)))
+    content = ("[" + ",\n".join([one] * 1600) + "]").encode()
+    path = tmp_path / ("a.json.gz" if packed else "a.json")
+    path.write_bytes(gzip.compress(content, 1) if packed else content)
+    tracemalloc.start()
+    try:
+        count = sum(chunk.tokens for chunk in open_source([path]).chunks(30_000))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert count == 1600 * 1500
+    # A block of 15,000 tokens as Python numbers and as arrays, and two pieces of 1 MB: 6 MB measured.
+    assert peak < len(content) / 3
+
+
+def test_cells_are_read_as_python_and_json_write_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(
+        "logp_behavior,logp_proximal,loss_mask,response_ids,step,group,reward\n"
+        '"[-1.0, -2.0]","[-1.5,-2e0]","[True, False]","[5, 9007199254740993]",3,prompt a,\n'
+        '"[-1.0, nan, -inf]","[-1.5, -2, null]","[true, false, 0]","[1, 2, 3]",4,7,0.5\n'
+    )
+    (chunk,), origin = read(path)
+    assert chunk.behavior.tolist() == [-1.0, 0.0, -1.0, 0.0, 0.0]
+    assert chunk.mask.tolist() == [True, False, True, False, False]
+    assert chunk.ids is not None
+    assert chunk.ids.tolist() == [5, 9007199254740993, 1, 2, 3]
+    assert chunk.step is not None
+    assert chunk.step.tolist() == [3, 4]
+    assert "reward is not a finite number in 1 of 2 responses" in origin.findings
+
+
+def test_rows_left_out_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(
+        "logp_behavior,logp_proximal\n[-1.0],[-1.5]\n"
+        '-0.5,"[-1.0]"\n"[-1.0, -2.0]",[-1.0]\n[-1.0]\n"[a, b]","[-1.0, -2.0]"\n'
+    )
+    (chunk,), origin = read(path)
+    assert chunk.responses == 1
+    assert dict(origin.dropped) == {
+        "logp_behavior is not a list of numbers": 2,
+        "lists of different lengths": 1,
+        "not as many cells as the header": 1,
+    }
+    assert set(origin.findings) == {
+        "left out: logp_behavior is not a list of numbers, first in row 2 of a.csv",
+        "left out: lists of different lengths, first in row 3 of a.csv",
+        "left out: not as many cells as the header, first in row 4 of a.csv",
+    }
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_an_error_names_row_and_column(tmp_path: Path, name: str) -> None:
+    bad = [row(([-1.0], -2.0), sampling={}), row(None, sampling={})]
+    (tmp_path / name).write_bytes(WRITTEN[name](bad))
+    message = refused(tmp_path / name)
+    assert f"1 x logp_behavior is not a list of numbers (first: row 1 of {name})" in message
+    assert f"1 x no logp_behavior (first: row 2 of {name})" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b'logp_behavior,logp_proximal\n"[-1.0]","[-1.5]"\n"[-1', "row 2 is not CSV"),
+        ("a.csv", b"logp_behavior,logp_proximal\n[-1.0],[-1.5]\n\xff,\xfe\n", "is not UTF-8"),
+        ("a.csv", b"x,x\n1,2\n", "two columns of one name"),
+        ("a.csv", b"logp_behavior,logp_proximal\n", "holds no rows that can be read"),
+        ("a.json", b"[" + json.dumps(GOOD).encode() + b', {"logp', "row 2 is not JSON or unfinished"),
+        ("a.json", b"[" + json.dumps(GOOD).encode() + b', {"a": "\xff"}]', "is not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(json.dumps(GOOD).encode() * 9, mtime=0)[:-9], "damaged or unfinished gzip"),
+    ],
+)
+def test_damaged_text_is_one_clear_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert message in refused(tmp_path / name)
+
+
+def test_a_folder_reads_packed_files_and_prefers_other_files_to_tables(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,loss\n1,2\n")
+    (tmp_path / "weights.gz").write_bytes(gzip.compress(b"nothing of interest"))
+    (tmp_path / "2.jsonl.gz").write_bytes(gzip.compress(json.dumps(GOOD).encode()))
+    write_lines(tmp_path / "10.jsonl", [GOOD, GOOD])
+    chunks, origin = read(tmp_path)
+    assert origin.files == 2
+    assert [chunk.responses for chunk in chunks] == [3]
+    for name in ("2.jsonl.gz", "10.jsonl"):
+        (tmp_path / name).unlink()
+    assert "metrics.csv has no logp_behavior" in refused(tmp_path)

@@ -1,0 +1,436 @@
+"""The parts of the server engine that need no server: sharing work out, reading answers, handing weights over."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.engines import EOS, PIECES, tokenizer
+
+from trimtab.config import EngineConfig
+from trimtab.engines.remote.shared_weights import SharedWeights
+from trimtab.engines.request import check_vllm_temperature
+from trimtab.engines.server.http_client import Connection, Rejected, Unreachable, check_url
+from trimtab.engines.server.request_queue import ATTEMPTS, Batch, Job
+from trimtab.engines.server.server_connection import GIFTS, NotAsked, Server
+from trimtab.engines.server.server_engine import _completion, _seed
+from trimtab.engines.server.server_protocol import Answer, Ask, Model, checked
+from trimtab.engines.server.sglang_protocol import SglangWire
+from trimtab.engines.server.vllm_protocol import VllmWire
+from trimtab.engines.server.weight_folder import PREFIX, Published, entries
+from trimtab.engines.stopping import StopRule
+from trimtab.errors import TrimtabError
+from trimtab.types import Completion, Sampling
+
+SAMPLING = Sampling(max_tokens=6, stop=("ab",))
+ASK = Ask(name="run-1-0", ids=[3, 4], max_tokens=4, seed=(1 << 62) + 5, sampling=SAMPLING, stop_ids=(EOS,))
+MODEL = Model("m", 64)
+
+
+def jobs(count: int) -> list[Job]:
+    return [Job(index, ASK) for index in range(count)]
+
+
+def never() -> None:
+    raise AssertionError("nobody has to wait here")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 4), st.data())
+def test_whatever_fails_every_job_is_answered_once(count: int, servers: int, data: st.DataObject) -> None:
+    """Workers in a random order; each attempt fails or not; failing servers are seen by nobody but themselves."""
+    batch, held = Batch(jobs(count), servers), dict[int, Job]()
+    while not batch.over:
+        server = data.draw(st.integers(0, servers - 1))
+        if server in held:
+            job = held.pop(server)
+            if job.failures < ATTEMPTS - 2 and data.draw(st.booleans()):
+                batch.give_back(job, server, Unreachable("gone"))
+            else:
+                batch.finish(job, Answer([job.index], [0.0], "stop"))
+        elif any(batch._waiting):
+            job = batch.take(server, never)
+            assert job is not None
+            held[server] = job
+    assert batch.error is None
+    assert {index: answer.ids for index, answer in batch.answers.items()} == {i: [i] for i in range(count)}
+    assert all(batch.take(server, never) is None for server in range(servers))
+
+
+def test_samples_of_a_prompt_stay_together_until_somebody_is_idle() -> None:
+    batch = Batch(jobs(8), 2)
+    order = [batch.take(server, never) for server in (0, 1, 0, 1, 0, 0, 0)]
+    assert [job.index for job in order if job] == [0, 4, 1, 5, 2, 3, 7]  # the last one is the other's farthest
+
+
+def test_a_job_that_always_fails_ends_the_call() -> None:
+    batch = Batch(jobs(1), 1)
+    for _ in range(ATTEMPTS):
+        job = batch.take(0, never)
+        assert job is not None
+        batch.give_back(job, 0, Unreachable("http://x: boom"))
+    with pytest.raises(TrimtabError, match="8 times without an answer; http://x: boom"):
+        raise batch.error or AssertionError
+
+
+def test_an_interrupt_drops_what_did_not_begin_and_waits_for_what_did() -> None:
+    batch = Batch(jobs(3), 1)
+    job = batch.take(0, never)
+    assert job is not None
+    batch.interrupt()
+    assert not batch.over
+    batch.give_back(job, 0, Unreachable("gone"))  # not asked again
+    assert batch.over
+    assert batch.take(0, never) is None
+    assert batch.answers == {}
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("-inf"), -9999.0])
+def test_a_missing_log_prob_is_never_a_number(value: float | None) -> None:
+    with pytest.raises(TrimtabError, match="no log-prob for token 1 of 2"):
+        checked("http://x", [5, 6], [-0.5, value], "stop")
+    with pytest.raises(TrimtabError, match="2 tokens with 1 log-probs"):
+        checked("http://x", [5, 6], [-0.5], "stop")
+
+
+def finished(answer: Answer, prefix: Completion | None = None, sampling: Sampling = SAMPLING) -> Completion:
+    return _completion(prefix, answer, StopRule(tokenizer(), {EOS}, sampling), sampling, 9)
+
+
+def ids(*pieces: str) -> list[int]:
+    return [PIECES.index(piece) for piece in pieces]
+
+
+def test_a_stop_that_begins_in_the_prefix_ends_the_response() -> None:
+    """The server takes the prefix for a part of the prompt and goes on; its later tokens were never needed."""
+    old = Completion(np.array(ids("c", "a")), np.float32([-1, -2]), np.array([4, 4]), "abort", "ca")
+    one = finished(Answer(ids("b", "c", "c"), [-0.1, -0.2, -0.3], "length"), old)
+    assert one.response_ids.tolist() == ids("c", "a", "b")
+    np.testing.assert_array_equal(one.logp_behavior, np.float32([-1, -2, -0.1]))
+    assert one.policy_version.tolist() == [4, 4, 9]
+    assert (one.finish, one.text, one.entropy) == ("stop", "c", None)
+
+
+def test_how_a_response_ended() -> None:
+    def ended(pieces: list[str], finish: Any) -> tuple[str, int]:
+        one = finished(Answer(ids(*pieces), [-0.5] * len(pieces), finish))
+        return one.finish, len(one.response_ids)
+
+    assert ended(["c", "<eos>"], "stop") == ("stop", 2)
+    assert ended(["c"] * 6, "length") == ("length", 6)
+    assert ended(["c"] * 5 + ["ab"], "length") == ("stop", 6)  # a stop in the last token is a stop
+    assert ended(["c", "c"], "abort") == ("abort", 2)
+    assert ended(["c"] * 6, "abort") == ("length", 6)  # there was nothing left to end
+    assert ended(["c", "c"], "stop") == ("stop", 2)  # an end that only the server knows
+    assert finished(Answer([], [], "abort")).finish == "abort"
+
+
+def test_seeds_are_of_a_response_and_another_one_for_its_rest() -> None:
+    keys = [(seed, p, s, begun) for seed in (0, 1) for p in range(3) for s in range(3) for begun in (0, 1, 2)]
+    seeds = [_seed(*key) for key in keys]
+    assert len(set(seeds)) == len(keys)
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+    assert seeds == [_seed(*key) for key in keys]
+
+
+class TestPublished:
+    def test_the_file_is_readable_as_safetensors_and_as_shared_weights(self, tmp_path: Path) -> None:
+        weights = {"a": torch.randn(3, 5), "b": torch.arange(4), "c": torch.randn(7)}
+        published = Published(str(tmp_path), torch.bfloat16)
+        folder, label = published.write(weights, 3)
+        path, table = entries(folder)
+        shared = dict(SharedWeights(os.open(path, os.O_RDONLY), table))
+        read = dict(published.read())
+        for name, weight in weights.items():
+            wanted = weight.bfloat16() if weight.is_floating_point() else weight
+            assert torch.equal(shared[name], wanted)
+            assert torch.equal(read[name], wanted)
+        again, other = published.write(weights, 3)
+        assert other != label  # the same version of other weights has another name
+        assert not folder.exists()
+        assert again.exists()
+        published.remove()
+        published.remove()
+        assert list(tmp_path.iterdir()) == []
+
+    def test_what_a_killed_process_left_is_removed_and_nothing_else(self, tmp_path: Path) -> None:
+        host = f"{socket.gethostname()}-{Path('/proc/self/ns/pid').stat().st_ino}"
+        dead = next(pid for pid in range(4_000_000, 5_000_000) if not Path(f"/proc/{pid}").exists())
+        names = [f"{PREFIX}{host}-{dead}-x", f"{PREFIX}{host}-{os.getpid()}-x", f"{PREFIX}other-{dead}-x", "mine"]
+        for name in names:
+            (tmp_path / name).mkdir()
+        Published(str(tmp_path), torch.float32)
+        assert sorted(item.name for item in tmp_path.iterdir()) == sorted(names[1:])
+
+    def test_a_full_disk_is_told_and_leaves_nothing(self, tmp_path: Path) -> None:
+        published = Published(str(tmp_path), torch.float32)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        try:
+            with pytest.raises(TrimtabError, match="free space there"):
+                published.write({"a": torch.zeros(100_000)}, 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, old)
+        assert not list(tmp_path.glob("*/.*"))
+
+    def test_mistakes_are_told(self, tmp_path: Path) -> None:
+        with pytest.raises(TrimtabError, match=r"engine\.server\.folder"):
+            Published(str(tmp_path / "none"), torch.float32)
+        with pytest.raises(TrimtabError, match="publish first"):
+            next(Published(str(tmp_path), torch.float32).read())
+
+
+@pytest.mark.parametrize("temperature", [0.001, 2.5])
+def test_temperatures_vllm_would_not_sample_at_are_refused(temperature: float) -> None:
+    with pytest.raises(TrimtabError, match="vLLM samples at"):
+        check_vllm_temperature(Sampling(temperature=temperature))
+    for fine in (0.0, 0.01, 2.0):
+        check_vllm_temperature(Sampling(temperature=fine))
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://x/v1", "http://x?y"])
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(TrimtabError, match="not the base URL of a server"):
+        check_url(url)
+    assert check_url("https://host:8000/") == "https://host:8000"
+
+
+class Scripted:
+    """A real socket that answers every request with what it is told, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.asked: list[tuple[str, Any]] = []
+        scripted = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                scripted.asked.append((self.path, json.loads(data) if data else None))
+                status, body = scripted.answers[self.path]
+                found = body if isinstance(body, bytes) else json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(found)))
+                self.end_headers()
+                self.wfile.write(found)
+
+            do_GET = do_POST
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+
+@pytest.fixture
+def scripted() -> Any:
+    made = Scripted()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "said"),
+    [
+        (400, {"error": {"message": "too\nlong", "code": 400}}, Rejected, "answered 400: too long"),
+        (404, {"detail": "Not Found"}, Rejected, "answered 404: Not Found"),
+        (500, b"<html>", Rejected, "answered 500: <html>"),
+        (503, {"detail": "starting"}, Unreachable, "answered 503: starting"),
+        (429, {}, Unreachable, "answered 429"),
+        (200, b"{broken", Unreachable, "not a JSON object"),
+    ],
+)
+def test_errors_are_told_apart(scripted: Scripted, status: int, body: Any, kind: type[Exception], said: str) -> None:
+    scripted.answers["/x"] = (status, body)
+    connection = Connection(scripted.url, 5.0)
+    with pytest.raises(kind, match=said):
+        connection.post("/x")
+    connection.close()
+
+
+def test_nobody_there_is_unreachable_and_so_is_a_canceled_connection(scripted: Scripted) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(Unreachable, match="ConnectionRefusedError"):
+            Connection(f"http://127.0.0.1:{unused.getsockname()[1]}", 5.0).get("/health")
+    scripted.answers["/health"] = (200, b"")
+    connection = Connection(scripted.url, 5.0)
+    assert connection.get("/health") == {}
+    assert connection.is_open
+    connection.cancel()
+    with pytest.raises(Unreachable):
+        connection.get("/health")
+    with pytest.raises(Unreachable, match="canceled"):
+        connection.get("/health")
+
+
+def test_a_server_that_fails_inside_is_asked_again_but_a_refusal_is_final(scripted: Scripted) -> None:
+    server = Server(scripted.url, VllmWire(None), 5.0, 91)
+    server.model, server.label = MODEL, "a"
+    scripted.answers |= {
+        "/weight_info": (200, {"weight_version": "a"}),
+        "/v1/completions": (500, {"error": "EngineDead"}),
+    }
+    with pytest.raises(Unreachable, match="EngineDead"):
+        server.ask(server.connect(), ASK)
+    scripted.answers["/v1/completions"] = (400, {"error": "temperature must be in [0, 2]"})
+    with pytest.raises(Rejected, match="temperature"):
+        server.ask(server.connect(), ASK)
+    scripted.answers["/weight_info"] = (200, {"weight_version": "default"})
+    with pytest.raises(Unreachable, match="was restarted: its weights are 'default', not 'a'"):
+        server.ask(server.connect(), ASK)
+
+
+def test_a_server_that_never_answers_with_its_weights_is_not_given_them_forever(
+    scripted: Scripted, tmp_path: Path
+) -> None:
+    info = {"tokenizer_path": MODEL.name, "weight_version": "default"}
+    scripted.answers |= {
+        "/health": (200, {}),
+        "/model_info": (200, info),
+        "/update_weights_from_disk": (200, {"success": True}),
+        "/generate": (500, {"error": "asked"}),
+    }
+    server = Server(scripted.url, SglangWire(), 5.0, 91)
+    server.model, server.label = Model(MODEL.name, None), "a"
+    for _ in range(GIFTS - 1):
+        server.meet(tmp_path)
+        with pytest.raises(NotAsked):
+            server.ask(server.connect(), ASK)
+    info["weight_version"] = "a"  # once: what was in vain before no longer counts
+    with pytest.raises(Unreachable, match="asked"):
+        server.ask(server.connect(), ASK)
+    info["weight_version"] = "default"
+    for _ in range(GIFTS):
+        server.meet(tmp_path)
+    with pytest.raises(TrimtabError, match="the weights 'a' 5 times and still says that it holds 'default'"):
+        server.meet(tmp_path)
+
+
+def vllm_reply(**changes: Any) -> dict[str, Any]:
+    choice = {"index": 0, "finish_reason": "stop", "token_ids": [5, 6], "logprobs": {"token_logprobs": [-0.25, -0.5]}}
+    return {"choices": [choice | changes]}
+
+
+def test_what_vllm_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
+    scripted.answers["/v1/completions"] = (200, vllm_reply())
+    answer = VllmWire(None).ask(Connection(scripted.url, 5.0), ASK, MODEL)
+    assert answer == Answer([5, 6], [-0.25, -0.5], "stop")
+    [(_, body)] = scripted.asked
+    assert body["prompt"] == [3, 4]
+    assert (body["max_tokens"], body["seed"], body["stop"], body["stop_token_ids"]) == (4, ASK.seed, ["ab"], [EOS])
+    # Whatever the model's generation config says, the distribution is the one that was asked for.
+    assert [body[k] for k in ("top_p", "top_k", "min_p", "repetition_penalty")] == [1.0, 0, 0.0, 1.0]
+    assert (body["logprobs"], body["return_token_ids"], body["skip_special_tokens"]) == (0, True, False)
+    forced = Ask("n", [3], 4, 1, Sampling(ignore_stop=True, stop=("ab",)), ())
+    VllmWire(None).ask(Connection(scripted.url, 5.0), forced, MODEL)
+    assert (scripted.asked[1][1]["ignore_eos"], scripted.asked[1][1]["stop"]) == (True, [])
+    for changes, said in [
+        ({"token_ids": None}, "no token ids or no log-probs"),
+        ({"logprobs": None}, "no token ids or no log-probs"),
+        ({"finish_reason": "error"}, "unknown reason: 'error'"),
+        ({"logprobs": {"token_logprobs": [-0.25, None]}}, "no log-prob for token 1"),
+    ]:
+        scripted.answers["/v1/completions"] = (200, vllm_reply(**changes))
+        with pytest.raises(TrimtabError, match=said):
+            VllmWire(None).ask(Connection(scripted.url, 5.0), ASK, MODEL)
+
+
+def test_a_server_without_the_routes_says_how_to_start_it(scripted: Scripted, tmp_path: Path) -> None:
+    scripted.answers |= {path: (404, {"detail": "Not Found"}) for path in ("/weight_info", "/pause?mode=abort")}
+    connection = Connection(scripted.url, 5.0)
+    for call in (lambda: VllmWire(None).label(connection), lambda: VllmWire(None).load(connection, tmp_path, "l")):
+        with pytest.raises(TrimtabError, match="VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls"):
+            call()
+
+
+def test_the_served_name_is_found_or_asked_for(scripted: Scripted) -> None:
+    cards = [{"id": "base", "max_model_len": 512}, {"id": "other", "max_model_len": 128}]
+    scripted.answers["/v1/models"] = (200, {"data": cards})
+    connection = Connection(scripted.url, 5.0)
+    assert VllmWire(None).model(connection) == Model("base", 512)
+    assert VllmWire("other").model(connection) == Model("other", 128)
+    with pytest.raises(TrimtabError, match=r"serves base, other, not 'else': set engine\.server\.model"):
+        VllmWire("else").model(connection)
+
+
+def sglang_reply(**changes: Any) -> dict[str, Any]:
+    triples = [[-0.25, 5, None], [-0.5, 6, None]]
+    info = {"finish_reason": {"type": "stop", "matched": 1}, "completion_tokens": 2, "output_token_logprobs": triples}
+    return {"text": "", "output_ids": [5, 6], "meta_info": info | changes}
+
+
+def test_what_sglang_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
+    wire, ask = SglangWire(), lambda: wire.ask(Connection(scripted.url, 5.0), ASK, MODEL)
+    scripted.answers["/generate"] = (200, sglang_reply())
+    assert ask() == Answer([5, 6], [-0.25, -0.5], "stop")
+    [(_, body)] = scripted.asked
+    params = body["sampling_params"]
+    assert (body["input_ids"], body["return_logprob"]) == ([3, 4], True)
+    assert (params["max_new_tokens"], params["sampling_seed"], params["stop"]) == (4, 5, ["ab"])  # 31 bits of the seed
+    assert (params["no_stop_trim"], params["top_k"], params["repetition_penalty"]) == (True, -1, 1.0)
+    # Aborted before it began: neither tokens nor log-probs.
+    early = {"finish_reason": {"type": "abort", "message": "Abort before prefill"}, "completion_tokens": 0}
+    scripted.answers["/generate"] = (200, {"text": "", "meta_info": early})
+    assert ask() == Answer([], [], "abort")
+    crashed = {"finish_reason": {"type": "abort", "status_code": 503, "message": "scheduler"}}
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        (crashed, Unreachable, "gave up: scheduler"),
+        ({"completion_tokens": 3}, TrimtabError, "wrote 3 tokens and returned log-probs for 2"),
+        ({"finish_reason": {"type": "odd"}}, TrimtabError, "unknown reason"),
+    ]
+    for changes, kind, said in wrong:
+        scripted.answers["/generate"] = (200, sglang_reply(**changes))
+        with pytest.raises(kind, match=said):
+            ask()
+
+
+def test_sglang_says_why_it_did_not_take_weights(scripted: Scripted, tmp_path: Path) -> None:
+    for status in (200, 400):  # it answers 400; a proxy may not
+        scripted.answers["/update_weights_from_disk"] = (status, {"success": False, "message": "no such folder"})
+        with pytest.raises(TrimtabError, match=r"no such folder.*engine\.server\.folder"):
+            SglangWire().load(Connection(scripted.url, 5.0), tmp_path, "label")
+    assert scripted.asked[0][1]["weight_version"] == "label"
+    assert scripted.asked[0][1]["flush_cache"] is True
+
+
+def test_stops_are_found_as_tokens_come() -> None:
+    rule = StopRule(tokenizer(), {EOS}, SAMPLING)
+    assert rule.end(ids("c", "a", "b", "ab")) == 3
+    assert rule.end(ids("c", "a", "b", "ab"), 3) == 4
+    assert rule.end(ids("c", "a", "c", "b")) is None
+    assert rule.end(ids("c", "<eos>", "c")) == 2
+    assert rule.end([]) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kind": "sglang", "model": "m"}, "model has no effect with kind = 'sglang'"),
+        ({"urls": ["http://a:1", "http://b:1", "http://a:1/"]}, "names http://a:1 twice"),
+        ({"urls": []}, "server.urls is empty"),
+    ],
+)
+def test_settings_that_cannot_be_meant(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EngineConfig.model_validate({"type": "server", "server": {"urls": ["http://a:1"]} | settings})

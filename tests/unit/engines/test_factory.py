@@ -1,0 +1,185 @@
+"""Which engines a recipe gets, what is refused, and how cores and GPUs are shared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.config import Config, EngineConfig
+from trimtab.engines import engine_spec as hosted
+from trimtab.engines import factory
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.engines.factory import (
+    build_engines,
+    check_engines,
+    device_lists,
+    engine_spec,
+    sampler_rounding,
+    thread_shares,
+)
+from trimtab.errors import TrimtabError
+from trimtab.models import laboratory
+from trimtab.models.load import Loaded
+from trimtab.training.export import save_model_files
+
+SERVER = {"type": "server", "server": {"urls": ["http://127.0.0.1:1"]}}
+
+
+def config(engine: dict, **trainer: int) -> Config:
+    return Config.model_validate({"engine": engine, "trainer": trainer})
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "words"),
+    [
+        ({"type": "vllm", "quantize": "int8"}, {}, ["engine.quantize", "'vllm'"]),
+        ({**SERVER, "noise": 0.1}, {}, ["engine.noise", "'server'"]),
+        ({**SERVER, "workers": 2}, {}, ["engine.workers = 2", "server.urls"]),
+        ({"patience": 60}, {}, ["engine.patience = 60", "engine.workers"]),
+        ({**SERVER, "patience": 60}, {"max_lag": 2}, ["engine.patience = 60"]),
+        ({"type": "vllm", "vllm": {"keep_sets": True}}, {}, ["whole vocabulary", "sampling.top_k"]),
+    ],
+)
+def test_what_cannot_work_is_refused(engine: dict, trainer: dict, words: list[str]) -> None:
+    with pytest.raises(TrimtabError) as caught:
+        check_engines(config(engine, **trainer))
+    assert all(word in str(caught.value) for word in words)
+    assert "\n" not in str(caught.value)
+
+
+VLLM = {"type": "vllm"}
+SETS = {"type": "vllm", "vllm": {"keep_sets": True}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "sampling", "words"),
+    [
+        (SERVER, {"top_p": 0.9}, ["servers, which do not return keep sets", "mass that was cut", "top_p = 1"]),
+        (SERVER, {"top_k": 20}, ["servers, which do not return keep sets"]),
+        (VLLM, {"top_p": 0.9}, ["engine.vllm.keep_sets = true", "mass that was cut"]),
+        (VLLM, {"top_k": 20}, ["engine.vllm.keep_sets = true"]),
+        (SETS, {"top_p": 0.9}, ["sampling.top_k"]),
+    ],
+)
+def test_truncated_sampling_without_sets_is_refused(engine: dict, sampling: dict, words: list[str]) -> None:
+    with pytest.raises(TrimtabError) as caught:
+        check_engines(Config.model_validate({"engine": engine, "sampling": sampling}))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_truncated_sampling_with_sets_is_welcome() -> None:
+    for engine in ({}, {"workers": 1}):
+        check_engines(Config.model_validate({"engine": engine, "sampling": {"top_p": 0.9, "top_k": 20}}))
+    check_engines(Config.model_validate({"engine": SETS, "sampling": {"top_p": 0.9, "top_k": 20}}))
+
+
+def test_patience_is_for_engines_apart() -> None:
+    check_engines(config({"patience": 60, "workers": 1}))
+    check_engines(config({"patience": 60}, max_lag=2))
+    check_engines(Config.model_validate({"engine": {"patience": 60}, "placement": "ray"}))
+
+
+@pytest.mark.parametrize("section", ["prefix", "expert"])
+def test_what_makes_its_batches_in_step_has_one_engine(section: str) -> None:
+    objective = {"prefix": "soup", "expert": "luffy"}[section]
+    recipe = Config.model_validate({"engine": {"workers": 2}, "objective": {"name": objective}, section: {}})
+    with pytest.raises(TrimtabError, match=rf"\[{section}\] works with one engine"):
+        check_engines(recipe)
+    check_engines(recipe.model_copy(update={"engine": EngineConfig(workers=1)}))
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "count"),
+    [
+        ({}, {}, 0),
+        ({}, {"max_lag": 0}, 0),
+        ({}, {"max_lag": 2}, 1),
+        ({"workers": 0}, {"max_lag": 2}, 0),
+        ({"workers": 1}, {}, 1),
+        ({"workers": 2}, {}, 2),
+        ({"workers": 3}, {"max_lag": 2}, 3),
+        ({"type": "vllm"}, {"max_lag": 2}, 1),
+        ({"type": "vllm", "vllm": {"process": "own"}}, {"max_lag": 2}, 0),
+        (SERVER, {"max_lag": 2}, 0),
+    ],
+)
+def test_processes_of_their_own(engine: dict, trainer: dict, count: int) -> None:
+    recipe = config(engine, **trainer)
+    check_engines(recipe)
+    assert factory.worker_count(recipe) == count
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "beside", "shares"),
+    [
+        (2, 1, True, (1, 1)),
+        (2, 1, False, (2, 2)),
+        (8, 3, False, (8, 2)),
+        (2, 3, False, (2, 1)),
+        (1, 1, True, (1, 1)),
+        (8, 1, True, (4, 4)),
+        (8, 2, True, (4, 2)),
+        (2, 5, True, (1, 1)),
+    ],
+)
+def test_shares_of_the_cores(cores: int, workers: int, beside: bool, shares: tuple[int, int]) -> None:
+    assert thread_shares(cores, workers, beside=beside) == shares
+
+
+@given(st.integers(1, 200), st.integers(1, 50))
+def test_no_core_is_idle_and_none_is_shared_where_there_are_enough(cores: int, workers: int) -> None:
+    own, each = thread_shares(cores, workers, beside=True)
+    assert own >= each >= 1
+    assert own + workers * each == max(cores, workers + 1)
+
+
+def test_shares_of_the_gpus() -> None:
+    assert device_lists([""], 1, 2, 1) == [None, None]
+    assert device_lists(["0"], 1, 2, 1) == [None, None]
+    assert device_lists(["0", "1", "2"], 1, 2, 1) == ["1", "2"]
+    assert device_lists(["4", "5", "6", "7"], 2, 1, 2) == ["6,7"]
+    with pytest.raises(TrimtabError, match="need 6 GPUs, 4 are visible"):
+        device_lists(["4", "5", "6", "7"], 2, 2, 2)
+
+
+def test_the_description_of_an_engine_is_json_and_builds_that_engine(tmp_path: Path) -> None:
+    recipe = config({"quantize": "int3", "noise": 0.1, "dtype": "bfloat16"})
+    save_model_files(*laboratory.build(0), tmp_path / "model")
+    spec = json.loads(json.dumps(engine_spec(recipe, tmp_path / "model")))
+    engine, own = (
+        hosted.build(spec),
+        EmbeddedEngine(*laboratory.build(0), "bfloat16", rounding=sampler_rounding(recipe)),
+    )
+    for one in (engine, own):
+        one.publish(laboratory.build(1)[0].named_parameters(), version=3)
+    for (name, weight), (twin, other) in zip(engine.weights(), own.weights(), strict=True):
+        assert name == twin
+        assert torch.equal(weight, other)
+
+
+def test_a_wrong_description_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TrimtabError, match=r"no config\.json"):
+        hosted.build({"type": "embedded", "model": str(tmp_path)})
+    with pytest.raises(TrimtabError, match="did you mean 'embedded'"):
+        hosted.build({"type": "embeded", "model": str(tmp_path)})
+
+
+def test_vllms_section_survives_the_journey(tmp_path: Path) -> None:
+    recipe = config({"type": "vllm", "vllm": {"memory": 1, "context": 512, "quantization": "fp8"}})
+    spec = json.loads(json.dumps(engine_spec(recipe, tmp_path)))
+    assert type(recipe.engine).model_validate(spec["engine"]) == recipe.engine
+
+
+def test_without_processes_the_engine_is_in_this_one(tmp_path: Path) -> None:
+    model, tokenizer = laboratory.build(0)
+    threads = torch.get_num_threads()
+    [engine] = build_engines(config({"dtype": "float32"}), Loaded(model, tokenizer, ""), tmp_path)
+    assert isinstance(engine, EmbeddedEngine)
+    assert torch.get_num_threads() == threads
+    assert next(iter(engine.weights()))[1].dtype == torch.float32

@@ -1,0 +1,144 @@
+"""Weights: the engine's are its own, and change only as a whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support.engines import prompts, tiny, tokenizer, tokens
+
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.errors import TrimtabError
+from trimtab.types import Sampling
+
+FORCED = Sampling(max_tokens=12, ignore_stop=True)
+
+
+def sampled(engine: EmbeddedEngine) -> list[list[list[int]]]:
+    return tokens(engine.generate(prompts([4, 9]), 4, FORCED, seed=0))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3-moe", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_published_model_samples_like_an_engine_made_from_it(name: str, dtype: torch.dtype) -> None:
+    engine = EmbeddedEngine(tiny(name, seed=0), tokenizer(), dtype)
+    before = sampled(engine)
+    engine.publish(tiny(name, seed=1).named_parameters(), version=7)
+    fresh = EmbeddedEngine(tiny(name, seed=1), tokenizer(), dtype)
+    assert sampled(engine) == sampled(fresh) != before
+    for group in engine.generate(prompts([4]), 2, FORCED, seed=0):
+        assert all(set(completion.policy_version.tolist()) == {7} for completion in group)
+    assert fresh.policy_version == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_shared_with_the_trainer(dtype: torch.dtype) -> None:
+    model = tiny()
+    engine = EmbeddedEngine(model, tokenizer(), dtype)
+    before = sampled(engine)
+    state = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert sampled(engine) == before
+    engine.publish(state.items(), version=1)
+    assert sampled(engine) == before
+    with torch.no_grad():
+        for tensor in state.values():
+            tensor.zero_()
+    assert sampled(engine) == before
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in model.parameters())
+
+
+def test_rotary_frequencies_are_not_rounded() -> None:
+    engine = EmbeddedEngine(tiny(), tokenizer(), torch.bfloat16)
+    assert torch.equal(engine._model.model.rotary_emb.inv_freq, tiny().model.rotary_emb.inv_freq)
+
+
+def test_weights_in_use_publish_again_without_a_change() -> None:
+    engine = EmbeddedEngine(tiny(), tokenizer(), torch.bfloat16)
+    before = sampled(engine)
+    saved = {name: tensor.clone() for name, tensor in engine.weights()}
+    engine.publish(tiny(seed=1).named_parameters(), version=1)
+    engine.publish(saved.items(), version=0)
+    assert sampled(engine) == before
+
+
+def test_a_tied_head_may_be_named_but_not_differ() -> None:
+    engine = EmbeddedEngine(tiny(), tokenizer(), torch.float32)
+    state = tiny(seed=1).state_dict()
+    assert "lm_head.weight" in state
+    engine.publish(state.items(), version=1)
+    state["lm_head.weight"] = state["lm_head.weight"].clone()
+    engine.publish(state.items(), version=2)
+    only_head = {name: tensor for name, tensor in state.items() if name != "model.embed_tokens.weight"}
+    engine.publish(only_head.items(), version=3)
+    assert sampled(engine) == sampled(EmbeddedEngine(tiny(seed=1), tokenizer(), torch.float32))
+    state["lm_head.weight"][0, 0] += 1
+    with pytest.raises(TrimtabError, match=r"lm_head\.weight.*tied"):
+        engine.publish(state.items(), version=4)
+
+
+def _without(state: dict[str, torch.Tensor]) -> None:
+    del state["model.layers.1.mlp.up_proj.weight"]
+
+
+def _unknown(state: dict[str, torch.Tensor]) -> None:
+    state["model.layers.1.mlp.up_proj.weigth"] = torch.zeros(1)
+
+
+def _misshapen(state: dict[str, torch.Tensor]) -> None:
+    state["model.norm.weight"] = torch.zeros(7)
+
+
+def _infinite(state: dict[str, torch.Tensor]) -> None:
+    state["model.layers.2.self_attn.v_proj.weight"][3, 3] = float("inf")
+
+
+def _cancelling(state: dict[str, torch.Tensor]) -> None:
+    state["model.norm.weight"][:2] = torch.tensor([float("inf"), float("-inf")])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_without, ["'model.layers.1.mlp.up_proj.weight'", "missing"]),
+        (_unknown, ["up_proj.weigth", "did you mean"]),
+        (_misshapen, ["'model.norm.weight'", "(7,)", "(48,)"]),
+        (_infinite, ["'model.layers.2.self_attn.v_proj.weight'", "non-finite"]),
+        (_cancelling, ["'model.norm.weight'", "non-finite"]),
+    ],
+)
+def test_a_bad_publication_changes_nothing(spoil, words) -> None:
+    engine = EmbeddedEngine(tiny(), tokenizer(), torch.float32)
+    before = sampled(engine)
+    state = {name: p.detach().clone() for name, p in tiny(seed=1).named_parameters()}
+    spoil(state)
+    with pytest.raises(TrimtabError) as caught:
+        engine.publish(state.items(), version=9)
+    assert all(word in str(caught.value) for word in words)
+    assert engine.policy_version == 0
+    assert sampled(engine) == before
+
+
+def test_large_finite_weights_are_not_refused() -> None:
+    engine = EmbeddedEngine(tiny(), tokenizer(), torch.float32)
+    state = {name: p.detach().clone() for name, p in tiny().named_parameters()}
+    state["model.layers.0.mlp.down_proj.weight"].fill_(3e38)  # the sum overflows
+    engine.publish(state.items(), version=1)
+    assert engine.policy_version == 1
+
+
+def test_a_name_published_twice_is_an_error() -> None:
+    engine = EmbeddedEngine(tiny(), tokenizer(), torch.float32)
+    twice = [*tiny().named_parameters(), *tiny().named_parameters()]
+    with pytest.raises(TrimtabError, match="twice"):
+        engine.publish(twice, version=1)
+
+
+def test_a_diverged_model_is_reported_when_sampling() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    engine = EmbeddedEngine(model, tokenizer(), torch.float32)
+    with pytest.raises(TrimtabError, match="not finite"):
+        sampled(engine)

@@ -1,0 +1,133 @@
+"""Which runs a grid has, and what is refused before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trimtab.errors import TrimtabError
+from trimtab.lab.compare import cost
+from trimtab.lab.experiment import METHODS, REGIMES, SEEDS, Cell, Plan, parse_method, plan
+from trimtab.lab.regimes import regime
+
+OUT = Path("out")
+
+
+def planned(methods: list[str], regimes: list[str], seeds: int = 1, **more: object) -> Plan:
+    return plan(methods, [regime(name) for name in regimes], seeds, OUT, **more)  # pyright: ignore[reportArgumentType]
+
+
+def by_name(found: Plan) -> dict[str, Cell]:
+    return {cell.name: cell for cell in found.cells}
+
+
+def test_every_method_meets_every_regime_with_every_seed() -> None:
+    cells = by_name(planned(["dapo", "icepop:weight_max=3"], ["on-policy", "stale-32+int3"], seeds=2))
+    assert list(cells) == [
+        "on-policy/dapo/seed0",
+        "stale-32+int3/dapo/seed0",
+        "on-policy/icepop_weight_max_3/seed0",
+        "stale-32+int3/icepop_weight_max_3/seed0",
+        "on-policy/dapo/seed1",
+        "stale-32+int3/dapo/seed1",
+        "on-policy/icepop_weight_max_3/seed1",
+        "stale-32+int3/icepop_weight_max_3/seed1",
+    ]
+    config = cells["stale-32+int3/icepop_weight_max_3/seed1"].config
+    assert (config.seed, config.trainer.sync_every, config.engine.quantize) == (1, 32, "int3")
+    assert (config.objective.name, config.objective.keywords) == ("icepop", {"weight_max": 3})
+    assert config.out == "out/stale-32+int3/icepop_weight_max_3/seed1"
+    assert (config.log.trajectories_every, config.threads) == (0, 1)
+
+
+def test_a_method_starts_from_its_own_defaults_even_where_the_recipe_has_the_same_one() -> None:
+    (cell,) = planned(["token-tis"], ["on-policy"]).cells
+    assert cell.config.objective.keywords == {}, "the laboratory recipe has a wider clip for its own token-tis"
+
+
+def test_methods_of_a_regime_have_equal_updates_and_rate() -> None:
+    cells = planned(list(METHODS), list(REGIMES)).cells
+    for name in REGIMES:
+        here = [cell.config for cell in cells if cell.regime.name == name]
+        assert len(here) == len(METHODS)
+        assert len({(c.trainer.steps, c.trainer.epochs, c.trainer.minibatches, c.optim.lr) for c in here}) == 1
+
+
+def test_the_default_grid_fits_into_forty_five_minutes_of_two_threads() -> None:
+    cells = planned(list(METHODS), list(REGIMES), seeds=SEEDS).cells
+    assert len(METHODS) >= 10
+    assert len(cells) == len(METHODS) * 4 * 5
+    assert sum(cost(cell.config) for cell in cells) / 2 < 45 * 60
+
+
+def test_keywords_of_a_method() -> None:
+    method = parse_method("m2po:form=mask,perturbation.std=0.01,tau=[1,2]")
+    assert method.objective == "m2po"
+    assert method.overrides == ("objective.form=mask", "perturbation.std=0.01", "objective.tau=[1,2]")
+
+
+@pytest.mark.parametrize("spec", ["icepop:weight_max", "icepop:3", ":a=1", "", "icepop:=3"])
+def test_a_method_that_cannot_be_read_is_refused(spec: str) -> None:
+    with pytest.raises(TrimtabError, match=r"write it as|section\.key=value"):
+        parse_method(spec)
+
+
+@pytest.mark.parametrize(
+    ("sets", "line"),
+    [
+        (["seed=3"], "seed belongs to the grid, use --seeds"),
+        (["objective.name=grpo"], "objective.name belongs to the grid, use --methods"),
+        (["base=quickstart"], "base belongs to the grid, use --model"),
+        (["trainer.sync_every=4"], "trainer.sync_every is what regime 'stale-32' sets"),
+        (["trainer.step=4"], "unknown key 'trainer.step'"),
+    ],
+)
+def test_a_changed_key_that_is_not_free_is_refused_by_name(sets: list[str], line: str) -> None:
+    with pytest.raises(TrimtabError, match=line):
+        planned(["dapo"], ["stale-32"], sets=sets)
+
+
+def test_budgets_may_be_changed_and_evaluations_follow() -> None:
+    (cell,) = planned(["dapo"], ["stale-32"], sets=["trainer.steps=40", "optim.lr=1e-3"]).cells
+    assert (cell.config.trainer.steps, cell.config.optim.lr, cell.config.eval.every) == (40, 1e-3, 8)
+    (cell,) = planned(["dapo"], ["stale-32"], sets=["eval.every=3"]).cells
+    assert cell.config.eval.every == 3
+
+
+def test_words_named_twice_are_refused() -> None:
+    with pytest.raises(TrimtabError, match="method 'dapo' is named twice"):
+        planned(["dapo", "dapo"], ["on-policy"])
+    with pytest.raises(TrimtabError, match="regime 'int3' is named twice"):
+        planned(["dapo"], ["int3", "int3"])
+
+
+def test_a_regime_without_room_for_a_method_leaves_that_pair_out_and_says_why() -> None:
+    found = planned(["soup", "dapo"], ["on-policy", "stale-32"])
+    assert [cell.name for cell in found.cells] == [
+        "on-policy/soup/seed0",
+        "on-policy/dapo/seed0",
+        "stale-32/dapo/seed0",
+    ]
+    (refused,) = found.refused
+    assert (refused.method.spec, refused.regime.name) == ("soup", "stale-32")
+    assert "trainer.sync_every" in refused.reason
+
+
+def test_a_method_that_fits_nowhere_is_a_mistake() -> None:
+    with pytest.raises(TrimtabError, match=r"method 'dapo:weight_max=3': objective 'dapo' has no keyword"):
+        planned(["dapo:weight_max=3"], ["on-policy", "int3"])
+
+
+def test_a_real_model_keeps_its_recipe_s_budget_and_task() -> None:
+    (cell,) = planned(["dapo"], ["int3+stale-8"], model="some/model").cells
+    config = cell.config
+    assert (config.model.path, config.task.name, config.trainer.steps, config.optim.lr) == (
+        "some/model",
+        "arithmetic",
+        30,
+        1e-5,
+    )
+    assert (config.engine.quantize, config.trainer.sync_every) == ("int3", 8)
+    with pytest.raises(TrimtabError, match="regime 'moe' has a model of its own"):
+        planned(["dapo"], ["moe"], model="some/model")

@@ -1,0 +1,102 @@
+"""The shipped recipes of many GPUs resolve, build their objective, use every GPU once, and fit by the arithmetic."""
+
+from __future__ import annotations
+
+import importlib.resources
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trimtab.config import Config, load_config
+from trimtab.engines.factory import check_engines
+from trimtab.objectives.calibrate import from_section
+from trimtab.planning.assumptions import Assumptions
+from trimtab.planning.devices import DEVICES
+from trimtab.planning.planner import Plan, Question, plan
+from trimtab.planning.rates import Workload
+from trimtab.planning.shapes import find
+from trimtab.training.refusals import check as refuse
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "scale.md"
+GPUS = {"7b-8gpu": 8, "32b-64gpu": 64}
+
+
+def split(config: Config) -> tuple[int, int, int]:
+    """Engines, GPUs of each, ranks."""
+    if config.placement == "ray":
+        return config.ray.engines, config.engine.vllm.tensor_parallel, config.ray.trainers
+    assert config.engine.workers is not None
+    return config.engine.workers, config.engine.vllm.tensor_parallel, 8 - config.engine.workers
+
+
+def planned(name: str) -> Plan:
+    config = load_config(name)
+    longest, trainer = config.sampling.max_tokens, config.trainer
+    assert longest is not None
+    updates = trainer.minibatches * trainer.epochs
+    work = Workload(trainer.prompts, trainer.samples, 512, longest / 2, longest, updates, trainer.epochs)
+    engines, each, _ = split(config)
+    return plan(
+        Question(
+            find(config.model.path),
+            DEVICES["h100"],
+            GPUS[name],
+            work,
+            Assumptions(),
+            rollout_gpus=engines * each,
+            tensor_parallel=each,
+            micro_batch=trainer.micro_batch_tokens,
+            max_lag=trainer.max_lag,
+        )
+    )
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_the_recipe_is_its_own_plan(name: str) -> None:
+    config, found = load_config(name), planned(name)
+    engines, each, ranks = split(config)
+    assert engines * each + ranks == GPUS[name]
+    assert (found.engines, found.engine.gpus, found.rank.ranks) == (engines, each, ranks)
+    assert found.fits
+    assert config.model.gradient_checkpointing == found.rank.recompute
+    assert config.sharding.offload == found.rank.offload
+    assert config.engine.vllm.context is not None
+    assert config.engine.vllm.context >= 512 + found.work.longest
+    assert config.trainer.micro_batch_tokens >= 512 + found.work.longest
+    if config.placement == "ray":
+        assert config.ray.engine_gpus == each
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_another_split_is_no_faster(name: str) -> None:
+    found = planned(name)
+    best = plan(replace(found.question, rollout_gpus=None, tensor_parallel=None))
+    assert best.cycle.seconds == pytest.approx(found.cycle.seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_its_objective_reads_what_the_engines_say(name: str) -> None:
+    """Tokens of older weights are only corrected by an objective that reads the behavior policy; nothing is refused."""
+    config = load_config(name)
+    assert config.trainer.max_lag
+    built = from_section(config.objective.model_dump())
+    assert "behavior" in built.needs
+    refuse(config, built)
+    check_engines(config)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_key_is_explained(name: str) -> None:
+    text = (importlib.resources.files("trimtab") / "recipes" / f"{name}.toml").read_text()
+    described = DOCUMENT.read_text()
+
+    def keys(section: dict[str, object], place: str) -> list[str]:
+        found: list[str] = []
+        for key, value in section.items():
+            found += keys(value, f"{place}{key}.") if isinstance(value, dict) else [f"{place}{key}"]
+        return found
+
+    missing = [key for key in keys(tomllib.loads(text), "") if f"`{key}`" not in described]
+    assert not missing

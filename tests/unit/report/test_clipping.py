@@ -1,0 +1,115 @@
+"""Which tokens an objective clips: what is found in a file is what the objective itself reports."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trimtab.objectives import PolicyLogps, objective
+from trimtab.report.clipping import Clipping, clipping
+from trimtab.report.token_file import Tokens
+
+ROWS, TIME = 6, 50
+
+
+def _tokens(seed: int = 0, *, perturbed: bool = False, spread: float = 0.3) -> Tokens:
+    rng = np.random.default_rng(seed)
+    count = ROWS * TIME
+    behavior = -rng.random(count)
+    noisy = behavior + spread * rng.normal(size=count)
+    trained = rng.random(count) < 0.9
+    return Tokens(
+        starts=np.arange(0, count + 1, TIME),
+        ids=np.zeros(count, dtype=np.int64),
+        trained=trained,
+        behavior=behavior,
+        # With noise the clean policy would clip nothing at all.
+        clean=behavior if perturbed else noisy,
+        clean_name="logp_current",
+        perturbed=noisy if perturbed else None,
+        entropy=None,
+        version=None,
+        advantage=np.repeat(rng.normal(size=ROWS), TIME),
+        external=0,
+        nonfinite=0,
+        rows=ROWS,
+        read=ROWS,
+    )
+
+
+def _reported(section: dict[str, object], tokens: Tokens) -> dict[str, float]:
+    keywords = dict(section)
+    numerator = tokens.perturbed if tokens.perturbed is not None else tokens.clean
+    assert numerator is not None
+    assert tokens.advantage is not None
+
+    def square(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).reshape(ROWS, TIME)
+
+    logps = PolicyLogps(
+        current=square(numerator), behavior=square(tokens.behavior), mask=square(tokens.trained), proximal=None
+    )
+    out = objective(str(keywords.pop("name")), **keywords)(logps, square(tokens.advantage))
+    return out.metrics.finalize()
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"name": "token-bypass"},
+        {"name": "token-bypass", "clip_low": 0.1, "clip_high": 0.5},
+        {"name": "seq-bypass"},
+        {"name": "soup"},
+        {"name": "m2po"},
+        {"name": "m2po", "tau": 1.0},
+    ],
+    ids=str,
+)
+def test_the_shares_are_those_the_objective_reports(section: dict[str, object]) -> None:
+    tokens = _tokens()
+    found = clipping({"objective": section}, tokens)
+    assert isinstance(found, Clipping)
+    reported = _reported(section, tokens)
+    assert found.low.sum() / tokens.trained.sum() == pytest.approx(reported["clip/low"])
+    assert found.high.sum() / tokens.trained.sum() == pytest.approx(reported["clip/high"])
+    if section != {"name": "m2po", "tau": 1.0}:
+        assert reported["clip/low"] + reported["clip/high"] > 0, "or the comparison is of nothing"
+
+
+@pytest.mark.parametrize("tau", [0.04, 1e-9])
+def test_the_masking_form_of_m2po_leaves_out_by_size_alone(tau: float) -> None:
+    tokens = _tokens()
+    section: dict[str, object] = {"name": "m2po", "form": "mask", "tau": tau}
+    found = clipping({"objective": section}, tokens)
+    assert isinstance(found, Clipping)
+    share = (found.low.sum() + found.high.sum()) / tokens.trained.sum()
+    assert share == pytest.approx(_reported(section, tokens)["clip/second_moment"])
+    assert share > 0.1
+
+
+def test_alp_clips_the_perturbed_ratio() -> None:
+    section: dict[str, object] = {"name": "token-alp"}
+    tokens = _tokens(perturbed=True)
+    found = clipping({"objective": section}, tokens)
+    assert isinstance(found, Clipping)
+    assert found.high.sum() / tokens.trained.sum() == pytest.approx(_reported(section, tokens)["clip/high"])
+    assert found.high.any()
+    assert found.rule == "r = perturbed π/μ; clipped: A < 0 and r < 0.8, or A > 0 and r > 1.28"
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"name": "dapo"}, "which is 1 at the first look"),
+        ({"name": "oapl"}, "oapl clips nothing"),
+        ({"name": "luffy"}, "which is 1 at the first look"),
+        ({"name": "token-bypas"}, "does not know the objective"),
+        ({}, "does not know the objective"),
+    ],
+    ids=str,
+)
+def test_where_nothing_can_be_shown_the_reason_is_said(section: dict[str, object], words: str) -> None:
+    found = clipping({"objective": section}, _tokens())
+    assert isinstance(found, str)
+    assert words in found

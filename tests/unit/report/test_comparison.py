@@ -1,0 +1,252 @@
+"""The page of several runs and its data."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from PIL import Image
+
+from trimtab.errors import TrimtabError
+from trimtab.report.comparison import as_data, compare, held_out, write_comparison, write_page
+from trimtab.report.comparison_figures import PANELS, _look, _panel, _seeds, draw_panels, swatch
+from trimtab.report.groups import find_runs, group_runs, named_runs
+from trimtab.runs.reader import Run
+
+FEW = ("step", "reward/mean", "eval/arithmetic/greedy", "eval/arithmetic/before")
+
+
+@pytest.fixture(scope="module")
+def grid(make_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grid")
+    for seed in (0, 1, 2):
+        make_run(folder / "dapo" / f"seed{seed}", steps=6, seed=seed, objective="dapo", final_reward=0.2 + 0.2 * seed)
+        make_run(folder / "token-tis" / f"seed{seed}", steps=6, seed=seed, final_reward=0.8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(grid: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("page")
+    text = write_page(compare(group_runs(find_runs(grid))), folder / "report.html").read_text()
+    with Image.open(folder / "comparison.png") as picture:
+        assert picture.width > 1500
+        assert len(picture.convert("RGB").getcolors(1 << 20) or []) > 50, "something is drawn"
+    return text
+
+
+def test_the_table_has_means_intervals_and_the_best(page: str) -> None:
+    # dapo ends at 0.95 * 0.2, 0.95 * 0.4, 0.95 * 0.6; token-tis at 0.95 * 0.8 with every seed.
+    cells = re.findall(r'<td class="num">(.*?)</td>', page, re.DOTALL)
+    assert '0.380<br><span class="soft small">[0.190, 0.570]</span>' in cells
+    assert '<strong class="best">0.760</strong>' in cells
+    assert "With 3 seeds: range of 3 seeds." in page
+
+
+def test_curves_equations_and_differences_are_there(page: str) -> None:
+    for title in ("Training reward", "Held-out greedy accuracy", "Mismatch k3", "1st percentile", "Learning rate"):
+        assert title in page
+    assert page.count('role="img"') == 10, "twelve panels; nothing was clipped and no rejection logged"
+    assert "0 in all runs: clipped tokens, share." in page
+    assert "Logged by no run: rejected tokens, share." in page
+    assert "<mark>1.28</mark>" in page, "dapo's own bound"
+    assert "no such part" in page, "dapo has no weight"
+    assert '<td class="mono name">objective.name</td>' in page
+    assert "optim.lr" not in page, "equal in all runs"
+    assert "trainer.steps" not in page
+
+
+def test_the_page_loads_nothing(page: str) -> None:
+    assert not re.search(r"(?:src|href)=\"(?:https?:)?//|url\((?!#)|@import", page)
+    assert "Before comparing" not in page, "these runs are alike"
+
+
+def test_the_data_for_programs(grid: Path) -> None:
+    data = as_data(compare(group_runs(find_runs(grid)), target=0.5))
+    data = json.loads(json.dumps(data, allow_nan=False, default=str))
+    assert [group["name"] for group in data["groups"]] == ["dapo", "token-tis"]
+    after = data["groups"][0]["results"]["accuracy/after"]
+    assert after == {
+        "mean": pytest.approx(0.38),
+        "low": 0.19,
+        "high": 0.57,
+        "seeds": 3,
+        "interval": "range of 3 seeds",
+    }
+    assert [run["accuracy/after"] for run in data["groups"][0]["runs"]] == [0.19, 0.38, 0.57]
+    assert [run["steps"] for run in data["groups"][0]["runs"]] == [6, 6, 6]
+    assert "accuracy/after" in data["groups"][1]["best"]
+    assert data["differences"] == {"objective.name": {"dapo": "dapo", "token-tis": "token-tis"}}
+    assert data["target"]["accuracy"] is None
+    assert data["warnings"] == []
+    assert "min(ρ_t, 2)" in data["groups"][1]["equation"]
+
+
+def test_a_comparison_of_given_names(grid: Path, tmp_path: Path) -> None:
+    runs = {name: [grid / name / f"seed{seed}" for seed in (0, 1)] for name in ("token-tis", "dapo")}
+    assert [group.name for group in compare(named_runs(runs)).groups] == ["token-tis", "dapo"]
+    assert held_out(runs) == {
+        "token-tis, held-out accuracy after": "0.760  0.760  (mean 0.760)",
+        "dapo, held-out accuracy after": "0.190  0.380  (mean 0.285)",
+    }
+    with pytest.raises(TrimtabError, match="nothing to compare"):
+        write_comparison({"a": []}, tmp_path / "report.html")
+
+
+def draw_axes(series: list[tuple[np.ndarray, np.ndarray]], *, crowded: bool = False, averaged: bool = False):
+    axes = Figure().add_subplot()
+    _seeds(axes, series, ("black", "-"), points=False, crowded=crowded, averaged=averaged)
+    return axes
+
+
+def test_up_to_three_seeds_are_seen_on_their_own_and_more_as_a_band() -> None:
+    steps = np.arange(5.0)
+    for count, lines in ((1, 1), (2, 3), (3, 4), (4, 1), (5, 1)):
+        axes = draw_axes([(steps, steps + seed) for seed in range(count)])
+        assert len(axes.lines) == lines, f"{count} seeds"
+        assert len(axes.collections) == (count > 1)
+    crowded = draw_axes([(steps, steps), (steps, steps + 1)], crowded=True)
+    assert (len(crowded.lines), len(crowded.collections)) == (1, 0)
+
+
+def test_the_drawn_band_is_the_range_over_common_steps() -> None:
+    axes = draw_axes([(np.array([1.0, 2, 3, 4]), np.array([1.0, 2, 3, 4])), (np.array([2.0, 4]), np.array([4.0, 0]))])
+    mean = axes.lines[-1]
+    assert np.asarray(mean.get_xdata()).tolist() == [2, 4]
+    assert np.asarray(mean.get_ydata()).tolist() == [3, 2]
+    band = np.asarray(axes.collections[0].get_paths()[0].vertices)
+    assert (band[:, 1].min(), band[:, 1].max()) == (0, 4)
+
+
+def values_of(line: Line2D) -> np.ndarray:
+    return np.asarray(line.get_ydata(), dtype=np.float64)
+
+
+def test_an_event_is_drawn_at_its_step_and_what_was_logged_beneath_the_average() -> None:
+    """A reward that collapses at step 201 of 400, one seed and five."""
+    steps = np.arange(1.0, 401.0)
+    collapse = np.where(steps <= 200, 0.5, 0.0)
+    for seeds in (1, 5):
+        raw, average = draw_axes([(steps, collapse)] * seeds, averaged=True).lines
+        assert values_of(raw).tolist() == collapse.tolist()
+        assert values_of(average)[:200] == pytest.approx(0.5)
+        assert raw.get_linewidth() < average.get_linewidth()
+    three = draw_axes([(steps, collapse)] * 3, averaged=True).lines
+    assert [values_of(line)[200] == 0.0 for line in three] == [True, True, True, False], "seeds are their own raw lines"
+
+
+def test_a_logarithmic_panel_shows_the_drop_of_a_single_step() -> None:
+    """k3 right after a refresh: 1e-13 among values near 1."""
+    steps = np.arange(1.0, 401.0)
+    rows = [{"step": int(step), "mismatch/k3": 1e-13 if step == 33 else 0.5, "mismatch/tokens": 9} for step in steps]
+    panel = next(panel for panel in PANELS if panel.title.startswith("Mismatch k3"))
+    axes = Figure().add_subplot()
+    _panel(axes, panel, [[panel.read(Run(Path("a"), {}, rows))]])
+    (line,) = axes.lines
+    assert values_of(line)[32] == 1e-13
+
+
+def test_seconds_are_never_judged(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """token-tis takes ten times as long, with every one of three seeds."""
+    for seed in (0, 1, 2):
+        make_run(tmp_path / "dapo" / f"seed{seed}", steps=4, seed=seed, objective="dapo", every=99)
+        slow = make_run(tmp_path / "token-tis" / f"seed{seed}", steps=4, seed=seed, every=99)
+        rows = [json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()]
+        rows = [row | {"time/step": 10 * row["time/step"]} for row in rows]
+        (slow / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = as_data(compare(group_runs(find_runs(tmp_path))))
+    means = [group["results"]["time/step"]["mean"] for group in data["groups"]]
+    assert means[1] > 5 * means[0]
+    assert [group["best"] for group in data["groups"] if "time/step" in group["best"]] == []
+
+
+def test_twenty_groups_look_different_and_their_legend_too() -> None:
+    assert len({(color, str(style)) for color, style in map(_look, range(36))}) == 36
+    assert len({swatch(index) for index in range(36)}) == 36
+
+
+def test_twenty_groups_fit_on_a_page(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    keys = ("step", "reward/mean", "mismatch/k3")
+    paths = [make_run(tmp_path / f"r{index}", steps=index + 1, every=99, keys=keys) for index in range(20)]
+    comparison = compare(group_runs(paths))
+    page = write_page(comparison, tmp_path / "report.html").read_text()
+    assert "<h1>20 groups of runs</h1>" in page
+    assert "only the means are drawn" in page
+    assert len({group.name for group in comparison.groups}) == 20
+    assert page.count('class="swatch"') == 20 * 3
+    assert len(page) < 2_000_000
+
+
+def test_one_group_is_a_comparison_of_its_seeds(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    few = [make_run(tmp_path / f"seed{seed}", steps=2, seed=seed, every=99, keys=FEW) for seed in (0, 1, 2)]
+    comparison = compare(group_runs(few))
+    page = write_page(comparison, tmp_path / "report.html").read_text()
+    assert "Nothing but seed and out" in page
+    assert not any(item.winner is not None for item in comparison.goals)
+
+
+def test_unfinished_runs_and_missing_metrics(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """One run stopped half way, one logged rewards alone, one has not begun."""
+    whole = make_run(tmp_path / "whole", steps=8, objective="dapo", every=99, keys=FEW)
+    half = make_run(tmp_path / "half", steps=8, seed=1, objective="dapo", every=99, keys=FEW)
+    lines = (half / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (half / "metrics.jsonl").write_text("".join(lines[:4]) + lines[4][:30])
+    poor = make_run(tmp_path / "poor", steps=8, every=99, keys=("step", "reward/mean"))
+    begun = make_run(tmp_path / "begun", steps=8, seed=2, every=99)
+    (begun / "metrics.jsonl").write_text("")
+    comparison = compare(group_runs([whole, half, poor, begun]))
+    page = write_page(comparison, tmp_path / "report.html").read_text()
+    text = "\n".join(comparison.cautions)
+    assert f"{begun} has no finished step yet" in text
+    assert "dapo seed 1 at step 4 of 8" in text
+    assert "Held-out accuracy was not measured after training: dapo seed 1, token-tis." in text
+    assert "Before comparing" in page
+    assert "1 of 2" in page, "a mean over part of the seeds says so"
+    assert "Not logged by token-tis." in page
+    [reward] = [svg for title, svg, _ in draw_panels(comparison.groups).drawn if title == "Training reward"]
+    assert "<svg" in reward
+
+
+def test_a_run_that_measured_nothing_but_its_steps(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=2, every=99, keys=("step",))
+    page = write_comparison({"only": [run]}, tmp_path / "report.html").read_text()
+    assert 'role="img"' not in page
+    assert held_out({"only": [run]}) == {"only, held-out accuracy after": "not measured"}
+
+
+def test_hostile_names_are_text(make_run: Callable[..., Path], evil_text: str, tmp_path: Path) -> None:
+    """Folders, labels, descriptions and reports' links come from outside."""
+    folder = tmp_path / 'javascript:alert(1)#"><script>x' / "seed0"
+    run = make_run(folder, steps=2, every=99, keys=("step", "reward/mean"))
+    (run / "report.html").write_text("the run's own")
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace("Two-digit addition", r"<img src=x onerror=alert(2)>"))
+    second = make_run(tmp_path / "_b$x^2$", steps=2, objective="dapo", every=99, keys=("step", "reward/mean"))
+    page = write_comparison({evil_text: [run], "_b$x^2$": [second]}, tmp_path / "report.html").read_text()
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "\u202e" not in page
+    links = re.findall(r'href="([^"#]*)"', page)
+    assert "./javascript%3Aalert%281%29%23%22%3E%3Cscript%3Ex/seed0/report.html" in links
+    assert all(link.startswith("./") or link == "comparison.png" for link in links)
+
+
+def test_calibrated_bounds_of_each_seed_are_mentioned(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    for seed in (0, 1):
+        run = make_run(tmp_path / f"seed{seed}", steps=2, seed=seed, every=99, keys=("step", "reward/mean"))
+        text = (run / "config.toml").read_text()
+        (run / "config.toml").write_text(text.replace("calibrate = false", "calibrate = true"))
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows = [row | {"calibrate/weight_max": 1.25 + seed} for row in rows]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    comparison = compare(group_runs(find_runs(tmp_path)))
+    assert "min(ρ_t, 1.25)" in comparison.equations["token-tis"]
+    assert comparison.cautions == [
+        "token-tis: every seed calibrated bounds of its own; the equation is that of the first."
+    ]

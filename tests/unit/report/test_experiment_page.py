@@ -1,0 +1,129 @@
+"""Means, intervals and ranks of a grid, and its page."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trimtab.errors import TrimtabError
+from trimtab.report.comparison_table import legend, markdown, read_grid, summarize, words
+from trimtab.report.experiment_page import write_grid
+
+
+def row(method: str, regime: str, seed: int, accuracy: float | None, **more: Any) -> dict[str, Any]:
+    status = "diverged" if accuracy is None else "done"
+    curve = [0.5, 0.6 if accuracy is None else accuracy]
+    return {
+        "method": method,
+        "regime": regime,
+        "regime_description": f"what {regime} is",
+        "seed": seed,
+        "status": status,
+        "error": "",
+        "accuracy_before": 0.5,
+        "accuracy": accuracy,
+        "curve_steps": [0, 4],
+        "curve": curve,
+        "seconds": 6.0,
+        **more,
+    }
+
+
+ROWS = [
+    *(row("good", "hard", seed, value) for seed, value in enumerate((0.8, 0.9))),
+    *(row("even", "hard", seed, value) for seed, value in enumerate((0.85, 0.8))),
+    *(row("bad", "hard", seed, value) for seed, value in enumerate((0.1, 0.3))),
+    *(row("gone", "hard", seed, value) for seed, value in enumerate((0.2, None))),
+    row("good", "easy", 0, 0.7),
+    row("bad", "easy", 0, 0.6) | {"status": "failed", "error": "out of memory"},
+    row("even", "easy", 0, None) | {"status": "refused", "seed": None, "error": "no room"},
+]
+
+
+def test_means_ranks_and_collapses_by_hand() -> None:
+    grid = summarize(ROWS)
+    good, even, bad, gone = (grid.scores[name, "hard"] for name in ("good", "even", "bad", "gone"))
+    assert [score.accuracy.mean for score in (good, even, bad, gone)] == pytest.approx([0.85, 0.825, 0.2, 0.1])
+    assert [score.rank for score in (good, even, bad, gone)] == [1, 2, 3, 4]
+    # Below half of .5: one of two; then .2 and the diverged run, which counts as 0.
+    assert [(score.collapsed, score.fell) for score in (bad, gone)] == [(1, False), (2, True)]
+    assert (gone.diverged, gone.values) == (1, (0.2, 0.0))
+    assert grid.before == 0.5
+    assert grid.refused == {("even", "easy"): "no room"}
+    assert [r["error"] for r in grid.failed] == ["out of memory"]
+
+
+def test_few_seeds_have_a_range_and_five_an_interval_of_the_mean() -> None:
+    """Two seeds were given a "95% bootstrap interval" of [.804, .896]."""
+    few = summarize(ROWS)
+    assert (few.scores["good", "hard"].accuracy.low, few.scores["good", "hard"].accuracy.high) == (0.8, 0.9)
+    assert "mean over seeds [range of 2 seeds], #rank" in legend(few)
+    many = summarize([row("a", "r", seed, value) for seed, value in enumerate((0.1, 0.2, 0.3, 0.4, 0.5))])
+    assert many.scores["a", "r"].accuracy.high == pytest.approx(0.496321, abs=1e-4), "t(4) = 2.7764, see test_bands"
+    assert "[95% interval of the mean (Student's t)]" in legend(many)
+    assert "[" not in legend(summarize([row("a", "r", 0, 0.5)]))
+
+
+def test_the_best_is_tied_with_those_whose_seeds_do_not_all_lose() -> None:
+    grid = summarize(ROWS)
+    # good - even is -.05 and .1 by seed; good - bad is .7 and .6.
+    assert grid.scores["even", "hard"].behind.mean == pytest.approx(0.025)
+    assert [grid.scores[name, "hard"].tied for name in ("good", "even", "bad")] == [True, True, False]
+    assert grid.scores["bad", "hard"].behind.low == pytest.approx(0.6)
+
+
+def test_the_table_in_markdown() -> None:
+    grid = summarize(ROWS)
+    lines = markdown(grid).splitlines()
+    assert lines[0] == "| method | hard | easy |"
+    assert lines[2] == "| `good` | 0.850 [0.800, 0.900] #1 | 0.700 #1 |"
+    assert lines[3].startswith("| `even` | 0.825 ")
+    assert lines[3].endswith("#2= | – |")
+    assert words(grid, "gone", "hard").endswith("#4 †")
+
+
+def test_seeds_that_only_one_has_are_not_paired() -> None:
+    grid = summarize([row("a", "r", 0, 0.9), row("b", "r", 1, 0.1)])
+    assert grid.scores["b", "r"].tied, "no seed says that a is ahead"
+    assert math.isnan(grid.scores["b", "r"].behind.mean)
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path / "results.parquet")
+    return path
+
+
+def test_the_page_shows_what_the_file_holds_and_escapes_it(tmp_path: Path) -> None:
+    rows = [*ROWS, row("<script>", "hard", 0, 0.4), row("<script>", "hard", 1, 0.4)]
+    page = write_grid(read_grid(written(tmp_path, rows)), tmp_path / "report.html", notes=["<b>note</b>"]).read_text()
+    assert "<script>" not in page
+    assert "&lt;b&gt;note" in page
+    assert "[0.800, 0.900]" in page
+    assert "what hard is" in page
+    assert "easy, even: no room" in page
+    assert "easy, bad, seed 0: out of memory" in page
+    # By regime one figure for few methods.
+    assert page.count("<svg") == 2
+
+
+def test_many_methods_get_a_figure_each(tmp_path: Path) -> None:
+    rows = [row(f"m{index}", "r", seed, 0.5 + index / 20 + seed / 50) for index in range(8) for seed in (0, 1)]
+    assert write_grid(read_grid(written(tmp_path, rows)), tmp_path / "p.html").read_text().count("<svg") == 8
+
+
+def test_bad_files_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(TrimtabError, match=r"no .*results\.parquet: `trimtab compare"):
+        read_grid(tmp_path)
+    (tmp_path / "results.parquet").write_bytes(b"PAR1 and not more")
+    with pytest.raises(TrimtabError, match="is damaged"):
+        read_grid(tmp_path)
+    with pytest.raises(TrimtabError, match="has no column 'method'"):
+        read_grid(written(tmp_path, [{"a": 1}]))
+    pq.write_table(pa.Table.from_pylist(ROWS).slice(0, 0), tmp_path / "results.parquet")
+    with pytest.raises(TrimtabError, match="no finished run yet"):
+        read_grid(tmp_path)

@@ -1,0 +1,126 @@
+"""Which runs belong together, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trimtab.errors import TrimtabError
+from trimtab.report.groups import find_runs, group_runs, listed, named_runs, plain
+
+KEYS = ("step", "reward/mean")
+
+
+def make(make_run: Callable[..., Path], folder: Path, *changes: tuple[str, str], **options: object) -> Path:
+    """A small run whose config.toml has some lines replaced."""
+    path = make_run(folder, **{"steps": 2, "keys": KEYS, "every": 9, **options})
+    text = (path / "config.toml").read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (path / "config.toml").write_text(text)
+    return path
+
+
+def test_seeds_of_one_recipe_belong_together(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    for seed in (0, 1, 10):
+        for name in ("dapo", "token-tis"):
+            make(make_run, tmp_path / name / f"seed{seed}", seed=seed, objective=name)
+    found = group_runs(find_runs(tmp_path))
+    assert {group.name: [run.path.name for run in group.runs] for group in found.groups} == {
+        "dapo": ["seed0", "seed1", "seed10"],
+        "token-tis": ["seed0", "seed1", "seed10"],
+    }
+    assert [group.seeds for group in found.groups] == [[0, 1, 10]] * 2
+    assert not found.notes
+    assert not {"seed", "out"} & {key for group in found.groups for key in group.config}
+
+
+def test_settings_name_what_the_objective_does_not(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    first, second = make(make_run, tmp_path / "a"), make(make_run, tmp_path / "b", steps=3)
+    assert [group.name for group in group_runs([first, second]).groups] == ["token-tis steps=2", "token-tis steps=3"]
+
+
+def test_a_name_takes_no_more_settings_than_it_needs(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """Each weight has its own rate: the weight alone tells the three apart."""
+    paths = [
+        make(make_run, tmp_path / str(index), ("lr = 1e-05", f"lr = {index + 1}e-06"), ("[objective]", objective))
+        for index, objective in enumerate(f"[objective]\nweight_max = {bound}" for bound in ("1.5", "2.5", "4.0"))
+    ]
+    names = [group.name for group in group_runs(paths).groups]
+    assert names == ["token-tis weight_max=1.5", "token-tis weight_max=2.5", "token-tis weight_max=4"]
+
+
+def test_long_settings_give_way_to_the_folder(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    paths = [
+        make(make_run, tmp_path / folder, ('path = "smollm2-135m-instruct"', f'path = "/models/{"x" * 40}{folder}"'))
+        for folder in ("first-seed3", "token-tis-big")
+    ]
+    names = [group.name for group in group_runs(paths).groups]
+    assert names == ["token-tis (first)", "token-tis-big"]
+
+
+def test_names_are_short_unique_and_printable(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """Folders of one name in different places, and one that would turn a line around."""
+    evil = "x\u202e\n<b>" + "y" * 60
+    changes = [('path = "smollm2-135m-instruct"', f'path = "/{"m" * 50}{index}"') for index in range(3)]
+    places = (tmp_path / "1" / evil, tmp_path / "2" / evil, tmp_path / "3" / "z")
+    paths = [make(make_run, place, change) for place, change in zip(places, changes, strict=True)]
+    names = [group.name for group in group_runs(paths).groups]
+    assert len(set(names)) == 3
+    assert all(len(name) <= 43 and name.isprintable() for name in names)
+    assert plain("a\u202eb\x1b[31m") == "a\ufffdb\ufffd[31m"
+
+
+def test_a_directory_named_twice_counts_once(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    path = make(make_run, tmp_path / "a")
+    found = group_runs([path, tmp_path / "b" / ".." / "a", *find_runs(tmp_path)])
+    assert [len(group.runs) for group in found.groups] == [1]
+
+
+def test_a_run_without_a_step_is_left_out_and_said_so(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    good, begun = make(make_run, tmp_path / "good"), make(make_run, tmp_path / "begun", seed=1)
+    (begun / "metrics.jsonl").write_text('{"step": 1, "rew')
+    found = group_runs([begun, good])
+    assert [run.path for group in found.groups for run in group.runs] == [good]
+    assert found.notes == [f"{begun} has no finished step yet and is left out."]
+    with pytest.raises(TrimtabError, match="no finished step yet"):
+        group_runs([begun])
+
+
+def test_damage_is_an_error(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    good, bad = make(make_run, tmp_path / "good"), make(make_run, tmp_path / "bad")
+    (bad / "metrics.jsonl").write_text("nonsense\n")
+    with pytest.raises(TrimtabError, match=r"bad/metrics.jsonl, line 1"):
+        group_runs([good, bad])
+    with pytest.raises(TrimtabError, match="no run directory"):
+        group_runs([good, tmp_path / "absent"])
+
+
+def test_a_recipe_of_another_version_is_compared_as_written(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    old = make(make_run, tmp_path / "old", ("[task]", "[gone]\nkey = 1\n\n[task]"))
+    found = group_runs([old, make(make_run, tmp_path / "new")])
+    assert len(found.groups) == 2
+    assert found.groups[0].config["gone.key"] == 1
+    assert "another version" in found.notes[0]
+    assert "gone" in found.notes[0]
+
+
+def test_absent_defaults_make_no_difference(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """A key that is newer than a run has its default there."""
+    old = make(make_run, tmp_path / "old", ("weight_decay = 0.0\n", ""))
+    assert len(group_runs([old, make(make_run, tmp_path / "new", seed=1)]).groups) == 1
+
+
+def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TrimtabError, match="holds no run"):
+        find_runs(tmp_path)
+    with pytest.raises(TrimtabError, match="nothing to compare"):
+        named_runs({"a": []})
+
+
+def test_many_names_are_counted() -> None:
+    assert listed(["a", "b", "c", "d"]) == "a, b, c, d"
+    assert listed(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

@@ -1,0 +1,133 @@
+"""What figures show, by numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from trimtab.pages.render import number, short
+from trimtab.report import line_charts
+from trimtab.report.line_charts import Curve
+from trimtab.runs.metric_catalog import Metric
+from trimtab.runs.reader import Run
+
+
+def _curve(values: list[float], label: str = "a") -> Curve:
+    return Curve(label, np.arange(1, len(values) + 1, dtype=float), np.array(values))
+
+
+def test_long_runs_keep_their_raw_points_beneath_the_average() -> None:
+    axes = Figure().add_subplot()
+    line_charts._curves(axes, [_curve([0.1, 0.9] * 202)], log=False, points=False, top=None)
+    raw, average = axes.lines
+    assert np.ptp(np.asarray(raw.get_ydata())) == pytest.approx(0.8)
+    assert np.ptp(np.asarray(average.get_ydata())[19:]) == pytest.approx(0.0, abs=1e-9), "means of twenty, ten of each"
+    assert average.get_label() == "a"
+
+
+def test_what_happens_at_a_step_is_drawn_there() -> None:
+    """A collapse at step 201 of 400; on a logarithmic axis the drop of a single step is seen whole."""
+    axes = Figure().add_subplot()
+    line_charts._curves(axes, [_curve([0.5] * 200 + [0.0] * 200)], log=False, points=False, top=None)
+    assert np.asarray(axes.lines[1].get_ydata())[:200] == pytest.approx(0.5)
+    axes = Figure().add_subplot()
+    line_charts._curves(axes, [_curve([1.0] * 200 + [1e-13] + [1.0] * 199)], log=True, points=False, top=None)
+    (line,) = axes.lines
+    assert np.asarray(line.get_ydata())[200] == 1e-13
+
+
+def test_a_curve_lying_on_zero_is_seen() -> None:
+    axes = Figure().add_subplot()
+    line_charts._curves(axes, [_curve([0.0, 0.0, 0.0])], log=True, points=False, top=0.2)
+    low, high = axes.get_ylim()
+    assert low < 0 < high == pytest.approx(0.216)
+    assert axes.get_yscale() == "linear", "a logarithmic axis has no place for zeros"
+
+
+def test_healthy_band_is_drawn_inside_the_axis_only() -> None:
+    axes = Figure().add_subplot()
+    axes.set_ylim(0.5, 1.2)
+    line_charts._shade(axes, Metric("k", "", "", "", "", "", low=0.95, high=2.0))
+    (band,) = axes.patches
+    assert band.get_extents().transformed(axes.transData.inverted()).intervaly == pytest.approx([0.95, 1.2])
+    assert axes.get_ylim() == (0.5, 1.2)
+
+
+def test_no_band_where_the_whole_axis_is_unhealthy() -> None:
+    axes = Figure().add_subplot()
+    axes.set_ylim(3, 4)
+    line_charts._shade(axes, Metric("k", "", "", "", "", "", high=1.0))
+    assert list(axes.patches) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.001, "1e-3"), (2e-13, "2e-13"), (0.05, "0.05"), (1.0, "1"), (20.0, "20"), (1000.0, "1e3")],
+)
+def test_axis_labels(value: float, text: str) -> None:
+    assert line_charts.short_power(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (float("nan"), "–"),
+        (0.0, "0"),
+        (4_800_000_000, "4,800,000,000"),
+        (12345.6, "12,346"),
+        (0.123456, "0.1235"),
+        (0.000123456, "1.23e-4"),
+        (-2.5e-10, "-2.50e-10"),
+        ("current", "current"),
+    ],
+)
+def test_numbers(value: float | str | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_short_numbers() -> None:
+    assert short(0.2567) == "0.26"
+    assert short(0.00187) == "1.9e-3"
+
+
+def test_a_curve_of_zeros_lies_below_the_powers_of_ten() -> None:
+    """Exactly no mismatch, beside a run that has some."""
+    axes = Figure().add_subplot()
+    axes.plot([1, 2], [3e-4, 2e-5])
+    axes.plot([1, 2], [0.0, 0.0])
+    line_charts.log_scale_with_zero(axes)
+    height = {value: axes.transData.transform((1, value))[1] for value in (0.0, 1e-6, 1e-5, 1e-4, 1e-3)}
+    assert list(height.values()) == sorted(height.values())
+    assert height[1e-4] - height[1e-5] == pytest.approx(height[1e-3] - height[1e-4])
+    assert axes.get_ylim()[0] < 0
+    assert next(label.get_text() for label in axes.get_yticklabels()) == "0"
+
+
+def test_a_negative_estimate_is_drawn_below_zero() -> None:
+    """chi2 of a few tokens may be negative; the page showed its magnitude."""
+    axes = Figure().add_subplot()
+    values = [1e-3, -2e-4, 30.0, -1e-2, 0.0]
+    line_charts._curves(axes, [_curve(values)], log=True, points=False, top=None)
+    (line,) = axes.lines
+    assert np.asarray(line.get_ydata()).tolist() == values
+    assert axes.get_yscale() == "symlog"
+    low, high = axes.get_ylim()
+    assert low < -1e-2
+    assert high > 30
+    heights = [axes.transData.transform((1, value))[1] for value in (-1e-2, -2e-4, 0.0, 1e-3, 30.0)]
+    assert heights == sorted(heights)
+    assert all(low <= tick <= high for tick in axes.get_yticks())
+    assert "0" in [label.get_text() for label in axes.get_yticklabels()]
+
+
+def test_the_bound_of_the_gradient_norm_is_drawn() -> None:
+    axes = Figure().add_subplot()
+    axes.set_ylim(1.9, 6.5)
+    line_charts._bound(axes, "optim.grad_clip", Run(Path("run"), {"optim": {"grad_clip": 1.0}}, []))
+    (line,) = axes.lines
+    assert set(np.asarray(line.get_ydata())) == {1.0}
+    assert axes.get_ylim()[0] < 1.0, "norms of 1.9 to 6.5 are seen to be above it"

@@ -1,0 +1,167 @@
+"""The numbers of the comparison's tables, by hand, and what it warns of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trimtab.report.cautions import cautions, same_measure
+from trimtab.report.groups import Group
+from trimtab.report.summary_columns import choose_target, clipped, goal_columns, outcome, way_columns
+from trimtab.runs.reader import Run
+
+BASE = {
+    "task.name": "sort",
+    "model.path": "laboratory",
+    "eval.problems": 64,
+    "trainer.steps": 4,
+    "trainer.prompts": 2,
+    "trainer.samples": 4,
+    "reward": [],
+}
+
+
+def run(accuracy: dict[int, float], seed: int = 0, steps: int = 4, **metrics: Any) -> Run:
+    """A run of `steps` steps of 2 seconds; `accuracy` by step, 0 for before training; metrics by value or per step."""
+    rows: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        row: dict[str, Any] = {"step": step, "reward/mean": step / 10, "time/step": 2.0}
+        row |= {"eval/sort/before": accuracy[0], "eval/sort/greedy": accuracy[0]} if step == 1 and 0 in accuracy else {}
+        row |= {"eval/sort/greedy": accuracy[step]} if step in accuracy else {}
+        values = {key.replace("__", "/"): value for key, value in metrics.items()}
+        row |= {key: value[step - 1] if isinstance(value, list) else value for key, value in values.items()}
+        rows.append(row)
+    return Run(Path(f"seed{seed}"), {"seed": seed}, rows)
+
+
+def group(name: str, *runs: Run, **config: Any) -> Group:
+    return Group(name, list(runs), BASE | {key.replace("__", "."): value for key, value in config.items()})
+
+
+def columns(groups: list[Group], target: float | None = None, *, judged: bool = True) -> dict[str, Any]:
+    wanted = [*goal_columns(choose_target(groups, target)), *way_columns()]
+    found = [outcome(column, groups, judged=judged) for column in wanted]
+    return {item.column.key: item for item in found if item}
+
+
+FAST = [run({0: 0.2, 1: 0.4, 2: 0.8 + seed / 100, 3: 0.9, 4: 0.85}, seed) for seed in range(3)]
+SLOW = [run({0: 0.2, 1: 0.3, 2: 0.4, 3: 0.5 + seed / 100, 4: 0.7}, seed) for seed in range(3)]
+
+
+def test_final_numbers_and_intervals() -> None:
+    found = columns([group("fast", *FAST), group("slow", *SLOW)])
+    assert [item.mean for item in found["accuracy/before"].intervals] == pytest.approx([0.2, 0.2])
+    assert [item.mean for item in found["accuracy/after"].intervals] == pytest.approx([0.85, 0.7])
+    assert [item.mean for item in found["accuracy/best"].intervals] == pytest.approx([0.9, 0.7])
+    assert found["accuracy/after"].winner == 0
+    assert found["reward/last"].intervals[0].mean == pytest.approx(0.4), "the last tenth of four steps is the last"
+    assert found["reward/last"].winner is None, "equal"
+    assert found["steps"].intervals[0].mean == 4
+    assert "mismatch/k3" not in found, "nobody logged it"
+
+
+def test_how_soon() -> None:
+    """80% of the way from 0.2 to 0.9 is 0.76: the fast ones pass it at step 2, after 4 seconds; no slow one does."""
+    groups = [group("fast", *FAST), group("slow", *SLOW)]
+    target = choose_target(groups, None)
+    assert target.accuracy == 0.76
+    assert "0.200" in target.why
+    assert "0.900" in target.why
+    found = columns(groups)
+    assert found["target/steps"].values == [[2, 2, 2], [None, None, None]]
+    assert found["target/seconds"].values[0] == [4, 4, 4]
+    assert found["target/steps"].winner is None, "no winner over groups that never arrived"
+    sooner = columns(groups, target=0.52)
+    assert sooner["target/steps"].values == [[2, 2, 2], [4, 4, 3]]
+    assert sooner["target/steps"].winner == 0, "2 at most, and 3 at least"
+
+
+def test_accuracy_measured_only_at_the_ends_says_nothing_about_when() -> None:
+    groups = [group("a", run({0: 0.2, 4: 0.9})), group("b", run({0: 0.2, 4: 0.8}))]
+    target = choose_target(groups, None)
+    assert target.accuracy is None
+    assert "eval.every" in target.why
+    assert "target/steps" not in columns(groups)
+    worse = [group("a", run({0: 0.5, 1: 0.2, 2: 0.2, 4: 0.2}))]
+    assert "no group gained" in choose_target(worse, None).why
+
+
+def test_numbers_along_the_way() -> None:
+    k3 = [0.001, 0.1, 0.003, 0.002]
+    some = run(
+        {4: 0.5},
+        mismatch__k3=k3,
+        mismatch__ess_token=[0.9, 0.2, None, 0.8],
+        clip__low=[0.1, 0, 0, 0.1],
+        clip__high=[0.2, 0, 0, 0],
+        optim__skipped=[0, 1, 1, 0],
+    )
+    found = columns([group("a", some)])
+    assert found["mismatch/k3"].intervals[0].mean == 0.0025
+    assert found["mismatch/ess_token"].intervals[0].mean == 0.2
+    assert found["clip/share"].intervals[0].mean == pytest.approx(0.1)
+    assert found["optim/skipped"].intervals[0].mean == 2
+    steps, shares = clipped(some)
+    assert steps.tolist() == [1, 2, 3, 4]
+    assert shares.tolist() == pytest.approx([0.3, 0, 0, 0.1])
+    assert len(clipped(run({}))[0]) == 0
+
+
+def test_a_seed_that_did_not_measure_is_no_part_of_the_mean_and_no_one_wins() -> None:
+    groups = [group("fast", FAST[0], FAST[1], run({0: 0.2}, 2, steps=2)), group("slow", *SLOW)]
+    found = columns(groups)["accuracy/after"]
+    assert found.values[0] == [0.85, 0.85, None]
+    assert found.intervals[0].count == 2
+    assert found.winner is None
+
+
+def test_groups_measured_differently_have_no_winner() -> None:
+    groups = [group("fast", *FAST), group("slow", *SLOW, task__name="arithmetic")]
+    assert not same_measure(groups)
+    assert columns(groups, judged=same_measure(groups))["accuracy/after"].winner is None
+    assert same_measure([group("fast", *FAST), group("slow", *SLOW, optim__lr=1)])
+
+
+def test_alike_groups_need_no_caution() -> None:
+    assert cautions([group("fast", *FAST), group("slow", *SLOW, optim__lr=1)]) == []
+
+
+def caution(*groups: Group) -> str:
+    [line] = cautions(groups)
+    return line
+
+
+def test_each_way_of_not_being_comparable_is_said() -> None:
+    fast = group("fast", *FAST)
+    assert caution(fast, group("b", *FAST, task__name="hub")).startswith("The tasks differ (fast sort; b hub)")
+    assert caution(fast, group("b", *FAST, model__path="big")).startswith("The models differ (fast laboratory; b big)")
+    assert "held-out problems differ (fast 64; b 128)" in caution(fast, group("b", *FAST, eval__problems=128))
+    # Both recipes ask for more than their test split has: what was asked counts.
+    asked = [
+        group(name, *(run({0: 0.2, 4: 0.5}, eval__sort__problems=n) for _ in "ab"), eval__problems=999)
+        for name, n in (("a", 64), ("b", 32))
+    ]
+    assert "held-out problems differ (a 64; b 32)" in " ".join(cautions(asked))
+    assert "settings of the task differ (task.digits)" in caution(fast, group("b", *FAST, task__digits=3))
+    assert "rewards differ (reward.0.name)" in caution(fast, group("b", *FAST, reward__0__name="exact"))
+    assert "prompts x samples: fast 2 x 4; b 2 x 8" in caution(fast, group("b", *FAST, trainer__samples=8))
+    three = [run({0: 0.2, 3: 0.5}, seed, steps=3) for seed in range(3)]
+    assert "planned numbers of steps differ (fast 4; b 3)" in caution(fast, group("b", *three, trainer__steps=3))
+    assert caution(fast, group("b", *three)).startswith(
+        "Unfinished: b seed 0 at step 3 of 4, b seed 1 at step 3 of 4, b seed 2 at step 3 of 4."
+    )
+    unseen = [run({0: 0.2}, seed) for seed in range(3)]
+    assert "not measured after training: b seed 0, b seed 1, b seed 2." in caution(fast, group("b", *unseen))
+    assert "numbers of seeds differ (fast 3; b 2)" in caution(fast, group("b", *FAST[:2]))
+    other = [run({0: 0.2, 4: 0.5}, seed) for seed in (3, 4, 5)]
+    assert "The seeds differ" in caution(fast, group("b", *other))
+    twice = [run({0: 0.2, 4: 0.5}, seed) for seed in (0, 0, 1)]
+    assert any("b: seed 0 more than once" in line for line in cautions([fast, group("b", *twice)]))
+
+
+def test_zero_correct_is_a_measurement() -> None:
+    assert cautions([group("a", run({0: 0.0, 4: 0.0})), group("b", run({0: 0.0, 4: 0.0}))]) == []
+    assert np.isclose(columns([group("a", run({0: 0.0, 4: 0.0}))])["accuracy/after"].intervals[0].mean, 0)

@@ -1,0 +1,215 @@
+"""The section on tokens as a whole: which files it reads, what it shows of each kind of run, what it says instead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trimtab.models import laboratory
+from trimtab.report.run_report import write_report
+from trimtab.report.token_section import token_section
+from trimtab.runs.reader import read_run
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def folder(make_run: Callable[..., Path], tmp_path: Path) -> Path:
+    """A run of a bypass objective that wrote no trajectory file yet."""
+    return make_run(tmp_path / "run", steps=3, every=9, objective="token-bypass", keys=["step"])
+
+
+def _write(folder: Path, step: int, **columns: Any) -> None:
+    path = folder / "trajectories" / f"step-{step:06d}.parquet"
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+
+
+def _plain(rows: int = 20, **columns: Any) -> dict[str, Any]:
+    """Responses of two tokens, of probability 0.5 and 0.25; the trainer makes the second one e^0.3 likelier."""
+    return {
+        "group": list(range(rows)),
+        "reward": [1.0] * rows,
+        "response_ids": [[7, 8]] * rows,
+        "logp_behavior": [[np.log(0.5), np.log(0.25)]] * rows,
+        "logp_current": [[np.log(0.5), np.log(0.25) + 0.3]] * rows,
+        "advantage": [1.0] * rows,
+        **columns,
+    }
+
+
+def _section(folder: Path) -> dict[str, Any]:
+    found = token_section(read_run(folder))
+    assert found is not None
+    return found
+
+
+def _charts(section: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {chart["title"]: chart for chart in section["charts"]}
+
+
+def test_a_run_without_trajectory_files_has_no_section(folder: Path) -> None:
+    assert token_section(read_run(folder)) is None
+
+
+def test_numbers_of_a_small_run_by_hand(folder: Path) -> None:
+    _write(folder, 1, **_plain(entropy=[[1.0, 2.0]] * 20))
+    _write(folder, 3, **_plain(entropy=[[1.0, 2.0]] * 20))
+    section = _section(folder)
+    charts = _charts(section)
+    assert section["note"] == "From the trajectory files of steps 1, 3: 40 responses."
+    assert section["absent"] == []
+    assert section["cuts"] is None
+    assert list(charts) == [
+        "Log-ratio envelope",
+        "Trainer against sampler",
+        "Entropy by position",
+        "Clipped tokens by position",
+    ]
+    # e^0.3 = 1.35 is beyond 1.2 with a positive advantage: every second token.
+    assert charts["Clipped tokens by position"]["now"] == "50% of all"
+    assert (
+        "Here r = π/μ; clipped: A < 0 and r < 0.8, or A > 0 and r > 1.2."
+        in charts["Clipped tokens by position"]["what"]
+    )
+    assert charts["Trainer against sampler"]["now"] == "r = 1.00000"
+    assert "40 tokens" in charts["Trainer against sampler"]["what"]
+    assert "step 1<" in charts["Log-ratio envelope"]["svg"]
+    assert "step 3<" in charts["Log-ratio envelope"]["svg"]
+
+
+def test_external_traces_and_broken_rows_are_counted_and_change_nothing(folder: Path) -> None:
+    _write(folder, 1, **_plain())
+    clean = _section(folder)
+    broken = _plain(22)
+    broken["logp_behavior"] = [*broken["logp_behavior"][:20], [NAN, NAN], [NAN, -0.5]]
+    broken["off_policy"] = [False] * 20 + [True, False]
+    _write(folder, 1, **broken)
+    section = _section(folder)
+    assert section["note"] == (
+        "From the trajectory files of step 1: 22 responses. Left out: 1 of external traces, which have no behavior "
+        "policy, and 1 with a log-prob that is not finite."
+    )
+    assert section["charts"] == clean["charts"]
+
+
+def test_a_run_of_external_traces_alone_says_so_for_every_figure(folder: Path) -> None:
+    _write(folder, 1, **_plain(logp_behavior=[[NAN, NAN]] * 20, off_policy=[True] * 20))
+    section = _section(folder)
+    assert section["charts"] == []
+    assert len(section["absent"]) == 4
+    assert all("no response is left" in reason for reason in section["absent"])
+
+
+def test_missing_columns_cost_their_own_figures_only(folder: Path) -> None:
+    columns = _plain(entropy=[[1.0, 2.0]] * 20)
+    del columns["logp_current"], columns["advantage"]
+    _write(folder, 1, **columns)
+    section = _section(folder)
+    assert list(_charts(section)) == ["Entropy by position"]
+    assert section["absent"] == [
+        "log-ratio envelope (the files have no log-prob of the trainer)",
+        "trainer against sampler probability (the files have no log-prob of the trainer)",
+        "clipped tokens by position (the files hold no log-prob of the trainer)",
+    ]
+
+
+def test_responses_of_one_token_are_drawn(folder: Path) -> None:
+    _write(
+        folder,
+        1,
+        **_plain(
+            response_ids=[[7]] * 20,
+            logp_behavior=[[-0.5]] * 20,
+            logp_current=[[-0.5]] * 20,
+            entropy=[[0.5]] * 20,
+            policy_version=[[3]] * 20,
+        ),
+    )
+    section = _section(folder)
+    assert _charts(section)["Trainer against sampler"]["now"] == "r not defined"
+    assert len(section["charts"]) == 4
+    assert section["cuts"] is None
+
+
+def test_a_perturbed_run_is_read_at_its_probe_steps(folder: Path) -> None:
+    noisy = _plain(logp_perturbed=[[np.log(0.5), np.log(0.25) + 0.3 + np.log(1.1)]] * 20)
+    _write(folder, 1, **noisy)
+    _write(folder, 3, **noisy)
+    blind = {name: values for name, values in noisy.items() if not name.startswith(("logp_c", "logp_p"))}
+    _write(folder, 2, **blind)
+    rows = [{"step": 1, "mismatch/k3": 0.1}, {"step": 2}, {"step": 3, "mismatch/k3": 0.1}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = _section(folder)
+    assert section["note"].startswith("From the trajectory files of steps 1, 3:")
+    chart = _charts(section)["Change of probability"]
+    # Half of the tokens move by 0.25 e^0.3 (1.1 - 1) = 0.0337; the quartile is among them.
+    assert chart["now"] == "75th percentile 0.034"
+    assert "50.0% of the tokens did not move" in chart["what"]
+
+
+def test_noise_that_moves_nothing_is_said(folder: Path) -> None:
+    columns = _plain()
+    _write(folder, 1, **columns, logp_perturbed=columns["logp_current"])
+    section = _section(folder)
+    assert "Change of probability" not in _charts(section)
+    assert section["absent"][0] == (
+        "change of probability (at step 1 no token's probability changed: no noise arrived)"
+    )
+
+
+def test_an_objective_over_proximal_says_why_nothing_is_clipped(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=1, every=9, objective="dapo", keys=["step"])
+    _write(folder, 1, **_plain())
+    assert _section(folder)["absent"][-1] == (
+        "clipped tokens by position (dapo clips π/π_old, which is 1 at the first look at a batch, so no token is "
+        "clipped there)"
+    )
+
+
+def _prefixed() -> dict[str, Any]:
+    # Version 4 begins with the token 1 (or 2), version 6 goes on with 3; one response has no prefix.
+    return _plain(
+        response_ids=[[1, 3]] * 12 + [[2, 3]] * 6 + [[5, 5]] * 2,
+        policy_version=[[4, 6]] * 18 + [[6, 6]] * 2,
+        entropy=[[0.5, 2.0]] * 20,
+    )
+
+
+def test_tokens_at_truncation_points_with_their_texts(folder: Path) -> None:
+    _write(folder, 1, **_prefixed())
+    _write(folder, 2, **_prefixed())
+    _, tokenizer = laboratory.build(0)
+    tokenizer.save_pretrained(folder / "model")
+    cuts = _section(folder)["cuts"]
+    assert cuts == {
+        "count": "36",
+        "reason": "",
+        "before": [
+            {"id": 1, "text": "1", "count": "24", "share": "66.7%", "entropy": "0.5"},
+            {"id": 2, "text": "2", "count": "12", "share": "33.3%", "entropy": "0.5"},
+        ],
+        "after": [{"id": 3, "text": "3", "count": "36", "share": "100.0%", "entropy": "2"}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "holds no model/tokenizer.json"), ("{}", "model/tokenizer.json cannot be read")]
+)
+def test_without_a_tokenizer_ids_are_shown_and_the_reason(folder: Path, content: str | None, words: str) -> None:
+    _write(folder, 1, **_prefixed())
+    if content is not None:
+        (folder / "model").mkdir()
+        (folder / "model" / "tokenizer.json").write_text(content)
+    cuts = _section(folder)["cuts"]
+    assert words in cuts["reason"]
+    assert [row["text"] for row in cuts["before"]] == ["", ""]
+    page = write_report(folder).read_text()
+    assert f"Only ids are shown: {cuts['reason'].removeprefix('only ids are shown: ')}." in page

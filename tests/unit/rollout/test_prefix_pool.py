@@ -1,0 +1,201 @@
+"""The pool of historical prefixes, on the untrained laboratory model and its own engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trimtab import tasks
+from trimtab.config import PrefixConfig
+from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.errors import TrimtabError
+from trimtab.models import laboratory
+from trimtab.rollout.prefix_pool import PrefixPool
+from trimtab.seeds import derive
+from trimtab.types import Completion, Prompt, Sampling
+
+SAMPLING = Sampling(max_tokens=12, stop=(".",))
+
+
+def make(samples: int = 4, sampling: Sampling = SAMPLING, **config: Any) -> PrefixPool:
+    model, tokenizer = laboratory.build(0)
+    engine = EmbeddedEngine(model, tokenizer, torch.float32)
+    return PrefixPool(PrefixConfig(**config), engine, sampling, samples, seed=7)
+
+
+def ask(count: int) -> list[Prompt]:
+    task, (_, tokenizer) = tasks.build("sort"), laboratory.build(0)
+    return [tasks.encode(task, task.train[i], tokenizer) for i in range(count)]
+
+
+def lengths(prefixes: list[list[Completion]]) -> list[list[int]]:
+    return [[len(prefix.response_ids) for prefix in group] for group in prefixes]
+
+
+def test_a_cycle_is_one_refill_and_then_its_batches() -> None:
+    pool, asked = make(refresh=3, ratio=0.3), ask(4)
+    assert (pool.batches, pool.due) == (2, True)
+    pool.observe([10, 11, 12])
+    pool.refill(asked)
+    assert not pool.due
+    first, prefixes = pool.take(2)
+    assert first == asked[:2]
+    assert all(k == 3 or k < 3 for group in lengths(prefixes) for k in group)
+    assert not pool.due
+    second, _ = pool.take(2)
+    assert second == asked[2:]
+    assert pool.due
+    with pytest.raises(ValueError, match="0 are waiting"):
+        pool.take(1)
+
+
+def test_prefixes_are_the_historical_policys_own_tokens_and_hold_no_stop() -> None:
+    """No more than the budget is sampled, and a continuation under unchanged weights is what would have been."""
+    pool, asked = make(samples=8, refresh=2, ratio=0.5), ask(6)
+    pool.observe([12, 12])
+    before = pool.engine.decoded
+    pool.refill(asked)
+    assert pool.engine.decoded - before <= 6 * 8 * 5  # the budget is 6: five tokens are fed, the sixth only drawn
+    _, prefixes = pool.take(6)
+    stop = laboratory.ALPHABET.index(laboratory.END)
+    cut_at_stop = [k for group in lengths(prefixes) for k in group if k < 6]
+    assert cut_at_stop
+    assert max(k for group in lengths(prefixes) for k in group) == 6
+    assert not any(stop in prefix.response_ids for group in prefixes for prefix in group)
+    pool.engine.generate(asked, 8, SAMPLING, seed=1, prefixes=prefixes)  # refused if one were complete
+
+
+def test_the_budget_follows_the_responses_of_the_last_cycle() -> None:
+    pool, asked = make(refresh=2, ratio=0.5), ask(2)
+    for seen, budget in (([4, 5], 2), ([12, 9, 11], 5), ([1, 2], 0)):
+        pool.observe(seen)
+        pool.refill(asked)
+        _, prefixes = pool.take(2)
+        assert max(max(group) for group in lengths(prefixes)) == budget
+    with pytest.raises(ValueError, match="no response was observed"):
+        pool.refill(asked)
+
+
+def test_draws_differ_from_cycle_to_cycle_and_repeat_with_the_seed() -> None:
+    def cycles() -> list[list[list[list[int]]]]:
+        pool, found = make(refresh=2, ratio=0.5), []
+        for _ in range(2):
+            pool.observe([12])
+            pool.refill(ask(3))
+            found.append([[p.response_ids.tolist() for p in group] for group in pool.take(3)[1]])
+        return found
+
+    first, second = cycles()
+    assert first != second
+    assert [first, second] == cycles()
+
+
+def test_shared_prefixes_are_drawn_once_and_given_to_neighbors() -> None:
+    alone, shared = make(samples=4, refresh=2, ratio=0.5), make(samples=4, refresh=2, ratio=0.5, share=2)
+    for pool in (alone, shared):
+        pool.observe([12])
+        pool.refill(ask(3))
+    assert shared.engine.decoded < 0.6 * alone.engine.decoded
+    _, prefixes = shared.take(3)
+    for group in prefixes:
+        assert group[0] is group[1]
+        assert group[2] is group[3]
+        assert group[0] is not group[2]
+
+
+@pytest.mark.parametrize("samples", [4, 9])
+def test_a_share_that_does_not_divide_is_named(samples: int) -> None:
+    with pytest.raises(TrimtabError, match=f"share = 6 does not divide {samples}"):
+        make(samples=samples, share=6)
+
+
+def test_whole_responses_are_cut_by_their_own_length() -> None:
+    pool, asked = make(samples=8, refresh=2, ratio=0.5, whole=True), ask(6)
+    pool.refill(asked)  # needs no mean
+    whole = pool.engine.generate(asked, 8, SAMPLING, seed=_seed_of_cycle(0))
+    _, prefixes = pool.take(6)
+    assert lengths(prefixes) == [[len(c.response_ids) // 2 for c in group] for group in whole]
+    assert len({k for group in lengths(prefixes) for k in group}) > 2
+    for group, wholes in zip(prefixes, whole, strict=True):
+        for prefix, completion in zip(group, wholes, strict=True):
+            k = len(prefix.response_ids)
+            assert np.array_equal(prefix.response_ids, completion.response_ids[:k])
+            assert np.array_equal(prefix.logp_behavior, completion.logp_behavior[:k])
+
+
+def _seed_of_cycle(cycle: int) -> int:
+    return derive(7, "prefix", cycle)
+
+
+def test_entropy_cuts_where_the_policy_was_least_certain() -> None:
+    pool, asked = make(samples=8, refresh=2, rule="entropy", top=1), ask(6)
+    pool.refill(asked)
+    whole = pool.engine.generate(asked, 8, SAMPLING, seed=_seed_of_cycle(0))
+    _, prefixes = pool.take(6)
+    assert lengths(prefixes) == [[int(np.argmax(c.entropy)) for c in group] for group in whole]
+
+
+def test_what_is_never_used_costs_nothing() -> None:
+    for config in ({"refresh": 1, "ratio": 0.5}, {"refresh": 8, "ratio": 0.0}):
+        pool = make(**config)
+        pool.observe([12])
+        pool.refill(ask(2 * pool.batches))
+        assert pool.due
+        assert (pool.engine.decoded, pool.engine.prefilled) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "seen"),
+    [(SAMPLING, 12), (replace(SAMPLING, top_k=5), 12), (SAMPLING, 1)],
+    ids=["full", "top-k", "zero"],
+)
+def test_a_restored_pool_goes_on_as_the_saved_one(sampling: Sampling, seen: int) -> None:
+    pool, asked = make(sampling=sampling, refresh=4, ratio=0.5, share=2), ask(6)
+    pool.observe([seen])
+    pool.refill(asked)
+    pool.take(2)
+    pool.observe([9, 10])
+    data, meta = pool.to_bytes(), pool.meta()
+    assert meta["waiting"] == 4
+    other = make(sampling=sampling, refresh=4, ratio=0.5, share=2)
+    other.restore(data, meta, asked[2:])
+    assert other.meta() == meta
+    for mine, theirs in zip(pool.take(4), other.take(4), strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            if isinstance(a, Prompt):
+                assert a is b  # the stream's own prompt, with all that its problem carries
+                continue
+            for x, y in zip(a, b, strict=True):
+                assert np.array_equal(x.response_ids, y.response_ids)
+                assert np.array_equal(x.logp_behavior, y.logp_behavior)
+                assert np.array_equal(x.policy_version, y.policy_version)
+                assert np.array_equal(x.entropy, y.entropy)
+                assert (x.kept is None) == (y.kept is None)
+                assert all(np.array_equal(i, j) for i, j in zip(x.kept or (), y.kept or (), strict=True))
+    for either in (pool, other):
+        either.refill(asked)
+    a, b = pool.take(6)[1], other.take(6)[1]
+    assert [[p.response_ids.tolist() for p in group] for group in a] == [
+        [p.response_ids.tolist() for p in group] for group in b
+    ]
+
+
+def test_an_empty_pool_survives_a_checkpoint() -> None:
+    pool, other = make(refresh=2), make(refresh=2)
+    pool.observe([5])
+    other.restore(pool.to_bytes(), pool.meta(), [])
+    assert other.due
+    assert other.meta() == pool.meta()
+
+
+def test_prefixes_of_another_task_are_refused() -> None:
+    pool, asked = make(refresh=2, ratio=0.5), ask(4)
+    pool.observe([12])
+    pool.refill(asked)
+    for wrong in ([*asked[1:], asked[0]], asked[:3]):
+        with pytest.raises(TrimtabError, match="the task does not ask now"):
+            make(refresh=2).restore(pool.to_bytes(), pool.meta(), wrong)

@@ -1,0 +1,148 @@
+"""How long prompts are and may be, on texts whose tokens are counted by hand: one character is one token."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from trimtab.config import load_config
+from trimtab.errors import TrimtabError
+from trimtab.models.laboratory import build
+from trimtab.rollout.collector import PromptStream
+from trimtab.rollout.prompt_lengths import LOOKS, Survey, prompt_room
+from trimtab.tasks.task import BuiltTask
+from trimtab.tasks.templates import Plain
+from trimtab.training.held_out import HeldOut
+from trimtab.types import Problem, Sampling
+
+_, TOKENIZER = build(0)
+
+
+def task(*lengths: int) -> BuiltTask:
+    problems = [Problem(f"p{index}", "1" * length, "1.") for index, length in enumerate(lengths)]
+    return BuiltTask("file", problems, problems, Plain(), (), (".",), 4)
+
+
+def stream(*lengths: int, longest: int | None = None, seed: int = 0) -> PromptStream:
+    return PromptStream(task(*lengths), TOKENIZER, seed, longest=longest)
+
+
+@pytest.mark.parametrize(
+    ("given", "contexts", "expected"),
+    [
+        (None, (64, None), 54),
+        (None, (64, 32), 22),
+        (None, (None, None), None),
+        (20, (64, None), 54),
+        (54, (64, None), 54),
+        (100, (None,), None),
+    ],
+)
+def test_the_room_of_a_prompt_is_what_the_context_leaves(
+    given: int | None, contexts: tuple[int | None, ...], expected: int | None
+) -> None:
+    config = load_config({"sampling": {} if given is None else {"max_prompt_tokens": given}})
+    assert prompt_room(config, Sampling(max_tokens=10), contexts) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "most", "named"),
+    [(55, 10, "max_prompt_tokens = 55 and max_tokens = 10 .* 64 tokens"), (None, 64, "max_tokens = 64 leaves no room")],
+)
+def test_what_no_context_can_hold_is_refused(given: int | None, most: int, named: str) -> None:
+    config = load_config({"sampling": {} if given is None else {"max_prompt_tokens": given}})
+    with pytest.raises(TrimtabError, match=named):
+        prompt_room(config, Sampling(max_tokens=most), (64,))
+
+
+def test_a_survey_says_how_long_prompts_are_and_how_many_are_left_out() -> None:
+    survey = Survey.of(stream(*range(1, 21), longest=18))
+    assert survey.lines() == [
+        "prompts    1 to 20 tokens, median 11, 95 % up to 20 (all 20 problems)",
+        "2 of them are longer than 18 tokens (sampling.max_prompt_tokens) and are never asked; others take their place "
+        "(prompt/dropped)",
+    ]
+    assert survey.metrics() == {
+        "prompt/min": 1,
+        "prompt/median": 11,
+        "prompt/q95": 20,
+        "prompt/max": 20,
+        "prompt/too_long": 0.1,
+    }
+    assert Survey.of(stream(7, 7)).lines() == ["prompts    7 tokens (all 2 problems)"]
+
+
+def test_of_many_problems_a_sample_is_looked_at() -> None:
+    survey = Survey.of(stream(*[3] * (LOOKS + 1)))
+    assert len(survey.lengths) == LOOKS
+    assert survey.lines() == ["prompts    3 tokens (2,000 of 2,001 problems)"]
+
+
+def test_a_task_of_long_prompts_only_is_refused() -> None:
+    with pytest.raises(TrimtabError, match="longer than the 4 tokens it may have, the shortest has 5"):
+        Survey.of(stream(5, 6, longest=4))
+
+
+def test_others_take_the_place_of_prompts_that_are_too_long() -> None:
+    lengths = [3, 30, 4, 5, 31, 6]
+    plain, limited = stream(*lengths).take(60), stream(*lengths, longest=6)
+    drawn = limited.take(60)
+    assert limited.newly_replaced() == 20, "two of six problems, in each of ten epochs"
+    assert max(len(prompt.ids) for prompt in drawn) == 6
+    kept = [a.problem.id == b.problem.id for a, b in zip(plain, drawn, strict=True) if len(a.ids) <= 6]
+    assert kept == [True] * 40, "the order of all others is as it was"
+    # A resumed run asks from the middle on.
+    again = stream(*lengths, longest=6).at(17, 20)
+    assert [prompt.problem.id for prompt in again] == [prompt.problem.id for prompt in drawn[17:37]]
+
+
+def test_a_search_that_finds_nothing_short_ends() -> None:
+    with pytest.raises(TrimtabError, match="no training problem has a prompt of at most 2 tokens"):
+        stream(3, 3, longest=2).take(1)
+
+
+def test_the_only_short_prompt_of_many_is_found() -> None:
+    """1,000 draws with replacement missed one of 2,000 in 6 of 10 positions."""
+    drawn = stream(*[9] * 1999, 3, longest=4).take(20)
+    assert {prompt.problem.id for prompt in drawn} == {"p1999"}
+
+
+def test_a_prompt_asked_again_after_a_resume_is_counted_once() -> None:
+    """A checkpoint is written while three of the drawn prompts are not yet in the metrics."""
+    whole = stream(3, 30, 4, 31, 5, longest=6)
+    whole.at(0, 20)
+    assert whole.newly_replaced() == 8, "two of five problems, in each of four epochs"
+    whole.at(15, 10)
+    resumed = stream(3, 30, 4, 31, 5, longest=6)
+    resumed.restore(json.loads(json.dumps(whole.state())))
+    resumed.at(15, 10)
+    assert (resumed.newly_replaced(), resumed.newly_replaced()) == (2, 0)
+
+
+def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> None:
+    """Two of five do not fit; the engine answers the others, one of them right.
+
+    What training may ask (`longest`) does not matter: `trimtab eval` must give the same number.
+    """
+    from trimtab import rewards
+    from trimtab.engines.fake import FakeEngine
+    from trimtab.types import RewardSpec
+
+    source = stream(3, 30, 4, 31, 5, longest=3)
+    engine = FakeEngine({"p0": ["1."], "p2": ["2."], "p4": ["2."]}, tokenizer=TOKENIZER)
+    config = load_config({"eval": {"problems": 5}})
+    with rewards.build([RewardSpec("exact")], source.task) as scorer:
+        sampling = Sampling(max_tokens=4, stop=(".",))
+        collector = SimpleNamespace(config=config, stream=source, scorer=scorer, sampling=sampling, room=6)
+        held_out = HeldOut.of(collector)  # pyright: ignore[reportArgumentType]
+        assert held_out.measure(engine, collector) == (pytest.approx(1 / 5), 5)  # pyright: ignore[reportArgumentType]
+    assert [problem.id for problem in held_out.asked] == ["p0", "p2", "p4"]
+    assert held_out.lines() == ["2 of 5 held-out problems do not fit the context: they count as not solved"]
+
+
+def test_held_out_problems_that_are_all_too_long_are_not_solved() -> None:
+    collector = SimpleNamespace(config=load_config({}), stream=stream(9), room=6)
+    held_out = HeldOut.of(collector)  # pyright: ignore[reportArgumentType]
+    assert held_out.measure(None, collector)[0] == 0.0  # pyright: ignore[reportArgumentType]

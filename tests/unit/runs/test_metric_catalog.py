@@ -1,0 +1,91 @@
+"""The table of metrics: complete against what the code logs, equal to docs/metrics.md, and usable by charts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trimtab.objectives import PolicyLogps, mismatch, objective, objectives
+from trimtab.report.chart_layout import LAYOUT, METHODS
+from trimtab.runs.metric_catalog import metric, sections, undocumented
+from trimtab.runs.reader import read_run
+
+DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
+
+
+def test_docs_are_generated_from_the_table() -> None:
+    script = [sys.executable, str(DOCS.with_suffix(".py"))]
+    page = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    assert DOCS.read_text(encoding="utf-8") == page, "run: python docs/metrics.py > docs/metrics.md"
+
+
+@pytest.mark.parametrize(
+    ("key", "row"),
+    [
+        ("reward/mean", "reward/mean"),
+        ("reward/my_module:score", "reward/<name>"),
+        ("eval/gsm8k.main/greedy", "eval/<task>/greedy"),
+        ("mismatch/ratio_q05", "mismatch/ratio_<quantile>"),
+        ("mismatch/ratio_mean", "mismatch/ratio_mean"),
+        ("reject/veto", "reject/<rule>"),
+        ("time/collect", "time/<phase>"),
+    ],
+)
+def test_a_key_finds_its_row(key: str, row: str) -> None:
+    found = metric(key)
+    assert found is not None
+    assert found.key == row
+
+
+@pytest.mark.parametrize(
+    "key", ["reward/a/b", "eval/x/sampled", "mismatch/ratio_q5", "ratio/typo", "weight/qq50", "new", "xstep", "reward/"]
+)
+def test_a_key_nobody_documented_is_found_out(key: str) -> None:
+    assert undocumented(["step", key, "reward/mean"]) == [key]
+
+
+@pytest.mark.parametrize("name", objectives())
+def test_every_key_of_every_preset_is_documented(name: str) -> None:
+    torch.manual_seed(0)
+    behavior = -torch.rand(4, 5)
+    proximal = behavior + 0.1 * torch.randn(4, 5)
+    logps = PolicyLogps(
+        current=(proximal + 0.1 * torch.randn(4, 5)).requires_grad_(),
+        behavior=behavior,
+        mask=torch.ones(4, 5, dtype=torch.bool),
+        proximal=proximal,
+        reference=proximal.clone(),
+        entropy=torch.rand(4, 5),
+        off_policy=torch.zeros(4, 5, dtype=torch.bool),
+    )
+    out = objective(name, kl_coef=0.1, entropy_coef=0.01)(logps, torch.randn(4, 1))
+    measured = mismatch(proximal, behavior, logps.mask).finalize()
+    keys = [*out.metrics.finalize(), *(f"mismatch/{key}" for key in measured)]
+    assert len(keys) > 20
+    assert undocumented(keys) == []
+
+
+def test_every_key_of_a_run_is_documented(finished_run: Path) -> None:
+    assert undocumented(read_run(finished_run).keys) == []
+
+
+def test_rows_are_unique_and_their_bands_are_not_upside_down() -> None:
+    rows = [row for part in sections() for row in part.metrics]
+    assert len({row.key for row in rows}) == len(rows)
+    for row in rows:
+        assert row.what.endswith("."), row.key
+        assert not row.healthy.endswith("."), row.key
+        if row.low is not None and row.high is not None:
+            assert row.low <= row.high, row.key
+
+
+def test_every_chart_is_explained_by_the_table() -> None:
+    for _, charts in LAYOUT + METHODS:
+        for chart in charts:
+            assert chart.caption.what
+            for _, key in chart.lines:
+                assert metric(key.replace("<name>", "x").replace("<rule>", "x")) is not None, key

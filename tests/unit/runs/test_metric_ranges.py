@@ -1,0 +1,73 @@
+"""One table of ranges: report.html and `diagnose` judge the same figure of the same run alike."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from tests.support.fake_run import fake_run
+
+import trimtab
+from trimtab.diagnosis.output.html_page import page
+from trimtab.diagnosis.output.terminal import verdict
+from trimtab.diagnosis.output.words import outside
+from trimtab.report.run_report import write_report
+from trimtab.runs.metric_catalog import metric
+from trimtab.runs.metric_ranges import band_text, judge, k3_range, k3_ranges
+
+
+def test_a_value_is_judged_by_the_band_of_its_row() -> None:
+    assert [judge("mismatch/k3", value) for value in (0.0, 0.01, 0.0101, math.inf)] == [
+        *["healthy"] * 2,
+        *["outside"] * 2,
+    ]
+    assert [judge("mismatch/pearson", value) for value in (0.98, 0.995)] == ["outside", "healthy"]
+    assert judge("mismatch/ratio_q01", 0.7) == "outside"
+    # Nothing to judge: no number, no band, no row.
+    assert [judge("mismatch/k3", value) for value in (None, "proximal", math.nan, True)] == [""] * 4
+    assert judge("reward/mean", 0.5) == judge("nobody/knows", 0.5) == ""
+    assert band_text("mismatch/pearson") == "0.99 to 1"
+    assert band_text("mismatch/k3") == "at most 0.01"
+    assert band_text("reward/std") == "at least 1e-06"
+
+
+def test_the_ranges_of_k3_cover_the_scale_and_end_where_it_stops_being_healthy() -> None:
+    ranges = list(k3_ranges().values())
+    ends = [part.high for part in ranges]
+    assert ends == sorted(ends)
+    assert ends[-1] == math.inf
+    row = metric("mismatch/k3")
+    assert row is not None
+    # No range is half healthy: the words of each say one thing.
+    assert row.high in ends
+    names = {1e-11: "exact", 1e-8: "exact", 2e-4: "dense", 1.5e-3: "small-dense", 1e-2: "small-dense", 0.02: "moe"}
+    assert {k3: k3_range(k3).name for k3 in names} == names
+    assert k3_range(0.2).name == k3_range(math.nan).name == "beyond"
+
+
+# k3 is about noise² / 2: 5e-5, 1.3e-3, 7e-3, .03 and .2.
+@pytest.mark.parametrize(("noise", "healthy"), [(0.01, True), (0.05, True), (0.12, True), (0.25, False), (0.6, False)])
+def test_report_and_diagnose_agree_on_one_run(tmp_path: Path, noise: float, healthy: bool) -> None:
+    run = fake_run(tmp_path / "run", steps=10, noise=noise)
+    found = trimtab.diagnose(run)
+    figures = found.measured.size.mismatch
+    # Every step logs exactly what the files say, so that both judge the same numbers.
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    logged = [row | {f"mismatch/{key}": value for key, value in figures.items()} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
+    marks = _marks(write_report(run))
+    assert marks["k3"] == ("healthy" if healthy else "outside")
+    assert {key for key, mark in marks.items() if mark == "outside"} == set(outside(found.measured.size))
+    words = verdict(found)
+    size = next(line for line in words.splitlines() if line.startswith("size"))
+    assert ("too much" in size or "beyond" in size) != healthy
+    assert ('class="card verdict good"' in page(found)) <= healthy
+
+
+def _marks(report: Path) -> dict[str, str]:
+    """What the table of metrics of report.html says of each figure of the mismatch."""
+    rows = re.findall(r'<td class="mono">mismatch/(\w+)</td>(.*?)</tr>', report.read_text(), re.DOTALL)
+    return {key: next(iter(re.findall(r">(healthy|outside)<", rest)), "") for key, rest in rows}

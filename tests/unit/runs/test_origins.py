@@ -1,0 +1,95 @@
+"""Where a run comes from, as its page says it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimtab.errors import TrimtabError
+from trimtab.report.cautions import cautions
+from trimtab.report.groups import group_runs
+from trimtab.report.run_report import write_report
+from trimtab.runs.origins import duration, read_origins, said
+
+START: dict[str, Any] = {
+    "command": "trimtab train quickstart --out 'runs/<b>'",
+    "started": "2026-11-22T12:00:00+00:00",
+    "ended": "2026-11-22T14:05:00+00:00",
+    "seconds": 7500.0,
+    "first_step": 1,
+    "last_step": 80,
+    "ranks": 1,
+    "versions": {"python": "3.11.2", "trimtab": "0.1.0", "torch": "2.13.0"},
+    "commit": {"id": "0123abc", "modified": True},
+    "hardware": {"cpu": "AMD EPYC", "cores": 2, "threads": 1, "memory": 16 * 1024**3, "gpus": ["H200", "H200"]},
+}
+
+
+def test_a_start_in_words() -> None:
+    assert dict(said(START)) == {
+        "command": "trimtab train quickstart --out 'runs/<b>'",
+        "started": "2026-11-22 12:00:00 UTC",
+        "duration": "2 h 05 min",
+        "steps": "1 to 80",
+        "versions": "python 3.11.2, trimtab 0.1.0, torch 2.13.0",
+        "commit": "0123abc, with changes that are not committed",
+        "hardware": "AMD EPYC, 2 cores, 1 thread, 16.0 GiB of memory, 2 x H200",
+    }
+
+
+def test_what_is_not_known_is_said() -> None:
+    killed = dict(said(START | {"ended": None, "seconds": None, "last_step": None, "commit": None, "ranks": 4}))
+    assert killed["duration"] == "not known: the run goes on, or was killed"
+    assert killed["steps"] == "from 1"
+    assert killed["commit"].startswith("not known")
+    assert killed["ranks"] == "4"
+    assert dict(said(START | {"last_step": None}))["steps"] == "none was finished"
+    assert dict(said(START | {"outcome": "failed", "error": "disk full"}))["outcome"] == "failed: disk full"
+    assert dict(said(START | {"outcome": "finished"}))["outcome"] == "all steps done"
+    assert "no GPU" in dict(said(START | {"hardware": {}}))["hardware"]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(41.7, "42 s"), (187, "3 min 07 s"), (7500, "2 h 05 min")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_page_shows_every_start_and_escapes_it(small_run: Path) -> None:
+    (small_run / "provenance.json").write_text(json.dumps([START | {"last_step": 40}, START | {"first_step": 41}]))
+    page = write_report(small_run).read_text()
+    assert "runs/&lt;b&gt;" in page
+    for words in ("First start", "Resumed", "1 to 40", "41 to 80", "2 x H200", "0123abc"):
+        assert words in page
+
+
+def test_a_run_without_provenance_says_so_and_a_damaged_one_is_one_line(small_run: Path) -> None:
+    assert "holds no <code>provenance.json</code>" in write_report(small_run).read_text()
+    for text in ("[{", "{}", "[1]"):
+        (small_run / "provenance.json").write_text(text)
+        with pytest.raises(TrimtabError, match="delete it") as error:
+            read_origins(small_run)
+        assert "\n" not in str(error.value)
+
+
+def test_a_comparison_warns_of_different_machines(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    keys = ("step", "reward/mean", "eval/arithmetic/greedy", "eval/arithmetic/before")
+    runs = [make_run(tmp_path / f"seed{seed}", steps=2, seed=seed, every=9, keys=keys) for seed in (0, 1)]
+    other = START | {"hardware": START["hardware"] | {"gpus": []}}
+    for starts, warned in (((START, START), False), ((START, other), True)):
+        for run, start in zip(runs, starts, strict=True):
+            (run / "provenance.json").write_text(json.dumps([start]))
+        found = cautions(group_runs(runs).groups)
+        assert any("different versions, commits or hardware" in line for line in found) == warned
+
+
+@pytest.mark.parametrize(
+    "part", ['{"seconds": "3"}', '{"versions": []}', '{"hardware": {"memory": "much"}}', '{"commit": 1}']
+)
+def test_values_of_unknown_types_are_one_clear_line(part: str, tmp_path: Path) -> None:
+    (tmp_path / "provenance.json").write_text(f"[{part}]")
+    with pytest.raises(TrimtabError, match="unknown types: delete it"):
+        read_origins(tmp_path)

@@ -1,0 +1,162 @@
+"""Reading run files: what is there is read exactly, what is broken is named in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trimtab.errors import TrimtabError
+from trimtab.runs.reader import read_run, read_samples, sample_steps
+
+
+def _metrics(run: Path, *rows: dict[str, object]) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_series_skips_steps_that_did_not_log_a_number(run: Path) -> None:
+    _metrics(
+        run, {"step": 1, "a": 0.5}, {"step": 2, "a": None}, {"step": 3}, {"step": 4, "a": "word"}, {"step": 5, "a": 2}
+    )
+    steps, values = read_run(run).series("a")
+    assert steps.tolist() == [1, 5]
+    assert values.tolist() == [0.5, 2.0]
+
+
+def test_accuracy_starts_at_step_zero_with_the_value_before_training(run: Path) -> None:
+    _metrics(
+        run,
+        {"step": 1, "eval/sort/greedy": 0.25, "eval/sort/before": 0.25},
+        {"step": 2},
+        {"step": 3, "eval/sort/greedy": 0.75},
+    )
+    found = read_run(run).accuracy()["sort"]
+    assert found.steps.tolist() == [0, 3]
+    assert found.values.tolist() == [0.25, 0.75]
+    assert (found.before, found.after) == (0.25, 0.75)
+
+
+def test_accuracy_of_a_run_of_one_step_keeps_before_and_after_apart(run: Path) -> None:
+    _metrics(run, {"step": 1, "eval/sort/greedy": 0.5, "eval/sort/before": 0.25})
+    found = read_run(run).accuracy()["sort"]
+    assert (found.before, found.after) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize(("every", "steps", "after"), [(0, 1, 0.25), (1, 9, 0.25), (2, 9, None), (0, 9, None)])
+def test_an_accuracy_that_did_not_change_in_the_first_step(
+    run: Path, every: int, steps: int, after: float | None
+) -> None:
+    (run / "config.toml").write_text(f"[eval]\nevery = {every}\n[trainer]\nsteps = {steps}\n")
+    _metrics(run, {"step": 1, "eval/sort/greedy": 0.25, "eval/sort/before": 0.25})
+    found = read_run(run).accuracy()["sort"]
+    assert (found.before, found.after) == (0.25, after)
+
+
+def test_accuracy_without_a_measurement_before_claims_none(run: Path) -> None:
+    _metrics(run, {"step": 7, "eval/sort/greedy": 0.5})
+    found = read_run(run).accuracy()["sort"]
+    assert found.before is None
+    assert found.after == 0.5
+
+
+def test_an_unfinished_last_line_is_not_there_yet(run: Path) -> None:
+    whole = read_run(run)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "reward/me')
+    assert read_run(run).rows == whole.rows
+
+
+def test_samples_come_back_as_written(run: Path) -> None:
+    steps = sample_steps(run)
+    assert list(steps) == [4, 8, 12]
+    samples = read_samples(steps[8])
+    assert len(samples) == 48
+    assert {sample.group for sample in samples} == set(range(800, 806))
+    right = [sample for sample in samples if sample.reward == 1.0]
+    assert right
+    assert all(sample.text.strip() == sample.answer for sample in right)
+    assert np.isclose(samples[0].advantage or 0.0, samples[0].reward - read_run(run).rows[7]["reward/mean"])
+
+
+def test_a_trajectory_file_of_another_writer_needs_no_texts(tmp_path: Path) -> None:
+    path = tmp_path / "other.parquet"
+    pq.write_table(pa.table({"group": [3], "reward": [0.5], "prompt_id": ["p1"]}), path)
+    assert read_samples(path)[0].prompt == "p1"
+
+
+def _no_config(run: Path) -> None:
+    (run / "config.toml").unlink()
+
+
+def _no_metrics(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+
+
+def _empty_metrics(run: Path) -> None:
+    (run / "metrics.jsonl").write_text("")
+
+
+def _only_torn(run: Path) -> None:
+    (run / "metrics.jsonl").write_text('{"step": 1')
+
+
+def _broken_line(run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[2] = lines[2][: len(lines[2]) // 2]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def _no_step(run: Path) -> None:
+    (run / "metrics.jsonl").write_text('{"reward/mean": 1}\n')
+
+
+def _broken_config(run: Path) -> None:
+    (run / "config.toml").write_text("seed = \n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_no_config, ["config.toml is missing"]),
+        (_no_metrics, ["metrics.jsonl is missing"]),
+        (_empty_metrics, ["metrics.jsonl is empty"]),
+        (_only_torn, ["metrics.jsonl", "no finished step"]),
+        (_broken_line, ["metrics.jsonl, line 3"]),
+        (_no_step, ["metrics.jsonl, line 1"]),
+        (_broken_config, ["config.toml is damaged"]),
+    ],
+)
+def test_damage_is_named_in_one_line(run: Path, damage: Callable[[Path], None], words: list[str]) -> None:
+    damage(run)
+    with pytest.raises(TrimtabError) as error:
+        read_run(run)
+    message = str(error.value)
+    assert "\n" not in message
+    assert str(run) in message
+    assert all(word in message for word in words)
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TrimtabError, match=r"no run directory .*absent"):
+        read_run(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a parquet file", None])
+def test_a_damaged_trajectory_file_is_named(run: Path, content: bytes | None) -> None:
+    file = run / "trajectories" / "step-000008.parquet"
+    file.write_bytes(file.read_bytes()[:-40] if content is None else content)
+    with pytest.raises(TrimtabError, match=r"step-000008\.parquet is damaged") as error:
+        read_samples(file)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_without_rewards_is_no_trajectory_file(tmp_path: Path) -> None:
+    path = tmp_path / "other.parquet"
+    pq.write_table(pa.table({"group": [3]}), path)
+    with pytest.raises(TrimtabError, match="no column 'reward'"):
+        read_samples(path)

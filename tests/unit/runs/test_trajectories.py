@@ -1,0 +1,327 @@
+"""Trajectory files: the public columns by name and type, and every bit back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from trimtab.errors import TrimtabError
+from trimtab.runs import trajectories
+from trimtab.runs.trajectories import Row
+from trimtab.types import Completion, Problem, Prompt, Sampling, Trajectory
+
+CONTRACT = {
+    "step": pa.int64(),
+    "prompt_id": pa.string(),
+    "group": pa.int64(),
+    "prompt_ids": pa.list_(pa.int64()),
+    "response_ids": pa.list_(pa.int64()),
+    "loss_mask": pa.list_(pa.bool_()),
+    "logp_behavior": pa.list_(pa.float32()),
+    "logp_proximal": pa.list_(pa.float32()),
+    "logp_current": pa.list_(pa.float32()),
+    "entropy": pa.list_(pa.float32()),
+    "policy_version": pa.list_(pa.int64()),
+    "proximal_version": pa.int64(),
+    "reward": pa.float64(),
+    "advantage": pa.float64(),
+    "sampling": pa.struct(
+        [("temperature", pa.float64()), ("top_p", pa.float64()), ("top_k", pa.int64()), ("logprobs", pa.string())]
+    ),
+}
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def row(**changes: Any) -> Row:
+    completion = Completion(
+        response_ids=ints(7, 8, 2),
+        logp_behavior=floats(-0.1, -1e-30, -12.345678),
+        policy_version=ints(4, 4, 5),
+        finish="stop",
+        text="42\n",
+        entropy=floats(0.5, 0.0, 3.25),
+    )
+    trajectory = Trajectory(
+        prompt=Prompt(Problem("add-7", "40+2?", "42", {"source": "made up"}), "Q: 40+2?\nA: ", ints(1, 5)),
+        group=3,
+        completion=completion,
+        sampling=Sampling(temperature=0.7, top_p=0.9, top_k=20, max_tokens=16, stop=("\n", "Q:"), stop_ids=(2,)),
+        loss_mask=np.array([True, False, True]),
+        reward=1.25,
+        rewards={"zz/exact": 1.0, "format": 0.25},
+    )
+    whole = Row(trajectory, floats(-0.2, -0.3, -12.0), floats(-0.25, -0.35, -12.5), -0.5, 5)
+    return dataclasses.replace(whole, **changes)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal bit for bit and type for type; `Problem.extra` is not stored, so it is not compared."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, float):
+        return a == b or (a != a and b != b)
+    if dataclasses.is_dataclass(a):
+        names = [field.name for field in dataclasses.fields(a) if field.name != "extra"]
+        return all(same(getattr(a, name), getattr(b, name)) for name in names)
+    return a == b
+
+
+def test_the_public_columns_come_first_with_their_types(tmp_path: Path) -> None:
+    path = tmp_path / "trajectories" / "step-000010.parquet"
+    trajectories.write(path, [row(), row()], 10)
+    schema = pq.read_schema(path)
+    assert schema.names[: len(CONTRACT)] == list(CONTRACT)
+    for name, kind in CONTRACT.items():
+        assert schema.field(name).type.equals(kind), name
+    assert [item.name for item in path.parent.iterdir()] == ["step-000010.parquet"]
+
+
+def test_other_tools_read_the_values(tmp_path: Path) -> None:
+    path = tmp_path / "step-000010.parquet"
+    trajectories.write(path, [row()], 10)
+    found = pq.read_table(path).to_pylist()[0]
+    assert found["step"] == 10
+    assert found["prompt_id"] == "add-7"
+    assert found["group"] == 3
+    assert found["prompt_ids"] == [1, 5]
+    assert found["response_ids"] == [7, 8, 2]
+    assert found["loss_mask"] == [True, False, True]
+    assert found["logp_behavior"] == [float(np.float32(x)) for x in (-0.1, -1e-30, -12.345678)]
+    assert found["logp_proximal"] == [float(np.float32(x)) for x in (-0.2, -0.3, -12.0)]
+    assert found["logp_current"] == [-0.25, float(np.float32(-0.35)), -12.5]
+    assert found["entropy"] == [0.5, 0.0, 3.25]
+    assert found["policy_version"] == [4, 4, 5]
+    assert found["proximal_version"] == 5
+    assert found["reward"] == 1.25
+    assert found["advantage"] == -0.5
+    assert found["sampling"] == {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "logprobs": "processed"}
+    assert found["text"] == "42\n"
+    assert found["prompt_text"] == "Q: 40+2?\nA: "
+    assert found["finish"] == "stop"
+    assert dict(found["rewards"]) == {"zz/exact": 1.0, "format": 0.25}
+
+
+def test_columns_nobody_has_are_absent(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    bare = row(logp_proximal=None, advantage=None, proximal_version=None)
+    trajectories.write(path, [bare, bare], 1)
+    missing = set(CONTRACT) - set(pq.read_schema(path).names)
+    assert missing == {"logp_proximal", "advantage", "proximal_version"}
+    found = trajectories.read(path)[1]
+    assert (found.logp_proximal, found.advantage, found.proximal_version) == (None, None, None)
+    assert same(found.logp_current, bare.logp_current)
+
+
+def external(**changes: Any) -> Row:
+    """A row whose response no policy of the run wrote."""
+    known = row(**changes)
+    completion = dataclasses.replace(
+        known.trajectory.completion,
+        logp_behavior=floats(float("nan"), float("nan"), float("nan")),
+        policy_version=ints(-1, -1, -1),
+        entropy=None,
+    )
+    return dataclasses.replace(
+        known, trajectory=dataclasses.replace(known.trajectory, completion=completion, off_policy=True)
+    )
+
+
+def test_external_traces_are_marked_where_there_are_any(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    trajectories.write(path, [row(), external()], 1)
+    assert pq.read_schema(path).field("off_policy").type.equals(pa.bool_())
+    found = trajectories.read(path)
+    assert [item.trajectory.off_policy for item in found] == [False, True]
+    assert all(map(same, found, [row(), external()]))
+    # Every list has the length of its response, for readers that lay columns side by side.
+    table = pq.read_table(path).to_pydict()
+    assert [len(entropy) for entropy in table["entropy"]] == [3, 3]
+    assert np.isnan(table["entropy"][1]).all()
+    assert np.isnan(table["logp_behavior"][1]).all()
+    trajectories.write(path, [row()], 1)
+    assert "off_policy" not in pq.read_schema(path).names
+
+
+def test_pending_external_traces_stay_external() -> None:
+    pending = [row().trajectory, external().trajectory]
+    found = trajectories.from_bytes(trajectories.to_bytes(pending))
+    assert [item.off_policy for item in found] == [False, True]
+    assert all(map(same, found, pending))
+
+
+def test_a_sampled_response_without_entropy_is_still_half_a_column() -> None:
+    bare = row().trajectory
+    bare = dataclasses.replace(bare, completion=dataclasses.replace(bare.completion, entropy=None))
+    with pytest.raises(ValueError, match="entropy: 2 of 3 rows have it"):
+        trajectories.to_bytes([row().trajectory, external().trajectory, bare])
+
+
+def test_perturbed_log_probs_come_back_beside_the_clean_ones(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    probed = row(logp_perturbed=floats(-0.3, -0.4, -12.25))
+    trajectories.write(path, [probed], 1)
+    assert pq.read_schema(path).field("logp_perturbed").type.equals(pa.list_(pa.float32()))
+    assert same(trajectories.read(path)[0], probed)
+    trajectories.write(path, [row()], 1)
+    assert "logp_perturbed" not in pq.read_schema(path).names
+
+
+@pytest.mark.parametrize("name", ["logp_proximal", "logp_current", "advantage", "proximal_version"])
+def test_half_a_column_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: 1 of 2 rows have it"):
+        trajectories.write(tmp_path / "a.parquet", [row(), row(**{name: None})], 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_half_a_column_of_perturbed_log_probs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="logp_perturbed: 1 of 2 rows have it"):
+        trajectories.write(tmp_path / "a.parquet", [row(logp_perturbed=floats(0, 0, 0)), row()], 1)
+
+
+@pytest.mark.parametrize("name", ["logp_proximal", "logp_current", "logp_perturbed"])
+def test_every_list_has_the_length_of_the_response(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} of row 1 has 2 entries for 3 response tokens"):
+        trajectories.write(tmp_path / "a.parquet", [row(**{name: floats(0, 0, 0)}), row(**{name: floats(0, 0)})], 1)
+
+
+def test_lengths_inside_the_trajectory_are_checked_too() -> None:
+    trajectory = row().trajectory
+    for short in (
+        dataclasses.replace(trajectory, loss_mask=np.array([True])),
+        dataclasses.replace(trajectory, completion=dataclasses.replace(trajectory.completion, policy_version=ints(1))),
+        dataclasses.replace(trajectory, completion=dataclasses.replace(trajectory.completion, kept=(ints(1),))),
+    ):
+        with pytest.raises(ValueError, match="of row 0 has 1 entries for 3 response tokens"):
+            trajectories.to_bytes([short])
+
+
+def test_no_rows_is_a_file_too(tmp_path: Path) -> None:
+    trajectories.write(tmp_path / "a.parquet", [], 1)
+    assert trajectories.read(tmp_path / "a.parquet") == []
+    assert trajectories.from_bytes(trajectories.to_bytes([])) == []
+
+
+def test_writing_again_replaces(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    trajectories.write(path, [row(), row()], 1)
+    trajectories.write(path, [row(advantage=2.0)], 1)
+    assert [found.advantage for found in trajectories.read(path)] == [2.0]
+
+
+def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
+    with pytest.raises(TrimtabError, match=r"a\.parquet: not a trajectory file written by the trainer"):
+        trajectories.read(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"step": [1]}), tmp_path / "b.parquet")
+    with pytest.raises(TrimtabError, match=r"b\.parquet: .*prompt_id"):
+        trajectories.read(tmp_path / "b.parquet")
+    with pytest.raises(TrimtabError, match=r"cannot read .*c\.parquet: No such file"):
+        trajectories.read(tmp_path / "c.parquet")
+
+
+@st.composite
+def some_trajectories(draw: st.DrawFn) -> list[Trajectory]:
+    """Trajectories of any content; `kept` is there for all or none, `entropy` for all that were sampled or none."""
+    with_entropy, with_kept = draw(st.booleans()), draw(st.booleans())
+    text = st.text(max_size=4)
+    number = st.floats(width=64)
+
+    def array(kind: Any, size: int) -> Any:
+        return draw(hnp.arrays(kind, size))
+
+    def one() -> Trajectory:
+        size, off_policy = draw(st.integers(0, 4)), draw(st.booleans())
+        kept = tuple(array(np.int64, draw(st.integers(0, 3))) for _ in range(size))
+        return Trajectory(
+            prompt=Prompt(Problem(draw(text), draw(text), draw(text)), draw(text), array(np.int64, 2)),
+            group=draw(st.integers(0, 2**62)),
+            completion=Completion(
+                response_ids=array(np.int64, size),
+                logp_behavior=array(np.float32, size),
+                policy_version=array(np.int64, size),
+                finish=draw(st.sampled_from(["stop", "length", "abort"])),
+                text=draw(text),
+                entropy=array(np.float32, size) if with_entropy and not off_policy else None,
+                kept=kept if with_kept else None,
+            ),
+            sampling=Sampling(
+                temperature=draw(number),
+                top_p=draw(number),
+                top_k=draw(st.integers(0, 9)),
+                max_tokens=draw(st.integers(1, 9)),
+                stop=tuple(draw(st.lists(text, max_size=2))),
+                stop_ids=tuple(draw(st.lists(st.integers(0, 9), max_size=2))),
+                ignore_stop=draw(st.booleans()),
+                logprobs=draw(st.sampled_from(["processed", "raw"])),
+            ),
+            loss_mask=array(np.bool_, size),
+            reward=draw(number),
+            rewards=draw(st.dictionaries(text, number, max_size=2)),
+            off_policy=off_policy,
+        )
+
+    return [one() for _ in range(draw(st.integers(0, 3)))]
+
+
+@given(some_trajectories())
+@settings(max_examples=60, deadline=None)
+def test_pending_trajectories_come_back_bit_for_bit(pending: list[Trajectory]) -> None:
+    found = trajectories.from_bytes(trajectories.to_bytes(pending))
+    assert len(found) == len(pending)
+    assert all(map(same, found, pending))
+
+
+def test_records_too_large_for_one_group_of_rows_go_into_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parquet refuses 2 GiB of a binary column in one group; here a group holds two rows' experts."""
+    one = row().trajectory
+    size = len(one.prompt.ids) + len(one.completion.response_ids) - 1
+    pending = [
+        dataclasses.replace(
+            one,
+            completion=dataclasses.replace(
+                one.completion, routes=np.full((size, 3, 2), [number, number + 1], dtype=np.int16)
+            ),
+        )
+        for number in range(5)
+    ]
+    whole = trajectories.to_bytes(pending)
+    assert pq.ParquetFile(pa.BufferReader(whole)).num_row_groups == 1
+    monkeypatch.setattr(trajectories, "GROUP_BYTES", 2 * size * 12 + 1)  # records in memory are int16
+    cut = trajectories.to_bytes(pending)
+    assert pq.ParquetFile(pa.BufferReader(cut)).num_row_groups == 3
+    for found, given_ in zip(trajectories.from_bytes(cut), pending, strict=True):
+        assert found.completion.routes is not None
+        np.testing.assert_array_equal(found.completion.routes, given_.completion.routes)
+
+
+def test_files_come_back_but_for_the_sets_of_ids(tmp_path: Path) -> None:
+    whole = row()
+    completion = dataclasses.replace(whole.trajectory.completion, kept=(ints(1, 2), ints(), ints(3)))
+    truncated = dataclasses.replace(whole, trajectory=dataclasses.replace(whole.trajectory, completion=completion))
+    trajectories.write(tmp_path / "a.parquet", [truncated, truncated], 1)
+    first, second = trajectories.read(tmp_path / "a.parquet")
+    assert same(first, whole)
+    assert same(second, whole)
+    assert first.trajectory.completion.logp_behavior.flags.writeable

@@ -1,0 +1,263 @@
+"""Routing replay between the engine and the model: what is stored, checked, laid out and refused."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from tests.support.trajectories import trajectory
+
+from trimtab.cli import main
+from trimtab.config import load_config
+from trimtab.errors import TrimtabError
+from trimtab.models import laboratory
+from trimtab.models.logprobs import score
+from trimtab.models.perturbation import Perturbation
+from trimtab.models.routing import FREE, Routers
+from trimtab.objectives.calibrate import from_section
+from trimtab.runs import trajectories
+from trimtab.runs.expert_column import stored_bytes
+from trimtab.training.batching import MicroBatch, to_tensors
+from trimtab.training.features import routing_replay
+from trimtab.training.learner import Learner, UpdateStats
+from trimtab.training.optim import build_optimizer
+from trimtab.training.run import train
+from trimtab.training.step_metrics import routing_metrics
+from trimtab.types import Trajectory
+
+CPU = torch.device("cpu")
+# One mixture layer, 4 experts, one of which sees a token: a record is a list of numbers.
+ONE = Routers(1, 4, 1)
+DEEP = Routers(2, 300, 3)
+
+
+def routed(one: Trajectory, routes: Any) -> Trajectory:
+    """`routes`: a list of one number for each token that is run, an array, or None."""
+    if isinstance(routes, list):
+        routes = np.array(routes, dtype=np.int16)[:, None, None]
+    return replace(one, completion=replace(one.completion, routes=routes))
+
+
+def test_prompts_are_padded_left_responses_right_and_a_prompt_is_its_first_sample_s() -> None:
+    rows = [
+        routed(trajectory(7, [5, 6], prompt=[1, 2, 3]), [0, 1, 2, 3]),
+        routed(trajectory(7, [5], prompt=[1, 2, 3]), [3, 3, 3]),
+        routed(trajectory(9, [8, 8, 8], prompt=[4]), [1, 2, 0]),
+    ]
+    found = to_tensors(rows, (0, 1, 2), 0, CPU, ONE).routes
+    assert found is not None
+    assert found.prompts.flatten(1).tolist() == [[0, 1, 2], [FREE, FREE, 1]]
+    assert found.responses.flatten(1).tolist() == [[3, FREE, FREE], [FREE, FREE, FREE], [2, 0, FREE]]
+    turned = to_tensors(rows, (2, 1, 0), 0, CPU, ONE).routes
+    assert turned is not None
+    assert turned.prompts.flatten(1).tolist() == [[FREE, FREE, 1], [3, 3, 3]]
+    assert to_tensors(rows, (0, 1, 2), 0, CPU).routes is None
+
+
+@pytest.mark.parametrize(
+    ("routes", "line"),
+    [
+        (None, "comes without the experts of its tokens"),
+        ([0, 1], r"recorded in the shape \(2, 1, 1\), its tokens in this model need \(3, 1, 1\)"),
+        ([0, 1, 2, 3], r"recorded in the shape \(4, 1, 1\)"),
+        (np.zeros((3, 2, 1), dtype=np.int16), r"recorded in the shape \(3, 2, 1\)"),
+        (np.zeros((3, 1, 2), dtype=np.int16), r"recorded in the shape \(3, 1, 2\)"),
+        ([0, 4, 1], "expert 4 is recorded, this model has 4"),
+        ([0, FREE, 1], "expert -1 is recorded"),
+    ],
+)
+def test_a_wrong_record_is_an_error_that_names_its_response(routes: Any, line: str) -> None:
+    good = routed(trajectory(0, [5, 6]), [0, 1, 2])
+    bad = routed(trajectory(1, [5, 6]), routes)
+    with pytest.raises(TrimtabError, match=f"a response to problem 'p1'.*{line}"):
+        to_tensors([good, bad], (0, 1), 0, CPU, ONE)
+
+
+ROUTES = hnp.arrays(np.int16, st.tuples(st.just(4), st.just(2), st.just(3)), elements=st.integers(0, 299))
+
+
+@settings(deadline=None)
+@given(st.lists(st.none() | ROUTES, min_size=1, max_size=4))
+def test_pending_records_come_back_bit_for_bit(records: list[np.ndarray | None]) -> None:
+    rows = [routed(trajectory(0, [5, 6, 7]), record) for record in records]
+    found = [one.completion.routes for one in trajectories.from_bytes(trajectories.to_bytes(rows))]
+    for one, record in zip(found, records, strict=True):
+        assert (one is None) == (record is None)
+        if one is not None and record is not None:
+            assert one.dtype == np.int16
+            assert np.array_equal(one, record)
+
+
+def test_a_byte_holds_an_expert_where_experts_are_few() -> None:
+    few, many = np.full((4, 2, 3), 255, dtype=np.int16), np.full((4, 2, 3), 256, dtype=np.int16)
+    small, large = (routed(trajectory(0, [5, 6, 7]), record) for record in (few, many))
+    assert (stored_bytes([small]), stored_bytes([large]), stored_bytes([small, large])) == (24, 48, 72)
+    assert stored_bytes([trajectory(0, [5])]) == 0
+    column = pq.read_table(pa.BufferReader(trajectories.to_bytes([small, large])))["routes"].to_pylist()
+    assert [len(entry["data"]) for entry in column] == [24, 48]
+
+
+def test_step_files_leave_the_record_out_and_so_do_runs_that_have_none(tmp_path: Path) -> None:
+    row = routed(trajectory(0, [5, 6]), [0, 1, 2])
+    trajectories.write(tmp_path / "a.parquet", [trajectories.Row(row)], 1)
+    assert "routes" not in pq.read_schema(tmp_path / "a.parquet").names
+    assert trajectories.read(tmp_path / "a.parquet")[0].trajectory.completion.routes is None
+    assert "routes" not in pq.read_schema(pa.BufferReader(trajectories.to_bytes([trajectory(0, [5])]))).names
+
+
+def test_a_damaged_record_is_an_error() -> None:
+    data = trajectories.to_bytes([routed(trajectory(0, [5, 6, 7]), np.zeros((4, 2, 3), dtype=np.int16))])
+    table = pq.read_table(pa.BufferReader(data))
+    entry = table["routes"].to_pylist()[0] | {"data": b"12345"}
+    broken = pa.array([entry], table["routes"].type)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.set_column(table.schema.get_field_index("routes"), "routes", broken), sink)
+    with pytest.raises(TrimtabError, match="not a trajectory file"):
+        trajectories.from_bytes(sink.getvalue().to_pybytes())
+
+
+@pytest.mark.parametrize(
+    ("sets", "line"),
+    [
+        (["routing.replay=proximal"], "has no effect with one update per batch"),
+        (["routing.replay=proximal", "trainer.epochs=2", "objective.name=token-bypass"], "'token-bypass' has none"),
+        (["routing.replay=rollout", "engine.type=server", "engine.server.urls=['http://a']"], "servers return none"),
+        (["routing.replay=rollout", "engine.type=vllm"], "vLLM returns them on GPUs only"),
+        (["routing.replay=rollout", "objective.name=luffy"], r"no engine ran the traces of \[expert\]"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_model_is_loaded(sets: list[str], line: str, tmp_path: Path) -> None:
+    # A model that is not there: loading it would be another error.
+    config = load_config("laboratory", ["model.path=/nowhere", *sets])
+    with pytest.raises(TrimtabError, match=line):
+        train(config, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize("replay", ["proximal", "rollout"])
+def test_a_dense_model_is_refused(replay: str) -> None:
+    config = load_config("laboratory", [f"routing.replay={replay}"])
+    dense, _ = laboratory.build(0)
+    with pytest.raises(TrimtabError, match="'laboratory' is a dense model"):
+        routing_replay.experts(config, dense)
+    assert routing_replay.experts(load_config("laboratory"), dense) is None
+    mixture, _ = laboratory.build(0, laboratory.MIXTURE)
+    assert routing_replay.experts(config, mixture) == Routers(2, 8, 2)
+
+
+def learner(replay: str, *sets: str) -> Learner:
+    config = load_config("laboratory", [f"routing.replay={replay}", "optim.lr=1e-2", "optim.warmup=0", *sets])
+    model, _ = laboratory.build(0, laboratory.MIXTURE)
+    return Learner(
+        config=config,
+        model=model.train(),
+        optimizer=build_optimizer(model.parameters(), config.optim, (), 0.0),
+        objective=from_section(config.objective.model_dump()),
+        total_updates=10,
+        experts=routing_replay.experts(config, model),
+    )
+
+
+def record(model: Any, rows: list[Trajectory], shift: int) -> list[Trajectory]:
+    """The rows with the experts the model itself chooses (`shift` = 0), or with their `shift`-th neighbors."""
+    found = score(model, to_tensors(rows, range(len(rows)), 12, CPU).tokens, record=True).routes
+    assert found is not None
+    made = []
+    for place, row in enumerate(rows):
+        length = len(row.prompt.ids)
+        parts = [found.prompts[place, -length:], found.responses[place, : len(row) - 1]]
+        made.append(routed(row, ((torch.cat(parts) + shift) % 8).numpy()))
+    return made
+
+
+def batches(rows: list[Trajectory], of: Learner) -> list[list[MicroBatch]]:
+    recorded = of.experts if of.config.routing.replay == "rollout" else None
+    made = [to_tensors(rows, (place,), 12, CPU, recorded) for place in range(len(rows))]
+    return [[one.with_scores(advantage=torch.tensor([[1.0 - 2 * (place % 2)]]))] for place, one in enumerate(made)]
+
+
+ROWS = [trajectory(place, [3, 1, 4, 1, 5][: 3 + place % 2], prompt=[9, 2, 6, place]) for place in range(4)]
+
+
+def share(stats: UpdateStats) -> float:
+    return routing_metrics([], stats)["routing/agreement"]
+
+
+@torch.no_grad()
+def test_replaying_the_model_s_own_experts_changes_no_bit_and_others_change_the_loss() -> None:
+    free, own, far = learner("none"), learner("rollout"), learner("rollout")
+    plain = free.logp(batches(ROWS, free)[0][0])
+    assert torch.equal(own.logp(batches(record(own.model, ROWS, 0), own)[0][0]), plain)
+    assert not torch.allclose(far.logp(batches(record(far.model, ROWS, 1), far)[0][0]), plain, atol=1e-3)
+
+
+@torch.no_grad()
+def test_every_pass_of_the_trained_policy_is_replayed_and_none_of_the_reference() -> None:
+    of = learner("rollout", "trainer.epochs=2", "objective.kl_coef=0.1")
+    of.reference = copy.deepcopy(of.model)
+    rows = record(of.model, ROWS, 1)
+    [[free]] = batches(rows, learner("none"))[:1]
+    plain = of.logp(free)
+    for [micro] in of.score_constants(batches(rows, of))[:1]:
+        kept = of.logp(micro)
+        assert not torch.allclose(kept, plain, atol=1e-3)
+        assert torch.equal(micro.proximal, kept)
+        assert torch.equal(micro.reference, plain)
+        assert torch.equal(of._current(micro, 0).logp, kept)
+        of.perturbation = Perturbation(of.model, "all", 1e-9)
+        torch.testing.assert_close(of._current(micro, 0).logp, kept, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(("shift", "agreement"), [(0, 1.0), (4, 0.0)])
+def test_agreement_is_measured_at_the_first_look(epochs: int, shift: int, agreement: float) -> None:
+    """With a proximal pass it is looked at there, without one at the first update of the batch. The share of the first
+    layer is known: after it, tokens went elsewhere."""
+    of = learner("rollout", f"trainer.epochs={epochs}")
+    rows = record(of.model, ROWS[:1], shift)
+    stats = of.update(of.score_constants(batches(rows, of)), lambda *_: None)
+    assert stats.routed == 2 * (4 + 2)
+    assert share(stats) == agreement if shift == 0 else share(stats) <= 0.75
+
+
+def test_the_update_replays_what_the_proximal_pass_chose() -> None:
+    """Between two updates the routers move: in the second epoch the trained policy would choose others."""
+    of = learner("proximal", "trainer.epochs=2")
+    chosen = score(of.model, batches(ROWS, of)[0][0].tokens, record=True).routes
+    scored = of.score_constants(batches(ROWS, of))
+    assert chosen is not None
+    settled = scored[0][0].routes
+    assert settled is not None
+    assert torch.equal(settled.prompts, chosen.prompts)
+    seen: list[Any] = []
+    experts: Any = of.model.get_submodule("model.layers.1.mlp.experts")
+    handle = experts.register_forward_pre_hook(lambda _experts, given: seen.append(given[1]))
+    stats = of.update(scored, lambda *_: None)
+    handle.remove()
+    assert len(seen) == 8
+    for place in range(4):
+        assert torch.equal(seen[place], seen[place + 4])
+    assert 0 < share(stats) < 1
+    assert stats.routed == 2 * sum(2 * (4 + len(row) - 1) for row in ROWS)
+
+
+def test_an_update_without_the_experts_it_should_replay_is_an_error() -> None:
+    of = learner("proximal", "trainer.epochs=2")
+    with pytest.raises(ValueError, match=r"no experts to replay for the micro-batch of rows \(0,\)"):
+        of.update(batches(ROWS, of), lambda *_: None)
+
+
+def test_explain_says_that_experts_are_replayed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["explain", "laboratory"]) == 0
+    assert "[routing]" not in capsys.readouterr().out
+    assert main.run(["explain", "laboratory", "--set", "routing.replay=rollout"]) == 0
+    assert "[routing] replay = rollout" in capsys.readouterr().out
