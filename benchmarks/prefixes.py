@@ -42,7 +42,7 @@ import torch
 from trimtab.config import Config, load_config
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.collector import Collector, PromptStream
-from trimtab.rollout.prefix_pool import PrefixPool
+from trimtab.rollout.prefixes import PrefixPool
 from trimtab.rollout.source import InStep
 from trimtab.runs.directory import RunDir
 from trimtab.training.loop import Trainer

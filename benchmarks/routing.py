@@ -39,8 +39,7 @@ from trimtab.engines.embedded.weight_quantization import EXACT, Rounding
 from trimtab.models import laboratory
 from trimtab.models.load import LABORATORY, MIXTURE, SWITCH, Loaded, load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.models.routing import FREE, routers
-from trimtab.models.routing_rows import Routes, agreement
+from trimtab.models.routing import FREE, Routes, agreement, routers
 from trimtab.training.sft import warm_start
 from trimtab.types import Completion, Sampling
 

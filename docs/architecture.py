@@ -16,7 +16,7 @@ api                          train() in one call
 lab         cluster          controlled experiments | runs whose processes are Ray actors
 training                     run, loop, updates, ranks, checkpoints
 evaluation                   avg@n, pass@k, relay            report      pages about runs: one, several, an experiment
-rollout     bitwise          prompts to scored groups        diagnosis   log-probs of any trainer: size, place, cause, remedy
+rollout     bitwise          prompts to scored groups        diagnosis   log-probs of any trainer: size, causes, remedy
 engines                      embedded, vLLM, servers, another process
 rewards     runs             verifiers | files of a run      adapters    objectives for other frameworks     planning
 models      tasks  sandbox   networks, prompts, limits       objectives  losses as frozen parts     config     pages

@@ -20,7 +20,7 @@ from trimtab.models import sharding
 from trimtab.models.load import Loaded
 from trimtab.runs import trajectories
 from trimtab.training import assignment, run
-from trimtab.training.makers import Makers
+from trimtab.training.backends import Makers
 from trimtab.training.ranks import join
 from trimtab.types import Completion, Engine, Prompt, Sampling
 

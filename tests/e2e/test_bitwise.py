@@ -21,7 +21,7 @@ from trimtab.bitwise.engine_and_trainer import HEAD, LENGTHS, Sides, compare_sid
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
 from trimtab.models import invariant, matmul, packed_attention
-from trimtab.models.invariant.linear import InvariantEmbedding
+from trimtab.models.invariant.invariant_layers import InvariantEmbedding
 
 pytestmark = pytest.mark.e2e
 

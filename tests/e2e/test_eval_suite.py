@@ -17,7 +17,7 @@ import torch
 from trimtab import rewards, tasks
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.evaluation import ModelSpec, Settings, TaskSpec, compare, evaluate
-from trimtab.evaluation.relay import Relay
+from trimtab.evaluation.evaluator import Relay
 from trimtab.models import load as models
 from trimtab.runs.directory import read_metrics
 from trimtab.training.run import train

@@ -23,7 +23,7 @@ from trimtab.errors import TrimtabError
 from trimtab.models import invariant, logprobs, packed_attention
 from trimtab.models.invariant import invariant_layers
 from trimtab.models.invariant.invariant_attention import KEYS
-from trimtab.models.invariant.sums import add_exponentials
+from trimtab.models.invariant.invariant_layers import add_exponentials
 from trimtab.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.types import Completion, Problem, Prompt, Sampling
 

@@ -20,7 +20,7 @@ from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
-from trimtab.training.makers import Makers
+from trimtab.training.backends import Makers
 from trimtab.training.run import train
 
 pytestmark = pytest.mark.e2e

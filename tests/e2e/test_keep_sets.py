@@ -21,7 +21,7 @@ from trimtab.engines.factory import build_engines
 from trimtab.errors import TrimtabError
 from trimtab.models.load import Loaded
 from trimtab.runs.directory import read_metrics
-from trimtab.training.makers import LOCAL, Makers
+from trimtab.training.backends import LOCAL, Makers
 from trimtab.training.run import train
 from trimtab.types import Completion, Engine
 

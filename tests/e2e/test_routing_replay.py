@@ -23,7 +23,7 @@ from trimtab.models.load import Loaded, load
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS, list_checkpoints
-from trimtab.training.makers import LOCAL, Makers
+from trimtab.training.backends import LOCAL, Makers
 from trimtab.training.run import train
 from trimtab.training.sft import laboratory_folder
 

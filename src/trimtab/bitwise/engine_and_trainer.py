@@ -23,8 +23,8 @@ from trimtab.engines.embedded.decoder import Decoder, GenericDecoder, Starts
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.embedded.invariant_decoder import InvariantDecoder
 from trimtab.errors import TrimtabError
+from trimtab.models.fused_head import log_probs
 from trimtab.models.invariant import is_invariant
-from trimtab.models.invariant.head import log_probs
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.types import IntArray
 

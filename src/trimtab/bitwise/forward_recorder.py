@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trimtab.models.layers import is_norm
+from trimtab.models.architecture import is_norm
 
 Half = Literal["input", "output"]
 

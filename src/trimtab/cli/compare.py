@@ -143,7 +143,7 @@ def _advice(run: Path, as_json: bool) -> Advice:
 
 def _train(plan: Plan, out: Path, workers: int, keep: bool, as_json: bool) -> None:
     from trimtab.cli.comparison_progress import watch_grid
-    from trimtab.lab.compare import run_plan
+    from trimtab.lab.runner import run_plan
 
     try:
         with watch_grid(workers, to_stderr=as_json) as watch:

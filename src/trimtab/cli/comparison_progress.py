@@ -84,7 +84,7 @@ class PlainGrid:
         self.estimated = False
 
     def planned(self, cells: Mapping[str, Config], done: Mapping[str, Result]) -> None:
-        from trimtab.lab.compare import cost
+        from trimtab.lab.runner import cost
 
         self.total, self.done = len(cells), len(done)
         self.steps = {name: config.trainer.steps for name, config in cells.items()}
@@ -102,7 +102,7 @@ class PlainGrid:
             self.estimate(left)
 
     def finished(self, name: str, result: Result) -> None:
-        from trimtab.lab.grid import in_words
+        from trimtab.lab.recipe_comparison import in_words
 
         self.running.pop(name, None)
         self.done += 1

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from trimtab.cli import compare, describe, diagnose, doctor, evaluate, export, plan, report, starting, train
+from trimtab.cli import compare, describe, diagnose, doctor, evaluate, plan, report, starting, train
 from trimtab.errors import Stopped, TrimtabError
 
 MISTAKE = 2
@@ -82,7 +82,7 @@ def _root(
             )
 
 
-for module in (train, describe, evaluate, diagnose, report, compare, plan, export, doctor):
+for module in (train, describe, evaluate, diagnose, report, compare, plan, doctor):
     module.register(app)
 
 

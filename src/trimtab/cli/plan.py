@@ -80,7 +80,7 @@ def plan(
         raise TrimtabError(f"name --model and --gpus, or a measured --run; for example: {EXAMPLE}")
     from trimtab.cli.plan_text import as_dict, text
     from trimtab.planning.assumptions import assume as assumptions
-    from trimtab.planning.devices import device as find_device
+    from trimtab.planning.assumptions import device as find_device
     from trimtab.planning.planner import Question
     from trimtab.planning.planner import plan as choose
     from trimtab.planning.rates import Workload

@@ -61,7 +61,7 @@ def train(
 
 def _compare(config: Config, out: Path, resume: bool, observer: Observer) -> dict[str, Any]:
     from trimtab.errors import TrimtabError
-    from trimtab.lab.grid import run_grid
+    from trimtab.lab.recipe_comparison import run_grid
     from trimtab.report.comparison import held_out, write_comparison
     from trimtab.training.ranks import several
 
@@ -112,3 +112,19 @@ def _way_on(recipe: str, sets: Sequence[str], run: Path, grid: bool) -> str:
     if (run / "config.toml").is_file():
         return f"no checkpoint was written yet, this begins again: {again} --resume"
     return f"nothing was written yet, start again with: {again}"
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the model.")],
+    which: Annotated[str, typer.Option("--which", help="`last` or `best` checkpoint.")] = "last",
+    as_json: Json = False,
+) -> None:
+    """Write the trained model as a folder that transformers loads (config, tokenizer, safetensors)."""
+    from trimtab.training.export import export as write
+
+    write(run, folder, which)
+    if as_json:
+        print_json({"model": folder})
+    else:
+        typer.echo(f"model: {folder}")

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.cluster.actors import ActorLost, ask, end
-from trimtab.cluster.events import replay
 from trimtab.cluster.placement_group import Seats, connected, reserved
-from trimtab.cluster.trainer_actor import DIVERGED, TrainerRank
+from trimtab.cluster.trainer_actor import DIVERGED, TrainerRank, replay
 from trimtab.config import Config
 from trimtab.errors import RESUME, Diverged, Stopped, TrimtabError
 from trimtab.runs import provenance

@@ -1,7 +1,6 @@
 """Recipes: TOML files read into one frozen, fully validated `Config`. Imports no torch."""
 
-from trimtab.config.engine_sections import CanaryConfig, EngineConfig, ServerConfig, VllmConfig
-from trimtab.config.placement import RayConfig
+from trimtab.config.engine_sections import CanaryConfig, EngineConfig, RayConfig, ServerConfig, VllmConfig
 from trimtab.config.recipes import check_config, load_config, parse_override, recipe_names
 from trimtab.config.schema import (
     COMPANIONS,

@@ -12,9 +12,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, model_validator
 
-from trimtab.config.engine_sections import EngineConfig
-from trimtab.config.placement import Placement, RayConfig
-from trimtab.config.routing import RoutingConfig
+from trimtab.config.engine_sections import EngineConfig, Placement, RayConfig, RoutingConfig
 from trimtab.config.section import (
     REAL,
     Count,

@@ -6,6 +6,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,9 +14,9 @@ import numpy as np
 from trimtab import tasks
 from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import ERRORS_KEPT, EvalResult, Part, ProblemResult
-from trimtab.evaluation.relay import Relay
 from trimtab.rewards import Score, Scorer
-from trimtab.types import Completion, Engine, Problem, Prompt, Sampling, Task
+from trimtab.rollout.truncation import portion
+from trimtab.types import Completion, Engine, Problem, Prompt, Sampling, Task, cut
 
 # One call to the engine holds at most this many prompts and about this many responses: what a kill may cost.
 PROMPTS_PER_CALL = 64
@@ -173,3 +174,29 @@ def _problem(problem: Problem, scores: Sequence[Score], verdict: str) -> Problem
         return None
     correct = sum(score.parts[verdict] >= 1.0 for score in good)
     return ProblemResult(problem.id, len(good), correct, sum(score.total or 0.0 for score in good) / len(good))
+
+
+@dataclass(frozen=True)
+class Relay:
+    """The model that begins. Its own whole response is cut after `ratio` of its tokens (length truncation).
+
+    The paper says "the first half" and leaves the symbol out: half of the relay's own response, so ratio .5. It must
+    share the vocabulary of the model that completes.
+
+    A model that relays itself samples as it does alone only where all responses are equally long: the place of the cut
+    knows how long the relay's response became.
+    """
+
+    engine: Engine
+    ratio: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio < 1:
+            raise TrimtabError(f"relay ratio {self.ratio} is not in [0, 1): it is the share the relay model writes")
+
+    def prefixes(
+        self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, *, seed: int
+    ) -> list[list[Completion]]:
+        """One prefix for each sample of each prompt, each cut from a response of its own; a stop is never in it."""
+        answers = self.engine.generate(prompts, samples, sampling, seed=seed)
+        return [[cut(answer, portion(self.ratio, len(answer.response_ids))) for answer in group] for group in answers]

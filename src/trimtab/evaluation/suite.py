@@ -14,8 +14,7 @@ from trimtab import rewards, tasks
 from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import EvalResult
 from trimtab.evaluation.eval_tables import Results
-from trimtab.evaluation.evaluator import Progress, evaluate, require_problems
-from trimtab.evaluation.relay import Relay
+from trimtab.evaluation.evaluator import Progress, Relay, evaluate, require_problems
 from trimtab.evaluation.result_store import Store
 from trimtab.evaluation.settings import Mode, ModelSpec, Settings, TaskSpec
 from trimtab.rewards import Scorer

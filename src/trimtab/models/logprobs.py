@@ -28,7 +28,7 @@ from trimtab.models.architecture import Parts, parts
 from trimtab.models.fused_head import head_scores
 from trimtab.models.matmul import TILE, missing
 from trimtab.models.packed_attention import Layout
-from trimtab.models.routing_rows import Places, Routes
+from trimtab.models.routing import Places, Routes
 from trimtab.models.sharding import inside
 
 IntRow = NDArray[np.int64]

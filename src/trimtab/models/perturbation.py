@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
 from trimtab.models import fused_head, perturbed_layer
-from trimtab.models.architecture import parts
-from trimtab.models.layers import decoder
+from trimtab.models.architecture import decoder, parts
 from trimtab.models.noise import normals
 
 LOGITS = "logits"

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trimtab.models.layers import is_block, is_norm
+from trimtab.models.architecture import is_block, is_norm
 from trimtab.models.packed_attention import Layout
 
 Perturb = Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch hidden"]]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trimtab.models.layers import decoder
+from trimtab.models.architecture import decoder
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

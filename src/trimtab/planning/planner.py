@@ -9,8 +9,7 @@ from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.planning import memory
-from trimtab.planning.assumptions import Assumptions
-from trimtab.planning.devices import Device
+from trimtab.planning.assumptions import Assumptions, Device
 from trimtab.planning.memory import Rank
 from trimtab.planning.pipeline_schedule import Cycle, Phases, cycle, lead
 from trimtab.planning.rates import Engine, Workload, training, writing

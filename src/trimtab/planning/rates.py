@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trimtab.planning.assumptions import Assumptions
-from trimtab.planning.devices import Device
+from trimtab.planning.assumptions import Assumptions, Device
 from trimtab.planning.shapes import Shape
 
 HALF = 2  # bytes of a bfloat16 number

@@ -6,6 +6,7 @@ lanes (one per engine) --responses--> scoring --groups--> buffer --batches--> tr
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -18,8 +19,7 @@ from trimtab.errors import EngineLost
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary, Expected
 from trimtab.rollout.collector import Collector, CollectStats, Group
-from trimtab.rollout.engine_thread import LIVES, Floor, Lane, Publication
-from trimtab.rollout.scoring import Scoring
+from trimtab.rollout.engine_thread import LIVES, Answers, Floor, Lane, Publication
 from trimtab.rollout.source import FeedState, Found, Weights
 from trimtab.types import Engine
 
@@ -191,3 +191,42 @@ def _once(weights: SharedWeights) -> dict[str, Tensor]:
     """Weights by name, those that are tied under their first name only."""
     first: dict[int, str] = {}
     return {name: tensor for name, tensor in weights if first.setdefault(tensor.data_ptr(), name) == name}
+
+
+class Scoring:
+    """Scores requests one after another, the oldest groups first, and puts what can be used into the buffer."""
+
+    def __init__(self, floor: Floor) -> None:
+        self.floor = floor
+        self.thread = threading.Thread(target=self._run, name="scoring", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            while (answers := self._next()) is not None:
+                self._score(answers)
+        except BaseException as error:
+            self.floor.fail(error)
+
+    def _next(self) -> Answers | None:
+        floor = self.floor
+        with floor.buffer.changed:
+            floor.scoring = False
+            floor.buffer.changed.notify_all()
+            floor.buffer.changed.wait_for(lambda: floor.closed or floor.unscored)
+            if floor.closed:
+                return None
+            first = min(floor.unscored, key=lambda answers: answers.request.first)
+            floor.unscored.remove(first)
+            floor.scoring = True
+            return first
+
+    def _score(self, answers: Answers) -> None:
+        buffer, stats = self.floor.buffer, answers.stats
+        if buffer.wanted(answers.request):
+            groups = self.floor.collector.grade(answers.request, answers.prompts, answers.completions, stats)
+            buffer.deliver(answers.request, groups, stats)
+            return
+        # Too old for every batch to come: its score is not needed, but its lengths show what discarding favors.
+        lengths = [len(answer.response_ids) for group in answers.completions for answer in group]
+        stats.add(CollectStats(generated=len(lengths), response_tokens=sum(lengths), discarded_lengths=lengths))
+        buffer.count(stats)

@@ -15,7 +15,7 @@ from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.rewards import Score, Scorer
 from trimtab.rollout.demonstrations import Experts
-from trimtab.rollout.prefix_pool import PrefixPool
+from trimtab.rollout.prefixes import PrefixPool
 from trimtab.rollout.sampling_contract import check_trajectory
 from trimtab.rollout.schedule import Request
 from trimtab.seeds import derive

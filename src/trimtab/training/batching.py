@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from trimtab.models.logprobs import TokenBatch, pack_kept
-from trimtab.models.routing import Routers
-from trimtab.models.routing_rows import Routes
+from trimtab.models.routing import Routers, Routes
 from trimtab.training.features import routing_replay
 from trimtab.types import Trajectory
 

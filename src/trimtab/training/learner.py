@@ -16,8 +16,7 @@ from trimtab.config import Config
 from trimtab.errors import Diverged
 from trimtab.models.logprobs import TokenScores, score
 from trimtab.models.perturbation import LARGEST, Changes, Perturbation
-from trimtab.models.routing import Routers
-from trimtab.models.routing_rows import Routes, agreement
+from trimtab.models.routing import Routers, Routes, agreement
 from trimtab.models.sharding import local
 from trimtab.objectives import Objective, PolicyLogps, mismatch
 from trimtab.seeds import derive

@@ -25,7 +25,7 @@ from trimtab.models.perturbation import Perturbation
 from trimtab.models.routing import Routers
 from trimtab.objectives import Objective
 from trimtab.rewards import Scorer
-from trimtab.rollout import prefix_pool
+from trimtab.rollout import prefixes
 from trimtab.rollout.async_source import Beside
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary
@@ -36,6 +36,7 @@ from trimtab.rollout.source import Feed, InStep
 from trimtab.runs import provenance
 from trimtab.runs.directory import RunDir
 from trimtab.training import custom_objective, refusals
+from trimtab.training.backends import LOCAL, Makers
 from trimtab.training.checkpoint import snapshot
 from trimtab.training.export import save_model_files
 from trimtab.training.features import bitwise_check, routing_replay
@@ -43,7 +44,6 @@ from trimtab.training.features.length_surge import Surge
 from trimtab.training.followers import NoEngine, check_sharding, run_directory, shared_feed, spread
 from trimtab.training.learner import Learner
 from trimtab.training.loop import Trainer
-from trimtab.training.makers import LOCAL, Makers
 from trimtab.training.observer import Observer, Silent
 from trimtab.training.optim import build_optimizer
 from trimtab.training.ranks import here, join
@@ -225,7 +225,7 @@ def _check_companions(config: Config, built: Objective) -> None:
 def _check_prefix(config: Config, built: Objective) -> None:
     assert config.prefix is not None
     trainer, age = config.trainer, config.prefix.refresh - 1
-    prefix_pool.check(config.prefix, trainer.samples)
+    prefixes.check(config.prefix, trainer.samples)
     if built.single_behavior:
         raise TrimtabError(f"objective {built.name!r} needs one behavior policy per sample: leave [prefix] out")
     if trainer.sync_every not in (None, 1) or trainer.dynamic_sampling:
@@ -331,7 +331,7 @@ def _collector(config: Config, parts: Parts, loaded: Loaded, engine: Engine) -> 
         engine=engine,
         scorer=parts.scorer,
         sampling=sampling,
-        prefixes=None if prefix is None else prefix_pool.PrefixPool(prefix, engine, sampling, samples, config.seed),
+        prefixes=None if prefix is None else prefixes.PrefixPool(prefix, engine, sampling, samples, config.seed),
         experts=None if expert is None else Experts.load(expert, parts.task, loaded.tokenizer, sampling, context),
         room=room,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.cluster.events import Relay, replay
+from trimtab.cluster.trainer_actor import Relay, replay
 from trimtab.config import load_config
 from trimtab.training.observer import Silent
 

@@ -8,7 +8,7 @@ from trimtab import rewards, tasks
 from trimtab.engines.fake import FakeEngine
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import evaluate
-from trimtab.evaluation.relay import Relay
+from trimtab.evaluation.evaluator import Relay
 from trimtab.types import Sampling
 
 TASK = tasks.build("arithmetic", holdout=2)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.lab.compare import cost
 from trimtab.lab.experiment import METHODS, REGIMES, SEEDS, Cell, Plan, parse_method, plan
 from trimtab.lab.regimes import regime
+from trimtab.lab.runner import cost
 
 OUT = Path("out")
 

@@ -8,7 +8,7 @@ import pytest
 
 from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError
-from trimtab.lab.grid import _cells
+from trimtab.lab.recipe_comparison import _cells
 from trimtab.training.run import check
 
 

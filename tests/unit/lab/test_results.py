@@ -13,8 +13,7 @@ from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.lab.experiment import plan
 from trimtab.lab.regimes import regime
-from trimtab.lab.results import Result, read, summarize, write
-from trimtab.lab.table import SCHEMA, write_results
+from trimtab.lab.results import SCHEMA, Result, read, summarize, write, write_results
 
 K3, CHI2, ESS, LARGEST = "mismatch/k3", "mismatch/chi2_token", "mismatch/ess_token", "mismatch/log_ratio_seq_max"
 

@@ -18,8 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trimtab.errors import TrimtabError
 from trimtab.models import perturbed_layer
-from trimtab.models.architecture import KNOWN
-from trimtab.models.layers import decoder
+from trimtab.models.architecture import KNOWN, decoder
 from trimtab.models.logprobs import score
 from trimtab.models.noise import normals
 from trimtab.models.packed_attention import IMPLEMENTATION

@@ -12,8 +12,7 @@ from tests.unit.models.test_logprobs import batch, build
 from torch import Tensor
 
 from trimtab.models import invariant, logprobs, perturbed_layer
-from trimtab.models.architecture import KNOWN, parts
-from trimtab.models.layers import decoder, is_block
+from trimtab.models.architecture import KNOWN, decoder, is_block, parts
 from trimtab.models.logprobs import score
 from trimtab.models.noise import normals
 from trimtab.models.packed_attention import IMPLEMENTATION

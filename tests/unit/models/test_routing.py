@@ -16,8 +16,7 @@ from torch import Tensor
 from trimtab.errors import TrimtabError
 from trimtab.models.logprobs import score
 from trimtab.models.packed_attention import IMPLEMENTATION
-from trimtab.models.routing import FAMILIES, FREE, Routers, recorded, replayed, routers
-from trimtab.models.routing_rows import Places, Routes, agreement
+from trimtab.models.routing import FAMILIES, FREE, Places, Routers, Routes, agreement, recorded, replayed, routers
 
 BF16 = torch.bfloat16
 KINDS = sorted(FAMILIES)

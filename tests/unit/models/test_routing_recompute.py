@@ -13,8 +13,7 @@ from torch import Tensor
 
 from trimtab.models.logprobs import score
 from trimtab.models.perturbation import Perturbation
-from trimtab.models.routing import recorded, replayed
-from trimtab.models.routing_rows import Routes
+from trimtab.models.routing import Routes, recorded, replayed
 
 IDS = torch.tensor([[5, 9, 11, 7]])
 

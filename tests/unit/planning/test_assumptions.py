@@ -7,8 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.assumptions import Assumptions, assume, reasons
-from trimtab.planning.devices import DEVICES, device
+from trimtab.planning.assumptions import DEVICES, Assumptions, assume, device, reasons
 
 
 def test_every_assumption_says_why() -> None:

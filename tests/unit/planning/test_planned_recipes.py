@@ -12,8 +12,7 @@ import pytest
 from trimtab.config import Config, load_config
 from trimtab.engines.factory import check_engines
 from trimtab.objectives.calibrate import from_section
-from trimtab.planning.assumptions import Assumptions
-from trimtab.planning.devices import DEVICES
+from trimtab.planning.assumptions import DEVICES, Assumptions
 from trimtab.planning.planner import Plan, Question, plan
 from trimtab.planning.rates import Workload
 from trimtab.planning.shapes import find

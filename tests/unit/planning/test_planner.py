@@ -9,8 +9,7 @@ import pytest
 
 from trimtab.config import Config, check_config
 from trimtab.errors import TrimtabError
-from trimtab.planning.assumptions import Assumptions
-from trimtab.planning.devices import DEVICES
+from trimtab.planning.assumptions import DEVICES, Assumptions
 from trimtab.planning.memory import host
 from trimtab.planning.planner import NODE, Plan, Question, plan
 from trimtab.planning.rates import Workload

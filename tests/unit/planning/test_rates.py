@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.planning.assumptions import Assumptions
-from trimtab.planning.devices import Device
+from trimtab.planning.assumptions import Assumptions, Device
 from trimtab.planning.rates import Engine, Workload, training, writing
 from trimtab.planning.shapes import SHAPES, Shape
 

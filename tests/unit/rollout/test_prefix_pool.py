@@ -14,7 +14,7 @@ from trimtab.config import PrefixConfig
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
-from trimtab.rollout.prefix_pool import PrefixPool
+from trimtab.rollout.prefixes import PrefixPool
 from trimtab.seeds import derive
 from trimtab.types import Completion, Prompt, Sampling
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.errors import TrimtabError
-from trimtab.rollout.prefixes import Rule, before_high_entropy, build, portion
+from trimtab.rollout.truncation import Rule, before_high_entropy, build, portion
 from trimtab.types import Completion, Finish, cut
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trimtab.adapters.config_lines import lines
-from trimtab.diagnosis.advice.applied import Data
-from trimtab.diagnosis.advice.preset_outcomes import outcomes
+from trimtab.diagnosis.advice.preset_outcomes import Data, outcomes
 from trimtab.diagnosis.advice.rules import Case, choose
 from trimtab.diagnosis.records import Cause, Measured, Outcome, Recommendation
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.contract import Line
 from trimtab.diagnosis.causes.evidence import Tokens, share
+from trimtab.diagnosis.causes.sampling_faults import Line
 from trimtab.diagnosis.records import Cause, Settings
 from trimtab.runs.metric_ranges import k3_ranges
 

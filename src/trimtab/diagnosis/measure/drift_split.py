@@ -18,9 +18,9 @@ import numpy as np
 
 from trimtab.diagnosis.measure.bins import octave
 from trimtab.diagnosis.measure.bootstrap import FEWEST_CLUSTERS, resampled
+from trimtab.diagnosis.measure.by_age import ages
 from trimtab.diagnosis.measure.mismatch_size import CLUSTERS
 from trimtab.diagnosis.measure.trained_tokens import Trained
-from trimtab.diagnosis.measure.versions import ages
 from trimtab.diagnosis.records import Interval, Split
 
 _FEWEST = 100

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.diagnosis.output import panels as panels
-from trimtab.diagnosis.output import view_panels as views
+from trimtab.diagnosis.output import panels as views
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.records import Diagnosis, Outcome, Size
 from trimtab.pages.render import number, render, write

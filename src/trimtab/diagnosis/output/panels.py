@@ -10,8 +10,9 @@ import numpy as np
 from markupsafe import Markup
 
 from trimtab.diagnosis.output import diagnose_figures as figures
+from trimtab.diagnosis.output.hotspots import FEWEST, SHOWN, pretty, shares
 from trimtab.diagnosis.output.words import brief, percent, size_text
-from trimtab.diagnosis.records import Measured
+from trimtab.diagnosis.records import Measured, View
 
 TAILS = ("ratio_q01", "ratio_q05", "ratio_q50", "ratio_q95", "ratio_q99")
 
@@ -130,3 +131,173 @@ def _trend(steps: np.ndarray, k3: np.ndarray) -> str:
 
 def _column(rows: tuple[Mapping[str, float], ...], key: str) -> np.ndarray:
     return np.array([row.get(key, math.nan) for row in rows], dtype=np.float64)
+
+
+def where(measured: Measured) -> Panels:
+    """One figure for each way to cut the tokens that the files allow."""
+    makers = {
+        "probability": (_envelope, "log-ratio by sampler probability"),
+        "position": (_position, "position in the response"),
+        "length": (_length, "response length"),
+        "turn": (_turn, "borders of turns"),
+        "turn-number": (_turn_number, "turns"),
+        "version": (_age, "age of the weights"),
+        "entropy": (_entropy, "entropy"),
+    }
+    shown: list[Panel] = []
+    absent: list[str] = []
+    for name, (make, what) in makers.items():
+        view = measured.views.get(name)
+        if view is None:
+            absent.append(what)
+        elif len(view.labels) < 2:
+            absent.append(f"{what} (only {view.labels[0] if view.labels else 'nothing'} in this data)")
+        elif view.count.sum() > 0:
+            shown += make(view, measured)
+    return Panels(shown, absent)
+
+
+def top_tokens(measured: Measured, texts: Mapping[int, str], most: int = 15) -> list[dict[str, str]]:
+    """Rows of the table of tokens with the largest share of k3, empty without token ids; `texts` by id, where known."""
+    view = measured.views.get("token")
+    if view is None:
+        return []
+    tokens, k3 = shares(view, measured.size)
+    ids = view.columns.get("id", np.full(len(view.labels), -1))
+    ranked = sorted(range(len(view.labels)), key=lambda index: -k3[index])[:most]
+    return [
+        {
+            "label": view.labels[index].translate(SHOWN),
+            "text": texts.get(int(ids[index]), ""),
+            "count": f"{int(view.count[index]):,}",
+            "tokens": share_at(tokens, index),
+            "share": share_at(k3, index),
+            "width": f"{100 * float(k3[index]):.1f}",
+            "k3": at(view.k3, index),
+            "log_ratio": signed_at(view.log_ratio_mean, index),
+        }
+        for index in ranked
+        if view.count[index] > 0
+    ]
+
+
+def _envelope(view: View, measured: Measured) -> list[Panel]:
+    width = view.high - view.low
+    wide, sure = int(np.argmax(np.where(figures.thick(view), width, -np.inf))), _most_likely(view)
+    tokens, k3 = shares(view, measured.size)
+    look = (
+        "A band that opens to the left: rare tokens mismatch most, as numerical noise does. A median off 0 is a bias."
+    )
+    here = (
+        f"Widest at probability {pretty(view.labels[wide])} ({at(width, wide)} nats, {share_at(tokens, wide)} of the "
+        f"tokens, {share_at(k3, wide)} of all k3); {at(width, sure)} nats at {pretty(view.labels[sure])}."
+    )
+    svg = figures.envelope_svg(view, "log-ratio, nats", "sampler probability", log=True)
+    return [
+        panel("Log-ratio envelope", f"widest {at(width, wide)} nats", svg, look, here),
+    ]
+
+
+def _most_likely(view: View) -> int:
+    """The bin of the highest probability that holds tokens."""
+    assert view.edges is not None
+    there = np.flatnonzero(figures.thick(view))
+    return int(there[np.argmax(view.edges[there])])
+
+
+def _position(view: View, measured: Measured) -> list[Panel]:
+    look = "Rising bars: errors add up along the response. One high first or last bar: a prompt border or end token."
+    first, last = _ends(view, measured)
+    here = f"{at(view.k3, first)} in the first part, {at(view.k3, last)} in the last; {_highest(view, measured)}."
+    return [_bins("k3 by position", view, measured, "position in the response", look, here)]
+
+
+def _turn(view: View, measured: Measured) -> list[Panel]:
+    look = "A jump at 0, the first token after a border, says that text was tokenized again on its way to the trainer."
+    here = f"{_highest(view, measured)[0].upper()}{_highest(view, measured)[1:]}."
+    return [_bins("k3 around the borders of turns", view, measured, "tokens from the border", look, here)]
+
+
+def _turn_number(view: View, measured: Measured) -> list[Panel]:
+    look = "Growth from turn to turn: what tools answered leads the model where trainer and sampler differ more."
+    return _growth("k3 by turn", view, measured, "turn", look, "in turn")
+
+
+def _age(view: View, measured: Measured) -> list[Panel]:
+    look = "Age 0 is numerical mismatch alone; what grows with age is staleness, and a smaller lag removes it."
+    return _growth("k3 by age of the weights", view, measured, "age, optimizer updates", look, "at age")
+
+
+def _growth(title: str, view: View, measured: Measured, axis: str, look: str, where: str) -> list[Panel]:
+    """Bars of an ordered view, said by its two ends."""
+    first, last = (f"{at(view.k3, bin_)} {where} {view.labels[bin_]}" for bin_ in _ends(view, measured))
+    return [_bins(title, view, measured, axis, look, f"{first}, {last}.")]
+
+
+def _entropy(view: View, measured: Measured) -> list[Panel]:
+    look = "A median that moves away from 0 as entropy grows: temperature, or log-probs of another distribution."
+    first, last = _ends(view, measured)
+    here = (
+        f"Mean log-ratio {signed_at(view.log_ratio_mean, first)} at entropy {view.labels[first]}, "
+        f"{signed_at(view.log_ratio_mean, last)} at {view.labels[last]}."
+    )
+    if view.edges is None:
+        return [_bins("Log-ratio by entropy", view, measured, "entropy, nats", look, here)]
+    svg = figures.envelope_svg(view, "log-ratio, nats", "entropy of the policy, nats", log=False)
+    return [panel("Log-ratio by entropy", "", svg, look, here)]
+
+
+def _length(view: View, measured: Measured) -> list[Panel]:
+    panels = []
+    rules = {
+        name.partition("/")[2]: values
+        for name, values in view.columns.items()
+        if name.startswith("rejected/") and np.isfinite(values).any()
+    }
+    if rules:
+        look = "A line that climbs to the right: the rule rejects long responses because they are long (length bias)."
+        gaps = {rule: _rise(view, share) for rule, share in rules.items()}
+        worst = max(gaps, key=lambda rule: abs(gaps[rule][1] - gaps[rule][0]))
+        short_, long_ = gaps[worst]
+        here = f"{worst} rejects {percent(short_)} of the shortest responses and {percent(long_)} of the longest."
+        panels.append(panel("Rejected by length", "", figures.rejected_svg(view, rules), look, here))
+    look = "Per token, length should not matter; more at the right means that mismatch adds up along a response."
+    first, last = _ends(view, measured)
+    here = f"{at(view.k3, first)} in the shortest responses, {at(view.k3, last)} in the longest."
+    return [
+        *panels,
+        _bins("k3 by length of the response", view, measured, "length of the response, tokens", look, here),
+    ]
+
+
+def _rise(view: View, share: np.ndarray) -> tuple[float, float]:
+    there = np.flatnonzero((view.count > 0) & np.isfinite(share))
+    return (float(share[there[0]]), float(share[there[-1]])) if len(there) else (math.nan, math.nan)
+
+
+def _bins(title: str, view: View, measured: Measured, xlabel: str, look: str, here: str) -> Panel:
+    svg = figures.bins_svg(title, view.labels, view.k3, measured.size.mismatch["k3"], xlabel)
+    solid = _solid(view, measured)
+    now = f"highest {brief(float(view.k3[solid].max()))}" if len(solid) else ""
+    return panel(title, now, svg, look, here)
+
+
+def _solid(view: View, measured: Measured) -> np.ndarray:
+    """Bins with enough tokens to speak of, all bins that hold any where none has."""
+    tokens, _ = shares(view, measured.size)
+    there = (view.count > 0) & np.isfinite(view.k3)
+    solid = there & (tokens >= FEWEST)
+    return np.flatnonzero(solid if solid.any() else there)
+
+
+def _highest(view: View, measured: Measured) -> str:
+    solid = _solid(view, measured)
+    if not len(solid):
+        return "no bin holds enough tokens"
+    best = solid[int(np.argmax(view.k3[solid]))]
+    return f"highest at {view.labels[best]} ({at(view.k3, best)})"
+
+
+def _ends(view: View, measured: Measured) -> tuple[int, int]:
+    there = _solid(view, measured)
+    return (int(there[0]), int(there[-1])) if len(there) else (0, len(view.labels) - 1)

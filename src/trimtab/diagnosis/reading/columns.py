@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.diagnosis.reading.interface import Table
 from trimtab.diagnosis.reading.layouts import LAYOUTS, ROLES, TRIMTAB, Layout, detected, named
+from trimtab.diagnosis.reading.ragged import Table
 from trimtab.diagnosis.reading.torch_table import TorchTable
 from trimtab.errors import TrimtabError, nearest
 

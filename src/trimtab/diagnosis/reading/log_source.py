@@ -10,7 +10,7 @@ import numpy as np
 
 from trimtab.diagnosis.reading.assemble import assemble
 from trimtab.diagnosis.reading.columns import Resolved, resolve
-from trimtab.diagnosis.reading.interface import Table
+from trimtab.diagnosis.reading.ragged import Table
 from trimtab.diagnosis.reading.read_counts import Tally
 from trimtab.diagnosis.reading.run_settings import settings_of
 from trimtab.diagnosis.reading.tables import find_files, open_table

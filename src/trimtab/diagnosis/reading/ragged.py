@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from trimtab.diagnosis.reading.read_counts import Tally
 
 ABSENT, WRONG = 1, 2
 SAMPLING = ("temperature", "top_p", "top_k", "logprobs")
@@ -151,3 +154,56 @@ def _flat(array: pa.Array) -> np.ndarray:
 
 def _none(rows: int, fault: int) -> Lists:
     return Lists(np.empty(0), np.zeros(rows, np.int64), np.full(rows, fault, np.int8))
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """Rows end to end: every array has `lengths.sum()` entries."""
+
+    lengths: np.ndarray
+    values: dict[str, np.ndarray]
+
+    @property
+    def first(self) -> np.ndarray:
+        return np.cumsum(self.lengths) - self.lengths
+
+    @property
+    def row(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    def select(self, rows: np.ndarray) -> Flat:
+        if rows.all():
+            return self
+        tokens = np.repeat(rows, self.lengths)
+        return Flat(self.lengths[rows], {name: values[tokens] for name, values in self.values.items()})
+
+    def cut(self, first: np.ndarray, last: np.ndarray) -> Flat:
+        """Only the entries first <= i < last of each row."""
+        if not first.any() and np.array_equal(last, self.lengths):
+            return self
+        place = np.arange(int(self.lengths.sum())) - np.repeat(self.first, self.lengths)
+        tokens = (place >= np.repeat(first, self.lengths)) & (place < np.repeat(last, self.lengths))
+        return Flat(last - first, {name: values[tokens] for name, values in self.values.items()})
+
+    def without(self, tokens: np.ndarray) -> Flat:
+        """All but the marked tokens; the rows stay, if only as empty ones."""
+        if not tokens.any():
+            return self
+        lengths = self.lengths - np.bincount(self.row[tokens], minlength=len(self.lengths))
+        return Flat(lengths, {name: values[~tokens] for name, values in self.values.items()})
+
+    def having(self, tokens: np.ndarray) -> np.ndarray:
+        """Rows (rows,) with at least one of the marked tokens."""
+        return np.bincount(self.row[tokens], minlength=len(self.lengths)) > 0
+
+
+class Table(Protocol):
+    """A file. `names` is cheap where the format allows; `blocks` takes column names by role."""
+
+    path: Path
+
+    def names(self) -> frozenset[str]: ...
+
+    def close(self) -> None: ...
+
+    def blocks(self, columns: Mapping[str, str], tokens: int, tally: Tally) -> Iterator[Block]: ...

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trimtab.diagnosis.reading.csv_table import csv_rows
-from trimtab.diagnosis.reading.interface import Table
 from trimtab.diagnosis.reading.jsonl_table import json_array, json_lines
 from trimtab.diagnosis.reading.parquet_table import ParquetTable
+from trimtab.diagnosis.reading.ragged import Table
 from trimtab.diagnosis.reading.row_blocks import RowTable
 from trimtab.diagnosis.reading.text_files import BOM, GZIP, opened
 from trimtab.diagnosis.reading.torch_table import TorchTable

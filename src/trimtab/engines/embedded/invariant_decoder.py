@@ -19,9 +19,9 @@ from torch import Tensor
 from trimtab.engines.embedded.decoder import Starts, prefill_blocks
 from trimtab.engines.embedded.sampling import Draw
 from trimtab.models.architecture import parts
-from trimtab.models.invariant.head import log_probs, logits_of
+from trimtab.models.fused_head import log_probs, logits_of
 from trimtab.models.invariant.invariant_attention import KEYS, Attends, accumulate, packed, pad, query_rows, scores, up
-from trimtab.models.invariant.kernels.device import uses_kernels
+from trimtab.models.invariant.kernels.runtime import uses_kernels
 from trimtab.models.packed_attention import Layout, Options
 
 Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]

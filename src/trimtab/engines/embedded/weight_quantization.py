@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.models.layers import decoder
+from trimtab.models.architecture import decoder
 from trimtab.models.noise import normals
 
 BITS = {"none": None, "int8": 8, "int4": 4, "int3": 3}

@@ -13,8 +13,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from trimtab.errors import TrimtabError
 from trimtab.models.invariant.invariant_attention import IMPLEMENTATION
-from trimtab.models.invariant.invariant_layers import InvariantRMSNorm, InvariantSiLU
-from trimtab.models.invariant.linear import InvariantEmbedding, InvariantLinear
+from trimtab.models.invariant.invariant_layers import (
+    InvariantEmbedding,
+    InvariantLinear,
+    InvariantRMSNorm,
+    InvariantSiLU,
+)
 from trimtab.models.matmul import Linear
 
 FAMILIES = ("llama", "qwen2", "qwen3")

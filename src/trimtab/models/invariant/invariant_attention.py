@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from trimtab.errors import TrimtabError
-from trimtab.models.invariant.kernels.device import uses_kernels
+from trimtab.models.invariant.kernels.runtime import uses_kernels
 from trimtab.models.packed_attention import (
     KEEP_SCORES,
     Layout,

@@ -10,8 +10,7 @@ import torch
 
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
-from trimtab.models.routing import FREE, Routers, routers
-from trimtab.models.routing_rows import Routes
+from trimtab.models.routing import FREE, Routers, Routes, routers
 from trimtab.objectives import Objective
 from trimtab.types import RouteArray, Trajectory
 

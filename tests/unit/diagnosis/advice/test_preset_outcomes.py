@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import trimtab
-from trimtab.diagnosis.advice.applied import Data, weights
-from trimtab.diagnosis.advice.preset_outcomes import outcomes
+from trimtab.diagnosis.advice.preset_outcomes import Data, outcomes, weights
 from trimtab.diagnosis.records import Chunk, Outcome
 from trimtab.objectives import correct, objectives
 

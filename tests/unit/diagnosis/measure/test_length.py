@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.support.token_chunks import chunk, whole
 
-from trimtab.diagnosis.measure.length import rejected
+from trimtab.diagnosis.measure.by_length import rejected
 
 
 def test_rules_reject_by_hand() -> None:

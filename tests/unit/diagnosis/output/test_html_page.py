@@ -14,7 +14,7 @@ import pytest
 from tests.support.diagnosis_example import MISMATCH, example, steps, view, views
 
 from trimtab.diagnosis.output import panels as panels
-from trimtab.diagnosis.output import view_panels as views_of
+from trimtab.diagnosis.output import panels as views_of
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.html_page import page, write_page
 from trimtab.diagnosis.records import Cause, Diagnosis, Measured

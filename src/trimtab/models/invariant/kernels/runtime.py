@@ -87,3 +87,8 @@ def power_of_2(count: int) -> int:
 def parts(count: int, size: int) -> int:
     """How many tiles of `size` cover `count`."""
     return -(-count // size)
+
+
+def uses_kernels(tensor: Tensor) -> bool:
+    """On CUDA, and on a CPU where TRITON_INTERPRET=1 has Triton's interpreter run the kernels (for tests)."""
+    return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"

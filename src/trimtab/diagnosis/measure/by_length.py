@@ -8,8 +8,8 @@ import math
 import numpy as np
 
 from trimtab.diagnosis.measure.bins import octave, octave_edges
-from trimtab.diagnosis.measure.cut import Cut
 from trimtab.diagnosis.measure.trained_tokens import FIELDS, Trained
+from trimtab.diagnosis.measure.views import Cut
 from trimtab.diagnosis.records import View
 
 _OCTAVES = 24

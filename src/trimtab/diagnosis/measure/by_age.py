@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.measure.cut import Cut
 from trimtab.diagnosis.measure.ledger import Ledger
 from trimtab.diagnosis.measure.trained_tokens import Trained
+from trimtab.diagnosis.measure.views import Cut
 from trimtab.diagnosis.records import View
 
 _AGES = np.array([0, 1, 2, 3, 4, 5, 9, 17, 33, 65, 129, 257])

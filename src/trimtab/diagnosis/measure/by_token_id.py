@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.measure.cut import ENVELOPE, view
 from trimtab.diagnosis.measure.trained_tokens import Trained
+from trimtab.diagnosis.measure.views import ENVELOPE, view
 from trimtab.diagnosis.records import Chunk, View
 from trimtab.diagnosis.token_statistics import FEWEST
 
