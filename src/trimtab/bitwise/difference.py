@@ -1,6 +1,6 @@
 """Finds the first operation whose bits differ between two ways of running a model.
 
-Each side is run once with fingerprints of everything (`bitwise_tape.py`); both are read in the order in which the
+Each side is run once with fingerprints of everything (`forward_recorder.py`); both are read in the order in which the
 second side computes. Of the first place that differs, inputs are equal and outputs are not: there is the culprit. Both
 sides are then run again, to keep the numbers of that place and to look at the tensor operations inside it.
 """

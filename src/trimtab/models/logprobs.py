@@ -2,8 +2,8 @@
 
     real tokens of prompts and responses, one packed row --backbone--> hidden states --head--> scores
 
-A group's responses share one pass over their prompt (`attention.py`), padding is never run, and only positions that
-predict a response token reach the head (`head.py`), which never holds tokens x vocabulary.
+A group's responses share one pass over their prompt (`packed_attention.py`), padding is never run, and only positions
+that predict a response token reach the head (`fused_head.py`), which never holds tokens x vocabulary.
 
 A model whose attention is not ours (one that `load` did not make) is run on padded rows of prompt and response
 instead: the same numbers, more work. The choice depends on nothing else, so that every pass of a model over a

@@ -8,8 +8,8 @@ has one learnable a_l = `log_sigma`; its gradient is sigma_l * sum(eps * dL/dh_l
 
 A layer whose sigma is 0 is left alone altogether: nothing is attached to it, and if no sigma is positive the model is
 untouched, so that it equals the unperturbed one bit for bit, in a half-precision model too. Where some sigma is
-positive the residual stream of a half-precision model is float32 from that layer on (`stream.py`), which by itself
-changes its log-probs by a rounding.
+positive the residual stream of a half-precision model is float32 from that layer on (`perturbed_layer.py`), which by
+itself changes its log-probs by a rounding.
 """
 
 from __future__ import annotations

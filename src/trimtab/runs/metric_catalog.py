@@ -1,7 +1,7 @@
 """The catalog of run metrics: description, formula, healthy range, and what to do outside it.
 
 `metrics.toml` is the one table behind the captions and shaded bands of report.html, the verdicts of `trimtab diagnose`
-and docs/metrics.md; `ranges.py` judges values by it.
+and docs/metrics.md; `metric_ranges.py` judges values by it.
 """
 
 from __future__ import annotations

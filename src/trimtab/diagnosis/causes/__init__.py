@@ -7,8 +7,9 @@ Everything rests on three facts about tokens y drawn from mu and a trainer pi:
                                            Renyi entropy of the tokens not sampled)
     noise moves logits   bfloat16, quantised weights and old weights shift logits up and down: the ratio keeps mean 1
 
-`find_causes` applies them in order: what pairs wrong tokens (`misaligned`, `swapped`, `retokenized`) is repaired or set aside first,
-then what is systematic (`sampling_faults`), then the size and origin of the noise that is left (`precision`, `stale`).
+`find_causes` applies them in order: what pairs wrong tokens (`misaligned`, `swapped`, `retokenized`) is repaired or set
+aside first, then what is systematic (`sampling_faults`), then the size and origin of the noise that is left
+(`precision`, `stale`).
 """
 
 from __future__ import annotations

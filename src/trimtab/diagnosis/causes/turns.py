@@ -1,8 +1,8 @@
 """Locates where a shift of log-probs begins: at the response, at a later turn, or elsewhere.
 
-A conversation that was decoded and encoded again between turns has other lengths from there on, so every later token
-is paired with a neighbor's log-prob while the first turn fits. For each response two hypotheses are compared by what
-the offset collects from a place to the end of the response (scores of `shifts.py`): from its first token, and from the
+A conversation that was decoded and encoded again between turns has other lengths from there on, so every later token is
+paired with a neighbor's log-prob while the first turn fits. For each response two hypotheses are compared by what the
+offset collects from a place to the end of the response (scores of `misaligned.py`): from its first token, and from the
 best beginning of a later turn. Over all shifted responses a turn must collect `AHEAD` nats more than the whole response
 does, and `REACHED` of what the best place anywhere would.
 """

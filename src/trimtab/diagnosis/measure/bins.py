@@ -45,7 +45,8 @@ def log_ratio_bin(log_ratio: np.ndarray) -> np.ndarray:
 
 
 def probability_bin(logp: np.ndarray) -> np.ndarray:
-    """Bin of each probability, given as its log; the upper end of a bin belongs to it, as in `tokens.envelope`."""
+    """Bin of each probability, given as its log; the upper end of a bin belongs to it, as in
+    `token_statistics.envelope`."""
     depth = -np.minimum(logp, 0.0) / np.log(10) * PER_DECADE
     return PROBABILITY_BINS - 1 - np.minimum(depth, PROBABILITY_BINS - 1).astype(np.int64)
 

@@ -6,8 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trimtab.diagnosis.output import panels as panels
-from trimtab.diagnosis.output import panels as views
+from trimtab.diagnosis.output import panels
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.records import Diagnosis, Outcome, Size
 from trimtab.pages.render import number, render, write
@@ -55,9 +54,9 @@ def page(diagnosis: Diagnosis) -> str:
             "large": panels.how_large(measured),
             "where": words.where_text(measured, diagnosis.texts),
             "split": words.split_text(measured),
-            "cuts": views.where(measured),
+            "cuts": panels.where(measured),
             "notes": [(view.name, view.note) for view in measured.views.values() if view.note and view.name != "token"],
-            "tokens": views.top_tokens(measured, diagnosis.texts),
+            "tokens": panels.top_tokens(measured, diagnosis.texts),
             "causes": diagnosis.causes,
             "faults": words.faults(diagnosis),
             "method": words.method_text(diagnosis.recommendation.preset, diagnosis.recommendation.overrides),

@@ -1,7 +1,7 @@
 """The Llama family (Llama, Mistral, Qwen2, Qwen3) with fewer matrix products, on the model's own weights.
 
 Query, key and value projections are one product, and so are the two input projections of the gated MLP; a mixture of
-experts runs as the model has it. Attention is left to the caller (`lockstep.py`).
+experts runs as the model has it. Attention is left to the caller (`shared_prompt_decoder.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The process that hosts one engine for another process: `python -m trimtab.engines.remote.engine_host SOCKET PARENT`.
 
-The first frame describes the engine (`hosted.py`); every other one is a request, answered in order by the main thread.
-A second thread reads the connection, so that an interruption arrives while tokens are sampled, and gives a sign of life
-every second to a caller that waits for an answer. The process ends, with everything the engine started, once the
-connection is closed or its parent is gone, however the parent ended.
+The first frame describes the engine (`engine_spec.py`); every other one is a request, answered in order by the main
+thread. A second thread reads the connection, so that an interruption arrives while tokens are sampled, and gives a sign
+of life every second to a caller that waits for an answer. The process ends, with everything the engine started, once
+the connection is closed or its parent is gone, however the parent ended.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _ERRORS: dict[str, type[TrimtabError]] = {kind.__name__: kind for kind in (Trimt
 
 
 class WorkerEngine:
-    """The engine that `spec` describes (`hosted.build`), in a child process (`types.Engine`).
+    """The engine that `spec` describes (`engine_spec.build`), in a child process (`types.Engine`).
 
     The process starts at once and loads while the caller goes on; mistakes in `spec` are raised by the first call.
     Weights must be published before anything is generated. With as many threads, tokens and log-probs have the bits of
@@ -45,7 +45,7 @@ class WorkerEngine:
     it dies.
 
     Args:
-        spec: JSON; see `hosted.py`.
+        spec: JSON; see `engine_spec.py`.
         threads: processor threads the engine may use.
         devices: CUDA_VISIBLE_DEVICES of the process; None: those of this one.
         patience: seconds without a sign of life after which a call gives the process up (`EngineLost`). While it

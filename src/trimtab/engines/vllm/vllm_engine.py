@@ -7,7 +7,7 @@ What is asked of it and what is not:
   engine wrote it; vLLM neither tokenizes nor decodes.
 - every response has a seed of its own, made of (seed, prompt, sample). A response that goes on from a prefix draws new
   numbers: those of its first tokens have decided the prefix.
-- a publication is complete (`publication.py`, `vllm_worker.py`) and empties the prefix cache.
+- a publication is complete (`weight_manifest.py`, `worker_extension.py`) and empties the prefix cache.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class InvariantEmbedding(nn.Embedding):
 
 
 def add_exponentials(total: Float[Tensor, " tokens"], logits: Float[Tensor, "tokens words"]) -> Tensor:
-    """`logaddexp(total, logsumexp(logits))` from functions without a scalar tail (`layers.py`)."""
+    """`logaddexp(total, logsumexp(logits))` from functions without a scalar tail."""
     if uses_kernels(logits):
         from trimtab.models.invariant.kernels import head_kernel
 

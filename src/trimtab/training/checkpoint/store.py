@@ -3,7 +3,7 @@
     manifest.json            format, step, and size + sha256 of every other file
     meta.json                counters and everything that is not a tensor
     <section>.safetensors    named tensors: model, optimizer, ...
-    <section>/*.safetensors  the same, every rank its part (`sharded.py`), where the tensors are spread over ranks
+    <section>/*.safetensors  the same, a part from every rank (`sharded_sections.py`), where tensors are sharded
     <anything else>          files of the caller, e.g. pending.parquet
 
 `checkpoints/best.json` points at the best one; it and its folder survive `prune`.
@@ -68,8 +68,8 @@ def save(
 ) -> Path:
     """Write `root/step-<step>` in one rename and return it; a checkpoint of the same step is replaced.
 
-    Where there are several ranks, all must call; `meta`, `files` and what is not sharded are the leader's.
-    `tensors`: section -> name -> tensor (no two may share memory, see `states.model_state`). `meta`: JSON values;
+    Where there are several ranks, all must call; `meta`, `files` and what is not sharded are the leader's. `tensors`:
+    section -> name -> tensor (no two may share memory, see `state_tensors.model_state`). `meta`: JSON values;
     non-finite floats are allowed here, as only `load` reads them. Raises `TrimtabError` when the disk is full; every
     checkpoint that was there before is still there.
     """

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from tests.support.diagnosis_example import MISMATCH, example, steps, view, views
 
-from trimtab.diagnosis.output import panels as panels
-from trimtab.diagnosis.output import panels as views_of
+from trimtab.diagnosis.output import panels
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.html_page import page, write_page
 from trimtab.diagnosis.records import Cause, Diagnosis, Measured
@@ -110,7 +109,7 @@ def test_hostile_labels_inside_figures_are_escaped() -> None:
 
 
 def test_captions_of_the_views_tell_planted_numbers() -> None:
-    found = captions(example(), views_of.where)
+    found = captions(example(), panels.where)
     assert found["k3 by age of the weights"] == "1.1e-3 at age 0, 0.01 at age 4-7."
     assert found["Rejected by length"] == "seq-mis rejects 1.0% of the shortest responses and 72% of the longest."
     # Width of the rarest bin: 4 sqrt(2 * 0.12) = 1.96; its k3 is 120 of 91,000 * 0.0048 = 436.8 nats.
@@ -138,7 +137,7 @@ def test_captions_over_steps_and_of_the_scatter_tell_planted_numbers() -> None:
 def test_a_jump_at_one_turn_is_named() -> None:
     turns = view("turn", ["-1", "0", "+1", "elsewhere"], [500, 500, 500, 89500], [0.001, 0.9, 0.002, 0.001])
     found = example(only={"turn": turns})
-    assert captions(found, views_of.where) == {"k3 around the borders of turns": "Highest at 0 (0.9)."}
+    assert captions(found, panels.where) == {"k3 around the borders of turns": "Highest at 0 (0.9)."}
     # 450 nats; the whole is set to 500.
     of_half = example(only={"turn": turns}, size={"mismatch": {**MISMATCH, "k3": 500 / 91000}})
     assert (
@@ -155,7 +154,7 @@ def test_steady_and_falling_k3_are_told_apart() -> None:
 
 
 def test_top_tokens_are_ranked_by_their_share_of_k3() -> None:
-    rows = views_of.top_tokens(example().measured, {})
+    rows = panels.top_tokens(example().measured, {})
     assert [row["label"] for row in rows] == ["13", "1234", "220", "17"]
     # 51,200 * 0.0032 = 163.84 and 800 * 0.2 = 160 of 91,000 * 0.0048 = 436.8 nats.
     assert [row["share"] for row in rows] == ["38%", "37%", "14%", "8.2%"]
@@ -165,7 +164,7 @@ def test_top_tokens_are_ranked_by_their_share_of_k3() -> None:
 def test_texts_of_ids_stand_before_them_escaped() -> None:
     tokens = view("token", ["7", "other"], [50, 50], [0.1, 0.2], columns={"id": np.array([7, -1])})
     found = bare(only={"token": tokens})
-    rows = views_of.top_tokens(found.measured, {7: EVIL})
+    rows = panels.top_tokens(found.measured, {7: EVIL})
     assert [(row["label"], row["text"]) for row in rows] == [("other", ""), ("7", EVIL)]
     text = page(replace(found, texts={7: EVIL}))
     assert "&lt;script&gt;" in text
@@ -187,7 +186,7 @@ def test_missing_views_are_one_line_and_no_empty_figure() -> None:
 def test_a_single_step_and_a_single_age_are_no_curves() -> None:
     found = example(size={"by_step": steps(1)}, only={"version": view("version", ["0"], [10], [0.1])})
     assert panels.how_large(found.measured).absent == ["curves over steps (the files hold one step)"]
-    assert "age of the weights (only 0 in this data)" in views_of.where(found.measured).absent
+    assert "age of the weights (only 0 in this data)" in panels.where(found.measured).absent
 
 
 def test_nothing_at_all_to_draw_still_makes_a_page() -> None:

@@ -1,7 +1,7 @@
 """Batch-invariant attention in Triton: one kernel for packed rows and for decoding with a cache.
 
 A query sees keys of its prompt and of its own response. Both are cut into blocks of `KEYS`, counted from the prompt's
-and from the response's first key, as in `invariant/attention.py`. One program works on a tile of rows, a row being a
+and from the response's first key, as in `invariant_attention.py`. One program works on a tile of rows, a row being a
 query of one head; heads that share a key head are rows of one program. It walks over the blocks twice: for the
 maximum of each row's scores (exact in any order), and for the sum of exponentials and the weighted values, which are
 added block by block in order, in float32.
