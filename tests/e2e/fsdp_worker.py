@@ -82,13 +82,13 @@ def plant(fault: str | None) -> None:
 
         sys.modules["trimtab.training.followers"].shard = averaged  # pyright: ignore[reportAttributeAccessIssue]
     elif fault == "twice":
-        deal = assignment.deal
+        assign_micro_batches = assignment.assign_micro_batches
 
         def greedy(sizes: Sequence[int], ranks: int) -> list[list[int | None]]:
-            shares = deal(sizes, ranks)
+            shares = assign_micro_batches(sizes, ranks)
             return [[0, *share[1:]] for share in shares]
 
-        assignment.deal = greedy
+        assignment.assign_micro_batches = greedy
 
 
 def main(jobs: Iterable[Mapping[str, Any]]) -> None:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from trimtab.bitwise.difference import Comparison, compare
 from trimtab.bitwise.forward_recorder import Tape, followed, recorded, token_keys
-from trimtab.engines.embedded.decoder import Decoder, GenericDecoder, Starts
+from trimtab.engines.embedded.decoder import Decoder, GenericDecoder
+from trimtab.engines.embedded.decoding_rows import Starts
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.embedded.invariant_decoder import InvariantDecoder
 from trimtab.errors import TrimtabError

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -20,33 +19,14 @@ from trimtab.models.routing import Routers, Routes, agreement
 from trimtab.models.sharding import local
 from trimtab.objectives import Objective, PolicyLogps, mismatch
 from trimtab.seeds import derive
-from trimtab.training.assignment import dealt, exchanged, joined, neutral
+from trimtab.training.assignment import assigned_micro_batches
 from trimtab.training.batching import MicroBatch
 from trimtab.training.optim import clip_gradient, learning_rate, set_learning_rate
 from trimtab.training.ranks import Ranks, here
+from trimtab.training.step_statistics import StepStatistics, all_gather_tensors, all_reduce_statistics, without_counts
 
 MiniBatch = list[MicroBatch]
 ADVICE = "lower optim.lr or choose a stricter correction"
-
-
-@dataclass
-class UpdateStats:
-    """Mergeable statistics of one batch; floats are made once, at the end of the step."""
-
-    objective: Any = None
-    mismatch: Any = None
-    anchors: dict[int, np.ndarray] = field(default_factory=dict)
-    perturbed: dict[int, np.ndarray] = field(default_factory=dict)
-    versions: dict[int, int] = field(default_factory=dict)
-    changes: Changes | None = None
-    agreed: int = 0  # (token, layer) pairs sent to the experts they were given, had their own routers decided
-    routed: int = 0  # all pairs this was looked at for
-    grad_norms: list[float] = field(default_factory=list)
-    skipped: int = 0
-    tokens: int = 0
-    turns: int = 0  # of several ranks, each with at most one micro-batch
-    idle: int = 0  # turns without one
-    lr: float = 0.0
 
 
 @dataclass
@@ -100,14 +80,14 @@ class Learner:
         """`batch` with the log-probs of `models`, each micro-batch scored by one rank and known to all."""
         scores: list[tuple[int, dict[str, torch.Tensor]]] = []
         routed: dict[int, MicroBatch] = {}  # of this rank, which will train on the same micro-batches
-        for index, micro in dealt(batch, self.ranks):
+        for index, micro in assigned_micro_batches(batch, self.ranks):
             looked = {name: self._constant(name, model, micro) for name, model in models.items()}
             scores.append((index, {name: found.logp for name, found in looked.items()}))
             if micro.rows and (own := looked["proximal"].routes if "proximal" in looked else None) is not None:
                 routed[index] = self._settled(micro, own)
         if self.ranks.size > 1:
             mine = {f"{index}|{name}": logp for index, found in scores for name, logp in found.items()}
-            theirs = exchanged({place: logp for place, logp in mine.items() if len(logp)}, self.ranks)
+            theirs = all_gather_tensors({place: logp for place, logp in mine.items() if len(logp)}, self.ranks)
             scores = [
                 (index, {name: theirs[f"{index}|{name}"].to(self.device) for name in models})
                 for index in range(len(batch))
@@ -133,13 +113,13 @@ class Learner:
 
     def update(
         self, batches: Sequence[MiniBatch], on_progress: Callable[[int, int], None], *, probe: bool = True
-    ) -> UpdateStats:
+    ) -> StepStatistics:
         """All epochs over one batch, one optimizer update for each mini-batch.
 
         `probe`: whether a perturbed policy is also scored clean, once for each row (others are clean anyway).
         """
         watched = self.perturbation is not None and probe
-        stats, version = UpdateStats(changes=Changes() if watched else None), self.updates
+        stats, version = StepStatistics(changes=Changes() if watched else None), self.updates
         epochs = self.config.trainer.epochs
         for epoch in range(epochs):
             for index, batch in enumerate(batches):
@@ -148,13 +128,13 @@ class Learner:
                 self._one_update(batch, stats, version, first=epoch == 0, measure=measure)
                 on_progress(epoch * len(batches) + index + 1, epochs * len(batches))
         if self.ranks.size > 1:
-            joined(stats, self.ranks)
+            all_reduce_statistics(stats, self.ranks)
         return stats
 
-    def _one_update(self, batch: MiniBatch, stats: UpdateStats, version: int, *, first: bool, measure: bool) -> None:
+    def _one_update(self, batch: MiniBatch, stats: StepStatistics, version: int, *, first: bool, measure: bool) -> None:
         """`version` is that of the batch's start; `first`: whether these rows are seen for the first time; `measure`:
         whether they still show the mismatch alone."""
-        mine = list(dealt(batch, self.ranks))
+        mine = list(assigned_micro_batches(batch, self.ranks))
         stats.turns += len(mine) * self.ranks.size
         stats.idle += len(mine) * self.ranks.size - len(batch)
         state = self._prepare(mine)
@@ -168,13 +148,13 @@ class Learner:
             out = self.objective(self._logps(micro, scores), micro.advantage, state=state)
             (out.loss if micro.rows else scores.logp.sum()).backward()
             loss_sum += float(out.loss.detach()) if micro.rows else 0.0
-            seen = out.metrics if micro.rows else neutral(out.metrics)
+            seen = out.metrics if micro.rows else without_counts(out.metrics)
             stats.objective = seen if stats.objective is None else stats.objective + seen
             anchor = self._anchor(micro, scores, clean)
             if anchor is not None:
                 if measure:
                     measured = mismatch(anchor, micro.behavior, micro.on_policy)
-                    measured = measured if micro.rows else neutral(measured)
+                    measured = measured if micro.rows else without_counts(measured)
                     stats.mismatch = measured if stats.mismatch is None else stats.mismatch + measured
                 self._remember(micro, anchor, None if clean is None else scores.logp.detach(), stats, version)
             stats.tokens += int(micro.tokens.response_mask.sum()) if micro.rows else 0
@@ -194,7 +174,7 @@ class Learner:
         with self.perturbation.attached(seed=seed, watch=changes):
             return self._score(self.model, micro, routes=micro.routes, record=record)
 
-    def _count_routes(self, micro: MicroBatch, scores: TokenScores, stats: UpdateStats, *, first: bool) -> None:
+    def _count_routes(self, micro: MicroBatch, scores: TokenScores, stats: StepStatistics, *, first: bool) -> None:
         """Experts of the rollout are compared at the first look at a batch, those of the proximal pass in every one."""
         found = micro.agreed if first else None
         if scores.routes is not None and micro.routes is not None:
@@ -202,7 +182,7 @@ class Learner:
         if found is not None:
             stats.agreed, stats.routed = stats.agreed + found[0], stats.routed + found[1]
 
-    def _guarded_step(self, loss: float, stats: UpdateStats) -> None:
+    def _guarded_step(self, loss: float, stats: StepStatistics) -> None:
         """Step the optimizer unless the loss or a gradient is not finite; then skip, count, and in the end stop."""
         stats.lr = self.share * learning_rate(self.config.optim, self.updates, self.total_updates)
         set_learning_rate(self.optimizer, stats.lr)
@@ -279,7 +259,7 @@ class Learner:
         micro: MicroBatch,
         anchor: torch.Tensor,
         perturbed: torch.Tensor | None,
-        stats: UpdateStats,
+        stats: StepStatistics,
         version: int,
     ) -> None:
         """Keep the first look at every row for the trajectory file; later epochs see a policy that has moved on."""

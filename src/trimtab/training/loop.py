@@ -36,7 +36,7 @@ from trimtab.training.features.calibration import calibrate
 from trimtab.training.features.length_surge import Surge
 from trimtab.training.held_out import HeldOut
 from trimtab.training.idle import Idle, reason
-from trimtab.training.learner import DivergedError, Learner, MiniBatch, UpdateStats
+from trimtab.training.learner import DivergedError, Learner, MiniBatch
 from trimtab.training.observer import Moment, Observer
 from trimtab.training.optim import surge_share
 from trimtab.training.ranks import here
@@ -53,6 +53,7 @@ from trimtab.training.step_metrics import (
     speed_metrics,
     update_metrics,
 )
+from trimtab.training.step_statistics import StepStatistics
 from trimtab.training.stop import Stop
 from trimtab.types import Engine, Trajectory
 
@@ -225,7 +226,7 @@ class Trainer:
             for part in split_minibatches(list(owned.values()), trainer.minibatches)
         ]
 
-    def _update(self, batch: Batch) -> UpdateStats:
+    def _update(self, batch: Batch) -> StepStatistics:
         start = time.perf_counter()
         if self.surge is not None:
             self.learner.share = surge_share(self.surge.config, self.step + 1, self.surge.step)
@@ -267,7 +268,7 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.step == self.config.trainer.steps or bool(every and self.step % every == 0)
 
-    def _metrics(self, batch: Batch, collected: CollectStats, stats: UpdateStats, version: int) -> dict[str, Any]:
+    def _metrics(self, batch: Batch, collected: CollectStats, stats: StepStatistics, version: int) -> dict[str, Any]:
         """Everything `docs/metrics.md` promises for a step."""
         self.seconds |= {"collect": collected.seconds_generating, "score": collected.seconds_scoring}
         return {
@@ -295,7 +296,7 @@ class Trainer:
         return {} if self.surge.step is None else {"optim/surge_step": self.surge.step}
 
     def _method_metrics(
-        self, batch: Batch, collected: CollectStats, stats: UpdateStats, version: int
+        self, batch: Batch, collected: CollectStats, stats: StepStatistics, version: int
     ) -> dict[str, float]:
         """What only runs with prompts that are too long, prefixes, external traces, noise, replayed routing or
         calibrated bounds have to say."""
@@ -331,7 +332,9 @@ class Trainer:
         self.observer.evaluated(task.name, moment, accuracy)
         return {f"eval/{task.name}/greedy": accuracy, f"eval/{task.name}/problems": problems}
 
-    def _write(self, batch: Batch, stats: UpdateStats, metrics: dict[str, Any], measured: Mapping[str, float]) -> None:
+    def _write(
+        self, batch: Batch, stats: StepStatistics, metrics: dict[str, Any], measured: Mapping[str, float]
+    ) -> None:
         """Writes files before it calls the observer: what a display shows is already on disk."""
         every = self.config.log.trajectories_every
         if self.run.writes and every and self.step % every == 0:
@@ -343,7 +346,7 @@ class Trainer:
             sink.log(self.step, metrics)
         self.observer.step(metrics)
 
-    def _rows(self, batch: Batch, stats: UpdateStats) -> list[trajectories.Row]:
+    def _rows(self, batch: Batch, stats: StepStatistics) -> list[trajectories.Row]:
         """Trajectories with their advantage and the log-probs the mismatch was measured against."""
         proximal = self.learner.anchor_name == "proximal"
         return [

@@ -12,7 +12,7 @@ import numpy as np
 from trimtab.models.perturbation import Perturbation
 from trimtab.rollout.collector import CollectStats
 from trimtab.runs.expert_column import stored_bytes
-from trimtab.training.learner import UpdateStats
+from trimtab.training.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 
 
@@ -87,7 +87,7 @@ def expert_metrics(stats: CollectStats) -> dict[str, float]:
     }
 
 
-def perturbation_metrics(perturbation: Perturbation, stats: UpdateStats) -> dict[str, float]:
+def perturbation_metrics(perturbation: Perturbation, stats: StepStatistics) -> dict[str, float]:
     """Sigma of every layer in every step; on probe steps also what the noise did to matmul inputs and to log-probs."""
     sigmas = perturbation.sigmas()
     found = {f"perturbation/sigma/{layer}": sigma for layer, sigma in sigmas.items()}
@@ -105,7 +105,7 @@ def perturbation_metrics(perturbation: Perturbation, stats: UpdateStats) -> dict
     return found
 
 
-def routing_metrics(trajectories: Sequence[Trajectory], stats: UpdateStats) -> dict[str, float]:
+def routing_metrics(trajectories: Sequence[Trajectory], stats: StepStatistics) -> dict[str, float]:
     """How often the trained model would have chosen the experts that were replayed, and what an engine's record of them
     takes."""
     found: dict[str, float] = {"routing/agreement": stats.agreed / stats.routed} if stats.routed else {}
@@ -128,7 +128,7 @@ def collect_metrics(stats: CollectStats, *, dropped: int) -> dict[str, float]:
     }
 
 
-def update_metrics(stats: UpdateStats, *, anchor: str, grad_clip: float, ranks: int = 1) -> dict[str, Any]:
+def update_metrics(stats: StepStatistics, *, anchor: str, grad_clip: float, ranks: int = 1) -> dict[str, Any]:
     """Mismatch, objective and optimizer. `optim/grad_norm` is the mean over the step's updates, before clipping;
     `optim/grad_clipped` the share of them above the bound."""
     measured = {f"mismatch/{key}": value for key, value in stats.mismatch.finalize().items()} if stats.mismatch else {}

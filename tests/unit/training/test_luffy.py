@@ -20,7 +20,8 @@ from trimtab.rollout.collector import Collector, Group, PromptStream
 from trimtab.rollout.demonstrations import Experts
 from trimtab.rollout.source import InStep
 from trimtab.training.batching import MicroBatch, micro_batches, to_tensors
-from trimtab.training.learner import Learner, UpdateStats
+from trimtab.training.learner import Learner
+from trimtab.training.step_statistics import StepStatistics
 from trimtab.types import Problem, Sampling
 
 MODEL, TOKENIZER = build(0)
@@ -67,7 +68,7 @@ def batch_of(groups: list[Group], budget: int) -> list[MicroBatch]:
     return [micro.with_scores(advantage=values[list(micro.rows)]) for micro in made]
 
 
-def updated(groups: list[Group], budget: int = 1000, **trainer: object) -> tuple[Learner, UpdateStats]:
+def updated(groups: list[Group], budget: int = 1000, **trainer: object) -> tuple[Learner, StepStatistics]:
     """One plain gradient step of size 1 on these groups."""
     model = copy.deepcopy(MODEL)
     config = recipe(**trainer)

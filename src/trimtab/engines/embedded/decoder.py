@@ -7,7 +7,6 @@ lockstep. Rows start from the keys and values of their prompt and prefix; these 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,24 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from trimtab.engines.embedded.decoding_rows import Starts
 from trimtab.engines.embedded.expert_recorder import Recorder
 
 # Prompts run through the model together; more only costs memory.
 PREFILL_TOKENS = 4096
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Starts:
-    """Where the rows of a batch begin: distinct pairs of a prompt and the first tokens of a response to it.
-
-    `prompt` (starts,) names the prompt of each start, `row` (rows,) the start of each row. Rows of one prompt are
-    neighbors. A prefix may be empty.
-    """
-
-    prompts: list[Tensor]
-    prefixes: list[Tensor]
-    prompt: Tensor
-    row: Tensor
 
 
 class Decoder(Protocol):

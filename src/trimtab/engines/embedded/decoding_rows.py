@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from trimtab.engines.embedded.decoder import Starts
 from trimtab.engines.embedded.sampling import Draw, uniforms
 from trimtab.engines.stopping import StopRule
 from trimtab.errors import TrimtabError
@@ -17,6 +17,20 @@ from trimtab.models.routing import Routers
 from trimtab.types import Completion, Finish, Prompt, Sampling
 
 Prefixes = Sequence[Sequence[Completion]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Starts:
+    """Where the rows of a batch begin: distinct pairs of a prompt and the first tokens of a response to it.
+
+    `prompt` (starts,) names the prompt of each start, `row` (rows,) the start of each row. Rows of one prompt are
+    neighbors. A prefix may be empty.
+    """
+
+    prompts: list[Tensor]
+    prefixes: list[Tensor]
+    prompt: Tensor
+    row: Tensor
 
 
 @dataclass(slots=True)

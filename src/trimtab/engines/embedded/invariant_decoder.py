@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.engines.embedded.decoder import Starts, prefill_blocks
+from trimtab.engines.embedded.decoder import prefill_blocks
+from trimtab.engines.embedded.decoding_rows import Starts
 from trimtab.engines.embedded.sampling import Draw
 from trimtab.models.architecture import parts
 from trimtab.models.fused_head import log_probs, logits_of

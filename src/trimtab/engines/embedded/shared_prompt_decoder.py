@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimtab.engines.embedded.decoder import Starts, prefill_blocks
+from trimtab.engines.embedded.decoder import prefill_blocks
+from trimtab.engines.embedded.decoding_rows import Starts
 from trimtab.engines.embedded.expert_recorder import Recorder
 from trimtab.engines.embedded.fused_llama import LeanModel
 

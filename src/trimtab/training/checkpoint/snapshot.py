@@ -4,27 +4,48 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from trimtab.config import Config, check_config
 from trimtab.engines.factory import sampler_rounding
 from trimtab.errors import TrimtabError
+from trimtab.rollout.canary import Canary
+from trimtab.rollout.source import Feed
 from trimtab.runs import atomic
 from trimtab.runs.directory import RunDir
 from trimtab.runs.layout import CONFIG
 from trimtab.training.checkpoint import state_tensors, store
 from trimtab.training.custom_objective import refuse_other
 from trimtab.training.features.calibration import adopt
+from trimtab.training.features.length_surge import Surge
+from trimtab.training.idle import Idle
+from trimtab.training.learner import Learner
+from trimtab.training.observer import Observer
 from trimtab.training.refusals import runs_beside
-
-if TYPE_CHECKING:
-    from trimtab.training.loop import Trainer
 
 FREE = ("out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare")
 FREE += ("placement", "ray", "sharding")
 
 
-def take(trainer: Trainer, measured: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
+class Resumable(Protocol):
+    """What of a trainer a checkpoint holds, and what a resumed one must do."""
+
+    config: Config
+    feed: Feed
+    learner: Learner
+    run: RunDir
+    observer: Observer
+    surge: Surge | None
+    canary: Canary | None
+    idle: Idle
+    step: int
+
+    def publish_now(self) -> None: ...
+
+    def mark_best(self, measured: Mapping[str, float]) -> None: ...
+
+
+def take(trainer: Resumable, measured: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
     """Tensors by section, JSON, and files; `measured` is what was evaluated at this step."""
     learner = trainer.learner
     optimizer, groups = state_tensors.optimizer_state(learner.optimizer, learner.trained)
@@ -40,7 +61,7 @@ def take(trainer: Trainer, measured: Mapping[str, float]) -> tuple[dict[str, Any
         "bad_in_a_row": learner.bad_in_a_row,
         "idle": trainer.idle.steps,
         "feed": feed_data,
-        "prompts": trainer.collector.stream.state(),
+        "prompts": trainer.feed.collector.stream.state(),
         "optimizer": groups,
         "random": generator_data,
     }
@@ -53,7 +74,7 @@ def take(trainer: Trainer, measured: Mapping[str, float]) -> tuple[dict[str, Any
     return tensors, meta, files
 
 
-def resume(trainer: Trainer) -> None:
+def resume(trainer: Resumable) -> None:
     """Continue from the newest intact checkpoint; a run killed before its first one starts over in its directory."""
     run = trainer.run
     _check_same_recipe(run, trainer.config)
@@ -68,7 +89,7 @@ def resume(trainer: Trainer) -> None:
     trainer.observer.message(f"resumed from {found.folder}")
 
 
-def _restore(trainer: Trainer, found: store.LoadedCheckpoint) -> None:
+def _restore(trainer: Resumable, found: store.LoadedCheckpoint) -> None:
     learner, meta = trainer.learner, found.meta
     state_tensors.load_model_state(learner.model, found.tensors["model"])
     if learner.perturbation is not None:
@@ -87,7 +108,7 @@ def _restore(trainer: Trainer, found: store.LoadedCheckpoint) -> None:
         trainer.surge.restore(meta["surge"])
     if trainer.canary is not None:
         trainer.canary.noise = meta["canary"]
-    trainer.collector.stream.restore(meta["prompts"])
+    trainer.feed.collector.stream.restore(meta["prompts"])
     if "engine" not in found.tensors:
         trainer.publish_now()
     trainer.feed.restore(found.tensors, meta["feed"], found.files)

@@ -13,7 +13,7 @@ import torch
 from trimtab.config import Config
 from trimtab.engines.factory import sampler_rounding
 from trimtab.errors import TrimtabError
-from trimtab.training.learner import UpdateStats
+from trimtab.training.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 
 
@@ -42,7 +42,7 @@ def check(config: Config) -> None:
         )
 
 
-def confirm(trajectories: Sequence[Trajectory], stats: UpdateStats) -> int:
+def confirm(trajectories: Sequence[Trajectory], stats: StepStatistics) -> int:
     """How many log-probs were sampled and trained under the same weights; all of them are equal.
 
     Raises:

@@ -29,10 +29,11 @@ from trimtab.runs import trajectories
 from trimtab.runs.expert_column import stored_bytes
 from trimtab.training.batching import MicroBatch, to_tensors
 from trimtab.training.features import routing_replay
-from trimtab.training.learner import Learner, UpdateStats
+from trimtab.training.learner import Learner
 from trimtab.training.optim import build_optimizer
 from trimtab.training.run import train
 from trimtab.training.step_metrics import routing_metrics
+from trimtab.training.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 
 CPU = torch.device("cpu")
@@ -188,7 +189,7 @@ def batches(rows: list[Trajectory], of: Learner) -> list[list[MicroBatch]]:
 ROWS = [trajectory(place, [3, 1, 4, 1, 5][: 3 + place % 2], prompt=[9, 2, 6, place]) for place in range(4)]
 
 
-def share(stats: UpdateStats) -> float:
+def share(stats: StepStatistics) -> float:
     return routing_metrics([], stats)["routing/agreement"]
 
 
