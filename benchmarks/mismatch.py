@@ -24,7 +24,7 @@ from torch import Tensor
 from routing import elsewhere
 from trimtab import tasks
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import EXACT, Rounding, matrices
+from trimtab.engines.embedded.weight_quantization import EXACT, WeightQuantization, matrices
 from trimtab.models.laboratory import NAMES
 from trimtab.models.load import BUNDLED, LABORATORY, MIXTURE, load
 from trimtab.models.logprobs import TokenBatch, score
@@ -32,16 +32,16 @@ from trimtab.models.routing import routers
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Sampling
 
-SAMPLERS: dict[str, tuple[str, Rounding]] = {
+SAMPLERS: dict[str, tuple[str, WeightQuantization]] = {
     "float32": ("float32", EXACT),
     "bfloat16": ("bfloat16", EXACT),
-    "int8": ("float32", Rounding(bits=8)),
-    "int4": ("float32", Rounding(bits=4)),
-    "int3": ("float32", Rounding(bits=3)),
-    "noise 0.02": ("float32", Rounding(noise=0.02)),
-    "noise 0.05": ("float32", Rounding(noise=0.05)),
-    "noise 0.1": ("float32", Rounding(noise=0.1)),
-    "noise 0.2": ("float32", Rounding(noise=0.2)),
+    "int8": ("float32", WeightQuantization(bits=8)),
+    "int4": ("float32", WeightQuantization(bits=4)),
+    "int3": ("float32", WeightQuantization(bits=3)),
+    "noise 0.02": ("float32", WeightQuantization(noise=0.02)),
+    "noise 0.05": ("float32", WeightQuantization(noise=0.05)),
+    "noise 0.1": ("float32", WeightQuantization(noise=0.1)),
+    "noise 0.2": ("float32", WeightQuantization(noise=0.2)),
 }
 
 
@@ -84,7 +84,7 @@ def figures(trainer: Tensor, sampler: Tensor) -> list[str]:
     ]
 
 
-def rounded_copy(model: Any, dtype: str, rounding: Rounding) -> Any:
+def rounded_copy(model: Any, dtype: str, rounding: WeightQuantization) -> Any:
     """The sampler's weights in the trainer's own architecture."""
     own = copy.deepcopy(model).to(getattr(torch, dtype))
     names = matrices(own) if rounding.active else ()

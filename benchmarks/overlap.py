@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.config import load_config
-from trimtab.training.observer import Silent
+from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 from trimtab.types import Problem
 
@@ -34,7 +34,7 @@ WARM = 6  # steps that fill caches and the pipeline
 
 
 @dataclass
-class Clock(Silent):
+class Clock(NullObserver):
     """When each step ended, and what it was made of."""
 
     ends: list[float] = field(default_factory=list)

@@ -24,7 +24,7 @@ import torch
 from trimtab.models.load import BUNDLED, load
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.models.noise import normals
-from trimtab.models.perturbation import Changes, Perturbation
+from trimtab.models.perturbation import Perturbation, PerturbationCoverage
 
 PROMPTS, SAMPLES, PROMPT, BUDGET = 16, 8, 45, 2048
 
@@ -97,7 +97,7 @@ def main() -> None:
     nanoseconds = [statistics.median(values) / (shape[0] * shape[1]) * 1e9 for values in (ours, torchs)]
     print("one normal: {:.2f} ns, by torch.randn {:.2f} ns".format(*nanoseconds))
 
-    watch = Changes()
+    watch = PerturbationCoverage()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         plain = score(model, batches[-1]).logp
         with perturbation.attached(seed=0, watch=watch):

@@ -43,10 +43,10 @@ from trimtab.config import Config, load_config
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.collector import Collector, PromptStream
 from trimtab.rollout.prefixes import PrefixPool
-from trimtab.rollout.source import InStep
-from trimtab.runs.directory import RunDir
+from trimtab.rollout.source import SyncSource
+from trimtab.runs.directory import RunDirectory
 from trimtab.training.loop import Trainer
-from trimtab.training.observer import Silent
+from trimtab.training.observer import NullObserver
 from trimtab.training.run import assemble, check, load_model
 
 TARGET = 1.05
@@ -67,13 +67,13 @@ FORCED = ("long",)  # stops are ignored: every response has the full length
 KEYS = ("time/step", "time/collect", "tokens/decoded", "tokens/prefilled")
 
 
-class Turns(Silent):
+class Turns(NullObserver):
     """Gives every step to the next variant, and keeps what each one cost."""
 
     def __init__(self, refresh: int) -> None:
         self.refresh = refresh
         self.trainer: Trainer | None = None
-        self.feeds: dict[str, InStep] = {}
+        self.feeds: dict[str, SyncSource] = {}
         self.seen: dict[str, list[Mapping[str, Any]]] = {name: [] for name in VARIANTS}
         self._turn = 0
 
@@ -126,7 +126,7 @@ def run(case: str, options: argparse.Namespace) -> tuple[Turns, float]:
     steps = len(VARIANTS) * options.refresh * (options.rounds + 1)
     config, turns = recipe(case, BASE, options, steps), Turns(options.refresh)
     parts, loaded = check(config), load_model(config)
-    with tempfile.TemporaryDirectory() as folder, RunDir.create(Path(folder) / "run", config.dump()) as directory:
+    with tempfile.TemporaryDirectory() as folder, RunDirectory.create(Path(folder) / "run", config.dump()) as directory:
         trainer = turns.trainer = assemble(config, parts, loaded, directory, turns)
         sampling = replace(trainer.collector.sampling, ignore_stop=case in FORCED)
         for name in VARIANTS:
@@ -141,7 +141,7 @@ def run(case: str, options: argparse.Namespace) -> tuple[Turns, float]:
                 sampling=sampling,
                 prefixes=PrefixPool(own.prefix, engine, sampling, own.trainer.samples, own.seed),
             )
-            turns.feeds[name] = InStep(collector, Buffer(own.trainer))
+            turns.feeds[name] = SyncSource(collector, Buffer(own.trainer))
         trainer.train()
         parts.scorer.close()
     asked = PromptStream(parts.task, loaded.tokenizer, config.seed).take(64)

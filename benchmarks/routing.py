@@ -35,9 +35,9 @@ from grid import mean_and_range, table
 from trimtab import tasks
 from trimtab.config import load_config
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import EXACT, Rounding
+from trimtab.engines.embedded.weight_quantization import EXACT, WeightQuantization
 from trimtab.models import laboratory
-from trimtab.models.load import LABORATORY, MIXTURE, SWITCH, Loaded, load
+from trimtab.models.load import LABORATORY, MIXTURE, SWITCH, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.models.routing import FREE, Routes, agreement, routers
 from trimtab.training.sft import warm_start
@@ -46,12 +46,12 @@ from trimtab.types import Completion, Sampling
 TWIN = "dense twin"
 MODELS = (LABORATORY, TWIN, MIXTURE, SWITCH)
 # Sampler, and whether the trainer computes under bfloat16 autocast.
-SAMPLERS: dict[str, tuple[str, Rounding, bool]] = {
+SAMPLERS: dict[str, tuple[str, WeightQuantization, bool]] = {
     "bfloat16": ("bfloat16", EXACT, False),
     "bfloat16, trainer too": ("bfloat16", EXACT, True),
-    "int8": ("float32", Rounding(bits=8), False),
-    "int4": ("float32", Rounding(bits=4), False),
-    "int3": ("float32", Rounding(bits=3), False),
+    "int8": ("float32", WeightQuantization(bits=8), False),
+    "int4": ("float32", WeightQuantization(bits=4), False),
+    "int3": ("float32", WeightQuantization(bits=3), False),
 }
 FAR = 0.2  # nats: a ratio of 1.22 or 0.82
 NOISES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -91,7 +91,7 @@ class Measured:
     elsewhere: float | None = None
 
 
-def warm(name: str, seed: int, root: Path) -> Loaded:
+def warm(name: str, seed: int, root: Path) -> LoadedModel:
     """The warm-started model of that name; made once."""
     folder = root / f"{name.replace(' ', '-')}-seed{seed}"
     if not folder.exists():
@@ -118,7 +118,7 @@ def _twin(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def draw(loaded: Loaded, dtype: str, rounding: Rounding, prompts: int, samples: int) -> Drawn:
+def draw(loaded: LoadedModel, dtype: str, rounding: WeightQuantization, prompts: int, samples: int) -> Drawn:
     task, mixture = tasks.build("sort"), routers(loaded.model).layers > 0
     asked = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.train[:prompts]]
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, rounding=rounding, routes=mixture)
@@ -152,7 +152,7 @@ def padded(batch: TokenBatch, groups: Sequence[Sequence[Completion]]) -> Routes:
 
 
 @torch.no_grad()
-def measure(loaded: Loaded, drawn: Drawn, autocast: bool = False) -> Measured:
+def measure(loaded: LoadedModel, drawn: Drawn, autocast: bool = False) -> Measured:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         free = score(loaded.model, drawn.batch, record=drawn.routes is not None)
         here = Distance.of(free.logp, drawn.batch, drawn.logp)
@@ -192,7 +192,7 @@ def rough_routers(model: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def routers_alone(loaded: Loaded, batch: TokenBatch) -> Measured:
+def routers_alone(loaded: LoadedModel, batch: TokenBatch) -> Measured:
     """A sampler that differs from the trainer in nothing but the type its routers compute in."""
     free = score(loaded.model, batch, record=True)
     with rough_routers(loaded.model):
@@ -256,7 +256,7 @@ def sources(root: Path, prompts: int, samples: int) -> None:
     """One model: the smaller the sampler's error, the more of k3 is routing."""
     model, rows = warm(SWITCH, 0, root), []
     for noise in NOISES:
-        drawn = draw(model, "float32", Rounding(noise=noise), prompts, samples)
+        drawn = draw(model, "float32", WeightQuantization(noise=noise), prompts, samples)
         rows.append([f"noise {noise:g}", *row_of([measure(model, drawn)])])
     batch = draw(model, "float32", EXACT, prompts, samples).batch
     rows.append(["routers in bfloat16, the rest exact", *row_of([routers_alone(model, batch)])])

@@ -18,7 +18,7 @@ import torch
 
 from trimtab import tasks
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.models.load import MIXTURE, Loaded, load
+from trimtab.models.load import MIXTURE, LoadedModel, load
 from trimtab.models.logprobs import score
 from trimtab.models.routing import routers
 from trimtab.rollout.collector import PromptStream
@@ -43,7 +43,7 @@ def main() -> None:
     trained(loaded, rows, options.rounds)
 
 
-def sampled(loaded: Loaded, rounds: int) -> list[Trajectory]:
+def sampled(loaded: LoadedModel, rounds: int) -> list[Trajectory]:
     """Batches of the engine that records, against those of one that does not."""
     task = tasks.build("sort")
     sampling = Sampling(max_tokens=task.max_tokens, stop=task.stop)
@@ -61,7 +61,7 @@ def trajectory(prompt: Prompt, group: int, completion: Completion, sampling: Sam
     return Trajectory(prompt, group, completion, sampling, mask, 0.0, {})
 
 
-def sizes(loaded: Loaded, rows: list[Trajectory]) -> None:
+def sizes(loaded: LoadedModel, rows: list[Trajectory]) -> None:
     bare = [replace(row, completion=replace(row.completion, routes=None)) for row in rows]
     tokens = sum(len(row.prompt.ids) + len(row) - 1 for row in rows)
     whole, without = (len(trajectories.to_bytes(some)) for some in (rows, bare))
@@ -71,7 +71,7 @@ def sizes(loaded: Loaded, rows: list[Trajectory]) -> None:
     print(f"in a checkpoint, compressed: {packed:.2f} bytes a token; all other columns {rest:.2f}")
 
 
-def trained(loaded: Loaded, rows: list[Trajectory], rounds: int) -> None:
+def trained(loaded: LoadedModel, rows: list[Trajectory], rounds: int) -> None:
     """Forward and backward with replay and measured agreement, against both without."""
     micro = to_tensors(rows, range(len(rows)), 12, torch.device("cpu"), routers(loaded.model))
     loaded.model.train()
@@ -79,7 +79,7 @@ def trained(loaded: Loaded, rows: list[Trajectory], rounds: int) -> None:
     ratio("update with replay and agreement / without", jobs, rounds)
 
 
-def update(loaded: Loaded, micro: MicroBatch, on: bool) -> None:
+def update(loaded: LoadedModel, micro: MicroBatch, on: bool) -> None:
     score(loaded.model, micro.tokens, routes=micro.routes if on else None, record=on).logp.sum().backward()
 
 

@@ -109,11 +109,11 @@ def trimtab_worker(model: str, variant: dict[str, Any]) -> None:
     import torch
 
     from trimtab import rewards
-    from trimtab.config import check_config
+    from trimtab.config import parse_config
     from trimtab.objectives import objective
-    from trimtab.runs.directory import RunDir
+    from trimtab.runs.directory import RunDirectory
     from trimtab.tasks.task import BuiltTask
-    from trimtab.training.observer import Silent
+    from trimtab.training.observer import NullObserver
     from trimtab.training.run import Parts, assemble, load_model
     from trimtab.types import Problem, RewardSpec
 
@@ -127,7 +127,7 @@ def trimtab_worker(model: str, variant: dict[str, Any]) -> None:
         def target(self, answer: str) -> str:
             return answer
 
-    class Stepwise(Silent):
+    class Stepwise(NullObserver):
         def phase(self, name: str, *_: Any) -> None:
             if name == "collect":
                 commands.wait()
@@ -139,7 +139,7 @@ def trimtab_worker(model: str, variant: dict[str, Any]) -> None:
     problems = [Problem(str(index), question(index), "100") for index in range(64)]
     spec = RewardSpec(lambda completion, _problem: letters(completion))
     task = BuiltTask("sums", problems, problems[:1], Chat(), (spec,), (), TOKENS)
-    config = check_config(
+    config = parse_config(
         {
             "model": {"path": model} | variant.get("model", {}),
             "objective": {"name": "token-tis"},
@@ -151,7 +151,7 @@ def trimtab_worker(model: str, variant: dict[str, Any]) -> None:
         "benchmark",
     )
     parts = Parts(objective("token-tis"), task, rewards.build([spec], task))
-    with RunDir.create(Path(tempfile.mkdtemp()), config.dump()) as run:
+    with RunDirectory.create(Path(tempfile.mkdtemp()), config.dump()) as run:
         trainer = assemble(config, parts, load_model(config), run, Stepwise())
         trainer.collector.sampling = replace(trainer.collector.sampling, ignore_stop=True)
         commands.ready(threads=torch.get_num_threads())

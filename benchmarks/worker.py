@@ -21,9 +21,9 @@ import torch
 
 from trimtab import tasks
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.remote.remote_engine import WorkerEngine
+from trimtab.engines.remote.remote_engine import ProcessEngine
 from trimtab.engines.remote.shared_weights import share
-from trimtab.models.load import LABORATORY, Loaded, load
+from trimtab.models.load import LABORATORY, LoadedModel, load
 from trimtab.rollout.collector import PromptStream
 from trimtab.training.export import save_model_files
 from trimtab.training.sft import laboratory_folder
@@ -60,7 +60,7 @@ def main() -> None:
         compare(name, load(path, dtype=torch.float32), options.threads, options.rounds)
 
 
-def compare(name: str, loaded: Loaded, threads: int, rounds: int) -> None:
+def compare(name: str, loaded: LoadedModel, threads: int, rounds: int) -> None:
     kind, count, tokens = CASES[name]
     prompts = PromptStream(tasks.build(kind), loaded.tokenizer, 0).take(count)
     sampling, weights = Sampling(max_tokens=tokens, ignore_stop=True), list(loaded.model.state_dict().items())
@@ -68,7 +68,7 @@ def compare(name: str, loaded: Loaded, threads: int, rounds: int) -> None:
         save_model_files(loaded.model, loaded.tokenizer, Path(folder) / "model")
         spec = {"type": "embedded", "model": f"{folder}/model", "dtype": "bfloat16", "rounding": {}}
         start = time.perf_counter()
-        worker = WorkerEngine(spec, threads=threads)
+        worker = ProcessEngine(spec, threads=threads)
         worker.publish(iter(weights), 0)
         started = time.perf_counter() - start
         own = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16)

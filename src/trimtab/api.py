@@ -11,7 +11,7 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 from trimtab.report.run_report import write_report
 from trimtab.runs.reader import read_run
-from trimtab.training.observer import Observer, Silent
+from trimtab.training.observer import NullObserver, Observer
 from trimtab.training.ranks import follows
 from trimtab.training.run import RunResult
 from trimtab.training.run import train as run_training
@@ -45,7 +45,7 @@ def train(
             "the recipe has a [compare] section, which trains several runs: use `trimtab train`, or leave the section "
             "out and call this once for each objective and seed"
         )
-    watcher = Silent() if follows() else observer or (_lines() if progress else Silent())
+    watcher = NullObserver() if follows() else observer or (_lines() if progress else NullObserver())
     if resolved.placement == "ray":
         if reward is not None:
             raise TrimtabError(

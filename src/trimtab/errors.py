@@ -17,11 +17,11 @@ class TrimtabError(ValueError):
     """A mistake a user can mend. The command line prints it as one line and exits with code 2."""
 
 
-class Diverged(TrimtabError):
+class DivergedError(TrimtabError):
     """The trained policy is no longer finite: of a single run a mistake in its settings, of an experiment a result."""
 
 
-class EngineLost(TrimtabError):
+class EngineDeadError(TrimtabError):
     """An engine died or cannot be reached in the middle of its work; `Engine.recover` brings it back."""
 
 

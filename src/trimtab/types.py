@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
-RouteArray = NDArray[np.int16]
+ExpertArray = NDArray[np.int16]
 
-Finish = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort"]
 
-EXTERNAL = -1
+EXTERNAL_VERSION = -1
 """`policy_version` of tokens that no policy of the run wrote."""
 
 
@@ -84,11 +84,11 @@ class Completion:
     response_ids: IntArray
     logp_behavior: FloatArray
     policy_version: IntArray
-    finish: Finish
+    finish: FinishReason
     text: str
     entropy: FloatArray | None = None
     kept: tuple[IntArray, ...] | None = None
-    routes: RouteArray | None = None
+    routes: ExpertArray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +165,7 @@ class Task(Protocol):
         ...
 
 
-class Interrupt(Protocol):
+class AbortSignal(Protocol):
     """A request to stop soon, as `threading.Event` is one: set from another thread, looked at between tokens."""
 
     def is_set(self) -> bool: ...
@@ -174,8 +174,8 @@ class Interrupt(Protocol):
 class Engine(Protocol):
     """Samples responses and says with which probability. Stateless but for its weights: all randomness is in `seed`.
 
-    Calls come from one thread at a time. A call that the engine did not survive raises `EngineLost`; after `recover`
-    the engine works again, without weights: publish before generating.
+    Calls come from one thread at a time. A call that the engine did not survive raises `EngineDeadError`; after
+    `recover` the engine works again, without weights: publish before generating.
     """
 
     policy_version: int
@@ -190,7 +190,7 @@ class Engine(Protocol):
         *,
         seed: int,
         prefixes: Sequence[Sequence[Completion]] | None = None,
-        interrupt: Interrupt | None = None,
+        interrupt: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """`samples` completions for each prompt, in order. Equal arguments and weights give equal tokens.
 
@@ -216,7 +216,8 @@ class Engine(Protocol):
         ...
 
     def recover(self) -> None:
-        """Bring the engine back after `EngineLost`; nothing to do where it is alive. Raises `TrimtabError` for good."""
+        """Bring the engine back after `EngineDeadError`; nothing to do where it is alive. Raises `TrimtabError` for
+        good."""
         ...
 
     def close(self) -> None:

@@ -17,10 +17,10 @@ import torch
 from trimtab.config import Config, load_config
 from trimtab.engines.factory import build_engines
 from trimtab.models import sharding
-from trimtab.models.load import Loaded
+from trimtab.models.load import LoadedModel
 from trimtab.runs import trajectories
 from trimtab.training import assignment, run
-from trimtab.training.backends import Makers
+from trimtab.training.backends import Backends
 from trimtab.training.ranks import join
 from trimtab.types import Completion, Engine, Prompt, Sampling
 
@@ -59,13 +59,13 @@ class Recorded:
 def train(job: Mapping[str, Any]) -> None:
     """Start or continue the run of a job."""
 
-    def engines(config: Config, loaded: Loaded, files: Path) -> list[Recorded]:
+    def engines(config: Config, loaded: LoadedModel, files: Path) -> list[Recorded]:
         recording, out = Path(job["recording"]), Path(job["out"])
         return [Recorded(engine, recording, out) for engine in build_engines(config, loaded, files)]
 
     torch.manual_seed(0)  # adapters begin with random numbers
     config = load_config("laboratory", job["sets"])
-    makers = Makers() if job["recording"] is None else Makers(engines)
+    makers = Backends() if job["recording"] is None else Backends(engines)
     run.train(config, out=job["out"], resume=job["resume"], makers=makers)
 
 

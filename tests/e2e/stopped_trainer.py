@@ -24,9 +24,9 @@ import torch
 from tests.e2e.worker_parent import Announced
 from tests.support.engines import prompt
 
-from trimtab.engines.remote.remote_engine import WorkerEngine
+from trimtab.engines.remote.remote_engine import ProcessEngine
 from trimtab.models import laboratory
-from trimtab.types import Interrupt, Sampling
+from trimtab.types import AbortSignal, Sampling
 
 ENGINE = {"type": "embedded", "dtype": "float32", "rounding": {}}
 
@@ -79,7 +79,7 @@ def main() -> None:
 
 @contextmanager
 def worker(spec: dict[str, Any]) -> Iterator[Any]:
-    engine = WorkerEngine(spec, threads=1)
+    engine = ProcessEngine(spec, threads=1)
     yield engine
     engine.close()
 
@@ -101,7 +101,7 @@ def process(engine: Any) -> int:
     return engine.place["pid"] if hasattr(engine, "place") else engine.pid
 
 
-def call(engine: Any, interrupt: Interrupt | None) -> None:
+def call(engine: Any, interrupt: AbortSignal | None) -> None:
     long = Sampling(max_tokens=40, ignore_stop=True)
     found = engine.generate([prompt([1, 2, 3])] * 16, 16, long, seed=0, interrupt=interrupt)
     rows = [(one.response_ids.tolist(), one.logp_behavior.tolist()) for one in chain(*found)]

@@ -20,14 +20,14 @@ from trimtab.report.run_report import write_report
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
 from trimtab.runs.trajectories import read as read_trajectories
-from trimtab.training.observer import Silent
+from trimtab.training.observer import NullObserver
 from trimtab.training.run import check, train
 
 pytestmark = pytest.mark.e2e
 TIMED = ("time/", "tokens_per_second/", "memory/", "eval/")
 
 
-class Messages(Silent):
+class Messages(NullObserver):
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.equations: list[str] = []

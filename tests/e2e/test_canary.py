@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trimtab.config import CanaryConfig, load_config
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.errors import Diverged, TrimtabError
+from trimtab.errors import DivergedError, TrimtabError
 from trimtab.models import laboratory
 from trimtab.rollout.canary import FLOOR, MARGIN, Canary
 from trimtab.types import Completion, Prompt
@@ -286,10 +286,10 @@ def test_weights_that_are_not_finite_are_caught(dtype: torch.dtype) -> None:
     watch, engine = canary(model), engine_of(model, dtype)
     look(watch, engine, model, 0)
     engine._model.model.layers[0].mlp.up_proj.weight.data[3, 5] = float("nan")
-    with pytest.raises(Diverged, match="not finite"):
+    with pytest.raises(DivergedError, match="not finite"):
         check(watch, engine, model, 0)
     model.model.norm.weight.data.fill_(float("inf"))
-    with pytest.raises(Diverged, match="trained policy of version 1 is not finite"):
+    with pytest.raises(DivergedError, match="trained policy of version 1 is not finite"):
         watch.expect(model, 1)
 
 

@@ -11,7 +11,7 @@ from tests.support.engines import tokenizer
 from tests.support.vllm_support import needs_vllm, policy, start, update
 
 from trimtab.config import load_config
-from trimtab.errors import Diverged, TrimtabError
+from trimtab.errors import DivergedError, TrimtabError
 from trimtab.rollout import canary as canaries
 from trimtab.rollout.canary import MARGIN, Canary
 
@@ -142,5 +142,5 @@ def test_weights_that_are_not_finite_are_caught(engine: Any, watch: Canary) -> N
     norm.data.fill_(float("nan"))
     expected = watch.expect(model, 0)
     assert expected is not None
-    with pytest.raises(Diverged, match="not finite"):
+    with pytest.raises(DivergedError, match="not finite"):
         watch.check(engine, expected)

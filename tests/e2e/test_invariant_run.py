@@ -20,7 +20,7 @@ from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
-from trimtab.training.backends import Makers
+from trimtab.training.backends import Backends
 from trimtab.training.run import train
 
 pytestmark = pytest.mark.e2e
@@ -100,7 +100,7 @@ def test_one_native_operation_stops_the_run(tmp_path: Path) -> None:
         return [engine]
 
     with pytest.raises(TrimtabError, match=r"log-probs are not the sampler's bit for bit .* doctor --bitwise"):
-        run(tmp_path / "run", INVARIANT, makers=Makers(engines=engines))
+        run(tmp_path / "run", INVARIANT, makers=Backends(engines=engines))
 
 
 @pytest.mark.timeout(300)

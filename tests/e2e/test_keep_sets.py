@@ -19,9 +19,9 @@ import pytest
 from trimtab.config import load_config
 from trimtab.engines.factory import build_engines
 from trimtab.errors import TrimtabError
-from trimtab.models.load import Loaded
+from trimtab.models.load import LoadedModel
 from trimtab.runs.directory import read_metrics
-from trimtab.training.backends import LOCAL, Makers
+from trimtab.training.backends import LOCAL_BACKENDS, Backends
 from trimtab.training.run import train
 from trimtab.types import Completion, Engine
 
@@ -36,7 +36,7 @@ FLOAT_ERROR = 5e-5
 Change = Callable[[Completion], Completion]
 
 
-def metrics(out: Path, *sets: str, makers: Makers = LOCAL) -> list[dict[str, Any]]:
+def metrics(out: Path, *sets: str, makers: Backends = LOCAL_BACKENDS) -> list[dict[str, Any]]:
     train(load_config("laboratory", [*SMALL, *sets]), out=out, makers=makers)
     return read_metrics(out / "metrics.jsonl")
 
@@ -107,11 +107,11 @@ class Tampered:
         return groups
 
 
-def tampered(change: Change) -> Makers:
-    def engines(config: Any, loaded: Loaded, folder: Path) -> list[Any]:
+def tampered(change: Change) -> Backends:
+    def engines(config: Any, loaded: LoadedModel, folder: Path) -> list[Any]:
         return [Tampered(engine, change) for engine in build_engines(config, loaded, folder)]
 
-    return Makers(engines)
+    return Backends(engines)
 
 
 def without(completion: Completion, *, own: bool) -> Completion:

@@ -11,8 +11,8 @@ import torch
 
 from trimtab import tasks
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import EXACT, Rounding, matrices
-from trimtab.models.load import LABORATORY, MIXTURE, Loaded, load
+from trimtab.engines.embedded.weight_quantization import EXACT, WeightQuantization, matrices
+from trimtab.models.load import LABORATORY, MIXTURE, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Sampling
@@ -22,17 +22,17 @@ pytestmark = pytest.mark.e2e
 SAMPLERS = {
     "float32": (torch.float32, EXACT),
     "bfloat16": (torch.bfloat16, EXACT),
-    "int8": (torch.float32, Rounding(bits=8)),
-    "int4": (torch.float32, Rounding(bits=4)),
-    "int3": (torch.float32, Rounding(bits=3)),
+    "int8": (torch.float32, WeightQuantization(bits=8)),
+    "int4": (torch.float32, WeightQuantization(bits=4)),
+    "int3": (torch.float32, WeightQuantization(bits=3)),
 }
 
 
-def warm(name: str) -> Loaded:
+def warm(name: str) -> LoadedModel:
     return load(str(laboratory_folder(name)), dtype=torch.float32)
 
 
-def sampled(loaded: Loaded, sampler: str) -> tuple[TokenBatch, np.ndarray]:
+def sampled(loaded: LoadedModel, sampler: str) -> tuple[TokenBatch, np.ndarray]:
     dtype, rounding = SAMPLERS[sampler]
     task = tasks.build("sort")
     asked = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.train[:64]]
@@ -49,7 +49,7 @@ def sampled(loaded: Loaded, sampler: str) -> tuple[TokenBatch, np.ndarray]:
 
 
 @torch.inference_mode()
-def k3(loaded: Loaded, sampler: str) -> float:
+def k3(loaded: LoadedModel, sampler: str) -> float:
     batch, behavior = sampled(loaded, sampler)
     log_ratio = score(loaded.model, batch).logp[batch.response_mask].double().numpy() - behavior
     return float(np.mean(np.expm1(log_ratio) - log_ratio))
@@ -69,7 +69,7 @@ def experts(model: Any, batch: TokenBatch) -> torch.Tensor:
     return torch.stack(seen)
 
 
-def elsewhere(loaded: Loaded, sampler: str) -> float:
+def elsewhere(loaded: LoadedModel, sampler: str) -> float:
     """Share of tokens with another pair of experts in at least one layer."""
     dtype, rounding = SAMPLERS[sampler]
     own: Any = copy.deepcopy(loaded.model)

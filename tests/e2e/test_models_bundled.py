@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trimtab.models import bundled
-from trimtab.models.load import BUNDLED, Loaded, load
+from trimtab.models.load import BUNDLED, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
 
 pytestmark = pytest.mark.e2e
@@ -51,11 +51,11 @@ def test_conversion_survives_a_kill_and_two_converters(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def real() -> Loaded:
+def real() -> LoadedModel:
     return load(BUNDLED, dtype=torch.float32)
 
 
-def tokens(real: Loaded) -> tuple[TokenBatch, list[tuple[Any, Any]]]:
+def tokens(real: LoadedModel) -> tuple[TokenBatch, list[tuple[Any, Any]]]:
     """Two responses to every prompt, one of them cut short."""
     ids = [tuple(np.array(real.tokenizer(part).input_ids) for part in text) for text in TEXTS]
     pairs = [(prompt, response) for prompt, response in ids] + [(prompt, response[:3]) for prompt, response in ids]
@@ -65,7 +65,7 @@ def tokens(real: Loaded) -> tuple[TokenBatch, list[tuple[Any, Any]]]:
     return batch, pairs
 
 
-def plain(real: Loaded, pairs: list[tuple[Any, Any]]) -> Tensor:
+def plain(real: LoadedModel, pairs: list[tuple[Any, Any]]) -> Tensor:
     logps = []
     for prompt, response in pairs:
         row = torch.from_numpy(np.concatenate([prompt, response]))[None]
@@ -74,7 +74,7 @@ def plain(real: Loaded, pairs: list[tuple[Any, Any]]) -> Tensor:
     return torch.cat(logps)
 
 
-def test_loaded_as_asked(real: Loaded) -> None:
+def test_loaded_as_asked(real: LoadedModel) -> None:
     assert {parameter.dtype for parameter in real.model.parameters()} == {torch.float32}
     assert real.model.lm_head.weight is real.model.model.embed_tokens.weight  # type: ignore[union-attr]
     assert real.tokenizer.pad_token_id is not None
@@ -85,7 +85,7 @@ def test_loaded_as_asked(real: Loaded) -> None:
     assert first[0] > -1.5  # " Paris"
 
 
-def test_scores_and_gradients_of_real_text_equal_the_plain_forward(real: Loaded) -> None:
+def test_scores_and_gradients_of_real_text_equal_the_plain_forward(real: LoadedModel) -> None:
     batch, pairs = tokens(real)
     ours, theirs = score(real.model, batch).logp[batch.response_mask], plain(real, pairs)
     # Float32 logits of this size (up to 35) carry rounding errors of about 4e-5 themselves.
@@ -101,7 +101,7 @@ def test_scores_and_gradients_of_real_text_equal_the_plain_forward(real: Loaded)
     real.model.zero_grad()
 
 
-def test_autocast_is_a_mild_mismatch(real: Loaded) -> None:
+def test_autocast_is_a_mild_mismatch(real: LoadedModel) -> None:
     """The trainer's bf16 forward differs from float32 as bf16 does: k3 well inside 1e-5 .. 1e-2."""
     batch, _ = tokens(real)
     with torch.no_grad():

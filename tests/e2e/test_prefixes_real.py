@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.models.load import BUNDLED, Loaded, load
+from trimtab.models.load import BUNDLED, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.types import Completion, Problem, Prompt, Sampling, cut
 
@@ -21,16 +21,16 @@ SAMPLING = Sampling(max_tokens=24, ignore_stop=True)
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Loaded:
+def loaded() -> LoadedModel:
     return load(BUNDLED, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
-def asked(loaded: Loaded) -> list[Prompt]:
+def asked(loaded: LoadedModel) -> list[Prompt]:
     return [Prompt(Problem(text, text, ""), text, np.array(loaded.tokenizer(text)["input_ids"])) for text in TEXTS]
 
 
-def continued(loaded: Loaded, asked: list[Prompt], dtype: torch.dtype) -> tuple[list[list[Completion]], Any]:
+def continued(loaded: LoadedModel, asked: list[Prompt], dtype: torch.dtype) -> tuple[list[list[Completion]], Any]:
     """Responses that begin with 0, 5, 5 (the same) and 11 tokens of others, and their exact log-probs."""
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype)
     source = engine.generate(asked, 4, SAMPLING, seed=0)
@@ -44,7 +44,7 @@ def continued(loaded: Loaded, asked: list[Prompt], dtype: torch.dtype) -> tuple[
         return out, score(loaded.model, batch).logp.numpy()
 
 
-def test_float32_continuations_equal_a_full_forward(loaded: Loaded, asked: list[Prompt]) -> None:
+def test_float32_continuations_equal_a_full_forward(loaded: LoadedModel, asked: list[Prompt]) -> None:
     out, exact = continued(loaded, asked, torch.float32)
     for completion, logp in zip(chain(*out), exact, strict=True):
         np.testing.assert_allclose(completion.logp_behavior, logp, atol=1e-4)
@@ -53,7 +53,7 @@ def test_float32_continuations_equal_a_full_forward(loaded: Loaded, asked: list[
         assert len({tuple(completion.response_ids) for completion in group}) == 4
 
 
-def test_bfloat16_continuations_differ_as_much_as_their_precision(loaded: Loaded, asked: list[Prompt]) -> None:
+def test_bfloat16_continuations_differ_as_much_as_their_precision(loaded: LoadedModel, asked: list[Prompt]) -> None:
     out, exact = continued(loaded, asked, torch.bfloat16)
     log_ratio = np.concatenate([logp - c.logp_behavior for c, logp in zip(chain(*out), exact, strict=True)])
     suffix = np.concatenate([np.arange(24) >= k for _ in asked for k in (0, 5, 5, 11)])

@@ -21,7 +21,7 @@ pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ra
 
 from trimtab import rewards, tasks
 from trimtab.cluster.object_store_weights import Publisher
-from trimtab.cluster.placement_group import Seats, connected, reserved
+from trimtab.cluster.placement_group import ActorSlots, connected, reserved
 from trimtab.cluster.ray_engine import SIGNS, RayEngine, build_engines
 from trimtab.cluster.reward_actors import RayScorer
 from trimtab.config import Config, load_config
@@ -29,7 +29,7 @@ from trimtab.config.schema import RewardConfig
 from trimtab.engines.engine_spec import build
 from trimtab.engines.factory import engine_spec
 from trimtab.engines.remote.shared_weights import share
-from trimtab.errors import EngineLost, TrimtabError
+from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.models.load import load
 from trimtab.rewards import Response
 from trimtab.rollout.collector import PromptStream
@@ -54,7 +54,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def seats(config: Config, cluster: Cluster) -> Iterator[Seats]:
+def seats(config: Config, cluster: Cluster) -> Iterator[ActorSlots]:
     place = config.ray.model_copy(update={"address": cluster.address})
     with connected(place), reserved(config.model_copy(update={"ray": place})) as seats:
         yield seats
@@ -70,7 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 @pytest.fixture(scope="module")
-def engines(config: Config, seats: Seats, model: tuple[Any, Path]) -> Iterator[list[RayEngine]]:
+def engines(config: Config, seats: ActorSlots, model: tuple[Any, Path]) -> Iterator[list[RayEngine]]:
     engines = build_engines(config, engine_spec(config, model[1]), seats.engines)
     yield engines
     for engine in engines:
@@ -84,7 +84,7 @@ def prompts(config: Config, model: tuple[Any, Path]) -> list[Prompt]:
     return PromptStream(tasks.build(config.task.name), model[0].tokenizer, seed=0).take(4)
 
 
-def test_resources_that_are_not_there_are_named(seats: Seats, config: Config) -> None:  # noqa: ARG001  # connected
+def test_resources_that_are_not_there_are_named(seats: ActorSlots, config: Config) -> None:  # noqa: ARG001  # connected
     large = config.model_copy(update={"ray": config.ray.model_copy(update={"trainers": 9, "patience": 0.5})})
     told = r"9 trainers of 1 CPU, 0 GPU; 2 engines of 1 CPU, 0 GPU; 2 rewards of 1 CPU.*it has 8 CPU, 0 GPU in all"
     with pytest.raises(TrimtabError, match=told), reserved(large):
@@ -192,9 +192,9 @@ def test_a_killed_actor_is_lost_and_its_successor_takes_its_seat(engines, prompt
                 os.kill(pid, signal.SIGKILL)
             return False
 
-    with pytest.raises(EngineLost, match=f"^process {pid} on .*died$"):
+    with pytest.raises(EngineDeadError, match=f"^process {pid} on .*died$"):
         engine.generate(prompts, 256, Sampling(max_tokens=50, ignore_stop=True), seed=9, interrupt=Kill())
-    with pytest.raises(EngineLost):
+    with pytest.raises(EngineDeadError):
         engine.publish(published, 1)
     other.publish(published, 1)  # the neighbor does not notice
     engine.recover()
@@ -235,7 +235,7 @@ def test_a_stopped_actor_is_given_up_and_its_successor_takes_its_seat(
         "generate": lambda: engine.generate(prompts, 256, long, seed=9, interrupt=Stop(pid)),
         "publish": lambda: engine.publish(published, 2),
     }
-    with pytest.raises(EngineLost, match=rf"^process {pid} on .*no sign of life for 3 s \(engine.patience\)$"):
+    with pytest.raises(EngineDeadError, match=rf"^process {pid} on .*no sign of life for 3 s \(engine.patience\)$"):
         calls[doing]()
     monkeypatch.undo()
     engine.recover()
@@ -282,7 +282,7 @@ def test_rewards_of_a_user_are_bounded_in_time_on_their_node(config, seats, tmp_
         assert "not JSON" in str(scorer.score([(cannot_travel, Response("a", "stop", 1))])[0].error)
 
 
-def test_samples_of_a_killed_reward_actor_are_scored_by_its_successor(config: Config, seats: Seats) -> None:
+def test_samples_of_a_killed_reward_actor_are_scored_by_its_successor(config: Config, seats: ActorSlots) -> None:
     import ray
 
     task = tasks.build(config.task.name)

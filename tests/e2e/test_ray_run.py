@@ -22,12 +22,12 @@ pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ra
 from trimtab.api import train
 from trimtab.config import load_config
 from trimtab.errors import TrimtabError
-from trimtab.models.load import Loaded
+from trimtab.models.load import LoadedModel
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
 from trimtab.training.export import restore
-from trimtab.training.observer import Silent
+from trimtab.training.observer import NullObserver
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -45,7 +45,7 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-class Killer(Silent):
+class Killer(NullObserver):
     """Kills one rollout actor after step 2 and the other after step 4: without replacement nobody could go on."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -109,7 +109,7 @@ def weights_of(run: Path, version: int) -> torch.nn.Module:
         return restore(run, f"step-{version:06d}")[0]
     from trimtab.training.run import load_model
 
-    loaded: Loaded = load_model(load_config(run / "config.toml"))
+    loaded: LoadedModel = load_model(load_config(run / "config.toml"))
     return loaded.model.eval()
 
 

@@ -19,11 +19,11 @@ from tests.e2e import fsdp_worker
 from trimtab.config import Config, load_config
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
-from trimtab.models.load import Loaded, load
+from trimtab.models.load import LoadedModel, load
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS, list_checkpoints
-from trimtab.training.backends import LOCAL, Makers
+from trimtab.training.backends import LOCAL_BACKENDS, Backends
 from trimtab.training.run import train
 from trimtab.training.sft import laboratory_folder
 
@@ -52,7 +52,7 @@ def comparable(out: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith(APART)} for row in rows(out)]
 
 
-def run(out: Path, *sets: str, makers: Makers = LOCAL) -> Path:
+def run(out: Path, *sets: str, makers: Backends = LOCAL_BACKENDS) -> Path:
     torch.set_num_threads(1)
     train(load_config("laboratory", [*SMALL, *sets]), out=out, makers=makers)
     return out
@@ -186,11 +186,11 @@ def test_prefixes_of_an_older_policy_bring_their_record(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_records_nothing_is_an_error_that_names_a_response(tmp_path: Path) -> None:
-    def forgetful(_config: Config, loaded: Loaded, _files: Path) -> Sequence[EmbeddedEngine]:
+    def forgetful(_config: Config, loaded: LoadedModel, _files: Path) -> Sequence[EmbeddedEngine]:
         return [EmbeddedEngine(loaded.model, loaded.tokenizer, torch.float32)]
 
     with pytest.raises(TrimtabError, match=r"a response to problem '.+' comes without the experts of its tokens"):
-        run(tmp_path / "run", ROLLOUT, makers=Makers(forgetful))
+        run(tmp_path / "run", ROLLOUT, makers=Backends(forgetful))
 
 
 @pytest.mark.parametrize("replay", ["proximal", "rollout"])

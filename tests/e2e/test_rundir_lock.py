@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.runs.directory import RunDir, read_metrics
+from trimtab.runs.directory import RunDirectory, read_metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -40,16 +40,16 @@ def other_process(path: Path) -> str:
 
 
 def test_a_refused_second_open_does_not_unlock(tmp_path: Path) -> None:
-    with RunDir.create(tmp_path, "") as run:
+    with RunDirectory.create(tmp_path, "") as run:
         with pytest.raises(TrimtabError, match="already open in this process"):
-            RunDir.open(tmp_path)
+            RunDirectory.open(tmp_path)
         assert "in use by another process" in other_process(tmp_path)
         run.log({"step": 1})
     assert other_process(tmp_path) == "opened"
 
 
 def test_two_processes_and_a_killed_owner_with_a_living_child(tmp_path: Path) -> None:
-    RunDir.create(tmp_path, "").close()
+    RunDirectory.create(tmp_path, "").close()
     command = [sys.executable, "-c", LOCKER, str(tmp_path), "stay"]
     owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
@@ -57,13 +57,13 @@ def test_two_processes_and_a_killed_owner_with_a_living_child(tmp_path: Path) ->
     assert owner.stdout.readline() == "opened\n"
     child = int(owner.stdout.readline().split()[1])
     with pytest.raises(TrimtabError, match=rf"in use by another process \(pid {owner.pid} on .*\): wait for it"):
-        RunDir.open(tmp_path)
+        RunDirectory.open(tmp_path)
     with pytest.raises(TrimtabError, match="in use by another process"):
-        RunDir.create(tmp_path, "")
+        RunDirectory.create(tmp_path, "")
     owner.kill()
     owner.wait()
     os.kill(child, 0)  # an orphan (a reward worker, say) is still there, and holds nothing
-    with RunDir.open(tmp_path) as run:
+    with RunDirectory.open(tmp_path) as run:
         run.log({"step": 1})
     os.kill(child, signal.SIGKILL)
     owner.stdin.close()

@@ -19,8 +19,8 @@ from trimtab.config import EngineConfig
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.server import server_connection, server_engine
 from trimtab.engines.server.server_engine import ServerEngine
-from trimtab.errors import EngineLost, TrimtabError, TrimtabWarning
-from trimtab.models.load import Loaded, load
+from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
+from trimtab.models.load import LoadedModel, load
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Completion, Prompt, Sampling
 
@@ -32,12 +32,12 @@ SAMPLES, SEED = 4, 11
 
 
 @pytest.fixture(scope="module")
-def laboratory() -> Loaded:
+def laboratory() -> LoadedModel:
     return load(str(laboratory_folder()), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
-def prompts(laboratory: Loaded) -> list[Prompt]:
+def prompts(laboratory: LoadedModel) -> list[Prompt]:
     return [tasks.encode(TASK, problem, laboratory.tokenizer) for problem in TASK.train[:3]]
 
 
@@ -64,7 +64,7 @@ def servers(both: dict[str, list[Served]]) -> Iterator[list[Served]]:
 
 
 def engine_over(
-    laboratory: Loaded, served: Sequence[Served], folder: Path | None = None, **options: Any
+    laboratory: LoadedModel, served: Sequence[Served], folder: Path | None = None, **options: Any
 ) -> ServerEngine:
     """With the laboratory's own weights, published as version 0."""
     settings = {"urls": [one.url for one in served], "kind": served[0].kind, "patience": 30.0, "timeout": 60.0}
@@ -75,7 +75,9 @@ def engine_over(
     return engine
 
 
-def expected(laboratory: Loaded, prompts: Sequence[Prompt], sampling: Sampling = SAMPLING) -> list[list[Completion]]:
+def expected(
+    laboratory: LoadedModel, prompts: Sequence[Prompt], sampling: Sampling = SAMPLING
+) -> list[list[Completion]]:
     """What the servers' own model writes for the seeds they are sent."""
     local = EmbeddedEngine(laboratory.model, laboratory.tokenizer, torch.float32)
     seeds = [[server_engine._seed(SEED, p, s, 0) for s in range(SAMPLES)] for p in range(len(prompts))]
@@ -91,11 +93,11 @@ def assert_equal(found: list[list[Completion]], wanted: list[list[Completion]], 
         assert one.entropy is None
 
 
-def changed(laboratory: Loaded) -> dict[str, torch.Tensor]:
+def changed(laboratory: LoadedModel) -> dict[str, torch.Tensor]:
     return {name: weight + 0.05 * weight.std() for name, weight in laboratory.model.named_parameters()}
 
 
-def other_model(laboratory: Loaded) -> Loaded:
+def other_model(laboratory: LoadedModel) -> LoadedModel:
     """The laboratory model with `changed` weights."""
     model = load(str(laboratory_folder()), dtype=torch.float32).model
     model.load_state_dict(changed(laboratory), strict=False)
@@ -110,7 +112,7 @@ class TestWire:
         return both[request.param]
 
     def test_tokens_and_log_probs_are_the_models_own(
-        self, laboratory: Loaded, served: list[Served], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+        self, laboratory: LoadedModel, served: list[Served], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self._short_seeds(served, monkeypatch)
         engine = engine_over(laboratory, served)
@@ -134,7 +136,7 @@ class TestWire:
 
     def test_published_weights_are_sampled_from(
         self,
-        laboratory: Loaded,
+        laboratory: LoadedModel,
         served: list[Served],
         prompts: list[Prompt],
         tmp_path: Path,
@@ -157,7 +159,7 @@ class TestWire:
         assert list(tmp_path.iterdir()) == []
 
     def test_an_interrupted_call_keeps_its_tokens_and_goes_on_from_them(
-        self, laboratory: Loaded, served: list[Served], prompts: list[Prompt]
+        self, laboratory: LoadedModel, served: list[Served], prompts: list[Prompt]
     ) -> None:
         served = served[:1]
         engine, interrupt = engine_over(laboratory, served), threading.Event()
@@ -184,7 +186,7 @@ class TestWire:
         )
 
     def test_an_interrupt_before_anything_began(
-        self, laboratory: Loaded, served: list[Served], prompts: list[Prompt]
+        self, laboratory: LoadedModel, served: list[Served], prompts: list[Prompt]
     ) -> None:
         interrupt = threading.Event()
         interrupt.set()
@@ -193,7 +195,7 @@ class TestWire:
         assert {(one.finish, len(one.response_ids)) for row in found for one in row} == {("abort", 0)}
 
     def test_a_token_without_a_log_prob_is_an_error(
-        self, laboratory: Loaded, served: list[Served], prompts: list[Prompt]
+        self, laboratory: LoadedModel, served: list[Served], prompts: list[Prompt]
     ) -> None:
         served[0].behave(silent=2)
         engine = engine_over(laboratory, served[:1], concurrency=1)
@@ -201,7 +203,7 @@ class TestWire:
             engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED)
 
     def test_log_probs_from_before_the_temperature_are_refused(
-        self, laboratory: Loaded, served: list[Served], prompts: list[Prompt]
+        self, laboratory: LoadedModel, served: list[Served], prompts: list[Prompt]
     ) -> None:
         warm = replace(SAMPLING, temperature=0.7)
         engine = engine_over(laboratory, served)
@@ -211,16 +213,18 @@ class TestWire:
         with pytest.raises(TrimtabError, match="from before the temperature"):
             engine_over(laboratory, served).generate(prompts, 2, warm, seed=SEED)
 
-    def test_refused_weights_are_an_error_that_says_what_to_do(self, laboratory: Loaded, served: list[Served]) -> None:
+    def test_refused_weights_are_an_error_that_says_what_to_do(
+        self, laboratory: LoadedModel, served: list[Served]
+    ) -> None:
         engine = engine_over(laboratory, served[:1])
         served[0].behave(reject=True)
         advice = "--worker-extension-cls" if served[0].kind == "vllm" else "engine.server.folder"
         with pytest.raises(TrimtabError, match=advice) as raised:
             engine.publish(laboratory.model.named_parameters(), 1)
-        assert not isinstance(raised.value, EngineLost)
+        assert not isinstance(raised.value, EngineDeadError)
 
 
-def assert_log_probs(laboratory: Loaded, prompt: Prompt, one: Completion, start: int) -> None:
+def assert_log_probs(laboratory: LoadedModel, prompt: Prompt, one: Completion, start: int) -> None:
     """From `start` on, log-probs are those of a full forward of this model."""
     ids = torch.tensor(np.concatenate([prompt.ids, one.response_ids]))[None]
     with torch.no_grad():
@@ -234,7 +238,7 @@ class TestKills:
         return pool.submit(engine.generate, prompts, SAMPLES, SAMPLING, seed=SEED)
 
     def test_the_others_take_over_and_nothing_is_lost_or_answered_twice(
-        self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt]
+        self, laboratory: LoadedModel, servers: list[Served], prompts: list[Prompt]
     ) -> None:
         first, second = servers
         second.behave(after=3)
@@ -251,7 +255,7 @@ class TestKills:
         assert not set(second.noted("answered")) & set(first.noted("asked"))  # answered ones are not asked again
 
     def test_a_server_that_returns_gets_its_weights_back(
-        self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt]
+        self, laboratory: LoadedModel, servers: list[Served], prompts: list[Prompt]
     ) -> None:
         """Both hold everything; one dies and comes back with its first weights, while the other still holds."""
         engine = engine_over(laboratory, servers, concurrency=2)
@@ -272,7 +276,7 @@ class TestKills:
             assert_equal(call.result(), expected(other_model(laboratory), prompts), version=3)
 
     def test_without_others_the_call_waits_for_its_return(
-        self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt]
+        self, laboratory: LoadedModel, servers: list[Served], prompts: list[Prompt]
     ) -> None:
         alone = servers[0]
         engine = engine_over(laboratory, [alone], concurrency=2)
@@ -293,7 +297,7 @@ class TestKills:
     @pytest.mark.filterwarnings("ignore:no inference server is left")
     @pytest.mark.parametrize("newer", [False, True])
     def test_a_lost_call_is_repeated_where_it_broke_unless_weights_changed(
-        self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt], newer: bool
+        self, laboratory: LoadedModel, servers: list[Served], prompts: list[Prompt], newer: bool
     ) -> None:
         alone = servers[0]
         engine = engine_over(laboratory, [alone], concurrency=2, patience=1.0)
@@ -302,10 +306,10 @@ class TestKills:
             call = self.call(engine, prompts, pool)
             alone.holds(2)
             alone.kill()
-            with pytest.raises(EngineLost, match="no inference server is left"):
+            with pytest.raises(EngineDeadError, match="no inference server is left"):
                 call.result()
         assert len(alone.noted("answered")) == 5
-        with pytest.raises(EngineLost):
+        with pytest.raises(EngineDeadError):
             engine.publish(changed(laboratory).items(), 3)
         alone.start()
         engine.recover()
@@ -321,7 +325,7 @@ class TestKills:
         assert len(set(alone.noted("answered"))) == len(prompts) * SAMPLES
 
     def test_a_restart_between_calls_is_noticed(
-        self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt]
+        self, laboratory: LoadedModel, servers: list[Served], prompts: list[Prompt]
     ) -> None:
         alone = servers[1]  # beside another server it might come too late to get any work
         engine = engine_over(laboratory, [alone])
@@ -333,7 +337,7 @@ class TestKills:
         assert len(alone.noted("answered")) == len(prompts) * SAMPLES
 
     def test_another_model_in_its_place_is_refused(
-        self, laboratory: Loaded, servers: list[Served], prompts: list[Prompt], tmp_path: Path
+        self, laboratory: LoadedModel, servers: list[Served], prompts: list[Prompt], tmp_path: Path
     ) -> None:
         alone = servers[0]
         engine = engine_over(laboratory, [alone])
@@ -345,7 +349,7 @@ class TestKills:
             impostor = Served(start, "vllm", other, tmp_path / "server", alone.port)
             with pytest.raises(TrimtabError, match="came back with") as raised:
                 engine.generate(prompts, 1, SAMPLING, seed=SEED)
-            assert not isinstance(raised.value, EngineLost)
+            assert not isinstance(raised.value, EngineDeadError)
             with pytest.raises(TrimtabError, match="came back with"):
                 engine.recover()
             with pytest.raises(TrimtabError, match="start all servers alike"):
@@ -353,7 +357,7 @@ class TestKills:
             impostor.kill()
 
     @pytest.mark.filterwarnings("ignore:waiting up to")
-    def test_patience_ends(self, laboratory: Loaded, servers: list[Served]) -> None:
+    def test_patience_ends(self, laboratory: LoadedModel, servers: list[Served]) -> None:
         engine = engine_over(laboratory, servers[:1], patience=0.3)
         servers[0].kill()
         with pytest.raises(TrimtabError, match=r"1 of 1 inference servers did not answer within 0\.3 s"):
@@ -362,12 +366,12 @@ class TestKills:
             engine_over(laboratory, servers[:1], patience=0.3)
 
 
-def test_truncated_sampling_is_refused(laboratory: Loaded, servers: list[Served], prompts: list[Prompt]) -> None:
+def test_truncated_sampling_is_refused(laboratory: LoadedModel, servers: list[Served], prompts: list[Prompt]) -> None:
     with pytest.raises(TrimtabError, match="which tokens were kept"):
         engine_over(laboratory, servers).generate(prompts, 1, replace(SAMPLING, top_p=0.9), seed=SEED)
 
 
-def test_greedy_log_probs_are_zero(laboratory: Loaded, servers: list[Served], prompts: list[Prompt]) -> None:
+def test_greedy_log_probs_are_zero(laboratory: LoadedModel, servers: list[Served], prompts: list[Prompt]) -> None:
     for one in servers:
         one.behave(raw=True)
     [row] = engine_over(laboratory, servers).generate(prompts[:1], 1, replace(SAMPLING, temperature=0.0), seed=SEED)

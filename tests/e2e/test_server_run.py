@@ -14,7 +14,7 @@ from tests.support.server_process import Served, starter
 from trimtab.config import Config, load_config
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
-from trimtab.training.observer import Silent
+from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 from trimtab.training.sft import laboratory_folder
 
@@ -71,7 +71,7 @@ class Killer(threading.Thread):
         self._victim.forget()
 
 
-class After(Silent):
+class After(NullObserver):
     """Does something once, after the first step."""
 
     def __init__(self, act: Callable[[], None]) -> None:

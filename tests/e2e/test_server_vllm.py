@@ -21,9 +21,9 @@ from torch import nn
 
 from trimtab.config import EngineConfig
 from trimtab.engines.server.server_engine import ServerEngine
-from trimtab.errors import EngineLost
+from trimtab.errors import EngineDeadError
 from trimtab.models import bundled
-from trimtab.models.load import Loaded, load
+from trimtab.models.load import LoadedModel, load
 from trimtab.types import Completion, Problem, Prompt, Sampling
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
@@ -51,7 +51,7 @@ NOISE = 1e-3
 
 
 @pytest.fixture(scope="module")
-def smollm() -> Loaded:
+def smollm() -> LoadedModel:
     return load("smollm2-135m-instruct", dtype=torch.float32)
 
 
@@ -67,7 +67,7 @@ def changed() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def prompts(smollm: Loaded) -> list[Prompt]:
+def prompts(smollm: LoadedModel) -> list[Prompt]:
     encoded = [np.array(smollm.tokenizer.encode(text), dtype=np.int64) for text in TEXTS]
     return [Prompt(Problem(text, "", ""), text, ids) for text, ids in zip(TEXTS, encoded, strict=True)]
 
@@ -91,7 +91,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
 
 
 @pytest.fixture(scope="module")
-def engine(process: tuple[subprocess.Popen[bytes], str], smollm: Loaded) -> Iterator[ServerEngine]:
+def engine(process: tuple[subprocess.Popen[bytes], str], smollm: LoadedModel) -> Iterator[ServerEngine]:
     config = EngineConfig.model_validate(
         {"type": "server", "dtype": "float32", "server": {"urls": [process[1]], "patience": 400.0}}
     )
@@ -124,7 +124,7 @@ def wait_for_tokens(url: str, count: int) -> None:
 
 
 def test_it_samples_from_what_was_published(
-    engine: ServerEngine, smollm: Loaded, changed: nn.Module, prompts: list[Prompt]
+    engine: ServerEngine, smollm: LoadedModel, changed: nn.Module, prompts: list[Prompt]
 ) -> None:
     engine.publish(smollm.model.named_parameters(), 1)
     first = engine.generate(prompts, 2, FORCED, seed=5)
@@ -136,13 +136,17 @@ def test_it_samples_from_what_was_published(
     assert {version for row in second for one in row for version in one.policy_version.tolist()} == {2}
 
 
-def test_log_probs_are_those_after_the_temperature(engine: ServerEngine, smollm: Loaded, prompts: list[Prompt]) -> None:
+def test_log_probs_are_those_after_the_temperature(
+    engine: ServerEngine, smollm: LoadedModel, prompts: list[Prompt]
+) -> None:
     engine.publish(smollm.model.named_parameters(), 3)
     warm = replace(FORCED, temperature=0.7)
     assert difference(smollm.model, prompts, engine.generate(prompts, 2, warm, seed=6), warm) < NOISE
 
 
-def test_the_token_that_completes_a_stop_is_kept(engine: ServerEngine, smollm: Loaded, prompts: list[Prompt]) -> None:
+def test_the_token_that_completes_a_stop_is_kept(
+    engine: ServerEngine, smollm: LoadedModel, prompts: list[Prompt]
+) -> None:
     found = engine.generate(prompts, 3, Sampling(max_tokens=24, stop=("\n",)), seed=7)
     stopped = [one for row in found for one in row if one.finish == "stop"]
     assert stopped
@@ -155,7 +159,7 @@ def test_the_token_that_completes_a_stop_is_kept(engine: ServerEngine, smollm: L
 def test_an_interrupted_call_goes_on_under_new_weights(
     process: tuple[subprocess.Popen[bytes], str],
     engine: ServerEngine,
-    smollm: Loaded,
+    smollm: LoadedModel,
     changed: nn.Module,
     prompts: list[Prompt],
 ) -> None:
@@ -191,5 +195,5 @@ def test_a_killed_server_is_lost(
         call = pool.submit(engine.generate, prompts, 2, replace(FORCED, max_tokens=400), seed=9)
         wait_for_tokens(process[1], 40)
         os.killpg(process[0].pid, signal.SIGKILL)
-        with pytest.raises(EngineLost, match="no inference server is left"):
+        with pytest.raises(EngineDeadError, match="no inference server is left"):
             call.result()

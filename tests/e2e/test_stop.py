@@ -17,7 +17,7 @@ from trimtab.config import load_config
 from trimtab.errors import Stopped
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
-from trimtab.training.observer import Silent
+from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 from trimtab.training.stop import Stop
 
@@ -111,7 +111,7 @@ def test_ctrl_c_in_a_terminal_reaches_every_process_and_the_step_is_still_finish
 
 
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    class AsksAtTwo(Silent):
+    class AsksAtTwo(NullObserver):
         def step(self, metrics: object) -> None:
             if metrics["step"] == 2:  # type: ignore[index]
                 stop.ask(signal.SIGTERM)

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from trimtab.config import Config, load_config
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
-from trimtab.training.observer import Silent
+from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 
 pytestmark = pytest.mark.e2e
 TIMED = ("time/", "tokens_per_second/", "memory/", "eval/")
 
 
-class Messages(Silent):
+class Messages(NullObserver):
     def __init__(self) -> None:
         self.lines: list[str] = []
 

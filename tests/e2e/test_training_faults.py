@@ -24,7 +24,7 @@ from trimtab.runs.layout import best_checkpoint, checkpoint_folder, list_checkpo
 from trimtab.runs.reader import read_run
 from trimtab.training import export
 from trimtab.training.checkpoint import store
-from trimtab.training.observer import Silent
+from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 
 pytestmark = pytest.mark.e2e
@@ -37,7 +37,7 @@ def recipe(*overrides: str) -> Config:
     return config.model_copy(update={"compare": None})
 
 
-class Notes(Silent):
+class Notes(NullObserver):
     """Remembers what a run said."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from tests.support.engines import EOS, PIECES, After, processed, tokenizer, tokens
 from tests.support.vllm_support import needs_vllm, policy, prompts, start, update
 
-from trimtab.engines.stopping import StopRule
+from trimtab.engines.stopping import StopChecker
 from trimtab.engines.vllm import setup, stepped_runner
 from trimtab.errors import TrimtabError
 from trimtab.types import EMPTY, Completion, Sampling, cut
@@ -76,7 +76,7 @@ def test_greedy_takes_the_likeliest_and_its_log_prob_is_zero(engine: Any) -> Non
 
 def test_a_response_ends_at_the_token_that_completes_a_stop(engine: Any) -> None:
     sampling = Sampling(max_tokens=40, stop=("\n", "ab"), stop_ids=(20,))
-    rule = StopRule(tokenizer(), {EOS}, sampling)
+    rule = StopChecker(tokenizer(), {EOS}, sampling)
     done = all_of(engine.generate(prompts([5, 9, 17, 30]), 12, sampling, seed=3))
     last = set()
     for completion in done:
@@ -122,12 +122,12 @@ def test_a_prefix_is_kept_and_the_rest_is_drawn_anew(engine: Any) -> None:
 
 
 def _rows(*begun: int) -> list[Any]:
-    from trimtab.engines.embedded.decoding_rows import make_rows
+    from trimtab.engines.embedded.decoding_rows import build_rows
 
     whole = cut(
         Completion(np.arange(2, 8), np.full(6, -1.0, np.float32), np.zeros(6, np.int64), "length", ""), max(begun)
     )
-    return [make_rows(1, 1, FORCED, 2, [[cut(whole, n) if n else EMPTY]])[0] for n in begun]
+    return [build_rows(1, 1, FORCED, 2, [[cut(whole, n) if n else EMPTY]])[0] for n in begun]
 
 
 def test_an_interrupted_call_keeps_what_there_is_and_goes_on_under_other_weights(engine: Any) -> None:
@@ -212,7 +212,7 @@ def test_keep_sets_travel_with_their_tokens(engine: Any, monkeypatch: pytest.Mon
     """vLLM returns them on GPUs only: here they are put into its answers."""
     real, sampling = stepped_runner.chunk, Sampling(top_k=5, max_tokens=6, ignore_stop=True)
 
-    def masked(output: Any) -> stepped_runner.Chunk:
+    def masked(output: Any) -> stepped_runner.TokenDelta:
         found = real(output)
         return dataclasses.replace(found, kept=[[90, int(token), 2] for token in found.ids])
 
@@ -236,7 +236,7 @@ def test_keep_sets_need_a_gpu(engine: Any) -> None:
 def test_a_token_without_its_log_prob_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = stepped_runner.chunk
 
-    def forgetful(output: Any) -> stepped_runner.Chunk:
+    def forgetful(output: Any) -> stepped_runner.TokenDelta:
         [new] = output.outputs
         new.logprobs = [{token + 1: entry[token]} for token, entry in zip(new.token_ids, new.logprobs, strict=True)]
         return real(output)

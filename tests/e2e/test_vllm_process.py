@@ -19,7 +19,7 @@ from tests.support.engines import After, interrupted, processed
 from tests.support.processes import gone
 from tests.support.vllm_support import needs_vllm, policy, prompts, start, update
 
-from trimtab.errors import EngineLost
+from trimtab.errors import EngineDeadError
 from trimtab.types import Completion, Sampling
 
 pytestmark = [pytest.mark.e2e, needs_vllm]
@@ -83,7 +83,7 @@ def test_a_killed_process_is_lost_and_comes_back(engine: Any) -> None:
             return False
 
     long = Sampling(max_tokens=200, ignore_stop=True)
-    with pytest.raises(EngineLost, match="died"):
+    with pytest.raises(EngineDeadError, match="died"):
         engine.generate(prompts([5, 40]), 3, long, seed=0, interrupt=Kill(2))
     engine.recover()
     model = policy(seed=2)
@@ -114,7 +114,7 @@ def test_a_process_that_was_asked_to_end_is_lost_and_comes_back(engine: Any) -> 
         while time.monotonic() < deadline:
             engine.generate(prompts([5, 40]), 3, Sampling(max_tokens=200, ignore_stop=True), seed=0)
 
-    with pytest.raises(EngineLost, match="died"):
+    with pytest.raises(EngineDeadError, match="died"):
         generate_for_a_minute()
     engine.recover()
     model = policy(seed=2)

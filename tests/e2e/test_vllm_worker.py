@@ -16,8 +16,8 @@ from tests.support.engines import interrupted, processed, tokenizer
 from tests.support.processes import gone
 from tests.support.vllm_support import engine_config, needs_vllm, policy, prompts
 
-from trimtab.engines.remote.remote_engine import WorkerEngine
-from trimtab.errors import EngineLost
+from trimtab.engines.remote.remote_engine import ProcessEngine
+from trimtab.errors import EngineDeadError
 from trimtab.training.export import save_model_files
 from trimtab.types import Completion, Sampling
 
@@ -39,7 +39,7 @@ def assert_written_by(model: Any, groups: list[list[Completion]], begun: list[li
 def test_vllm_is_hosted_interrupted_killed_and_started_again(tmp_path: Path) -> None:
     save_model_files(policy(), tokenizer(), tmp_path / "model")
     section = engine_config("float32").model_dump(mode="json")
-    engine = WorkerEngine({"type": "vllm", "model": str(tmp_path / "model"), "engine": section}, threads=1)
+    engine = ProcessEngine({"type": "vllm", "model": str(tmp_path / "model"), "engine": section}, threads=1)
     engine.publish(policy().named_parameters(), version=1)
     part = interrupted(lambda stop: engine.generate(ASKED, 2, LONG, seed=0, interrupt=stop))
     assert {one.finish for one in chain(*part)} == {"abort"}
@@ -52,7 +52,7 @@ def test_vllm_is_hosted_interrupted_killed_and_started_again(tmp_path: Path) -> 
     assert engine.pid is not None
     family = psutil.Process(engine.pid).children(recursive=True)
     os.kill(engine.pid, signal.SIGKILL)
-    with pytest.raises(EngineLost):
+    with pytest.raises(EngineDeadError):
         engine.generate(ASKED, 2, LONG, seed=0)
     engine.close()
     assert all(gone(process.pid) for process in family)

@@ -12,7 +12,7 @@ from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
-from trimtab.training.observer import Silent
+from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 
 pytestmark = pytest.mark.e2e
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 SMALL = ("trainer.prompts=2", "trainer.samples=4", "eval.problems=4", "checkpoint.every=0", "log.trajectories_every=0")
 
 
-class Notes(Silent):
+class Notes(NullObserver):
     """Remembers what a run said."""
 
     def __init__(self) -> None:

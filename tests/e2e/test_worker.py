@@ -21,11 +21,11 @@ from tests.support.engines import After, interrupted, prompt, prompts
 from tests.support.processes import gone
 
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import Rounding
+from trimtab.engines.embedded.weight_quantization import WeightQuantization
 from trimtab.engines.remote import remote_engine
-from trimtab.engines.remote.remote_engine import WorkerEngine
+from trimtab.engines.remote.remote_engine import ProcessEngine
 from trimtab.engines.remote.shared_weights import SharedWeights, share
-from trimtab.errors import Diverged, EngineLost, TrimtabError
+from trimtab.errors import DivergedError, EngineDeadError, TrimtabError
 from trimtab.models import laboratory
 from trimtab.models.load import load
 from trimtab.training.export import save_model_files
@@ -53,25 +53,25 @@ def spec_of(folder: Path, dtype: str = "float32", **rounding: float) -> dict:
 
 
 @pytest.fixture(scope="module")
-def shared(folder: Path) -> Iterator[WorkerEngine]:
+def shared(folder: Path) -> Iterator[ProcessEngine]:
     torch.set_num_threads(1)
-    engine = WorkerEngine(spec_of(folder), threads=1)
+    engine = ProcessEngine(spec_of(folder), threads=1)
     yield engine
     engine.close()
 
 
 @pytest.fixture
-def engine(shared: WorkerEngine) -> WorkerEngine:
+def engine(shared: ProcessEngine) -> ProcessEngine:
     """The one process of this module, or its successor, with the weights of seed 1 as version 5."""
     shared.recover()
     shared.publish(laboratory.build(1)[0].named_parameters(), version=5)
     return shared
 
 
-def local(dtype: str = "float32", rounding: Rounding | None = None, seed: int = 1) -> EmbeddedEngine:
+def local(dtype: str = "float32", rounding: WeightQuantization | None = None, seed: int = 1) -> EmbeddedEngine:
     """The same engine in this process."""
     model, tokenizer = load(laboratory.NAME, dtype=torch.float32)[:2]
-    engine = EmbeddedEngine(model, tokenizer, dtype, rounding=rounding or Rounding())
+    engine = EmbeddedEngine(model, tokenizer, dtype, rounding=rounding or WeightQuantization())
     engine.publish(laboratory.build(seed)[0].named_parameters(), version=5)
     return engine
 
@@ -98,7 +98,7 @@ def assert_same(found: list[list[Completion]], expected: list[list[Completion]])
         assert all(np.array_equal(a, b) for a, b in zip(one.kept or (), other.kept or (), strict=True))
 
 
-def test_tokens_and_log_probs_have_the_bits_of_this_process(engine: WorkerEngine) -> None:
+def test_tokens_and_log_probs_have_the_bits_of_this_process(engine: ProcessEngine) -> None:
     own = local()
     before = engine.decoded, engine.prefilled
     for sampling in (FREE, STOPS, TRUNCATED):
@@ -113,10 +113,10 @@ def test_tokens_and_log_probs_have_the_bits_of_this_process(engine: WorkerEngine
     assert engine.policy_version == 5
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", Rounding(3, 0.05, 7))])
-def test_another_dtype_and_rounding_too(folder: Path, dtype: str, rounding: Rounding) -> None:
+@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", WeightQuantization(3, 0.05, 7))])
+def test_another_dtype_and_rounding_too(folder: Path, dtype: str, rounding: WeightQuantization) -> None:
     spec = spec_of(folder, dtype, bits=rounding.bits or 8, noise=rounding.noise, seed=rounding.seed)
-    engine, own = WorkerEngine(spec, threads=1), local(dtype, rounding)
+    engine, own = ProcessEngine(spec, threads=1), local(dtype, rounding)
     engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), own.generate(ASKED, 4, FREE, seed=3))
     weights = dict(engine.weights())
@@ -128,7 +128,7 @@ def test_another_dtype_and_rounding_too(folder: Path, dtype: str, rounding: Roun
     engine.close()
 
 
-def test_an_interruption_arrives_and_going_on_loses_nothing(engine: WorkerEngine) -> None:
+def test_an_interruption_arrives_and_going_on_loses_nothing(engine: ProcessEngine) -> None:
     whole = local().generate(ASKED, 64, FREE, seed=3)
     part = engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(0))
     assert {one.finish for one in chain(*part)} == {"abort"}
@@ -144,7 +144,7 @@ def test_an_interruption_arrives_and_going_on_loses_nothing(engine: WorkerEngine
     assert_same(engine.generate(ASKED, 64, FREE, seed=3), whole)
 
 
-def test_an_interrupted_response_goes_on_under_other_weights(engine: WorkerEngine) -> None:
+def test_an_interrupted_response_goes_on_under_other_weights(engine: ProcessEngine) -> None:
     part = interrupted(lambda stop: engine.generate(ASKED, 64, FREE, seed=3, interrupt=stop))
     engine.publish(laboratory.build(2)[0].named_parameters(), version=9)
     own = local(seed=2)
@@ -156,14 +156,14 @@ def test_an_interrupted_response_goes_on_under_other_weights(engine: WorkerEngin
         assert one.policy_version.tolist() == [5] * k + [9] * (30 - k)
 
 
-def test_killed_while_generating(engine: WorkerEngine) -> None:
+def test_killed_while_generating(engine: ProcessEngine) -> None:
     expected = engine.generate(ASKED, 4, FREE, seed=3)
     counted, pid = engine.decoded, engine.pid
-    with pytest.raises(EngineLost, match=r"was killed .* during generate") as lost:
+    with pytest.raises(EngineDeadError, match=r"was killed .* during generate") as lost:
         engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(0, then=lambda: os.kill(pid, signal.SIGKILL)))
     assert "\n" not in str(lost.value)
     assert gone(pid)
-    with pytest.raises(EngineLost, match="recover"):
+    with pytest.raises(EngineDeadError, match="recover"):
         engine.generate(ASKED, 4, FREE, seed=3)
     engine.recover()
     assert engine.pid not in (None, pid)
@@ -193,7 +193,7 @@ class Stop:
 
 
 @pytest.mark.parametrize("doing", ["generate", "publish"])
-def test_a_stopped_process_is_given_up(engine: WorkerEngine, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
+def test_a_stopped_process_is_given_up(engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
     expected = engine.generate(ASKED, 4, FREE, seed=3)
     pid = engine.pid
     assert pid is not None
@@ -204,7 +204,7 @@ def test_a_stopped_process_is_given_up(engine: WorkerEngine, monkeypatch: pytest
         "generate": lambda: engine.generate(ASKED, 64, FREE, seed=3, interrupt=Stop(pid)),
         "publish": lambda: engine.publish(laboratory.build(1)[0].named_parameters(), version=6),
     }
-    with pytest.raises(EngineLost, match=rf"gave no sign of life for 2 s \(engine.patience\).* during {doing}$"):
+    with pytest.raises(EngineDeadError, match=rf"gave no sign of life for 2 s \(engine.patience\).* during {doing}$"):
         calls[doing]()
     assert gone(pid)
     monkeypatch.undo()  # a new process needs its time to start
@@ -220,7 +220,7 @@ def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setattr(remote_engine, "WORKER", "tests.e2e.stuck_worker")
-    engine = WorkerEngine(spec_of(folder), threads=1)
+    engine = ProcessEngine(spec_of(folder), threads=1)
     engine.publish(laboratory.build(1)[0].named_parameters(), 5)
     expected = engine.generate(ASKED, 4, FREE, seed=3)
     engine.patience = PATIENCE
@@ -228,14 +228,14 @@ def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
     engine.publish(laboratory.build(1)[0].named_parameters(), stuck_worker.SLOW)
     slow = engine.generate(ASKED, 1, FREE, seed=stuck_worker.SLOW, interrupt=threading.Event())
     assert [len(one.response_ids) for one in chain(*slow)] == [30] * 4
-    with pytest.raises(EngineLost, match="gave no sign of life for 2 s"):
+    with pytest.raises(EngineDeadError, match="gave no sign of life for 2 s"):
         engine.generate(ASKED, 4, FREE, seed=stuck_worker.STUCK, interrupt=threading.Event())
     engine.patience = remote_engine.PATIENCE
     engine.recover()
     engine.publish(laboratory.build(1)[0].named_parameters(), 5)
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)
     engine.patience = PATIENCE
-    with pytest.raises(EngineLost, match="gave no sign of life for 2 s"):
+    with pytest.raises(EngineDeadError, match="gave no sign of life for 2 s"):
         engine.generate(ASKED, 4, FREE, seed=stuck_worker.STUCK)
     engine.close()
 
@@ -256,14 +256,14 @@ def test_the_process_is_no_rank_of_the_trainer(folder: Path, monkeypatch: pytest
     told |= {"MASTER_PORT": "1", "GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_CACHE": "kept"}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    engine = WorkerEngine(spec_of(folder), threads=1)
+    engine = ProcessEngine(spec_of(folder), threads=1)
     engine.publish(laboratory.build(1)[0].named_parameters(), 5)  # once it answers, its environment is there
     environment = psutil.Process(engine.pid).environ()
     engine.close()
     assert told.keys() & environment.keys() == {"LOCAL_CACHE"}
 
 
-def test_killed_while_publishing(engine: WorkerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_while_publishing(engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[SharedWeights] = []
 
     def remembered(weights: Iterable) -> SharedWeights:
@@ -278,7 +278,7 @@ def test_killed_while_publishing(engine: WorkerEngine, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(remote_engine, "share", remembered)
     pid = engine.pid
-    with pytest.raises(EngineLost, match="during publish"):
+    with pytest.raises(EngineDeadError, match="during publish"):
         engine.publish(weights(), version=6)
     engine.recover()
     # Stopped, it cannot take what it was sent: it dies with the weights on their way.
@@ -289,7 +289,7 @@ def test_killed_while_publishing(engine: WorkerEngine, monkeypatch: pytest.Monke
     def publish() -> None:
         try:
             engine.publish(laboratory.build(1)[0].named_parameters(), version=6)
-        except EngineLost as error:
+        except EngineDeadError as error:
             caught.append(error)
 
     caller = threading.Thread(target=publish)
@@ -300,10 +300,10 @@ def test_killed_while_publishing(engine: WorkerEngine, monkeypatch: pytest.Monke
     assert [copy.close.alive for copy in copies] == [False, False]  # though the error, and its frames, are still held
 
 
-def test_it_says_how_the_process_ended(engine: WorkerEngine) -> None:
+def test_it_says_how_the_process_ended(engine: ProcessEngine) -> None:
     os.kill(engine.pid, signal.SIGTERM)
     assert gone(engine.pid)
-    with pytest.raises(EngineLost, match="killed by SIGTERM"):
+    with pytest.raises(EngineDeadError, match="killed by SIGTERM"):
         engine.weights()
 
 
@@ -324,7 +324,7 @@ def test_the_child_ends_with_its_parent(folder: Path, state: str) -> None:
             os.kill(helper, signal.SIGKILL)
 
 
-def test_a_users_mistake_is_the_same_line_as_in_this_process(engine: WorkerEngine) -> None:
+def test_a_users_mistake_is_the_same_line_as_in_this_process(engine: ProcessEngine) -> None:
     own = local()
     twice = [*laboratory.build(1)[0].named_parameters()] * 2
     calls = [
@@ -347,15 +347,15 @@ def test_a_users_mistake_is_the_same_line_as_in_this_process(engine: WorkerEngin
     assert_same(engine.generate(ASKED, 2, FREE, seed=1), own.generate(ASKED, 2, FREE, seed=1))
 
 
-def test_a_diverged_model_keeps_its_name(engine: WorkerEngine) -> None:
+def test_a_diverged_model_keeps_its_name(engine: ProcessEngine) -> None:
     weights = {name: weight.detach().clone() for name, weight in laboratory.build(1)[0].named_parameters()}
     weights["lm_head.weight"].fill_(3e38)
     engine.publish(weights.items(), version=6)
-    with pytest.raises(Diverged, match="not finite"):
+    with pytest.raises(DivergedError, match="not finite"):
         engine.generate(ASKED, 1, FREE, seed=0)
 
 
-def test_a_defect_shows_its_traceback_and_is_survived(engine: WorkerEngine) -> None:
+def test_a_defect_shows_its_traceback_and_is_survived(engine: ProcessEngine) -> None:
     with pytest.raises(RuntimeError, match="Traceback") as caught:
         engine.generate(ASKED, 1, replace(FREE, temperature="warm"), seed=0)  # pyright: ignore[reportArgumentType]
     assert not isinstance(caught.value, TrimtabError)
@@ -363,7 +363,7 @@ def test_a_defect_shows_its_traceback_and_is_survived(engine: WorkerEngine) -> N
 
 
 def test_a_wrong_description_is_one_line(folder: Path) -> None:
-    engine = WorkerEngine(spec_of(folder, dtype="float16"), threads=1)
+    engine = ProcessEngine(spec_of(folder, dtype="float16"), threads=1)
     for _ in range(2):
         with pytest.raises(TrimtabError, match="'float16'") as caught:
             engine.publish(laboratory.build(1)[0].named_parameters(), version=1)
@@ -371,7 +371,7 @@ def test_a_wrong_description_is_one_line(folder: Path) -> None:
     engine.close()
 
 
-def test_ctrl_c_leaves_no_answer_behind(engine: WorkerEngine) -> None:
+def test_ctrl_c_leaves_no_answer_behind(engine: ProcessEngine) -> None:
     def stop() -> None:
         raise KeyboardInterrupt
 
@@ -379,15 +379,15 @@ def test_ctrl_c_leaves_no_answer_behind(engine: WorkerEngine) -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(0, then=stop))
     assert gone(pid)
-    with pytest.raises(EngineLost):
+    with pytest.raises(EngineDeadError):
         engine.generate(ASKED, 1, FREE, seed=3)
 
 
 def test_another_engine_with_the_same_weights_samples_alike_until_it_is_closed(
-    engine: WorkerEngine, folder: Path
+    engine: ProcessEngine, folder: Path
 ) -> None:
     weights = share(laboratory.build(1)[0].named_parameters())
-    other = WorkerEngine(spec_of(folder), threads=1)
+    other = ProcessEngine(spec_of(folder), threads=1)
     for one in (engine, other):
         one.publish(weights, version=5)
     expected = local().generate(ASKED, 4, FREE, seed=3)
@@ -398,7 +398,7 @@ def test_another_engine_with_the_same_weights_samples_alike_until_it_is_closed(
     def generate() -> None:
         try:
             other.generate(ASKED * 8, 64, FREE, seed=3, interrupt=Announced(busy))
-        except EngineLost as error:
+        except EngineDeadError as error:
             caught.append(error)
 
     caller = threading.Thread(target=generate)
@@ -409,7 +409,7 @@ def test_another_engine_with_the_same_weights_samples_alike_until_it_is_closed(
     assert len(caught) == 1
     assert gone(pid)
     other.close()
-    with pytest.raises(EngineLost):
+    with pytest.raises(EngineDeadError):
         other.generate(ASKED, 1, FREE, seed=3)
     with pytest.raises(TrimtabError, match="closed"):
         other.recover()

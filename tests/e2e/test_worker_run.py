@@ -15,7 +15,7 @@ from tests.support.processes import words
 from trimtab.config import load_config
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
-from trimtab.training.observer import Silent
+from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 
 pytestmark = pytest.mark.e2e
@@ -25,7 +25,7 @@ ENGINE = "trimtab.engines.remote.engine_host"
 APART = ("time/", "tokens_per_second/", "memory/", "engine/", "lag/share", "lag/length")
 
 
-class Killer(Silent):
+class Killer(NullObserver):
     """Kills the engine's process before the second batch, and stops its successor before the third."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Killer(Silent):
         self.messages.append(text)
 
 
-def numbers(out: Path, workers: int, observer: Silent | None = None) -> list[dict[str, Any]]:
+def numbers(out: Path, workers: int, observer: NullObserver | None = None) -> list[dict[str, Any]]:
     overrides = [f"engine.workers={workers}", "trainer.steps=3", "trainer.prompts=4", "trainer.samples=4"]
     overrides += ["engine.patience=8"] * workers
     config = load_config("laboratory", [*overrides, "eval.problems=16", "checkpoint.every=0"])

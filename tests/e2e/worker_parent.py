@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from trimtab.engines.remote.remote_engine import WorkerEngine
+from trimtab.engines.remote.remote_engine import ProcessEngine
 from trimtab.types import Sampling
 
 
@@ -29,7 +29,7 @@ class Announced:
 
 def main() -> None:
     folder, state = sys.argv[1:]
-    engine = WorkerEngine({"type": "embedded", "model": folder, "dtype": "float32", "rounding": {}}, threads=1)
+    engine = ProcessEngine({"type": "embedded", "model": folder, "dtype": "float32", "rounding": {}}, threads=1)
     if state == "forked":
         if (helper := os.fork()) == 0:
             signal.pause()
@@ -38,7 +38,7 @@ def main() -> None:
     generate(engine)
 
 
-def generate(engine: WorkerEngine) -> None:
+def generate(engine: ProcessEngine) -> None:
     from tests.support.engines import prompt
 
     from trimtab.models import laboratory

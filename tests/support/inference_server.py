@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.remote.shared_weights import SharedWeights
-from trimtab.models.load import Loaded, load
+from trimtab.models.load import LoadedModel, load
 from trimtab.types import EMPTY, Completion, Problem, Prompt, Sampling
 
 
@@ -270,7 +270,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @cache
-def model(folder: str) -> Loaded:
+def model(folder: str) -> LoadedModel:
     return load(folder, dtype=torch.float32)
 
 

@@ -14,7 +14,7 @@ import torch
 from trimtab.diagnosis.causes import find_causes
 from trimtab.diagnosis.records import Cause, Chunk, Measured, Origin, Size, Split
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import Rounding, matrices
+from trimtab.engines.embedded.weight_quantization import WeightQuantization, matrices
 from trimtab.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.types import Completion, Problem, Prompt, Sampling
 
@@ -96,7 +96,7 @@ def _score(model: Any, rollout: Rollout, temperature: float, kept: bool, rows: l
 
 def rounded(model: Any, bits: int) -> Any:
     """A copy with every matrix inside the decoder rounded to `bits`."""
-    other, rounding = copy.deepcopy(model), Rounding(bits=bits)
+    other, rounding = copy.deepcopy(model), WeightQuantization(bits=bits)
     parameters = dict(other.named_parameters())
     with torch.no_grad():
         for name in matrices(other):

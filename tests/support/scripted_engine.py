@@ -12,20 +12,20 @@ import torch
 from trimtab import rewards, tasks
 from trimtab.config import load_config
 from trimtab.models.laboratory import build
-from trimtab.rollout.async_source import Beside
+from trimtab.rollout.async_source import AsyncSource
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.collector import Collector, PromptStream
-from trimtab.types import Completion, Engine, Interrupt, Prompt, Sampling
+from trimtab.types import AbortSignal, Completion, Engine, Prompt, Sampling
 
 _, TOKENIZER = build(0)
 TASK = tasks.build("sort", digits=3, holdout=8)
 LENGTH = 4
 SAMPLING = Sampling(max_tokens=LENGTH, stop=(".",))
 # What one call does: (number of the call from 0, the interrupt) -> tokens to write in all. It may wait, and may raise.
-Act = Callable[[int, Interrupt], int]
+Act = Callable[[int, AbortSignal], int]
 
 
-def whole(_call: int, _interrupt: Interrupt) -> int:
+def whole(_call: int, _interrupt: AbortSignal) -> int:
     return LENGTH
 
 
@@ -48,7 +48,7 @@ class Scripted:
         *,
         seed: int,
         prefixes: Sequence[Sequence[Completion]] | None = None,
-        interrupt: Interrupt | None = None,
+        interrupt: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         del sampling, seed
         call, self.calls = self.calls, self.calls + 1
@@ -98,7 +98,7 @@ class Desk:
         collector = Collector(config, PromptStream(TASK, TOKENIZER, seed=0), engines[0], scorer, SAMPLING)
         self.notes: list[str] = []
         self.buffer = Buffer(config.trainer)
-        self.feed = Beside(collector, self.buffer, engines, self.notes.append)
+        self.feed = AsyncSource(collector, self.buffer, engines, self.notes.append)
         self.updates = config.trainer.minibatches * config.trainer.epochs
 
     def publish(self, version: int) -> None:

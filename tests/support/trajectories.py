@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.types import Completion, Finish, Problem, Prompt, Sampling, Trajectory
+from trimtab.types import Completion, FinishReason, Problem, Prompt, Sampling, Trajectory
 
 
 def trajectory(
@@ -14,7 +14,7 @@ def trajectory(
     prompt: list[int] | None = None,
     reward: float = 0.0,
     logp: float = -1.0,
-    finish: Finish = "stop",
+    finish: FinishReason = "stop",
     kept: list[list[int]] | None = None,
 ) -> Trajectory:
     sampling = Sampling(top_k=2) if kept else Sampling()

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from trimtab.bitwise.difference import Comparison, compare
 from trimtab.bitwise.forward_recorder import Tape, followed, recorded, token_keys
-from trimtab.engines.embedded.decoder import Decoder, GenericDecoder
-from trimtab.engines.embedded.decoding_rows import Starts
+from trimtab.engines.embedded.decoder import CachedDecoder, Decoder
+from trimtab.engines.embedded.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.embedded.invariant_decoder import InvariantDecoder
 from trimtab.errors import TrimtabError
@@ -141,11 +141,11 @@ def _decode(sides: Sides, found: Texts, rows: list[int], tape: Tape) -> None:
         logits = decoder.step(ids)
 
 
-def _decoder(model: Any, starts: Starts) -> Decoder:
+def _decoder(model: Any, starts: PrefillPlan) -> Decoder:
     """A decoder that runs the model's own modules; the native engine's lean one has other, fused ones."""
     if is_invariant(model):
         return InvariantDecoder(model, starts)
-    return GenericDecoder(model, starts, max(max(lengths) for _, lengths in LENGTHS))
+    return CachedDecoder(model, starts, max(max(lengths) for _, lengths in LENGTHS))
 
 
 def _log_probs(model: Any, logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
@@ -154,11 +154,11 @@ def _log_probs(model: Any, logits: Tensor, ids: Tensor, temperature: float) -> T
     return (logits.float() / temperature).log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
 
-def _starts(found: Texts, rows: Sequence[int], done: dict[int, int], device: torch.device) -> Starts:
+def _starts(found: Texts, rows: Sequence[int], done: dict[int, int], device: torch.device) -> PrefillPlan:
     used = list(dict.fromkeys(found.owner[row] for row in rows))
     starts = list(dict.fromkeys((used.index(found.owner[row]), row if done[row] else None) for row in rows))
     texts = [() if row is None else found.responses[row][: done[row]] for _, row in starts]
-    return Starts(
+    return PrefillPlan(
         prompts=[torch.from_numpy(found.prompts[prompt]).to(device) for prompt in used],
         prefixes=[torch.tensor(np.array(text, dtype=np.int64), device=device) for text in texts],
         prompt=torch.tensor([prompt for prompt, _ in starts], device=device),

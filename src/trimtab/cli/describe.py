@@ -101,12 +101,12 @@ def explain(
 
 def _of_recipe(name: str, sets: list[str]) -> dict[str, Any]:
     """The equation a recipe resolves to, and the sections that change its data or its model."""
-    from trimtab.config import COMPANIONS, load_config
+    from trimtab.config import REQUIRED_SECTIONS, load_config
     from trimtab.objectives.calibrate import from_section
 
     config = load_config(name, sets)
     built = from_section(config.objective.model_dump())
-    sections = {name: getattr(config, name) for name in sorted({*COMPANIONS.values()})}
+    sections = {name: getattr(config, name) for name in sorted({*REQUIRED_SECTIONS.values()})}
     sections["routing"] = None if config.routing.replay == "none" else config.routing
     return {
         "objective": config.objective.name,

@@ -43,7 +43,7 @@ def _of_recipe(what: str, sets: Sequence[str]) -> tuple[Comparison, dict[str, st
 
     from trimtab.bitwise.engine_and_trainer import BATCHES, Sides, compare_sides
     from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-    from trimtab.engines.factory import sampler_rounding
+    from trimtab.engines.factory import weight_quantization
     from trimtab.models.load import default_device
     from trimtab.training.run import load_model, prepare_model
 
@@ -51,7 +51,7 @@ def _of_recipe(what: str, sets: Sequence[str]) -> tuple[Comparison, dict[str, st
     loaded, device = load_model(config), default_device()
     loaded.model.to(device)  # pyright: ignore[reportArgumentType]
     # A worker process runs the same engine, where nothing can be looked into.
-    dtype, rounding = getattr(torch, config.engine.dtype), sampler_rounding(config)
+    dtype, rounding = getattr(torch, config.engine.dtype), weight_quantization(config)
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, rounding=rounding)
     autocast = config.model.autocast == "bfloat16"
     sides = Sides(

@@ -134,11 +134,11 @@ def _default(field: FieldInfo) -> str:
 
 
 def _section_blocks() -> Iterator[str]:
-    from trimtab.config import COMPANIONS, Config
+    from trimtab.config import REQUIRED_SECTIONS, Config
 
     for name, model in _sections(Config):
         about = [" ".join(inspect.cleandoc(model.__doc__ or "").split())]
-        methods = [f"`{method}`" for method, section in COMPANIONS.items() if section == name]
+        methods = [f"`{method}`" for method, section in REQUIRED_SECTIONS.items() if section == name]
         if methods:
             about.append(f"Present with the objectives {', '.join(methods)} only.")
         title = "Top level" if not name else f"`[[{name}]]`" if name == "reward" else f"`[{name}]`"

@@ -18,7 +18,7 @@ class ActorLost(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ActorSlot:
     """The bundle of one actor. The replacement of a dead actor takes its seat."""
 
     group: Any

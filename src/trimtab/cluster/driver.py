@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.cluster.actors import ActorLost, ask, end
-from trimtab.cluster.placement_group import Seats, connected, reserved
+from trimtab.cluster.placement_group import ActorSlots, connected, reserved
 from trimtab.cluster.trainer_actor import DIVERGED, TrainerRank, replay
 from trimtab.config import Config
-from trimtab.errors import RESUME, Diverged, Stopped, TrimtabError
+from trimtab.errors import RESUME, DivergedError, Stopped, TrimtabError
 from trimtab.runs import provenance
 from trimtab.runs.layout import CONFIG
-from trimtab.training.observer import Observer, Silent
+from trimtab.training.observer import NullObserver, Observer
 from trimtab.training.ranks import several
 from trimtab.training.run import RunResult, check
 from trimtab.training.stop import Stop
@@ -38,7 +38,7 @@ def train(
     """
     if several():
         raise TrimtabError('placement = "ray" starts the ranks itself: leave torchrun out and set ray.trainers')
-    watcher, run = observer or Silent(), Path(out or config.out or "runs/run").resolve()
+    watcher, run = observer or NullObserver(), Path(out or config.out or "runs/run").resolve()
     check(config).scorer.close()
     stop = Stop()
     with stop.signals(), connected(config.ray), reserved(config) as seats, _started(seats) as ranks:
@@ -51,7 +51,7 @@ def train(
 
 
 @contextmanager
-def _started(seats: Seats) -> Iterator[list[Any]]:
+def _started(seats: ActorSlots) -> Iterator[list[Any]]:
     """The ranks. At the end they are killed whatever they do, and with rank 0 the actors it started."""
     ranks: list[Any] = []
     try:
@@ -122,7 +122,7 @@ def _metrics(finished: Any) -> dict[str, Any]:
     if "stopped" in answer:
         raise Stopped(answer["stopped"])
     if "error" in answer:
-        raise (Diverged if answer["error"] == DIVERGED else TrimtabError)(answer["line"])
+        raise (DivergedError if answer["error"] == DIVERGED else TrimtabError)(answer["line"])
     return answer["metrics"]
 
 

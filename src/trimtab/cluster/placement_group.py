@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.cluster.actors import Seat
+from trimtab.cluster.actors import ActorSlot
 from trimtab.config import Config, RayConfig
 from trimtab.errors import TrimtabError
 
@@ -19,12 +19,12 @@ REACH = 10.0  # seconds for the cluster's address to answer
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class ActorSlots:
     """Every bundle of a run."""
 
-    trainers: tuple[Seat, ...]
-    engines: tuple[Seat, ...]
-    rewards: tuple[Seat, ...]
+    trainers: tuple[ActorSlot, ...]
+    engines: tuple[ActorSlot, ...]
+    rewards: tuple[ActorSlot, ...]
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def _reach(address: str) -> None:
 
 
 @contextmanager
-def reserved(config: Config) -> Iterator[Seats]:
+def reserved(config: Config) -> Iterator[ActorSlots]:
     """The seats of a run, all or none; removing the group at the end also ends every actor still in it.
 
     Raises:
@@ -116,9 +116,9 @@ def _kinds(config: Config) -> dict[str, tuple[int, float, float]]:
     }
 
 
-def _seats(config: Config, group: Any) -> Seats:
+def _seats(config: Config, group: Any) -> ActorSlots:
     seats, bundle = {}, 0
     for kind, (count, cpus, gpus) in _kinds(config).items():
-        seats[kind] = tuple(Seat(group, bundle + index, cpus, gpus) for index in range(count))
+        seats[kind] = tuple(ActorSlot(group, bundle + index, cpus, gpus) for index in range(count))
         bundle += count
-    return Seats(**seats)
+    return ActorSlots(**seats)

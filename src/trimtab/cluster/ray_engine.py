@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.cluster.actors import ActorLost, Seat, ask, end, explained
+from trimtab.cluster.actors import ActorLost, ActorSlot, ask, end, explained
 from trimtab.cluster.object_store_weights import Publisher, fetch, unpack
 from trimtab.cluster.ray_host import EngineHost
 from trimtab.config import Config, RayConfig
 from trimtab.engines.embedded.decoding_rows import check_prefixes
 from trimtab.engines.remote import wire
-from trimtab.errors import EngineLost, TrimtabError
-from trimtab.types import Completion, Interrupt, Prompt, Sampling
+from trimtab.errors import EngineDeadError, TrimtabError
+from trimtab.types import AbortSignal, Completion, Prompt, Sampling
 
 WEIGHTS = ".safetensors"
 LOOK = 0.02  # seconds between two looks at an interrupt while an actor works
@@ -29,12 +29,12 @@ class RayEngine:
     """`types.Engine` over the actor in `seat`, built there from a specification of `rollout.hosted`.
 
     Engines of one run share a publisher, so that weights are stored once. `place`: process and node of the actor.
-    `patience`: seconds without a sign of life after which a call gives the actor up (`EngineLost`). While it generates,
-    the signs are tokens; otherwise, that it runs at all.
+    `patience`: seconds without a sign of life after which a call gives the actor up (`EngineDeadError`). While it
+    generates, the signs are tokens; otherwise, that it runs at all.
     """
 
     def __init__(
-        self, spec: Mapping[str, Any], seat: Seat, publisher: Publisher, config: RayConfig, patience: float
+        self, spec: Mapping[str, Any], seat: ActorSlot, publisher: Publisher, config: RayConfig, patience: float
     ) -> None:
         self.policy_version = 0
         self.decoded = 0
@@ -60,7 +60,7 @@ class RayEngine:
         *,
         seed: int,
         prefixes: Sequence[Sequence[Completion]] | None = None,
-        interrupt: Interrupt | None = None,
+        interrupt: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         check_prefixes(prefixes, prompts, samples, sampling)
         self.wait()
@@ -116,7 +116,7 @@ class RayEngine:
         try:
             with self._alive():
                 ask(self._host.alive.remote(), self._start_patience)
-        except EngineLost:
+        except EngineDeadError:
             end(self._host)
             self._begin()
             self.wait()
@@ -144,7 +144,7 @@ class RayEngine:
                 self.place = ask(self._starting, self._start_patience)
             self._starting = None
 
-    def _await(self, host: Any, answer: Any, interrupt: Interrupt | None = None) -> Any:
+    def _await(self, host: Any, answer: Any, interrupt: AbortSignal | None = None) -> Any:
         """The answer of `host`, which is told of the interrupt. `ActorLost` without signs of life; it is then dead."""
         import ray
 
@@ -175,7 +175,7 @@ class RayEngine:
                 yield
         except ActorLost as error:
             where = f"process {self.place['pid']} on {self.place['node']}" if self.place else "its actor"
-            raise EngineLost(f"{where}: {error}") from None
+            raise EngineDeadError(f"{where}: {error}") from None
 
     def _count(self, decoded: int, prefilled: int) -> None:
         self.decoded += decoded - self._counted[0]
@@ -183,7 +183,7 @@ class RayEngine:
         self._counted = (decoded, prefilled)
 
 
-def build_engines(config: Config, spec: Mapping[str, Any], seats: Sequence[Seat]) -> list[RayEngine]:
+def build_engines(config: Config, spec: Mapping[str, Any], seats: Sequence[ActorSlot]) -> list[RayEngine]:
     """One engine in each seat, all started.
 
     Raises:

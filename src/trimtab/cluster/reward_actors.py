@@ -15,8 +15,8 @@ from dataclasses import asdict
 from typing import Any
 
 from trimtab import rewards, tasks
-from trimtab.cluster.actors import ActorLost, Seat, ask, end, enter
-from trimtab.config import Config, check_config
+from trimtab.cluster.actors import ActorLost, ActorSlot, ask, end, enter
+from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
 from trimtab.rewards import Response, Score, Scorer, Weighted
 from trimtab.rewards.scorer import Item
@@ -31,7 +31,7 @@ class RewardHost:
 
     def start(self, recipe: str, folder: str) -> None:
         enter(folder)
-        config = check_config(tomllib.loads(recipe), "recipe")
+        config = parse_config(tomllib.loads(recipe), "recipe")
         task = tasks.build(config.task.name, **config.task.keywords)
         self._scorer = rewards.build([RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward], task)
 
@@ -46,7 +46,7 @@ class RewardHost:
 class RayScorer(Scorer):
     """Deals samples over reward actors, one in each seat. `close()` ends them."""
 
-    def __init__(self, weighted: Sequence[Weighted], config: Config, folder: str, seats: Sequence[Seat]) -> None:
+    def __init__(self, weighted: Sequence[Weighted], config: Config, folder: str, seats: Sequence[ActorSlot]) -> None:
         self.rewards = tuple(weighted)
         self._recipe = config.dump()
         self._folder = folder

@@ -15,16 +15,16 @@ import torch
 
 from trimtab import rewards
 from trimtab.cluster.actors import enter
-from trimtab.cluster.placement_group import Seats
+from trimtab.cluster.placement_group import ActorSlots
 from trimtab.cluster.ray_engine import build_engines
 from trimtab.cluster.reward_actors import RayScorer
-from trimtab.config import Config, check_config
+from trimtab.config import Config, parse_config
 from trimtab.engines.factory import engine_spec
-from trimtab.errors import Diverged, Stopped, TrimtabError
-from trimtab.models.load import Loaded
+from trimtab.errors import DivergedError, Stopped, TrimtabError
+from trimtab.models.load import LoadedModel
 from trimtab.rewards import Scorer
-from trimtab.training.backends import LOCAL, Makers
-from trimtab.training.observer import Moment, Observer, Silent
+from trimtab.training.backends import LOCAL_BACKENDS, Backends
+from trimtab.training.observer import Moment, NullObserver, Observer
 from trimtab.training.run import train
 from trimtab.training.stop import Stop
 from trimtab.types import Engine, RewardSpec, Task
@@ -107,7 +107,14 @@ class TrainerRank:
             return host, probe.getsockname()[1]
 
     def train(
-        self, recipe: str, folder: str, out: str, resume: bool, meeting: tuple[str, int], seats: Seats, command: str
+        self,
+        recipe: str,
+        folder: str,
+        out: str,
+        resume: bool,
+        meeting: tuple[str, int],
+        seats: ActorSlots,
+        command: str,
     ) -> str:
         """Train to the end. The answer is JSON: `metrics` of the last step, or
         `error`, which kind of one, and its `line`; of a run that was stopped, `stopped` and the signal's number.
@@ -119,16 +126,16 @@ class TrainerRank:
             self._join(meeting)
             torch.set_num_threads(seats.trainers[self._rank].threads)
             result = train(
-                check_config(tomllib.loads(recipe), "recipe"),
+                parse_config(tomllib.loads(recipe), "recipe"),
                 out=Path(out),
                 resume=resume,
-                observer=self._relay if self._rank == 0 else Silent(),
-                makers=_makers(folder, seats) if self._rank == 0 else LOCAL,
+                observer=self._relay if self._rank == 0 else NullObserver(),
+                makers=_makers(folder, seats) if self._rank == 0 else LOCAL_BACKENDS,
                 stop=self._stop,
                 command=command,
             )
         except TrimtabError as error:
-            return json.dumps({"error": DIVERGED if isinstance(error, Diverged) else MISTAKE, "line": str(error)})
+            return json.dumps({"error": DIVERGED if isinstance(error, DivergedError) else MISTAKE, "line": str(error)})
         except Stopped as stop:
             return json.dumps({"stopped": stop.signal})
         return json.dumps({"metrics": result.metrics}, default=lambda number: number.item())
@@ -154,13 +161,13 @@ class TrainerRank:
         }
 
 
-def _makers(folder: str, seats: Seats) -> Makers:
+def _makers(folder: str, seats: ActorSlots) -> Backends:
     """Engines and rewards of the cluster, where they have seats there."""
 
-    def engines(config: Config, loaded: Loaded, files: Path) -> Sequence[Engine]:  # noqa: ARG001
+    def engines(config: Config, loaded: LoadedModel, files: Path) -> Sequence[Engine]:  # noqa: ARG001
         return build_engines(config, engine_spec(config, files), seats.engines)
 
     def scorer(config: Config, specs: Sequence[RewardSpec], task: Task) -> Scorer:
         return RayScorer(rewards.weighted(specs, task), config, folder, seats.rewards)
 
-    return Makers(engines if seats.engines else None, scorer if seats.rewards else None)
+    return Backends(engines if seats.engines else None, scorer if seats.rewards else None)

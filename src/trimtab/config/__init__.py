@@ -1,11 +1,11 @@
 """Recipes: TOML files read into one frozen, fully validated `Config`. Imports no torch."""
 
 from trimtab.config.engine_sections import CanaryConfig, EngineConfig, RayConfig, ServerConfig, VllmConfig
-from trimtab.config.recipes import check_config, load_config, parse_override, recipe_names
+from trimtab.config.recipes import load_config, parse_config, parse_override, recipe_names
 from trimtab.config.schema import (
-    COMPANIONS,
+    REQUIRED_SECTIONS,
     Config,
-    ExpertConfig,
+    DemonstrationConfig,
     LogConfig,
     LoraConfig,
     OptimConfig,
@@ -16,11 +16,11 @@ from trimtab.config.schema import (
 )
 
 __all__ = [
-    "COMPANIONS",
+    "REQUIRED_SECTIONS",
     "CanaryConfig",
     "Config",
+    "DemonstrationConfig",
     "EngineConfig",
-    "ExpertConfig",
     "LogConfig",
     "LoraConfig",
     "OptimConfig",
@@ -31,8 +31,8 @@ __all__ = [
     "ShardingConfig",
     "SurgeConfig",
     "VllmConfig",
-    "check_config",
     "load_config",
+    "parse_config",
     "parse_override",
     "recipe_names",
 ]

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from trimtab.config.paths import located, located_at
 from trimtab.config.schema import NAMES, Config
-from trimtab.config.section import NamedPart
+from trimtab.config.section import PluginSection
 from trimtab.errors import TrimtabError, nearest
 
 
@@ -37,10 +37,10 @@ def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
     # Names first: what a part is decides which of its keywords are left to be changed.
     for override in sorted(changes, key=lambda change: parse_override(change)[0] not in NAMES):
         _override(data, override)
-    return check_config(data, where)
+    return parse_config(data, where)
 
 
-def check_config(data: Mapping[str, Any], where: str) -> Config:
+def parse_config(data: Mapping[str, Any], where: str) -> Config:
     """Validate already parsed data; `where` names its origin in error messages."""
     try:
         return Config.model_validate(data)
@@ -185,7 +185,7 @@ def _not_a_section(place: str, value: Any) -> str:
     section = _section(place.split("."))
     if section is None:
         return f"{place!r} is not a section"
-    if issubclass(section, NamedPart) and isinstance(value, str):
+    if issubclass(section, PluginSection) and isinstance(value, str):
         return f'{place} is a section: write {place}.name = "{value}"'
     return f"{place} is a section, not {value!r}: set its keys ({', '.join(section.model_fields)})"
 

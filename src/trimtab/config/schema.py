@@ -17,8 +17,8 @@ from trimtab.config.section import (
     REAL,
     Count,
     Dtype,
-    NamedPart,
     NotNegative,
+    PluginSection,
     Positive,
     Processes,
     Seconds,
@@ -29,10 +29,10 @@ from trimtab.config.section import (
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 # Objectives whose data or model the trainer makes from a section of its own.
-COMPANIONS = {"token-alp": "perturbation", "seq-alp": "perturbation", "soup": "prefix", "luffy": "expert"}
+REQUIRED_SECTIONS = {"token-alp": "perturbation", "seq-alp": "perturbation", "soup": "prefix", "luffy": "expert"}
 
 # The keys that choose a part, each with the sections that belong to the part.
-NAMES = {"objective.name": ("objective", "advantage", *sorted({*COMPANIONS.values()})), "task.name": ("task",)}
+NAMES = {"objective.name": ("objective", "advantage", *sorted({*REQUIRED_SECTIONS.values()})), "task.name": ("task",)}
 
 
 class LoraConfig(Section):
@@ -62,7 +62,7 @@ class ModelConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
-class ObjectiveConfig(NamedPart):
+class ObjectiveConfig(PluginSection):
     """What is minimized: a named method, or your own `module:function` that returns an `Objective`, and keywords."""
 
     name: str = Field(
@@ -75,13 +75,13 @@ class ObjectiveConfig(NamedPart):
     equation: str | None = Field(default=None, description="written by a run whose objective is no preset")
 
 
-class TaskConfig(NamedPart):
+class TaskConfig(PluginSection):
     """Where prompts come from: a kind of task and its own keywords."""
 
     name: str = Field(default="arithmetic", description="the kind of task; the tables of tasks below list all")
 
 
-class RewardConfig(NamedPart):
+class RewardConfig(PluginSection):
     """`name` is a built-in reward or a user's own `module:function`."""
 
     name: str = Field(description="a built-in reward, or your own function as `module:function`")
@@ -212,7 +212,7 @@ class PrefixConfig(Section):
         return self
 
 
-class ExpertConfig(Section):
+class DemonstrationConfig(Section):
     """External traces in every group (LUFFY)."""
 
     path: str = Field(
@@ -304,7 +304,7 @@ class Config(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     perturbation: PerturbationConfig | None = None
     prefix: PrefixConfig | None = None
-    expert: ExpertConfig | None = None
+    expert: DemonstrationConfig | None = None
     engine: EngineConfig = EngineConfig()
     routing: RoutingConfig = RoutingConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -325,7 +325,7 @@ class Config(Section):
     def _companion(cls, data: Any) -> Any:
         """An objective that cannot work without a section gets it with its defaults, visible in the resolved copy."""
         if isinstance(data, Mapping) and isinstance(data.get("objective"), Mapping):
-            section = COMPANIONS.get(str(data["objective"].get("name")))
+            section = REQUIRED_SECTIONS.get(str(data["objective"].get("name")))
             if section is not None and data.get(section) is None:
                 return {**data, section: {}}
         return data

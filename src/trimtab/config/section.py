@@ -26,14 +26,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class NamedPart(BaseModel):
+class PluginSection(BaseModel):
     """A section that names a part and carries that part's own keywords."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
     name: str
 
     @model_validator(mode="after")
-    def _numbers_that_fit(self) -> NamedPart:
+    def _numbers_that_fit(self) -> PluginSection:
         """The part checks its keywords itself, but for what no part can compute with."""
         for key, value in self.keywords.items():
             whole = isinstance(value, int) and abs(value) > INTEGER

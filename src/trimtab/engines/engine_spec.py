@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import Rounding
+from trimtab.engines.embedded.weight_quantization import WeightQuantization
 from trimtab.errors import TrimtabError, nearest
 from trimtab.models import invariant
 from trimtab.models.load import default_device
@@ -55,7 +55,7 @@ def _embedded(spec: Mapping[str, Any], folder: Path) -> Engine:
     if spec.get("numerics") == "invariant":
         invariant.use_in(model)
     model.to(default_device())
-    rounding = Rounding(**spec["rounding"])
+    rounding = WeightQuantization(**spec["rounding"])
     return EmbeddedEngine(model.eval(), tokenizer, spec["dtype"], rounding=rounding, routes=spec.get("routes", False))
 
 

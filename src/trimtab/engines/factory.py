@@ -11,10 +11,10 @@ import torch
 
 from trimtab.config import Config
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import BITS, Rounding
-from trimtab.engines.remote.remote_engine import WorkerEngine
+from trimtab.engines.embedded.weight_quantization import BITS, WeightQuantization
+from trimtab.engines.remote.remote_engine import ProcessEngine
 from trimtab.errors import TrimtabError
-from trimtab.models.load import Loaded
+from trimtab.models.load import LoadedModel
 from trimtab.seeds import derive
 from trimtab.types import Engine
 
@@ -22,7 +22,7 @@ from trimtab.types import Engine
 def check_engines(config: Config) -> None:
     """Refuse combinations that cannot work, before any model is loaded."""
     engine, kind = config.engine, config.engine.type
-    if kind != "embedded" and sampler_rounding(config).active:
+    if kind != "embedded" and weight_quantization(config).active:
         raise TrimtabError(
             f'engine.quantize and engine.noise need engine.type = "embedded"; {kind!r} has options of its own for '
             "quantized weights"
@@ -37,7 +37,7 @@ def check_engines(config: Config) -> None:
             "engine.vllm.keep_sets without sampling.top_k: vLLM would return the whole vocabulary with every token; "
             "set sampling.top_k, or leave keep_sets out"
         )
-    apart = worker_count(config) or (config.placement == "ray" and kind != "server")
+    apart = engine_process_count(config) or (config.placement == "ray" and kind != "server")
     if engine.patience != type(engine)().patience and not apart:
         raise TrimtabError(
             f"engine.patience = {engine.patience:g} has no effect without engines in processes of their own: leave it "
@@ -67,7 +67,7 @@ def _check_truncation(config: Config) -> None:
         )
 
 
-def worker_count(config: Config) -> int:
+def engine_process_count(config: Config) -> int:
     """Engines in processes of their own; an engine that has a process anyway gets no second one by default."""
     if config.engine.type == "server":
         return 0
@@ -78,7 +78,7 @@ def worker_count(config: Config) -> int:
 
 
 def build_engines(
-    config: Config, loaded: Loaded, folder: Path, notify: Callable[[str], None] | None = None
+    config: Config, loaded: LoadedModel, folder: Path, notify: Callable[[str], None] | None = None
 ) -> list[Engine]:
     """The engines of a run, each to be published to before it generates.
 
@@ -95,13 +95,13 @@ def build_engines(
 
         # One engine for all servers: the responses a lost one owes go to the others.
         return [ServerEngine(config.engine.server.urls, loaded.tokenizer, config.engine, folder, notify)]
-    if count := worker_count(config):
+    if count := engine_process_count(config):
         return _workers(config, folder, count)
     if config.engine.type == "vllm":
         from trimtab.engines.vllm.vllm_engine import VllmEngine
 
         return [VllmEngine(folder, loaded.tokenizer, config.engine)]
-    dtype, rounding = getattr(torch, config.engine.dtype), sampler_rounding(config)
+    dtype, rounding = getattr(torch, config.engine.dtype), weight_quantization(config)
     routes = config.routing.replay == "rollout"
     return [EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=dtype, rounding=rounding, routes=routes)]
 
@@ -110,7 +110,7 @@ def engine_spec(config: Config, folder: Path) -> dict[str, Any]:
     """The recipe's engine as `rollout.hosted.build` takes it: JSON, for another process."""
     if config.engine.type == "vllm":
         return {"type": "vllm", "model": str(folder.absolute()), "engine": config.engine.model_dump(mode="json")}
-    rounding = sampler_rounding(config)
+    rounding = weight_quantization(config)
     return {
         "type": "embedded",
         "model": str(folder.absolute()),
@@ -124,18 +124,18 @@ def engine_spec(config: Config, folder: Path) -> dict[str, Any]:
 def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     each = config.engine.vllm.tensor_parallel if config.engine.type == "vllm" else 1
-    places = device_lists(visible.split(","), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), count, each)
+    places = split_devices(visible.split(","), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), count, each)
     if config.threads:
         threads = config.threads
     else:
-        own, threads = thread_shares(torch.get_num_threads(), count, beside=bool(config.trainer.max_lag))
+        own, threads = split_threads(torch.get_num_threads(), count, beside=bool(config.trainer.max_lag))
         torch.set_num_threads(own)
     spec = engine_spec(config, folder)
     patience = config.engine.patience
-    return [WorkerEngine(spec, threads=threads, devices=place, patience=patience) for place in places]
+    return [ProcessEngine(spec, threads=threads, devices=place, patience=patience) for place in places]
 
 
-def thread_shares(cores: int, workers: int, *, beside: bool) -> tuple[int, int]:
+def split_threads(cores: int, workers: int, *, beside: bool) -> tuple[int, int]:
     """Threads of this process and of each worker; `beside`: it computes at the same time as they do.
 
     Equal shares, what is left over going to this process. More threads than cores make all of them crawl: two
@@ -147,7 +147,7 @@ def thread_shares(cores: int, workers: int, *, beside: bool) -> tuple[int, int]:
     return max(1, cores - workers * each), each
 
 
-def device_lists(visible: Sequence[str], ranks: int, workers: int, each: int) -> list[str | None]:
+def split_devices(visible: Sequence[str], ranks: int, workers: int, each: int) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of every worker, behind the GPUs of the trainer's ranks; a single GPU is shared by all.
 
     Raises:
@@ -166,6 +166,6 @@ def device_lists(visible: Sequence[str], ranks: int, workers: int, each: int) ->
     return [",".join(gpus[start : start + each]) for start in starts]
 
 
-def sampler_rounding(config: Config) -> Rounding:
+def weight_quantization(config: Config) -> WeightQuantization:
     """What the recipe's sampler does to the weights it is given."""
-    return Rounding(BITS[config.engine.quantize], config.engine.noise, derive(config.seed, "rounding"))
+    return WeightQuantization(BITS[config.engine.quantize], config.engine.noise, derive(config.seed, "rounding"))

@@ -10,7 +10,7 @@ import numpy as np
 
 from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes, complete
 from trimtab.errors import TrimtabError
-from trimtab.types import EMPTY, Completion, Interrupt, Prompt, Sampling, cut, splice
+from trimtab.types import EMPTY, AbortSignal, Completion, Prompt, Sampling, cut, splice
 
 
 class FakeEngine:
@@ -39,7 +39,7 @@ class FakeEngine:
         *,
         seed: int,
         prefixes: Prefixes | None = None,
-        interrupt: Interrupt | None = None,
+        interrupt: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """The scripted completions, cut at `max_tokens`. `seed` changes nothing.
 

@@ -14,7 +14,7 @@ from trimtab.types import Prompt, Sampling
 VLLM_COLDEST, VLLM_HOTTEST = 0.01, 2.0
 
 
-def check_request(
+def validate_request(
     prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int, *, vocabulary: int, context: int | None
 ) -> None:
     """Refuse what cannot be sampled, before anything is.

@@ -8,7 +8,7 @@ from typing import Any
 from trimtab.types import Sampling
 
 
-class StopRule:
+class StopChecker:
     """Decides after each token whether a response is complete.
 
     A stop string may begin and end inside tokens. The token that completes it is kept, so that ids and log-probs stay

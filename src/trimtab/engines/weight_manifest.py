@@ -19,7 +19,7 @@ from trimtab.errors import TrimtabError, nearest
 
 
 @dataclass(frozen=True)
-class Inventory:
+class WeightManifest:
     """The weights a model has: shapes by name, and which names are one tensor.
 
     `aliases`: every further name of a tied parameter -> its first name. `required`: what must be published; buffers and
@@ -31,7 +31,7 @@ class Inventory:
     required: tuple[str, ...]
 
     @classmethod
-    def of(cls, model: Any) -> Inventory:
+    def of(cls, model: Any) -> WeightManifest:
         """Of a transformers model, on any device."""
         state = model.state_dict(keep_vars=True)
         first = {id(p): name for name, p in model.named_parameters()}
@@ -43,7 +43,7 @@ class Inventory:
         )
 
     @classmethod
-    def read(cls, folder: Path | str) -> Inventory:
+    def read(cls, folder: Path | str) -> WeightManifest:
         """From the config.json of a model folder; no weight is read or allocated."""
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):

@@ -58,7 +58,7 @@ class Method:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PlannedRun:
     """One run of the grid. `config.out` is its run directory."""
 
     method: Method
@@ -72,7 +72,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class SkippedRun:
     """A method that is impossible in a regime, and why (prefixes of an older policy with a stale sampler, say)."""
 
     method: Method
@@ -84,8 +84,8 @@ class Refused:
 class Plan:
     """All runs of a grid, in the order they are trained: seed by seed, so that a grid cut short is even."""
 
-    cells: tuple[Cell, ...]
-    refused: tuple[Refused, ...]
+    cells: tuple[PlannedRun, ...]
+    refused: tuple[SkippedRun, ...]
 
 
 def parse_method(spec: str) -> Method:
@@ -122,7 +122,7 @@ def plan(
     _no_repeats("method", [method.folder for method in chosen])
     _no_repeats("regime", [regime.name for regime in regimes])
     _check_sets(sets, regimes, model)
-    refused: list[Refused] = []
+    refused: list[SkippedRun] = []
     rows: list[tuple[Method, Regime]] = []
     for method in chosen:
         reasons = []
@@ -131,12 +131,12 @@ def plan(
                 check(_config(method, regime, 0, out, model, sets)).scorer.close()
                 rows.append((method, regime))
             except TrimtabError as error:
-                reasons.append(Refused(method, regime, str(error)))
+                reasons.append(SkippedRun(method, regime, str(error)))
         if len(reasons) == len(regimes):
             raise TrimtabError(f"method {method.spec!r}: {reasons[0].reason}")
         refused += reasons
     cells = [
-        Cell(method, regime, seed, _config(method, regime, seed, out, model, sets))
+        PlannedRun(method, regime, seed, _config(method, regime, seed, out, model, sets))
         for seed in range(seeds)
         for method, regime in rows
     ]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.config import COMPANIONS, Config, check_config
+from trimtab.config import REQUIRED_SECTIONS, Config, parse_config
 from trimtab.errors import TrimtabError
 from trimtab.lab.results import Result
-from trimtab.lab.runner import Unseen, held, run_cells
+from trimtab.lab.runner import NullExperimentObserver, held, run_cells
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
 from trimtab.training.observer import Observer
@@ -52,7 +52,7 @@ def run_grid(config: Config, out: Path, observer: Observer, *, resume: bool = Fa
     return GridResult(out, runs, metrics)
 
 
-class _Told(Unseen):
+class _Told(NullExperimentObserver):
     """Passes on to a run's observer how many runs are done."""
 
     def __init__(self, observer: Observer) -> None:
@@ -84,7 +84,7 @@ def _cells(config: Config, out: Path) -> dict[str, Config]:
         for seed in config.compare.seeds:
             data = _for_objective(config, name) | {"seed": seed, "out": str(out / name / f"seed{seed}")}
             data["trainer"] = data["trainer"] | {"max_idle_steps": 0}  # one that collapses is a result
-            cells[f"{name}/seed{seed}"] = check_config(data, f"{name}, seed {seed}")
+            cells[f"{name}/seed{seed}"] = parse_config(data, f"{name}, seed {seed}")
     return cells
 
 
@@ -98,8 +98,8 @@ def _for_objective(config: Config, name: str) -> dict[str, Any]:
     data = config.model_dump(exclude={"compare"}, exclude_none=True)
     if name == config.objective.name:
         return data
-    own = COMPANIONS.get(config.objective.name)
-    if own is not None and own != COMPANIONS.get(name):
+    own = REQUIRED_SECTIONS.get(config.objective.name)
+    if own is not None and own != REQUIRED_SECTIONS.get(name):
         data.pop(own, None)
     if objective(name).advantage != objective(config.objective.name).advantage:
         data.pop("advantage", None)

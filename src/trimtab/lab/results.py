@@ -14,9 +14,9 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trimtab.config import Config, check_config
+from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
-from trimtab.lab.experiment import Cell, Plan
+from trimtab.lab.experiment import Plan, PlannedRun
 from trimtab.runs import atomic
 from trimtab.runs.layout import CONFIG
 
@@ -167,7 +167,7 @@ def _same_settings(folder: Path, config: Config) -> None:
     if not file.is_file():
         return
     try:
-        known = check_config(tomllib.loads(file.read_text()), str(file))
+        known = parse_config(tomllib.loads(file.read_text()), str(file))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise TrimtabError(f"{file} cannot be read ({error}): delete {folder}, and it is trained again") from None
     old, new = _flat(known.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
@@ -237,7 +237,7 @@ def write_results(folder: Path, plan: Plan, results: Mapping[str, Result]) -> Pa
     return folder / TABLE
 
 
-def _row(cell: Cell, result: Result, folder: Path) -> dict[str, Any]:
+def _row(cell: PlannedRun, result: Result, folder: Path) -> dict[str, Any]:
     return {
         "method": cell.method.spec,
         "objective": cell.method.objective,

@@ -46,7 +46,7 @@ class Watch(Protocol):
         ...
 
 
-class Unseen:
+class NullExperimentObserver:
     """Looks away."""
 
     def planned(self, cells: Mapping[str, Config], done: Mapping[str, Result]) -> None:
@@ -96,7 +96,7 @@ def run_cells(
         TrimtabError: a finished or unfinished cell was trained with other settings; nothing was trained then.
         Stopped: by Ctrl-C or SIGTERM, of which the first waits for the steps in progress and their checkpoints.
     """
-    watcher = watch or Unseen()
+    watcher = watch or NullExperimentObserver()
     known = {name: results.read(config) for name, config in cells.items()}
     found = {name: result for name, result in known.items() if result is not None}
     watcher.planned(cells, found)
@@ -218,7 +218,9 @@ def run_plan(
     """Train all cells of the plan; `out/results.parquet` is rewritten whenever one ends. Results by the cell's name."""
     cells = {cell.name: cell.config for cell in plan.cells}
     with held(out):
-        results = run_cells(cells, workers=workers, watch=_Tabled(plan, out, watch or Unseen()), keep=keep)
+        results = run_cells(
+            cells, workers=workers, watch=_Tabled(plan, out, watch or NullExperimentObserver()), keep=keep
+        )
         write_results(out, plan, results)
     return results
 

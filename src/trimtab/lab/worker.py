@@ -18,20 +18,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from trimtab.config import Config, check_config
-from trimtab.errors import Diverged, Stopped, TrimtabError
+from trimtab.config import Config, parse_config
+from trimtab.errors import DivergedError, Stopped, TrimtabError
 from trimtab.lab.results import Result, Status, summarize, write
 from trimtab.runs import atomic
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import CONFIG, METRICS, MODEL
-from trimtab.training.observer import Silent
+from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 from trimtab.training.stop import Stop
 
 TRACEBACK = "error.txt"
 
 
-class Steps(Silent):
+class Steps(NullObserver):
     """Says how far the run is."""
 
     def __init__(self, answers: TextIO) -> None:
@@ -49,7 +49,7 @@ def main() -> None:
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
     while True:
         job = json.loads(jobs.get())
-        config, stop = check_config(job["recipe"], "recipe"), Stop(line=b"")
+        config, stop = parse_config(job["recipe"], "recipe"), Stop(line=b"")
         try:
             result = run_cell(config, keep=job["keep"], observer=Steps(answers), command=job["command"], stop=stop)
         except Stopped as stopped:  # the grid is stopped; the cell goes on from its checkpoint another time
@@ -65,7 +65,7 @@ def _listen(jobs: queue.SimpleQueue[str]) -> None:
     os._exit(0)  # the parent is gone; a run in progress must not go on unseen
 
 
-def run_cell(config: Config, *, keep: bool, observer: Silent, command: str, stop: Stop) -> Result:
+def run_cell(config: Config, *, keep: bool, observer: NullObserver, command: str, stop: Stop) -> Result:
     """Train a cell into `config.out` and leave its result there. `keep`: with checkpoints and the start model;
     `command`: what the grid was started with; `stop`: what SIGTERM sets.
 
@@ -81,7 +81,7 @@ def run_cell(config: Config, *, keep: bool, observer: Silent, command: str, stop
             shutil.rmtree(folder)
         train(config, resume=resume, observer=observer, stop=stop, command=command)
     except TrimtabError as failure:
-        status, error = ("diverged" if isinstance(failure, Diverged) else "failed"), str(failure)
+        status, error = ("diverged" if isinstance(failure, DivergedError) else "failed"), str(failure)
     except Exception as bug:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / TRACEBACK).write_text(traceback.format_exc())

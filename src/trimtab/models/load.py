@@ -27,7 +27,7 @@ LABORATORY, MIXTURE, SWITCH = laboratory.NAMES
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A policy ready to score and to train. `path` is where the files were read from."""
 
     model: PreTrainedModel
@@ -40,7 +40,7 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load(path: str, *, dtype: torch.dtype, weights: bool = True) -> Loaded:
+def load(path: str, *, dtype: torch.dtype, weights: bool = True) -> LoadedModel:
     """Load a causal language model with its tokenizer, in evaluation mode, on the CPU.
 
     `path` is the bundled model's name (`BUNDLED`), `laboratory`, `laboratory-moe` or `laboratory-switch` (untrained,
@@ -57,7 +57,7 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True) -> Loaded:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         use_in(model.base_model)
-        return Loaded(model, tokenizer, path)
+        return LoadedModel(model, tokenizer, path)
     if path == BUNDLED:
         return _from_folder(str(bundled.folder()), path, dtype, weights)
     local = Path(path).expanduser()
@@ -70,7 +70,7 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True) -> Loaded:
     return _from_folder(path, path, dtype, weights)
 
 
-def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> Loaded:
+def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> LoadedModel:
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise TrimtabError(f"model folder {name!r} has no config.json; give a folder written by save_pretrained")
     with _readable_errors(name), quiet():
@@ -86,7 +86,7 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
         )
     _ensure_padding_token(tokenizer, model, name)
     use_in(model.base_model)
-    return Loaded(model, tokenizer, source)
+    return LoadedModel(model, tokenizer, source)
 
 
 def _tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:

@@ -36,7 +36,7 @@ LARGEST = 1e4
 and those that are not of this size are lost in float32's rounding."""
 
 
-class Changes:
+class PerturbationCoverage:
     """Fraction of each layer's entries that its noise changed, among the inputs of the layer's first matrix product.
 
     Compared after rounding to the type of that product: noise that rounding undoes changes nothing. "Clean" is the
@@ -58,7 +58,7 @@ class Changes:
         return {layer: (int(count), self._total[layer]) for layer, count in self._changed.items()}
 
     @classmethod
-    def merged(cls, parts: Iterable[Mapping[str, Sequence[int]]]) -> Changes:
+    def merged(cls, parts: Iterable[Mapping[str, Sequence[int]]]) -> PerturbationCoverage:
         """The sum of several `counts`, such as those of different ranks."""
         whole = cls()
         for layer, (changed, seen) in (item for part in parts for item in part.items()):
@@ -106,7 +106,7 @@ class Perturbation(nn.Module):
         return not bool((self.log_sigma.detach() <= math.log(LARGEST)).all())
 
     @contextmanager
-    def attached(self, *, seed: int, watch: Changes | None = None) -> Iterator[None]:
+    def attached(self, *, seed: int, watch: PerturbationCoverage | None = None) -> Iterator[None]:
         """Perturb every forward of the model inside, with the noise of `seed` (not negative).
 
         One draw for a seed: a second forward inside repeats it if its shapes are the same. The backward may run
@@ -130,7 +130,7 @@ class Perturbation(nn.Module):
             yield
 
     @contextmanager
-    def _layers(self, seed: int, watch: Changes | None) -> Iterator[None]:
+    def _layers(self, seed: int, watch: PerturbationCoverage | None) -> Iterator[None]:
         layers, final_norms, dtype = self._decoder
         sigmas = {int(name): sigma for name, sigma in self.sigmas().items()}
         first = min((index for index, sigma in sigmas.items() if sigma != 0), default=len(layers))

@@ -45,7 +45,7 @@ FAMILIES = {
 }
 
 
-class Routers(NamedTuple):
+class RouterInfo(NamedTuple):
     """The layers of a model that are mixtures, the experts of each, and how many of these see a token.
 
     All three are 0 for a dense model.
@@ -62,12 +62,12 @@ class _Place(NamedTuple):
     family: _Family
 
 
-def routers(model: Any) -> Routers:
+def routers(model: Any) -> RouterInfo:
     """What there is to record and replay. Raises `TrimtabError` for a mixture of a family that is not in `FAMILIES`."""
     places = _places(model)
     if not places:
-        return Routers(0, 0, 0)
-    return Routers(len(places), places[0].router.num_experts, places[0].router.top_k)
+        return RouterInfo(0, 0, 0)
+    return RouterInfo(len(places), places[0].router.num_experts, places[0].router.top_k)
 
 
 def _mixtures(model: Any) -> list[_Place]:
@@ -166,7 +166,7 @@ def replayed(model: Any, routes: Int[Tensor, "tokens layers chosen"]) -> Iterato
         raise TrimtabError(f"the routing of mixture layers {', '.join(idle)} was never replayed: run the model inside")
 
 
-def _check(model: Routers, routes: Int[Tensor, "tokens layers chosen"]) -> None:
+def _check(model: RouterInfo, routes: Int[Tensor, "tokens layers chosen"]) -> None:
     if tuple(routes.shape[-2:]) != (model.layers, model.chosen):
         raise TrimtabError(
             f"routes of shape {tuple(routes.shape)} are not those of {model.layers} mixture layers with {model.chosen} "

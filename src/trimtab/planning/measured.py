@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.config import Config, check_config
+from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
 from trimtab.planning.pipeline_schedule import Phases
 
@@ -57,7 +57,7 @@ def read(run: Path) -> Measured:
 def _files(run: Path) -> tuple[Config, list[dict[str, Any]]]:
     path, number = run / "config.toml", 0
     try:
-        config = check_config(tomllib.loads(path.read_text()), str(path))
+        config = parse_config(tomllib.loads(path.read_text()), str(path))
         path = run / "metrics.jsonl"
         rows = []
         for number, line in enumerate(path.read_text().splitlines(), 1):  # noqa: B007  # named in the error

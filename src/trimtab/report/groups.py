@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.config import check_config
+from trimtab.config import parse_config
 from trimtab.errors import TrimtabError
 from trimtab.runs.reader import Run, read_run
 
@@ -90,7 +90,7 @@ def recipe_of(run: Run, notes: list[str]) -> dict[str, Any]:
     """The resolved recipe without seed and place, flat. Where this version refuses it: as written, with a note."""
     config: Mapping[str, Any] = run.config
     try:
-        config = check_config(config, str(run.path)).model_dump(mode="json", exclude_none=True)
+        config = parse_config(config, str(run.path)).model_dump(mode="json", exclude_none=True)
     except TrimtabError as error:
         notes.append(f"The recipe is of another version of trimtab and compared as it is written. {error}")
     return dict(_flat({key: value for key, value in config.items() if key not in APART}, ""))

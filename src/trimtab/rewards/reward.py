@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from trimtab.plugins import check_arguments
-from trimtab.types import Completion, Finish, Problem, Task
+from trimtab.types import Completion, FinishReason, Problem, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Response:
     """A finished text, how it ended, and its length in tokens."""
 
     text: str
-    finish: Finish
+    finish: FinishReason
     tokens: int
 
     @classmethod

@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.engines.remote.shared_weights import SharedWeights, share
-from trimtab.errors import EngineLost
+from trimtab.errors import EngineDeadError
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary, Expected
-from trimtab.rollout.collector import Collector, CollectStats, Group
-from trimtab.rollout.engine_thread import LIVES, Answers, Floor, Lane, Publication
+from trimtab.rollout.collector import Collector, Group, RolloutStats
+from trimtab.rollout.engine_thread import MAX_RESTARTS, AsyncState, EngineThread, GeneratedGroups, WeightUpdate
 from trimtab.rollout.source import FeedState, Found, Weights
 from trimtab.types import Engine
 
@@ -27,8 +27,9 @@ PATIENCE = 5.0
 """Seconds a thread has to end before its engine is closed under it."""
 
 
-class Beside:
-    """See the module and `feed.Feed`. With `max_lag` 0 or None the same lanes work in step: one batch at a time.
+class AsyncSource:
+    """See the module and `feed.RolloutSource`. With `max_lag` 0 or None the same lanes work in step: one batch at a
+    time.
 
     `notify` receives lines for people, in the trainer's thread.
     """
@@ -43,13 +44,13 @@ class Beside:
     ) -> None:
         trainer = collector.config.trainer
         self.collector = collector
-        self._floor = Floor(
+        self._floor = AsyncState(
             collector, buffer, trainer.in_flight, chunk=-(-trainer.prompts // len(engines)), canary=canary
         )
         for engine in engines:
             if hasattr(engine, "notify"):  # that of servers waits for them in a lane, which only leaves notes
                 engine.notify = self._floor.note  # pyright: ignore[reportAttributeAccessIssue]
-        self._lanes = [Lane(number, engine, self._floor) for number, engine in enumerate(engines)]
+        self._lanes = [EngineThread(number, engine, self._floor) for number, engine in enumerate(engines)]
         self._scoring = Scoring(self._floor)
         self._notify = notify
         self._started = False
@@ -58,7 +59,7 @@ class Beside:
     def published(self) -> int:
         return -1 if self._floor.publication is None else self._floor.publication.version
 
-    def take(self, now: int, left: int) -> tuple[list[Group], CollectStats]:
+    def take(self, now: int, left: int) -> tuple[list[Group], RolloutStats]:
         self._start()
         start, floor = time.perf_counter(), self._floor
         with floor.buffer.changed:
@@ -74,7 +75,7 @@ class Beside:
 
     def publish(self, weights: Weights, version: int, expected: Expected | None = None) -> None:
         """Hold a copy, so that training can go on; each lane takes it over at its next boundary."""
-        publication, floor = Publication(version, share(weights), expected), self._floor
+        publication, floor = WeightUpdate(version, share(weights), expected), self._floor
         with floor.buffer.changed:
             floor.publication = publication
             if floor.in_flight == "continue":
@@ -86,21 +87,21 @@ class Beside:
         with self._paused(), ExitStack() as own:
             lane = next(lane for lane in self._lanes if not lane.gone)
             held = None
-            for life in range(LIVES):
+            for life in range(MAX_RESTARTS):
                 try:
                     if rounded or lane.version != version or lane.engine.policy_version != version:
                         held = held or own.enter_context(closing(share(weights)))
                         lane.version = None
                         lane.engine.publish(held, version, exact=True)
                     return through(lane.engine)
-                except EngineLost as lost:
+                except EngineDeadError as lost:
                     self._notify(f"engine {lane.number} was lost ({lost}); starting it again")
                     self._floor.sleep(life / 2)
                     lane.version = None
-                    with suppress(EngineLost):  # the next attempt says so
+                    with suppress(EngineDeadError):  # the next attempt says so
                         lane.engine.recover()
-                        self._floor.buffer.count(CollectStats(restarts=1))
-            raise EngineLost(f"engine {lane.number} was lost {LIVES} times in a row: look at what ends it")
+                        self._floor.buffer.count(RolloutStats(restarts=1))
+            raise EngineDeadError(f"engine {lane.number} was lost {MAX_RESTARTS} times in a row: look at what ends it")
 
     def state(self, updates: int) -> FeedState:
         """Published weights are part of it only while they lag behind the trainer's."""
@@ -196,7 +197,7 @@ def _once(weights: SharedWeights) -> dict[str, Tensor]:
 class Scoring:
     """Scores requests one after another, the oldest groups first, and puts what can be used into the buffer."""
 
-    def __init__(self, floor: Floor) -> None:
+    def __init__(self, floor: AsyncState) -> None:
         self.floor = floor
         self.thread = threading.Thread(target=self._run, name="scoring", daemon=True)
 
@@ -207,7 +208,7 @@ class Scoring:
         except BaseException as error:
             self.floor.fail(error)
 
-    def _next(self) -> Answers | None:
+    def _next(self) -> GeneratedGroups | None:
         floor = self.floor
         with floor.buffer.changed:
             floor.scoring = False
@@ -220,7 +221,7 @@ class Scoring:
             floor.scoring = True
             return first
 
-    def _score(self, answers: Answers) -> None:
+    def _score(self, answers: GeneratedGroups) -> None:
         buffer, stats = self.floor.buffer, answers.stats
         if buffer.wanted(answers.request):
             groups = self.floor.collector.grade(answers.request, answers.prompts, answers.completions, stats)
@@ -228,5 +229,5 @@ class Scoring:
             return
         # Too old for every batch to come: its score is not needed, but its lengths show what discarding favors.
         lengths = [len(answer.response_ids) for group in answers.completions for answer in group]
-        stats.add(CollectStats(generated=len(lengths), response_tokens=sum(lengths), discarded_lengths=lengths))
+        stats.add(RolloutStats(generated=len(lengths), response_tokens=sum(lengths), discarded_lengths=lengths))
         buffer.count(stats)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trimtab.config.schema import TrainerConfig
-from trimtab.rollout.collector import CollectStats, Group, has_signal, oldest
+from trimtab.rollout.collector import Group, RolloutStats, has_reward_variance, oldest
 from trimtab.rollout.schedule import STALE, Request, Schedule
 from trimtab.runs import trajectories
 
@@ -31,18 +31,18 @@ class Buffer:
         )
         self._dynamic, self._samples = trainer.dynamic_sampling, trainer.samples
         self._groups: dict[int, Group] = {}
-        self._stats = CollectStats()
+        self._stats = RolloutStats()
 
     def reserve(self, count: int, version: int) -> Request:
         """The next `count` groups, to be generated in step."""
         with self.changed:
             return self.schedule.reserve(count, version)
 
-    def deliver(self, request: Request, groups: Sequence[Group], stats: CollectStats) -> None:
+    def deliver(self, request: Request, groups: Sequence[Group], stats: RolloutStats) -> None:
         """What was generated and scored, group by group; what the schedule gave up in the meantime is left out."""
         with self.changed:
             for number, group in zip(request.numbers, groups, strict=True):
-                signal = has_signal(group)
+                signal = has_reward_variance(group)
                 stats.groups += 1
                 stats.no_signal += not signal
                 if self.schedule.deliver(number, oldest(group), signal=signal or not self._dynamic):
@@ -58,7 +58,7 @@ class Buffer:
             self.schedule.repeat(request)
             self.changed.notify_all()
 
-    def count(self, stats: CollectStats) -> None:
+    def count(self, stats: RolloutStats) -> None:
         """Add to the statistics of the next batch."""
         with self.changed:
             self._stats.add(stats)
@@ -92,7 +92,7 @@ class Buffer:
 
     def take(
         self, now: int, *, anyway: bool = False, patient: Callable[[], None] | None = None
-    ) -> tuple[list[Group], CollectStats]:
+    ) -> tuple[list[Group], RolloutStats]:
         """The groups of the step that starts after `now` updates, and the statistics since the last call.
 
         Args:
@@ -108,7 +108,7 @@ class Buffer:
             groups = [self._groups.pop(number) for number in numbers]
             # Spares ended with this batch.
             self._groups = {number: group for number, group in self._groups.items() if self.schedule.holds(number)}
-            stats, self._stats = self._stats, CollectStats()
+            stats, self._stats = self._stats, RolloutStats()
             self.changed.notify_all()
             return groups, stats
 
@@ -127,4 +127,4 @@ class Buffer:
             for row in rows:
                 self._groups[row.group].append(row)
             self.schedule.restore(state, {number: oldest(group) for number, group in self._groups.items()})
-            self._stats = CollectStats(stale=state["stale"])
+            self._stats = RolloutStats(stale=state["stale"])

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from trimtab.config import CanaryConfig, Config
-from trimtab.errors import Diverged, TrimtabError
+from trimtab.errors import DivergedError, TrimtabError
 from trimtab.types import BoolArray, Completion, Engine, FloatArray, IntArray, Problem, Prompt, Sampling
 
 # One token more than a block of any engine's prefix cache (16 to 128 tokens), so that at least one block is cached.
@@ -145,7 +145,7 @@ class Canary:
             logits = model(input_ids=ids, use_cache=False, logits_to_keep=looked).logits
         logp = (logits.float() / self._temperature).log_softmax(-1).flatten(0, 1)
         if not bool(torch.isfinite(logp).all()):
-            raise Diverged(f"canary: the trained policy of version {version} is not finite; lower optim.lr")
+            raise DivergedError(f"canary: the trained policy of version {version} is not finite; lower optim.lr")
         first = texts.shape[1] - looked + 1
         contexts = tuple(row[: first + place] for row in texts for place in range(looked))
         fixed = np.repeat(np.arange(len(texts)) % 2 == 0, looked)
@@ -198,7 +198,7 @@ class Canary:
             )
         logp = np.array([completion.logp_behavior[0] for completion in completions], dtype=np.float32)
         if not np.isfinite(logp).all():
-            raise Diverged(
+            raise DivergedError(
                 f"canary: the engine's log-probs at version {expected.version} are not finite: its weights are not "
                 "(the trainer's are); a quantized engine may be unable to reload"
             )

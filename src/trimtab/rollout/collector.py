@@ -14,12 +14,12 @@ from trimtab import tasks
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.rewards import Score, Scorer
-from trimtab.rollout.demonstrations import Experts
+from trimtab.rollout.demonstrations import Demonstrations
 from trimtab.rollout.prefixes import PrefixPool
 from trimtab.rollout.sampling_contract import check_trajectory
 from trimtab.rollout.schedule import Request
 from trimtab.seeds import derive
-from trimtab.types import EXTERNAL, Completion, Engine, Prompt, Sampling, Task, Trajectory
+from trimtab.types import EXTERNAL_VERSION, Completion, Engine, Prompt, Sampling, Task, Trajectory
 
 Group = list[Trajectory]
 
@@ -100,7 +100,7 @@ class PromptStream:
 
 
 @dataclass
-class CollectStats:
+class RolloutStats:
     """What happened while groups were collected; all counts are since the last batch was taken."""
 
     generated: int = 0
@@ -124,7 +124,7 @@ class CollectStats:
     seconds_scoring: float = 0.0
     seconds_waiting: float = 0.0
 
-    def add(self, other: CollectStats) -> None:
+    def add(self, other: RolloutStats) -> None:
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
@@ -143,10 +143,10 @@ class Collector:
     scorer: Scorer
     sampling: Sampling
     prefixes: PrefixPool | None = None
-    experts: Experts | None = None
+    experts: Demonstrations | None = None
     room: int | None = None
 
-    def sample(self, request: Request, stats: CollectStats) -> list[Group]:
+    def sample(self, request: Request, stats: RolloutStats) -> list[Group]:
         """Generate and score the groups of a request, in this thread."""
         start = time.perf_counter()
         decoded, prefilled = self.engine.decoded, self.engine.prefilled
@@ -161,7 +161,7 @@ class Collector:
         request: Request,
         prompts: Sequence[Prompt],
         completions: Sequence[Sequence[Completion]],
-        stats: CollectStats,
+        stats: RolloutStats,
     ) -> list[Group]:
         """Score the responses of a request and keep what can be used, one group for each prompt."""
         start = time.perf_counter()
@@ -183,7 +183,7 @@ class Collector:
         """The seed of a request's draws."""
         return derive(self.config.seed, "rollout", request.first)
 
-    def _generate(self, request: Request, stats: CollectStats) -> tuple[list[Prompt], list[list[Completion]]]:
+    def _generate(self, request: Request, stats: RolloutStats) -> tuple[list[Prompt], list[list[Completion]]]:
         """The next prompts with their responses: sampled whole, continued from prefixes, or joined by traces."""
         seed, samples, count = self.seed(request), self.config.trainer.samples, request.count
         pool = self.prefixes
@@ -205,7 +205,7 @@ class Collector:
         return prompts, completions
 
     def _join_traces(
-        self, experts: Experts, request: Request, prompts: Sequence[Prompt], stats: CollectStats
+        self, experts: Demonstrations, request: Request, prompts: Sequence[Prompt], stats: RolloutStats
     ) -> list[list[Completion]]:
         """External traces take the place of sampled responses, so that every group has `trainer.samples` members."""
         assert self.config.expert is not None
@@ -229,7 +229,7 @@ class Collector:
         return [answers[: samples - len(found)] + found for answers, found in zip(sampled, traces, strict=True)]
 
     def _group(
-        self, prompt: Prompt, number: int, scored: Sequence[tuple[Completion, Score]], stats: CollectStats
+        self, prompt: Prompt, number: int, scored: Sequence[tuple[Completion, Score]], stats: RolloutStats
     ) -> Group:
         """The usable trajectories of one prompt. What cannot be used is counted with its reason, never guessed."""
         group: Group = []
@@ -261,7 +261,7 @@ class Collector:
 
 
 def _is_external(answer: Completion) -> bool:
-    return bool(len(answer.policy_version)) and int(answer.policy_version[0]) == EXTERNAL
+    return bool(len(answer.policy_version)) and int(answer.policy_version[0]) == EXTERNAL_VERSION
 
 
 def oldest(group: Group) -> float:
@@ -270,7 +270,7 @@ def oldest(group: Group) -> float:
     return min((int(written.min()) for written in versions if len(written)), default=math.inf)
 
 
-def has_signal(group: Group) -> bool:
+def has_reward_variance(group: Group) -> bool:
     """Whether the first reward (correctness, by convention) tells the members apart; shaping rewards do not count."""
     if not group:
         return False

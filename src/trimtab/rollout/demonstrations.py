@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.config import ExpertConfig
-from trimtab.engines.stopping import StopRule
+from trimtab.config import DemonstrationConfig
+from trimtab.engines.stopping import StopChecker
 from trimtab.errors import TrimtabError, nearest
 from trimtab.tasks.file import read_rows
-from trimtab.types import EXTERNAL, Completion, Problem, Prompt, Sampling, Task
+from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, Sampling, Task
 
 GOLD = "gold"
 
 
 @dataclass
-class Experts:
+class Demonstrations:
     """The traces of a run. `dropped` and `missing` count since loading; what a step adds is the difference.
 
     dropped: traces that were due but exceed the response limit or, with their prompt, the context.
@@ -38,7 +38,9 @@ class Experts:
     missing: int = 0
 
     @classmethod
-    def load(cls, config: ExpertConfig, task: Task, tokenizer: Any, sampling: Sampling, context: int | None) -> Experts:
+    def load(
+        cls, config: DemonstrationConfig, task: Task, tokenizer: Any, sampling: Sampling, context: int | None
+    ) -> Demonstrations:
         """Traces of `config.path`: the task's gold answers, or the rows (prompt, response) of a file.
 
         A row's prompt is the id of a problem or its question; several rows may share one. `context` is the number of
@@ -96,9 +98,9 @@ def written(text: str, tokenizer: Any, sampling: Sampling) -> Completion:
     """A given text as the response an engine would have returned: up to its first ending and with it.
 
     A text without an ending gets one: the task's first stop string, or the end token where it has none. Nothing is
-    known of a behavior policy: `logp_behavior` is NaN and `policy_version` is `EXTERNAL`.
+    known of a behavior policy: `logp_behavior` is NaN and `policy_version` is `EXTERNAL_VERSION`.
     """
-    rule = StopRule(tokenizer, () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,), sampling)
+    rule = StopChecker(tokenizer, () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,), sampling)
     text = text[: _end(text, _endings(tokenizer, sampling))]
     ids = _encode(text, tokenizer)
     if not ids or not rule.ended([ids])[0]:
@@ -106,7 +108,7 @@ def written(text: str, tokenizer: Any, sampling: Sampling) -> Completion:
     return Completion(
         response_ids=np.asarray(ids, dtype=np.int64),
         logp_behavior=np.full(len(ids), np.nan, dtype=np.float32),
-        policy_version=np.full(len(ids), EXTERNAL, dtype=np.int64),
+        policy_version=np.full(len(ids), EXTERNAL_VERSION, dtype=np.int64),
         finish="stop",
         text=rule.text(ids),
     )

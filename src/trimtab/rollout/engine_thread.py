@@ -1,7 +1,7 @@
 """The thread that drives one engine: update weights, claim groups, generate, queue the responses.
 
-What every lane shares lies in `Floor`, guarded by the buffer's lock. A lane looks at it only between two calls of its
-engine; setting `Lane.interrupt` makes it look sooner.
+What every lane shares lies in `AsyncState`, guarded by the buffer's lock. A lane looks at it only between two calls of
+its engine; setting `Lane.interrupt` makes it look sooner.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trimtab.engines.remote.shared_weights import SharedWeights
-from trimtab.errors import RESUME, EngineLost, TrimtabError
+from trimtab.errors import RESUME, EngineDeadError, TrimtabError
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary, Expected
-from trimtab.rollout.collector import Collector, CollectStats
+from trimtab.rollout.collector import Collector, RolloutStats
 from trimtab.rollout.schedule import Request
 from trimtab.types import Completion, Engine, Prompt
 
 InFlight = Literal["finish", "discard", "continue"]
 
-LIVES = 5
+MAX_RESTARTS = 5
 """How often in a row an engine may be lost without having finished a request."""
 BACKOFF = 0.5
 """Seconds before the second attempt to bring an engine back; twice as many before each further one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Publication:
+class WeightUpdate:
     """Weights for every engine, and what the canary expects of one that took them."""
 
     version: int
@@ -38,17 +38,17 @@ class Publication:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class GeneratedGroups:
     """The responses to a request, before anybody scored them."""
 
     request: Request
     prompts: Sequence[Prompt]
     completions: Sequence[Sequence[Completion]]
-    stats: CollectStats
+    stats: RolloutStats
 
 
 @dataclass
-class Floor:
+class AsyncState:
     """Where trainer, lanes and scoring meet. Everything that changes is guarded by `buffer.changed`."""
 
     collector: Collector
@@ -56,11 +56,11 @@ class Floor:
     in_flight: InFlight
     chunk: int  # groups of a request, at most
     canary: Canary | None = None
-    publication: Publication | None = None
+    publication: WeightUpdate | None = None
     paused: bool = False
     closed: bool = False
     working: int = 0  # lanes that work
-    unscored: list[Answers] = field(default_factory=list)
+    unscored: list[GeneratedGroups] = field(default_factory=list)
     scoring: bool = False
     error: BaseException | None = None
     notes: list[str] = field(default_factory=list)
@@ -82,14 +82,14 @@ class Floor:
             self.buffer.changed.wait_for(lambda: self.closed, seconds)
 
 
-class Closed(Exception):
+class SourceClosed(Exception):
     """The run is over."""
 
 
-class Lane:
+class EngineThread:
     """See the module. `version` is that of the weights its engine holds; None: none, or unknown."""
 
-    def __init__(self, number: int, engine: Engine, floor: Floor) -> None:
+    def __init__(self, number: int, engine: Engine, floor: AsyncState) -> None:
         self.number, self.engine, self.floor = number, engine, floor
         self.interrupt = threading.Event()
         self.version: int | None = None
@@ -103,9 +103,9 @@ class Lane:
         try:
             while True:
                 self._turn()
-        except Closed:
+        except SourceClosed:
             pass
-        except EngineLost as error:
+        except EngineDeadError as error:
             self._give_up(error)
         except BaseException as error:
             self.floor.fail(error)
@@ -115,7 +115,7 @@ class Lane:
         self.request = None
         try:
             answers = self._answer(self._next())
-        except EngineLost as lost:
+        except EngineDeadError as lost:
             if self.request is not None:
                 self.floor.buffer.repeat(self.request)
             self._recover(lost)
@@ -139,7 +139,7 @@ class Lane:
             assert publication is not None, "lanes start after the first publication"
             self._take_over(publication)
 
-    def _look(self) -> Publication | None:
+    def _look(self) -> WeightUpdate | None:
         """With the lock held, after every pause: weights newer than those of the engine, if there are any.
 
         The reason for an interruption is seen here, or later at the next interruption.
@@ -152,20 +152,20 @@ class Lane:
         self.idle = False
         self.interrupt.clear()
         if self.floor.closed:
-            raise Closed
+            raise SourceClosed
         newest = self.floor.publication
         return newest if newest is not None and newest.version != self.version else None
 
-    def _take_over(self, publication: Publication) -> None:
+    def _take_over(self, publication: WeightUpdate) -> None:
         self.version = None
         self.engine.publish(publication.weights, publication.version)
         if self.floor.canary is not None and publication.expected is not None:
             self.floor.canary.check(self.engine, publication.expected)
         self.version = publication.version
 
-    def _answer(self, request: Request) -> Answers:
+    def _answer(self, request: Request) -> GeneratedGroups:
         """The responses; where the engine was interrupted it goes on, under the newest weights if these came."""
-        collector, stats = self.floor.collector, CollectStats()
+        collector, stats = self.floor.collector, RolloutStats()
         with self.floor.buffer.changed:  # tokenizers are not made for several threads
             prompts = collector.stream.at(request.first, request.count)
         begun: list[list[Completion]] | None = None
@@ -191,32 +191,32 @@ class Lane:
                 self._take_over(publication)
         stats.seconds_generating = time.perf_counter() - start
         stats.decoded, stats.prefilled = self.engine.decoded - decoded, self.engine.prefilled - prefilled
-        return Answers(request, prompts, begun, stats)
+        return GeneratedGroups(request, prompts, begun, stats)
 
-    def _recover(self, lost: EngineLost) -> None:
-        """Bring the engine back. Raises the last `EngineLost` where that does not work."""
+    def _recover(self, lost: EngineDeadError) -> None:
+        """Bring the engine back. Raises the last `EngineDeadError` where that does not work."""
         self.version = None
         while True:
             self._lost += 1
-            if self._lost > LIVES:
+            if self._lost > MAX_RESTARTS:
                 raise lost
             if self._lost > 1:
                 self.floor.sleep(BACKOFF * 2.0 ** (self._lost - 2))
             with self.floor.buffer.changed:
                 if self.floor.closed:
-                    raise Closed
+                    raise SourceClosed
             self.floor.note(f"engine {self.number} was lost ({lost}); starting it again")
             try:
                 self.engine.recover()
-            except EngineLost as again:
+            except EngineDeadError as again:
                 lost = again
                 continue
             except TrimtabError as error:
-                raise EngineLost(str(error)) from error
-            self.floor.buffer.count(CollectStats(restarts=1))
+                raise EngineDeadError(str(error)) from error
+            self.floor.buffer.count(RolloutStats(restarts=1))
             return
 
-    def _give_up(self, error: EngineLost) -> None:
+    def _give_up(self, error: EngineDeadError) -> None:
         """The others go on without this engine; the last one takes the run with it."""
         with self.floor.buffer.changed:
             self.gone = self.idle = True

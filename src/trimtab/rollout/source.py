@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary, Expected
-from trimtab.rollout.collector import Collector, CollectStats, Group
+from trimtab.rollout.collector import Collector, Group, RolloutStats
 from trimtab.types import Engine
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -20,7 +20,7 @@ Found = TypeVar("Found")
 FeedState = tuple[dict[str, dict[str, Tensor]], dict[str, Any], dict[str, bytes]]
 
 
-class Feed(Protocol):
+class RolloutSource(Protocol):
     """Batches out, weights in. All calls come from the trainer's thread."""
 
     collector: Collector
@@ -30,7 +30,7 @@ class Feed(Protocol):
         """Version of the weights last given to the engines."""
         ...
 
-    def take(self, now: int, left: int) -> tuple[list[Group], CollectStats]:
+    def take(self, now: int, left: int) -> tuple[list[Group], RolloutStats]:
         """The groups of the step that starts after `now` updates; `left` batches of the run, this one included."""
         ...
 
@@ -56,7 +56,7 @@ class Feed(Protocol):
 
 
 @dataclass
-class InStep:
+class SyncSource:
     """The engine of this process generates each batch when it is asked for, and as many groups as it lacks.
 
     `single`: every sample of the buffer must come from the one sampler in use (OAPL, Algorithm 1).
@@ -75,7 +75,7 @@ class InStep:
     def published(self) -> int:
         return self.engine.policy_version
 
-    def take(self, now: int, left: int) -> tuple[list[Group], CollectStats]:
+    def take(self, now: int, left: int) -> tuple[list[Group], RolloutStats]:
         trainer = self.collector.config.trainer
         self.buffer.schedule.wait(now, left)
         self.buffer.expire()
@@ -88,7 +88,7 @@ class InStep:
         return self.buffer.take(now, anyway=True)
 
     def _sample(self, count: int, *, again: bool = False) -> None:
-        stats = CollectStats(refilled=count if again else 0)
+        stats = RolloutStats(refilled=count if again else 0)
         request = self.buffer.reserve(count, self.engine.policy_version)
         self.buffer.deliver(request, self.collector.sample(request, stats), stats)
 

@@ -30,7 +30,7 @@ _TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
 _held: set[Path] = set()
 
 
-class RunDir:
+class RunDirectory:
     """A locked run directory. Build it with `create` or `open`; close it, or use it as a context manager.
 
     A new run whose block fails before anything was logged or checkpointed (no such model, say) leaves no run behind,
@@ -52,7 +52,7 @@ class RunDir:
         self._take()
 
     @classmethod
-    def create(cls, path: Path, config_toml: str) -> RunDir:
+    def create(cls, path: Path, config_toml: str) -> RunDirectory:
         """Start a run in `path` (made if needed). `TrimtabError` if it already holds one or another process uses it."""
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ class RunDir:
         return run
 
     @classmethod
-    def open(cls, path: Path) -> RunDir:
+    def open(cls, path: Path) -> RunDirectory:
         """Take over a run that was started before, removing what a kill left half-written.
 
         A torn last line of metrics.jsonl is dropped: its step was never checkpointed and will be done again.
@@ -150,7 +150,7 @@ class RunDir:
             self._lock = None
             _held.discard(self.path.resolve())
 
-    def __enter__(self) -> RunDir:
+    def __enter__(self) -> RunDirectory:
         return self
 
     def __exit__(

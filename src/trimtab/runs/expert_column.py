@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trimtab.types import RouteArray, Trajectory
+from trimtab.types import ExpertArray, Trajectory
 
 # Indices of one trajectory, row by row, in the narrowest type that holds them. Not a list column: its offsets and
 # validity would be read number by number, which takes a hundred times as long.
@@ -24,7 +24,7 @@ def encode(trajectories: Sequence[Trajectory]) -> pa.Array | None:
     return pa.array([None if routes is None else _flat(routes) for routes in found], _TYPE)
 
 
-def decode(value: Mapping[str, Any] | None) -> RouteArray | None:
+def decode(value: Mapping[str, Any] | None) -> ExpertArray | None:
     """The inverse of `encode` for one row. `ValueError` where the bytes do not fit the shape."""
     if value is None:
         return None
@@ -38,12 +38,12 @@ def stored_bytes(trajectories: Sequence[Trajectory]) -> int:
     return sum(routes.size * _width(routes) for routes in found if routes is not None)
 
 
-def _flat(routes: RouteArray) -> dict[str, Any]:
+def _flat(routes: ExpertArray) -> dict[str, Any]:
     _, layers, chosen = routes.shape
     width = _width(routes)
     return {"layers": layers, "chosen": chosen, "width": width, "data": routes.astype(_KINDS[width]).tobytes()}
 
 
-def _width(routes: RouteArray) -> int:
+def _width(routes: ExpertArray) -> int:
     """Bytes of one index."""
     return 1 if routes.size == 0 or (routes.min() >= 0 and routes.max() < 256) else 2

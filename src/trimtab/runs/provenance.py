@@ -24,7 +24,7 @@ import torch
 from trimtab.config import Config
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.runs import atomic
-from trimtab.runs.directory import RunDir
+from trimtab.runs.directory import RunDirectory
 from trimtab.runs.layout import PROVENANCE
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -42,7 +42,7 @@ def command() -> str:
 
 @contextmanager
 def recorded(
-    run: RunDir, config: Config, said: str, started: datetime, *, first_step: int, ranks: int
+    run: RunDirectory, config: Config, said: str, started: datetime, *, first_step: int, ranks: int
 ) -> Iterator[None]:
     """Add this start to the run's provenance and, when the block ends, how it ended, when, and after which step.
 
@@ -76,7 +76,7 @@ def recorded(
     _write(run, [*parts, this | _ended(run, started, first_step, "finished")])
 
 
-def _ended(run: RunDir, started: datetime, first_step: int, outcome: str) -> dict[str, Any]:
+def _ended(run: RunDirectory, started: datetime, first_step: int, outcome: str) -> dict[str, Any]:
     now, logged = datetime.now(UTC), run.metrics()
     return {
         "ended": now.isoformat(timespec="seconds"),
@@ -145,7 +145,7 @@ def _version(name: str) -> str:
         return ""
 
 
-def _write(run: RunDir, parts: list[dict[str, Any]]) -> None:
+def _write(run: RunDirectory, parts: list[dict[str, Any]]) -> None:
     atomic.write_text(run.path / PROVENANCE, json.dumps(parts, indent=2, ensure_ascii=False) + "\n")
 
 

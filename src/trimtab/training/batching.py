@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trimtab.models.logprobs import TokenBatch, pack_kept
-from trimtab.models.routing import Routers, Routes
+from trimtab.models.routing import RouterInfo, Routes
 from trimtab.training.features import routing_replay
 from trimtab.types import Trajectory
 
@@ -106,7 +106,7 @@ def to_tensors(
     rows: Sequence[int],
     pad_id: int,
     device: torch.device,
-    experts: Routers | None = None,
+    experts: RouterInfo | None = None,
 ) -> MicroBatch:
     """The chosen trajectories as padded tensors on `device`; each group's prompt appears once.
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import is_dataclass
 from typing import Any
 
-from trimtab.config import Config, check_config
+from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 from trimtab.objectives.calibrate import from_section
@@ -60,7 +60,7 @@ def refuse_other(saved: Config, config: Config, run: object) -> None:
 
 def _recorded(config: Config, section: dict[str, Any]) -> Config:
     data = config.model_dump(exclude_none=True)
-    return check_config({**data, "objective": section}, "objective")
+    return parse_config({**data, "objective": section}, "objective")
 
 
 def _check_given(config: Config, given: Objective) -> None:

@@ -23,10 +23,10 @@ from trimtab.config import Config, ShardingConfig
 from trimtab.errors import TrimtabError
 from trimtab.models.sharding import shard
 from trimtab.rollout.canary import Expected
-from trimtab.rollout.collector import Collector, CollectStats, Group
-from trimtab.rollout.source import Feed, FeedState, Found, Weights
+from trimtab.rollout.collector import Collector, Group, RolloutStats
+from trimtab.rollout.source import FeedState, Found, RolloutSource, Weights
 from trimtab.runs import trajectories
-from trimtab.runs.directory import RunDir
+from trimtab.runs.directory import RunDirectory
 from trimtab.training.ranks import Ranks, here
 from trimtab.types import Engine
 
@@ -63,14 +63,14 @@ def spread(model: nn.Module, config: Config) -> nn.Module:
     return model
 
 
-def run_directory(folder: Path, make: Callable[[], RunDir]) -> RunDir:
+def run_directory(folder: Path, make: Callable[[], RunDirectory]) -> RunDirectory:
     """What `make` makes of `folder`, on the leader; on the other ranks a view of it. An error of `make` stops all."""
     ranks = here()
     made = ranks.together(lambda: make() if ranks.leads else None)
     return FollowedRun(folder) if made is None else made
 
 
-def shared_feed(collector: Collector, make: Callable[[], Feed]) -> Feed:
+def shared_feed(collector: Collector, make: Callable[[], RolloutSource]) -> RolloutSource:
     """The feed that `make` makes, on the leader alone, shared with the other ranks."""
     ranks = here()
     if not ranks.leads:
@@ -79,9 +79,9 @@ def shared_feed(collector: Collector, make: Callable[[], Feed]) -> Feed:
 
 
 class Leading:
-    """The leader's feed, which tells the other ranks what they cannot know. See `feed.Feed`."""
+    """The leader's feed, which tells the other ranks what they cannot know. See `feed.RolloutSource`."""
 
-    def __init__(self, feed: Feed, ranks: Ranks) -> None:
+    def __init__(self, feed: RolloutSource, ranks: Ranks) -> None:
         self._feed, self._ranks = feed, ranks
         self.collector = feed.collector
 
@@ -89,7 +89,7 @@ class Leading:
     def published(self) -> int:
         return self._feed.published
 
-    def take(self, now: int, left: int) -> tuple[list[Group], CollectStats]:
+    def take(self, now: int, left: int) -> tuple[list[Group], RolloutStats]:
         groups, stats = self._feed.take(now, left)
         self._ranks.broadcast(trajectories.to_bytes([trajectory for group in groups for trajectory in group]))
         return groups, stats
@@ -124,7 +124,7 @@ class Leading:
 
 
 class Following:
-    """The feed of every other rank: batches as the leader took them, and no engine. See `feed.Feed`.
+    """The feed of every other rank: batches as the leader took them, and no engine. See `feed.RolloutSource`.
 
     Weights are taken in all the same, because putting one together needs every rank.
     """
@@ -134,11 +134,11 @@ class Following:
         self.published = -1
         self._ranks = ranks
 
-    def take(self, now: int, left: int) -> tuple[list[Group], CollectStats]:  # noqa: ARG002
+    def take(self, now: int, left: int) -> tuple[list[Group], RolloutStats]:  # noqa: ARG002
         groups: dict[int, Group] = {}
         for trajectory in trajectories.from_bytes(self._ranks.broadcast(b"")):
             groups.setdefault(trajectory.group, []).append(trajectory)
-        return list(groups.values()), CollectStats()
+        return list(groups.values()), RolloutStats()
 
     def publish(self, weights: Weights, version: int, expected: Expected | None = None) -> None:  # noqa: ARG002
         _gather(weights)
@@ -171,7 +171,7 @@ class NoEngine:
     generate = publish = weights = recover = close = _refuse
 
 
-class FollowedRun(RunDir):
+class FollowedRun(RunDirectory):
     """The leader's run directory as the other ranks see it: readable, never written, not locked."""
 
     writes = False

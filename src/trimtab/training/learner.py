@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from trimtab.config import Config
-from trimtab.errors import Diverged
+from trimtab.errors import DivergedError
 from trimtab.models.logprobs import TokenScores, score
-from trimtab.models.perturbation import LARGEST, Changes, Perturbation
-from trimtab.models.routing import Routers, Routes, agreement
+from trimtab.models.perturbation import LARGEST, Perturbation, PerturbationCoverage
+from trimtab.models.routing import RouterInfo, Routes, agreement
 from trimtab.models.sharding import local
 from trimtab.objectives import Objective, PolicyLogps, mismatch
 from trimtab.seeds import derive
@@ -49,7 +49,7 @@ class Learner:
     bounds: dict[str, float] | None = None
     ranks: Ranks = field(default_factory=here)
     share: float = 1.0  # of the scheduled learning rate, the same for all updates of a step
-    experts: Routers | None = None
+    experts: RouterInfo | None = None
 
     @property
     def device(self) -> torch.device:
@@ -119,7 +119,7 @@ class Learner:
         `probe`: whether a perturbed policy is also scored clean, once for each row (others are clean anyway).
         """
         watched = self.perturbation is not None and probe
-        stats, version = StepStatistics(changes=Changes() if watched else None), self.updates
+        stats, version = StepStatistics(changes=PerturbationCoverage() if watched else None), self.updates
         epochs = self.config.trainer.epochs
         for epoch in range(epochs):
             for index, batch in enumerate(batches):
@@ -161,7 +161,7 @@ class Learner:
         self._guarded_step(loss_sum, stats)
 
     def _current(
-        self, micro: MicroBatch, index: int, changes: Changes | None = None, *, record: bool = False
+        self, micro: MicroBatch, index: int, changes: PerturbationCoverage | None = None, *, record: bool = False
     ) -> TokenScores:
         """The trained policy on one micro-batch. The noise is a function of (run, update, micro-batch), so that
         `prepare`, gradient checkpointing and a resumed run see the same."""
@@ -208,15 +208,17 @@ class Learner:
             part = f"loss {loss:.4g}, gradient norm {norm:.4g}" + (
                 "" if steady else ", that of the perturbation as well"
             )
-            raise DivergedError(f"{self.bad_in_a_row} updates in a row were not finite ({part})", weights_are_good=True)
+            raise NonFiniteUpdateError(
+                f"{self.bad_in_a_row} updates in a row were not finite ({part})", weights_are_good=True
+            )
 
     def _check_weights(self, parameters: Sequence[torch.Tensor]) -> None:
         """A finite step can still overflow weights or noise; nothing that follows could be trusted or saved."""
         finite = torch.stack([local(p).detach().sum() for p in parameters]).isfinite().all()
         if self.ranks.total(float(~finite)):
-            raise DivergedError("an update made the weights non-finite", weights_are_good=False)
+            raise NonFiniteUpdateError("an update made the weights non-finite", weights_are_good=False)
         if self.perturbation is not None and self.perturbation.diverged:
-            raise DivergedError(
+            raise NonFiniteUpdateError(
                 f"an update made the perturbation's standard deviation larger than {LARGEST:g}",
                 weights_are_good=False,
                 advice="lower perturbation.lr",
@@ -304,7 +306,7 @@ class Learner:
             yield
 
 
-class DivergedError(Diverged):
+class NonFiniteUpdateError(DivergedError):
     """Training cannot go on; the loop adds where the last good checkpoint lies.
 
     `weights_are_good`: skipped updates left the weights as they were, so they can still be saved.

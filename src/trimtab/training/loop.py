@@ -19,28 +19,28 @@ import torch
 
 from trimtab.config import Config
 from trimtab.corrections import finite_rows
-from trimtab.engines.factory import sampler_rounding
-from trimtab.errors import Diverged, Stopped, TrimtabError
+from trimtab.engines.factory import weight_quantization
+from trimtab.errors import DivergedError, Stopped, TrimtabError
 from trimtab.models.lora import named_weights
 from trimtab.objectives import advantages
 from trimtab.rollout.canary import Canary
-from trimtab.rollout.collector import Collector, CollectStats, Group
-from trimtab.rollout.source import Feed
+from trimtab.rollout.collector import Collector, Group, RolloutStats
+from trimtab.rollout.source import RolloutSource
 from trimtab.runs import trajectories
-from trimtab.runs.directory import RunDir
+from trimtab.runs.directory import RunDirectory
 from trimtab.runs.layout import best_checkpoint, checkpoint_folder
 from trimtab.training.batching import micro_batches, split_minibatches, to_tensors
 from trimtab.training.checkpoint import snapshot, store
 from trimtab.training.features.bitwise_check import confirm
 from trimtab.training.features.calibration import calibrate
-from trimtab.training.features.length_surge import Surge
+from trimtab.training.features.length_surge import LengthSurge
 from trimtab.training.held_out import HeldOut
 from trimtab.training.idle import Idle, reason
-from trimtab.training.learner import DivergedError, Learner, MiniBatch
+from trimtab.training.learner import Learner, MiniBatch, NonFiniteUpdateError
 from trimtab.training.observer import Moment, Observer
 from trimtab.training.optim import surge_share
 from trimtab.training.ranks import here
-from trimtab.training.refusals import runs_beside
+from trimtab.training.refusals import is_async
 from trimtab.training.sinks import Sink
 from trimtab.training.step_metrics import (
     batch_metrics,
@@ -82,11 +82,11 @@ class Trainer:
     """One run. `step` counts finished steps; `learner.updates` is the clock the policies are dated with."""
 
     config: Config
-    feed: Feed
+    feed: RolloutSource
     learner: Learner
-    run: RunDir
+    run: RunDirectory
     observer: Observer
-    surge: Surge | None = None
+    surge: LengthSurge | None = None
     canary: Canary | None = None
     sinks: Sequence[Sink] = ()
     stop: Stop = field(default_factory=Stop)
@@ -234,12 +234,12 @@ class Trainer:
             return self.learner.update(
                 batch.minibatches, lambda done, of: self.observer.phase("update", done, of), probe=self._probes
             )
-        except DivergedError as error:
+        except NonFiniteUpdateError as error:
             if error.weights_are_good:
                 self._save()
             good = self.run.checkpoints()
             where = f"the last good checkpoint is {good[-1]}" if good else "no checkpoint was written yet"
-            raise Diverged(f"{error}; {where}: {error.advice}") from None
+            raise DivergedError(f"{error}; {where}: {error.advice}") from None
         finally:
             self.seconds["update"] = time.perf_counter() - start
 
@@ -268,7 +268,7 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.step == self.config.trainer.steps or bool(every and self.step % every == 0)
 
-    def _metrics(self, batch: Batch, collected: CollectStats, stats: StepStatistics, version: int) -> dict[str, Any]:
+    def _metrics(self, batch: Batch, collected: RolloutStats, stats: StepStatistics, version: int) -> dict[str, Any]:
         """Everything `docs/metrics.md` promises for a step."""
         self.seconds |= {"collect": collected.seconds_generating, "score": collected.seconds_scoring}
         return {
@@ -296,7 +296,7 @@ class Trainer:
         return {} if self.surge.step is None else {"optim/surge_step": self.surge.step}
 
     def _method_metrics(
-        self, batch: Batch, collected: CollectStats, stats: StepStatistics, version: int
+        self, batch: Batch, collected: RolloutStats, stats: StepStatistics, version: int
     ) -> dict[str, float]:
         """What only runs with prompts that are too long, prefixes, external traces, noise, replayed routing or
         calibrated bounds have to say."""
@@ -311,7 +311,7 @@ class Trainer:
             found |= perturbation_metrics(self.learner.perturbation, stats)
         if self.learner.experts is not None:
             found |= routing_metrics(batch.trajectories, stats)
-        if runs_beside(self.config):
+        if is_async(self.config):
             found |= beside_metrics(batch.trajectories, collected, version)
         if self.canary is not None:
             found |= self.canary.metrics()
@@ -327,7 +327,7 @@ class Trainer:
         def through(engine: Engine) -> tuple[float, int]:
             return self.held_out.measure(engine, self.collector)
 
-        rounded = sampler_rounding(self.config).active
+        rounded = weight_quantization(self.config).active
         accuracy, problems = self.feed.look(self.current_weights(), self.learner.updates, through, rounded=rounded)
         self.observer.evaluated(task.name, moment, accuracy)
         return {f"eval/{task.name}/greedy": accuracy, f"eval/{task.name}/problems": problems}

@@ -42,7 +42,7 @@ class Observer(Protocol):
         ...
 
 
-class Silent:
+class NullObserver:
     """The default observer: shows nothing."""
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:

@@ -7,7 +7,7 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 
 
-def runs_beside(config: Config) -> bool:
+def is_async(config: Config) -> bool:
     """Whether engines have lanes of their own; otherwise one engine generates in step, in the trainer's thread."""
     if config.prefix is not None or config.expert is not None:
         return False
@@ -23,7 +23,7 @@ def check(config: Config, built: Objective) -> None:
             f'trainer.in_flight = "{trainer.in_flight}" has no effect while generation and training take turns: leave '
             "it out, or set trainer.max_lag above 0"
         )
-    if runs_beside(config) and trainer.oversample > 1:
+    if is_async(config) and trainer.oversample > 1:
         raise TrimtabError(
             "trainer.oversample has no effect where engines run beside the trainer, which replace groups without "
             "signal one by one: leave it out"

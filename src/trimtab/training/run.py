@@ -19,32 +19,32 @@ from trimtab.engines.factory import build_engines, check_engines
 from trimtab.errors import TrimtabError
 from trimtab.models import invariant
 from trimtab.models.laboratory import NAMES as LABORATORY_MODELS
-from trimtab.models.load import Loaded, default_device, load
+from trimtab.models.load import LoadedModel, default_device, load
 from trimtab.models.lora import add_lora
 from trimtab.models.perturbation import Perturbation
-from trimtab.models.routing import Routers
+from trimtab.models.routing import RouterInfo
 from trimtab.objectives import Objective
 from trimtab.rewards import Scorer
 from trimtab.rollout import prefixes
-from trimtab.rollout.async_source import Beside
+from trimtab.rollout.async_source import AsyncSource
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary
 from trimtab.rollout.collector import Collector, PromptStream
-from trimtab.rollout.demonstrations import GOLD, Experts
+from trimtab.rollout.demonstrations import GOLD, Demonstrations
 from trimtab.rollout.prompt_lengths import Survey, prompt_room
-from trimtab.rollout.source import Feed, InStep
+from trimtab.rollout.source import RolloutSource, SyncSource
 from trimtab.runs import provenance
-from trimtab.runs.directory import RunDir
+from trimtab.runs.directory import RunDirectory
 from trimtab.training import custom_objective, refusals
-from trimtab.training.backends import LOCAL, Makers
+from trimtab.training.backends import LOCAL_BACKENDS, Backends
 from trimtab.training.checkpoint import snapshot
 from trimtab.training.export import save_model_files
 from trimtab.training.features import bitwise_check, routing_replay
-from trimtab.training.features.length_surge import Surge
+from trimtab.training.features.length_surge import LengthSurge
 from trimtab.training.followers import NoEngine, check_sharding, run_directory, shared_feed, spread
 from trimtab.training.learner import Learner
 from trimtab.training.loop import Trainer
-from trimtab.training.observer import Observer, Silent
+from trimtab.training.observer import NullObserver, Observer
 from trimtab.training.optim import build_optimizer
 from trimtab.training.ranks import here, join
 from trimtab.training.sft import laboratory_folder
@@ -80,7 +80,7 @@ def train(
     out: Path | str | None = None,
     resume: bool = False,
     observer: Observer | None = None,
-    makers: Makers = LOCAL,
+    makers: Backends = LOCAL_BACKENDS,
     stop: Stop | None = None,
     command: str | None = None,
 ) -> RunResult:
@@ -94,7 +94,7 @@ def train(
     Raises `TrimtabError` for anything a user can mend, `Stopped` when it was ended.
     """
     stop = stop or Stop()
-    watcher, started = observer or Silent(), datetime.now(UTC)
+    watcher, started = observer or NullObserver(), datetime.now(UTC)
     if config.threads:
         torch.set_num_threads(config.threads)
     with enough_memory(), ExitStack() as cleanup:
@@ -104,7 +104,7 @@ def train(
         parts = check(config, reward, makers, built)
         cleanup.callback(parts.scorer.close)
         folder = Path(out or config.out or "runs/run")
-        make = partial(RunDir.open, folder) if resume else partial(RunDir.create, folder, config.dump())
+        make = partial(RunDirectory.open, folder) if resume else partial(RunDirectory.create, folder, config.dump())
         run = cleanup.enter_context(run_directory(folder, make))
         watcher.message(f"loading    {config.model.path}")
         loaded = load_model(config)
@@ -157,7 +157,7 @@ def _look_at_prompts(trainer: Trainer) -> None:
 def check(
     config: Config,
     reward: RewardFunction | None = None,
-    makers: Makers = LOCAL,
+    makers: Backends = LOCAL_BACKENDS,
     objective: Objective | None = None,
 ) -> Parts:
     """Build the objective, if it is not given, the task and the rewards; refuse what cannot be meant together."""
@@ -241,7 +241,7 @@ def _check_prefix(config: Config, built: Objective) -> None:
         )
 
 
-def load_model(config: Config) -> Loaded:
+def load_model(config: Config) -> LoadedModel:
     """The trainable model in its master dtype; the laboratory's are warm-started the first time they are asked for.
 
     Ranks that do not lead get it without weights, which `spread` brings.
@@ -256,7 +256,12 @@ def load_model(config: Config) -> Loaded:
 
 
 def assemble(
-    config: Config, parts: Parts, loaded: Loaded, run: RunDir, observer: Observer, makers: Makers = LOCAL
+    config: Config,
+    parts: Parts,
+    loaded: LoadedModel,
+    run: RunDirectory,
+    observer: Observer,
+    makers: Backends = LOCAL_BACKENDS,
 ) -> Trainer:
     """Put the trained model, the sampler's copy and the data side together."""
     ranks, replayed = here(), routing_replay.experts(config, loaded.model)
@@ -277,28 +282,33 @@ def assemble(
         learner=_learner(config, parts.objective, model, device, replayed),
         run=run,
         observer=observer,
-        surge=Surge(config.optim.surge) if config.optim.schedule == "surge" else None,
+        surge=LengthSurge(config.optim.surge) if config.optim.schedule == "surge" else None,
         canary=canary,
     )
 
 
 def _feed(
-    config: Config, parts: Parts, loaded: Loaded, engines: Sequence[Engine], observer: Observer, canary: Canary | None
-) -> Feed:
+    config: Config,
+    parts: Parts,
+    loaded: LoadedModel,
+    engines: Sequence[Engine],
+    observer: Observer,
+    canary: Canary | None,
+) -> RolloutSource:
     collector, buffer = _collector(config, parts, loaded, engines[0]), Buffer(config.trainer)
 
-    def make() -> Feed:
-        if refusals.runs_beside(config):
-            return Beside(collector, buffer, engines, observer.message, canary)
+    def make() -> RolloutSource:
+        if refusals.is_async(config):
+            return AsyncSource(collector, buffer, engines, observer.message, canary)
         if len(engines) > 1:
             raise TrimtabError(f"[prefix] and [expert] work with one engine, the recipe names {len(engines)}: name one")
-        return InStep(collector, buffer, canary, single=parts.objective.single_behavior)
+        return SyncSource(collector, buffer, canary, single=parts.objective.single_behavior)
 
     return shared_feed(collector, make)
 
 
 def _learner(
-    config: Config, built: Objective, model: nn.Module, device: torch.device, experts: Routers | None
+    config: Config, built: Objective, model: nn.Module, device: torch.device, experts: RouterInfo | None
 ) -> Learner:
     trainer, noise = config.trainer, config.perturbation
     perturbation = None if noise is None else Perturbation(model, str(noise.layers), noise.std).to(device)
@@ -319,7 +329,7 @@ def _learner(
     )
 
 
-def _collector(config: Config, parts: Parts, loaded: Loaded, engine: Engine) -> Collector:
+def _collector(config: Config, parts: Parts, loaded: LoadedModel, engine: Engine) -> Collector:
     sampling, prefix, expert = sampling_of(config, parts.task), config.prefix, config.expert
     context = getattr(loaded.model.config, "max_position_embeddings", None)
     contexts = (context, config.engine.vllm.context, getattr(engine, "context", None))
@@ -332,7 +342,9 @@ def _collector(config: Config, parts: Parts, loaded: Loaded, engine: Engine) -> 
         scorer=parts.scorer,
         sampling=sampling,
         prefixes=None if prefix is None else prefixes.PrefixPool(prefix, engine, sampling, samples, config.seed),
-        experts=None if expert is None else Experts.load(expert, parts.task, loaded.tokenizer, sampling, context),
+        experts=None
+        if expert is None
+        else Demonstrations.load(expert, parts.task, loaded.tokenizer, sampling, context),
         room=room,
     )
 

@@ -16,14 +16,14 @@ from trimtab import tasks
 from trimtab.config import Config, OptimConfig, load_config
 from trimtab.errors import TrimtabError
 from trimtab.models.bundled import cache_root
-from trimtab.models.load import LABORATORY, Loaded, default_device, load
+from trimtab.models.load import LABORATORY, LoadedModel, default_device, load
 from trimtab.models.logprobs import score
 from trimtab.models.quiet import quiet
 from trimtab.rollout.collector import PromptStream
 from trimtab.rollout.demonstrations import written
 from trimtab.runs import atomic
 from trimtab.training.batching import MicroBatch, micro_batches, to_tensors
-from trimtab.training.observer import Observer, Silent
+from trimtab.training.observer import NullObserver, Observer
 from trimtab.training.optim import build_optimizer, learning_rate, set_learning_rate
 from trimtab.types import Sampling, Task, Trajectory
 
@@ -38,7 +38,7 @@ class SftResult:
 
 def warm_start(config: Config, *, out: Path, observer: Observer | None = None) -> SftResult:
     """Train on gold answers for `sft.steps` steps and write the model to `out`, which must not exist yet."""
-    watcher = observer or Silent()
+    watcher = observer or NullObserver()
     if out.exists() and any(out.iterdir()):
         raise TrimtabError(f"{out} is not empty: choose another --out")
     if config.threads:
@@ -74,7 +74,7 @@ def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path
     return folder
 
 
-def _fit(config: Config, task: Task, loaded: Loaded, watcher: Observer) -> float:
+def _fit(config: Config, task: Task, loaded: LoadedModel, watcher: Observer) -> float:
     model, sft = loaded.model.train(), config.sft
     model.to(default_device())  # pyright: ignore[reportArgumentType]
     optim = OptimConfig(lr=sft.lr, warmup=sft.warmup)
@@ -98,7 +98,7 @@ def _fit(config: Config, task: Task, loaded: Loaded, watcher: Observer) -> float
     return loss
 
 
-def _gold_batch(config: Config, loaded: Loaded, stream: PromptStream) -> Iterator[MicroBatch]:
+def _gold_batch(config: Config, loaded: LoadedModel, stream: PromptStream) -> Iterator[MicroBatch]:
     rows, sampling = [], Sampling(stop=stream.task.stop)
     for group, prompt in enumerate(stream.take(config.sft.batch)):
         completion = written(stream.task.gold(prompt.problem), loaded.tokenizer, sampling)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.models.perturbation import Perturbation
-from trimtab.rollout.collector import CollectStats
+from trimtab.rollout.collector import RolloutStats
 from trimtab.runs.expert_column import stored_bytes
 from trimtab.training.step_statistics import StepStatistics
 from trimtab.types import Trajectory
@@ -39,7 +39,7 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
     }
 
 
-def beside_metrics(trajectories: Sequence[Trajectory], stats: CollectStats, version: int) -> dict[str, float]:
+def beside_metrics(trajectories: Sequence[Trajectory], stats: RolloutStats, version: int) -> dict[str, float]:
     """Of runs whose engines work beside the trainer: how old tokens were, what discarding favored, what went wrong.
 
     Every response counts once, in the step in which it was consumed or given up. Of those that were given up before
@@ -78,7 +78,7 @@ def prefix_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str
     }
 
 
-def expert_metrics(stats: CollectStats) -> dict[str, float]:
+def expert_metrics(stats: RolloutStats) -> dict[str, float]:
     """External traces of this step: joined, too long for the context, and prompts that have none."""
     return {
         "expert/traces": stats.traces,
@@ -114,7 +114,7 @@ def routing_metrics(trajectories: Sequence[Trajectory], stats: StepStatistics) -
     return found
 
 
-def collect_metrics(stats: CollectStats, *, dropped: int) -> dict[str, float]:
+def collect_metrics(stats: RolloutStats, *, dropped: int) -> dict[str, float]:
     """What was sampled at which cost, and what of it could not be used."""
     return {
         "tokens/decoded": stats.decoded,

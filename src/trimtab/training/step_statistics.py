@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from trimtab.corrections.statistics import Mergeable
-from trimtab.models.perturbation import Changes
+from trimtab.models.perturbation import PerturbationCoverage
 from trimtab.objectives.metrics import Metrics
 from trimtab.training.ranks import Ranks
 
@@ -31,7 +31,7 @@ class StepStatistics:
     anchors: dict[int, np.ndarray] = field(default_factory=dict)
     perturbed: dict[int, np.ndarray] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
-    changes: Changes | None = None
+    changes: PerturbationCoverage | None = None
     agreed: int = 0  # (token, layer) pairs sent to the experts they were given, had their own routers decided
     routed: int = 0  # all pairs this was looked at for
     grad_norms: list[float] = field(default_factory=list)

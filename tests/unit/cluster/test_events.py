@@ -9,12 +9,12 @@ import numpy as np
 
 from trimtab.cluster.trainer_actor import Relay, replay
 from trimtab.config import load_config
-from trimtab.training.observer import Silent
+from trimtab.training.observer import NullObserver
 
 CONFIG = load_config("laboratory")
 
 
-class Recorder(Silent):
+class Recorder(NullObserver):
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
 

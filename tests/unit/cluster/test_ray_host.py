@@ -10,7 +10,7 @@ from tests.support.engines import prompts
 
 from trimtab.cluster.ray_host import EngineHost
 from trimtab.engines.remote import wire
-from trimtab.errors import EngineLost
+from trimtab.errors import EngineDeadError
 from trimtab.types import Sampling
 
 
@@ -56,7 +56,7 @@ def test_alive_means_that_what_it_hosts_is_brought_back() -> None:
     host.alive()  # still starting: the process answers
     lost = Lost()
     host._engine = lost  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-    with pytest.raises(EngineLost):
+    with pytest.raises(EngineDeadError):
         host.alive()
     host.alive()
     assert lost.attempts == 2
@@ -70,4 +70,4 @@ class Lost:
     def recover(self) -> None:
         self.attempts += 1
         if self.attempts == 1:
-            raise EngineLost("not yet")
+            raise EngineDeadError("not yet")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.config import COMPANIONS, PerturbationConfig, load_config, recipe_names
+from trimtab.config import REQUIRED_SECTIONS, PerturbationConfig, load_config, recipe_names
 from trimtab.config.paths import NAMES_OR_FOLDERS
 from trimtab.errors import TrimtabError
 
@@ -203,7 +203,7 @@ def test_another_objective_leaves_its_predecessor_s_sections_behind_in_any_order
     ).perturbation == PerturbationConfig(std=0.5)
 
 
-@pytest.mark.parametrize(("objective", "section"), COMPANIONS.items())
+@pytest.mark.parametrize(("objective", "section"), REQUIRED_SECTIONS.items())
 def test_an_objective_brings_the_section_it_cannot_work_without(objective: str, section: str) -> None:
     assert getattr(load_config("quickstart"), section) is None
     config = load_config("quickstart", [f"objective.name={objective}"])

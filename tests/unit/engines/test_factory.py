@@ -17,14 +17,14 @@ from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.factory import (
     build_engines,
     check_engines,
-    device_lists,
     engine_spec,
-    sampler_rounding,
-    thread_shares,
+    split_devices,
+    split_threads,
+    weight_quantization,
 )
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
-from trimtab.models.load import Loaded
+from trimtab.models.load import LoadedModel
 from trimtab.training.export import save_model_files
 
 SERVER = {"type": "server", "server": {"urls": ["http://127.0.0.1:1"]}}
@@ -112,7 +112,7 @@ def test_what_makes_its_batches_in_step_has_one_engine(section: str) -> None:
 def test_processes_of_their_own(engine: dict, trainer: dict, count: int) -> None:
     recipe = config(engine, **trainer)
     check_engines(recipe)
-    assert factory.worker_count(recipe) == count
+    assert factory.engine_process_count(recipe) == count
 
 
 @pytest.mark.parametrize(
@@ -129,23 +129,23 @@ def test_processes_of_their_own(engine: dict, trainer: dict, count: int) -> None
     ],
 )
 def test_shares_of_the_cores(cores: int, workers: int, beside: bool, shares: tuple[int, int]) -> None:
-    assert thread_shares(cores, workers, beside=beside) == shares
+    assert split_threads(cores, workers, beside=beside) == shares
 
 
 @given(st.integers(1, 200), st.integers(1, 50))
 def test_no_core_is_idle_and_none_is_shared_where_there_are_enough(cores: int, workers: int) -> None:
-    own, each = thread_shares(cores, workers, beside=True)
+    own, each = split_threads(cores, workers, beside=True)
     assert own >= each >= 1
     assert own + workers * each == max(cores, workers + 1)
 
 
 def test_shares_of_the_gpus() -> None:
-    assert device_lists([""], 1, 2, 1) == [None, None]
-    assert device_lists(["0"], 1, 2, 1) == [None, None]
-    assert device_lists(["0", "1", "2"], 1, 2, 1) == ["1", "2"]
-    assert device_lists(["4", "5", "6", "7"], 2, 1, 2) == ["6,7"]
+    assert split_devices([""], 1, 2, 1) == [None, None]
+    assert split_devices(["0"], 1, 2, 1) == [None, None]
+    assert split_devices(["0", "1", "2"], 1, 2, 1) == ["1", "2"]
+    assert split_devices(["4", "5", "6", "7"], 2, 1, 2) == ["6,7"]
     with pytest.raises(TrimtabError, match="need 6 GPUs, 4 are visible"):
-        device_lists(["4", "5", "6", "7"], 2, 2, 2)
+        split_devices(["4", "5", "6", "7"], 2, 2, 2)
 
 
 def test_the_description_of_an_engine_is_json_and_builds_that_engine(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_the_description_of_an_engine_is_json_and_builds_that_engine(tmp_path: P
     spec = json.loads(json.dumps(engine_spec(recipe, tmp_path / "model")))
     engine, own = (
         hosted.build(spec),
-        EmbeddedEngine(*laboratory.build(0), "bfloat16", rounding=sampler_rounding(recipe)),
+        EmbeddedEngine(*laboratory.build(0), "bfloat16", rounding=weight_quantization(recipe)),
     )
     for one in (engine, own):
         one.publish(laboratory.build(1)[0].named_parameters(), version=3)
@@ -179,7 +179,7 @@ def test_vllms_section_survives_the_journey(tmp_path: Path) -> None:
 def test_without_processes_the_engine_is_in_this_one(tmp_path: Path) -> None:
     model, tokenizer = laboratory.build(0)
     threads = torch.get_num_threads()
-    [engine] = build_engines(config({"dtype": "float32"}), Loaded(model, tokenizer, ""), tmp_path)
+    [engine] = build_engines(config({"dtype": "float32"}), LoadedModel(model, tokenizer, ""), tmp_path)
     assert isinstance(engine, EmbeddedEngine)
     assert torch.get_num_threads() == threads
     assert next(iter(engine.weights()))[1].dtype == torch.float32

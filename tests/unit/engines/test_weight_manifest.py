@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests.support.engines import CONFIGS, prompt, tiny
 
-from trimtab.engines.request import check_request
-from trimtab.engines.weight_manifest import Inventory
+from trimtab.engines.request import validate_request
+from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import TrimtabError
 from trimtab.types import Sampling
 
@@ -19,12 +19,12 @@ UP = "model.layers.0.mlp.up_proj.weight"
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3-moe", "gpt2"])
 def test_a_config_alone_says_what_weights_there_are(name: str, tmp_path: Path) -> None:
     CONFIGS[name]().save_pretrained(tmp_path)
-    assert Inventory.read(tmp_path) == Inventory.of(tiny(name))
+    assert WeightManifest.read(tmp_path) == WeightManifest.of(tiny(name))
 
 
 def test_a_tied_head_comes_out_once_whichever_name_it_had() -> None:
     model = tiny()
-    inventory = Inventory.of(model)
+    inventory = WeightManifest.of(model)
     assert inventory.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
     both = inventory.check(model.state_dict().items())
     head = [(name, tensor) for name, tensor in model.state_dict().items() if name != "model.embed_tokens.weight"]
@@ -36,7 +36,7 @@ def test_a_tied_head_comes_out_once_whichever_name_it_had() -> None:
 def test_a_copy_of_a_tied_weight_may_be_equal_but_not_differ() -> None:
     state = dict(tiny().state_dict())
     state["lm_head.weight"] = state["lm_head.weight"].clone()
-    inventory = Inventory.of(tiny())
+    inventory = WeightManifest.of(tiny())
     inventory.check(state.items())
     state["lm_head.weight"][0, 0] += 1
     with pytest.raises(TrimtabError, match="differs from its twin"):
@@ -45,7 +45,7 @@ def test_a_copy_of_a_tied_weight_may_be_equal_but_not_differ() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_the_model_is_refused(value: float) -> None:
-    inventory, good = Inventory.of(tiny()), dict(tiny().named_parameters())
+    inventory, good = WeightManifest.of(tiny()), dict(tiny().named_parameters())
     bad = good[UP].detach().clone()
     bad[1, 2] = value
     for weights, message in [
@@ -62,11 +62,11 @@ def test_what_is_not_the_model_is_refused(value: float) -> None:
 def test_large_finite_weights_pass_although_their_sum_overflows() -> None:
     good = dict(tiny().named_parameters())
     good[UP] = torch.full_like(good[UP], 3e38)
-    Inventory.of(tiny()).check(good.items())
+    WeightManifest.of(tiny()).check(good.items())
 
 
 def test_requests_that_cannot_be_sampled_are_refused() -> None:
-    check_request([prompt([1, 2])], 1, Sampling(max_tokens=8), 0, vocabulary=3, context=10)
+    validate_request([prompt([1, 2])], 1, Sampling(max_tokens=8), 0, vocabulary=3, context=10)
     for asked, samples, sampling, seed, message in [
         ([1], 0, Sampling(), 0, "samples = 0"),
         ([1], 1, Sampling(max_tokens=0), 0, "max_tokens = 0"),
@@ -78,4 +78,4 @@ def test_requests_that_cannot_be_sampled_are_refused() -> None:
         ([1, 2, 0], 1, Sampling(max_tokens=8), 0, "context holds 10"),
     ]:
         with pytest.raises(TrimtabError, match=message):
-            check_request([prompt(asked)], samples, sampling, seed, vocabulary=3, context=10)
+            validate_request([prompt(asked)], samples, sampling, seed, vocabulary=3, context=10)

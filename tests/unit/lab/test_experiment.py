@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.lab.experiment import METHODS, REGIMES, SEEDS, Cell, Plan, parse_method, plan
+from trimtab.lab.experiment import METHODS, REGIMES, SEEDS, Plan, PlannedRun, parse_method, plan
 from trimtab.lab.regimes import regime
 from trimtab.lab.runner import cost
 
@@ -18,7 +18,7 @@ def planned(methods: list[str], regimes: list[str], seeds: int = 1, **more: obje
     return plan(methods, [regime(name) for name in regimes], seeds, OUT, **more)  # pyright: ignore[reportArgumentType]
 
 
-def by_name(found: Plan) -> dict[str, Cell]:
+def by_name(found: Plan) -> dict[str, PlannedRun]:
     return {cell.name: cell for cell in found.cells}
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trimtab.models import laboratory
-from trimtab.models.load import LABORATORY, MIXTURE, SWITCH, Loaded, load
+from trimtab.models.load import LABORATORY, MIXTURE, SWITCH, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
 
 
@@ -109,7 +109,7 @@ def test_responses_that_share_a_prompt_train_the_mixture_as_each_alone_would(nam
     assert float(together["model.layers.0.mlp.gate.weight"].abs().max()) > 0
 
 
-def _saved(loaded: Loaded, folder: Path) -> Path:
+def _saved(loaded: LoadedModel, folder: Path) -> Path:
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
     return folder

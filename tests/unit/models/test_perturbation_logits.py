@@ -13,7 +13,7 @@ from trimtab.models import fused_head
 from trimtab.models.architecture import Parts
 from trimtab.models.logprobs import score
 from trimtab.models.noise import normals
-from trimtab.models.perturbation import Changes, Perturbation
+from trimtab.models.perturbation import Perturbation, PerturbationCoverage
 
 SEED, STD = 5, 0.3
 OWNER = nn.Identity()
@@ -93,7 +93,7 @@ def test_a_model_with_noisy_logits(kind: str) -> None:
     assert perturbation.sigmas() == pytest.approx({"logits": STD})
     assert [name for name, _ in perturbation.named_parameters()] == list(perturbation.state_dict()) == ["log_sigma"]
     plain, other = loss(model), build(kind)
-    with perturbation.attached(seed=SEED, watch=(watch := Changes())):
+    with perturbation.attached(seed=SEED, watch=(watch := PerturbationCoverage())):
         noisy = loss(model)
         assert torch.equal(loss(other), plain)  # a reference model scored meanwhile is clean
     assert watch.fractions() == {}

@@ -16,7 +16,7 @@ from trimtab.models.architecture import KNOWN, decoder, is_block, parts
 from trimtab.models.logprobs import score
 from trimtab.models.noise import normals
 from trimtab.models.packed_attention import IMPLEMENTATION
-from trimtab.models.perturbation import Changes, Perturbation
+from trimtab.models.perturbation import Perturbation, PerturbationCoverage
 
 BF16 = torch.bfloat16
 SMALL_STD = 1e-4
@@ -59,7 +59,7 @@ def types_of_streams(model: Any) -> Iterator[dict[str, list[torch.dtype]]]:
 
 
 def changed(model: Any, *, autocast: bool = False, layers: str = "all", std: float = SMALL_STD) -> dict[str, float]:
-    watch = Changes()
+    watch = PerturbationCoverage()
     noise = Perturbation(model, layers, std)
     with torch.no_grad(), torch.autocast("cpu", BF16, enabled=autocast), noise.attached(seed=1, watch=watch):
         score(model, batch())
@@ -144,7 +144,7 @@ def test_fillers_of_an_invariant_model_are_not_counted(monkeypatch: pytest.Monke
     invariant.use_in(model)
 
     def counted() -> dict[str, tuple[int, int]]:
-        watch = Changes()
+        watch = PerturbationCoverage()
         with torch.autocast("cpu", BF16), Perturbation(model, std=0.01).attached(seed=1, watch=watch):
             score(model, batch())
         return watch.counts()
@@ -158,7 +158,7 @@ def test_fillers_of_an_invariant_model_are_not_counted(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("kind", sorted(KNOWN))
 def test_watching_changes_no_score(kind: str, autocast: bool) -> None:
     model = build(kind, dtype=torch.float32 if autocast else BF16)
-    perturbation, watch = Perturbation(model, std=0.01), Changes()
+    perturbation, watch = Perturbation(model, std=0.01), PerturbationCoverage()
     with torch.autocast("cpu", BF16, enabled=autocast):
         with perturbation.attached(seed=1):
             plain = score(model, batch()).logp
@@ -170,7 +170,7 @@ def test_watching_changes_no_score(kind: str, autocast: bool) -> None:
 
 
 def test_several_passes_are_pooled() -> None:
-    watch = Changes()
+    watch = PerturbationCoverage()
     ones = torch.ones(4)
     watch.add("3", ones, torch.tensor([1.0, 2.0, 1.0, 1.0]))
     watch.add("3", ones[:2], torch.tensor([0.0, 0.0]))
@@ -184,7 +184,7 @@ def test_checkpointing_watches_once() -> None:
     perturbation = Perturbation(model, std=0.01)
     counts = []
     for _ in range(2):
-        watch = Changes()
+        watch = PerturbationCoverage()
         with perturbation.attached(seed=1, watch=watch):
             value = score(model, batch()).logp.sum()
         value.backward()

@@ -16,7 +16,7 @@ from torch import Tensor
 from trimtab.errors import TrimtabError
 from trimtab.models.logprobs import score
 from trimtab.models.packed_attention import IMPLEMENTATION
-from trimtab.models.routing import FAMILIES, FREE, Places, Routers, Routes, agreement, recorded, replayed, routers
+from trimtab.models.routing import FAMILIES, FREE, Places, RouterInfo, Routes, agreement, recorded, replayed, routers
 
 BF16 = torch.bfloat16
 KINDS = sorted(FAMILIES)
@@ -84,10 +84,10 @@ def test_gates_by_hand(kind: str, change: dict[str, Any], expected: list[list[fl
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_there_is_to_replay(kind: str) -> None:
-    assert routers(build(kind)) == Routers(LAYERS, EXPERTS, CHOSEN)
-    assert routers(build("llama")) == Routers(0, 0, 0)
+    assert routers(build(kind)) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
+    assert routers(build("llama")) == RouterInfo(0, 0, 0)
     half = build("qwen3_moe", decoder_sparse_step=2)
-    assert routers(half) == Routers(1, EXPERTS, CHOSEN)
+    assert routers(half) == RouterInfo(1, EXPERTS, CHOSEN)
     with pytest.raises(
         TrimtabError, match=r"mixture of experts \(.*GptOssTopKRouter.*known are mixtral, olmoe, qwen3_"
     ):
@@ -210,7 +210,7 @@ def test_adapters_on_everything_replay() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(build("qwen3_moe"), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
-    assert routers(model) == Routers(LAYERS, EXPERTS, CHOSEN)
+    assert routers(model) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
     free = score(model, batch(), record=True)
     again = score(model, batch(), routes=free.routes)
     assert torch.equal(free.logp, again.logp)
@@ -223,7 +223,7 @@ def test_adapters_on_a_router_replay() -> None:
 
     adapters = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.gate.weight"], task_type="CAUSAL_LM")
     model: Any = get_peft_model(build("qwen3_moe"), adapters)
-    assert routers(model) == Routers(LAYERS, EXPERTS, CHOSEN)
+    assert routers(model) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
     free = score(model, batch(), record=True)
     again = score(model, batch(), routes=free.routes)
     assert torch.equal(free.logp, again.logp)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.config import check_config
+from trimtab.config import parse_config
 from trimtab.errors import TrimtabError
 from trimtab.planning.measured import read
 from trimtab.planning.pipeline_schedule import Phases
@@ -26,7 +26,7 @@ STEP = {
 
 
 def run(folder: Path, rows: list[dict[str, Any]], **trainer: int) -> Path:
-    config = check_config({"trainer": {"minibatches": 2, **trainer}}, "test")
+    config = parse_config({"trainer": {"minibatches": 2, **trainer}}, "test")
     (folder / "config.toml").write_text(config.dump())
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.config import Config, check_config
+from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
 from trimtab.planning.assumptions import DEVICES, Assumptions
 from trimtab.planning.memory import host
@@ -27,7 +27,7 @@ def as_recipe(found: Plan) -> Config:
         for parent in parents:
             place = place.setdefault(parent, {})
         place[leaf] = value
-    return check_config(data, "plan")
+    return parse_config(data, "plan")
 
 
 def test_its_keys_are_keys_of_a_recipe() -> None:

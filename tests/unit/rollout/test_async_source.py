@@ -15,14 +15,14 @@ from tests.support.scripted_engine import LENGTH, SAMPLING, TASK, TOKENIZER, Act
 from trimtab import rewards
 from trimtab.config import load_config
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.errors import EngineLost, TrimtabError
+from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.models.laboratory import build
 from trimtab.rollout import engine_thread
-from trimtab.rollout.async_source import Beside
+from trimtab.rollout.async_source import AsyncSource
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.collector import Collector, Group, PromptStream
-from trimtab.rollout.source import Feed, InStep
-from trimtab.types import Engine, Interrupt, Prompt, Sampling
+from trimtab.rollout.source import RolloutSource, SyncSource
+from trimtab.types import AbortSignal, Engine, Prompt, Sampling
 
 Open = Callable[..., Desk]
 
@@ -51,7 +51,7 @@ def desk(scorer: rewards.Scorer) -> Iterator[Open]:
     assert not [thread.name for thread in left if thread.is_alive()]
 
 
-def until(interrupt: Interrupt) -> None:
+def until(interrupt: AbortSignal) -> None:
     """Stand still until interrupted."""
     assert isinstance(interrupt, threading.Event)
     assert interrupt.wait(30), "nobody interrupted"
@@ -67,7 +67,7 @@ def test_generation_goes_on_while_the_trainer_trains(desk: Open) -> None:
     """Two batches more than the one that was taken, and not a third: it would be too old."""
     reached, third = threading.Event(), threading.Event()
 
-    def act(call: int, _interrupt: Interrupt) -> int:
+    def act(call: int, _interrupt: AbortSignal) -> int:
         (third if call > 2 else reached if call == 2 else threading.Event()).set()
         return LENGTH
 
@@ -82,9 +82,9 @@ def test_generation_goes_on_while_the_trainer_trains(desk: Open) -> None:
 
 
 def test_a_lost_engine_comes_back_and_nothing_is_lost(desk: Open) -> None:
-    def act(call: int, _interrupt: Interrupt) -> int:
+    def act(call: int, _interrupt: AbortSignal) -> int:
         if call in (0, 2):
-            raise EngineLost("it fell over")
+            raise EngineDeadError("it fell over")
         return LENGTH
 
     engine = Scripted(act)
@@ -102,8 +102,8 @@ def test_a_lost_engine_comes_back_and_nothing_is_lost(desk: Open) -> None:
 def test_the_others_do_the_work_of_one_that_does_not_come_back(desk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "BACKOFF", 0.0)
 
-    def dead(_call: int, _interrupt: Interrupt) -> int:
-        raise EngineLost("gone")
+    def dead(_call: int, _interrupt: AbortSignal) -> int:
+        raise EngineDeadError("gone")
 
     one, now = desk(Scripted(dead), Scripted()), 0
     while not any("does not come back" in line for line in one.notes):
@@ -115,15 +115,15 @@ def test_the_others_do_the_work_of_one_that_does_not_come_back(desk: Open, monke
 def test_the_last_engine_takes_the_run_with_it(desk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "BACKOFF", 0.0)
 
-    def dead(_call: int, _interrupt: Interrupt) -> int:
-        raise EngineLost("gone")
+    def dead(_call: int, _interrupt: AbortSignal) -> int:
+        raise EngineDeadError("gone")
 
     with pytest.raises(TrimtabError, match="gone; no engine is left"):
         desk(Scripted(dead)).feed.take(0, 1)
 
 
 def test_a_bug_in_an_engine_ends_the_run_at_once(desk: Open) -> None:
-    def broken(_call: int, _interrupt: Interrupt) -> int:
+    def broken(_call: int, _interrupt: AbortSignal) -> int:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -133,7 +133,7 @@ def test_a_bug_in_an_engine_ends_the_run_at_once(desk: Open) -> None:
 def test_a_bug_in_one_engine_ends_the_run_though_the_other_keeps_every_batch_ready(desk: Open) -> None:
     go = threading.Event()
 
-    def broken(_call: int, _interrupt: Interrupt) -> int:
+    def broken(_call: int, _interrupt: AbortSignal) -> int:
         assert go.wait(30)
         raise ZeroDivisionError
 
@@ -174,7 +174,7 @@ def test_dynamic_sampling_ends_what_a_batch_without_signal_made_too_old(desk: Op
     crew: list[Gold] = []
 
     def act(engine: int) -> Act:
-        def slow(_call: int, interrupt: Interrupt) -> int:
+        def slow(_call: int, interrupt: AbortSignal) -> int:
             (asked,) = crew[engine].asked
             if asked != names[3]:
                 assert asked not in gates or gates[asked].wait(30)
@@ -210,7 +210,7 @@ def versions(groups: Sequence[Group]) -> list[list[int]]:
 def test_continue_goes_on_under_the_new_weights(desk: Open) -> None:
     began = threading.Event()
 
-    def act(call: int, interrupt: Interrupt) -> int:
+    def act(call: int, interrupt: AbortSignal) -> int:
         if call == 1:  # the batch after the first one
             began.set()
             until(interrupt)
@@ -230,7 +230,7 @@ def test_continue_goes_on_under_the_new_weights(desk: Open) -> None:
 def test_finish_writes_every_response_under_one_version(desk: Open) -> None:
     began, published = threading.Event(), threading.Event()
 
-    def act(call: int, interrupt: Interrupt) -> int:
+    def act(call: int, interrupt: AbortSignal) -> int:
         if call == 1:
             began.set()
             assert published.wait(30)
@@ -250,14 +250,14 @@ def test_discard_drops_what_grew_too_old_and_tells_its_lengths(desk: Open) -> No
     """The slow engine holds groups 0 and 1 until they are hopeless; the other one feeds the trainer meanwhile."""
     began = threading.Event()
 
-    def slow(call: int, interrupt: Interrupt) -> int:
+    def slow(call: int, interrupt: AbortSignal) -> int:
         if call == 0:
             began.set()
             until(interrupt)
             return 1
         return LENGTH
 
-    def after(_call: int, _interrupt: Interrupt) -> int:
+    def after(_call: int, _interrupt: AbortSignal) -> int:
         assert began.wait(30)
         return LENGTH
 
@@ -303,7 +303,7 @@ def test_an_engine_lost_under_a_look_is_brought_back(desk: Open) -> None:
     def through(found: Engine) -> int:
         attempts.append(found.policy_version)
         if len(attempts) < 3:
-            raise EngineLost("fell over")
+            raise EngineDeadError("fell over")
         return 5
 
     assert one.feed.look([("w", torch.zeros(1))], 7, through, rounded=False) == 5
@@ -314,7 +314,7 @@ def test_an_engine_lost_under_a_look_is_brought_back(desk: Open) -> None:
 def test_closing_ends_a_call_in_progress(desk: Open) -> None:
     began = threading.Event()
 
-    def act(call: int, interrupt: Interrupt) -> int:
+    def act(call: int, interrupt: AbortSignal) -> int:
         if call == 1:
             began.set()
             until(interrupt)
@@ -332,7 +332,7 @@ def test_a_restored_feed_goes_on_with_what_was_ready_and_asks_again_for_the_rest
     """Killed with one batch ready and one half written: both are consumed, each group once."""
     began = threading.Event()
 
-    def act(call: int, interrupt: Interrupt) -> int:
+    def act(call: int, interrupt: AbortSignal) -> int:
         if call == 2:
             began.set()
             until(interrupt)
@@ -368,13 +368,13 @@ def test_without_a_lag_lanes_give_the_tokens_of_generation_in_step(scorer: rewar
     model, _ = build(0)
     config = load_config({"trainer": {"prompts": 4, "samples": 4}})
 
-    def made(kind: str) -> Feed:
+    def made(kind: str) -> RolloutSource:
         engine = EmbeddedEngine(model, TOKENIZER, torch.float32)
         collector = Collector(config, PromptStream(TASK, TOKENIZER, seed=0), engine, scorer, SAMPLING)
         buffer = Buffer(config.trainer)
-        return InStep(collector, buffer) if kind == "in step" else Beside(collector, buffer, [engine], print)
+        return SyncSource(collector, buffer) if kind == "in step" else AsyncSource(collector, buffer, [engine], print)
 
-    def take(feed: Feed, steps: range) -> list[tuple[int, list[int], list[float], float]]:
+    def take(feed: RolloutSource, steps: range) -> list[tuple[int, list[int], list[float], float]]:
         taken = []
         for now in steps:
             if feed.published != now:

@@ -14,7 +14,7 @@ from trimtab.errors import TrimtabError
 from trimtab.models.laboratory import build
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.collector import Collector, PromptStream
-from trimtab.rollout.source import InStep
+from trimtab.rollout.source import SyncSource
 from trimtab.types import Completion, Sampling
 
 _, TOKENIZER = build(0)
@@ -32,13 +32,13 @@ def right(index: int) -> str:
     return TASK.train[index].answer
 
 
-def feed(scorer: rewards.Scorer, script: dict[str, list[str | Completion]], **trainer: object) -> InStep:
+def feed(scorer: rewards.Scorer, script: dict[str, list[str | Completion]], **trainer: object) -> SyncSource:
     config = load_config({"trainer": {"prompts": 2, "samples": 2, **trainer}})
     stream = PromptStream(TASK, TOKENIZER, seed=0)
     engine = FakeEngine(script, tokenizer=TOKENIZER)
     engine.publish([], UPDATES)
     collector = Collector(config, stream, engine, scorer, Sampling(max_tokens=4, stop=(".",)))
-    return InStep(collector, Buffer(config.trainer))
+    return SyncSource(collector, Buffer(config.trainer))
 
 
 def order(count: int) -> list[int]:

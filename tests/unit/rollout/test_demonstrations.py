@@ -14,15 +14,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from trimtab import rewards, tasks
-from trimtab.config import ExpertConfig
+from trimtab.config import DemonstrationConfig
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.stopping import StopRule, eos_ids
+from trimtab.engines.stopping import StopChecker, eos_ids
 from trimtab.errors import TrimtabError
 from trimtab.models.load import load
-from trimtab.rollout.demonstrations import Experts, written
+from trimtab.rollout.demonstrations import Demonstrations, written
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Plain
-from trimtab.types import EXTERNAL, Problem, Prompt, RewardSpec, Sampling
+from trimtab.types import EXTERNAL_VERSION, Problem, Prompt, RewardSpec, Sampling
 
 PIECES = ["?", "<eos>", "\n", "a", "b", "c", "ab"]
 EOS = 1
@@ -61,13 +61,15 @@ def task(*train: Problem, stop: tuple[str, ...] = ("\n",)) -> BuiltTask:
     return BuiltTask("letters", train, [], Plain(), (RewardSpec("exact"),), stop, 8)
 
 
-def traces_file(path: Path, rows: Sequence[Any]) -> ExpertConfig:
+def traces_file(path: Path, rows: Sequence[Any]) -> DemonstrationConfig:
     path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
-    return ExpertConfig(path=str(path))
+    return DemonstrationConfig(path=str(path))
 
 
-def experts(source: ExpertConfig, of: BuiltTask, *, max_tokens: int = 8, context: int | None = None) -> Experts:
-    return Experts.load(source, of, PIECE_TOKENIZER, Sampling(max_tokens=max_tokens, stop=of.stop), context)
+def experts(
+    source: DemonstrationConfig, of: BuiltTask, *, max_tokens: int = 8, context: int | None = None
+) -> Demonstrations:
+    return Demonstrations.load(source, of, PIECE_TOKENIZER, Sampling(max_tokens=max_tokens, stop=of.stop), context)
 
 
 def texts(found: Sequence[Any]) -> list[str]:
@@ -93,7 +95,7 @@ def test_a_trace_is_what_an_engine_would_have_returned(stop, text, ids, shown):
     trace = written(text, PIECE_TOKENIZER, sampling)
     assert trace.response_ids.tolist() == pieces(*ids)
     assert trace.text == shown
-    rule = StopRule(PIECE_TOKENIZER, (EOS,), sampling)
+    rule = StopChecker(PIECE_TOKENIZER, (EOS,), sampling)
     grown = [trace.response_ids[:n].tolist() for n in range(1, len(ids) + 1)]
     assert rule.ended(grown) == [False] * (len(ids) - 1) + [True]
 
@@ -102,7 +104,7 @@ def test_nothing_is_claimed_about_who_wrote_it():
     trace = written("ab", PIECE_TOKENIZER, Sampling(stop=("\n",)))
     assert np.isnan(trace.logp_behavior).all()
     assert trace.logp_behavior.dtype == np.float32
-    assert trace.policy_version.tolist() == [EXTERNAL, EXTERNAL]
+    assert trace.policy_version.tolist() == [EXTERNAL_VERSION, EXTERNAL_VERSION]
     assert (trace.entropy, trace.kept, trace.finish) == (None, None, "stop")
 
 
@@ -123,7 +125,7 @@ def test_a_sampled_response_written_down_comes_back_token_for_token():
 
 def test_gold_traces_are_right_answers():
     words = loaded().tokenizer
-    source = Experts.load(ExpertConfig(), SORT, words, SAMPLING, 64)
+    source = Demonstrations.load(DemonstrationConfig(), SORT, words, SAMPLING, 64)
     asked = tasks.encode(SORT, SORT.train[5], words)
     (trace,) = source.take(asked, 1, turn=0)
     assert words.decode(trace.response_ids) == SORT.train[5].answer
@@ -133,7 +135,7 @@ def test_gold_traces_are_right_answers():
 
 
 def test_a_task_without_written_answers_has_no_gold():
-    source = experts(ExpertConfig(), task(problem("x", answer="")))
+    source = experts(DemonstrationConfig(), task(problem("x", answer="")))
     assert source.take(prompt(problem("x", answer="")), 1, turn=0) == []
     assert (source.dropped, source.missing) == (0, 1)
 
@@ -141,7 +143,7 @@ def test_a_task_without_written_answers_has_no_gold():
 def test_what_exceeds_the_response_limit_or_the_context_is_dropped_and_counted():
     asked = prompt(problem("x", answer="aba"), length=5)  # "ab" "a" and the stop: three tokens
     for max_tokens, context, fits in ((3, None, True), (2, None, False), (8, 8, True), (8, 7, False), (2, 8, False)):
-        source = experts(ExpertConfig(), task(asked.problem), max_tokens=max_tokens, context=context)
+        source = experts(DemonstrationConfig(), task(asked.problem), max_tokens=max_tokens, context=context)
         assert len(source.take(asked, 1, turn=0)) == fits
         assert (source.dropped, source.missing) == (not fits, 0)
 
@@ -207,16 +209,16 @@ def test_unusable_files_are_one_line_with_file_and_row(tmp_path, rows, message):
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(TrimtabError, match=r"cannot read .*none\.jsonl"):
-        experts(ExpertConfig(path=str(tmp_path / "none.jsonl")), task(problem("x")))
+        experts(DemonstrationConfig(path=str(tmp_path / "none.jsonl")), task(problem("x")))
     with pytest.raises(TrimtabError, match="unknown kind of file"):
-        experts(ExpertConfig(path="golden"), task(problem("x")))
+        experts(DemonstrationConfig(path="golden"), task(problem("x")))
 
 
 def test_truncated_sampling_and_responses_without_an_end_are_refused():
     known = task(problem("x"))
     for truncated in (Sampling(top_p=0.9, stop=("\n",)), Sampling(top_k=5, stop=("\n",))):
         with pytest.raises(TrimtabError, match=r"sampling\.top_p = 1"):
-            Experts.load(ExpertConfig(), known, PIECE_TOKENIZER, truncated, None)
+            Demonstrations.load(DemonstrationConfig(), known, PIECE_TOKENIZER, truncated, None)
     endless = tokenizer(None)
     with pytest.raises(TrimtabError, match="no stop string and the tokenizer no end token"):
-        Experts.load(ExpertConfig(), task(problem("x"), stop=()), endless, Sampling(), None)
+        Demonstrations.load(DemonstrationConfig(), task(problem("x"), stop=()), endless, Sampling(), None)

@@ -16,7 +16,7 @@ STEPS = 8
 
 
 @dataclass
-class Lane:
+class EngineThread:
     version: int = -1
     request: Request | None = None
 
@@ -44,7 +44,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.schedule = self._empty()
-        self.crew = [Lane() for _ in range(self.lanes)]
+        self.crew = [EngineThread() for _ in range(self.lanes)]
         self.oldest: dict[int, int] = {}  # ready groups, as the buffer holds them
         self.waiting = False
         self._save()
@@ -92,7 +92,7 @@ class World:
         if not self.in_order or self.refill is not None:
             self.schedule.expire()
 
-    def _lane(self, lane: Lane) -> None:
+    def _lane(self, lane: EngineThread) -> None:
         if lane.request is None:
             lane.version = self.published
             lane.request = self.schedule.admit(-(-self.prompts // self.lanes), lane.version)
@@ -124,7 +124,7 @@ class World:
         self.oldest = {int(number): version for number, version in oldest.items()}
         self.schedule = self._empty()
         self.schedule.restore(state, {number: self.oldest[number] for number in state["ready"]})
-        self.crew = [Lane() for _ in range(self.lanes)]
+        self.crew = [EngineThread() for _ in range(self.lanes)]
         self.unscored = []
         self.waiting = False
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from trimtab.errors import TrimtabError
 from trimtab.rollout.truncation import Rule, before_high_entropy, build, portion
-from trimtab.types import Completion, Finish, cut
+from trimtab.types import Completion, FinishReason, cut
 
 
-def response(n: int, finish: Finish = "stop", entropy: list[float] | None = None) -> Completion:
+def response(n: int, finish: FinishReason = "stop", entropy: list[float] | None = None) -> Completion:
     return Completion(
         response_ids=np.arange(10, 10 + n),
         logp_behavior=-np.arange(n, dtype=np.float32),
@@ -56,7 +56,7 @@ def test_length_keeps_a_share_and_never_the_stop() -> None:
 
 
 @given(n=st.integers(1, 40), kept=st.integers(0, 60), finish=st.sampled_from(["stop", "length"]))
-def test_a_cut_keeps_every_field_in_step_and_drops_the_ending(n: int, kept: int, finish: Finish) -> None:
+def test_a_cut_keeps_every_field_in_step_and_drops_the_ending(n: int, kept: int, finish: FinishReason) -> None:
     whole = response(n, finish, entropy=list(range(n)))
     prefix = cut(whole, kept)
     k = min(kept, n - 1 if finish == "stop" else n)

@@ -12,18 +12,18 @@ import torch
 
 from trimtab.errors import TrimtabError
 from trimtab.runs import atomic
-from trimtab.runs.directory import RunDir, read_metrics
+from trimtab.runs.directory import RunDirectory, read_metrics
 from trimtab.training.checkpoint import store
 
 CONFIG = 'description = "größer"\n'
 
 
-def raw(run: RunDir) -> bytes:
+def raw(run: RunDirectory) -> bytes:
     return (run.path / "metrics.jsonl").read_bytes()
 
 
 def test_a_new_run_holds_its_recipe_and_empty_metrics(tmp_path: Path) -> None:
-    with RunDir.create(tmp_path / "runs" / "a", CONFIG) as run:
+    with RunDirectory.create(tmp_path / "runs" / "a", CONFIG) as run:
         assert run.config_toml == CONFIG
         assert (run.path / "config.toml").read_bytes() == CONFIG.encode()
         assert run.metrics() == []
@@ -38,18 +38,18 @@ def test_a_directory_with_a_run_is_refused_and_left_alone(tmp_path: Path, left: 
     precious.parent.mkdir(exist_ok=True)
     precious.write_text("precious")
     with pytest.raises(TrimtabError, match=rf"already holds a run \({left}\): continue it with --resume, or choose"):
-        RunDir.create(tmp_path, CONFIG)
+        RunDirectory.create(tmp_path, CONFIG)
     assert precious.read_text() == "precious"
 
 
 def test_a_refused_directory_is_not_left_locked(tmp_path: Path) -> None:
-    RunDir.create(tmp_path, CONFIG).close()
+    RunDirectory.create(tmp_path, CONFIG).close()
     with pytest.raises(TrimtabError, match="already holds a run"):
-        RunDir.create(tmp_path, CONFIG)
-    RunDir.open(tmp_path).close()
+        RunDirectory.create(tmp_path, CONFIG)
+    RunDirectory.open(tmp_path).close()
 
 
-def fail_in(run: RunDir, *, after_logging: bool = False) -> None:
+def fail_in(run: RunDirectory, *, after_logging: bool = False) -> None:
     with run:
         run.model_folder.mkdir(exist_ok=True)
         if after_logging:
@@ -60,20 +60,20 @@ def fail_in(run: RunDir, *, after_logging: bool = False) -> None:
 def test_a_start_that_failed_leaves_no_run_behind(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(TrimtabError, match="no such model"):
-        fail_in(RunDir.create(tmp_path, CONFIG))
+        fail_in(RunDirectory.create(tmp_path, CONFIG))
     assert sorted(item.name for item in tmp_path.iterdir()) == [".lock", "notes.txt"]
     with pytest.raises(TrimtabError, match="no such model"):
-        fail_in(RunDir.create(tmp_path, CONFIG), after_logging=True)
+        fail_in(RunDirectory.create(tmp_path, CONFIG), after_logging=True)
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
     with pytest.raises(TrimtabError, match="no such model"):
-        fail_in(RunDir.open(tmp_path))
+        fail_in(RunDirectory.open(tmp_path))
     assert (tmp_path / "config.toml").is_file()
 
 
 def test_a_resume_that_failed_removes_nothing(tmp_path: Path) -> None:
-    RunDir.create(tmp_path, CONFIG).close()  # killed before its first line
+    RunDirectory.create(tmp_path, CONFIG).close()  # killed before its first line
     with pytest.raises(TrimtabError, match="no such model"):
-        fail_in(RunDir.open(tmp_path))
+        fail_in(RunDirectory.open(tmp_path))
     assert (tmp_path / "config.toml").is_file()
     assert (tmp_path / "metrics.jsonl").is_file()
 
@@ -81,25 +81,25 @@ def test_a_resume_that_failed_removes_nothing(tmp_path: Path) -> None:
 def test_a_directory_without_a_run_may_hold_other_things(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / f"{atomic.TEMPORARY}config.toml-00000000").write_text("a start that was killed")
-    RunDir.create(tmp_path, CONFIG).close()
+    RunDirectory.create(tmp_path, CONFIG).close()
     assert sorted(item.name for item in tmp_path.iterdir()) == [".lock", "config.toml", "metrics.jsonl", "notes.txt"]
 
 
 def test_a_file_in_the_way_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with pytest.raises(TrimtabError, match=r"cannot create .*out.*; choose another --out"):
-        RunDir.create(tmp_path / "out", CONFIG)
+        RunDirectory.create(tmp_path / "out", CONFIG)
 
 
 def test_resuming_nothing_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
         with pytest.raises(TrimtabError, match=r"holds no run \(config.toml is missing\)"):
-            RunDir.open(folder)
+            RunDirectory.open(folder)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_one_line_a_step_as_given(tmp_path: Path) -> None:
-    with RunDir.create(tmp_path, CONFIG) as run:
+    with RunDirectory.create(tmp_path, CONFIG) as run:
         run.log({"step": 0, "eval/arithmetic/greedy": 0.1875})
         run.log({"step": 1, "reward/mean": np.float32(0.5), "n": np.int64(3), "mismatch/anchor": "proximal", "x": None})
         assert raw(run).splitlines() == [
@@ -109,7 +109,7 @@ def test_one_line_a_step_as_given(tmp_path: Path) -> None:
 
 
 def test_what_json_cannot_say_is_null_and_counted(tmp_path: Path) -> None:
-    with RunDir.create(tmp_path, CONFIG) as run:
+    with RunDirectory.create(tmp_path, CONFIG) as run:
         run.log({"step": 1, "a": float("nan"), "b": np.float32("inf"), "c": -float("inf"), "d": 1.0})
         run.log({"step": 2, "a": 0.0})
         assert run.metrics() == [
@@ -122,42 +122,42 @@ def test_what_json_cannot_say_is_null_and_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [torch.tensor(1.0), [1], {"a": 1}, np.zeros(2)])
 def test_only_numbers_and_strings_are_metrics(tmp_path: Path, value: Any) -> None:
-    with RunDir.create(tmp_path, CONFIG) as run:
+    with RunDirectory.create(tmp_path, CONFIG) as run:
         with pytest.raises(TypeError, match=f"metric 'odd' is a {type(value).__name__}"):
             run.log({"step": 1, "odd": value})
         assert raw(run) == b""
 
 
 def test_a_step_is_logged_once(tmp_path: Path) -> None:
-    with RunDir.create(tmp_path, CONFIG) as run:
+    with RunDirectory.create(tmp_path, CONFIG) as run:
         run.log({"step": 3})
         for step in (3, 2):
             with pytest.raises(ValueError, match=rf"step {step} was already logged \(the last one is 3\)"):
                 run.log({"step": step})
-    with RunDir.open(tmp_path) as run, pytest.raises(ValueError, match="already logged"):
+    with RunDirectory.open(tmp_path) as run, pytest.raises(ValueError, match="already logged"):
         run.log({"step": 3})
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "rew', b'{"step": 2}', b"\0\0\0", b'{"st\0\0\0\0'])
 def test_a_torn_last_line_is_dropped_and_the_next_one_is_whole(tmp_path: Path, torn: bytes) -> None:
-    with RunDir.create(tmp_path, CONFIG) as run:
+    with RunDirectory.create(tmp_path, CONFIG) as run:
         run.log({"step": 1})
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(torn)
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]  # a reader does not see it
-    with RunDir.open(tmp_path) as run:
+    with RunDirectory.open(tmp_path) as run:
         run.log({"step": 2, "again": True})
         assert raw(run) == b'{"step": 1}\n{"step": 2, "again": true}\n'
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "3", '{"reward": 1}'])
 def test_damage_in_the_middle_names_the_line(tmp_path: Path, line: str) -> None:
-    RunDir.create(tmp_path, CONFIG).close()
+    RunDirectory.create(tmp_path, CONFIG).close()
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     before = (tmp_path / "metrics.jsonl").read_bytes()
     for _ in range(2):  # the failed open holds no lock
         with pytest.raises(TrimtabError, match=r"metrics.jsonl: line 2 is not a step's metrics"):
-            RunDir.open(tmp_path)
+            RunDirectory.open(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
@@ -166,7 +166,7 @@ def test_metrics_of_no_run_are_one_clear_line(tmp_path: Path) -> None:
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def fill(run: RunDir, steps: range) -> None:
+def fill(run: RunDirectory, steps: range) -> None:
     run.trajectory_folder.mkdir(exist_ok=True)
     for step in steps:
         run.trajectory_file(step).write_bytes(b"rows")
@@ -174,14 +174,14 @@ def fill(run: RunDir, steps: range) -> None:
 
 
 def test_resume_continues_from_the_checkpoint_without_duplicates(tmp_path: Path) -> None:
-    with RunDir.create(tmp_path, CONFIG) as run:
+    with RunDirectory.create(tmp_path, CONFIG) as run:
         fill(run, range(0, 3))
         store.save(run.checkpoint_root, 2, {}, {})
         fill(run, range(3, 6))
         store.save(run.checkpoint_root, 5, {}, {})
         (run.checkpoint_root / "step-000005" / "meta.json").write_text("damaged")
         (run.trajectory_folder / "notes.parquet").write_bytes(b"mine")
-    with RunDir.open(tmp_path) as run:
+    with RunDirectory.open(tmp_path) as run:
         run.truncate_after(2)
         assert [line["step"] for line in run.metrics()] == [0, 1, 2]
         assert sorted(item.name for item in run.trajectory_folder.iterdir()) == [
@@ -202,20 +202,20 @@ def test_resume_continues_from_the_checkpoint_without_duplicates(tmp_path: Path)
 
 
 def test_open_clears_what_a_kill_left(tmp_path: Path) -> None:
-    with RunDir.create(tmp_path, CONFIG) as run:
+    with RunDirectory.create(tmp_path, CONFIG) as run:
         for folder in (run.path, run.checkpoint_root, run.trajectory_folder):
             folder.mkdir(exist_ok=True)
             (folder / f"{atomic.TEMPORARY}half-00000000").write_text("half")
         store.save(run.checkpoint_root, 1, {}, {"whole": True})
         (run.checkpoint_root / "step-000001").rename(run.checkpoint_root / f"{atomic.REPLACED}step-000001")
-    with RunDir.open(tmp_path) as run:
+    with RunDirectory.open(tmp_path) as run:
         assert not list(tmp_path.rglob(f"{atomic.TEMPORARY}*"))
         assert [folder.name for folder in run.checkpoints()] == ["step-000001"]
 
 
 def test_a_full_disk_loses_no_line(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with RunDir.create(tmp_path, CONFIG) as run:
+    with RunDirectory.create(tmp_path, CONFIG) as run:
         run.log({"step": 1})
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
@@ -229,9 +229,9 @@ def test_a_full_disk_loses_no_line(tmp_path: Path) -> None:
 
 
 def test_twice_in_one_process_is_refused(tmp_path: Path) -> None:
-    with RunDir.create(tmp_path, CONFIG) as run:
+    with RunDirectory.create(tmp_path, CONFIG) as run:
         for path in (tmp_path, tmp_path / ".." / tmp_path.name):
             with pytest.raises(TrimtabError, match="already open in this process"):
-                RunDir.open(path)
+                RunDirectory.open(path)
         run.log({"step": 1})
-    RunDir.open(tmp_path).close()
+    RunDirectory.open(tmp_path).close()

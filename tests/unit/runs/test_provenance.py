@@ -18,14 +18,14 @@ import torch
 from trimtab.config import load_config
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.runs import provenance
-from trimtab.runs.directory import RunDir
+from trimtab.runs.directory import RunDirectory
 
 CONFIG = load_config("laboratory")
 
 
 def test_a_start_is_there_while_it_runs_and_complete_when_it_ends(tmp_path: Path) -> None:
     started = datetime.now(UTC) - timedelta(seconds=90)
-    with RunDir.create(tmp_path, CONFIG.dump()) as run:
+    with RunDirectory.create(tmp_path, CONFIG.dump()) as run:
         with provenance.recorded(run, CONFIG, "trimtab train it", started, first_step=1, ranks=1):
             (begun,) = provenance.read(tmp_path)
             assert (begun["ended"], begun["seconds"], begun["last_step"]) == (None, None, None)
@@ -46,13 +46,13 @@ def test_a_start_is_there_while_it_runs_and_complete_when_it_ends(tmp_path: Path
 
 
 def test_every_start_of_a_run_is_kept_also_one_that_failed_or_was_killed(tmp_path: Path) -> None:
-    def start(run: RunDir, first: int, said: str) -> None:
+    def start(run: RunDirectory, first: int, said: str) -> None:
         with provenance.recorded(run, CONFIG, said, datetime.now(UTC), first_step=first, ranks=1):
             run.log({"step": first})
             if said == "fails":
                 raise TrimtabError("no")
 
-    with RunDir.create(tmp_path, CONFIG.dump()) as run:
+    with RunDirectory.create(tmp_path, CONFIG.dump()) as run:
         # What a process leaves that is killed inside the block.
         killed = provenance.recorded(run, CONFIG, "killed", datetime.now(UTC), first_step=1, ranks=1)
         killed.__enter__()
@@ -87,7 +87,7 @@ def test_every_start_of_a_run_is_kept_also_one_that_failed_or_was_killed(tmp_pat
     ],
 )
 def test_why_a_start_ended(tmp_path: Path, error: BaseException, outcome: str, message: str | None) -> None:
-    with RunDir.create(tmp_path, CONFIG.dump()) as run:
+    with RunDirectory.create(tmp_path, CONFIG.dump()) as run:
         run.log({"step": 1})
         with (
             pytest.raises(type(error)),
@@ -99,7 +99,7 @@ def test_why_a_start_ended(tmp_path: Path, error: BaseException, outcome: str, m
 
 
 def test_a_start_that_failed_before_its_first_step_has_no_last_one(tmp_path: Path) -> None:
-    with RunDir.create(tmp_path, CONFIG.dump()) as run:
+    with RunDirectory.create(tmp_path, CONFIG.dump()) as run:
         run.log({"step": 1})
         with provenance.recorded(run, CONFIG, "resumed", datetime.now(UTC), first_step=2, ranks=1):
             pass
@@ -109,7 +109,7 @@ def test_a_start_that_failed_before_its_first_step_has_no_last_one(tmp_path: Pat
 def test_a_new_run_that_came_to_nothing_leaves_no_provenance(tmp_path: Path) -> None:
     def begin() -> None:
         with (
-            RunDir.create(tmp_path, CONFIG.dump()) as run,
+            RunDirectory.create(tmp_path, CONFIG.dump()) as run,
             provenance.recorded(run, CONFIG, "x", datetime.now(UTC), first_step=1, ranks=1),
         ):
             raise TrimtabError("no such model")
@@ -117,14 +117,14 @@ def test_a_new_run_that_came_to_nothing_leaves_no_provenance(tmp_path: Path) -> 
     with pytest.raises(TrimtabError, match="no such model"):
         begin()
     assert not (tmp_path / "provenance.json").exists()
-    RunDir.create(tmp_path, CONFIG.dump()).close()
+    RunDirectory.create(tmp_path, CONFIG.dump()).close()
 
 
 def test_nothing_of_the_environment_goes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-secret")
     monkeypatch.setenv("HOME", str(tmp_path / "home-of-somebody"))
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "home-of-somebody/venv/bin/trimtab"), "train", "my recipe.toml"])
-    with RunDir.create(tmp_path / "run", CONFIG.dump()) as run:
+    with RunDirectory.create(tmp_path / "run", CONFIG.dump()) as run:
         with provenance.recorded(run, CONFIG, provenance.command(), datetime.now(UTC), first_step=1, ranks=1):
             pass
         text = (run.path / "provenance.json").read_text()

@@ -16,7 +16,7 @@ from trimtab.config import load_config
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.models import laboratory
 from trimtab.models.lora import add_lora
-from trimtab.runs.directory import RunDir
+from trimtab.runs.directory import RunDirectory
 from trimtab.training.checkpoint import state_tensors, store
 from trimtab.training.export import export, restore, save_model_files
 
@@ -78,7 +78,7 @@ def make_run(path: Path, name: str = "laboratory", *, rank: int = 0, dtype: str 
     model, tokenizer = BUILD[name](), laboratory.build(0)[1]
     for parameter in model.parameters():  # not model.to: it would round the rotary frequencies, which are no weights
         parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
-    with RunDir.create(path, config.dump()) as run:
+    with RunDirectory.create(path, config.dump()) as run:
         save_model_files(model, tokenizer, run.model_folder)
         trained = add_lora(model, **config.model.lora.model_dump()) if rank else model
         for step in (1, 2):
@@ -165,7 +165,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_what_is_no_finished_run_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match=r"absent holds no run: config.toml is missing"):
         export(tmp_path / "absent", tmp_path / "out")
-    RunDir.create(tmp_path / "run", load_config({}).dump()).close()
+    RunDirectory.create(tmp_path / "run", load_config({}).dump()).close()
     with pytest.raises(TrimtabError, match=r"has no model/config.json"):
         export(tmp_path / "run", tmp_path / "out")
     save_model_files(*laboratory.build(0), tmp_path / "run" / "model")

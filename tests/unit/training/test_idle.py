@@ -10,10 +10,10 @@ import torch
 from tests.support.trajectories import trajectory
 
 from trimtab.training.idle import Idle
-from trimtab.types import Finish, Trajectory
+from trimtab.types import FinishReason, Trajectory
 
 
-def batch(*rewards: float, finish: Finish = "stop") -> tuple[list[Trajectory], torch.Tensor]:
+def batch(*rewards: float, finish: FinishReason = "stop") -> tuple[list[Trajectory], torch.Tensor]:
     """Groups of two, with the advantages of centred rewards."""
     rows = [trajectory(index // 2, [3], reward=reward, finish=finish) for index, reward in enumerate(rewards)]
     pairs = torch.tensor(rewards).view(-1, 2)
@@ -34,7 +34,7 @@ def test_a_step_with_any_advantage_is_none_of_them() -> None:
         ((0.0, 0.0), "length", r"none of 2 responses ended within sampling.max_tokens = 8, all of them got reward 0"),
     ],
 )
-def test_a_step_without_is_said_with_its_reason(rewards: tuple[float, ...], finish: Finish, said: str) -> None:
+def test_a_step_without_is_said_with_its_reason(rewards: tuple[float, ...], finish: FinishReason, said: str) -> None:
     idle = Idle()
     line = idle.observe(*batch(*rewards, finish=finish), 8)
     assert line == f"it taught nothing: {said}"

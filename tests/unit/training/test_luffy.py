@@ -17,8 +17,8 @@ from trimtab.models.logprobs import score
 from trimtab.objectives import PolicyLogps, objective
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.collector import Collector, Group, PromptStream
-from trimtab.rollout.demonstrations import Experts
-from trimtab.rollout.source import InStep
+from trimtab.rollout.demonstrations import Demonstrations
+from trimtab.rollout.source import SyncSource
 from trimtab.training.batching import MicroBatch, micro_batches, to_tensors
 from trimtab.training.learner import Learner
 from trimtab.training.step_statistics import StepStatistics
@@ -49,15 +49,15 @@ def recipe(**trainer: object) -> Config:
     )
 
 
-def feed(scorer: rewards.Scorer, config: Config) -> InStep:
+def feed(scorer: rewards.Scorer, config: Config) -> SyncSource:
     """Sampled responses are always "99." (two digits: wrong), traces are gold answers."""
-    experts = Experts.load(config.expert, TASK, TOKENIZER, SAMPLING, 64)
+    experts = Demonstrations.load(config.expert, TASK, TOKENIZER, SAMPLING, 64)
     stream = PromptStream(TASK, TOKENIZER, seed=0)
     script = {item.problem.id: ["99."] for item in PromptStream(TASK, TOKENIZER, seed=0).take(64)}
     engine = FakeEngine(script, tokenizer=TOKENIZER)
     engine.publish([], UPDATES)
     collector = Collector(config, stream, engine, scorer, SAMPLING, experts=experts)
-    return InStep(collector, Buffer(config.trainer))
+    return SyncSource(collector, Buffer(config.trainer))
 
 
 def batch_of(groups: list[Group], budget: int) -> list[MicroBatch]:

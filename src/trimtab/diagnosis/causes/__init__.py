@@ -17,10 +17,10 @@ from __future__ import annotations
 from trimtab.diagnosis.causes.evidence import Tokens
 from trimtab.diagnosis.causes.misaligned import find_shifts
 from trimtab.diagnosis.causes.precision import name_noise, noise_beside, noise_of
-from trimtab.diagnosis.causes.retokenized import find_jumps
+from trimtab.diagnosis.causes.retokenized import find_retokenized
 from trimtab.diagnosis.causes.sampling_faults import find_broken
 from trimtab.diagnosis.causes.stale import find_drift
-from trimtab.diagnosis.causes.swapped import find_swapped
+from trimtab.diagnosis.causes.swapped import find_swapped_responses
 from trimtab.diagnosis.records import Cause, Measured, Origin, Settings
 
 FEWEST = 100
@@ -42,7 +42,7 @@ def find_causes(measured: Measured) -> tuple[Cause, ...]:
 
 def _of_tokens(tokens: Tokens, floor: float, settings: Settings | None) -> list[Cause]:
     found: list[Cause] = []
-    for search in (find_shifts, find_swapped, find_jumps):
+    for search in (find_shifts, find_swapped_responses, find_retokenized):
         cause, tokens = search(tokens)
         # Edges of a shift from a turn on also look like jumps there: one cause, said once.
         if cause is not None and cause.name not in (one.name for one in found):

@@ -29,7 +29,7 @@ FIX = (
 )
 
 
-def find_jumps(tokens: Tokens) -> tuple[Cause | None, Tokens]:
+def find_retokenized(tokens: Tokens) -> tuple[Cause | None, Tokens]:
     """The cause, if found, and the tokens without the jumps."""
     shift, log_ratio = np.abs(tokens.shift), np.abs(tokens.log_ratio)
     opening = tokens.inner & (tokens.turn < OPENING)

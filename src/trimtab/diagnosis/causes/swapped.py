@@ -17,7 +17,7 @@ CAP, BAD, FIT, LEAST, MOST_OF, MOST = 3.0, 0.3, 0.15, 4, 0.5, 500
 WORDS = 3.0  # nats in a response that can be told from others
 
 
-def find_swapped(tokens: Tokens) -> tuple[Cause | None, Tokens]:
+def find_swapped_responses(tokens: Tokens) -> tuple[Cause | None, Tokens]:
     """The cause, if found, and the tokens with every response's own log-probs put back."""
     edges = np.flatnonzero(np.diff(tokens.row, prepend=-1, append=-1))
     starts, lengths = edges[:-1], np.diff(edges)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.measure.ledger import Ledger
+from trimtab.diagnosis.measure.ledger import KeyedSums
 from trimtab.diagnosis.measure.trained_tokens import Trained
 from trimtab.diagnosis.measure.views import Cut
 from trimtab.diagnosis.records import View
@@ -20,7 +20,7 @@ class ByAge:
 
     def __init__(self) -> None:
         self._cut = Cut(len(_AGES) + 1)
-        self._cells = Ledger(_CELLS)
+        self._cells = KeyedSums(_CELLS)
         self._note = ""
 
     def add(self, tokens: Trained) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from trimtab.diagnosis.measure.bins import LOG_RATIO_BINS
 
 
-class Ledger:
+class KeyedSums:
     """Rows under (step, other): sums, largest values and a histogram of log-ratios that merge when keys do.
 
     With more than `most` rows, neighboring steps become one: blocks of 2, 4, 8 ... steps, the fewest that fit. Which

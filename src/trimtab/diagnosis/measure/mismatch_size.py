@@ -12,7 +12,7 @@ from trimtab.corrections.reduce import Selection
 from trimtab.corrections.statistics import QUANTILES, Histogram, RatioStatistics
 from trimtab.diagnosis.measure.bins import quantiles
 from trimtab.diagnosis.measure.bootstrap import intervals
-from trimtab.diagnosis.measure.ledger import Ledger
+from trimtab.diagnosis.measure.ledger import KeyedSums
 from trimtab.diagnosis.measure.storage_rounding import Column, coarse, floor
 from trimtab.diagnosis.measure.trained_tokens import FIELDS, Trained
 from trimtab.diagnosis.records import Interval, Size
@@ -49,7 +49,7 @@ class Sizes:
         self._clusters = np.zeros((2 * CLUSTERS, len(FIELDS)))
         self._largest = np.full((1, 2), -np.inf)
         self._histogram = Histogram(torch.zeros_like(_histogram(np.zeros(0)).counts))
-        self._steps = Ledger(STEPS)
+        self._steps = KeyedSums(STEPS)
         self._columns = (Column(), Column())
 
     def add(self, tokens: Trained) -> None:

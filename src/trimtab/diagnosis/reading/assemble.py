@@ -8,11 +8,11 @@ import numpy as np
 
 from trimtab.diagnosis.reading.layouts import LOGPS, Layout
 from trimtab.diagnosis.reading.ragged import ABSENT, SAMPLING, WRONG, Block, Flat, Lists, numbers
-from trimtab.diagnosis.reading.read_counts import Tally
+from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.diagnosis.records import Chunk
 
 
-def chunk_of(flat: Flat, block: Block, rows: np.ndarray, roles: frozenset[str], tally: Tally, file: int) -> Chunk:
+def chunk_of(flat: Flat, block: Block, rows: np.ndarray, roles: frozenset[str], tally: ReadCounts, file: int) -> Chunk:
     def number(role: str) -> np.ndarray | None:
         if role not in block.scalars:
             return None
@@ -68,7 +68,7 @@ def _sampling(block: Block, rows: np.ndarray, roles: frozenset[str]) -> Mapping[
     return found
 
 
-def _groups(block: Block, rows: np.ndarray, tally: Tally, file: int) -> np.ndarray:
+def _groups(block: Block, rows: np.ndarray, tally: ReadCounts, file: int) -> np.ndarray:
     """Numbers of prompt groups over all files (responses,): a group is a step's, or a file's without steps."""
     values = block.scalars["group"]
     steps = numbers(block.scalars["step"]).tolist() if "step" in block.scalars else None
@@ -111,7 +111,7 @@ _WHOLE_NUMBERS = ("response_ids", "policy_version", "loss_mask", "padding_mask")
 _ROW_NUMBERS = ("step", "proximal_version")
 
 
-def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: Tally, file: int) -> Chunk | None:
+def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: ReadCounts, file: int) -> Chunk | None:
     """The usable responses of a block, or None when there is none. What is left out is counted in `tally`.
 
     `roles` are the columns that every block of the source has; `file` tells prompt groups apart where no step does.
@@ -159,7 +159,7 @@ class _Keep:
         return [(text, np.flatnonzero(self._reason == code)) for code, text in enumerate(self._texts, start=1)]
 
 
-def _mark_rows(block: Block, keep: _Keep, tally: Tally) -> None:
+def _mark_rows(block: Block, keep: _Keep, tally: ReadCounts) -> None:
     if "off_policy" in block.scalars:
         keep.mark(numbers(block.scalars["off_policy"]) == 1, "external trace (off_policy)")
     if "sample_id" in block.scalars:
@@ -172,7 +172,7 @@ def _mark_rows(block: Block, keep: _Keep, tally: Tally) -> None:
             keep.mark(~np.isfinite(numbers(block.scalars[role])), f"no {role}")
 
 
-def _repeated(block: Block, tally: Tally) -> np.ndarray:
+def _repeated(block: Block, tally: ReadCounts) -> np.ndarray:
     ids = numbers(block.scalars["sample_id"])
     steps = numbers(block.scalars.get("step", np.zeros(block.rows)))
     repeated = np.zeros(block.rows, dtype=np.bool_)
@@ -183,7 +183,7 @@ def _repeated(block: Block, tally: Tally) -> np.ndarray:
     return repeated
 
 
-def _written_again(flat: Flat, tally: Tally, file: int) -> np.ndarray:
+def _written_again(flat: Flat, tally: ReadCounts, file: int) -> np.ndarray:
     """Rows (rows,) whose tokens and log-probs an earlier file had, bit for bit."""
     again = np.zeros(len(flat.lengths), dtype=np.bool_)
     names = sorted(flat.values.keys() & {"response_ids", *LOGPS})
@@ -263,7 +263,7 @@ def _ends(flat: Flat, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first, last
 
 
-def _finite(flat: Flat, tally: Tally) -> tuple[Flat, np.ndarray]:
+def _finite(flat: Flat, tally: ReadCounts) -> tuple[Flat, np.ndarray]:
     """Without the trained tokens whose log-probs or entropy are not finite, and the rows (rows,) that have others left.
 
     The tokens are taken out altogether: an untrained token inside a response would read as the end of a turn. A trainer
@@ -293,7 +293,7 @@ def _finite(flat: Flat, tally: Tally) -> tuple[Flat, np.ndarray]:
     return flat, flat.having(flat.values["trained"])
 
 
-def _count(chunk: Chunk, tally: Tally) -> None:
+def _count(chunk: Chunk, tally: ReadCounts) -> None:
     trained = chunk.mask
     tally.responses += chunk.responses
     tally.tokens += chunk.tokens

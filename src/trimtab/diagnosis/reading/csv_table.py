@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trimtab.diagnosis.reading.read_counts import Tally
+from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.diagnosis.reading.row_blocks import Rows
 from trimtab.diagnosis.reading.text_files import LONGEST, opened
 from trimtab.errors import TrimtabError
@@ -16,7 +16,7 @@ from trimtab.errors import TrimtabError
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
-def csv_rows(path: Path, tally: Tally) -> Rows:
+def csv_rows(path: Path, tally: ReadCounts) -> Rows:
     """Every row as a dictionary; rows of another length than the header are left out and counted."""
     csv.field_size_limit(LONGEST)
     number = 0

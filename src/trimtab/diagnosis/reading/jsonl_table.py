@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from trimtab.diagnosis.reading.read_counts import Tally
+from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.diagnosis.reading.row_blocks import Rows
 from trimtab.diagnosis.reading.text_files import BOM, LONGEST, opened
 from trimtab.errors import TrimtabError
@@ -22,7 +22,7 @@ _PIECE = 1 << 20  # bytes read at once
 _OPENING, _BETWEEN, _CLOSING = re.compile(r"\s*\["), re.compile(r"[\s,]*"), re.compile(r"\]?\s*")
 
 
-def json_lines(path: Path, tally: Tally) -> Rows:
+def json_lines(path: Path, tally: ReadCounts) -> Rows:
     """One object a line. Lines that are not one are left out and counted."""
     with opened(path) as file:
         for number, line in enumerate(_lines(path, file), start=1):
@@ -54,7 +54,7 @@ def _fault(line: bytes, error: Exception) -> str:
     return "not JSON" if line.endswith(b"\n") else "unfinished last line"
 
 
-def json_array(path: Path, tally: Tally) -> Rows:
+def json_array(path: Path, tally: ReadCounts) -> Rows:
     """Objects of one array, decoded one at a time. `TrimtabError`, naming the row, where the array breaks off."""
     decoder = json.JSONDecoder()
     with opened(path) as file:

@@ -11,7 +11,7 @@ import numpy as np
 from trimtab.diagnosis.reading.assemble import assemble
 from trimtab.diagnosis.reading.columns import Resolved, resolve
 from trimtab.diagnosis.reading.ragged import Table
-from trimtab.diagnosis.reading.read_counts import Tally
+from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.diagnosis.reading.run_settings import settings_of
 from trimtab.diagnosis.reading.tables import find_files, open_table
 from trimtab.diagnosis.records import Chunk, Origin
@@ -25,7 +25,7 @@ _RESPONSES = {
 class Source:
     """Responses of one or many files. `chunks` is one pass; `origin` is complete after it."""
 
-    def __init__(self, tables: Sequence[Table], resolved: Resolved, tally: Tally) -> None:
+    def __init__(self, tables: Sequence[Table], resolved: Resolved, tally: ReadCounts) -> None:
         self._tables = tables
         self._resolved = resolved
         self._tally = tally
@@ -115,7 +115,7 @@ def open_source(
     (`logp_behavior="rollout_lp"`); an empty name leaves the column out.
     `TrimtabError`, one line, when a path leads nowhere, a file is of no known kind, or a needed column is absent.
     """
-    tally = Tally()
+    tally = ReadCounts()
     tables = []
     for file in find_files([Path(path) for path in paths]):
         table = open_table(file)

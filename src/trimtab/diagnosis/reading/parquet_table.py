@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, TOKEN_ROLES
 from trimtab.diagnosis.reading.ragged import Block, arrow_fields, arrow_lists, arrow_scalars
-from trimtab.diagnosis.reading.read_counts import Tally
+from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.errors import TrimtabError
 
 _MAX_ROWS = 65_536
@@ -33,7 +33,7 @@ class ParquetTable:
     def close(self) -> None:
         """Nothing is held between calls."""
 
-    def blocks(self, columns: Mapping[str, str], tokens: int, tally: Tally) -> Iterator[Block]:
+    def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Block]:
         with _opened(self.path) as file:
             if not file.metadata.num_rows:
                 tally.no_rows += 1

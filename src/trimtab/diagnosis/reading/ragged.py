@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trimtab.diagnosis.reading.read_counts import Tally
+from trimtab.diagnosis.reading.read_counts import ReadCounts
 
 ABSENT, WRONG = 1, 2
 SAMPLING = ("temperature", "top_p", "top_k", "logprobs")
@@ -206,4 +206,4 @@ class Table(Protocol):
 
     def close(self) -> None: ...
 
-    def blocks(self, columns: Mapping[str, str], tokens: int, tally: Tally) -> Iterator[Block]: ...
+    def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Block]: ...

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @dataclass(eq=False)
-class Tally:
+class ReadCounts:
     """Filled while files are read.
 
     `file` is the one being read; `first` knows the first row left out for each reason. `groups` numbers prompt groups

@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, TOKEN_ROLES
 from trimtab.diagnosis.reading.ragged import Block, python_fields, python_lists
-from trimtab.diagnosis.reading.read_counts import Tally
+from trimtab.diagnosis.reading.read_counts import ReadCounts
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
 """Numbers, counted from 1, and contents of the rows that can be used; the others go to the tally."""
@@ -20,20 +20,20 @@ _LOOKED_AT = 16  # rows whose keys are taken for the columns
 class RowTable:
     """A file whose rows a function gives."""
 
-    def __init__(self, path: Path, read: Callable[[Path, Tally], Rows]) -> None:
+    def __init__(self, path: Path, read: Callable[[Path, ReadCounts], Rows]) -> None:
         self.path = path
         self._read = read
 
     def names(self) -> frozenset[str]:
         found: set[str] = set()
-        for _, row in islice(self._read(self.path, Tally()), _LOOKED_AT):
+        for _, row in islice(self._read(self.path, ReadCounts()), _LOOKED_AT):
             found |= row.keys()
         return frozenset(found)
 
     def close(self) -> None:
         """Nothing is held between calls."""
 
-    def blocks(self, columns: Mapping[str, str], tokens: int, tally: Tally) -> Iterator[Block]:
+    def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Block]:
         rows: list[dict[str, Any]] = []
         numbers: list[int] = []
         size = total = 0

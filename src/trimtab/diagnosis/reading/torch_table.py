@@ -15,7 +15,7 @@ import numpy as np
 
 from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, TOKEN_ROLES
 from trimtab.diagnosis.reading.ragged import Block, array_lists
-from trimtab.diagnosis.reading.read_counts import Tally
+from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.errors import TrimtabError
 
 _LENGTHS = ("response_lengths", "response_length")
@@ -37,7 +37,7 @@ class TorchTable:
         """Let go of the file's content; `names` and `blocks` read it again."""
         self._held = None
 
-    def blocks(self, columns: Mapping[str, str], tokens: int, tally: Tally) -> Iterator[Block]:
+    def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Block]:
         table = self._held if self._held is not None else _columns(self.path)
         self.close()
         behavior = table[columns["logp_behavior"]]

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from trimtab.engines.embedded.decoding_rows import Starts
-from trimtab.engines.embedded.expert_recorder import Recorder
+from trimtab.engines.embedded.decoding_rows import PrefillPlan
+from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 
 # Prompts run through the model together; more only costs memory.
 PREFILL_TOKENS = 4096
@@ -50,14 +50,14 @@ def prefill_blocks(lengths: Sequence[int], before: int = 0) -> list[list[int]]:
     return blocks
 
 
-class GenericDecoder:
+class CachedDecoder:
     """Any transformers causal model with a key-value cache, through its own forward and a preallocated cache.
 
     A prompt and a prefix are run as one text. Texts are padded on the left, so that a sliding window sees true
     distances. `capacity` bounds the steps; `recorder` is told what each pass but the steps has run.
     """
 
-    def __init__(self, model: Any, starts: Starts, capacity: int, recorder: Recorder | None = None) -> None:
+    def __init__(self, model: Any, starts: PrefillPlan, capacity: int, recorder: ExpertRecorder | None = None) -> None:
         self._model = model
         texts = [
             torch.cat([starts.prompts[p], prefix])

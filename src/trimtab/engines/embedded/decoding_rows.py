@@ -10,17 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trimtab.engines.embedded.sampling import Draw, uniforms
-from trimtab.engines.stopping import StopRule
+from trimtab.engines.embedded.sampling import SampledTokens, uniforms
+from trimtab.engines.stopping import StopChecker
 from trimtab.errors import TrimtabError
-from trimtab.models.routing import Routers
-from trimtab.types import Completion, Finish, Prompt, Sampling
+from trimtab.models.routing import RouterInfo
+from trimtab.types import Completion, FinishReason, Prompt, Sampling
 
 Prefixes = Sequence[Sequence[Completion]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Starts:
+class PrefillPlan:
     """Where the rows of a batch begin: distinct pairs of a prompt and the first tokens of a response to it.
 
     `prompt` (starts,) names the prompt of each start, `row` (rows,) the start of each row. Rows of one prompt are
@@ -49,7 +49,7 @@ class Row:
     entropy: list[float] = field(default_factory=list)
     kept: list[NDArray[np.int64]] = field(default_factory=list)
     routes: list[NDArray[np.int16]] = field(default_factory=list)  # of (tokens, layers, k), one after the other
-    finish: Finish = "length"
+    finish: FinishReason = "length"
     complete: bool = False  # nothing is left to sample
 
     @property
@@ -57,7 +57,7 @@ class Row:
         """Tokens that were there before anything was sampled."""
         return 0 if self.prefix is None else len(self.prefix.response_ids)
 
-    def completion(self, version: int, stop: StopRule) -> Completion:
+    def completion(self, version: int, stop: StopChecker) -> Completion:
         """The whole response; tokens after the prefix carry `version`. What a prefix lacks, the whole lacks."""
         old = () if self.prefix is None else self.prefix.policy_version
         new = np.full(len(self.ids) - self.begun, version, dtype=np.int64)
@@ -83,7 +83,7 @@ def complete(prefix: Completion, max_tokens: int) -> bool:
     return n > 0 and (prefix.finish == "stop" or n == max_tokens)
 
 
-def make_rows(count: int, samples: int, sampling: Sampling, seed: int, prefixes: Prefixes | None) -> list[Row]:
+def build_rows(count: int, samples: int, sampling: Sampling, seed: int, prefixes: Prefixes | None) -> list[Row]:
     """`samples` rows for each of `count` prompts, prompt by prompt."""
     rows = [Row(p, s, uniforms(seed, p, s, sampling.max_tokens)) for p in range(count) for s in range(samples)]
     if prefixes is None:
@@ -101,7 +101,7 @@ def make_rows(count: int, samples: int, sampling: Sampling, seed: int, prefixes:
     return rows
 
 
-def record(rows: list[Row], grown: list[int], drawn: Draw) -> None:
+def record(rows: list[Row], grown: list[int], drawn: SampledTokens) -> None:
     ids, logp, entropy = drawn.ids.tolist(), drawn.logp.tolist(), drawn.entropy.tolist()
     for i in grown:
         row = rows[i]
@@ -118,12 +118,12 @@ def abort(rows: Iterable[Row]) -> None:
         row.finish = "abort"
 
 
-def make_starts(rows: Sequence[Row], prompts: Sequence[Prompt], device: torch.device) -> Starts:
+def plan_prefill(rows: Sequence[Row], prompts: Sequence[Prompt], device: torch.device) -> PrefillPlan:
     """Distinct pairs of prompt and prefix among rows that have not grown yet; rows of a prompt must be neighbors."""
     used = {p: i for i, p in enumerate(dict.fromkeys(row.prompt for row in rows))}
     found: dict[tuple[int, tuple[int, ...]], int] = {}
     place = [found.setdefault((used[row.prompt], tuple(row.ids)), len(found)) for row in rows]
-    return Starts(
+    return PrefillPlan(
         prompts=[torch.as_tensor(prompts[p].ids, dtype=torch.int64, device=device) for p in used],
         prefixes=[torch.tensor(ids, dtype=torch.int64, device=device) for _, ids in found],
         prompt=torch.tensor([prompt for prompt, _ in found], device=device),
@@ -166,7 +166,7 @@ def check_prefixes(prefixes: Prefixes | None, prompts: Sequence[Prompt], samples
             raise TrimtabError(f"{name}: its experts are recorded for {len(prefix.routes)} tokens, but {run} were run")
 
 
-def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: StopRule, vocabulary: int) -> None:
+def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: StopChecker, vocabulary: int) -> None:
     """Refuse prefixes that hold a foreign id, or that have ended and do not say so.
 
     Raises:
@@ -182,7 +182,7 @@ def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: Sto
             raise TrimtabError(f"{name} contains a stop, so it is already complete: cut it before its last token")
 
 
-def check_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: Routers) -> None:
+def check_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: RouterInfo) -> None:
     """Refuse prefixes whose record of experts is another model's (`TrimtabError`)."""
     for name, _, prefix in _begun(prefixes or [], prompts if prefixes else []):
         routes = prefix.routes

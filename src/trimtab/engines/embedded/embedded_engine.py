@@ -11,32 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.engines.embedded.decoder import Decoder, GenericDecoder
+from trimtab.engines.embedded.decoder import CachedDecoder, Decoder
 from trimtab.engines.embedded.decoding_rows import (
     Prefixes,
     Row,
     abort,
+    build_rows,
     check_prefixes,
     check_routes,
     check_tokens,
-    make_rows,
-    make_starts,
+    plan_prefill,
     record,
 )
-from trimtab.engines.embedded.expert_recorder import Recorder, Tape
-from trimtab.engines.embedded.fused_llama import LeanModel, supports
+from trimtab.engines.embedded.expert_recorder import ExpertRecorder, Tape
+from trimtab.engines.embedded.fused_llama import FusedLlama, supports
 from trimtab.engines.embedded.invariant_decoder import InvariantDecoder, scored
 from trimtab.engines.embedded.sampling import draw
-from trimtab.engines.embedded.shared_prompt_decoder import LockstepDecoder
-from trimtab.engines.embedded.weight_quantization import EXACT, Rounding, matrices
-from trimtab.engines.request import check_request
-from trimtab.engines.stopping import StopRule, eos_ids
-from trimtab.engines.weight_manifest import Inventory
+from trimtab.engines.embedded.shared_prompt_decoder import SharedPromptDecoder
+from trimtab.engines.embedded.weight_quantization import EXACT, WeightQuantization, matrices
+from trimtab.engines.request import validate_request
+from trimtab.engines.stopping import StopChecker, eos_ids
+from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import TrimtabError, nearest
 from trimtab.models.invariant import is_invariant
 from trimtab.models.invariant.invariant_attention import KEYS, up
 from trimtab.models.routing import recorded, routers
-from trimtab.types import Completion, Interrupt, Prompt, Sampling
+from trimtab.types import AbortSignal, Completion, Prompt, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Keys and values of one batch; more rows are split into several batches, by arguments alone, so that results repeat.
@@ -61,7 +61,7 @@ class EmbeddedEngine:
         tokenizer: Any,
         dtype: str | torch.dtype = torch.bfloat16,
         *,
-        rounding: Rounding = EXACT,
+        rounding: WeightQuantization = EXACT,
         routes: bool = False,
     ) -> None:
         if isinstance(dtype, str):
@@ -75,8 +75,8 @@ class EmbeddedEngine:
         self._eos = eos_ids(model, tokenizer)
         self._model = _own_copy(model, dtype)
         self._invariant = is_invariant(self._model)
-        self._lean = LeanModel(self._model) if supports(self._model) else None
-        self._inventory = Inventory.of(self._model)
+        self._lean = FusedLlama(self._model) if supports(self._model) else None
+        self._inventory = WeightManifest.of(self._model)
         self._rounding = rounding
         self._rounded = matrices(self._model) if rounding.active else ()
         self._routes = routes
@@ -93,7 +93,7 @@ class EmbeddedEngine:
         *,
         seed: int,
         prefixes: Prefixes | None = None,
-        interrupt: Interrupt | None = None,
+        interrupt: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """`samples` completions for each prompt, in order.
 
@@ -112,13 +112,13 @@ class EmbeddedEngine:
         """
         vocabulary = self._model.get_input_embeddings().num_embeddings
         context = getattr(self._model.config, "max_position_embeddings", None)
-        check_request(prompts, samples, sampling, seed, vocabulary=vocabulary, context=context)
+        validate_request(prompts, samples, sampling, seed, vocabulary=vocabulary, context=context)
         check_prefixes(prefixes, prompts, samples, sampling)
-        stop = StopRule(self._tokenizer, self._eos, sampling)
+        stop = StopChecker(self._tokenizer, self._eos, sampling)
         check_tokens(prefixes, prompts, stop, vocabulary)
         if self._routes:
             check_routes(prefixes, prompts, routers(self._model))
-        rows = make_rows(len(prompts), samples, sampling, seed, prefixes)
+        rows = build_rows(len(prompts), samples, sampling, seed, prefixes)
         with recorded(self._model) if self._routes else contextlib.nullcontext() as tape:
             for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
                 if interrupt is not None and interrupt.is_set():
@@ -182,17 +182,17 @@ class EmbeddedEngine:
         return [rows[start:stop] for start, stop in itertools.pairwise(edges)]
 
     def _decoder(
-        self, rows: list[Row], prompts: Sequence[Prompt], max_tokens: int, recorder: Recorder | None = None
+        self, rows: list[Row], prompts: Sequence[Prompt], max_tokens: int, recorder: ExpertRecorder | None = None
     ) -> Decoder:
-        starts = make_starts(rows, prompts, self._model.device)
+        starts = plan_prefill(rows, prompts, self._model.device)
         if self._invariant:
             return InvariantDecoder(self._model, starts)
         steps = max_tokens - min(row.begun for row in rows)
         window = self._lean.window if self._lean else None
         if self._lean and (window is None or max(len(ids) for ids in starts.prompts) + max_tokens <= window):
-            decoder = LockstepDecoder(self._lean, starts, steps, recorder)
+            decoder = SharedPromptDecoder(self._lean, starts, steps, recorder)
         else:
-            decoder = GenericDecoder(self._model, starts, steps, recorder)
+            decoder = CachedDecoder(self._model, starts, steps, recorder)
         if recorder is not None:
             recorder.begin(rows, starts.prompt.tolist(), starts.row.tolist())
         return decoder
@@ -202,12 +202,12 @@ class EmbeddedEngine:
         rows: list[Row],
         prompts: Sequence[Prompt],
         sampling: Sampling,
-        stop: StopRule,
-        interrupt: Interrupt | None,
+        stop: StopChecker,
+        interrupt: AbortSignal | None,
         tape: Tape | None,
     ) -> None:
         """Grow all rows in lockstep; `live` holds, for each row of the decoder's batch, whether it is still growing."""
-        recorder = None if tape is None else Recorder(tape)
+        recorder = None if tape is None else ExpertRecorder(tape)
         decoder, last = self._decoder(rows, prompts, sampling.max_tokens, recorder), sampling.max_tokens - 1
         self.prefilled += decoder.prefilled
         logits, live = decoder.first, [True] * len(rows)

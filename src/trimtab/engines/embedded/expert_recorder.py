@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from torch import Tensor
 
-from trimtab.types import RouteArray
+from trimtab.types import ExpertArray
 
 if TYPE_CHECKING:
     from trimtab.engines.embedded.decoding_rows import Row
@@ -27,13 +27,13 @@ class Tape(Protocol):
         ...
 
 
-class Recorder:
+class ExpertRecorder:
     """The choices of one batch of rows. `prompts` and `starts` are for the decoder, after each of its passes."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self._prompts: dict[int, RouteArray] = {}
-        self._starts: dict[int, RouteArray] = {}
+        self._prompts: dict[int, ExpertArray] = {}
+        self._starts: dict[int, ExpertArray] = {}
 
     def prompts(self, index: Sequence[int], real: Tensor) -> None:
         """The pass ran these prompts; `real` (prompts, time) tells their tokens from padding."""
@@ -66,9 +66,9 @@ class Recorder:
             if growing:
                 row.routes.append(choice[None])
 
-    def _split(self, real: Tensor) -> list[RouteArray]:
+    def _split(self, real: Tensor) -> list[ExpertArray]:
         counts = real.sum(-1).cumsum(0).tolist()
         return np.split(self._taken()[real.flatten().cpu().numpy()], counts[:-1])
 
-    def _taken(self) -> RouteArray:
+    def _taken(self) -> ExpertArray:
         return self._tape.take().cpu().numpy()

@@ -45,7 +45,7 @@ class _Layer:
 
 
 def supports(model: Any) -> bool:
-    """Whether `LeanModel` computes exactly what this model's own forward computes."""
+    """Whether `FusedLlama` computes exactly what this model's own forward computes."""
     if type(model) not in FAMILY or model.config.rope_parameters["rope_type"] not in FIXED_ROTARY:
         return False
     # Adapters and quantization replace the linear maps by modules that compute more than their weight says.
@@ -57,7 +57,7 @@ def supports(model: Any) -> bool:
     )
 
 
-class LeanModel:
+class FusedLlama:
     """The blocks of a model whose parameters were moved, in place, into fused storage.
 
     The model itself keeps working, and writing to its parameters changes what is computed here.

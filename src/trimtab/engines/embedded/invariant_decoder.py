@@ -17,8 +17,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trimtab.engines.embedded.decoder import prefill_blocks
-from trimtab.engines.embedded.decoding_rows import Starts
-from trimtab.engines.embedded.sampling import Draw
+from trimtab.engines.embedded.decoding_rows import PrefillPlan
+from trimtab.engines.embedded.sampling import SampledTokens
 from trimtab.models.architecture import parts
 from trimtab.models.fused_head import log_probs, logits_of
 from trimtab.models.invariant.invariant_attention import KEYS, Attends, accumulate, packed, pad, query_rows, scores, up
@@ -82,7 +82,7 @@ class _Slabs:
 class InvariantDecoder:
     """See `decoder.Decoder`. Rows may begin with prefixes of any length."""
 
-    def __init__(self, model: Any, starts: Starts) -> None:
+    def __init__(self, model: Any, starts: PrefillPlan) -> None:
         self._parts = parts(model)
         self._dtype = self._parts.weight.dtype
         device = starts.row.device
@@ -99,7 +99,7 @@ class InvariantDecoder:
         self._filled = own[starts.row]
         self._place(starts.prompt[starts.row])
 
-    def _prefill(self, starts: Starts, own: Tensor) -> Float[Tensor, "starts vocabulary"]:
+    def _prefill(self, starts: PrefillPlan, own: Tensor) -> Float[Tensor, "starts vocabulary"]:
         """Run every prompt and prefix once; the logits after each start."""
         lengths, logits = self._lengths.tolist(), None
         of = [(starts.prompt == p).nonzero()[:, 0] for p in range(len(lengths))]
@@ -113,7 +113,7 @@ class InvariantDecoder:
         assert logits is not None
         return logits
 
-    def _prefill_block(self, starts: Starts, prompts: list[int], index: Tensor, own: Tensor) -> Tensor:
+    def _prefill_block(self, starts: PrefillPlan, prompts: list[int], index: Tensor, own: Tensor) -> Tensor:
         device = own.device
         place = {prompt: i for i, prompt in enumerate(prompts)}
         prompt_index = torch.tensor([place[p] for p in starts.prompt[index].tolist()], device=device)
@@ -219,7 +219,7 @@ class InvariantDecoder:
         return rows if self._slot is None else rows[self._slot]
 
 
-def scored(drawn: Draw, logits: Tensor, temperature: float) -> Draw:
+def scored(drawn: SampledTokens, logits: Tensor, temperature: float) -> SampledTokens:
     """`drawn` with the log-probs that the trainer's head will find, bit for bit. Greedy ones are 0 by definition."""
     if temperature == 0:
         return drawn

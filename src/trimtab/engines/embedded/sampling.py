@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trimtab.errors import Diverged
+from trimtab.errors import DivergedError
 from trimtab.types import Sampling
 
 # Scores of a few rows at a time stay in a core's cache through the half dozen passes over them.
@@ -26,7 +26,7 @@ TOP_P_CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampledTokens:
     """One token per row: `ids` int64, `logp` and `entropy` (nats) float32, all (rows,); `kept` one id array per row."""
 
     ids: Tensor
@@ -45,7 +45,7 @@ def uniforms(seed: int, prompt: int, sample: int, count: int) -> NDArray[np.floa
     return np.random.Generator(np.random.Philox(key)).random(count)
 
 
-def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
+def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> SampledTokens:
     """Sample one token per row.
 
     Args:
@@ -63,7 +63,7 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
         one(_scores(part, sampling.temperature), u, sampling)
         for part, u in zip(logits.split(rows), uniform.split(rows), strict=True)
     ]
-    drawn = Draw(
+    drawn = SampledTokens(
         torch.cat([part.ids for part in parts]),
         torch.cat([part.logp for part in parts]).float(),
         torch.cat([part.entropy for part in parts]).float(),
@@ -73,17 +73,17 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
     return drawn
 
 
-def _greedy(logits: Tensor, sampling: Sampling) -> Draw:
+def _greedy(logits: Tensor, sampling: Sampling) -> SampledTokens:
     """Temperature 0 puts all mass on one token: log-prob and entropy are 0 by definition, not the model's own."""
     top, ids = logits.max(-1)
     _require_finite(top)
     zero = torch.zeros(len(ids), device=ids.device)
-    return Draw(ids, zero, zero, [np.array([i]) for i in ids.tolist()] if sampling.truncated else None)
+    return SampledTokens(ids, zero, zero, [np.array([i]) for i in ids.tolist()] if sampling.truncated else None)
 
 
 def _require_finite(numbers: Tensor) -> None:
     if not bool(torch.isfinite(numbers).all()):
-        raise Diverged("the model's logits are not finite: its weights have diverged; publish finite weights")
+        raise DivergedError("the model's logits are not finite: its weights have diverged; publish finite weights")
 
 
 def _scores(logits: Tensor, temperature: float) -> Tensor:
@@ -95,7 +95,7 @@ def _scores(logits: Tensor, temperature: float) -> Tensor:
     return scores if temperature == 1 else scores.div_(temperature)
 
 
-def _draw_full(scores: Tensor, uniform: Tensor, _sampling: Sampling) -> Draw:
+def _draw_full(scores: Tensor, uniform: Tensor, _sampling: Sampling) -> SampledTokens:
     rows, vocabulary = scores.shape
     mass = scores.exp()
     whole = vocabulary // CHUNK * CHUNK
@@ -113,7 +113,7 @@ def _draw_full(scores: Tensor, uniform: Tensor, _sampling: Sampling) -> Draw:
     log_total = total.log()
     mean_score = torch.linalg.vecdot(mass, scores).unsqueeze(-1) / total
     logp = scores.gather(-1, ids) - log_total
-    return Draw(ids.squeeze(-1), logp.squeeze(-1), (log_total - mean_score).squeeze(-1), None)
+    return SampledTokens(ids.squeeze(-1), logp.squeeze(-1), (log_total - mean_score).squeeze(-1), None)
 
 
 def _locate(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ def _locate(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return place, target - below
 
 
-def _draw_truncated(scores: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
+def _draw_truncated(scores: Tensor, uniform: Tensor, sampling: Sampling) -> SampledTokens:
     vocabulary = scores.shape[1]
     count = min(sampling.top_k or TOP_P_CANDIDATES, vocabulary)
     values, ids = scores.topk(count, -1)
@@ -149,7 +149,7 @@ def _draw_truncated(scores: Tensor, uniform: Tensor, sampling: Sampling) -> Draw
     log_total = total.log()
     mean_score = (mass * values.masked_fill(~kept, 0.0)).sum(-1, keepdim=True) / total
     sets = [np.sort(row[:size]) for row, size in zip(ids.cpu().numpy(), kept.sum(-1).tolist(), strict=True)]
-    return Draw(
+    return SampledTokens(
         ids.gather(-1, place).squeeze(-1),
         (values.gather(-1, place) - log_total).squeeze(-1),
         (log_total - mean_score).squeeze(-1),

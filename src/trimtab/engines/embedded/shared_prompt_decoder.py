@@ -15,19 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimtab.engines.embedded.decoder import prefill_blocks
-from trimtab.engines.embedded.decoding_rows import Starts
-from trimtab.engines.embedded.expert_recorder import Recorder
-from trimtab.engines.embedded.fused_llama import LeanModel
+from trimtab.engines.embedded.decoding_rows import PrefillPlan
+from trimtab.engines.embedded.expert_recorder import ExpertRecorder
+from trimtab.engines.embedded.fused_llama import FusedLlama
 
 # Own keys and values are allocated for this many tokens at a time: a product with a contiguous block of keys, its
 # unwritten end included, is two to four times as fast as one with a strided part of a large allocation.
 BLOCK = 32
 
 
-class LockstepDecoder:
+class SharedPromptDecoder:
     """See `decoder.Decoder`. `capacity` bounds the steps; `recorder` is told what each pass but the steps has run."""
 
-    def __init__(self, lean: LeanModel, starts: Starts, capacity: int, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, lean: FusedLlama, starts: PrefillPlan, capacity: int, recorder: ExpertRecorder | None = None
+    ) -> None:
         self._lean, self._recorder = lean, recorder
         self._lengths = torch.tensor([len(ids) for ids in starts.prompts], device=starts.row.device)
         own = torch.tensor([len(ids) for ids in starts.prefixes], device=starts.row.device)
@@ -70,7 +72,7 @@ class LockstepDecoder:
         self._prompts = (keys, values)
         return last
 
-    def _prefill_prefixes(self, starts: Starts, own: Tensor, last: Tensor) -> list[Tensor]:
+    def _prefill_prefixes(self, starts: PrefillPlan, own: Tensor, last: Tensor) -> list[Tensor]:
         """The rows' own keys and values so far, prefixes right-aligned. `last` takes the hidden states after them."""
         lean, width = self._lean, self._filled
         like = self._prompts[0]
@@ -83,7 +85,7 @@ class LockstepDecoder:
             last[index] = self._prefill_block(starts, index, own[index], slabs)
         return [slab[:, starts.row] for slab in slabs]
 
-    def _prefill_block(self, starts: Starts, index: Tensor, own: Tensor, slabs: list[Tensor]) -> Tensor:
+    def _prefill_block(self, starts: PrefillPlan, index: Tensor, own: Tensor, slabs: list[Tensor]) -> Tensor:
         """Run the prefixes of `index`, each attending to its prompt and to itself."""
         lean, prompt, rows, width = self._lean, starts.prompt[index], len(index), int(own.max())
         lengths = self._lengths[prompt]

@@ -23,7 +23,7 @@ BITS = {"none": None, "int8": 8, "int4": 4, "int3": 3}
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding:
+class WeightQuantization:
     """`bits` of every weight (None: as they are), then Gaussian noise of `noise` x the RMS of each matrix.
 
     The noise is a function of (seed, name of the matrix, policy version): drawn anew at every publication, as rounding
@@ -59,7 +59,7 @@ class Rounding:
         return (wide + self.noise * wide.square().mean().sqrt() * drawn).to(weight.dtype)
 
 
-EXACT = Rounding()
+EXACT = WeightQuantization()
 
 
 def quantize(weight: Float[Tensor, "... rows columns"], bits: int) -> Float[Tensor, "... rows columns"]:

@@ -28,7 +28,7 @@ GRACE = 5.0  # seconds for the engine to end in good order
 
 
 class Request:
-    """A frame to answer, and the wish that it be answered soon (`types.Interrupt`)."""
+    """A frame to answer, and the wish that it be answered soon (`types.AbortSignal`)."""
 
     def __init__(self, frame: wire.Frame) -> None:
         self.frame = frame

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes
 from trimtab.engines.remote import wire
 from trimtab.engines.remote.shared_weights import SharedWeights, share
-from trimtab.errors import Diverged, EngineLost, TrimtabError
-from trimtab.types import Completion, Interrupt, Prompt, Sampling
+from trimtab.errors import DivergedError, EngineDeadError, TrimtabError
+from trimtab.types import AbortSignal, Completion, Prompt, Sampling
 
 WORKER = "trimtab.engines.remote.engine_host"
 LOOK = 0.01  # seconds between looks at an interrupt
@@ -33,10 +33,12 @@ PATIENCE = 300.0  # seconds
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_NAME")
 LAUNCHER += ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE")
 ELASTIC = "TORCHELASTIC_"
-_ERRORS: dict[str, type[TrimtabError]] = {kind.__name__: kind for kind in (TrimtabError, Diverged, EngineLost)}
+_ERRORS: dict[str, type[TrimtabError]] = {
+    kind.__name__: kind for kind in (TrimtabError, DivergedError, EngineDeadError)
+}
 
 
-class WorkerEngine:
+class ProcessEngine:
     """The engine that `spec` describes (`engine_spec.build`), in a child process (`types.Engine`).
 
     The process starts at once and loads while the caller goes on; mistakes in `spec` are raised by the first call.
@@ -48,7 +50,7 @@ class WorkerEngine:
         spec: JSON; see `engine_spec.py`.
         threads: processor threads the engine may use.
         devices: CUDA_VISIBLE_DEVICES of the process; None: those of this one.
-        patience: seconds without a sign of life after which a call gives the process up (`EngineLost`). While it
+        patience: seconds without a sign of life after which a call gives the process up (`EngineDeadError`). While it
             generates, the signs are tokens; otherwise, that it runs at all.
     """
 
@@ -86,7 +88,7 @@ class WorkerEngine:
         *,
         seed: int,
         prefixes: Prefixes | None = None,
-        interrupt: Interrupt | None = None,
+        interrupt: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """See `types.Engine`. `interrupt` is looked at every 10 ms and takes effect at the next token.
 
@@ -153,7 +155,7 @@ class WorkerEngine:
             self.policy_version = 0
 
     def close(self) -> None:
-        """End the process and all it started. Another thread's call in progress raises `EngineLost`."""
+        """End the process and all it started. Another thread's call in progress raises `EngineDeadError`."""
         self._closed = True
         child, self._child = self._child, None
         if child is not None:
@@ -165,11 +167,11 @@ class WorkerEngine:
         head: Mapping[str, Any],
         arrays: wire.Arrays | None = None,
         files: Sequence[int] = (),
-        interrupt: Interrupt | None = None,
+        interrupt: AbortSignal | None = None,
     ) -> wire.Frame:
         child, call = self._child, next(self._calls)
         if child is None:
-            raise EngineLost("the engine's process is gone: recover the engine, then publish weights")
+            raise EngineDeadError("the engine's process is gone: recover the engine, then publish weights")
         child.connection.settimeout(self.patience)
         try:
             wire.send(child.connection, {"do": doing, "call": call, **head}, arrays, files)
@@ -184,7 +186,7 @@ class WorkerEngine:
             child.end()
             raise
         if self._closed:
-            raise EngineLost(f"the engine was closed during {doing}")
+            raise EngineDeadError(f"the engine was closed during {doing}")
         self._note(frame.head)
         return frame
 
@@ -195,7 +197,7 @@ class WorkerEngine:
         if "error" not in head:
             return
         kind, text = head["error"]["type"], head["error"]["text"]
-        if kind == EngineLost.__name__ and self._child is not None:
+        if kind == EngineDeadError.__name__ and self._child is not None:
             # What it hosted is dead; a new process is the way back.
             child, self._child = self._child, None
             child.close()
@@ -207,7 +209,7 @@ class WorkerEngine:
         self._child = None
         child.end()
         how = f"gave no sign of life for {self.patience:g} s (engine.patience)" if silent else child.fate()
-        raise EngineLost(f"the engine's process {how}{child.last_words()} during {doing}")
+        raise EngineDeadError(f"the engine's process {how}{child.last_words()} during {doing}")
 
 
 class _Child:
@@ -233,7 +235,7 @@ class _Child:
         with contextlib.suppress(OSError):  # it is dead already: the first call says so
             wire.send(self.connection, spec)
 
-    def answer(self, interrupt: Interrupt | None, call: int) -> wire.Frame:
+    def answer(self, interrupt: AbortSignal | None, call: int) -> wire.Frame:
         """The answer to a request, to which an interruption is passed on.
 
         `TimeoutError` when there was no sign of life for as long as the connection waits.
@@ -247,7 +249,7 @@ class _Child:
                 wire.send(self.connection, {"do": "interrupt", "call": call})
                 interrupt = None
 
-    def _answered(self, interrupt: Interrupt | None) -> bool:
+    def _answered(self, interrupt: AbortSignal | None) -> bool:
         """Wait for a frame or the interruption; whether the frame came first."""
         patience = self.connection.gettimeout()
         assert patience is not None

@@ -29,7 +29,7 @@ class SharedWeights:
     """Named weights in a nameless file; iterating yields (name, tensor), each time from the start.
 
     The tensors are views of a private mapping on the CPU: writing to them reaches no one else, and they outlive
-    `close`, which happens by itself when the object is forgotten. Published to several `WorkerEngine`s, one object
+    `close`, which happens by itself when the object is forgotten. Published to several `ProcessEngine`s, one object
     hands the weights to all of them.
     """
 

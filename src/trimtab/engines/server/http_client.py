@@ -27,11 +27,11 @@ KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 EXCERPT = 300
 
 
-class Unreachable(Exception):
+class ServerUnavailable(Exception):
     """The server did not answer, or answered that it cannot now; asking again later, or elsewhere, may succeed."""
 
 
-class Rejected(TrimtabError):
+class RequestRejected(TrimtabError):
     """The server understood the request and refuses it; asking again does not help."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -60,7 +60,7 @@ class Connection:
         return self._call("POST", path, {} if body is None else body)
 
     def cancel(self) -> None:
-        """From another thread, for good: end the call in progress; it and all later ones are `Unreachable`."""
+        """From another thread, for good: end the call in progress; it and all later ones are `ServerUnavailable`."""
         self._canceled = True
         held = self._http
         sock = None if held is None else held.sock
@@ -83,10 +83,14 @@ class Connection:
             found = response.read()
         except (OSError, http.client.HTTPException) as error:
             self.close()
-            raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+            raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         if response.status >= 300:
             message = f"{self.url}{path} answered {response.status}: {_message(found)}"
-            raise Unreachable(message) if response.status in TRANSIENT else Rejected(message, response.status)
+            raise (
+                ServerUnavailable(message)
+                if response.status in TRANSIENT
+                else RequestRejected(message, response.status)
+            )
         # Some control routes answer with nothing, or with a bare word.
         return _decode(found) if found[:1] == b"{" else {}
 
@@ -142,7 +146,7 @@ def _decode(data: bytes) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise Unreachable(f"the answer is not a JSON object: {data[:EXCERPT]!r}")
+        raise ServerUnavailable(f"the answer is not a JSON object: {data[:EXCERPT]!r}")
     return found
 
 

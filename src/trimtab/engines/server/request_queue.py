@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trimtab.engines.server.server_protocol import Answer, Ask
+from trimtab.engines.server.server_protocol import Answer, CompletionRequest
 from trimtab.errors import TrimtabError
 
 # A response that failed this often is not the victim of a bad moment; it may be what brings the servers down.
@@ -19,7 +19,7 @@ class Job:
     """One response that is wanted: `index` is its place in the call."""
 
     index: int
-    ask: Ask
+    ask: CompletionRequest
     failures: int = 0
 
 

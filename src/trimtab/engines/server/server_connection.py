@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trimtab.engines.server.http_client import Connection, Rejected, Unreachable
-from trimtab.engines.server.server_protocol import Answer, Ask, Model, Wire
+from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable
+from trimtab.engines.server.server_protocol import Answer, CompletionRequest, Model, Wire
 from trimtab.errors import TrimtabError
 
 # Seconds an answer about itself may take: a server full of work answers late, one that hangs never.
@@ -20,12 +20,12 @@ AGAIN = 5.0
 # Looks before a server counts as lost: what passes in these four seconds was a hiccup.
 LOOKS = 5
 # How often in a row a server is given weights that it then does not answer with.
-GIFTS = 5
+MAX_WEIGHT_UPLOADS = 5
 # How a server whose model process is dying answers a request. To a command it means that the command failed.
 INTERNAL = 500
 
 
-class NotAsked(Unreachable):
+class WrongWeights(ServerUnavailable):
     """The server was found lost before the request was sent."""
 
 
@@ -54,7 +54,7 @@ class Server:
     def connect(self) -> Connection:
         return Connection(self.url, self._timeout)
 
-    def ask(self, connection: Connection, ask: Ask) -> Answer:
+    def ask(self, connection: Connection, ask: CompletionRequest) -> Answer:
         """One response over a connection of `connect`.
 
         A connection ends in one process. So the weights are asked for whenever it was opened anew: a server that was
@@ -64,19 +64,19 @@ class Server:
         if not connection.is_open:
             try:
                 found = self.wire.label(connection)
-            except Unreachable as error:
-                raise NotAsked(str(error)) from error
+            except ServerUnavailable as error:
+                raise WrongWeights(str(error)) from error
             if found != self.label:
                 connection.close()
-                raise NotAsked(f"{self.url} was restarted: its weights are {found!r}, not {self.label!r}")
+                raise WrongWeights(f"{self.url} was restarted: its weights are {found!r}, not {self.label!r}")
             self._in_vain = 0
         try:
             if ask.sampling.temperature not in (0.0, 1.0):
                 self._check_processed(connection, ask.ids, self.model)
             return self.wire.ask(connection, ask, self.model)
-        except Rejected as error:
+        except RequestRejected as error:
             if error.status == INTERNAL:
-                raise Unreachable(str(error)) from error
+                raise ServerUnavailable(str(error)) from error
             raise
 
     def _check_processed(self, connection: Connection, ids: list[int], model: Model) -> None:
@@ -94,7 +94,7 @@ class Server:
         connection = Connection(self.url, CONTROL_TIMEOUT)
         try:
             self.wire.abort(connection)
-        except Unreachable:
+        except ServerUnavailable:
             return
         finally:
             connection.close()
@@ -119,10 +119,10 @@ class Server:
             )
         if self.label is not None and label != self.label and weights is not None:
             self._in_vain += 1
-            if self._in_vain > GIFTS:
+            if self._in_vain > MAX_WEIGHT_UPLOADS:
                 raise TrimtabError(
-                    f"{self.url} was given the weights {self.label!r} {GIFTS} times and still says that it holds "
-                    f"{label!r}: name every server by a URL of its own, without a balancer in front"
+                    f"{self.url} was given the weights {self.label!r} {MAX_WEIGHT_UPLOADS} times and still says that it "
+                    f"holds {label!r}: name every server by a URL of its own, without a balancer in front"
                 )
             self.load(weights, self.label)
         elif weights is None:
@@ -131,19 +131,19 @@ class Server:
         self._meetings += 1
 
     def load(self, weights: Path, label: str) -> None:
-        """Give it the weights in a folder. `Unreachable` if it dies of them."""
+        """Give it the weights in a folder. `ServerUnavailable` if it dies of them."""
         self.label = label
         connection = self.connect()
         try:
             self.wire.load(connection, weights, label)
-        except Unreachable:
+        except ServerUnavailable:
             self._lose()
             raise
         finally:
             connection.close()
 
     def await_return(
-        self, weights: Path | None, pause: Callable[[float], bool], lost: Callable[[Unreachable], None]
+        self, weights: Path | None, pause: Callable[[float], bool], lost: Callable[[ServerUnavailable], None]
     ) -> bool:
         """Look after it until it works (True) or `pause` says that no call waits any more (False).
 
@@ -159,7 +159,7 @@ class Server:
                 try:
                     self.meet(weights)
                     return True
-                except Unreachable as error:
+                except ServerUnavailable as error:
                     looks += 1
                     if looks >= LOOKS:
                         self._lose()
@@ -198,11 +198,11 @@ def await_any(
     """
     deadline, wait, teller = time.monotonic() + patience, FIRST_WAIT, Teller(notify)
     while True:
-        silent: list[Unreachable] = []
+        silent: list[ServerUnavailable] = []
         for server in servers:
             try:
                 server.meet(weights)
-            except Unreachable as error:
+            except ServerUnavailable as error:
                 silent.append(error)
         if not silent or (not everyone and len(silent) < len(servers)):
             return

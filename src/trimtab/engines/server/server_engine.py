@@ -18,18 +18,18 @@ from transformers import AutoConfig, GenerationConfig
 
 from trimtab.config import EngineConfig
 from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes, check_tokens, complete
-from trimtab.engines.request import check_request, check_vllm_temperature
-from trimtab.engines.server.http_client import Connection, Unreachable, check_url
+from trimtab.engines.request import check_vllm_temperature, validate_request
+from trimtab.engines.server.http_client import Connection, ServerUnavailable, check_url
 from trimtab.engines.server.request_queue import Batch, Job
-from trimtab.engines.server.server_connection import NotAsked, Server, Teller, await_any
-from trimtab.engines.server.server_protocol import Answer, Ask, Model, Wire
-from trimtab.engines.server.sglang_protocol import SglangWire
-from trimtab.engines.server.vllm_protocol import VllmWire
-from trimtab.engines.server.weight_folder import Published
-from trimtab.engines.stopping import StopRule, eos_ids
-from trimtab.engines.weight_manifest import Inventory
-from trimtab.errors import EngineLost, TrimtabError, TrimtabWarning
-from trimtab.types import Completion, Finish, Interrupt, Prompt, Sampling
+from trimtab.engines.server.server_connection import Server, Teller, WrongWeights, await_any
+from trimtab.engines.server.server_protocol import Answer, CompletionRequest, Model, Wire
+from trimtab.engines.server.sglang_protocol import SglangProtocol
+from trimtab.engines.server.vllm_protocol import VllmProtocol
+from trimtab.engines.server.weight_folder import WeightFolder
+from trimtab.engines.stopping import StopChecker, eos_ids
+from trimtab.engines.weight_manifest import WeightManifest
+from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
+from trimtab.types import AbortSignal, Completion, FinishReason, Prompt, Sampling
 
 # Seconds between two looks at `interrupt`, and between two tries to end requests that may not have arrived yet.
 LOOK, AGAIN = 0.02, 1.0
@@ -40,9 +40,9 @@ class ServerEngine:
 
     A server that fails gives its unanswered responses to the others and works on once it is back, with the weights it
     had been given. Where all are lost the call waits `patience` seconds for the first to return, then it raises
-    `EngineLost`. An answer is kept, whatever happens to servers after it: only what was not answered is asked for
-    again, from its beginning and with its seed; that holds for a call that is repeated after `EngineLost` under the
-    same weights, too.
+    `EngineDeadError`. An answer is kept, whatever happens to servers after it: only what was not answered is asked for
+    again, from its beginning and with its seed; that holds for a call that is repeated after `EngineDeadError` under
+    the same weights, too.
 
     Equal arguments and weights give equal tokens as far as the servers' own arithmetic does: it depends on what else
     they compute at the moment, and SGLang uses seeds only if it is told to. `policy_version` starts at 0.
@@ -73,11 +73,11 @@ class ServerEngine:
         model = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
         self._vocabulary: int = model.vocab_size
         self._eos = eos_ids(SimpleNamespace(config=model, generation_config=_generation(Path(model_folder))), tokenizer)
-        self._inventory = Inventory.read(model_folder)
-        wire: Wire = VllmWire(settings.model) if settings.kind == "vllm" else SglangWire()
+        self._inventory = WeightManifest.read(model_folder)
+        wire: Wire = VllmProtocol(settings.model) if settings.kind == "vllm" else SglangProtocol()
         self._servers = [Server(check_url(url), wire, settings.timeout, self._vocabulary) for url in urls]
-        self._published = Published(settings.folder, getattr(torch, config.dtype))
-        self._unclaimed: tuple[int, list[Ask], dict[int, Answer]] | None = None
+        self._published = WeightFolder(settings.folder, getattr(torch, config.dtype))
+        self._unclaimed: tuple[int, list[CompletionRequest], dict[int, Answer]] | None = None
         self._calls = 0
         await_any(self._servers, None, settings.patience, self.notify, everyone=True)
         self._model = self._one_model()
@@ -95,7 +95,7 @@ class ServerEngine:
         *,
         seed: int,
         prefixes: Prefixes | None = None,
-        interrupt: Interrupt | None = None,
+        interrupt: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """`samples` completions for each prompt, in order; see `types.Engine`.
 
@@ -106,9 +106,9 @@ class ServerEngine:
         """
         self._check(sampling)
         context = self._model.context
-        check_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=context)
+        validate_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=context)
         check_prefixes(prefixes, prompts, samples, sampling)
-        stop = StopRule(self._tokenizer, self._eos, sampling)
+        stop = StopChecker(self._tokenizer, self._eos, sampling)
         check_tokens(prefixes, prompts, stop, self._vocabulary)
         begun = [None if prefixes is None else prefixes[p][s] for p in range(len(prompts)) for s in range(samples)]
         jobs = self._jobs(prompts, samples, sampling, seed, begun)
@@ -138,7 +138,7 @@ class ServerEngine:
         with ThreadPoolExecutor(len(self._servers)) as pool:
             lost = [error for error in pool.map(lambda server: _give(server, folder, label), self._servers) if error]
         if len(lost) == len(self._servers):
-            raise EngineLost(f"no inference server is left: {lost[0]}")
+            raise EngineDeadError(f"no inference server is left: {lost[0]}")
         self.policy_version = version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -191,7 +191,7 @@ class ServerEngine:
             if prefix is not None and complete(prefix, sampling.max_tokens):
                 continue
             old = [] if prefix is None else prefix.response_ids.tolist()
-            ask = Ask(
+            ask = CompletionRequest(
                 name=f"{call}-{index}",
                 ids=prompts[p].ids.tolist() + old,
                 max_tokens=sampling.max_tokens - len(old),
@@ -202,7 +202,7 @@ class ServerEngine:
             jobs.append(Job(index, ask))
         return jobs
 
-    def _answers(self, jobs: list[Job], interrupt: Interrupt | None) -> dict[int, Answer]:
+    def _answers(self, jobs: list[Job], interrupt: AbortSignal | None) -> dict[int, Answer]:
         """By the jobs' indices; only an interrupted call leaves some out."""
         asks, found = [job.ask for job in jobs], dict[int, Answer]()
         if self._unclaimed is not None and self._unclaimed[:2] == (self.policy_version, asks):
@@ -212,12 +212,12 @@ class ServerEngine:
         batch.answers |= found
         try:
             self._run(batch, interrupt, threads=-(-len(jobs) // len(self._servers)))
-        except EngineLost:
+        except EngineDeadError:
             self._unclaimed = (self.policy_version, asks, batch.answers)
             raise
         return batch.answers
 
-    def _run(self, batch: Batch, interrupt: Interrupt | None, threads: int) -> None:
+    def _run(self, batch: Batch, interrupt: AbortSignal | None, threads: int) -> None:
         connections = [
             (index, server.connect())
             for index, server in enumerate(self._servers)
@@ -241,7 +241,7 @@ class ServerEngine:
         if batch.error is not None:
             raise batch.error
 
-    def _watch(self, batch: Batch, interrupt: Interrupt | None) -> None:
+    def _watch(self, batch: Batch, interrupt: AbortSignal | None) -> None:
         """Until the end. An abort is repeated: a request may not have reached its server when the first one did."""
         while not batch.wait(None if interrupt is None else LOOK):
             if interrupt is not None and interrupt.is_set():
@@ -254,13 +254,13 @@ class ServerEngine:
         """One connection's life: ask for one job after the other until the end of the batch."""
         server = self._servers[index]
 
-        def lost(error: Unreachable) -> None:
+        def lost(error: ServerUnavailable) -> None:
             since = [other.lost_at for other in self._servers if other.lost_at is not None]
             if len(since) < len(self._servers):
                 return
             patience = self._settings.patience
             if time.monotonic() - max(since) > patience:
-                batch.fail(EngineLost(f"no inference server is left: {error}"))
+                batch.fail(EngineDeadError(f"no inference server is left: {error}"))
             else:
                 teller.tell(f"no inference server is left ({error}); waiting {patience:g} s for one to come back")
 
@@ -273,9 +273,9 @@ class ServerEngine:
                 try:
                     answer = server.ask(connection, job.ask)
                     if answer.finish == "abort" and not batch.interrupted:
-                        raise Unreachable(f"{server.url} aborted a response that was not to be aborted")
-                except Unreachable as error:
-                    batch.give_back(job, index, error, asked=not isinstance(error, NotAsked))
+                        raise ServerUnavailable(f"{server.url} aborted a response that was not to be aborted")
+                except ServerUnavailable as error:
+                    batch.give_back(job, index, error, asked=not isinstance(error, WrongWeights))
                     works = back()
                 else:
                     batch.finish(job, answer)
@@ -289,27 +289,27 @@ def _warn(line: str) -> None:
     warnings.warn(line, TrimtabWarning, stacklevel=3)
 
 
-def _give(server: Server, folder: Path, label: str) -> Unreachable | None:
+def _give(server: Server, folder: Path, label: str) -> ServerUnavailable | None:
     """Weights for one server; what keeps it from taking them, if it may take them later."""
     server.label = label
     if not server.alive:
-        return Unreachable(f"{server.url} is lost")
+        return ServerUnavailable(f"{server.url} is lost")
     try:
         server.load(folder, label)
-    except Unreachable as error:
+    except ServerUnavailable as error:
         return error
     return None
 
 
 def _completion(
-    prefix: Completion | None, answer: Answer | None, stop: StopRule, sampling: Sampling, version: int
+    prefix: Completion | None, answer: Answer | None, stop: StopChecker, sampling: Sampling, version: int
 ) -> Completion:
     """The whole response. Servers see a prefix as part of the prompt, so a stop may begin in it that they overlook."""
     old = [] if prefix is None else prefix.response_ids.tolist()
     answer = Answer([], [], "abort") if answer is None else answer
     ids = old + answer.ids
     end = stop.end(ids, len(old))
-    finish: Finish = "stop" if end is not None else answer.finish
+    finish: FinishReason = "stop" if end is not None else answer.finish
     new = len(answer.ids) if end is None else end - len(old)
     if finish == "abort" and len(ids) >= sampling.max_tokens:
         finish = "length"

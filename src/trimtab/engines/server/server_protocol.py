@@ -10,14 +10,14 @@ from typing import Protocol
 
 from trimtab.engines.server.http_client import Connection
 from trimtab.errors import TrimtabError
-from trimtab.types import Finish, Sampling
+from trimtab.types import FinishReason, Sampling
 
 # What vLLM writes where a log-prob is minus infinity or missing: JSON has no word for either.
 PLACEHOLDER = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionRequest:
     """One response to be sampled. `ids` are the prompt's tokens and those the response already begins with."""
 
     name: str = field(compare=False)  # unique among all requests of all trainers
@@ -34,7 +34,7 @@ class Answer:
 
     ids: list[int]
     logp: list[float]
-    finish: Finish
+    finish: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Wire(Protocol):
         """The name of the weights in use."""
         ...
 
-    def ask(self, connection: Connection, ask: Ask, model: Model) -> Answer:
+    def ask(self, connection: Connection, ask: CompletionRequest, model: Model) -> Answer:
         """Sample one response."""
         ...
 
@@ -71,7 +71,7 @@ class Wire(Protocol):
         ...
 
 
-def checked(where: str, ids: Sequence[int], logp: Sequence[float | None], finish: Finish) -> Answer:
+def checked(where: str, ids: Sequence[int], logp: Sequence[float | None], finish: FinishReason) -> Answer:
     """An answer that can be trained on.
 
     Raises:

@@ -10,8 +10,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trimtab.engines.server.http_client import Connection, Rejected, Unreachable
-from trimtab.engines.server.server_protocol import Answer, Ask, Model, checked
+from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable
+from trimtab.engines.server.server_protocol import Answer, CompletionRequest, Model, checked
 from trimtab.errors import TrimtabError
 
 # Older releases keep seeds in int32.
@@ -32,7 +32,7 @@ _COMMON = {
 }
 
 
-class SglangWire:
+class SglangProtocol:
     """Log-probs are those of softmax(logits / temperature), unless the server runs with SGLANG_RETURN_ORIGINAL_LOGPROB.
     Seeds are used only by servers started with `--enable-deterministic-inference`.
     """
@@ -45,7 +45,7 @@ class SglangWire:
     def label(self, connection: Connection) -> str:
         return str(connection.get("/model_info").get("weight_version"))
 
-    def ask(self, connection: Connection, ask: Ask, model: Model) -> Answer:  # noqa: ARG002
+    def ask(self, connection: Connection, ask: CompletionRequest, model: Model) -> Answer:  # noqa: ARG002
         sampling = ask.sampling
         params = {
             "max_new_tokens": ask.max_tokens,
@@ -76,7 +76,7 @@ class SglangWire:
         try:
             reply = connection.post("/update_weights_from_disk", body)
             why = None if reply.get("success") is True else str(reply.get("message"))
-        except Rejected as error:
+        except RequestRejected as error:
             why = str(error)
         if why is not None:
             raise TrimtabError(
@@ -94,7 +94,7 @@ def _generate(connection: Connection, body: dict[str, Any], params: dict[str, An
     if kind not in ("stop", "length", "abort"):
         raise TrimtabError(f"{url}/generate finished for an unknown reason: {reason}")
     if kind == "abort" and reason.get("status_code"):
-        raise Unreachable(f"{url}/generate gave up: {reason.get('message')}")
+        raise ServerUnavailable(f"{url}/generate gave up: {reason.get('message')}")
     # A request that was aborted before it began has neither tokens nor log-probs.
     triples = info.get("output_token_logprobs") or []
     ids = [int(triple[1]) for triple in triples]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trimtab.engines.server.http_client import Connection, Rejected
-from trimtab.engines.server.server_protocol import Answer, Ask, Model, checked
+from trimtab.engines.server.http_client import Connection, RequestRejected
+from trimtab.engines.server.server_protocol import Answer, CompletionRequest, Model, checked
 from trimtab.engines.server.weight_folder import entries
 from trimtab.errors import TrimtabError
 
@@ -36,7 +36,7 @@ _COMMON = {
 }
 
 
-class VllmWire:
+class VllmProtocol:
     """`name`: what the model is served under; None: whatever the server serves first."""
 
     def __init__(self, name: str | None) -> None:
@@ -54,7 +54,7 @@ class VllmWire:
     def label(self, connection: Connection) -> str:
         return str(_control(connection, "GET", "/weight_info")["weight_version"])
 
-    def ask(self, connection: Connection, ask: Ask, model: Model) -> Answer:
+    def ask(self, connection: Connection, ask: CompletionRequest, model: Model) -> Answer:
         sampling = ask.sampling
         body = {
             "prompt": ask.ids,
@@ -110,5 +110,5 @@ def _control(
     """A route that only servers in development mode have."""
     try:
         return connection.get(path) if method == "GET" else connection.post(path, body)
-    except Rejected as error:
+    except RequestRejected as error:
         raise TrimtabError(f"{error}; {advice}") from error

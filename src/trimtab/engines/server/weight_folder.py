@@ -25,7 +25,7 @@ FILE = "model.safetensors"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32", "BOOL": "bool"}
 
 
-class Published:
+class WeightFolder:
     """The newest published weights. They stay until the next are there: a server that restarts needs them again, and
     nothing else remembers what the servers were given.
 

@@ -1,7 +1,8 @@
 """Runs vLLM's engine in this process or in its own; both take requests and stream tokens.
 
-Tokens arrive in pieces (`Chunk`), so that an interrupted call keeps what there is and a stop string ends its response
-at the token that completes it. Deciding that is the caller's: `Take` answers whether the response is complete.
+Tokens arrive in pieces (`TokenDelta`), so that an interrupted call keeps what there is and a stop string ends its
+response at the token that completes it. Deciding that is the caller's: `OnTokens` answers whether the response is
+complete.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from multiprocessing import resource_tracker
 from typing import Any, Protocol
 
 from trimtab.engines.remote.shared_weights import SharedWeights
-from trimtab.errors import EngineLost, TrimtabError
-from trimtab.types import Interrupt
+from trimtab.errors import TrimtabError
+from trimtab.types import AbortSignal
 
 POLL = 0.02  # seconds between looks at an interrupt
 ALIVE = 1.0  # seconds between looks at vLLM's processes
@@ -30,7 +31,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TokenDelta:
     """New tokens of one response. `logp[i]` is None where vLLM gave none; `reason` says why it ended, if it has."""
 
     ids: Sequence[int]
@@ -40,11 +41,11 @@ class Chunk:
     reason: str | None
 
 
-Take = Callable[[int, Chunk], bool]  # (index of the request, its new tokens) -> the response is complete
+OnTokens = Callable[[int, TokenDelta], bool]  # (index of the request, its new tokens) -> the response is complete
 
 
 class Core(Protocol):
-    def run(self, requests: Sequence[Request], take: Take, interrupt: Interrupt | None) -> None:
+    def run(self, requests: Sequence[Request], take: OnTokens, interrupt: AbortSignal | None) -> None:
         """Until every request is complete or `interrupt` is set; nothing is left running afterwards."""
         ...
 
@@ -71,7 +72,7 @@ class SharedCore:
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._count = 0
 
-    def run(self, requests: Sequence[Request], take: Take, interrupt: Interrupt | None) -> None:
+    def run(self, requests: Sequence[Request], take: OnTokens, interrupt: AbortSignal | None) -> None:
         running: dict[str, int] = {}
         try:
             for index, request in enumerate(requests):
@@ -143,12 +144,12 @@ class OwnCore:
             try:
                 return future.result(timeout=ALIVE)
             except EngineDeadError as error:
-                raise EngineLost(f"vLLM's process died ({error}); its own output says why") from error
+                raise EngineDeadError(f"vLLM's process died ({error}); its own output says why") from error
             except TimeoutError:
                 # vLLM answers no more requests after SIGTERM, which ends its process in good order.
                 if ended := self._ended():
                     future.cancel()
-                    raise EngineLost(f"vLLM's process died ({ended}); its own output says why") from None
+                    raise EngineDeadError(f"vLLM's process died ({ended}); its own output says why") from None
 
     def _ended(self) -> str:
         """Which of vLLM's processes ended, with their exit codes; empty while all run, and before they are started."""
@@ -157,10 +158,10 @@ class OwnCore:
         codes = self._llm.engine_core.resources.engine_manager.finished_procs()
         return ", ".join(f"{name}: exit code {code}" for name, code in codes.items())
 
-    def run(self, requests: Sequence[Request], take: Take, interrupt: Interrupt | None) -> None:
+    def run(self, requests: Sequence[Request], take: OnTokens, interrupt: AbortSignal | None) -> None:
         self._call(self._run(requests, take, interrupt))
 
-    async def _run(self, requests: Sequence[Request], take: Take, interrupt: Interrupt | None) -> None:
+    async def _run(self, requests: Sequence[Request], take: OnTokens, interrupt: AbortSignal | None) -> None:
         tasks = [asyncio.ensure_future(self._one(index, request, take)) for index, request in enumerate(requests)]
         waiting: set[asyncio.Future[None]] = set(tasks)
         try:
@@ -174,7 +175,7 @@ class OwnCore:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def _one(self, index: int, request: Request, take: Take) -> None:
+    async def _one(self, index: int, request: Request, take: OnTokens) -> None:
         self._count += 1
         outputs = self._llm.generate({"prompt_token_ids": request.ids}, request.params, str(self._count))
         try:
@@ -219,7 +220,7 @@ class OwnCore:
         await asyncio.gather(*rest, return_exceptions=True)
 
 
-def chunk(output: Any) -> Chunk:
+def chunk(output: Any) -> TokenDelta:
     """A `RequestOutput` of one sample, asked for in deltas."""
     [new] = output.outputs
     logp: list[float | None] = [None] * len(new.token_ids)
@@ -227,7 +228,7 @@ def chunk(output: Any) -> Chunk:
         found = entry.get(new.token_ids[place])
         logp[place] = None if found is None else found.logprob
     mask = getattr(new, "sampling_mask", None)
-    return Chunk(
+    return TokenDelta(
         ids=new.token_ids,
         logp=logp,
         kept=None if mask is None else mask.token_ids,

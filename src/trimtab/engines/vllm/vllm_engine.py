@@ -27,15 +27,15 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from trimtab.config import EngineConfig
-from trimtab.engines.embedded.decoding_rows import Prefixes, Row, check_prefixes, check_tokens, make_rows
+from trimtab.engines.embedded.decoding_rows import Prefixes, Row, build_rows, check_prefixes, check_tokens
 from trimtab.engines.remote.shared_weights import SharedWeights, share
-from trimtab.engines.request import check_request, check_vllm_temperature
-from trimtab.engines.stopping import StopRule, eos_ids
+from trimtab.engines.request import check_vllm_temperature, validate_request
+from trimtab.engines.stopping import StopChecker, eos_ids
 from trimtab.engines.vllm import setup
-from trimtab.engines.vllm.stepped_runner import Chunk, Core, OwnCore, Request, SharedCore
-from trimtab.engines.weight_manifest import Inventory
-from trimtab.errors import Diverged, TrimtabError
-from trimtab.types import Completion, Interrupt, Prompt, Sampling
+from trimtab.engines.vllm.stepped_runner import Core, OwnCore, Request, SharedCore, TokenDelta
+from trimtab.engines.weight_manifest import WeightManifest
+from trimtab.errors import DivergedError, TrimtabError
+from trimtab.types import AbortSignal, Completion, Prompt, Sampling
 
 
 class VllmEngine:
@@ -57,7 +57,7 @@ class VllmEngine:
         self.prefilled = 0
         self._tokenizer, self._config = tokenizer, config
         settings = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
-        self._inventory = Inventory.read(model_folder)
+        self._inventory = WeightManifest.read(model_folder)
         self._vocabulary: int = settings.vocab_size
         self._context: int | None = config.vllm.context or getattr(settings, "max_position_embeddings", None)
         self._eos = eos_ids(SimpleNamespace(config=settings, generation_config=_generation(model_folder)), tokenizer)
@@ -72,7 +72,7 @@ class VllmEngine:
         *,
         seed: int,
         prefixes: Prefixes | None = None,
-        interrupt: Interrupt | None = None,
+        interrupt: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """See `types.Engine`. Entropies are not reported.
 
@@ -83,15 +83,15 @@ class VllmEngine:
         """
         self._check(prompts, samples, sampling, seed)
         check_prefixes(prefixes, prompts, samples, sampling)
-        stop = StopRule(self._tokenizer, self._eos, sampling)
+        stop = StopChecker(self._tokenizer, self._eos, sampling)
         check_tokens(prefixes, prompts, stop, self._vocabulary)
-        rows = make_rows(len(prompts), samples, sampling, seed, prefixes)
+        rows = build_rows(len(prompts), samples, sampling, seed, prefixes)
         growing = [row for row in rows if not row.complete]
         requests = [self._request(row, prompts[row.prompt], sampling, seed) for row in growing]
         for row in growing:
             row.finish = "abort"
 
-        def take(index: int, chunk: Chunk) -> bool:
+        def take(index: int, chunk: TokenDelta) -> bool:
             row = growing[index]
             if len(row.ids) == row.begun:
                 self.prefilled += len(requests[index].ids) - chunk.cached
@@ -146,7 +146,7 @@ class VllmEngine:
             self._held = None
 
     def _check(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int) -> None:
-        check_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=self._context)
+        validate_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=self._context)
         if self._held is None:
             raise TrimtabError("the engine has no weights yet: publish before generating")
         check_vllm_temperature(sampling)
@@ -183,13 +183,15 @@ class VllmEngine:
         )
         return Request([*prompt.ids.tolist(), *row.ids], params)
 
-    def _grow(self, row: Row, chunk: Chunk, sampling: Sampling, stop: StopRule) -> bool:
+    def _grow(self, row: Row, chunk: TokenDelta, sampling: Sampling, stop: StopChecker) -> bool:
         """Add tokens up to the end of the response; whether that is reached. What vLLM sampled beyond it is dropped."""
         for place, (token, logp) in enumerate(zip(chunk.ids, chunk.logp, strict=True)):
             if logp is None:
                 raise TrimtabError(f"vLLM returned token {token} without its log-prob: this version cannot be used")
             if not math.isfinite(logp):
-                raise Diverged("vLLM's log-probs are not finite: its weights have diverged; publish finite weights")
+                raise DivergedError(
+                    "vLLM's log-probs are not finite: its weights have diverged; publish finite weights"
+                )
             row.ids.append(token)
             # Temperature 0 puts all mass on one token: its log-prob is 0 by definition, not the model's own.
             row.logp.append(logp if sampling.temperature > 0 else 0.0)
@@ -206,7 +208,7 @@ class VllmEngine:
             raise TrimtabError(f"vLLM ended a response of {len(row.ids)} tokens early ({chunk.reason})")
         return False
 
-    def _kept(self, chunk: Chunk, place: int, sampling: Sampling) -> np.ndarray:
+    def _kept(self, chunk: TokenDelta, place: int, sampling: Sampling) -> np.ndarray:
         if sampling.temperature == 0:
             return np.array([chunk.ids[place]], dtype=np.int64)
         if chunk.kept is None or place >= len(chunk.kept):

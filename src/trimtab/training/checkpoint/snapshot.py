@@ -6,22 +6,22 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from trimtab.config import Config, check_config
-from trimtab.engines.factory import sampler_rounding
+from trimtab.config import Config, parse_config
+from trimtab.engines.factory import weight_quantization
 from trimtab.errors import TrimtabError
 from trimtab.rollout.canary import Canary
-from trimtab.rollout.source import Feed
+from trimtab.rollout.source import RolloutSource
 from trimtab.runs import atomic
-from trimtab.runs.directory import RunDir
+from trimtab.runs.directory import RunDirectory
 from trimtab.runs.layout import CONFIG
 from trimtab.training.checkpoint import state_tensors, store
 from trimtab.training.custom_objective import refuse_other
 from trimtab.training.features.calibration import adopt
-from trimtab.training.features.length_surge import Surge
+from trimtab.training.features.length_surge import LengthSurge
 from trimtab.training.idle import Idle
 from trimtab.training.learner import Learner
 from trimtab.training.observer import Observer
-from trimtab.training.refusals import runs_beside
+from trimtab.training.refusals import is_async
 
 FREE = ("out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare")
 FREE += ("placement", "ray", "sharding")
@@ -31,11 +31,11 @@ class Resumable(Protocol):
     """What of a trainer a checkpoint holds, and what a resumed one must do."""
 
     config: Config
-    feed: Feed
+    feed: RolloutSource
     learner: Learner
-    run: RunDir
+    run: RunDirectory
     observer: Observer
-    surge: Surge | None
+    surge: LengthSurge | None
     canary: Canary | None
     idle: Idle
     step: int
@@ -114,9 +114,9 @@ def _restore(trainer: Resumable, found: store.LoadedCheckpoint) -> None:
     trainer.feed.restore(found.tensors, meta["feed"], found.files)
 
 
-def _check_same_recipe(run: RunDir, config: Config) -> None:
+def _check_same_recipe(run: RunDirectory, config: Config) -> None:
     """What decides the numbers must be as it was; how long to train and what to log may change, and is written down."""
-    saved = check_config(tomllib.loads(run.config_toml), str(run.path / CONFIG))
+    saved = parse_config(tomllib.loads(run.config_toml), str(run.path / CONFIG))
     if saved.placement != config.placement and not _movable(saved, config):
         raise TrimtabError(
             f"{run.path} cannot go on elsewhere (docs/ray.md says which runs can): resume it with placement = "
@@ -136,10 +136,10 @@ def _check_same_recipe(run: RunDir, config: Config) -> None:
 
 def _movable(saved: Config, config: Config) -> bool:
     """Whether the checkpoints of one placement hold what the other needs."""
-    if runs_beside(saved) == runs_beside(config):
+    if is_async(saved) == is_async(config):
         return True
     # Engines in step save their weights as they round them: engines beside the trainer would round them again.
-    return runs_beside(config) and not sampler_rounding(config).active
+    return is_async(config) and not weight_quantization(config).active
 
 
 def _deciding(config: Config) -> dict[str, Any]:

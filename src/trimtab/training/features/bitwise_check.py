@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trimtab.config import Config
-from trimtab.engines.factory import sampler_rounding
+from trimtab.engines.factory import weight_quantization
 from trimtab.errors import TrimtabError
 from trimtab.training.step_statistics import StepStatistics
 from trimtab.types import Trajectory
@@ -33,7 +33,7 @@ def check(config: Config) -> None:
             f'numerics = "invariant" needs one type on both sides: engine.dtype = "{engine.dtype}", and the trainer '
             f'computes in {computes}; set engine.dtype = "{computes}", or model.dtype and model.autocast to match'
         )
-    if sampler_rounding(config).active:
+    if weight_quantization(config).active:
         raise TrimtabError('numerics = "invariant" has nothing to keep equal with engine.quantize or engine.noise')
     if config.model.lora.rank:
         raise TrimtabError(

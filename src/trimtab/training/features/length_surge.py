@@ -16,7 +16,7 @@ from trimtab.training.optim import first_halving
 
 
 @dataclass
-class Surge:
+class LengthSurge:
     """Watches mean response lengths, in tokens, one a step. `step` is the step of the surge (from 1), None until then.
 
     Detected: the mean of the last `window` steps exceeds `factor` times the mean of the first `baseline` ones. A single

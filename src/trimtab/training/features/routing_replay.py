@@ -10,9 +10,9 @@ import torch
 
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
-from trimtab.models.routing import FREE, Routers, Routes, routers
+from trimtab.models.routing import FREE, RouterInfo, Routes, routers
 from trimtab.objectives import Objective
-from trimtab.types import RouteArray, Trajectory
+from trimtab.types import ExpertArray, Trajectory
 
 _SILENT = {
     "server": "servers return none here",
@@ -48,7 +48,7 @@ def refuse(config: Config, built: Objective) -> None:
         )
 
 
-def experts(config: Config, model: Any) -> Routers | None:
+def experts(config: Config, model: Any) -> RouterInfo | None:
     """What there is to replay in the trained model; None where nothing is replayed.
 
     Raises:
@@ -65,7 +65,7 @@ def experts(config: Config, model: Any) -> Routers | None:
     return found
 
 
-def check(trajectory: Trajectory, routers: Routers) -> RouteArray:
+def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
     """The record of one response, complete and of this model.
 
     Raises:
@@ -92,7 +92,7 @@ def check(trajectory: Trajectory, routers: Routers) -> RouteArray:
     return routes
 
 
-def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int, routers: Routers) -> Routes:
+def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int, routers: RouterInfo) -> Routes:
     """The records of a micro-batch, padded as its tokens are: prompts on the left, responses on the right.
 
     Args:

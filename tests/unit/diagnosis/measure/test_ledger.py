@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.diagnosis.measure.bins import LOG_RATIO_BINS
-from trimtab.diagnosis.measure.ledger import Ledger
+from trimtab.diagnosis.measure.ledger import KeyedSums
 
 
-def filled(most: int, steps: list[int], chunks: int = 1, other: int = 0) -> Ledger:
+def filled(most: int, steps: list[int], chunks: int = 1, other: int = 0) -> KeyedSums:
     """One token of log-ratio bin `step` for each step, sums 1, largest value the step."""
-    ledger = Ledger(most)
+    ledger = KeyedSums(most)
     for part in np.array_split(np.array(steps), chunks):
         keys = np.column_stack([part, np.full(len(part), other)])
         ledger.add(keys, np.ones((len(part), 1)), part[:, None].astype(float), (np.arange(len(part)), part))

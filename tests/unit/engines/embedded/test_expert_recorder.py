@@ -13,7 +13,7 @@ from tests.support.engines import EOS, SIZE, After, prompts, tiny, tokenizer, to
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig
 
 from trimtab.engines.embedded import embedded_engine, shared_prompt_decoder
-from trimtab.engines.embedded.decoder import GenericDecoder
+from trimtab.engines.embedded.decoder import CachedDecoder
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.fake import FakeEngine
 from trimtab.errors import TrimtabError
@@ -102,7 +102,7 @@ def test_prompts_in_several_blocks_and_batches(monkeypatch: pytest.MonkeyPatch) 
 def test_a_model_with_a_window_takes_the_other_path(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     monkeypatch.setattr(embedded_engine, "supports", lambda _model: False)
-    monkeypatch.setattr(embedded_engine, "GenericDecoder", lambda *given: used.append(1) or GenericDecoder(*given))
+    monkeypatch.setattr(embedded_engine, "GenericDecoder", lambda *given: used.append(1) or CachedDecoder(*given))
     model, asked = make("qwen3-moe"), prompts(LENGTHS)
     for one, group in zip(asked, engine_of(model).generate(asked, 3, STOPS, seed=1), strict=True):
         assert all(same_experts(answer.routes, chosen(model, one, answer)) for answer in group)

@@ -11,17 +11,17 @@ from tests.support.engines import prompts, tiny, tokenizer, tokens
 
 from trimtab.config import load_config
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import EXACT, Rounding, matrices, quantize
+from trimtab.engines.embedded.weight_quantization import EXACT, WeightQuantization, matrices, quantize
 from trimtab.errors import TrimtabError
 from trimtab.models.load import load
 from trimtab.training.run import check
 from trimtab.types import Sampling
 
 FORCED = Sampling(max_tokens=12, ignore_stop=True)
-INT3, NOISY = Rounding(bits=3), Rounding(bits=4, noise=0.1, seed=5)
+INT3, NOISY = WeightQuantization(bits=3), WeightQuantization(bits=4, noise=0.1, seed=5)
 
 
-def engine_of(model, rounding: Rounding, dtype: torch.dtype = torch.float32) -> EmbeddedEngine:
+def engine_of(model, rounding: WeightQuantization, dtype: torch.dtype = torch.float32) -> EmbeddedEngine:
     return EmbeddedEngine(model, tokenizer(), dtype, rounding=rounding)
 
 
@@ -131,7 +131,7 @@ def test_what_is_sampled_has_the_probabilities_of_the_rounded_weights() -> None:
 
 
 @pytest.mark.parametrize("rounding", [INT3, NOISY], ids=["int3", "int4-noise"])
-def test_evaluation_and_putting_back_leave_no_trace(rounding: Rounding) -> None:
+def test_evaluation_and_putting_back_leave_no_trace(rounding: WeightQuantization) -> None:
     """What training does around an evaluation: exact weights in, the sampler's own back, bit for bit."""
     engine, clean = engine_of(tiny(seed=0), rounding), tiny(seed=1)
     engine.publish(tiny(seed=0).named_parameters(), version=3)
@@ -145,13 +145,13 @@ def test_evaluation_and_putting_back_leave_no_trace(rounding: Rounding) -> None:
 
 def test_noise_repeats_with_its_version_and_has_the_size_asked_for() -> None:
     weight = torch.full((64, 64), 2.0)
-    noisy = Rounding(noise=0.1, seed=1)
+    noisy = WeightQuantization(noise=0.1, seed=1)
     first = noisy.apply("a", weight, 0)
     assert torch.equal(first, noisy.apply("a", weight, 0))
     others = [
         noisy.apply("a", weight, 1),
         noisy.apply("b", weight, 0),
-        Rounding(noise=0.1, seed=2).apply("a", weight, 0),
+        WeightQuantization(noise=0.1, seed=2).apply("a", weight, 0),
     ]
     assert not any(torch.equal(first, other) for other in others)
     assert float((first - weight).std()) == pytest.approx(0.2, rel=0.05)

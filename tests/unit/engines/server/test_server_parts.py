@@ -22,20 +22,22 @@ from tests.support.engines import EOS, PIECES, tokenizer
 from trimtab.config import EngineConfig
 from trimtab.engines.remote.shared_weights import SharedWeights
 from trimtab.engines.request import check_vllm_temperature
-from trimtab.engines.server.http_client import Connection, Rejected, Unreachable, check_url
+from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, check_url
 from trimtab.engines.server.request_queue import ATTEMPTS, Batch, Job
-from trimtab.engines.server.server_connection import GIFTS, NotAsked, Server
+from trimtab.engines.server.server_connection import MAX_WEIGHT_UPLOADS, Server, WrongWeights
 from trimtab.engines.server.server_engine import _completion, _seed
-from trimtab.engines.server.server_protocol import Answer, Ask, Model, checked
-from trimtab.engines.server.sglang_protocol import SglangWire
-from trimtab.engines.server.vllm_protocol import VllmWire
-from trimtab.engines.server.weight_folder import PREFIX, Published, entries
-from trimtab.engines.stopping import StopRule
+from trimtab.engines.server.server_protocol import Answer, CompletionRequest, Model, checked
+from trimtab.engines.server.sglang_protocol import SglangProtocol
+from trimtab.engines.server.vllm_protocol import VllmProtocol
+from trimtab.engines.server.weight_folder import PREFIX, WeightFolder, entries
+from trimtab.engines.stopping import StopChecker
 from trimtab.errors import TrimtabError
 from trimtab.types import Completion, Sampling
 
 SAMPLING = Sampling(max_tokens=6, stop=("ab",))
-ASK = Ask(name="run-1-0", ids=[3, 4], max_tokens=4, seed=(1 << 62) + 5, sampling=SAMPLING, stop_ids=(EOS,))
+ASK = CompletionRequest(
+    name="run-1-0", ids=[3, 4], max_tokens=4, seed=(1 << 62) + 5, sampling=SAMPLING, stop_ids=(EOS,)
+)
 MODEL = Model("m", 64)
 
 
@@ -57,7 +59,7 @@ def test_whatever_fails_every_job_is_answered_once(count: int, servers: int, dat
         if server in held:
             job = held.pop(server)
             if job.failures < ATTEMPTS - 2 and data.draw(st.booleans()):
-                batch.give_back(job, server, Unreachable("gone"))
+                batch.give_back(job, server, ServerUnavailable("gone"))
             else:
                 batch.finish(job, Answer([job.index], [0.0], "stop"))
         elif any(batch._waiting):
@@ -80,7 +82,7 @@ def test_a_job_that_always_fails_ends_the_call() -> None:
     for _ in range(ATTEMPTS):
         job = batch.take(0, never)
         assert job is not None
-        batch.give_back(job, 0, Unreachable("http://x: boom"))
+        batch.give_back(job, 0, ServerUnavailable("http://x: boom"))
     with pytest.raises(TrimtabError, match="8 times without an answer; http://x: boom"):
         raise batch.error or AssertionError
 
@@ -91,7 +93,7 @@ def test_an_interrupt_drops_what_did_not_begin_and_waits_for_what_did() -> None:
     assert job is not None
     batch.interrupt()
     assert not batch.over
-    batch.give_back(job, 0, Unreachable("gone"))  # not asked again
+    batch.give_back(job, 0, ServerUnavailable("gone"))  # not asked again
     assert batch.over
     assert batch.take(0, never) is None
     assert batch.answers == {}
@@ -106,7 +108,7 @@ def test_a_missing_log_prob_is_never_a_number(value: float | None) -> None:
 
 
 def finished(answer: Answer, prefix: Completion | None = None, sampling: Sampling = SAMPLING) -> Completion:
-    return _completion(prefix, answer, StopRule(tokenizer(), {EOS}, sampling), sampling, 9)
+    return _completion(prefix, answer, StopChecker(tokenizer(), {EOS}, sampling), sampling, 9)
 
 
 def ids(*pieces: str) -> list[int]:
@@ -148,7 +150,7 @@ def test_seeds_are_of_a_response_and_another_one_for_its_rest() -> None:
 class TestPublished:
     def test_the_file_is_readable_as_safetensors_and_as_shared_weights(self, tmp_path: Path) -> None:
         weights = {"a": torch.randn(3, 5), "b": torch.arange(4), "c": torch.randn(7)}
-        published = Published(str(tmp_path), torch.bfloat16)
+        published = WeightFolder(str(tmp_path), torch.bfloat16)
         folder, label = published.write(weights, 3)
         path, table = entries(folder)
         shared = dict(SharedWeights(os.open(path, os.O_RDONLY), table))
@@ -171,11 +173,11 @@ class TestPublished:
         names = [f"{PREFIX}{host}-{dead}-x", f"{PREFIX}{host}-{os.getpid()}-x", f"{PREFIX}other-{dead}-x", "mine"]
         for name in names:
             (tmp_path / name).mkdir()
-        Published(str(tmp_path), torch.float32)
+        WeightFolder(str(tmp_path), torch.float32)
         assert sorted(item.name for item in tmp_path.iterdir()) == sorted(names[1:])
 
     def test_a_full_disk_is_told_and_leaves_nothing(self, tmp_path: Path) -> None:
-        published = Published(str(tmp_path), torch.float32)
+        published = WeightFolder(str(tmp_path), torch.float32)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -189,9 +191,9 @@ class TestPublished:
 
     def test_mistakes_are_told(self, tmp_path: Path) -> None:
         with pytest.raises(TrimtabError, match=r"engine\.server\.folder"):
-            Published(str(tmp_path / "none"), torch.float32)
+            WeightFolder(str(tmp_path / "none"), torch.float32)
         with pytest.raises(TrimtabError, match="publish first"):
-            next(Published(str(tmp_path), torch.float32).read())
+            next(WeightFolder(str(tmp_path), torch.float32).read())
 
 
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
@@ -252,12 +254,12 @@ def scripted() -> Any:
 @pytest.mark.parametrize(
     ("status", "body", "kind", "said"),
     [
-        (400, {"error": {"message": "too\nlong", "code": 400}}, Rejected, "answered 400: too long"),
-        (404, {"detail": "Not Found"}, Rejected, "answered 404: Not Found"),
-        (500, b"<html>", Rejected, "answered 500: <html>"),
-        (503, {"detail": "starting"}, Unreachable, "answered 503: starting"),
-        (429, {}, Unreachable, "answered 429"),
-        (200, b"{broken", Unreachable, "not a JSON object"),
+        (400, {"error": {"message": "too\nlong", "code": 400}}, RequestRejected, "answered 400: too long"),
+        (404, {"detail": "Not Found"}, RequestRejected, "answered 404: Not Found"),
+        (500, b"<html>", RequestRejected, "answered 500: <html>"),
+        (503, {"detail": "starting"}, ServerUnavailable, "answered 503: starting"),
+        (429, {}, ServerUnavailable, "answered 429"),
+        (200, b"{broken", ServerUnavailable, "not a JSON object"),
     ],
 )
 def test_errors_are_told_apart(scripted: Scripted, status: int, body: Any, kind: type[Exception], said: str) -> None:
@@ -271,33 +273,33 @@ def test_errors_are_told_apart(scripted: Scripted, status: int, body: Any, kind:
 def test_nobody_there_is_unreachable_and_so_is_a_canceled_connection(scripted: Scripted) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        with pytest.raises(Unreachable, match="ConnectionRefusedError"):
+        with pytest.raises(ServerUnavailable, match="ConnectionRefusedError"):
             Connection(f"http://127.0.0.1:{unused.getsockname()[1]}", 5.0).get("/health")
     scripted.answers["/health"] = (200, b"")
     connection = Connection(scripted.url, 5.0)
     assert connection.get("/health") == {}
     assert connection.is_open
     connection.cancel()
-    with pytest.raises(Unreachable):
+    with pytest.raises(ServerUnavailable):
         connection.get("/health")
-    with pytest.raises(Unreachable, match="canceled"):
+    with pytest.raises(ServerUnavailable, match="canceled"):
         connection.get("/health")
 
 
 def test_a_server_that_fails_inside_is_asked_again_but_a_refusal_is_final(scripted: Scripted) -> None:
-    server = Server(scripted.url, VllmWire(None), 5.0, 91)
+    server = Server(scripted.url, VllmProtocol(None), 5.0, 91)
     server.model, server.label = MODEL, "a"
     scripted.answers |= {
         "/weight_info": (200, {"weight_version": "a"}),
         "/v1/completions": (500, {"error": "EngineDead"}),
     }
-    with pytest.raises(Unreachable, match="EngineDead"):
+    with pytest.raises(ServerUnavailable, match="EngineDead"):
         server.ask(server.connect(), ASK)
     scripted.answers["/v1/completions"] = (400, {"error": "temperature must be in [0, 2]"})
-    with pytest.raises(Rejected, match="temperature"):
+    with pytest.raises(RequestRejected, match="temperature"):
         server.ask(server.connect(), ASK)
     scripted.answers["/weight_info"] = (200, {"weight_version": "default"})
-    with pytest.raises(Unreachable, match="was restarted: its weights are 'default', not 'a'"):
+    with pytest.raises(ServerUnavailable, match="was restarted: its weights are 'default', not 'a'"):
         server.ask(server.connect(), ASK)
 
 
@@ -311,17 +313,17 @@ def test_a_server_that_never_answers_with_its_weights_is_not_given_them_forever(
         "/update_weights_from_disk": (200, {"success": True}),
         "/generate": (500, {"error": "asked"}),
     }
-    server = Server(scripted.url, SglangWire(), 5.0, 91)
+    server = Server(scripted.url, SglangProtocol(), 5.0, 91)
     server.model, server.label = Model(MODEL.name, None), "a"
-    for _ in range(GIFTS - 1):
+    for _ in range(MAX_WEIGHT_UPLOADS - 1):
         server.meet(tmp_path)
-        with pytest.raises(NotAsked):
+        with pytest.raises(WrongWeights):
             server.ask(server.connect(), ASK)
     info["weight_version"] = "a"  # once: what was in vain before no longer counts
-    with pytest.raises(Unreachable, match="asked"):
+    with pytest.raises(ServerUnavailable, match="asked"):
         server.ask(server.connect(), ASK)
     info["weight_version"] = "default"
-    for _ in range(GIFTS):
+    for _ in range(MAX_WEIGHT_UPLOADS):
         server.meet(tmp_path)
     with pytest.raises(TrimtabError, match="the weights 'a' 5 times and still says that it holds 'default'"):
         server.meet(tmp_path)
@@ -334,7 +336,7 @@ def vllm_reply(**changes: Any) -> dict[str, Any]:
 
 def test_what_vllm_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
     scripted.answers["/v1/completions"] = (200, vllm_reply())
-    answer = VllmWire(None).ask(Connection(scripted.url, 5.0), ASK, MODEL)
+    answer = VllmProtocol(None).ask(Connection(scripted.url, 5.0), ASK, MODEL)
     assert answer == Answer([5, 6], [-0.25, -0.5], "stop")
     [(_, body)] = scripted.asked
     assert body["prompt"] == [3, 4]
@@ -342,8 +344,8 @@ def test_what_vllm_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
     # Whatever the model's generation config says, the distribution is the one that was asked for.
     assert [body[k] for k in ("top_p", "top_k", "min_p", "repetition_penalty")] == [1.0, 0, 0.0, 1.0]
     assert (body["logprobs"], body["return_token_ids"], body["skip_special_tokens"]) == (0, True, False)
-    forced = Ask("n", [3], 4, 1, Sampling(ignore_stop=True, stop=("ab",)), ())
-    VllmWire(None).ask(Connection(scripted.url, 5.0), forced, MODEL)
+    forced = CompletionRequest("n", [3], 4, 1, Sampling(ignore_stop=True, stop=("ab",)), ())
+    VllmProtocol(None).ask(Connection(scripted.url, 5.0), forced, MODEL)
     assert (scripted.asked[1][1]["ignore_eos"], scripted.asked[1][1]["stop"]) == (True, [])
     for changes, said in [
         ({"token_ids": None}, "no token ids or no log-probs"),
@@ -353,13 +355,16 @@ def test_what_vllm_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
     ]:
         scripted.answers["/v1/completions"] = (200, vllm_reply(**changes))
         with pytest.raises(TrimtabError, match=said):
-            VllmWire(None).ask(Connection(scripted.url, 5.0), ASK, MODEL)
+            VllmProtocol(None).ask(Connection(scripted.url, 5.0), ASK, MODEL)
 
 
 def test_a_server_without_the_routes_says_how_to_start_it(scripted: Scripted, tmp_path: Path) -> None:
     scripted.answers |= {path: (404, {"detail": "Not Found"}) for path in ("/weight_info", "/pause?mode=abort")}
     connection = Connection(scripted.url, 5.0)
-    for call in (lambda: VllmWire(None).label(connection), lambda: VllmWire(None).load(connection, tmp_path, "l")):
+    for call in (
+        lambda: VllmProtocol(None).label(connection),
+        lambda: VllmProtocol(None).load(connection, tmp_path, "l"),
+    ):
         with pytest.raises(TrimtabError, match="VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls"):
             call()
 
@@ -368,10 +373,10 @@ def test_the_served_name_is_found_or_asked_for(scripted: Scripted) -> None:
     cards = [{"id": "base", "max_model_len": 512}, {"id": "other", "max_model_len": 128}]
     scripted.answers["/v1/models"] = (200, {"data": cards})
     connection = Connection(scripted.url, 5.0)
-    assert VllmWire(None).model(connection) == Model("base", 512)
-    assert VllmWire("other").model(connection) == Model("other", 128)
+    assert VllmProtocol(None).model(connection) == Model("base", 512)
+    assert VllmProtocol("other").model(connection) == Model("other", 128)
     with pytest.raises(TrimtabError, match=r"serves base, other, not 'else': set engine\.server\.model"):
-        VllmWire("else").model(connection)
+        VllmProtocol("else").model(connection)
 
 
 def sglang_reply(**changes: Any) -> dict[str, Any]:
@@ -381,7 +386,7 @@ def sglang_reply(**changes: Any) -> dict[str, Any]:
 
 
 def test_what_sglang_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
-    wire, ask = SglangWire(), lambda: wire.ask(Connection(scripted.url, 5.0), ASK, MODEL)
+    wire, ask = SglangProtocol(), lambda: wire.ask(Connection(scripted.url, 5.0), ASK, MODEL)
     scripted.answers["/generate"] = (200, sglang_reply())
     assert ask() == Answer([5, 6], [-0.25, -0.5], "stop")
     [(_, body)] = scripted.asked
@@ -395,7 +400,7 @@ def test_what_sglang_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
     assert ask() == Answer([], [], "abort")
     crashed = {"finish_reason": {"type": "abort", "status_code": 503, "message": "scheduler"}}
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
-        (crashed, Unreachable, "gave up: scheduler"),
+        (crashed, ServerUnavailable, "gave up: scheduler"),
         ({"completion_tokens": 3}, TrimtabError, "wrote 3 tokens and returned log-probs for 2"),
         ({"finish_reason": {"type": "odd"}}, TrimtabError, "unknown reason"),
     ]
@@ -409,13 +414,13 @@ def test_sglang_says_why_it_did_not_take_weights(scripted: Scripted, tmp_path: P
     for status in (200, 400):  # it answers 400; a proxy may not
         scripted.answers["/update_weights_from_disk"] = (status, {"success": False, "message": "no such folder"})
         with pytest.raises(TrimtabError, match=r"no such folder.*engine\.server\.folder"):
-            SglangWire().load(Connection(scripted.url, 5.0), tmp_path, "label")
+            SglangProtocol().load(Connection(scripted.url, 5.0), tmp_path, "label")
     assert scripted.asked[0][1]["weight_version"] == "label"
     assert scripted.asked[0][1]["flush_cache"] is True
 
 
 def test_stops_are_found_as_tokens_come() -> None:
-    rule = StopRule(tokenizer(), {EOS}, SAMPLING)
+    rule = StopChecker(tokenizer(), {EOS}, SAMPLING)
     assert rule.end(ids("c", "a", "b", "ab")) == 3
     assert rule.end(ids("c", "a", "b", "ab"), 3) == 4
     assert rule.end(ids("c", "a", "c", "b")) is None

@@ -10,7 +10,7 @@ import pytest
 from tests.support.engines import EOS, SIZE, prompts
 
 from trimtab.config import load_config
-from trimtab.engines.embedded.decoding_rows import make_rows
+from trimtab.engines.embedded.decoding_rows import build_rows
 from trimtab.engines.vllm import setup
 from trimtab.engines.vllm.vllm_engine import VllmEngine
 from trimtab.errors import TrimtabError
@@ -86,6 +86,6 @@ def test_requests_that_vllm_accepts_beside_keep_sets(
     engine._config = load_config("quickstart-vllm", [f"engine.vllm.keep_sets={str(keep_sets).lower()}"]).engine
     engine._vocabulary, engine._eos = SIZE, {EOS}
     sampling = Sampling(temperature=temperature, top_k=top_k, max_tokens=5)
-    [row] = make_rows(1, 1, sampling, 0, None)
+    [row] = build_rows(1, 1, sampling, 0, None)
     params = engine._request(row, prompts([3])[0], sampling, seed=0).params
     assert (params.temperature, params.top_k) == asked

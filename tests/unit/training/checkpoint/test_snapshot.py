@@ -9,7 +9,7 @@ import pytest
 
 from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError
-from trimtab.runs.directory import RunDir
+from trimtab.runs.directory import RunDirectory
 from trimtab.runs.layout import CONFIG
 from trimtab.training.checkpoint.snapshot import _check_same_recipe  # pyright: ignore[reportPrivateUsage]
 
@@ -23,8 +23,8 @@ def recipe(*sets: str) -> Config:
 
 
 def resume(folder: Path, saved: Config, config: Config) -> None:
-    RunDir.create(folder, saved.dump()).close()
-    with RunDir.open(folder) as run:
+    RunDirectory.create(folder, saved.dump()).close()
+    with RunDirectory.open(folder) as run:
         _check_same_recipe(run, config)
         assert (folder / CONFIG).read_text() == config.dump()
 

@@ -23,7 +23,7 @@ from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
 from trimtab.models.logprobs import score
 from trimtab.models.perturbation import Perturbation
-from trimtab.models.routing import FREE, Routers
+from trimtab.models.routing import FREE, RouterInfo
 from trimtab.objectives.calibrate import from_section
 from trimtab.runs import trajectories
 from trimtab.runs.expert_column import stored_bytes
@@ -38,8 +38,8 @@ from trimtab.types import Trajectory
 
 CPU = torch.device("cpu")
 # One mixture layer, 4 experts, one of which sees a token: a record is a list of numbers.
-ONE = Routers(1, 4, 1)
-DEEP = Routers(2, 300, 3)
+ONE = RouterInfo(1, 4, 1)
+DEEP = RouterInfo(2, 300, 3)
 
 
 def routed(one: Trajectory, routes: Any) -> Trajectory:
@@ -152,7 +152,7 @@ def test_a_dense_model_is_refused(replay: str) -> None:
         routing_replay.experts(config, dense)
     assert routing_replay.experts(load_config("laboratory"), dense) is None
     mixture, _ = laboratory.build(0, laboratory.MIXTURE)
-    assert routing_replay.experts(config, mixture) == Routers(2, 8, 2)
+    assert routing_replay.experts(config, mixture) == RouterInfo(2, 8, 2)
 
 
 def learner(replay: str, *sets: str) -> Learner:
