@@ -121,8 +121,8 @@ class Server:
             self._in_vain += 1
             if self._in_vain > MAX_WEIGHT_UPLOADS:
                 raise TrimtabError(
-                    f"{self.url} was given the weights {self.label!r} {MAX_WEIGHT_UPLOADS} times and still says that it "
-                    f"holds {label!r}: name every server by a URL of its own, without a balancer in front"
+                    f"{self.url} was given the weights {self.label!r} {MAX_WEIGHT_UPLOADS} times and still says that "
+                    f"it holds {label!r}: name every server by a URL of its own, without a balancer in front"
                 )
             self.load(weights, self.label)
         elif weights is None:
