@@ -1,7 +1,7 @@
-"""Every command that README and `--help` print runs as printed, in a fresh folder, through a shell.
+"""Every command that README, three pages and `--help` print runs as printed, in a fresh folder, through a shell.
 
 `PLANS` says for each what is added so that it takes seconds: fewer steps, a tiny model, the laboratory. A command that
-is printed and not in the table fails the test, and so does a row that nothing prints. README's Python runs as well.
+is printed and not in the table fails the test, and so does a row that nothing prints. The pages' Python runs as well.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from trimtab.models import bundled
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-PROSE = re.sub(r"^## Files$.*?^## Documents$", "", README, flags=re.DOTALL | re.MULTILINE)  # without the map of files
+PAGES = "\n".join(
+    (ROOT / page).read_text() for page in ("README.md", "docs/quickstart.md", "docs/methods.md", "docs/evaluation.md")
+)
 PROGRAMS = ("trimtab ", "make ", "torchrun ", "python ")
 
 # Half of all responses hold one of these letters: there is a signal to train on whatever the model writes.
@@ -136,9 +137,9 @@ TARGETS = {
 }
 
 
-def printed_in_readme() -> Iterator[str]:
+def printed_in_pages() -> Iterator[str]:
     """Indented commands, joined where a backslash continues them, and commands between backticks."""
-    text = re.sub(r"^```.*?^```$", "", PROSE, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```$", "", PAGES, flags=re.DOTALL | re.MULTILINE)
     for line in re.sub(r"\\\n *", "", text).splitlines():
         if line.startswith("    "):
             yield re.sub(r"\s+#.*$", "", line).strip()
@@ -154,14 +155,14 @@ def printed_by_help() -> Iterator[str]:
 
 
 def test_every_printed_command_is_in_the_table_and_every_row_is_printed_somewhere() -> None:
-    printed = {*printed_in_readme(), *printed_by_help()}
+    printed = {*printed_in_pages(), *printed_by_help()}
     assert printed == {*PLANS, *TARGETS}
 
 
-def test_no_two_runs_of_readme_begin_in_one_folder() -> None:
+def test_no_two_runs_of_the_pages_begin_in_one_folder() -> None:
     """Followed from top to bottom, the second of them would be refused."""
     seen: dict[str, str] = {}
-    for command in dict.fromkeys(printed_in_readme()):
+    for command in dict.fromkeys(printed_in_pages()):
         if command.startswith("trimtab train ") and "--resume" not in command:
             recipe, out = command.split()[2], re.search(r"--out (\S+)", command)
             folder = out[1] if out else f"runs/{recipe}"
@@ -169,14 +170,14 @@ def test_no_two_runs_of_readme_begin_in_one_folder() -> None:
             seen[folder] = command
 
 
-def test_every_subcommand_that_readme_names_exists() -> None:
-    named = set(re.findall(r"`trimtab (\w+)", README))
+def test_every_subcommand_that_the_pages_name_exists() -> None:
+    named = set(re.findall(r"`trimtab (\w+)", PAGES))
     assert named
     assert named <= {command.name for command in app.registered_commands}
 
 
 def test_every_option_of_a_recipe_between_backticks_is_one(tmp_path: Path) -> None:
-    spans = [span for span in re.findall(r"`(--set [^`\n]+)`", README) if not span.endswith("=...")]
+    spans = [span for span in re.findall(r"`(--set [^`\n]+)`", PAGES) if not span.endswith("=...")]
     assert len(spans) > 3
     for span in spans:
         done = shell(f"trimtab show quickstart {span}", tmp_path)
@@ -224,7 +225,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def icepop(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """The run that README trains and then evaluates, reports and exports."""
+    """The run that the quickstart page trains and then evaluates, reports and exports."""
     folder = tmp_path_factory.mktemp("icepop")
     printed = "trimtab train quickstart --set objective.name=icepop --set checkpoint.keep=3 --out runs/icepop"
     run_printed(printed, PLANS[printed], folder, tiny)
@@ -308,8 +309,8 @@ def test_a_printed_target_exists_and_what_it_runs_does(command: str, tiny: Path,
         assert len(list(tmp_path.glob("runs/*/report.html"))) == 1
 
 
-def readme_python() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+def python_blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", PAGES, flags=re.DOTALL | re.MULTILINE)
 
 
 # What the blocks take as given, and for runs what makes them short.
@@ -340,13 +341,13 @@ trimtab.train = train
 """
 
 
-def test_readme_has_the_python_that_is_run_here() -> None:
-    starts = [block.strip().splitlines()[0] for block in readme_python()]
+def test_the_pages_have_the_python_that_is_run_here() -> None:
+    starts = [block.strip().splitlines()[0] for block in python_blocks()]
     assert starts == [
         "import trimtab",
-        "# parts: [(PolicyLogps, advantages), ...], one for each micro-batch",
         "import trimtab",
         "trimtab.train(",
+        "# parts: [(PolicyLogps, advantages), ...], one for each micro-batch",
     ]
 
 
@@ -354,15 +355,15 @@ def test_readme_has_the_python_that_is_run_here() -> None:
     ("index", "given", "after"),
     [
         (0, GIVEN, "assert out.loss.isfinite() and c.grad.abs().sum() > 0 and 'k3' in stats"),
-        (1, GIVEN + PARTS, "assert c.grad.abs().sum() > 0"),
-        (2, SHORT, "assert result.run.joinpath('report.html').exists()"),
-        (3, SHORT, ""),
+        (1, SHORT, "assert result.run.joinpath('report.html').exists()"),
+        (2, SHORT, ""),
+        (3, GIVEN + PARTS, "assert c.grad.abs().sum() > 0"),
     ],
 )
-def test_readme_python_runs(index: int, given: str, after: str, tiny: Path, tmp_path: Path) -> None:
+def test_python_of_the_pages_runs(index: int, given: str, after: str, tiny: Path, tmp_path: Path) -> None:
     problems = [{"problem": f"What is {a} + 1?", "answer": str(a + 1)} for a in range(40)]
     write_rows(tmp_path / "train.jsonl", problems)
     (tmp_path / "mymodule.py").write_text("def politeness(completion, problem):\n    return len(completion) % 2\n")
-    (tmp_path / "block.py").write_text(f"{given}\n{readme_python()[index]}\n{after}\n")
+    (tmp_path / "block.py").write_text(f"{given}\n{python_blocks()[index]}\n{after}\n")
     done = shell("python block.py", tmp_path, TINY=str(tiny))
     assert done.returncode == 0, done.stderr[-3000:]

@@ -13,7 +13,7 @@ from trimtab.config import load_config, recipe_names
 from trimtab.models import routing
 from trimtab.models.architecture import KNOWN
 from trimtab.models.invariant import apply as invariant
-from trimtab.objectives import objective
+from trimtab.objectives import objective, objectives
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -54,14 +54,30 @@ def test_every_example_is_linked_where_people_look() -> None:
 
 def test_tests_named_in_the_feature_table_exist() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    for name in re.findall(r"`(test_\w+)`", README):
+    page = (ROOT / "docs" / "peers.md").read_text()
+    named, paths = re.findall(r"`(test_\w+)`", page), re.findall(r"`(tests/[\w/.]+)`", page)
+    assert named
+    assert paths
+    for name in named:
         assert f"def {name}(" in sources, name
-    for place in re.findall(r"`(tests/[\w/.]+)`", README):
-        assert (ROOT / place).exists(), place
+    for path in paths:
+        assert (ROOT / path).exists(), path
 
 
-def test_no_placeholder_is_left() -> None:
-    assert not re.findall(r"@[A-Z]+@", README)
+def test_readme_is_short() -> None:
+    assert len(README) <= 9000
+
+
+def test_readme_lists_every_preset() -> None:
+    table = README.partition("\n## Methods\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`([a-z0-9-]+)`", " ".join(rows))) == sorted(objectives())
+
+
+def test_the_index_links_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("**/*.md")} - {"README.md"}
+    assert {page for page in pages if f"]({page})" not in index} == set()
 
 
 @pytest.mark.parametrize("name", recipe_names())
