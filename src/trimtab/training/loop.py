@@ -2,9 +2,8 @@
 
     take a batch -> proximal log-probs -> advantages -> mini-batch updates -> publish weights
 
-Where batches come from is the feed's affair: made in step, or taken from engines that never stop (feed/). Time is
-counted in optimizer updates. A step consumes one batch; weights are published once at least `sync_every` updates have
-passed since the last publication.
+Batches come from a `RolloutSource`, synchronous or asynchronous. Time is counted in optimizer updates: a step consumes
+one batch, and weights are published once at least `sync_every` updates have passed since the last publication.
 """
 
 from __future__ import annotations

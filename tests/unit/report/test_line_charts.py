@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from trimtab.pages import svg
 from trimtab.pages.render import number, short
 from trimtab.report import line_charts
 from trimtab.report.line_charts import Curve
@@ -68,7 +69,7 @@ def test_no_band_where_the_whole_axis_is_unhealthy() -> None:
     [(0.001, "1e-3"), (2e-13, "2e-13"), (0.05, "0.05"), (1.0, "1"), (20.0, "20"), (1000.0, "1e3")],
 )
 def test_axis_labels(value: float, text: str) -> None:
-    assert line_charts.short_power(value) == text
+    assert svg.short_power(value) == text
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_a_curve_of_zeros_lies_below_the_powers_of_ten() -> None:
     axes = Figure().add_subplot()
     axes.plot([1, 2], [3e-4, 2e-5])
     axes.plot([1, 2], [0.0, 0.0])
-    line_charts.log_scale_with_zero(axes)
+    svg.log_scale_with_zero(axes)
     height = {value: axes.transData.transform((1, value))[1] for value in (0.0, 1e-6, 1e-5, 1e-4, 1e-3)}
     assert list(height.values()) == sorted(height.values())
     assert height[1e-4] - height[1e-5] == pytest.approx(height[1e-3] - height[1e-4])

@@ -60,9 +60,9 @@ def test_the_lean_path_is_used_where_it_is_exact() -> None:
         == path("qwen3", 30)
         == path("qwen3-moe", 30)
         == path("mistral-window", 8)
-        == "LockstepDecoder"
+        == "SharedPromptDecoder"
     )
-    assert path("gpt2", 30) == path("mistral-window", 9) == "GenericDecoder"
+    assert path("gpt2", 30) == path("mistral-window", 9) == "CachedDecoder"
 
 
 def test_replaced_linear_maps_are_not_bypassed() -> None:

@@ -102,7 +102,7 @@ def test_prompts_in_several_blocks_and_batches(monkeypatch: pytest.MonkeyPatch) 
 def test_a_model_with_a_window_takes_the_other_path(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     monkeypatch.setattr(embedded_engine, "supports", lambda _model: False)
-    monkeypatch.setattr(embedded_engine, "GenericDecoder", lambda *given: used.append(1) or CachedDecoder(*given))
+    monkeypatch.setattr(embedded_engine, "CachedDecoder", lambda *given: used.append(1) or CachedDecoder(*given))
     model, asked = make("qwen3-moe"), prompts(LENGTHS)
     for one, group in zip(asked, engine_of(model).generate(asked, 3, STOPS, seed=1), strict=True):
         assert all(same_experts(answer.routes, chosen(model, one, answer)) for answer in group)
