@@ -22,7 +22,7 @@ from trimtab.engines.vllm.vllm_engine import VllmEngine
 from trimtab.models.load import load
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.models.lora import named_weights
-from trimtab.rollout.canary import PULL, Canary
+from trimtab.rollout.canary import UNMOVED_SIGMAS, Canary
 from trimtab.training.export import save_model_files
 from trimtab.types import Prompt, Sampling
 
@@ -45,7 +45,7 @@ def main() -> None:
     high, low = max(pulls), min(pulls)
     print(
         f"{len(pulls)} looks without an alarm; pull {low:.1f} to {high:.1f}, 99% below {np.quantile(pulls, 0.99):.1f} "
-        f"(limit {PULL:g}), standard deviation {np.std(pulls):.1f}"
+        f"(limit {UNMOVED_SIGMAS:g}), standard deviation {np.std(pulls):.1f}"
     )
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.cli.comparison_progress import watch_grid
+from trimtab.cli.comparison_progress import show_progress
 from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError
-from trimtab.lab.runner import held, run_cells
+from trimtab.lab.runner import lock_folder, run_cells
 
 PASSES = "pass.json"
 
@@ -41,8 +41,8 @@ def run(cells: Sequence[Cell], root: Path, *, workers: int, samples: int, proble
     `samples` samples at temperature 1 for each of the first `problems` held-out problems (none for `samples` = 0).
     """
     configs = {cell.name: cell.config(root) for cell in cells}
-    with held(root), watch_grid(workers) as watch:
-        results = run_cells(configs, workers=workers, watch=watch, keep=samples > 0)
+    with lock_folder(root), show_progress(workers) as observer:
+        results = run_cells(configs, workers=workers, observer=observer, keep=samples > 0)
     failed = {name: result.error for name, result in results.items() if result.status != "done"}
     if failed:
         raise TrimtabError("; ".join(f"{name}: {error}" for name, error in failed.items()))

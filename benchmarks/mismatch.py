@@ -24,7 +24,7 @@ from torch import Tensor
 from routing import elsewhere
 from trimtab import tasks
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import EXACT, WeightQuantization, matrices
+from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
 from trimtab.models.laboratory import NAMES
 from trimtab.models.load import BUNDLED, LABORATORY, MIXTURE, load
 from trimtab.models.logprobs import TokenBatch, score
@@ -33,8 +33,8 @@ from trimtab.training.sft import laboratory_folder
 from trimtab.types import Sampling
 
 SAMPLERS: dict[str, tuple[str, WeightQuantization]] = {
-    "float32": ("float32", EXACT),
-    "bfloat16": ("bfloat16", EXACT),
+    "float32": ("float32", NO_QUANTIZATION),
+    "bfloat16": ("bfloat16", NO_QUANTIZATION),
     "int8": ("float32", WeightQuantization(bits=8)),
     "int4": ("float32", WeightQuantization(bits=4)),
     "int3": ("float32", WeightQuantization(bits=3)),

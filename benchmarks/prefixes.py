@@ -47,7 +47,7 @@ from trimtab.rollout.source import SyncSource
 from trimtab.runs.directory import RunDirectory
 from trimtab.training.loop import Trainer
 from trimtab.training.observer import NullObserver
-from trimtab.training.run import assemble, check, load_model
+from trimtab.training.run import build_trainer, check, load_model
 
 TARGET = 1.05
 BASE = "on-policy"
@@ -81,7 +81,7 @@ class Turns(NullObserver):
         del done, total
         if name == "collect":
             assert self.trainer is not None
-            self.trainer.feed = self.feeds[self._name]
+            self.trainer.source = self.feeds[self._name]
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         self.seen[self._name].append({key: metrics[key] for key in (*KEYS, "length/mean")})
@@ -127,7 +127,7 @@ def run(case: str, options: argparse.Namespace) -> tuple[Turns, float]:
     config, turns = recipe(case, BASE, options, steps), Turns(options.refresh)
     parts, loaded = check(config), load_model(config)
     with tempfile.TemporaryDirectory() as folder, RunDirectory.create(Path(folder) / "run", config.dump()) as directory:
-        trainer = turns.trainer = assemble(config, parts, loaded, directory, turns)
+        trainer = turns.trainer = build_trainer(config, parts, loaded, directory, turns)
         sampling = replace(trainer.collector.sampling, ignore_stop=case in FORCED)
         for name in VARIANTS:
             own = recipe(case, name, options, steps)

@@ -35,7 +35,7 @@ from grid import mean_and_range, table
 from trimtab import tasks
 from trimtab.config import load_config
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import EXACT, WeightQuantization
+from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization
 from trimtab.models import laboratory
 from trimtab.models.load import LABORATORY, MIXTURE, SWITCH, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
@@ -47,8 +47,8 @@ TWIN = "dense twin"
 MODELS = (LABORATORY, TWIN, MIXTURE, SWITCH)
 # Sampler, and whether the trainer computes under bfloat16 autocast.
 SAMPLERS: dict[str, tuple[str, WeightQuantization, bool]] = {
-    "bfloat16": ("bfloat16", EXACT, False),
-    "bfloat16, trainer too": ("bfloat16", EXACT, True),
+    "bfloat16": ("bfloat16", NO_QUANTIZATION, False),
+    "bfloat16, trainer too": ("bfloat16", NO_QUANTIZATION, True),
     "int8": ("float32", WeightQuantization(bits=8), False),
     "int4": ("float32", WeightQuantization(bits=4), False),
     "int3": ("float32", WeightQuantization(bits=3), False),
@@ -258,7 +258,7 @@ def sources(root: Path, prompts: int, samples: int) -> None:
     for noise in NOISES:
         drawn = draw(model, "float32", WeightQuantization(noise=noise), prompts, samples)
         rows.append([f"noise {noise:g}", *row_of([measure(model, drawn)])])
-    batch = draw(model, "float32", EXACT, prompts, samples).batch
+    batch = draw(model, "float32", NO_QUANTIZATION, prompts, samples).batch
     rows.append(["routers in bfloat16, the rest exact", *row_of([routers_alone(model, batch)])])
     print(table(["sampler", *HEAD], rows))
 

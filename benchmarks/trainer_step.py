@@ -114,7 +114,7 @@ def trimtab_worker(model: str, variant: dict[str, Any]) -> None:
     from trimtab.runs.directory import RunDirectory
     from trimtab.tasks.task import BuiltTask
     from trimtab.training.observer import NullObserver
-    from trimtab.training.run import Parts, assemble, load_model
+    from trimtab.training.run import RunParts, build_trainer, load_model
     from trimtab.types import Problem, RewardSpec
 
     commands = Commands()
@@ -150,9 +150,9 @@ def trimtab_worker(model: str, variant: dict[str, Any]) -> None:
         },
         "benchmark",
     )
-    parts = Parts(objective("token-tis"), task, rewards.build([spec], task))
+    parts = RunParts(objective("token-tis"), task, rewards.build([spec], task))
     with RunDirectory.create(Path(tempfile.mkdtemp()), config.dump()) as run:
-        trainer = assemble(config, parts, load_model(config), run, Stepwise())
+        trainer = build_trainer(config, parts, load_model(config), run, Stepwise())
         trainer.collector.sampling = replace(trainer.collector.sampling, ignore_stop=True)
         commands.ready(threads=torch.get_num_threads())
         trainer.train()

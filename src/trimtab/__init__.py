@@ -1,4 +1,4 @@
-"""Trimtab keeps LLM reinforcement learning stable when its data is off-policy.
+"""Stable reinforcement learning for LLMs on off-policy data.
 
     logps = trimtab.PolicyLogps(current=c, behavior=b, mask=m, proximal=p)
     out = trimtab.objective("token-tis", weight_max=2.0)(logps, trimtab.advantages("grpo", rewards, groups))
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trimtab.evaluation import pass_at_k
     from trimtab.objectives import Objective, PolicyLogps, advantages, correct, mismatch, objective
 
-_HOMES = {
+_EXPORTS = {
     "trimtab.api": ("train",),
     "trimtab.config": ("Config", "load_config"),
     "trimtab.corrections": ("Band", "Divergence", "OPSM", "Veto", "Weight"),
@@ -38,7 +38,7 @@ _HOMES = {
         "objective",
     ),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "OPSM",
@@ -64,12 +64,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # `trimtab.objectives` is a package and, called, the list of presets: the package itself is callable.
+    # `trimtab.objectives` is a callable package: calling it lists the presets.
     if name == "objectives":
         return importlib.import_module("trimtab.objectives")
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

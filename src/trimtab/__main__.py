@@ -1,4 +1,4 @@
-"""`python -m trimtab` is the `trimtab` command."""
+"""Runs the `trimtab` command as `python -m trimtab`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trimtab.cli import starting
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line; entry point of the console script."""
     starting.guard()
     from trimtab.cli.main import main as run
 

@@ -1,4 +1,4 @@
-"""Training from Python in one call; the command line does the same with a display."""
+"""The Python entry point for training, equivalent to `trimtab train` without its display."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ def train(
     observer: Observer | None = None,
     progress: bool = True,
 ) -> RunResult:
-    """Train with a recipe (its name, a TOML file, a mapping, or a `Config`) and write `report.html` into the run.
+    """Train with a recipe and write `report.html` into the run directory.
 
-    `reward(completion, problem)` replaces the recipe's rewards; it runs in a child process with a time and memory
-    limit, and a call that fails costs its sample, never the run. `objective` takes the place of the recipe's, which may
-    then have no keywords; a run resumed later must be given the same. `overrides` are `section.key=value` strings.
-    `progress` writes a line for each step, and other messages, to standard error, unless there is an `observer`.
-    Ctrl-C and SIGTERM end the run after the step in progress, with a checkpoint; a second one ends it at once.
+    `config` is a recipe name, the path of a TOML file, a mapping, or a `Config`.
+    `reward(completion, problem)` replaces the recipe's rewards. It runs in a child process with a time and a memory
+    limit; a failing call drops its sample and does not end the run.
+    `objective` replaces the recipe's objective, whose section may then have no keywords. A resumed run must be given
+    the same objective.
+    `overrides` are `section.key=value` strings.
+    `progress` writes a line for each step, and other messages, to standard error, unless an `observer` is given.
 
-    Raises `TrimtabError`, in one line, for anything the caller can mend.
+    Ctrl-C and SIGTERM end the run after the current step with a checkpoint; a second signal ends it immediately.
+    Raises `TrimtabError`, with a one-line message, for every error that the caller can correct.
     """
     resolved = config if isinstance(config, Config) else load_config(config, overrides)
     if resolved.compare is not None:
@@ -45,29 +48,31 @@ def train(
             "the recipe has a [compare] section, which trains several runs: use `trimtab train`, or leave the section "
             "out and call this once for each objective and seed"
         )
-    watcher = NullObserver() if follows() else observer or (_lines() if progress else NullObserver())
+    run_observer = NullObserver() if follows() else observer or (_progress_lines() if progress else NullObserver())
     if resolved.placement == "ray":
         if reward is not None:
             raise TrimtabError(
-                'a function does not travel to a cluster: name it in the recipe, reward.name = "module:it"'
+                'a function cannot be sent to a cluster: name it in the recipe, reward.name = "module:function"'
             )
         if objective is not None:
             raise TrimtabError(
-                "an objective given in code does not travel to a cluster: name a function that returns it, "
-                'objective.name = "module:it"'
+                "an objective given in code cannot be sent to a cluster: name a function that returns it, "
+                'objective.name = "module:function"'
             )
         from trimtab.cluster.driver import train as run_on_cluster
 
-        result = run_on_cluster(resolved, out=out, resume=resume, observer=watcher)
+        result = run_on_cluster(resolved, out=out, resume=resume, observer=run_observer)
     else:
-        result = run_training(resolved, reward=reward, objective=objective, out=out, resume=resume, observer=watcher)
+        result = run_training(
+            resolved, reward=reward, objective=objective, out=out, resume=resume, observer=run_observer
+        )
     if follows():
-        return result  # the leader reports
-    watcher.finished(_held_out(result.run), write_report(result.run))
+        return result  # only the leader writes the report
+    run_observer.finished(_accuracy_summary(result.run), write_report(result.run))
     return result
 
 
-def _lines() -> Observer:
+def _progress_lines() -> Observer:
     from rich.console import Console
 
     from trimtab.cli.display import PlainDisplay
@@ -75,12 +80,12 @@ def _lines() -> Observer:
     return PlainDisplay(Console(stderr=True, highlight=False))
 
 
-def _held_out(run: Path) -> dict[str, float | str]:
-    """`eval/<task>/before` and `/after`, where they were measured, and `/problems`, on how many."""
+def _accuracy_summary(run: Path) -> dict[str, float | str]:
+    """Returns `eval/<task>/before` and `/after` where they were measured, and `/problems`, the number of problems."""
     summary: dict[str, float | str] = {}
-    read = read_run(run)
-    for task, found in read.accuracy().items():
-        ends = {"before": found.before, "after": found.after}
-        summary |= {f"eval/{task}/{moment}": value for moment, value in ends.items() if value is not None}
-        summary |= {f"eval/{task}/problems": int(count) for count in read.series(f"eval/{task}/problems")[1][-1:]}
+    data = read_run(run)
+    for task, accuracy in data.accuracy().items():
+        values = {"before": accuracy.before, "after": accuracy.after}
+        summary |= {f"eval/{task}/{moment}": value for moment, value in values.items() if value is not None}
+        summary |= {f"eval/{task}/problems": int(count) for count in data.series(f"eval/{task}/problems")[1][-1:]}
     return summary

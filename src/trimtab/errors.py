@@ -1,4 +1,4 @@
-"""Exceptions and warnings for users: one line that says what is wrong and what to do."""
+"""Exceptions and warnings for users: one-line messages that state the error and its remedy."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-# For messages of places that do not know whether the run has written a checkpoint.
+# Used in messages where it is not known whether the run has written a checkpoint.
 RESUME = "continue with --resume (from the last checkpoint, or from the beginning if none was written)"
 
 
 class TrimtabError(ValueError):
-    """A mistake a user can mend. The command line prints it as one line and exits with code 2."""
+    """An error that the user can correct. The command line prints it as one line and exits with code 2."""
 
 
 class DivergedError(TrimtabError):
-    """The trained policy is no longer finite: of a single run a mistake in its settings, of an experiment a result."""
+    """The trained policy is no longer finite. An error for a single run, a result for a run of an experiment."""
 
 
 class EngineDeadError(TrimtabError):
-    """An engine died or cannot be reached in the middle of its work; `Engine.recover` brings it back."""
+    """An engine died or became unreachable during a call; `Engine.recover` restarts it."""
 
 
 class Stopped(KeyboardInterrupt):
-    """The work was ended by Ctrl-C or SIGTERM; `signal` is which."""
+    """The process was stopped by Ctrl-C or SIGTERM; `signal` is the signal number."""
 
     def __init__(self, signal: int) -> None:
         super().__init__()
@@ -34,11 +34,11 @@ class Stopped(KeyboardInterrupt):
 
 
 class TrimtabWarning(UserWarning):
-    """Something the user should know that does not stop the work."""
+    """A problem that the user should know about and that does not stop the program."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint ` (did you mean ...?)` naming the closest known words, or the whole list when none is close."""
+    """Returns ` (did you mean ...?)` with up to three close words of `known`, or the whole list when none is close."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
     if close:
@@ -47,13 +47,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def explain(error: ValidationError, known: Iterable[str]) -> str:
-    """The first problem pydantic found with the options of a named part, in one line; `known` are its options."""
-    # A misspelt option first: the one it stands for would else be said to be missing.
+    """Returns the first pydantic error for the options of a named section in one line; `known` are its options."""
+    # Unknown options come first: a misspelled required option would otherwise be reported as missing.
     first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    place = ".".join(str(part) for part in first["loc"])
+    option = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"unknown option {place!r}{nearest(place, known)}"
+        return f"unknown option {option!r}{nearest(option, known)}"
     if first["type"] == "missing":
-        return f"option {place!r} is missing; give it a value"
+        return f"option {option!r} is missing; give it a value"
     message = first["msg"].removeprefix("Value error, ")
-    return f"{place}: {message}, got {first['input']!r}" if place else message
+    return f"{option}: {message}, got {first['input']!r}" if option else message

@@ -1,9 +1,9 @@
-"""The records of the data flow: tasks, prompts, completions, trajectories, and the `Engine` protocol.
+"""Records of the data flow (problems, prompts, completions, trajectories) and the `Task` and `Engine` protocols.
 
     Task -> Prompt -> Engine -> Completion -> Trajectory -> reward -> Group -> advantages -> Batch -> Objective
 
-Everything here is frozen and free of torch: a record that was handed on can no longer be changed, and files,
-processes and tests can build one without loading a model. Per-token fields are numpy arrays of equal length.
+All records are frozen and need no torch, so that files, processes and tests can build one without loading a model.
+Per-token fields are numpy arrays of equal length.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ExpertArray = NDArray[np.int16]
 FinishReason = Literal["stop", "length", "abort"]
 
 EXTERNAL_VERSION = -1
-"""`policy_version` of tokens that no policy of the run wrote."""
+"""`policy_version` of tokens that were not sampled from a policy of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of a task: what is asked and what the right answer is."""
+    """One row of a task: the question and the correct answer."""
 
     id: str
     question: str
@@ -38,7 +38,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A problem as the model sees it, token for token."""
+    """A problem with its prompt text and token ids, as the model receives them."""
 
     problem: Problem
     text: str
@@ -47,11 +47,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The contract a token was drawn under; stored with every trajectory.
+    """The sampling parameters of a completion; stored with every trajectory.
 
-    `temperature == 0` is greedy. `top_k == 0` and `top_p == 1` mean "not truncated". `logprobs` says which
-    distribution the log-probs describe: "processed" is the one really sampled (after temperature, top-k, top-p),
-    "raw" the model's own softmax. Both agree at temperature 1 without truncation.
+    `temperature == 0` is greedy. `top_k == 0` and `top_p == 1` disable truncation. `logprobs` selects the distribution
+    that the log-probs describe: "processed" is the sampled one (after temperature, top-k and top-p), "raw" the softmax
+    of the model's logits. Both agree at temperature 1 without truncation.
     """
 
     temperature: float = 1.0
@@ -60,25 +60,25 @@ class Sampling:
     max_tokens: int = 64
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
-    ignore_stop: bool = False  # forced length: benchmarks only
+    ignore_stop: bool = False  # sample `max_tokens` tokens in any case; for benchmarks only
     logprobs: Literal["processed", "raw"] = "processed"
 
     @property
     def truncated(self) -> bool:
-        """Whether part of the vocabulary could not be sampled."""
+        """Whether top-p or top-k excludes part of the vocabulary."""
         return self.top_p < 1.0 or self.top_k > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What an engine returns for one sample: token ids, what it thought of them, and which weights wrote them.
+    """One sampled response: token ids, their log-probs under the sampler, and the policy version of each token.
 
-    `kept` holds, under truncated sampling, the vocabulary ids each token was drawn from (METHODS 3.4, "keep
-    sampling mask"); the trainer renormalises over them so that both policies share one action space.
+    `kept` is the sampling mask: under truncated sampling, the vocabulary ids each token was drawn from (METHODS 3.4,
+    "keep sampling mask"). The trainer renormalizes over them so that both policies share one action space.
 
-    `routes` holds the experts that a mixture-of-experts model sent each token to, (prompt + response - 1, layers, k):
-    one entry for each token that was run, which the last one never is (METHODS 8.1). Where weights changed in between,
-    an entry is of the policy that ran its token first.
+    `routes` are the routed experts of a mixture-of-experts model, (prompt + response - 1, layers, k): one entry for
+    each token that was run through the model, which the last token is not (METHODS 8.1). Where the weights changed
+    during the response, an entry is of the policy that ran its token first.
     """
 
     response_ids: IntArray
@@ -93,7 +93,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """One scored response, ready for the trainer and for the trajectory file."""
+    """A response with its rewards and loss mask, as the trainer and the trajectory file use it."""
 
     prompt: Prompt
     group: int
@@ -102,7 +102,7 @@ class Trajectory:
     loss_mask: BoolArray
     reward: float
     rewards: Mapping[str, float]
-    off_policy: bool = False  # an external trace (LUFFY): no behavior policy, `logp_behavior` is NaN and never read
+    off_policy: bool = False  # an external trace (LUFFY) without behavior policy; `logp_behavior` is NaN, never read
 
     def __len__(self) -> int:
         return len(self.completion.response_ids)
@@ -111,7 +111,7 @@ class Trajectory:
 class RewardSpec(NamedTuple):
     """One reward of a run: a built-in name, `module:function`, or a callable `(completion, problem) -> float`.
 
-    The first reward of a list is the one that says "correct" (1.0) by convention; the others shape.
+    By convention the first reward of a list marks a correct answer with 1.0; the others shape the reward.
     """
 
     name: str | Callable[[str, Problem], float]
@@ -121,7 +121,7 @@ class RewardSpec(NamedTuple):
 
 
 class Task(Protocol):
-    """Where prompts come from. Both splits are finite, indexable and deterministic; they share no problem."""
+    """A source of problems. Both splits are finite, indexable and deterministic, and have no problem in common."""
 
     name: str
 
@@ -132,55 +132,55 @@ class Task(Protocol):
     def test(self) -> Sequence[Problem]: ...
 
     def prompt_text(self, problem: Problem, tokenizer: Any) -> str:
-        """The exact text the model continues (few-shot examples or chat template applied)."""
+        """Returns the text the model continues, with few-shot examples or chat template applied."""
         ...
 
     def gold(self, problem: Problem) -> str:
-        """The text a perfect model writes after the prompt, stop string included (supervised warm start)."""
+        """Returns the correct response including the stop string, as the supervised warm start trains on it."""
         ...
 
     @property
     def rewards(self) -> tuple[RewardSpec, ...]:
-        """What this task pays for unless the recipe says otherwise."""
+        """The default rewards of the task, used unless the recipe names others."""
         ...
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Strings that end a response."""
+        """The strings that end a response."""
         ...
 
     @property
     def max_tokens(self) -> int:
-        """How many response tokens this task needs at most."""
+        """The largest number of response tokens this task needs."""
         ...
 
     @property
     def prompt_style(self) -> str:
-        """How its prompts are made, for people: "chat", "plain" or "few-shot, 4 examples"."""
+        """The prompt format as shown to users: "chat", "plain" or "few-shot, 4 examples"."""
         ...
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was chosen in the user's place, and how to choose otherwise: sentences shown beside results."""
+        """Sentences shown beside results: choices made by default, and how to change them."""
         ...
 
 
 class AbortSignal(Protocol):
-    """A request to stop soon, as `threading.Event` is one: set from another thread, looked at between tokens."""
+    """A request to stop soon, such as a `threading.Event`: set from another thread, read between tokens."""
 
     def is_set(self) -> bool: ...
 
 
 class Engine(Protocol):
-    """Samples responses and says with which probability. Stateless but for its weights: all randomness is in `seed`.
+    """Samples responses and returns their log-probs. Its only state is the weights: all randomness is in `seed`.
 
-    Calls come from one thread at a time. A call that the engine did not survive raises `EngineDeadError`; after
-    `recover` the engine works again, without weights: publish before generating.
+    Calls come from one thread at a time. A call during which the engine died raises `EngineDeadError`; after `recover`
+    the engine runs again but has no weights, so `publish` has to precede `generate`.
     """
 
     policy_version: int
-    decoded: int  # tokens run through the model one at a time, since the start
-    prefilled: int  # tokens run through the model in parallel, since the start; padding is not counted
+    decoded: int  # total tokens run through the model one at a time
+    prefilled: int  # total tokens run through the model in parallel, without padding
 
     def generate(
         self,
@@ -192,40 +192,42 @@ class Engine(Protocol):
         prefixes: Sequence[Sequence[Completion]] | None = None,
         interrupt: AbortSignal | None = None,
     ) -> list[list[Completion]]:
-        """`samples` completions for each prompt, in order. Equal arguments and weights give equal tokens.
+        """Returns `samples` completions for each prompt, in order. Equal arguments and weights give equal tokens.
 
-        `prefixes[p][s]` holds the first tokens of sample s of prompt p, of any origin; the completion returned is
-        the whole response, and its log-probs and versions say token by token who wrote what. An empty prefix gives
-        exactly what no prefix gives; a complete response (`finish="stop"`, or `max_tokens` long) comes back as it is.
+        `prefixes[p][s]` holds the first tokens of sample s of prompt p, of any origin. The completion returned is the
+        whole response; its log-probs and policy versions are per token, those of the prefix unchanged. An empty prefix
+        gives exactly the result of no prefix. A complete response (`finish="stop"`, or `max_tokens` long) is returned
+        unchanged.
 
-        Soon after `interrupt` is set the call returns what there is: responses that are not complete have
-        `finish="abort"` (and possibly no token). All of it may be given back as `prefixes`, to go on under other
-        weights.
+        Soon after `interrupt` is set the call returns: incomplete responses have `finish="abort"` and may have no
+        token. They can be passed as `prefixes` of a later call, under the same or other weights.
         """
         ...
 
     def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
-        """Take over named weights (full precision, adapters merged); tokens sampled from now on carry `version`.
+        """Load named weights (full precision, adapters merged); tokens sampled from now on carry `version`.
 
-        `exact` leaves out whatever the engine does to weights on purpose (quantization, noise).
+        `exact` skips everything the engine applies to weights on purpose (quantization, noise).
         """
         ...
 
     def weights(self) -> Iterable[tuple[str, Any]]:
-        """The weights in use, by the names `publish` takes; publishing them `exact` changes no bit."""
+        """Returns the weights in use, by the names `publish` takes; publishing them with `exact` changes no bit."""
         ...
 
     def recover(self) -> None:
-        """Bring the engine back after `EngineDeadError`; nothing to do where it is alive. Raises `TrimtabError` for
-        good."""
+        """Restart the engine after `EngineDeadError`; does nothing while it is alive.
+
+        Raises `TrimtabError` when it cannot be restarted.
+        """
         ...
 
     def close(self) -> None:
-        """End the engine and every process it started. Idempotent."""
+        """Shut down the engine and every process it started. Idempotent."""
         ...
 
 
-# A prefix of no tokens: the response is sampled whole.
+# An empty prefix: the whole response is sampled.
 EMPTY = Completion(
     response_ids=np.empty(0, dtype=np.int64),
     logp_behavior=np.empty(0, dtype=np.float32),
@@ -236,9 +238,10 @@ EMPTY = Completion(
 
 
 def cut(completion: Completion, kept: int) -> Completion:
-    """The first `kept` tokens, but never the one that ended the response: its ending is sampled again.
+    """Returns the first `kept` tokens of `completion` as a prefix, without text.
 
-    The prefix has no text: what its ids spell depends on what follows them.
+    The token that ended a response is always left out, so that the ending is sampled again. The text of a prefix is
+    undefined because it depends on the tokens that follow.
     """
     n = len(completion.response_ids)
     k = min(kept, n - 1 if completion.finish == "stop" else n)
@@ -256,12 +259,15 @@ def cut(completion: Completion, kept: int) -> Completion:
 
 
 def splice(prefix: Completion, whole: Completion) -> Completion:
-    """`whole` with its first tokens replaced by those of `prefix`. What one of the two lacks, the result lacks."""
+    """Returns `whole` with its first tokens replaced by those of `prefix`.
+
+    An optional field that either of the two lacks is None in the result.
+    """
     k = len(prefix.response_ids)
     if k == 0:
         return whole
     old, new, old_kept, new_kept = prefix.entropy, whole.entropy, prefix.kept, whole.kept
-    routes, before = whole.routes, prefix.routes
+    routes, old_routes = whole.routes, prefix.routes
     return replace(
         whole,
         response_ids=np.concatenate([prefix.response_ids, whole.response_ids[k:]]),
@@ -269,5 +275,7 @@ def splice(prefix: Completion, whole: Completion) -> Completion:
         policy_version=np.concatenate([prefix.policy_version, whole.policy_version[k:]]),
         entropy=None if old is None or new is None else np.concatenate([old, new[k:]]),
         kept=None if old_kept is None or new_kept is None else old_kept + new_kept[k:],
-        routes=None if routes is None or before is None else np.concatenate([before, routes[len(before) :]]),
+        routes=None
+        if routes is None or old_routes is None
+        else np.concatenate([old_routes, routes[len(old_routes) :]]),
     )

@@ -51,7 +51,7 @@ def write_for_ever(root: Path, first: int, same: bool, kill_at: int) -> None:
         store.save(root, first if same else serial, payload(serial), {"serial": serial})
         print("saved", serial, flush=True)
         if not same:
-            store.prune(root, keep=2)
+            store.delete_old(root, keep=2)
 
 
 def main() -> None:

@@ -34,8 +34,8 @@ def save(root: Path, serial: int, ranks: Ranks) -> None:
     shards = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole(serial).items()}
     plain = {"step": torch.tensor(float(serial)), "shared": torch.arange(3) + serial}
     # What is not sharded is the leader's: the others' is ignored.
-    own = plain if ranks.leads else {name: tensor * 0 for name, tensor in plain.items()}
-    meta = {"serial": serial if ranks.leads else -1}
+    own = plain if ranks.is_leader else {name: tensor * 0 for name, tensor in plain.items()}
+    meta = {"serial": serial if ranks.is_leader else -1}
     store.save(root, serial, {"model": {**shards, **own}, "random": own}, meta, {"note": b"%d" % serial})
 
 

@@ -17,7 +17,7 @@ from trimtab.config import CanaryConfig, load_config
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import DivergedError, TrimtabError
 from trimtab.models import laboratory
-from trimtab.rollout.canary import FLOOR, MARGIN, Canary
+from trimtab.rollout.canary import MARGIN, MIN_BOUND, Canary
 from trimtab.types import Completion, Prompt
 
 pytestmark = pytest.mark.e2e
@@ -130,7 +130,7 @@ def test_a_healthy_engine_is_never_accused(dtype: torch.dtype, size: float) -> N
     # A float32 engine leans nowhere: its bound alone is as sharp.
     assert ("canary/pull" in watch.metrics()) == (dtype == torch.bfloat16)
     assert watch.metrics().get("canary/pull", 0) < 5
-    assert max(differences) < max(MARGIN * differences[0], FLOOR)
+    assert max(differences) < max(MARGIN * differences[0], MIN_BOUND)
 
 
 def test_publishing_the_same_weights_again_is_no_skipped_update() -> None:

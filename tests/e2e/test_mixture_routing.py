@@ -11,7 +11,7 @@ import torch
 
 from trimtab import tasks
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import EXACT, WeightQuantization, matrices
+from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
 from trimtab.models.load import LABORATORY, MIXTURE, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.training.sft import laboratory_folder
@@ -20,8 +20,8 @@ from trimtab.types import Sampling
 pytestmark = pytest.mark.e2e
 
 SAMPLERS = {
-    "float32": (torch.float32, EXACT),
-    "bfloat16": (torch.bfloat16, EXACT),
+    "float32": (torch.float32, NO_QUANTIZATION),
+    "bfloat16": (torch.bfloat16, NO_QUANTIZATION),
     "int8": (torch.float32, WeightQuantization(bits=8)),
     "int4": (torch.float32, WeightQuantization(bits=4)),
     "int3": (torch.float32, WeightQuantization(bits=3)),

@@ -130,7 +130,7 @@ def test_a_function_that_builds_something_else_now_does_not_go_on(
     [
         (("objective.weight_max=3",), "mine", r"objective.weight_max of the recipe would have no effect.*name=mine"),
         (("objective.name=icepop", "objective.calibrate=true"), "icepop", "objective.calibrate.*objective.name=own"),
-        (("placement=ray",), "mine", r"does not travel to a cluster.*objective.name = \"module:it\""),
+        (("placement=ray",), "mine", r"cannot be sent to a cluster.*objective.name = \"module:function\""),
         (("advantage.kind=optimal",), "mine", "does not fit objective 'mine'"),
         (("trainer.max_lag=4",), "mine", "'mine' tokens of older policies"),
     ],

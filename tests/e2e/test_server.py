@@ -381,4 +381,4 @@ def test_greedy_log_probs_are_zero(laboratory: LoadedModel, servers: list[Served
 
 def test_waits_between_looks_are_short_here() -> None:
     """Kills above cost what these say, not minutes."""
-    assert server_connection.FIRST_WAIT * (2**server_connection.LOOKS - 1) < 10
+    assert server_connection.INITIAL_BACKOFF * (2**server_connection.MAX_FAILED_CHECKS - 1) < 10

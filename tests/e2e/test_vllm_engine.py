@@ -210,7 +210,7 @@ def test_what_cannot_be_sampled_is_refused(engine: Any) -> None:
 
 def test_keep_sets_travel_with_their_tokens(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM returns them on GPUs only: here they are put into its answers."""
-    real, sampling = stepped_runner.chunk, Sampling(top_k=5, max_tokens=6, ignore_stop=True)
+    real, sampling = stepped_runner.to_delta, Sampling(top_k=5, max_tokens=6, ignore_stop=True)
 
     def masked(output: Any) -> stepped_runner.TokenDelta:
         found = real(output)
@@ -220,7 +220,7 @@ def test_keep_sets_travel_with_their_tokens(engine: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"vllm": wanted}))
     with pytest.raises(TrimtabError, match="without the set it was drawn from"):
         engine.generate(prompts([5]), 1, sampling, seed=0)
-    monkeypatch.setattr(stepped_runner, "chunk", masked)
+    monkeypatch.setattr(stepped_runner, "to_delta", masked)
     [[completion]] = engine.generate(prompts([5]), 1, sampling, seed=0)
     assert [kept.tolist() for kept in completion.kept] == [sorted([90, int(i), 2]) for i in completion.response_ids]
     with pytest.raises(TrimtabError, match="top_k only"):
@@ -234,17 +234,17 @@ def test_keep_sets_need_a_gpu(engine: Any) -> None:
 
 
 def test_a_token_without_its_log_prob_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = stepped_runner.chunk
+    real = stepped_runner.to_delta
 
     def forgetful(output: Any) -> stepped_runner.TokenDelta:
         [new] = output.outputs
         new.logprobs = [{token + 1: entry[token]} for token, entry in zip(new.token_ids, new.logprobs, strict=True)]
         return real(output)
 
-    monkeypatch.setattr(stepped_runner, "chunk", forgetful)
+    monkeypatch.setattr(stepped_runner, "to_delta", forgetful)
     with pytest.raises(TrimtabError, match="without its log-prob"):
         engine.generate(prompts([5]), 2, FORCED, seed=0)
-    monkeypatch.setattr(stepped_runner, "chunk", real)
+    monkeypatch.setattr(stepped_runner, "to_delta", real)
     engine.publish(policy().state_dict().items(), 7)  # nothing was left running: the prefix cache can be emptied
     assert len(engine.generate(prompts([5]), 2, FORCED, seed=0)[0]) == 2
 

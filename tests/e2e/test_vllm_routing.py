@@ -21,7 +21,7 @@ def test_neither_model_runner_returns_experts(
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", newer)
     save_model_files(*laboratory.build(0, laboratory.MIXTURE), tmp_path / "model")
     config = engine_config("float32")
-    setup.require(eager=True)
+    setup.import_vllm(eager=True)
     from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 

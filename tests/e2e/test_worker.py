@@ -230,7 +230,7 @@ def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
     assert [len(one.response_ids) for one in chain(*slow)] == [30] * 4
     with pytest.raises(EngineDeadError, match="gave no sign of life for 2 s"):
         engine.generate(ASKED, 4, FREE, seed=stuck_worker.STUCK, interrupt=threading.Event())
-    engine.patience = remote_engine.PATIENCE
+    engine.patience = remote_engine.HANG_TIMEOUT
     engine.recover()
     engine.publish(laboratory.build(1)[0].named_parameters(), 5)
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)

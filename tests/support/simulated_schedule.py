@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trimtab.planning.pipeline_schedule import Phases
-from trimtab.rollout.schedule import Request, Schedule
+from trimtab.rollout.schedule import GroupRange, Schedule
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Loop:
                 share = request.count / chunk
                 self._after(self.phases.engines * share, self._written(engine, request, self.updates))
 
-    def _written(self, engine: int, request: Request, version: int) -> Callable[[], None]:
+    def _written(self, engine: int, request: GroupRange, version: int) -> Callable[[], None]:
         def event() -> None:
             self.idle.append(engine)
             self.free_at = max(self.clock, self.free_at) + self.phases.score * request.count / self.schedule.prompts
@@ -70,7 +70,7 @@ class Loop:
 
         return event
 
-    def _scored(self, request: Request, version: int) -> None:
+    def _scored(self, request: GroupRange, version: int) -> None:
         for number in request.numbers:
             self.schedule.deliver(number, version)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.intervals import Interval, best, interval, rule
+from trimtab.intervals import Interval, best, interval, interval_method
 from trimtab.report.curves import Band, Series, band, thinned, trailing
 
 
@@ -19,8 +19,8 @@ def test_few_seeds_give_their_range() -> None:
     assert interval([0.2, 0.8, 0.5]) == Interval(pytest.approx(0.5), 0.2, 0.8, 3)  # pyright: ignore[reportArgumentType]
     assert interval([0.3]) == Interval(0.3, 0.3, 0.3, 1)
     assert interval([]) is None
-    assert rule(1) == "a single seed, no interval"
-    assert [rule(2), rule(4)] == ["range of 2 seeds", "range of 4 seeds"]
+    assert interval_method(1) == "a single seed, no interval"
+    assert [interval_method(2), interval_method(4)] == ["range of 2 seeds", "range of 4 seeds"]
 
 
 def test_five_seeds_give_students_interval_of_the_mean() -> None:
@@ -29,7 +29,7 @@ def test_five_seeds_give_students_interval_of_the_mean() -> None:
     found = interval([0.1, 0.2, 0.3, 0.4, 0.5])
     assert found is not None
     assert (found.mean, found.low, found.high) == pytest.approx((0.3, 0.103679, 0.496321), abs=1e-4)
-    assert rule(5) == "95% interval of the mean (Student's t)"
+    assert interval_method(5) == "95% interval of the mean (Student's t)"
 
 
 def test_an_interval_is_cut_where_no_such_number_lies() -> None:

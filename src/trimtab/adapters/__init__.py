@@ -1,1 +1,1 @@
-"""Objectives for other frameworks."""
+"""Exports of objectives to other frameworks."""

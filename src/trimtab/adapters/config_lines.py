@@ -1,5 +1,6 @@
-"""The same correction in the configuration of Trimtab, verl, TRL and Miles, put together from what each part says of
-itself; what has no equivalent there is said in a comment. Names as of verl 0.9, TRL 1.16 and Miles 31f1ca96
+"""Renders an objective as configuration of Trimtab, verl, TRL and Miles, from the settings of its parts.
+
+A comment names what a framework has no equivalent of. Option names are those of verl 0.9, TRL 1.16 and Miles 31f1ca96
 (docs/recommendations.md).
 """
 
@@ -25,7 +26,7 @@ ABSENT = {
     "seq-bypass": "it has no product ratio π/μ",
     "reinforce": "each of its losses has a ratio",
 }
-"""Presets none of the three has, and why."""
+"""Presets that verl, TRL and Miles all lack, with the reason."""
 
 NEAREST = {
     "seq-bypass": {"verl": "token-bypass", "TRL": "token-mis", "Miles": "token-bypass"},
@@ -35,14 +36,14 @@ NEAREST = {
     "token-bypass": {"TRL": "token-tis"},
     "geo-mask": {"Miles": "geo-mask-token-tis"},
 }
-"""What to set instead: over the same policies, at the nearest level."""
+"""The most similar preset of a framework that lacks one: the same policies in the ratio, the nearest level."""
 
 
 def lines(preset: str, overrides: Mapping[str, Any]) -> dict[str, str]:
-    """Configuration by framework: trimtab (TOML), verl (YAML), trl (Python), miles (flags, and YAML where it needs it).
+    """Returns configuration by framework: trimtab (TOML), verl (YAML), trl (Python), miles (flags, YAML where needed).
 
-    preset, overrides: as for `trimtab.objective`, which raises `TrimtabError` for what it does not know. A function of
-    one's own, `module:function`, is as good as a preset.
+    preset, overrides: as for `trimtab.objective`, custom functions (`module:function`) included. Raises `TrimtabError`
+    for unknown presets and keywords.
     """
     built = objective(preset, **overrides)
     return {
@@ -54,27 +55,27 @@ def lines(preset: str, overrides: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _foreign(
-    name: str, preset: str, given: Mapping[str, Any], built: Objective, write: Callable[[Objective], list[str]]
+    name: str, preset: str, overrides: Mapping[str, Any], built: Objective, render: Callable[[Objective], list[str]]
 ) -> str:
     nearest = NEAREST.get(preset, {}).get(name)
-    known = name in built.surrogate.peers(built.ratio.level)
-    if preset not in ABSENT and nearest is None and known:
-        return "\n".join(write(built))
-    why = f": {ABSENT[preset]}" if preset in ABSENT else ""
+    supported = name in built.surrogate.peers(built.ratio.level)
+    if preset not in ABSENT and nearest is None and supported:
+        return "\n".join(render(built))
+    reason = f": {ABSENT[preset]}" if preset in ABSENT else ""
     if nearest is None:
-        return f"# {name} has no equivalent of {preset}{why}"
-    shared = {key: value for key, value in given.items() if key in bounds_of(nearest)}
+        return f"# {name} has no equivalent of {preset}{reason}"
+    shared = {key: value for key, value in overrides.items() if key in bounds_of(nearest)}
     return "\n".join(
-        [f"# {name} has no equivalent of {preset}{why}; nearest, {nearest}:", *write(objective(nearest, **shared))]
+        [f"# {name} has no equivalent of {preset}{reason}; nearest, {nearest}:", *render(objective(nearest, **shared))]
     )
 
 
 def _trimtab(preset: str, overrides: Mapping[str, Any]) -> str:
-    found = ["[objective]", f"name = {json.dumps(preset)}", *(f"{key} = {value!r}" for key, value in overrides.items())]
-    own = bounds_of(preset)
-    if own and set(own) <= set(overrides):
-        found.append(f"# or, in place of {', '.join(own)}: calibrate = true")
-    return "\n".join(found)
+    rows = ["[objective]", f"name = {json.dumps(preset)}", *(f"{key} = {value!r}" for key, value in overrides.items())]
+    bounds = bounds_of(preset)
+    if bounds and set(bounds) <= set(overrides):
+        rows.append(f"# or, in place of {', '.join(bounds)}: calibrate = true")
+    return "\n".join(rows)
 
 
 def _surrogate(built: Objective, name: str) -> Setting:
@@ -105,38 +106,38 @@ def _verl(built: Objective) -> list[str]:
 
 
 def _verl_correction(built: Objective) -> tuple[dict[str, str], list[str]]:
-    """Keys of `rollout_correction`, and remarks. Several rules are one key, separated by commas."""
-    found, remarks = {"rollout_is": "null"}, []
+    """Returns keys of `rollout_correction`, and remarks. Several rules share one key, separated by commas."""
+    options, remarks = {"rollout_is": "null"}, []
     if built.ratio.over == "behavior":
-        found = {"bypass_mode": "true", "loss_type": "ppo_clip"}
+        options = {"bypass_mode": "true", "loss_type": "ppo_clip"}
     elif built.weight is not None:
         setting = built.weight.peers()["verl"]
-        found, remarks = dict(setting.options), [*setting.remarks]
+        options, remarks = dict(setting.options), [*setting.remarks]
     rules: dict[str, list[str]] = {}
     for setting in _masks(built, "verl"):
         remarks += setting.remarks
         for key, value in setting.options.items():
             rules.setdefault(key, []).append(value)
     for key, values in rules.items():
-        found[key] = values[0] if len(values) == 1 else f'"{",".join(value.strip(chr(34)) for value in values)}"'
+        options[key] = values[0] if len(values) == 1 else f'"{",".join(value.strip(chr(34)) for value in values)}"'
     if rules and built.ratio.over == "behavior":
         remarks.append("# in bypass mode verl judges π/μ, not π_old/μ")
-    return found, remarks
+    return options, remarks
 
 
 def _verl_actor(built: Objective) -> dict[str, str]:
     aggregation = built.aggregation
-    found = {}
+    options = {}
     if aggregation.kind != "token-mean":
-        found["loss_agg_mode"] = aggregation.kind.replace("constant", "seq-mean-token-sum-norm")
+        options["loss_agg_mode"] = aggregation.kind.replace("constant", "seq-mean-token-sum-norm")
     if aggregation.length_max is not None:
-        found["loss_scale_factor"] = str(aggregation.length_max)
-    return found | dict(_surrogate(built, "verl").options)
+        options["loss_scale_factor"] = str(aggregation.length_max)
+    return options | dict(_surrogate(built, "verl").options)
 
 
 def _trl(built: Objective) -> list[str]:
     loss = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "constant": "dr_grpo"}.get(built.aggregation.kind)
-    own, weight = _surrogate(built, "TRL"), built.weight
+    surrogate, weight = _surrogate(built, "TRL"), built.weight
     options = {"vllm_importance_sampling_correction": str(weight is not None)}
     settings = [*([] if weight is None else [weight.peers()["TRL"]]), *_masks(built, "TRL")]
     remarks = [remark for setting in settings for remark in setting.remarks]
@@ -146,33 +147,33 @@ def _trl(built: Objective) -> list[str]:
         remarks.append(f"# TRL has no equivalent of aggregation {built.aggregation.kind}")
     else:
         options["loss_type"] = json.dumps(loss)
-    options |= own.options
+    options |= surrogate.options
     if built.advantage == "dr-grpo":
         options["scale_rewards"] = "False"
     body = [f"    {key}={value}," for key, value in options.items()]
-    return ["GRPOConfig(", "    use_vllm=True,", *body, ")", *remarks, *own.remarks]
+    return ["GRPOConfig(", "    use_vllm=True,", *body, ")", *remarks, *surrogate.remarks]
 
 
 def _miles(built: Objective) -> list[str]:
-    own, weight = _surrogate(built, "Miles"), built.weight
-    found = [f"--advantage-estimator {'gspo' if built.ratio.level == 'geometric' else 'grpo'}"]
-    found += ["--calculate-per-token-loss"] if built.aggregation.kind == "token-mean" else []
-    found += [*_flags(own), *own.remarks]
+    surrogate, weight = _surrogate(built, "Miles"), built.weight
+    rows = [f"--advantage-estimator {'gspo' if built.ratio.level == 'geometric' else 'grpo'}"]
+    rows += ["--calculate-per-token-loss"] if built.aggregation.kind == "token-mean" else []
+    rows += [*_flags(surrogate), *surrogate.remarks]
     if built.advantage == "dr-grpo":
-        found += ["--disable-grpo-std-normalization", "# its constant denominator is examples/experimental/DrGRPO"]
+        rows += ["--disable-grpo-std-normalization", "# its constant denominator is examples/experimental/DrGRPO"]
     helper: dict[str, str] = {}
     for setting in _masks(built, "Miles"):
-        found += [*_flags(setting), *setting.remarks]
+        rows += [*_flags(setting), *setting.remarks]
         helper |= _keys(setting)
     if built.ratio.over == "behavior":
-        found.append("--use-rollout-logprobs")
+        rows.append("--use-rollout-logprobs")
     if weight is None:
-        return [*found, *(["# Miles' mismatch helper rejects beside a weight only"] if helper else [])]
-    own = weight.peers()["Miles"]
-    built_in = _flags(own)
+        return [*rows, *(["# Miles' mismatch helper rejects beside a weight only"] if helper else [])]
+    setting = weight.peers()["Miles"]
+    built_in = _flags(setting)
     return [
-        *found,
-        *(built_in if built_in and not helper else _miles_helper({**_keys(own), "use_rs": "false"}, helper)),
+        *rows,
+        *(built_in if built_in and not helper else _miles_helper({**_keys(setting), "use_rs": "false"}, helper)),
     ]
 
 
@@ -185,10 +186,10 @@ def _keys(setting: Setting) -> dict[str, str]:
 
 
 def _miles_helper(weight: Mapping[str, str], rules: Mapping[str, str]) -> list[str]:
-    """The mismatch helper of its examples, with a file of its own."""
-    absent = dict.fromkeys(("rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"), "null")
-    given = {**weight, **rules}
-    settings = given | {key: value for key, value in absent.items() if key not in given}
+    """Flags and configuration file of the mismatch helper in Miles' examples."""
+    settings = {**weight, **rules}
+    for key in ("rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"):
+        settings.setdefault(key, "null")
     return [
         "--use-tis",
         f"--custom-tis-function-path {MIS}",

@@ -1,1 +1,1 @@
-"""The `trimtab` command. Modules here parse arguments first and import heavy packages only when a command runs."""
+"""The `trimtab` command. Heavy packages are imported only when a command runs."""

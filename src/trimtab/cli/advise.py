@@ -1,4 +1,4 @@
-"""`trimtab compare --advise RUN`: the mismatch of a run, reproduced in the laboratory."""
+"""`trimtab compare --advise RUN`: measures the mismatch of a run and reproduces it in the laboratory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from trimtab.lab.match import Candidate, Kind, Level, Match
+    from trimtab.lab.match import Candidate, Kind, MismatchLevel, MismatchMatch
 
 LABORATORY_LENGTH = 11
-SURE = 0.5
-SEARCH = "Looking for this level in the laboratory: up to ten runs of one step, and one of 96 where lag is possible."
-# Causes that say by which mechanism a level should be reproduced; the others are faults to be mended first.
+MIN_CONFIDENCE = 0.5
+SEARCH_MESSAGE = (
+    "Looking for this level in the laboratory: up to ten runs of one step, and one of 96 where lag is possible."
+)
+# Causes and the mechanisms that reproduce them; other causes are faults that must be fixed first.
 MECHANISMS: dict[str, tuple[Kind, ...]] = {
     "stale": ("staleness",),
     "quantized": ("rounding", "noise"),
@@ -26,17 +28,20 @@ MECHANISMS: dict[str, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True)
 class Measure:
-    """The level of a run, its mean response length in tokens (None: unknown), the causes that were found, and whether
-    its sampler lagged (None: unknown)."""
+    """The mismatch of a run.
 
-    level: Level
+    length: mean response length in tokens. causes: those diagnosed with sufficient confidence. lagged: whether its
+    sampler ever lagged. None: unknown.
+    """
+
+    level: MismatchLevel
     length: float | None
     causes: tuple[str, ...] = ()
     lagged: bool | None = None
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """By which mechanisms to reproduce the level: those of the causes, all when nothing is known."""
+        """The mechanisms by which to reproduce the mismatch: those of the causes, or all if there is no cause."""
         from trimtab.lab.match import KINDS
 
         named = [kind for cause in self.causes for kind in MECHANISMS.get(cause, ())]
@@ -52,7 +57,7 @@ class Measure:
 
 
 def measure(path: Path) -> Measure:
-    """From the trajectory files of a run, or from its metrics where it wrote none."""
+    """Measures the mismatch of a run from its trajectory files, or from its metrics if it has none."""
     from trimtab.runs.reader import read_run
 
     run = read_run(path) if (path / "metrics.jsonl").is_file() else None
@@ -63,37 +68,37 @@ def measure(path: Path) -> Measure:
         return Measure(_level(path, run.rows, "mismatch/"), float(lengths.mean()) if len(lengths) else None, (), lagged)
     from trimtab.diagnosis.pipeline import diagnose
 
-    found = diagnose([path])
-    origin, size = found.measured.origin, found.measured.size
+    diagnosis = diagnose([path])
+    origin, size = diagnosis.measured.origin, diagnosis.measured.size
     return Measure(
         level=_level(path, size.by_step or [size.mismatch]),
         length=origin.trained / origin.responses if origin.responses else None,
-        causes=tuple(cause.name for cause in found.causes if cause.confidence >= SURE),
+        causes=tuple(cause.name for cause in diagnosis.causes if cause.confidence >= MIN_CONFIDENCE),
         lagged=lagged,
     )
 
 
-def _level(path: Path, rows: Sequence[Mapping[str, Any]], prefix: str = "") -> Level:
-    from trimtab.lab.match import Level
+def _level(path: Path, rows: Sequence[Mapping[str, Any]], prefix: str = "") -> MismatchLevel:
+    from trimtab.lab.match import MismatchLevel
 
     try:
-        return Level.of(rows, prefix)
+        return MismatchLevel.of(rows, prefix)
     except TrimtabError as error:
         raise TrimtabError(f"{path}: {error}") from None
 
 
-def before(path: Path, found: Measure) -> list[str]:
-    """What was measured, in sentences."""
-    level = found.level
+def describe_run(path: Path, measured: Measure) -> list[str]:
+    """Returns lines that describe the measured mismatch."""
+    level = measured.level
     lines = [f"{path}: k3 {level.k3:.2g} nats per token, ratios out to a factor of {_factor(level)} (1% and 99%)"]
-    if found.faults:
-        lines.append(f"Mend first, no method repairs it: {', '.join(found.faults)} (see trimtab diagnose {path}).")
+    if measured.faults:
+        lines.append(f"Fix first, no method corrects it: {', '.join(measured.faults)} (see trimtab diagnose {path}).")
     return lines
 
 
-def after(match: Match, length: float | None) -> list[str]:
-    """How close the laboratory came and how far that carries, in sentences."""
-    said = {
+def describe_match(match: MismatchMatch, length: float | None) -> list[str]:
+    """Returns lines that describe how close the laboratory is to the run, and the limits of the analogy."""
+    fit_text = {
         "close": "close",
         "rough": "a rough match, read the ranking as a hint",
         "far": "no match, the laboratory has no such level and its ranking says little about this run",
@@ -101,38 +106,38 @@ def after(match: Match, length: float | None) -> list[str]:
     lines = []
     for chosen in match.chosen:
         k3, tail = chosen.level.factors(match.target)
-        fit = said[chosen.level.quality(match.target)]
+        fit = fit_text[chosen.level.quality(match.target)]
         lines.append(f"{chosen.regime.name}: {chosen.words}; k3 {k3:.2f} and tail {tail:.2f} times the run's: {fit}.")
     if len(match.chosen) > 1:
-        lines.append("Size and tail fit both; which one the run has decides: ask trimtab diagnose, or what its lag is.")
+        lines.append("Both mechanisms fit in k3 and tail; trimtab diagnose or the run's lag tells which one applies.")
     if length is not None and length > 2 * LABORATORY_LENGTH:
         lines.append(
             f"Responses here have {LABORATORY_LENGTH} tokens, the run's {length:.0f} on average: "
-            "methods with a ratio or a mask per sequence meet much larger products there."
+            "methods with a ratio or a mask per sequence have much larger products there."
         )
     return lines
 
 
-def caution(match: Match, found: Measure) -> str:
-    """What stands behind a recommendation, in one sentence; empty when the level was met and nothing is wrong."""
-    if found.faults:
-        return f"First mend what no method repairs: {', '.join(found.faults)}."
+def caution(match: MismatchMatch, measured: Measure) -> str:
+    """Returns the reservation about a recommendation; empty if the mismatch was matched and nothing must be fixed."""
+    if measured.faults:
+        return f"First fix what no method corrects: {', '.join(measured.faults)}."
     worst = {chosen.level.quality(match.target) for chosen in match.chosen}
     if "far" in worst:
         return "The laboratory does not reach the level of this run: take it as a guess."
     return "The laboratory comes near the level of this run only: take it as a hint." if "rough" in worst else ""
 
 
-def tried(candidate: Candidate) -> str:
-    """One line for a probe."""
+def describe_probe(candidate: Candidate) -> str:
+    """Returns one line about a probe."""
     return f"  tried {candidate.words}: k3 {candidate.level.k3:.2g}, factor {_factor(candidate.level)}"
 
 
-def as_dict(match: Match, found: Measure) -> dict[str, Any]:
-    """For `--json`."""
+def as_dict(match: MismatchMatch, measured: Measure) -> dict[str, Any]:
+    """Returns target, causes, matches and probes for `--json`."""
     return {
-        "target": asdict(found.level),
-        "causes": list(found.causes),
+        "target": asdict(measured.level),
+        "causes": list(measured.causes),
         "matches": [
             {
                 "regime": item.regime.name,
@@ -147,5 +152,5 @@ def as_dict(match: Match, found: Measure) -> dict[str, Any]:
     }
 
 
-def _factor(level: Level) -> str:
+def _factor(level: MismatchLevel) -> str:
     return f"{math.exp(level.tail):.3g}"

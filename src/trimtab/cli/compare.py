@@ -1,4 +1,4 @@
-"""`trimtab compare`: methods x regimes x seeds in the laboratory."""
+"""`trimtab compare`: trains methods x regimes x seeds in the laboratory and ranks them."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ from trimtab.cli.output import Json, Sets, print_json
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from trimtab.lab.experiment import Plan
+    from trimtab.lab.experiment import ExperimentPlan
     from trimtab.lab.regimes import Regime
-    from trimtab.report.comparison_table import Grid
+    from trimtab.report.comparison_table import ComparisonTable
     from trimtab.report.recommendation import Recommendation
 
-FAILED = 1
+EXIT_RUNS_FAILED = 1
 ADVICE_SEEDS = 3
 
 
-class Lists(TyperCommand):
-    """Lets `--methods a b` stand for `--methods a --methods b`, for the options of `LISTS`."""
+class MultiValueCommand(TyperCommand):
+    """Accepts `--methods a b` for `--methods a --methods b`, for the options of `MULTI_VALUE_OPTIONS`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for option, word in itertools.pairwise([*args, "-"]):
-            if option in LISTS and (not word or word.startswith("-")):  # or the whole default grid would be trained
+            if option in MULTI_VALUE_OPTIONS and (
+                not word or word.startswith("-")
+            ):  # otherwise the defaults would apply
                 raise TrimtabError(f"{option} names nothing: name at least one, or leave {option} out")
-        spread: list[str] = []
+        expanded: list[str] = []
         option = ""
         for word in args:
             if word.startswith("-"):
-                option = word if word in LISTS else ""
-                spread += [] if option else [word]
+                option = word if word in MULTI_VALUE_OPTIONS else ""
+                expanded += [] if option else [word]
             else:
-                spread += [option, word] if option else [word]
-        return super().parse_args(ctx, spread)
+                expanded += [option, word] if option else [word]
+        return super().parse_args(ctx, expanded)
 
 
-LISTS = ("--methods", "--regimes")
+MULTI_VALUE_OPTIONS = ("--methods", "--regimes")
 Methods = Annotated[
     list[str] | None,
     typer.Option("--methods", metavar="METHOD...", help="Objectives, with keywords as in icepop:weight_max=3."),
@@ -56,7 +58,7 @@ Regimes = Annotated[
 def register(app: typer.Typer) -> None:
     app.command(
         "compare",
-        cls=Lists,
+        cls=MultiValueCommand,
         epilog="Example: [bold]trimtab compare --methods dapo token-tis --regimes on-policy stale-32 --seeds 3[/bold]",
     )(compare)
 
@@ -113,7 +115,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Advice:
-    """The regimes that come closest to a run, what there is to say about them, and how far a recommendation carries."""
+    """The regimes closest to a run, lines that describe them, a reservation, and the values for `--json`."""
 
     regimes: list[Regime]
     lines: list[str]
@@ -123,44 +125,46 @@ class Advice:
 
 def _advice(run: Path, as_json: bool) -> Advice:
     from trimtab.cli import advise
-    from trimtab.lab.match import find_match
+    from trimtab.lab.match import match_mismatch
 
-    found = advise.measure(run)
-    first = advise.before(run, found)
+    measured = advise.measure(run)
+    run_lines = advise.describe_run(run, measured)
 
-    def tell(line: str) -> None:
+    def print_line(line: str) -> None:
         typer.echo(line, err=as_json)
 
-    for line in (*first, advise.SEARCH):
-        tell(line)
-    match = find_match(found.level, found.kinds, lambda candidate: tell(advise.tried(candidate)))
-    second = advise.after(match, found.length)
-    for line in second:
-        tell(line)
-    regimes, caution = [item.regime for item in match.chosen], advise.caution(match, found)
-    return Advice(regimes, first + second, caution, advise.as_dict(match, found))
+    for line in (*run_lines, advise.SEARCH_MESSAGE):
+        print_line(line)
+    match = match_mismatch(
+        measured.level, measured.kinds, lambda candidate: print_line(advise.describe_probe(candidate))
+    )
+    match_lines = advise.describe_match(match, measured.length)
+    for line in match_lines:
+        print_line(line)
+    regimes, caution = [item.regime for item in match.chosen], advise.caution(match, measured)
+    return Advice(regimes, run_lines + match_lines, caution, advise.as_dict(match, measured))
 
 
-def _train(plan: Plan, out: Path, workers: int, keep: bool, as_json: bool) -> None:
-    from trimtab.cli.comparison_progress import watch_grid
-    from trimtab.lab.runner import run_plan
+def _train(plan: ExperimentPlan, out: Path, workers: int, keep: bool, as_json: bool) -> None:
+    from trimtab.cli.comparison_progress import show_progress
+    from trimtab.lab.runner import run_experiment
 
     try:
-        with watch_grid(workers, to_stderr=as_json) as watch:
-            run_plan(plan, out, workers=workers, watch=watch, keep=keep)
+        with show_progress(workers, to_stderr=as_json) as observer:
+            run_experiment(plan, out, workers=workers, observer=observer, keep=keep)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("finished runs are kept; the same command goes on") from None
 
 
-def _show(plan: Plan, out: Path, page: Path | None, as_json: bool, advice: Advice | None) -> None:
-    from trimtab.report.comparison_table import legend, markdown, read_grid
-    from trimtab.report.experiment_page import write_grid
+def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, advice: Advice | None) -> None:
+    from trimtab.report.comparison_table import legend, markdown, read_table
+    from trimtab.report.experiment_page import write_experiment_page
 
-    grid = read_grid(out)
+    grid = read_table(out)
     if advice is None:
-        report, order, verdict = write_grid(grid, out / "report.html"), None, None
+        report, order, verdict = write_experiment_page(grid, out / "report.html"), None, None
     else:
-        report, order, verdict = _advised(grid, out / "report.html", advice)
+        report, order, verdict = _write_advised_page(grid, out / "report.html", advice)
     text = f"{markdown(grid, order)}\n\n{legend(grid)}\n"
     if page is not None:
         try:
@@ -169,8 +173,8 @@ def _show(plan: Plan, out: Path, page: Path | None, as_json: bool, advice: Advic
             raise TrimtabError(f"cannot write {page}: {error.strerror}; choose another file") from None
     failed = [f"{row['regime']}/{row['method']} seed {row['seed']}: {row['error']}" for row in grid.failed]
     if as_json:
-        found = {} if verdict is None else {"recommendation": {"method": verdict.method, "text": verdict.text}}
-        print_json(_json(grid, out, report) | ({} if advice is None else {"advice": advice.values}) | found)
+        recommendation = {} if verdict is None else {"recommendation": {"method": verdict.method, "text": verdict.text}}
+        print_json(_json(grid, out, report) | ({} if advice is None else {"advice": advice.values}) | recommendation)
     else:
         typer.echo(text)
         for item in plan.refused:
@@ -181,22 +185,22 @@ def _show(plan: Plan, out: Path, page: Path | None, as_json: bool, advice: Advic
     for line in failed:
         typer.echo(f"failed: {line}", err=True)
     if failed:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(EXIT_RUNS_FAILED)
 
 
-def _advised(grid: Grid, path: Path, advice: Advice) -> tuple[Path, list[str], Recommendation]:
-    """The page with its recommendation, the order of its table, and the recommendation."""
-    from trimtab.report.experiment_page import write_grid
+def _write_advised_page(grid: ComparisonTable, path: Path, advice: Advice) -> tuple[Path, list[str], Recommendation]:
+    """Write the page with a recommendation; returns its path, the order of its rows, and the recommendation."""
+    from trimtab.report.experiment_page import write_experiment_page
     from trimtab.report.recommendation import Recommendation, ordered, recommend
 
-    order, found = ordered(grid), recommend(grid)
-    verdict = Recommendation(found.method, " ".join(filter(None, [found.text, advice.caution])))
+    order, recommendation = ordered(grid), recommend(grid)
+    verdict = Recommendation(recommendation.method, " ".join(filter(None, [recommendation.text, advice.caution])))
     title = "Methods at the mismatch of a run"
-    report = write_grid(grid, path, title=title, notes=advice.lines, methods=order, verdict=verdict.text)
+    report = write_experiment_page(grid, path, title=title, notes=advice.lines, methods=order, verdict=verdict.text)
     return report, order, verdict
 
 
-def _json(grid: Grid, out: Path, report: Path) -> dict[str, Any]:
+def _json(grid: ComparisonTable, out: Path, report: Path) -> dict[str, Any]:
     scores = [
         {
             "method": method,
@@ -205,7 +209,7 @@ def _json(grid: Grid, out: Path, report: Path) -> dict[str, Any]:
             "low": score.accuracy.low,
             "high": score.accuracy.high,
             "rank": score.rank,
-            "tied_with_best": score.tied,
+            "tied_with_best": score.is_best,
             "collapsed": score.collapsed,
             "diverged": score.diverged,
             "seeds": score.seeds,
@@ -227,5 +231,5 @@ def _json(grid: Grid, out: Path, report: Path) -> dict[str, Any]:
 
 
 def _cores() -> int:
-    """Cores this process may use; containers often allow fewer than the machine has."""
+    """Returns the number of cores this process may use, which may be limited by a container."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,59 +19,59 @@ from trimtab.cli.display import duration
 
 if TYPE_CHECKING:
     from trimtab.config import Config
-    from trimtab.lab.results import Result
+    from trimtab.lab.results import RunSummary
 
 RECENT = 6
-ENOUGH = 0.02  # of the work; before that start-up and chance decide the pace
+MIN_SHARE = 0.02  # of the work that must be done before an estimate is shown
 
 
 @contextmanager
-def watch_grid(workers: int, *, to_stderr: bool = False) -> Iterator[PlainGrid]:
-    """The display that fits where output goes. The terminal is given back as it was, whatever happens inside."""
+def show_progress(workers: int, *, to_stderr: bool = False) -> Iterator[PlainProgress]:
+    """Yields a live display on a terminal and a plain one otherwise; restores the terminal at the end."""
     console = Console(stderr=to_stderr, highlight=False, soft_wrap=False)
-    display = LiveGrid(console, workers) if console.is_terminal else PlainGrid(console, workers)
+    display = LiveProgress(console, workers) if console.is_terminal else PlainProgress(console, workers)
     try:
         yield display
     finally:
         display.close()
 
 
-class Clock:
-    """How much longer a grid takes, from how fast its runs have moved since the first step of any.
+class RemainingTime:
+    """Estimates the remaining time of an experiment from its progress since the first step of any run.
 
-    `work` says how much each run has to do, in any unit; only the proportions count. Nothing is said before `ENOUGH` of
-    it was done: how fast a machine is, alone and with so many runs beside each other, is measured and never assumed.
+    `work` is the amount of work of each run in any unit; only the proportions matter. There is no estimate before
+    `MIN_SHARE` of the work is done: the speed of the machine under this load is measured, not assumed.
     """
 
     def __init__(self, work: Mapping[str, float], workers: int, now: Callable[[], float] = time.monotonic) -> None:
         self._work, self._workers, self._now = dict(work), workers, now
         self._left = dict(work)
-        self._begun: tuple[float, float] | None = None  # when the first step was done, and the work that was left then
+        self._start: tuple[float, float] | None = None  # time of the first step, and the work that remained then
 
     def progress(self, name: str, share: float) -> None:
-        self._moved(name, self._work[name] * (1 - share))
+        self._update(name, self._work[name] * (1 - share))
 
     def finished(self, name: str) -> None:
-        self._moved(name, 0.0)
+        self._update(name, 0.0)
 
     def left(self) -> float | None:
-        """Seconds of wall clock; None while there is too little to go by."""
-        if self._begun is None:
+        """Returns the remaining seconds of wall-clock time; None before there is an estimate."""
+        if self._start is None:
             return None
-        since, before = self._begun
-        rest = [work for work in self._left.values() if work]
-        done, seconds = before - sum(rest), self._now() - since
-        if done < ENOUGH * sum(self._work.values()) or seconds <= 0:
+        start_time, start_work = self._start
+        remaining = [work for work in self._left.values() if work]
+        finished, seconds = start_work - sum(remaining), self._now() - start_time
+        if finished < MIN_SHARE * sum(self._work.values()) or seconds <= 0:
             return None
-        return seconds / done * max(sum(rest), self._workers * max(rest, default=0.0))
+        return seconds / finished * max(sum(remaining), self._workers * max(remaining, default=0.0))
 
-    def _moved(self, name: str, left: float) -> None:
+    def _update(self, name: str, left: float) -> None:
         self._left[name] = left
-        if self._begun is None:
-            self._begun = (self._now(), sum(self._left.values()))
+        if self._start is None:
+            self._start = (self._now(), sum(self._left.values()))
 
 
-class PlainGrid:
+class PlainProgress:
     """One line per event, for logs and pipes."""
 
     def __init__(self, console: Console, workers: int) -> None:
@@ -80,19 +80,19 @@ class PlainGrid:
         self.steps: dict[str, int] = {}
         self.recent: deque[str] = deque(maxlen=RECENT)
         self.running: dict[str, int] = {}
-        self.clock = Clock({}, workers)
+        self.clock = RemainingTime({}, workers)
         self.estimated = False
 
-    def planned(self, cells: Mapping[str, Config], done: Mapping[str, Result]) -> None:
+    def planned(self, cells: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
         from trimtab.lab.runner import cost
 
         self.total, self.done = len(cells), len(done)
         self.steps = {name: config.trainer.steps for name, config in cells.items()}
         todo = {name: cost(config) for name, config in cells.items() if name not in done}
-        self.clock = Clock(todo, min(self.workers, max(1, len(todo))))
-        kept = f", {len(done)} of them finished before" if done else ""
-        when = "; the first steps will tell how long they take" if todo else ""
-        self.say(f"{self.total} runs{kept}; {self.workers} at a time, one thread each{when}")
+        self.clock = RemainingTime(todo, min(self.workers, max(1, len(todo))))
+        finished_before = f", {len(done)} of them finished before" if done else ""
+        when = "; the time left is estimated after the first steps" if todo else ""
+        self.say(f"{self.total} runs{finished_before}; {self.workers} at a time, one thread each{when}")
 
     def progress(self, name: str, step: int) -> None:
         self.running[name] = step
@@ -101,14 +101,14 @@ class PlainGrid:
             self.estimated = True
             self.estimate(left)
 
-    def finished(self, name: str, result: Result) -> None:
-        from trimtab.lab.recipe_comparison import in_words
+    def finished(self, name: str, result: RunSummary) -> None:
+        from trimtab.lab.recipe_comparison import summary_line
 
         self.running.pop(name, None)
         self.done += 1
         self.failed += result.status == "failed"
         self.clock.finished(name)
-        self.ended(f"{name}  {in_words(result)}  ({duration(result.seconds)})")
+        self.ended(f"{name}  {summary_line(result)}  ({duration(result.seconds)})")
 
     def ended(self, line: str) -> None:
         self.say(f"{self.done}/{self.total}  {line}  {self.remaining()}".rstrip())
@@ -121,21 +121,21 @@ class PlainGrid:
         return f"{duration(left)} left" if left else ""
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
 
-class LiveGrid(PlainGrid):
-    """Runs done, time left, what is running, and the last results."""
+class LiveProgress(PlainProgress):
+    """A panel with finished runs, remaining time, current steps, and the last results."""
 
     def __init__(self, console: Console, workers: int) -> None:
         super().__init__(console, workers)
         self.started = time.monotonic()
         self._live = Live(get_renderable=self._panel, console=console, refresh_per_second=4, transient=True)
 
-    def planned(self, cells: Mapping[str, Config], done: Mapping[str, Result]) -> None:
+    def planned(self, cells: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
         super().planned(cells, done)
         self._live.start()
 
@@ -143,19 +143,19 @@ class LiveGrid(PlainGrid):
         self.recent.append(line)
 
     def estimate(self, left: float) -> None:
-        """The panel shows what is left all the time."""
+        """The panel always shows the remaining time."""
 
     def close(self) -> None:
         self._live.stop()
 
     def _panel(self) -> RenderableType:
-        head = Table.grid(padding=(0, 1))
+        header = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=max(1, self.total), completed=self.done, width=32)
         failed = f"{self.failed} failed" if self.failed else ""
-        spent = f"{duration(time.monotonic() - self.started)} so far"
-        head.add_row(f"runs {self.done}/{self.total}", bar, self.remaining(), spent, Text(failed, style="red"))
-        now = [f"{name} {step}/{self.steps[name]}" for name, step in sorted(self.running.items())]
-        rows: list[RenderableType] = [head, Text("\n".join(self.recent), overflow="ellipsis", no_wrap=True)]
+        elapsed = f"{duration(time.monotonic() - self.started)} so far"
+        header.add_row(f"runs {self.done}/{self.total}", bar, self.remaining(), elapsed, Text(failed, style="red"))
+        current = [f"{name} {step}/{self.steps[name]}" for name, step in sorted(self.running.items())]
+        rows: list[RenderableType] = [header, Text("\n".join(self.recent), overflow="ellipsis", no_wrap=True)]
         return Panel(
-            Group(*rows, Text("  ".join(now), style="dim", overflow="ellipsis", no_wrap=True)), border_style="blue"
+            Group(*rows, Text("  ".join(current), style="dim", overflow="ellipsis", no_wrap=True)), border_style="blue"
         )

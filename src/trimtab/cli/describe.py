@@ -25,7 +25,7 @@ def recipes(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """List the recipes this installation brings, one line each."""
+    """List the recipes of this installation, one line each."""
     from trimtab.cli import recipe_reference
     from trimtab.config import Config, load_config, recipe_names
 
@@ -81,37 +81,39 @@ def explain(
     from trimtab.objectives.lookup import is_own
 
     recipe = name.endswith(".toml") or name in recipe_names()
-    known = name in objectives() or (is_own(name) and not recipe)
-    if not recipe and not known:
+    is_objective = name in objectives() or (is_own(name) and not recipe)
+    if not recipe and not is_objective:
         raise TrimtabError(f"unknown objective or recipe {name!r}{nearest(name, [*objectives(), *recipe_names()])}")
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     changes = sets or []
-    if known:
-        own = [item for item in changes if _is_keyword(name, item)] if recipe else changes
-        built = from_section({"name": name, **_keywords(own)})
-        found.append({"objective": name, "equation": built.equation(), "advantage": built.advantage})
-        changes = [f"objective.{item}" if item in own else item for item in changes]
+    if is_objective:
+        keywords = [item for item in changes if _is_keyword(name, item)] if recipe else changes
+        objective_built = from_section({"name": name, **_keywords(keywords)})
+        entries.append(
+            {"objective": name, "equation": objective_built.equation(), "advantage": objective_built.advantage}
+        )
+        changes = [f"objective.{item}" if item in keywords else item for item in changes]
     if recipe:
-        found.append({"recipe": name, **_of_recipe(name, changes)})
+        entries.append({"recipe": name, **_describe_recipe(name, changes)})
     if as_json:
-        print_json(found[-1] if len(found) == 1 else {"objective": found[0], "recipe": found[1]})
+        print_json(entries[-1] if len(entries) == 1 else {"objective": entries[0], "recipe": entries[1]})
         return
-    typer.echo("\n\n".join(_block(entry) for entry in found))
+    typer.echo("\n\n".join(_format_entry(entry) for entry in entries))
 
 
-def _of_recipe(name: str, sets: list[str]) -> dict[str, Any]:
-    """The equation a recipe resolves to, and the sections that change its data or its model."""
+def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
+    """Returns the equation of a recipe and the sections that change its data or its model."""
     from trimtab.config import REQUIRED_SECTIONS, load_config
     from trimtab.objectives.calibrate import from_section
 
     config = load_config(name, sets)
-    built = from_section(config.objective.model_dump())
+    objective = from_section(config.objective.model_dump())
     sections = {name: getattr(config, name) for name in sorted({*REQUIRED_SECTIONS.values()})}
     sections["routing"] = None if config.routing.replay == "none" else config.routing
     return {
         "objective": config.objective.name,
-        "equation": built.equation(),
-        "advantage": config.advantage.kind or built.advantage,
+        "equation": objective.equation(),
+        "advantage": config.advantage.kind or objective.advantage,
         **{name: section.model_dump() for name, section in sections.items() if section is not None},
     }
 
@@ -133,7 +135,7 @@ def _keywords(sets: list[str]) -> dict[str, Any]:
     return parsed
 
 
-def _block(entry: dict[str, Any]) -> str:
+def _format_entry(entry: dict[str, Any]) -> str:
     title = f"recipe {entry['recipe']}: objective {entry['objective']}" if "recipe" in entry else entry["objective"]
     sections = [
         f"  [{name}] {', '.join(f'{key} = {value}' for key, value in section.items())}"

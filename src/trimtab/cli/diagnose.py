@@ -78,30 +78,36 @@ def diagnose(
     from trimtab.diagnosis.pipeline import diagnose as run
 
     with _progress() as watch:
-        found = run(files, framework=framework, columns=names, tokenizer=tokenizer, watch=watch)
-        watch("drawing the page", found.measured.origin.tokens)
-        written = write_page(found, target)
+        diagnosis = run(files, framework=framework, columns=names, tokenizer=tokenizer, watch=watch)
+        watch("drawing the page", diagnosis.measured.origin.tokens)
+        page = write_page(diagnosis, target)
     if as_json:
-        print_json({**as_dict(found), "report": written})
+        print_json({**as_dict(diagnosis), "report": page})
     else:
-        typer.echo(verdict(found, written, _width()))
+        typer.echo(verdict(diagnosis, page, _width()))
 
 
 def parse_columns(given: Sequence[str]) -> dict[str, str]:
-    """`OURS=THEIRS` pairs, of which one word may hold several; an empty THEIRS leaves the column out."""
-    found: dict[str, str] = {}
+    """Parses `OURS=THEIRS` pairs, several of them separated by commas; an empty THEIRS leaves the column out.
+
+    Raises `TrimtabError` for a malformed pair or a column that is named twice.
+    """
+    columns: dict[str, str] = {}
     for pair in (part.strip() for word in given for part in word.split(",")):
         ours, equals, theirs = (part.strip() for part in pair.partition("="))
-        if not (ours and equals):  # an empty name leaves the column out
+        if not (ours and equals):  # only the name after the = may be empty
             raise TrimtabError(f"--columns {pair!r} is no pair: write OURS=THEIRS, as logp_behavior=rollout_logprobs")
-        if ours in found:
+        if ours in columns:
             raise TrimtabError(f"--columns names {ours!r} twice: leave one of the two out")
-        found[ours] = theirs
-    return found
+        columns[ours] = theirs
+    return columns
 
 
 def page_path(out: Path | None) -> Path:
-    """Where the page goes. A folder gets `diagnose.html`; only pages are overwritten, never data by a slip."""
+    """Returns the path of the page: `diagnose.html` in a folder, or the file `out`.
+
+    Raises `TrimtabError` unless the name ends in .html or .htm, so that a data file is never overwritten.
+    """
     target = Path(PAGE) if out is None else out / PAGE if out.is_dir() else out
     if target.suffix.lower() not in (".html", ".htm"):
         raise TrimtabError(f"--out {target} is no page: give a name that ends in .html, or a folder that exists")
@@ -109,7 +115,7 @@ def page_path(out: Path | None) -> Path:
 
 
 def _width() -> int | None:
-    """Columns of the terminal, None for a file or a pipe, where nothing is folded."""
+    """Returns the width of the terminal; None for a file or a pipe, where lines are not wrapped."""
     from rich.console import Console
 
     console = Console()
@@ -118,21 +124,21 @@ def _width() -> int | None:
 
 @contextmanager
 def _progress() -> Iterator[Watch]:
-    """On a terminal, a line on standard error that says what is being done; it is gone at the end."""
+    """Shows the current activity in a transient line on standard error, if that is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield _quiet
+        yield _ignore
         return
-    begun = time.monotonic()
+    start = time.monotonic()
     with console.status("starting") as status:
 
-        def tell(what: str, tokens: int) -> None:
-            status.update(f"{what}: {tokens:,} tokens, {time.monotonic() - begun:.0f} s")
+        def show(what: str, tokens: int) -> None:
+            status.update(f"{what}: {tokens:,} tokens, {time.monotonic() - start:.0f} s")
 
-        yield tell
+        yield show
 
 
-def _quiet(_what: str, _tokens: int) -> None:
+def _ignore(_what: str, _tokens: int) -> None:
     pass

@@ -1,4 +1,4 @@
-"""The live view of a run: a table that redraws itself on a terminal, one plain line per step everywhere else."""
+"""The progress display of a run: a live panel on a terminal, one plain line per step otherwise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPARK_WIDTH = 48
 
 @contextmanager
 def observe(*, to_stderr: bool = False) -> Iterator[Observer]:
-    """The display that fits where output goes. The terminal is given back as it was, whatever happens inside."""
+    """Yields a live display on a terminal and a plain one otherwise; restores the terminal at the end."""
     console = Console(stderr=to_stderr, highlight=False, soft_wrap=False)
     display = LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
     try:
@@ -55,7 +55,7 @@ class PlainDisplay:
         pass
 
     def step(self, metrics: Mapping[str, float | str]) -> None:
-        self._remember(metrics)
+        self._add_values(metrics)
         cells = [f"{name} {value}" for name, value in figures(metrics)]
         self.say(
             "  ".join([f"step {int(number(metrics, 'step') or 0)}/{self.total_steps}", *cells, self._eta(metrics)])
@@ -75,31 +75,31 @@ class PlainDisplay:
             self.say(f"report: {report}")
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
 
     def say(self, text: str) -> None:
-        # Never wrapped, cropped or read as markup: a path must stay one word, and text may come from a model.
+        # Not wrapped, cropped or parsed as markup: paths must stay intact, and text may come from a model.
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def _remember(self, metrics: Mapping[str, float | str]) -> None:
-        for key, kept in (("reward/mean", self.rewards), ("time/step", self.seconds)):
+    def _add_values(self, metrics: Mapping[str, float | str]) -> None:
+        for key, history in (("reward/mean", self.rewards), ("time/step", self.seconds)):
             value = number(metrics, key)
             if value is not None:
-                kept.append(value)
+                history.append(value)
 
     def _eta(self, metrics: Mapping[str, float | str]) -> str:
-        """Steps left at the pace of the last few; nothing before the first one."""
+        """Returns the remaining time at the speed of the last eight steps; empty before the first step."""
         left, recent = self.total_steps - int(number(metrics, "step") or 0), self.seconds[-8:]
         return f"eta {duration(left * sum(recent) / len(recent))}" if left > 0 and recent else ""
 
 
 class LiveDisplay(PlainDisplay):
-    """A panel that follows the run; finished steps do not scroll, messages do."""
+    """A panel that is redrawn at every step; only messages scroll."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._metrics: Mapping[str, float | str] = {}
-        self._doing: tuple[str, int, int] = ("starting", 0, 0)
+        self._phase: tuple[str, int, int] = ("starting", 0, 0)
         self._live = Live(get_renderable=self._panel, console=console, refresh_per_second=4, transient=False)
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
@@ -110,16 +110,16 @@ class LiveDisplay(PlainDisplay):
         self._live.start()
 
     def phase(self, name: str, done: int, total: int) -> None:
-        self._doing = (name, done, total)
+        self._phase = (name, done, total)
         self._live.start()
 
     def step(self, metrics: Mapping[str, float | str]) -> None:
-        self._remember(metrics)
+        self._add_values(metrics)
         self._metrics = dict(metrics)
         self._live.refresh()
 
     def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
-        self._doing = ("done", 0, 0)
+        self._phase = ("done", 0, 0)
         self.close()
         lines = closing_lines(summary)
         if lines:
@@ -131,17 +131,17 @@ class LiveDisplay(PlainDisplay):
         self._live.stop()
 
     def _panel(self) -> RenderableType:
-        name, done, total = self._doing
+        name, done, total = self._phase
         step = int(number(self._metrics, "step") or 0)
         progress = Table.grid(padding=(0, 1))
-        inside = f"{name} {done}/{total}" if total else name
-        if name == "runs":  # a comparison: whole runs are what is counted
-            progress.add_row(inside, ProgressBar(total=total, completed=done, width=32))
+        phase_text = f"{name} {done}/{total}" if total else name
+        if name == "runs":  # a comparison counts whole runs
+            progress.add_row(phase_text, ProgressBar(total=total, completed=done, width=32))
             return Panel(progress, border_style="blue")
         if self.total_steps:
             bar = ProgressBar(total=self.total_steps, completed=step, width=32)
             progress.add_row(f"step {step}/{self.total_steps}", bar, self._eta(self._metrics))
-        rows: list[RenderableType] = [progress, Text(inside, style="dim")]
+        rows: list[RenderableType] = [progress, Text(phase_text, style="dim")]
         if self.rewards:
             rows.append(Text.assemble(("reward ", "bold"), (sparkline(self.rewards, SPARK_WIDTH), "green")))
             rows.append(self._table())
@@ -157,14 +157,14 @@ class LiveDisplay(PlainDisplay):
 
 
 def objective_of(config: Config) -> str:
-    """What is trained with: one objective, or those a comparison sets side by side."""
+    """Returns the objective, or the objectives and seeds of a comparison."""
     if config.compare is None:
         return config.objective.name
     return f"{' against '.join(config.compare.objectives)}, seeds {', '.join(map(str, config.compare.seeds))}"
 
 
 def figures(metrics: Mapping[str, float | str]) -> list[tuple[str, str]]:
-    """The few numbers worth watching, in order; those a run does not have are left out."""
+    """Returns the metrics shown in the display as pairs of name and text; absent ones are left out."""
     shown: list[tuple[str, str]] = []
     for name, key, style in (
         ("reward", "reward/mean", "{:.3f}"),
@@ -178,7 +178,7 @@ def figures(metrics: Mapping[str, float | str]) -> list[tuple[str, str]]:
     clips = [number(metrics, f"clip/{side}") for side in ("low", "high", "dual")]
     if any(value is not None for value in clips):
         shown.append(("clipped", f"{sum(value or 0.0 for value in clips):.2%}"))
-    if "mismatch/k3" in metrics:  # a reinforcement learning step; an objective without rules rejects nothing
+    if "mismatch/k3" in metrics:  # a reinforcement learning step; without rejection rules the share is 0
         shown.append(("rejected", f"{number(metrics, 'reject/tokens') or 0.0:.2%}"))
     for name, phase in (("roll", "rollout"), ("train", "train")):
         speed = number(metrics, f"tokens_per_second/{phase}")
@@ -196,7 +196,7 @@ def number(metrics: Mapping[str, float | str], key: str) -> float | None:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The whole history in `width` characters (older steps averaged together), scaled to its own range."""
+    """Returns the history as `width` bar characters, consecutive steps averaged, scaled to the range of the values."""
     if len(values) > width:
         edges = [round(index * len(values) / width) for index in range(width + 1)]
         values = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
@@ -206,7 +206,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`42s`, `3m07s` or `2h05m`."""
+    """Returns a duration as `42s`, `3m07s` or `2h05m`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -216,7 +216,7 @@ def duration(seconds: float) -> str:
 
 
 def closing_lines(summary: Mapping[str, float | str]) -> list[str]:
-    """Accuracy before and after as one line per task, then whatever else the run has to say."""
+    """Returns one line per task with the accuracy before and after training, then all other entries of `summary`."""
     lines: list[str] = []
     for key, after in summary.items():
         task = key.removeprefix("eval/").removesuffix("/after")
@@ -227,8 +227,10 @@ def closing_lines(summary: Mapping[str, float | str]) -> list[str]:
             if count is None:
                 lines.append(f"held-out greedy accuracy ({task}): {change}")
             else:
-                ends = " -> ".join("[{:.3f}, {:.3f}]".format(*wilson(value, count)) for value in values)
-                lines.append(f"held-out greedy accuracy ({task}, {count:.0f} problems): {change}, 95% interval {ends}")
+                intervals = " -> ".join("[{:.3f}, {:.3f}]".format(*wilson(value, count)) for value in values)
+                lines.append(
+                    f"held-out greedy accuracy ({task}, {count:.0f} problems): {change}, 95% interval {intervals}"
+                )
     for key, value in summary.items():
         if not (key.startswith("eval/") and key.endswith(("/before", "/after", "/problems"))):
             lines.append(f"{key}: {f'{value:.4g}' if isinstance(value, float) else value}")

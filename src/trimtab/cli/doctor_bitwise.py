@@ -1,4 +1,4 @@
-"""`trimtab doctor --bitwise`: names the first operation whose bits differ between sampler and trainer."""
+"""`trimtab doctor --bitwise`: finds the first operation whose bits differ between sampler and trainer."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ if TYPE_CHECKING:
     from trimtab.config import Config
 
 DEFAULT = "true-on-policy"
-SHOWN = 6  # names in a line
+MAX_NAMES = 6  # names in a line
 
 
 def run(what: str | None, pair: str | None, sets: Sequence[str], as_json: bool) -> None:
-    """Compare, print, and exit with code 1 where bits differ."""
+    """Compare and print the result; exits with code 1 if bits differ."""
     if pair is not None:
         if what is not None or sets:
             raise TrimtabError("--pair compares what its function returns: leave out the recipe and --set")
-        found, sides = _of_pair(pair)
+        comparison, sides = _compare_pair(pair)
     else:
-        found, sides = _of_recipe(what or DEFAULT, sets)
+        comparison, sides = _compare_recipe(what or DEFAULT, sets)
     if as_json:
-        first = None if found.first is None else asdict(found.first)
-        only = {"first": found.only[0], "second": found.only[1]}
-        counts = {"tokens": found.tokens, "operations": found.operations}
-        print_json({"ok": found.first is None, **counts, "difference": first, "not_compared": only, "sides": sides})
+        first = None if comparison.first is None else asdict(comparison.first)
+        only = {"first": comparison.only[0], "second": comparison.only[1]}
+        counts = {"tokens": comparison.tokens, "operations": comparison.operations}
+        print_json(
+            {"ok": comparison.first is None, **counts, "difference": first, "not_compared": only, "sides": sides}
+        )
     else:
-        print_pairs(_lines(found, sides))
-    if found.first is not None:
+        print_pairs(_result_lines(comparison, sides))
+    if comparison.first is not None:
         raise typer.Exit(1)
 
 
-def _of_recipe(what: str, sets: Sequence[str]) -> tuple[Comparison, dict[str, str]]:
+def _compare_recipe(what: str, sets: Sequence[str]) -> tuple[Comparison, dict[str, str]]:
     import torch
 
     from trimtab.bitwise.engine_and_trainer import BATCHES, Sides, compare_sides
@@ -50,7 +52,7 @@ def _of_recipe(what: str, sets: Sequence[str]) -> tuple[Comparison, dict[str, st
     config = _config(what, sets)
     loaded, device = load_model(config), default_device()
     loaded.model.to(device)  # pyright: ignore[reportArgumentType]
-    # A worker process runs the same engine, where nothing can be looked into.
+    # The engine runs in this process, since operations in a worker process cannot be recorded.
     dtype, rounding = getattr(torch, config.engine.dtype), weight_quantization(config)
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, rounding=rounding)
     autocast = config.model.autocast == "bfloat16"
@@ -62,24 +64,27 @@ def _of_recipe(what: str, sets: Sequence[str]) -> tuple[Comparison, dict[str, st
     )
     batches = " and ".join(str(len(rows)) for rows in BATCHES)
     precision = f"{config.model.dtype}{' under bfloat16 autocast' if autocast else ''}"
-    said = {
+    descriptions = {
         "sampler": f"{config.engine.dtype}, prefilled, then decoded with a cache in batches of {batches}",
         "trainer": f"{precision}, one packed pass with gradient",
         "numerics": config.numerics,
     }
     padding: Any = loaded.tokenizer.pad_token_id
-    return compare_sides(sides, padding), said
+    return compare_sides(sides, padding), descriptions
 
 
 def _config(what: str, sets: Sequence[str]) -> Config:
-    """The recipe of that name, or the default recipe with the model of that name."""
+    """Returns the recipe `what`, or the default recipe with the model `what`.
+
+    Raises `TrimtabError` for an engine that is not embedded, or a LoRA adapter.
+    """
     from trimtab.config import load_config, recipe_names
 
     is_recipe = what.endswith(".toml") or what in recipe_names()
     config = load_config(what, sets) if is_recipe else load_config(DEFAULT, [f"model.path={what}", *sets])
     if config.engine.type != "embedded":
         raise TrimtabError(
-            f'--bitwise looks into operations, which engine.type = "{config.engine.type}" hides: '
+            f'--bitwise compares single operations, which engine.type = "{config.engine.type}" does not expose: '
             "add --set engine.type=embedded"
         )
     if config.model.lora.rank:
@@ -87,48 +92,52 @@ def _config(what: str, sets: Sequence[str]) -> Config:
     return config
 
 
-def _of_pair(place: str) -> tuple[Comparison, dict[str, str]]:
+def _compare_pair(path: str) -> tuple[Comparison, dict[str, str]]:
     from trimtab.bitwise.difference import compare_pair
     from trimtab.plugins import check_arguments, load_function
 
-    function: Callable[..., Any] = load_function(place, "pair")
-    check_arguments(function, f"pair {place!r}", {})
-    made = function()
-    if not isinstance(made, tuple) or len(made) not in (4, 5) or not (callable(made[0]) and callable(made[2])):
+    function: Callable[..., Any] = load_function(path, "pair")
+    check_arguments(function, f"pair {path!r}", {})
+    returned = function()
+    if (
+        not isinstance(returned, tuple)
+        or len(returned) not in (4, 5)
+        or not (callable(returned[0]) and callable(returned[2]))
+    ):
         raise TrimtabError(
-            f"pair {place!r} must return (module, inputs, module, inputs), and rows as a fifth where the tokens of "
+            f"pair {path!r} must return (module, inputs, module, inputs), and rows as a fifth where the tokens of "
             "the two are not in the same order"
         )
-    names = [type(side).__name__ if hasattr(side, "forward") else str(side) for side in (made[0], made[2])]
-    return compare_pair(*made), {"first": names[0], "second": names[1]}
+    names = [type(side).__name__ if hasattr(side, "forward") else str(side) for side in (returned[0], returned[2])]
+    return compare_pair(*returned), {"first": names[0], "second": names[1]}
 
 
-def _lines(found: Comparison, sides: dict[str, str]) -> dict[str, str]:
+def _result_lines(comparison: Comparison, sides: dict[str, str]) -> dict[str, str]:
     lines = dict(sides)
-    counted = f"{found.tokens} tokens, {found.operations} operations"
-    for side, names in zip(list(sides)[:2], found.only, strict=True):
+    counted = f"{comparison.tokens} tokens, {comparison.operations} operations"
+    for side, names in zip(list(sides)[:2], comparison.only, strict=True):
         if names:
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            lines[f"only {side}"] = f"not compared: {', '.join(names[:SHOWN])}{more}"
-    if found.first is None:
+            more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+            lines[f"only {side}"] = f"not compared: {', '.join(names[:MAX_NAMES])}{more}"
+    if comparison.first is None:
         return lines | {"result": f"bit for bit equal: {counted}"}
-    lines |= {"compared": counted} | _difference(found.first, list(sides)[:2])
+    lines |= {"compared": counted} | _difference_lines(comparison.first, list(sides)[:2])
     if sides.get("numerics") == "native":
         lines["note"] = "native numerics promise no equal bits: add --set numerics=invariant"
     return lines
 
 
-def _difference(first: Difference, sides: Sequence[str]) -> dict[str, str]:
+def _difference_lines(first: Difference, sides: Sequence[str]) -> dict[str, str]:
     layer = "" if first.layer is None else f", layer {first.layer}"
     what = f"{first.operation} ({first.kind}{layer})"
     if first.half == "input":
         what = f"{first.kind}{layer}, between {first.after or 'the start'} and {first.operation}"
-    by = "shapes differ" if first.largest is None else f"largest difference {first.largest:.3g}"
-    lines = {"DIFFERS": what, "tokens": f"{first.tokens} of {first.compared} differ, {by}"}
+    magnitude = "shapes differ" if first.largest is None else f"largest difference {first.largest:.3g}"
+    lines = {"DIFFERS": what, "tokens": f"{first.tokens} of {first.compared} differ, {magnitude}"}
     lines["inputs"] = (
-        "equal: this operation computes other bits from them"
+        "equal: this operation computes different bits from them"
         if first.half == "output"
-        else "all that operations made before is equal: what differs is computed in between, in no module"
+        else "all earlier operations agree: the difference is computed in between, outside of any module"
     )
     if first.types[0] != first.types[1]:
         lines["types"] = " and ".join(f"{kind} ({side})" for kind, side in zip(first.types, sides, strict=True))

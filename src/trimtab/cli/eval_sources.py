@@ -1,4 +1,4 @@
-"""Parses what `trimtab eval` measures: runs, checkpoints and models; tasks with options, and recipes."""
+"""Parses the arguments of `trimtab eval`: runs, checkpoints and models; tasks with options, and recipes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CHECKPOINT = re.compile(r"step-\d{6,}")
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model as the command line names it; `run` is the run directory it comes from, if any."""
+class ModelChoice:
+    """A model named on the command line; `run` is its run directory, if any, and `which` the checkpoint."""
 
     name: str
     run: Path | None
@@ -28,7 +28,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """What a table calls it."""
+        """The name of the model in tables."""
         return f"{self.name} ({self.which})" if self.run is not None and self.which == "best" else self.name
 
     def spec(self) -> ModelSpec:
@@ -38,14 +38,14 @@ class Source:
 
     @contextmanager
     def _folder(self) -> Iterator[str]:
-        """A name the model loader takes; the model of a run is exported for as long as it is needed."""
+        """Yields a name for the model loader; the model of a run is exported to a temporary folder."""
         if self.run is not None:
             from trimtab.training.export import export
 
             with tempfile.TemporaryDirectory(prefix="trimtab-eval-") as folder:
                 yield str(export(self.run, Path(folder) / "model", self.which))
         elif self.name in ("laboratory", "laboratory-moe", "laboratory-switch"):
-            # Training means the warm-started one by this name, the model loader the untrained one.
+            # Training uses this name for the warm-started model, the model loader for the untrained one.
             from trimtab.training.sft import laboratory_folder
 
             yield str(laboratory_folder(self.name))
@@ -54,29 +54,29 @@ class Source:
 
 
 @dataclass(frozen=True)
-class What:
-    """A task to measure on, and the precision of the recipe it comes from."""
+class TaskChoice:
+    """A task to evaluate on, and the precision of the recipe it comes from."""
 
     spec: TaskSpec
     dtype: str | None = None
 
 
-def source(name: str, which: str) -> Source:
-    """A run directory, RUN/checkpoints/step-000010, or anything the model loader takes."""
+def source(name: str, which: str) -> ModelChoice:
+    """Returns the model for a run directory, RUN/checkpoints/step-000010, or a name for the model loader."""
     path, name = Path(name).absolute(), name.rstrip("/") or name
     if (path / "config.toml").is_file():
-        return Source(name, Path(name), which)
+        return ModelChoice(name, Path(name), which)
     if CHECKPOINT.fullmatch(path.name) and path.parent.name == "checkpoints":
-        return Source(name, path.parent.parent, path.name)
-    return Source(name, None, which)
+        return ModelChoice(name, path.parent.parent, path.name)
+    return ModelChoice(name, None, which)
 
 
 def recipe_of(run: Path) -> str:
     return str(run / "config.toml")
 
 
-def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[Source]) -> list[What]:
-    """The tasks of `--task`, or else the one that all runs were trained on."""
+def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelChoice]) -> list[TaskChoice]:
+    """Returns the tasks of `--task`, or by default the task that all runs were trained on."""
     from trimtab import tasks
 
     if named:
@@ -86,26 +86,29 @@ def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[Source
     recipes = [_recipe(recipe_of(item.run), sets) for item in sources if item.run is not None]
     if len(recipes) < len(sources):
         raise TrimtabError(f"--task is missing: name a task ({', '.join(tasks.names())}) or a recipe")
-    if any(what.spec != recipes[0].spec for what in recipes):
+    if any(choice.spec != recipes[0].spec for choice in recipes):
         raise TrimtabError("the runs were trained on different tasks or rewards: say with --task what to measure")
     return recipes[:1]
 
 
-def dtype_of(asked: str | None, sources: Sequence[Source], whats: Sequence[What]) -> str:
-    """The precision asked for, else that of the recipes and runs in question, else bfloat16; one for all."""
-    if asked is not None:
-        return asked
+def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]) -> str:
+    """Returns the requested precision, or by default that of the recipes and runs, or bfloat16.
+
+    Raises `TrimtabError` if recipes and runs differ in precision.
+    """
+    if requested is not None:
+        return requested
     from trimtab.config import load_config
 
     runs = [load_config(recipe_of(item.run)).engine.dtype for item in sources if item.run is not None]
-    known = sorted({*runs, *(what.dtype for what in whats if what.dtype is not None)})
+    known = sorted({*runs, *(choice.dtype for choice in choices if choice.dtype is not None)})
     if len(known) > 1:
         raise TrimtabError(f"the recipes sample in {' and '.join(known)}: choose one for all with --dtype")
     return known[0] if known else "bfloat16"
 
 
-def _task(text: str, sets: Sequence[str]) -> What:
-    """`NAME`, `NAME:KEY=VALUE,...`, or the same with a recipe in place of the name."""
+def _task(text: str, sets: Sequence[str]) -> TaskChoice:
+    """Parses `NAME` or `NAME:KEY=VALUE,...`, where the name is that of a task or a recipe."""
     from trimtab import tasks
     from trimtab.config import parse_override, recipe_names
     from trimtab.evaluation import TaskSpec
@@ -113,7 +116,7 @@ def _task(text: str, sets: Sequence[str]) -> What:
     name, _, rest = text.partition(":")
     changes = [*_split(rest, text), *sets]
     if name in tasks.names():
-        return What(TaskSpec(name, dict(parse_override(change) for change in changes)))
+        return TaskChoice(TaskSpec(name, dict(parse_override(change) for change in changes)))
     if name.endswith((".jsonl", ".ndjson", ".json", ".parquet")):
         raise TrimtabError(f"--task {text!r}: a file is measured on as --task file:path={name},holdout=1")
     if not name.endswith(".toml") and name not in recipe_names():
@@ -121,7 +124,7 @@ def _task(text: str, sets: Sequence[str]) -> What:
     return _recipe(name, changes)
 
 
-def _recipe(name: str, changes: Sequence[str]) -> What:
+def _recipe(name: str, changes: Sequence[str]) -> TaskChoice:
     from trimtab.config import load_config
     from trimtab.evaluation import TaskSpec
     from trimtab.types import RewardSpec
@@ -129,11 +132,11 @@ def _recipe(name: str, changes: Sequence[str]) -> What:
     config = load_config(name, changes)
     rewards = tuple(RewardSpec(reward.name, reward.weight, reward.timeout, reward.keywords) for reward in config.reward)
     spec = TaskSpec(config.task.name, config.task.keywords, rewards, config.sampling.max_tokens)
-    return What(spec, config.engine.dtype)
+    return TaskChoice(spec, config.engine.dtype)
 
 
 def _split(text: str, whole: str) -> list[str]:
-    """`a=1,b=[2,3]` -> `a=1`, `b=[2,3]`: commas inside brackets, and in a value in quotes, belong to the value."""
+    """Splits `a=1,b=[2,3]` into `a=1` and `b=[2,3]`: commas inside brackets or quotes belong to the value."""
     parts, depth, quote, escaped = [""], 0, "", False
     for character in text:
         if escaped:

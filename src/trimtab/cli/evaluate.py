@@ -100,14 +100,14 @@ def evaluate(
 
     if as_json and markdown == STANDARD_OUTPUT:
         raise TrimtabError("--json and --markdown - both want standard output: give --markdown a file")
-    if markdown is not None and markdown != STANDARD_OUTPUT and (found := _unwritable(Path(markdown))):
-        raise TrimtabError(f"cannot write {markdown}: {found}; give --markdown another file")
+    if markdown is not None and markdown != STANDARD_OUTPUT and (problem := _unwritable(Path(markdown))):
+        raise TrimtabError(f"cannot write {markdown}: {problem}; give --markdown another file")
     if relay is None and relay_ratio is not None:
         raise TrimtabError("--relay-ratio has no effect without --relay: name the model that begins, or leave it out")
-    given = [eval_sources.source(name, which) for name in models]
-    if which != "last" and all(item.run is None for item in given):
+    choices = [eval_sources.source(name, which) for name in models]
+    if which != "last" and all(item.run is None for item in choices):
         raise TrimtabError(f"--which {which} chooses a checkpoint of a run, and no run is given: leave it out")
-    whats = eval_sources.tasks_of(task or [], sets or [], given)
+    task_choices = eval_sources.tasks_of(task or [], sets or [], choices)
     settings = Settings(
         samples=samples,
         greedy=greedy,
@@ -116,17 +116,17 @@ def evaluate(
         max_tokens=max_tokens,
         problems=problems,
         seed=seed,
-        dtype=eval_sources.dtype_of(dtype, given, whats),
+        dtype=eval_sources.dtype_of(dtype, choices, task_choices),
         relay_ratio=0.5 if relay_ratio is None else relay_ratio,
     )
-    begins = eval_sources.source(relay, which).spec() if relay is not None else None
-    count = len(given) * len(whats) * len(settings.modes(relay is not None))
+    relay_model = eval_sources.source(relay, which).spec() if relay is not None else None
+    count = len(choices) * len(task_choices) * len(settings.modes(relay is not None))
     with _interruptible(out), _progress(count) as watch:
         results = compare(
-            [item.spec() for item in given],
-            [what.spec for what in whats],
+            [item.spec() for item in choices],
+            [choice.spec for choice in task_choices],
             settings,
-            relay=begins,
+            relay=relay_model,
             out=out,
             watch=watch,
         )
@@ -134,7 +134,7 @@ def evaluate(
 
 
 def _unwritable(path: Path) -> str:
-    """Why nothing can be written there, as far as it is known before hours are spent; empty where nothing is."""
+    """Returns why the file cannot be written, checked before a long evaluation; empty if it can."""
     if path.exists() and not path.is_file():
         return "it is a folder" if path.is_dir() else "it is not a plain file (- prints)"
     if not path.parent.is_dir():
@@ -143,7 +143,7 @@ def _unwritable(path: Path) -> str:
 
 
 def _show(results: Results, markdown: str | None, as_json: bool) -> None:
-    """Printed before the file is written: whatever is wrong with that, what was measured is seen."""
+    """Print the results, then write the Markdown file, so that a failure to write does not hide the results."""
     _print(results, markdown, as_json)
     if markdown is not None and markdown != STANDARD_OUTPUT:
         from trimtab.runs.atomic import write_text
@@ -161,7 +161,7 @@ def _print(results: Results, markdown: str | None, as_json: bool) -> None:
 
         console = Console(highlight=False)
         if not console.is_terminal:
-            console = Console(highlight=False, width=10_000)  # nothing folded in a file or a pipe
+            console = Console(highlight=False, width=10_000)  # no wrapping in a file or a pipe
         for grid in results.grids():
             console.print(grid.table())
         for line in results.remarks():
@@ -170,7 +170,7 @@ def _print(results: Results, markdown: str | None, as_json: bool) -> None:
 
 @contextmanager
 def _interruptible(out: Path | None) -> Iterator[None]:
-    """On Ctrl-C, say whether anything was kept."""
+    """On Ctrl-C, adds to the message whether finished batches were kept."""
     try:
         yield
     except KeyboardInterrupt:
@@ -180,7 +180,7 @@ def _interruptible(out: Path | None) -> Iterator[None]:
 
 @contextmanager
 def _progress(count: int) -> Iterator[Watch | None]:
-    """A bar for each of `count` evaluations on a terminal, on standard error so that results can be piped."""
+    """Shows a progress bar for each of `count` evaluations on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -195,7 +195,7 @@ def _progress(count: int) -> Iterator[Watch | None]:
         current = bar.add_task("loading", total=None)
         numbers = itertools.count(1)
 
-        def begin(what: str, responses: int) -> None:
+        def on_start(what: str, responses: int) -> None:
             bar.reset(current, description=f"{next(numbers)}/{count} {what}", total=responses)
 
-        yield Watch(begin, lambda responses: bar.advance(current, responses))
+        yield Watch(on_start, lambda responses: bar.advance(current, responses))

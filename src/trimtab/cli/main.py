@@ -1,6 +1,6 @@
-"""Entry point: registers the commands and prints a user's mistake as one line with exit code 2.
+"""Entry point of the command line: registers the commands and prints user errors as one line with exit code 2.
 
-Nothing here imports torch; `trimtab --help` answers at once.
+This module does not import torch, so that `trimtab --help` is fast.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typer.core import TyperGroup
 from trimtab.cli import compare, describe, diagnose, doctor, evaluate, plan, report, starting, train
 from trimtab.errors import Stopped, TrimtabError
 
-MISTAKE = 2
-# What every rank of torchrun would do all over again, into the same files; `train` is the command for several ranks.
-ALONE = frozenset({"sft", "eval", "diagnose", "report", "compare", "export"})
-# Some typer releases carry their own copy of click: the class is taken from a public child, not from `import click`.
+EXIT_USER_ERROR = 2
+# Commands that every rank of torchrun would repeat, writing the same files; only `train` supports several ranks.
+SINGLE_PROCESS_COMMANDS = frozenset({"sft", "eval", "diagnose", "report", "compare", "export"})
+# Some typer releases bundle a copy of click: the class is taken from a public subclass, not from `import click`.
 USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM, caught before the argument parser swallows it; `code` is that of the process."""
+    """Ctrl-C or SIGTERM, caught before the argument parser handles it; `code` is the exit code of the process."""
 
     def __init__(self, stop: KeyboardInterrupt) -> None:
         super().__init__(str(stop))
@@ -37,7 +37,7 @@ class Interrupted(Exception):
 
 
 class Commands(TyperGroup):
-    """The group of all commands; lets Ctrl-C reach `run` under every typer release."""
+    """The group of all commands; passes Ctrl-C on to `run` under every typer release."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -68,12 +68,14 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     context: typer.Context,
-    version: Annotated[  # noqa: ARG001  # its callback acts
+    version: Annotated[  # noqa: ARG001  # handled by its callback
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
     """Stable reinforcement learning of language models when the data is off-policy."""
-    if context.invoked_subcommand in ALONE and "WORLD_SIZE" in os.environ:  # else torch need not be imported
+    if (
+        context.invoked_subcommand in SINGLE_PROCESS_COMMANDS and "WORLD_SIZE" in os.environ
+    ):  # checked first to avoid importing torch
         from trimtab.training.ranks import several
 
         if several():
@@ -87,41 +89,41 @@ for module in (train, describe, evaluate, diagnose, report, compare, plan, docto
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code: 0, 1 (doctor found a fault), 2 (a mistake), or 128 and the number
-    of the signal that stopped it.
+    """Run one command line and return its exit code.
 
-    Errors that are not a user's mistake are bugs and keep their traceback.
+    0: success. 1: a check or a run failed. 2: a user error. 128 + n: stopped by signal n. Any other exception is a bug
+    and is raised with its traceback.
     """
     try:
         result = typer.main.get_command(app).main(list(arguments), prog_name="trimtab", standalone_mode=False)
     except USAGE_ERROR as error:
-        return _complain(_usage_line(error))
+        return _print_error(_usage_message(error))
     except TrimtabError as error:
-        return _complain(str(error))
+        return _print_error(str(error))
     except Interrupted as stop:
         print(f"\ntrimtab: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
         return stop.code
     return result if isinstance(result, int) else 0
 
 
-def _usage_line(error: Any) -> str:
-    """One line for a wrong command line, with where to look for the right one."""
+def _usage_message(error: Any) -> str:
+    """Returns one line for a usage error, with the command that shows help."""
     message = error.format_message().strip().rstrip(".")
     if not message:  # `trimtab` alone: the parser has already printed the help
         return ""
-    place = error.ctx.command_path if getattr(error, "ctx", None) is not None else "trimtab"
-    return f"{message} (see: {place} --help)"
+    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "trimtab"
+    return f"{message} (see: {command} --help)"
 
 
-def _complain(line: str) -> int:
+def _print_error(line: str) -> int:
     if line:
         print(f"trimtab: {' '.join(line.split())}", file=sys.stderr)
-    return MISTAKE
+    return EXIT_USER_ERROR
 
 
 def main() -> NoReturn:
-    """The console script."""
-    # A missing model is one line; without this the hub client writes its retries around it.
+    """Run the command line; entry point of the console script."""
+    # Otherwise the hub client prints its retries around the one-line error for a missing model.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     sys.exit(run(sys.argv[1:]))
 

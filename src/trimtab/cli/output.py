@@ -1,4 +1,4 @@
-"""Output shared by all commands: JSON, tables, and the default directory of a recipe's run."""
+"""Output helpers of all commands: JSON, aligned pairs, and the default run directory of a recipe."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 @contextmanager
 def only_json(as_json: bool) -> Iterator[None]:
-    """With `as_json`, what anybody else prints meanwhile, processes started here included, goes to standard error."""
+    """With `as_json`, redirects all other output, including that of child processes, to standard error."""
     if not as_json:
         yield
         return
     sys.stdout.flush()
-    kept = os.dup(1)
+    saved_stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """One JSON object on standard output; numbers JSON cannot hold (NaN, infinities) become null."""
-    typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False))
+    """Print one JSON object; numbers that JSON cannot represent (NaN, infinities) become null."""
+    typer.echo(json.dumps(_json_value(value), indent=2, ensure_ascii=False))
 
 
 def print_pairs(pairs: Mapping[str, Any]) -> None:
-    """`name  value` lines with aligned values."""
+    """Print `name  value` lines with aligned values."""
     width = max((len(name) for name in pairs), default=0)
     for name, value in pairs.items():
         typer.echo(f"{name:<{width}}  {value}")
 
 
 def run_directory(recipe: str, out: Path | None, configured: str | None) -> Path:
-    """Where a run goes: `--out`, then the recipe's `out`, then `runs/<recipe>`."""
+    """Returns the run directory: `--out`, or the recipe's `out`, or `runs/<recipe>`."""
     if out is not None:
         return out
     if configured is not None:
@@ -60,11 +60,11 @@ def run_directory(recipe: str, out: Path | None, configured: str | None) -> Path
     return Path("runs") / (path.parent.name if path.name == "config.toml" and path.parent.name else path.stem)
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return str(value) if isinstance(value, Path) else value

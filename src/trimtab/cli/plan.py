@@ -74,7 +74,7 @@ def plan(
     synchronous run instead: what the asynchronous one will do.
     """
     if run is not None:
-        _from_run(run, max_lag, as_json, planned=bool(model or gpus or assume))
+        _plan_from_run(run, max_lag, as_json, planned=bool(model or gpus or assume))
         return
     if model is None or gpus is None:
         raise TrimtabError(f"name --model and --gpus, or a measured --run; for example: {EXAMPLE}")
@@ -82,20 +82,20 @@ def plan(
     from trimtab.planning.assumptions import assume as assumptions
     from trimtab.planning.assumptions import device as find_device
     from trimtab.planning.planner import Question
-    from trimtab.planning.planner import plan as choose
+    from trimtab.planning.planner import plan as find_plan
     from trimtab.planning.rates import Workload
     from trimtab.planning.shapes import find
 
     average = (response + 1) // 2 if mean is None else mean
     if average > response:
         raise TrimtabError(f"--mean {average} is above --response {response}, the longest: lower it")
-    work = Workload(prompts, samples, prompt, average, response, updates=minibatches * epochs, epochs=epochs)
-    chosen = choose(
+    workload = Workload(prompts, samples, prompt, average, response, updates=minibatches * epochs, epochs=epochs)
+    best_plan = find_plan(
         Question(
             find(model),
             find_device(device),
             gpus,
-            work,
+            workload,
             assumptions(assume or ()),
             rollout_gpus,
             tensor_parallel,
@@ -104,20 +104,20 @@ def plan(
         )
     )
     if as_json:
-        print_json(as_dict(chosen))
+        print_json(as_dict(best_plan))
     else:
-        typer.echo(text(chosen))
+        typer.echo(text(best_plan))
 
 
-def _from_run(run: Path, max_lag: int | None, as_json: bool, *, planned: bool) -> None:
+def _plan_from_run(run: Path, max_lag: int | None, as_json: bool, *, planned: bool) -> None:
     if planned:
-        raise TrimtabError("--run predicts from what was measured: leave --model, --gpus and --assume out")
+        raise TrimtabError("--run predicts from measured times: leave --model, --gpus and --assume out")
     from trimtab.cli.plan_text import measured_dict, measured_text
     from trimtab.planning.measured import read
 
-    found = read(run)
-    data: dict[str, Any] = measured_dict(found, max_lag)
+    measured = read(run)
+    data: dict[str, Any] = measured_dict(measured, max_lag)
     if as_json:
         print_json(data)
     else:
-        typer.echo(measured_text(found, data))
+        typer.echo(measured_text(measured, data))

@@ -1,4 +1,4 @@
-"""Prints a plan as text or JSON."""
+"""Formats a plan as text or as data for JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GB = 1e9
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """Everything a program may want of a plan; seconds, bytes, tokens per second."""
+    """Returns the plan as data for JSON; in seconds, bytes and tokens per second."""
     question, steady = plan.question, plan.cycle
     return {
         "model": {**asdict(question.shape), "parameters": question.shape.parameters},
@@ -64,50 +64,50 @@ def text(plan: Plan) -> str:
         f"a step: {work.prompts} prompts of {work.prompt} tokens x {work.samples} responses of {work.response:.0f} "
         f"tokens on average, {work.longest} at most: {tokens}, {work.updates} update{'s' * (work.updates > 1)}",
         "",
-        *_sides(plan),
+        *_phase_lines(plan),
         "",
         f"asynchronous: {_seconds(steady.seconds)} a step, {work.tokens / steady.seconds:.0f} tokens/s; "
         f"engines work {steady.engines:.0%} of it, the trainer {steady.trainer:.0%}",
         f"in turn:      {_seconds(plan.phases.in_turn)} a step on the same split (max_lag = 0)",
         f"tokens are {steady.lag_mean * work.updates:.1f} updates old on average, at most {plan.max_lag} (max_lag)",
         "",
-        *_memory(plan),
+        *_memory_lines(plan),
         "",
         "set in the recipe:",
-        *_recipe(plan.keys()),
+        *_recipe_lines(plan.keys()),
         "",
         "assumed (change with --assume name=value):",
         *_table((name, f"{value:g}", reasons()[name]) for name, value in asdict(question.assumed).items()),
         f"peaks of {gpu.name}: {gpu.flops / 1e12:g} TFLOP/s, {gpu.bandwidth / 1e12:g} TB/s, "
         f"{gpu.memory / GB:g} GB ({gpu.source})",
-        "nothing of this was run: measure a few steps, then `trimtab plan --run RUN`",
+        "none of this was measured: train a few steps, then `trimtab plan --run RUN`",
     ]
     return "\n".join(lines)
 
 
-def measured_dict(found: Measured, max_lag: int | None) -> dict[str, Any]:
-    """What the asynchronous run will do, by the synchronous run's phases."""
-    ahead = lead(max_lag, found.updates, found.phases)
-    steady = cycle(found.phases, ahead)
+def measured_dict(measured: Measured, max_lag: int | None) -> dict[str, Any]:
+    """Returns the prediction for the asynchronous run from the measured phases of a synchronous one, for JSON."""
+    ahead = lead(max_lag, measured.updates, measured.phases)
+    steady = cycle(measured.phases, ahead)
     return {
-        "measured": {**asdict(found.phases), "step": found.phases.in_turn, "steps": found.steps},
+        "measured": {**asdict(measured.phases), "step": measured.phases.in_turn, "steps": measured.steps},
         "tokens_per_second": {
-            "generate": found.generated / max(found.phases.generate, 1e-9),
-            "train": found.trained / max(found.phases.train, 1e-9),
+            "generate": measured.generated / max(measured.phases.generate, 1e-9),
+            "train": measured.trained / max(measured.phases.train, 1e-9),
         },
         "predicted": {"step": steady.seconds, "engines_busy": steady.engines, "trainer_busy": steady.trainer},
-        "lag": _lag(steady.lag_mean, steady.lag_max, found.updates, ahead * found.updates),
-        "recipe": {"trainer.max_lag": ahead * found.updates},
+        "lag": _lag(steady.lag_mean, steady.lag_max, measured.updates, ahead * measured.updates),
+        "recipe": {"trainer.max_lag": ahead * measured.updates},
     }
 
 
-def measured_text(found: Measured, data: Mapping[str, Any]) -> str:
-    phases, predicted, lag = found.phases, data["predicted"], data["lag"]
+def measured_text(measured: Measured, data: Mapping[str, Any]) -> str:
+    phases, predicted, lag = measured.phases, data["predicted"], data["lag"]
     speed = data["tokens_per_second"]
     seconds = ", ".join(f"{name} {value:.3g}" for name, value in asdict(phases).items() if value)
     return "\n".join(
         [
-            f"measured: {_seconds(phases.in_turn)} a step, medians of {found.steps} ({seconds})",
+            f"measured: {_seconds(phases.in_turn)} a step, medians of {measured.steps} ({seconds})",
             f"          generation {speed['generate']:.0f} tokens/s, training {speed['train']:.0f} tokens/s",
             f"predicted with engines beside the trainer and trainer.max_lag = {lag['max_lag']}:",
             f"          {_seconds(predicted['step'])} a step ({phases.in_turn / predicted['step']:.2f}x), engines work "
@@ -122,7 +122,7 @@ def _lag(mean: float, most: int, updates: int, max_lag: int) -> dict[str, float]
     return {"mean": mean * updates, "max": most * updates, "max_lag": max_lag, "updates": updates}
 
 
-def _sides(plan: Plan) -> list[str]:
+def _phase_lines(plan: Plan) -> list[str]:
     phases, engine = plan.phases, plan.engine
     return _table(
         [
@@ -141,25 +141,27 @@ def _sides(plan: Plan) -> list[str]:
     )
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory_lines(plan: Plan) -> list[str]:
     total = sum(plan.memory.values())
     parts = [(name, f"{value / GB:8.1f} GB", "") for name, value in plan.memory.items()]
     verdict = "fits" if plan.trainer_fits else f"DOES NOT FIT: responses of {plan.longest} tokens would"
-    how = ", ".join(word for word, on in _choices(plan) if on) or "nothing recomputed, nothing offloaded"
+    options = ", ".join(word for word, on in _memory_options(plan) if on) or "nothing recomputed, nothing offloaded"
     cache = f"{plan.engine.cache / 1e3:.0f} thousand tokens of keys and values"
-    lines = [f"memory of a training rank ({how}): {total / GB:.1f} of {plan.room / GB:.1f} GB, {verdict}"]
+    lines = [f"memory of a training rank ({options}): {total / GB:.1f} of {plan.room / GB:.1f} GB, {verdict}"]
     lines += _table(parts)
     lines.append(f"CPU memory of all ranks: {host(plan.question.shape, plan.rank) / GB:.0f} GB")
-    holds = "fits" if plan.engine_fits else "DOES NOT FIT: a response of full length needs more"
-    lines.append(f"memory of an engine's GPU: {plan.engine.weights / GB:.1f} GB of weights, room for {cache}, {holds}")
+    engine_verdict = "fits" if plan.engine_fits else "DOES NOT FIT: a response of full length needs more"
+    lines.append(
+        f"memory of an engine's GPU: {plan.engine.weights / GB:.1f} GB of weights, room for {cache}, {engine_verdict}"
+    )
     return lines
 
 
-def _choices(plan: Plan) -> Iterable[tuple[str, bool]]:
+def _memory_options(plan: Plan) -> Iterable[tuple[str, bool]]:
     return ("gradient checkpointing", plan.rank.recompute), ("optimizer in CPU memory", plan.rank.offload)
 
 
-def _recipe(keys: Mapping[str, Any]) -> list[str]:
+def _recipe_lines(keys: Mapping[str, Any]) -> list[str]:
     return _table((key, "=", _toml(value)) for key, value in keys.items())
 
 

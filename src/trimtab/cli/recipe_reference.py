@@ -1,4 +1,4 @@
-"""Generates docs/recipes.md, all recipe keys, from the schema: `trimtab recipes --keys > docs/recipes.md`."""
+"""Generates docs/recipes.md (all recipe keys) from the schema: `trimtab recipes --keys > docs/recipes.md`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 UNLIMITED = 1e6
-"""A bound this large keeps a number representable (32-bit integers, float32, clocks); it is no advice to a reader."""
+"""Bounds from here on only keep numbers representable (32-bit integers, float32, clocks) and are not documented."""
 
 HEAD = """# Recipes: every key
 
@@ -62,7 +62,7 @@ all with an aggregation in the table take `aggregation` (`token-mean`, `seq-mean
 
 
 class Key(NamedTuple):
-    """One key: what may be written there, what it is without, and what it means."""
+    """One key: its type, default and description."""
 
     type: str
     default: str
@@ -70,7 +70,7 @@ class Key(NamedTuple):
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     return "\n".join([HEAD, *_section_blocks(), METHODS + "\n" + _objectives(), _tasks(), _rewards()])
 
 
@@ -83,7 +83,7 @@ def _sections(model: type[BaseModel], name: str = "") -> Iterator[tuple[str, typ
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a key of this type is, in a list or optional ones included."""
+    """Returns the section model in a type annotation, also of lists and optional sections; None for other keys."""
     kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
     return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
 
@@ -97,7 +97,7 @@ def _keys_of(fields: Mapping[str, FieldInfo]) -> dict[str, Key]:
 
 
 def _type(annotation: Any, metadata: Any = ()) -> str:
-    """A type in the words of TOML, with its bounds."""
+    """Returns a type in the terms of TOML, with its bounds."""
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
         return _type(inner, [*more, *metadata])
@@ -116,14 +116,14 @@ def _type(annotation: Any, metadata: Any = ()) -> str:
 
 
 def _bounds(metadata: Any) -> str:
-    """` ≥ 0 < 1`, from the constraints of a field and of the `Field`s inside its annotation.
+    """Returns bounds such as ` ≥ 0 < 1` from the constraints of a field and of the `Field`s inside its annotation.
 
     Bounds of `UNLIMITED` and more are left out.
     """
     flat = [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    found = [(sign, getattr(part, name)) for part in flat for name, sign in signs.items() if hasattr(part, name)]
-    return "".join(f" {sign} {value:g}" for sign, value in found if abs(value) < UNLIMITED)
+    bounds = [(sign, getattr(part, name)) for part in flat for name, sign in signs.items() if hasattr(part, name)]
+    return "".join(f" {sign} {value:g}" for sign, value in bounds if abs(value) < UNLIMITED)
 
 
 def _default(field: FieldInfo) -> str:
@@ -153,10 +153,10 @@ def _objectives() -> str:
     shared = {"denominator", "kl", "kl_coef", "entropy_coef", "aggregation", "length_max"}
     lines = ["| `name` | its own keywords | aggregation |", "|---|---|---|"]
     for name in objectives():
-        known = keywords_of(name)
-        own = ", ".join(f"`{key} = {_value(value)}`" for key, value in known.items() if key not in shared)
-        budget = f", `length_max = {known['length_max']}`" if known.get("length_max") else ""
-        lines.append(f"| `{name}` | {own or '-'} | {known.get('aggregation', '-')}{budget} |")
+        keywords = keywords_of(name)
+        own = ", ".join(f"`{key} = {_value(value)}`" for key, value in keywords.items() if key not in shared)
+        length_max = f", `length_max = {keywords['length_max']}`" if keywords.get("length_max") else ""
+        lines.append(f"| `{name}` | {own or '-'} | {keywords.get('aggregation', '-')}{length_max} |")
     return "\n".join(lines) + "\n"
 
 
@@ -191,5 +191,5 @@ def _table(rows: Mapping[str, Key]) -> str:
 
 
 def _cell(text: str) -> str:
-    # Markdown reads `<name>` as a tag and a bar as the end of the cell.
+    # In Markdown `<name>` is a tag and a bar ends the cell.
     return text.replace("|", "\\|").replace("<", "&lt;")

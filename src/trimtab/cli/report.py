@@ -1,4 +1,4 @@
-"""`trimtab report`: the page of one run, or of several runs side by side."""
+"""`trimtab report`: the page of one run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def report(
     """Write report.html: one page that needs nothing else. Runs that differ in seed only form one band."""
     from trimtab.report.groups import find_runs
 
-    found = [run for path in runs for run in find_runs(path)]
-    if found == runs and len(runs) == 1:
+    run_paths = [run for path in runs for run in find_runs(path)]
+    if run_paths == runs and len(runs) == 1:
         if target is not None:
             raise TrimtabError("--target is for a comparison: name several runs, or a folder of them")
-        data = _one(runs[0], out)
+        data = _report_run(runs[0], out)
     else:
-        # A folder of runs (a comparison's own) keeps its page inside, runs named one by one get it above the first.
-        data = _several(found, out or (runs[0] if len(runs) == 1 else runs[0].parent), target)
+        # The page of a folder of runs goes into that folder, that of single runs into the parent of the first.
+        data = _report_comparison(run_paths, out or (runs[0] if len(runs) == 1 else runs[0].parent), target)
     if as_json:
         print_json(data)
         return
@@ -62,16 +62,16 @@ def report(
         typer.echo(f"note: {line}", err=True)
 
 
-def _one(run: Path, out: Path | None) -> dict[str, Any]:
+def _report_run(run: Path, out: Path | None) -> dict[str, Any]:
     from trimtab.report.health import as_data, health
     from trimtab.report.run_report import write_report
     from trimtab.runs.reader import read_run
 
-    read = read_run(run)
-    return {"report": write_report(run, out), "verdict": as_data(health(read)), "provenance": read.origins}
+    run_data = read_run(run)
+    return {"report": write_report(run, out), "verdict": as_data(health(run_data)), "provenance": run_data.origins}
 
 
-def _several(runs: Sequence[Path], folder: Path, target: float | None) -> dict[str, Any]:
+def _report_comparison(runs: Sequence[Path], folder: Path, target: float | None) -> dict[str, Any]:
     from trimtab.report.comparison import as_data, compare, write_page
     from trimtab.report.groups import group_runs
 

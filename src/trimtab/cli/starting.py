@@ -1,4 +1,4 @@
-"""Ends the process without a traceback when Ctrl-C arrives while the command line is being imported."""
+"""Ends the process without a traceback if Ctrl-C arrives while modules are being imported."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from types import FrameType
 
 
 def guard() -> None:
-    """From here to `release` Ctrl-C ends the process at once, unless the program handles or ignores it already."""
+    """Make Ctrl-C end the process immediately until `release`, unless the program already handles or ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, _exit)
 
 
 def release() -> None:
-    """From here on `KeyboardInterrupt` is caught."""
-    if signal.getsignal(signal.SIGINT) is _leave:
+    """Restore the default handler, so that Ctrl-C raises `KeyboardInterrupt`."""
+    if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """For imports of seconds in the middle of a command. Inside them `KeyboardInterrupt` may even be lost."""
+    """Guards a block of slow imports, during which `KeyboardInterrupt` might be lost."""
     guard()
     try:
         yield
@@ -31,6 +31,6 @@ def guarded() -> Iterator[None]:
         release()
 
 
-def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+def _exit(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     os.write(2, b"\ntrimtab: interrupted; nothing had been started\n")
     os._exit(128 + number)

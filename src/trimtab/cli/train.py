@@ -42,33 +42,33 @@ def train(
 ) -> None:
     """Train a model with a recipe; a recipe with a \\[compare] section trains every objective with every seed."""
     with starting.guarded():
-        from trimtab.api import train as start
+        from trimtab.api import train as train_recipe
         from trimtab.cli.display import observe
         from trimtab.config import load_config
         from trimtab.training.ranks import follows
 
     config = load_config(recipe, sets or ())
     run = run_directory(recipe, out, config.out)
-    grid = config.compare is not None
-    resumable = _resumable(recipe, sets or (), run, grid=grid)
-    with resumable, only_json(as_json), observe(to_stderr=as_json) as observer:
+    is_comparison = config.compare is not None
+    hint = _with_resume_hint(recipe, sets or (), run, is_comparison=is_comparison)
+    with hint, only_json(as_json), observe(to_stderr=as_json) as observer:
         if config.compare is not None:
             result = _compare(config, run, resume, observer)
         else:
-            result = start(config, out=run, resume=resume, observer=observer).metrics
+            result = train_recipe(config, out=run, resume=resume, observer=observer).metrics
     if as_json and not follows():
         print_json({"run": run, "report": run / "report.html", "metrics": result})
 
 
 def _compare(config: Config, out: Path, resume: bool, observer: Observer) -> dict[str, Any]:
     from trimtab.errors import TrimtabError
-    from trimtab.lab.recipe_comparison import run_grid
+    from trimtab.lab.recipe_comparison import run_recipe_comparison
     from trimtab.report.comparison import held_out, write_comparison
     from trimtab.training.ranks import several
 
     if several():
         raise TrimtabError("a comparison starts processes of its own (compare.workers): run it without torchrun")
-    result = run_grid(config, out, observer, resume=resume)
+    result = run_recipe_comparison(config, out, observer, resume=resume)
     page = write_comparison(result.runs, out / "report.html")
     observer.finished(held_out(result.runs), page)
     return result.metrics
@@ -92,27 +92,27 @@ def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = Fals
 
 
 @contextmanager
-def _resumable(recipe: str, sets: Sequence[str], run: Path, *, grid: bool) -> Iterator[None]:
-    """On Ctrl-C or SIGTERM, say with which words the run continues, as far as anything of it is there."""
+def _with_resume_hint(recipe: str, sets: Sequence[str], run: Path, *, is_comparison: bool) -> Iterator[None]:
+    """On Ctrl-C or SIGTERM, adds the command that continues the run to the message."""
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_way_on(recipe, sets, run, grid)) from None
+        raise KeyboardInterrupt(_resume_hint(recipe, sets, run, is_comparison)) from None
 
 
-def _way_on(recipe: str, sets: Sequence[str], run: Path, grid: bool) -> str:
-    changes = [word for change in sets for word in ("--set", change)]
-    again = shlex.join(["trimtab", "train", recipe, *changes, "--out", str(run)])
+def _resume_hint(recipe: str, sets: Sequence[str], run: Path, is_comparison: bool) -> str:
+    set_options = [word for change in sets for word in ("--set", change)]
+    command = shlex.join(["trimtab", "train", recipe, *set_options, "--out", str(run)])
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if os.environ.get("RANK") != "0":
-            return ""  # the leader says it
-        again = "the same command"
-    begun = grid and run.is_dir() and any(run.iterdir())
-    if begun or any(run.glob("checkpoints/step-*")):
-        return f"continue with: {again} --resume"
+            return ""  # only the leader prints the command
+        command = "the same command"
+    has_runs = is_comparison and run.is_dir() and any(run.iterdir())
+    if has_runs or any(run.glob("checkpoints/step-*")):
+        return f"continue with: {command} --resume"
     if (run / "config.toml").is_file():
-        return f"no checkpoint was written yet, this begins again: {again} --resume"
-    return f"nothing was written yet, start again with: {again}"
+        return f"no checkpoint was written yet, this begins again: {command} --resume"
+    return f"nothing was written yet, start again with: {command}"
 
 
 def export(

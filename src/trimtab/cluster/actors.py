@@ -1,4 +1,4 @@
-"""Starting Ray actors, calling them, and the errors of actors that are lost."""
+"""Starts Ray actors, calls them, and maps the errors of lost actors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CALLS = 4  # at once in one actor: the long one, its interruption, and a look fr
 
 
 class ActorLost(Exception):
-    """The actor died, its node did, or it did not answer in time; says which."""
+    """The actor or its node died, or a call timed out; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorSlot:
-    """The bundle of one actor. The replacement of a dead actor takes its seat."""
+    """The placement-group bundle of one actor. The replacement of a dead actor uses the same one."""
 
     group: Any
     bundle: int
@@ -28,11 +28,11 @@ class ActorSlot:
 
     @property
     def threads(self) -> int:
-        """What an actor of this seat may use for arithmetic on the CPU."""
+        """Number of CPU threads an actor in this slot may use."""
         return max(1, int(self.cpus))
 
     def start(self, host: type, *arguments: Any) -> Any:
-        """A new actor of class `host` here; returns its handle at once, while Ray still starts it."""
+        """Starts an actor of class `host` in this slot; returns its handle without waiting for the start."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -47,11 +47,11 @@ class ActorSlot:
 
 
 def ask(reference: Any, patience: float | None = None) -> Any:
-    """The answer to a remote call, within `patience` seconds if given.
+    """Returns the result of a remote call; waits at most `patience` seconds if given.
 
     Raises:
-        TrimtabError: raised over there, and here as it was.
-        ActorLost: the actor is dead or unreachable.
+        TrimtabError: raised by the actor.
+        ActorLost: the actor is dead or unreachable, or did not answer in time.
     """
     import ray
 
@@ -78,20 +78,20 @@ def explained() -> Iterator[None]:
 
 
 def _reason(text: str) -> str:
-    """The first sentence of the last line: Ray goes on with everything that might have been."""
+    """The first sentence of the last line of a Ray error, without its list of possible causes."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1].partition(". ")[0][:200] if lines else ""
 
 
 def end(handle: Any) -> None:
-    """Kill an actor's process, whatever it does; idempotent."""
+    """Kills an actor's process. Idempotent."""
     import ray
 
     ray.kill(handle, no_restart=True)
 
 
 def enter(folder: str) -> None:
-    """Work in the folder the run was started from, so that relative paths of the recipe mean the same everywhere."""
+    """Changes to the folder in which the run was started, so that relative paths of the recipe resolve equally."""
     try:
         os.chdir(folder)
     except OSError as error:

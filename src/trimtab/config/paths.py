@@ -9,8 +9,8 @@ from typing import Any
 
 from trimtab.errors import TrimtabError
 
-# Keys that hold a path, each with the words that are names there. `out` is none of them: where a run goes is, like
-# `--out`, relative to the current folder.
+# Keys of paths, each with words that are names instead. Not `out`, which like `--out` is relative to the current
+# folder.
 FILES = {"task.path": (), "task.test_path": (), "expert.path": ("gold",), "engine.server.folder": ()}
 # Keys that hold a name (of a shipped model, or on the hub) or a folder.
 NAMES_OR_FOLDERS = {
@@ -20,22 +20,22 @@ NAMES_OR_FOLDERS = {
 
 
 def located(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A recipe's `data` with absolute paths, relative ones being relative to `folder`.
+    """Returns a recipe's `data` with absolute paths; relative ones are resolved against `folder`.
 
-    A model or data set is a folder if it is written as one (it begins with `/`, `.` or `~`, or holds more than one
-    `/`) or there is such a folder; all else, such as `Qwen/Qwen2.5-0.5B`, is a name and stays as it is. A data set of
-    one bare word is a name in any case: other tasks than `hf` have data sets that are no files.
+    A model or data set is a folder if it begins with `/`, `.` or `~`, has more than one `/`, or exists as a folder; any
+    other value, such as `Qwen/Qwen2.5-0.5B`, is a name and unchanged. A data set of a single word is always a name,
+    because tasks other than `hf` have data sets that are no files.
     """
-    found = dict(data)
+    resolved = dict(data)
     for key, names in {**FILES, **NAMES_OR_FOLDERS}.items():
-        value = _at(found, key.split("."))
+        value = _at(resolved, key.split("."))
         if isinstance(value, str) and value not in names and (key in FILES or _is_folder(key, value, folder)):
-            found = _with(found, key.split("."), str(_absolute(value, folder)))
-    return found
+            resolved = _with(resolved, key.split("."), str(_absolute(value, folder)))
+    return resolved
 
 
 def located_at(key: str, value: Any, folder: Path) -> Any:
-    """The same for the value of one dotted key."""
+    """Returns the value of one dotted key with an absolute path, as `located` does."""
     words = key.split(".")
     data = value
     for word in reversed(words):
@@ -58,7 +58,7 @@ def _absolute(value: str, folder: Path) -> Path:
         expanded = Path(value).expanduser()
     except RuntimeError:
         raise TrimtabError(f"path {value!r}: there is no such user; write the folder out") from None
-    # One spelling whatever the folder was called by, so that a resumed run sees the same; links in `value` stay.
+    # One spelling of `folder`, so that a resumed run reads the same; symbolic links in `value` are kept.
     return Path(os.path.normpath(folder.resolve() / expanded))
 
 

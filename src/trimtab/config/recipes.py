@@ -1,4 +1,4 @@
-"""Reads recipes: bases, overrides, validation; every mistake is reported in one line."""
+"""Reads recipes: bases, overrides and validation. Errors are messages of one line."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from trimtab.errors import TrimtabError, nearest
 
 
 def recipe_names() -> list[str]:
-    """Recipes shipped inside the package."""
+    """Names of the recipes in the package."""
     folder = importlib.resources.files("trimtab") / "recipes"
     return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
 
 
 def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Resolve a recipe name, a TOML file or a mapping, apply `section.key=value` overrides, and check everything.
+    """Loads a recipe by name, from a TOML file or from a mapping, applies overrides and validates it.
 
-    Paths in it are absolute: those of a file relative to its folder, all others to the current one (see paths.py).
-    Raises `TrimtabError` with one line that names the offending word and what to do.
+    Overrides are `section.key=value`. Paths become absolute: those in a file are relative to its folder, all others to
+    the current one (see paths.py). Raises `TrimtabError` that names the wrong key or value and what to do.
     """
     base, changes = _swapped_base(overrides)
     if isinstance(recipe, Mapping):
-        data, where = _based(located(_thaw(recipe), Path()), base, Path(), ()), "config"
+        data, where = _based(located(_mutable_copy(recipe), Path()), base, Path(), ()), "config"
     else:
         data, where = _with_base(recipe, base), str(recipe)
         data.setdefault("out", f"runs/{Path(recipe).stem}")
@@ -151,8 +151,8 @@ def _override(data: dict[str, Any], override: str) -> None:
     place[leaf] = located_at(key, value, Path())
 
 
-def _thaw(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _thaw(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
+def _mutable_copy(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _mutable_copy(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
 
 
 def _explain(error: ValidationError) -> str:

@@ -1,6 +1,6 @@
-"""Pure tensor functions for off-policy data: ratios, weights, rejection masks, divergences, statistics.
+"""Tensor functions for off-policy data: ratios, weights, rejection masks, divergences, statistics.
 
-Nothing here knows a model, a file or a configuration, and nothing waits for the device.
+They read no model, file or configuration, and do not synchronize with the device.
 """
 
 from trimtab.corrections.correction import Sweep, sweep

@@ -1,4 +1,4 @@
-"""Weights, masks and statistics of one batch, computed in one pass over cache-sized blocks of rows."""
+"""Computes weights, masks and statistics of a batch in one pass over blocks of rows."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch import Tensor
 
 from trimtab.corrections.masks import Evidence, Mask
 from trimtab.corrections.ratios import Ratios, log_ratio
-from trimtab.corrections.reduce import Selection, Sequences, narrow_, widen
+from trimtab.corrections.reduce import Selection, Sequences, and_, widen
 from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics, total
 from trimtab.corrections.weights import Weight, WeightStatistics
 
 BLOCK_TOKENS = {"cpu": 1 << 18}
 BLOCK_TOKENS_ELSEWHERE = 1 << 19
-"""Tokens of one block: what a core's cache holds, or what fills an accelerator while bounding the scratch memory."""
+"""Tokens per block: as many as fit a CPU core's cache, or occupy an accelerator while scratch memory stays bounded."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """What one sweep found over a batch.
+    """The result of `sweep` over one batch.
 
-    weight: (batch, time), bounded and not yet normalised; 0 where untrained or masked away; None without a `Weight`.
-    keep: (batch, time) bool inside the mask: what no rule rejected, a weight's own mask included.
+    weight: (batch, time), bounded and not yet normalised; 0 where untrained or rejected by it; None without a `Weight`.
+    keep: (batch, time) bool, tokens of the mask that no rule rejected, nor the weight's own mask.
     statistics: mergeable, by metric key.
-    mismatch: statistics of proximal/behavior over the original mask, if asked for.
+    mismatch: statistics of proximal/behavior over the original mask; None without `measure`.
     """
 
     weight: Float[Tensor, "batch time"] | None
@@ -40,8 +40,8 @@ class Sweep:
 
     @property
     def weight_statistics(self) -> WeightStatistics | None:
-        found = self.statistics.get("weight")
-        return found if isinstance(found, WeightStatistics) else None
+        statistics = self.statistics.get("weight")
+        return statistics if isinstance(statistics, WeightStatistics) else None
 
 
 def sweep(
@@ -57,18 +57,18 @@ def sweep(
     group: dist.ProcessGroup | None = None,
     measure: bool = False,
 ) -> Sweep:
-    """Weight, keep and statistics of proximal/behavior. Without gradient, without waiting for the device.
+    """Computes weight, keep and statistics of proximal/behavior. No gradient, no synchronization with the device.
 
-    All tensors (batch, time) but `advantage`, which may be (batch, 1). `current`, `advantage` and `proximal` may be
-    None where no rule reads them; a weight, and `measure`, need `proximal`. Raises `ValueError` naming what is missing.
-    `measure` adds the mismatch statistics to the same sweep. Cost is linear in tokens. A batch with `sequence_ids` or a
-    process group is one block, since its sequences may span all rows. With a group, ranks hold time slices of the same
-    rows: rules see whole sequences, token statistics are of this rank's tokens and merge over ranks with `+`.
+    All tensors are (batch, time); `advantage` may be (batch, 1). `current`, `advantage` and `proximal` may be None
+    where no rule reads them; a weight and `measure` read `proximal`. Raises `ValueError` naming a missing tensor.
+    `measure` adds the mismatch statistics. Cost is linear in tokens. A batch with `sequence_ids` or a process group is
+    one block, since its sequences may span all rows. With a group, ranks hold time slices of the same rows: rules apply
+    to whole sequences; token statistics are those of this rank's tokens and merge over ranks with `+`.
     """
-    _check_reads(masks, {"current": current, "proximal": proximal, "behavior": behavior, "advantage": advantage})
+    _validate_reads(masks, {"current": current, "proximal": proximal, "behavior": behavior, "advantage": advantage})
     rows, time = mask.shape
-    whole = sequence_ids is not None or group is not None
-    size = rows if whole else BLOCK_TOKENS.get(mask.device.type, BLOCK_TOKENS_ELSEWHERE) // max(1, time)
+    one_block = sequence_ids is not None or group is not None
+    size = rows if one_block else BLOCK_TOKENS.get(mask.device.type, BLOCK_TOKENS_ELSEWHERE) // max(1, time)
     size = min(max(1, size), rows)
     dtype = widen(behavior[:0]).dtype
     if proximal is not None:
@@ -76,7 +76,7 @@ def sweep(
     keep = torch.empty_like(mask)
     weights = None if weight is None else torch.empty(mask.shape, dtype=dtype, device=mask.device)
     scratch = torch.empty((4, size, time), dtype=dtype, device=mask.device)
-    found = []
+    blocks = []
     for start in range(0, max(1, rows), max(1, size)):
         part = slice(start, start + size)
         block = _Block(
@@ -94,22 +94,22 @@ def sweep(
             statistics |= block.rejected(keep[part])
         if measure:
             statistics[""] = block.measure()
-        found.append(statistics)
-    merged = {name: reduce(add, (statistics[name] for statistics in found)) for name in found[0]}
+        blocks.append(statistics)
+    merged = {name: reduce(add, (statistics[name] for statistics in blocks)) for name in blocks[0]}
     mismatch = merged.pop("", None)
     assert mismatch is None or isinstance(mismatch, RatioStatistics)
     return Sweep(weights, keep, merged, mismatch)
 
 
-def _check_reads(masks: Sequence[Mask], given: Mapping[str, Tensor | None]) -> None:
+def _validate_reads(masks: Sequence[Mask], tensors: Mapping[str, Tensor | None]) -> None:
     for rule in masks:
         for name in sorted(rule.reads):
-            if given[name] is None:
+            if tensors[name] is None:
                 raise ValueError(f"{type(rule).__name__} needs {name}, which is None")
 
 
 class _Block:
-    """A few rows with buffers that the next block uses again: they stay in cache and no page is touched twice."""
+    """A few rows of the batch. All blocks share one set of scratch buffers, which therefore stay in the cache."""
 
     def __init__(
         self,
@@ -136,17 +136,17 @@ class _Block:
         return self.evidence.mismatch
 
     def judge(self, rules: Sequence[Mask], keep: Tensor) -> dict[str, Mergeable]:
-        """Every rule against the original mask; `keep` becomes what passes them all."""
+        """Applies every rule to the original mask, writes what all keep to `keep` and returns the rejected shares."""
         keep.copy_(self.sequences.mask)
         statistics: dict[str, Mergeable] = {}
         for rule in rules:
             passed = rule.keep(self.evidence)
-            narrow_(keep, self._at_tokens(passed))
-            statistics[_free(f"reject/{rule.rule}", statistics)] = self._rejection(passed)
+            and_(keep, self._at_tokens(passed))
+            statistics[_unique_name(f"reject/{rule.rule}", statistics)] = self._rejection(passed)
         return statistics
 
     def weigh(self, weight: Weight, out: Tensor, keep: Tensor) -> dict[str, Mergeable]:
-        """The bounded weight at every token into `out`; `keep` loses what a weight's own mask rejects."""
+        """Writes the bounded weight of every token to `out` and removes from `keep` what the weight's mask rejects."""
         sequences = self.sequences
         per_token = weight.level == "token"
         selection = self.selection if per_token else Selection(sequences.trained, out.dtype)
@@ -159,7 +159,7 @@ class _Block:
                 raw=raw.counts,
                 total=total(bounded),
                 count=total(raw.counts),
-                # Untrained positions stand at ratio 1, inside every bound.
+                # Untrained positions have ratio 1, inside every bound.
                 changed=inside.numel() - torch.count_nonzero(inside),
                 weight=weight,
             )
@@ -167,12 +167,12 @@ class _Block:
         if not per_token:
             self.selection(out.copy_(sequences.spread(bounded)))
         if weight.rejects:
-            narrow_(keep, self._at_tokens(inside))
+            and_(keep, self._at_tokens(inside))
             statistics[f"reject/{weight.rule}"] = self._rejection(inside)
         return statistics
 
     def rejected(self, keep: Tensor) -> dict[str, Mergeable]:
-        """What all rules together cost."""
+        """Returns the share of tokens, and of sequences, that all rules together rejected."""
         lengths, trained = self.sequences.lengths, self.sequences.trained
         kept = self.sequences.count(keep)
         return {
@@ -189,19 +189,19 @@ class _Block:
         selection, histogram, scratch = self.selection, self.histogram, self.scratch
         return RatioStatistics.of(self.mismatch, self.proximal, self.behavior, selection, histogram, scratch)
 
-    def _at_tokens(self, answer: Tensor) -> Tensor:
-        """A rule's answer at every token, whether it was given per token or per sequence."""
-        return answer if answer.shape == self.sequences.mask.shape else self.sequences.spread(answer)
+    def _at_tokens(self, passed: Tensor) -> Tensor:
+        """Returns a rule's result at every token; it may be per token or per sequence."""
+        return passed if passed.shape == self.sequences.mask.shape else self.sequences.spread(passed)
 
     def _rejection(self, passed: Tensor) -> Mean:
-        """Share of trained tokens a rule rejected."""
+        """Returns the share of trained tokens that a rule rejected."""
         lengths = self.sequences.lengths
         if passed.shape == lengths.shape:
             return Mean.of(lengths * ~passed, lengths)
         return Mean.of(self.sequences.mask & ~passed, lengths)
 
 
-def _free(name: str, taken: dict[str, Mergeable]) -> str:
-    """The name, numbered when a rule of the same name was here before."""
+def _unique_name(name: str, taken: dict[str, Mergeable]) -> str:
+    """Returns the name, with a number when it is taken: `name`, `name_2`, `name_3`."""
     count = sum(other == name or other.startswith(f"{name}_") for other in taken)
     return name if count == 0 else f"{name}_{count + 1}"

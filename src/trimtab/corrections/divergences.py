@@ -28,12 +28,12 @@ def k2(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """`expm1`, since rho - 1 computed from rho has no digits left where rho is close to 1."""
+    # rho - 1 computed from rho loses all digits where rho is close to 1; expm1 does not.
     return torch.expm1(bounded(log_ratio)) - log_ratio
 
 
 def per_token(kind: str, ratios: Ratios) -> Float[Tensor, "batch time"]:
-    """A divergence at every token, 0 where the mask is False."""
+    """Returns a divergence at every token, 0 where the mask is False."""
     if kind == "k1":
         return k1(ratios.log)
     if kind == "k2":

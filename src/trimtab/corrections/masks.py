@@ -1,7 +1,8 @@
-"""Rejection masks. Each decides from the original mask, without gradient, which tokens or sequences to keep.
+"""Rejection masks: rules that select, without gradient, the trained tokens or sequences to keep.
 
-A rule answers with (batch, time) or (sequences, 1); rules are ANDed. docs/math.md, "Rejection". A new one is a frozen
-dataclass under `Mask`, here or in a file of your own: docs/objectives.md.
+A rule returns (batch, time) or (sequences, 1), computed on the original mask; rules are ANDed. Formulas: docs/math.md,
+"Rejection". A new rule is a frozen dataclass that inherits from `Mask`, here or in a file of your own:
+docs/objectives.md.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ READABLE = ("current", "proximal", "behavior", "advantage")
 
 
 class Evidence:
-    """What a rule may look at. All without gradient; log-ratios and log-probs are 0 where nothing is trained.
+    """The inputs of a rule, without gradient; log-ratios and log-probs are 0 at untrained positions.
 
-    Which of it is there follows from the rule's `reads`: a policy that no rule reads is not computed.
+    A policy that no rule names in `reads` is not computed. Reading it raises `ValueError`.
     """
 
     def __init__(
@@ -47,63 +48,63 @@ class Evidence:
 
     @cached_property
     def behavior(self) -> Float[Tensor, "batch time"]:
-        """log mu: what the sampler reported."""
+        """log mu as reported by the sampler."""
         return select(self._behavior, self.sequences.mask)
 
     @property
     def mismatch(self) -> Ratios:
         """proximal/behavior."""
-        return _given(self._mismatch, "mismatch", "proximal")
+        return _require(self._mismatch, "mismatch", "proximal")
 
     @property
     def policy(self) -> Ratios:
         """current/behavior."""
-        return _given(self._policy, "policy", "current")
+        return _require(self._policy, "policy", "current")
 
     @property
     def advantage(self) -> Float[Tensor, "batch #time"]:
-        """Shape (batch, 1) or (batch, time); anything may stand where nothing is trained."""
-        return _given(self._advantage, "advantage", "advantage")
+        """(batch, 1) or (batch, time); untrained positions may hold any value."""
+        return _require(self._advantage, "advantage", "advantage")
 
 
-def _given(part: Part | None, name: str, read: str) -> Part:
+def _require(part: Part | None, name: str, read: str) -> Part:
     if part is None:
         raise ValueError(f"a rule that looks at evidence.{name} must have {read!r} among its `reads`")
     return part
 
 
 class Mask(ABC):
-    """A rejection rule, as a frozen dataclass of its bounds. The last method has a default."""
+    """The base class of rejection rules. A subclass is a frozen dataclass of its bounds; only `peers` has a default."""
 
     @property
     @abstractmethod
     def rule(self) -> str:
-        """Its name in metrics: `reject/<rule>`."""
+        """The name in the metric key `reject/<rule>`."""
 
     @property
     @abstractmethod
     def reads(self) -> frozenset[str]:
-        """Which of `current`, `proximal`, `behavior` and `advantage` it looks at.
+        """The subset of `current`, `proximal`, `behavior` and `advantage` that it reads.
 
-        Without `proximal` it costs no proximal pass; with `current` it is judged anew in every forward.
+        Without `proximal` no proximal forward is needed for it; with `current` it is evaluated in every forward.
         """
 
     @abstractmethod
     def keep(self, evidence: Evidence) -> Bool[Tensor, "..."]:
-        """True where the rule has nothing against a token (batch, time) or its sequence (sequences, 1)."""
+        """Returns True at tokens (batch, time), or sequences (sequences, 1), that are kept."""
 
     @abstractmethod
     def equation(self) -> str:
-        """What follows `keep where` in the equation, with its numbers."""
+        """Returns the condition that follows `keep where` in the equation, with its numbers."""
 
     def peers(self) -> Peers:
-        """The same rule in other frameworks, where they have it."""
+        """Returns the settings of the same rule in other frameworks; one without an equivalent has no entry."""
         return {}
 
 
 @dataclass(frozen=True)
 class Band(Mask):
-    """Keep where min <= ratio <= max at a level. Bounds on rho = proximal/behavior, never on its inverse."""
+    """Keeps where min <= rho <= max at a level. The bounds are on rho = proximal/behavior, never on its inverse."""
 
     level: str
     min: Number
@@ -131,7 +132,7 @@ class Band(Mask):
 
     def peers(self) -> Peers:
         option = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[self.level]
-        # verl's k1 is -log ratio, compared with the logs of the bounds: what it keeps is 1/ratio within them.
+        # verl compares k1 = -log ratio with the logs of the bounds, and so bounds 1/ratio.
         low, high = (f"{max(1 / max(bound, VERL_LOWEST), VERL_LOWEST):.6g}" for bound in (self.max, self.min))
         return {
             "verl": Setting(
@@ -152,7 +153,7 @@ class Band(Mask):
 
 @dataclass(frozen=True)
 class Divergence(Mask):
-    """Keep where a divergence, per token or reduced over the sequence, is at most `max` (nats)."""
+    """Keeps where a divergence, per token or reduced over the sequence, is at most `max` (nats)."""
 
     kind: str
     reduce: str
@@ -195,7 +196,7 @@ class Divergence(Mask):
 
 @dataclass(frozen=True)
 class Veto(Mask):
-    """Drop a whole sequence when any trained token has ratio < min, on the raw token ratio."""
+    """Rejects a whole sequence when any of its trained tokens has a ratio below `min`, on the raw token ratio."""
 
     min: Number = 1e-4
 
@@ -218,15 +219,15 @@ class Veto(Mask):
         return f"every ρ_t ≥ {self.min:g}, ρ_t = π_old(y_t)/μ(y_t)"
 
     def peers(self) -> Peers:
-        beside = "# Miles applies its veto beside a band only (use_rs)"
-        return {"Miles": Setting({"rs_veto_threshold": f"{float(self.min)!r}"}, (beside,))}
+        remark = "# Miles applies its veto beside a band only (use_rs)"
+        return {"Miles": Setting({"rs_veto_threshold": f"{float(self.min)!r}"}, (remark,))}
 
 
 @dataclass(frozen=True)
 class OPSM(Mask):
-    """Off-policy sequence masking (DeepSeek-V3.2): drop if A < 0 and mean_t(log mu - log pi) > delta.
+    """Off-policy sequence masking (DeepSeek-V3.2): rejects where A < 0 and mean_t(log mu - log pi) > delta.
 
-    Against mu, not pi_old, so that drift inside the update and mismatch both count. A >= 0 is always kept.
+    It compares with mu, not pi_old, so that drift inside the update and mismatch both count. A >= 0 is always kept.
     """
 
     delta: Number

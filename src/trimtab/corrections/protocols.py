@@ -1,4 +1,4 @@
-"""Interfaces through which a part describes itself: equation symbols, and options in other frameworks."""
+"""Descriptions of parts: equation symbols, and settings in other frameworks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _VALUE = {"token": "{0} = {1}", "sequence": "{0} = Π_t {1}", "geometric": "{0} 
 
 
 def symbol(letter: str, level: str) -> str:
-    """A ratio's symbol at a level: ρ_t, ρ or ρ_geo."""
+    """Returns the symbol of a ratio at a level: ρ_t, ρ or ρ_geo."""
     return _SYMBOL[level].format(letter)
 
 
 def definition(letter: str, level: str, numerator: str, denominator: str) -> str:
-    """What a ratio's symbol stands for, such as `ρ_t = π_old(y_t)/μ(y_t)`."""
+    """Returns the definition of a ratio's symbol, such as `ρ_t = π_old(y_t)/μ(y_t)`."""
     return _VALUE[level].format(symbol(letter, level), f"{numerator}(y_t)/{denominator}(y_t)")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A part in the configuration of another framework.
+    """The settings of a part in another framework.
 
-    options: values as they are written there, an empty one for a flag. verl: keys of `rollout_correction` (weights,
+    options: values as written in its configuration, empty for a flag. verl: keys of `rollout_correction` (weights,
     masks) or `actor` (surrogates); TRL: arguments of `GRPOConfig`; Miles: flags, or keys of its mismatch helper's file.
-    remarks: what is not the same there, or is missing.
+    remarks: comments on what differs or is missing there.
     """
 
     options: Mapping[str, str] = field(default_factory=dict)
@@ -35,4 +35,4 @@ class Setting:
 
 
 Peers = Mapping[str, Setting]
-"""Settings by framework, one of `FRAMEWORKS`. One that is left out has no equivalent of the part."""
+"""Settings by framework (one of `FRAMEWORKS`); a framework without an entry has no equivalent of the part."""

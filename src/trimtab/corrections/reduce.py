@@ -1,7 +1,7 @@
-"""Reduces per-token values to sequences; the only module that knows which tokens form a sequence.
+"""Selection of trained tokens, and reductions of per-token values to sequences.
 
-One row is one sequence unless `sequence_ids` says otherwise: then tokens of equal id form one sequence, wherever they
-stand (several sequences packed into a row, or one trajectory cut into several rows).
+One row is one sequence unless `sequence_ids` are given: then tokens of equal id form one sequence, at any position
+(several sequences packed into a row, or one trajectory split over several rows).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def select(values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
-    """Values where `mask`, exactly 0 elsewhere, at least in float32.
+    """Returns the values where `mask` is True and exactly 0 elsewhere, at least in float32.
 
     A product with the mask would keep NaN and inf; `where` keeps them out of the value and out of the gradient.
     """
@@ -24,14 +24,14 @@ def select(values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]
 
 
 def widen(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """float32 whatever the model dtype; float64 stays float64."""
+    """Converts to float32; float64 stays float64."""
     return values if values.dtype == torch.float64 else values.to(torch.float32)
 
 
 class Selection:
-    """`where(mask, values, 0)` in place, as an AND of bit patterns: NaN and inf leave no trace, at a tenth of the cost.
+    """`where(mask, values, 0)` in place, as an AND of bit patterns: it also clears NaN and inf, at a tenth of the cost.
 
-    Without gradient. `bits` is -1 (all ones) where the mask is True and 0 elsewhere.
+    Without gradient. `bits` is -1 (all bits set) where the mask is True and 0 elsewhere.
     """
 
     def __init__(self, mask: Bool[Tensor, "*shape"], dtype: torch.dtype) -> None:
@@ -42,17 +42,17 @@ class Selection:
         return values
 
 
-def narrow_(keep: Bool[Tensor, "batch time"], answer: Bool[Tensor, "batch #time"]) -> None:
-    """`keep &= answer`, as bytes: a broadcast of bools is not vectorised on a CPU."""
-    keep.view(torch.uint8).bitwise_and_(answer.view(torch.uint8))
+def and_(keep: Bool[Tensor, "batch time"], passed: Bool[Tensor, "batch #time"]) -> None:
+    """`keep &= passed`, computed on bytes: a broadcast of bools is not vectorised on a CPU."""
+    keep.view(torch.uint8).bitwise_and_(passed.view(torch.uint8))
 
 
 def finite_rows(
     mask: Bool[Tensor, "batch time"], *logps: Float[Tensor, "batch time"] | None
 ) -> Bool[Tensor, "batch 1"]:
-    """Rows whose trainable positions are finite in every given tensor (absent ones are skipped).
+    """Returns (batch, 1) bool: rows whose trained positions are finite in every given tensor (None is skipped).
 
-    The others are bad data: drop them before advantages and denominators, and say so.
+    Other rows are invalid data: drop them before computing advantages and denominators, and report them.
     """
     finite = torch.ones_like(mask)
     for logp in logps:
@@ -63,11 +63,13 @@ def finite_rows(
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """The sequences of one batch: reductions to `(sequences, 1)` and back.
+    """The sequences of one batch: reductions from (batch, time) to (sequences, 1) and back.
 
-    `mask` (batch, time) marks trained tokens. `ids` (batch, time), if given, are integers in `[0, batch * time)`; a
-    negative id marks positions of no sequence (padding) and must not be trained. `group` sums over ranks that hold
-    different time slices of the same rows. Values to reduce must already be 0 where `mask` is False.
+    mask: (batch, time), True at trained tokens.
+    ids: (batch, time) integers in [0, batch * time); negative at padding, which must not be trained.
+    group: process group whose ranks hold different time slices of the same rows; reductions sum over it.
+
+    Values to reduce must already be 0 where `mask` is False.
     """
 
     mask: Bool[Tensor, "batch time"]
@@ -76,8 +78,8 @@ class Sequences:
 
     @cached_property
     def _slots(self) -> Int[Tensor, "positions"]:
-        # One spare slot collects the padding. A trained token with a negative id keeps it, so that the index check of
-        # scatter refuses it instead of dropping the token.
+        # One extra slot collects the padding. A trained token with a negative id keeps that id, so that scatter raises
+        # an index error instead of dropping the token.
         assert self.ids is not None
         padding = (self.ids < 0) & ~self.mask
         return torch.where(padding, self.ids.numel(), self.ids).reshape(-1).to(torch.int64)
@@ -96,7 +98,7 @@ class Sequences:
         return total
 
     def max(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
-        """Largest value of each sequence (the zeros of untrained positions included)."""
+        """Largest value of each sequence, including the zeros of untrained positions."""
         largest = values.amax(dim=1, keepdim=True) if self.ids is None else self._scatter(values, "amax")
         if self.group is not None:
             largest = largest.detach().clone()
@@ -104,32 +106,32 @@ class Sequences:
         return largest
 
     def mean(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
-        """Mean over the trained tokens of each sequence; 0 for a sequence without any."""
+        """Mean over the trained tokens of each sequence; 0 for a sequence without one."""
         return self.sum(values) / self.lengths.clamp(min=1)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
-        """Give every token its sequence's value: (sequences, 1) -> broadcastable to (batch, time)."""
+        """Returns the value of each token's sequence: (sequences, 1) -> broadcastable to (batch, time)."""
         if self.ids is None:
             return per_sequence
-        spare = per_sequence.new_zeros((1, 1))
-        return torch.cat([per_sequence, spare])[self._slots, 0].view(self.mask.shape)
+        padding = per_sequence.new_zeros((1, 1))
+        return torch.cat([per_sequence, padding])[self._slots, 0].view(self.mask.shape)
 
     def count(self, where: Bool[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
-        """How many tokens of each sequence `where` holds at; it must be False where the mask is."""
+        """Number of tokens of each sequence at which `where` is True; it must be False outside the mask."""
         return self.sum(where.view(torch.uint8).to(torch.float32))
 
     @cached_property
     def lengths(self) -> Float[Tensor, "sequences 1"]:
-        """T: trained tokens of each sequence, padding never counted."""
+        """T: number of trained tokens of each sequence, without padding."""
         return self.count(self.mask)
 
     @cached_property
     def present(self) -> Bool[Tensor, "sequences 1"]:
-        """Sequences that exist, those without a trained token included."""
+        """Sequences that exist, including those without a trained token."""
         if self.ids is None:
             return torch.ones_like(self.mask[:, :1])
-        hit = torch.zeros(self.mask.numel() + 1, dtype=torch.bool, device=self.mask.device)
-        return hit.index_fill(0, self._slots, True)[:-1, None]
+        present = torch.zeros(self.mask.numel() + 1, dtype=torch.bool, device=self.mask.device)
+        return present.index_fill(0, self._slots, True)[:-1, None]
 
     @cached_property
     def trained(self) -> Bool[Tensor, "sequences 1"]:

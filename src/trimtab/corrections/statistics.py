@@ -1,7 +1,7 @@
-"""Summable sufficient statistics: parts of a batch add up with `+`, and a summary is made once at the end.
+"""Sufficient statistics of log-ratios as sums and histograms, which `+` merges exactly over parts of a batch.
 
-An effective sample size, a Pearson correlation or a quantile of parts cannot be averaged; sums and histograms can be
-added. Everything here stays a tensor: nothing waits for the device. Formulas: docs/math.md, "Mismatch".
+The effective sample size, the Pearson correlation or the quantiles of a whole cannot be averaged from those of its
+parts. All values stay tensors, so that nothing synchronizes with the device. Formulas: docs/math.md, "Mismatch".
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from trimtab.corrections.reduce import Selection
 
 QUANTILES = (0.01, 0.05, 0.50, 0.95, 0.99)
 
-# Log-ratio histogram: bins of 1/16384 within |l| < 1/16, where calibrating geometric bounds needs digits, and of 1/128
-# out to the safety bound, so that a bin's center is within 0.4% of every ratio in it. The end bins count the rest.
+# Log-ratio histogram: bins of width 1/16384 within |l| < 1/16, the range of geometric bounds, and of width 1/128 up to
+# the safety bound, so that a bin's center is within 0.4% of every ratio in it. The end bins count what lies beyond.
 _INNER, _INNER_RATE, _OUTER_RATE = 1 / 16, 16384.0, 128.0
 _LAST_BIN = _INNER * (_INNER_RATE - _OUTER_RATE) + LOG_RATIO_BOUND * _OUTER_RATE
 _ZERO_BIN = int(_LAST_BIN) + 1
@@ -35,23 +35,23 @@ Part = TypeVar("Part", bound="Mergeable")
 
 @dataclass(frozen=True, eq=False)
 class Mergeable:
-    """Tensors that add up, or where a field says so (`merge=torch.maximum`) merge otherwise."""
+    """A record of tensors that `+` adds field by field; a field with `merge` in its metadata uses that function."""
 
     def __add__(self: Part, other: Part) -> Part:
         merged = {
-            part.name: part.metadata.get("merge", torch.add)(getattr(self, part.name), getattr(other, part.name))
-            for part in fields(self)
+            item.name: item.metadata.get("merge", torch.add)(getattr(self, item.name), getattr(other, item.name))
+            for item in fields(self)
         }
         return type(self)(**merged)
 
     def summary(self) -> dict[str, Tensor]:
-        """Named scalars of the whole, as tensors."""
+        """Returns named scalar tensors, computed from the merged sums."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
 class Mean(Mergeable):
-    """A mean as its total and count, float64 scalars; NaN when nothing was counted."""
+    """A mean, stored as total and count (float64 scalars); NaN when the count is 0."""
 
     total: Tensor
     count: Tensor
@@ -67,7 +67,7 @@ class Mean(Mergeable):
 
 @dataclass(frozen=True, eq=False)
 class Count(Mergeable):
-    """How often something happened."""
+    """A count."""
 
     total: Tensor
 
@@ -77,37 +77,37 @@ class Count(Mergeable):
 
 @dataclass(frozen=True, eq=False)
 class Histogram(Mergeable):
-    """Counts of log-ratios in fixed bins, for quantiles of the ratio to within 0.4%."""
+    """Counts of log-ratios in fixed bins, from which quantiles of the ratio follow to within 0.4%."""
 
     counts: Int[Tensor, "bins"]
 
     @classmethod
     def of(cls, log_ratio: Tensor, selection: Selection, scratch: tuple[Tensor, Tensor] | None = None) -> Histogram:
-        """Count the selected log-ratios; NaN counts as too large. `scratch` are two buffers of the same shape."""
+        """Counts the selected log-ratios, NaN in the last bin. `scratch`: two buffers of the same shape."""
         counts = torch.zeros(_BINS, dtype=selection.bits.dtype, device=log_ratio.device)
         index = _bin(log_ratio, *(scratch or (None, None)))
-        # The bits are -1 where selected and 0 elsewhere: each selected value counts once, the others not at all.
+        # The bits are -1 where selected and 0 elsewhere, so that their negative sum counts the selected values.
         counts.scatter_add_(0, index.reshape(-1), selection.bits.reshape(-1))
         return cls(counts.neg_().to(torch.int64))
 
     def quantiles(self, levels: Sequence[float]) -> Float[Tensor, "levels"]:
-        """Quantiles of the ratio, linear between order statistics as in `torch.quantile`; NaN when empty."""
-        upto = self.counts.cumsum(0)
-        size = upto[-1]
-        place = torch.tensor(levels, dtype=torch.float64).to(upto.device) * (size - 1).clamp(min=0)
-        ranks = torch.stack([place.floor(), place.ceil()]).to(torch.int64)
-        bins = torch.searchsorted(upto, ranks, right=True).clamp(max=_BINS - 1)
-        lower, upper = _centers(upto.device).exp().take(bins)
-        return torch.where(size > 0, torch.lerp(lower, upper, place - place.floor()), torch.nan)
+        """Returns quantiles of the ratio, linear between order statistics as in `torch.quantile`; NaN when empty."""
+        cumulative = self.counts.cumsum(0)
+        size = cumulative[-1]
+        position = torch.tensor(levels, dtype=torch.float64).to(cumulative.device) * (size - 1).clamp(min=0)
+        ranks = torch.stack([position.floor(), position.ceil()]).to(torch.int64)
+        bins = torch.searchsorted(cumulative, ranks, right=True).clamp(max=_BINS - 1)
+        lower, upper = _centers(cumulative.device).exp().take(bins)
+        return torch.where(size > 0, torch.lerp(lower, upper, position - position.floor()), torch.nan)
 
-    def moved(self, change_: Callable[[Tensor], Tensor]) -> Histogram:
-        """The histogram after `change_` of every ratio; a ratio of 0 goes to the lowest bin."""
-        index = _bin(change_(_centers(self.counts.device).exp()).log())
+    def transformed(self, function_: Callable[[Tensor], Tensor]) -> Histogram:
+        """Returns the histogram after `function_` (in place) of every ratio; a ratio of 0 goes to the lowest bin."""
+        index = _bin(function_(_centers(self.counts.device).exp()).log())
         return Histogram(torch.zeros_like(self.counts).scatter_add_(0, index, self.counts))
 
     @property
     def beyond(self) -> Tensor:
-        """How many lie beyond the safety bound on the log-ratio (to half a bin)."""
+        """Number of log-ratios beyond the safety bound, to half a bin."""
         return (self.counts[0] + self.counts[-1]).double()
 
     def summary(self) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ class Histogram(Mergeable):
 
 
 def _bin(log_ratio: Tensor, steep: Tensor | None = None, flat: Tensor | None = None) -> Int[Tensor, "*shape"]:
-    """The bin of each log-ratio: a steep and a flat ramp added, monotone and free of branches."""
+    """Returns the bin index of each log-ratio, as the sum of a steep and a flat clamped line: monotone, no branches."""
     end = LOG_RATIO_BOUND + 1 / _OUTER_RATE
     position = torch.clamp(log_ratio, -_INNER, _INNER, out=steep).mul_(_INNER_RATE - _OUTER_RATE)
     position.add_(torch.clamp(log_ratio, -end, end, out=flat), alpha=_OUTER_RATE)
@@ -124,7 +124,7 @@ def _bin(log_ratio: Tensor, steep: Tensor | None = None, flat: Tensor | None = N
 
 
 def _centers(device: torch.device) -> Float[Tensor, "bins"]:
-    """Log-ratio at the middle of each bin; the end bins stand for what lies beyond."""
+    """Returns the log-ratio at the center of each bin."""
     position = torch.arange(_BINS, dtype=torch.float64, device=device) - _ZERO_BIN
     knee = _INNER * _INNER_RATE
     outer = position.sign() * (_INNER + (position.abs() - knee) / _OUTER_RATE)
@@ -133,7 +133,7 @@ def _centers(device: torch.device) -> Float[Tensor, "bins"]:
 
 @dataclass(frozen=True, eq=False)
 class RatioStatistics(Mergeable):
-    """Everything a mismatch report needs about one pair of policies, as sums over trained tokens and sequences.
+    """Sums over trained tokens and sequences from which all mismatch metrics of a pair of policies are computed.
 
     l is the log-ratio numerator/denominator, rho = exp(l) inside the safety bound; p and q are the probabilities the
     numerator and the denominator give to the sampled token; L is the sum of l over a sequence.
@@ -169,15 +169,16 @@ class RatioStatistics(Mergeable):
         histogram: Histogram,
         scratch: tuple[Tensor, Tensor],
     ) -> RatioStatistics:
-        """Statistics of the pair `ratios` was made from, each value touched while it is in cache.
+        """Computes the statistics of the pair of policies that `ratios` was computed from.
 
-        `selection` and `histogram` are those of its tokens; `scratch` are two buffers of the batch's shape.
+        `selection` and `histogram` are those of its tokens; `scratch`: two buffers of the batch's shape.
         """
         log, excess, (one, two) = ratios.log, ratios.excess, scratch
         log_abs = torch.abs(log, out=one)
         log_abs_sum, log_abs_max = total(log_abs), _largest(log_abs, 0.0)
         k3 = total(torch.sub(excess, log, out=one))
-        # Selected twice: exp of a stray -1e4 is denormal and a hundred times slower, exp of an unselected 0 is 1.
+        # Selected before exp, since exp of an untrained -1e4 is denormal and a hundred times slower, and after it,
+        # since exp of the 0 at untrained positions is 1.
         p = selection(selection(one.copy_(numerator)).exp_())
         q = selection(selection(two.copy_(denominator)).exp_())
         return cls(
@@ -227,7 +228,7 @@ class RatioStatistics(Mergeable):
 
 
 def _sequence_sums(ratios: Ratios) -> dict[str, Tensor]:
-    """Sums over sequences with a trained token, in float64: products of thousands of ratios leave float32."""
+    """Returns sums over sequences with a trained token, in float64: products of thousands of ratios exceed float32."""
     trained = ratios.sequences.trained
     log = ratios.log_sequence.double()
     product = log.clamp(-_SEQUENCE_BOUND, _SEQUENCE_BOUND).exp() * trained

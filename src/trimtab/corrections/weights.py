@@ -1,4 +1,4 @@
-"""Importance weights: a bounded ratio at a given level, always without gradient.
+"""Importance weights: the ratio proximal/behavior at a level, bounded, always without gradient.
 
     truncate    min(rho, max)                  TIS
     clip        min(max(rho, min), max)        Miles' clip mode
@@ -23,33 +23,34 @@ from trimtab.corrections.statistics import Histogram, Mergeable
 BOUNDS = ("truncate", "clip", "mask")
 
 VERL_LOWEST = 1e-6
-"""verl refuses 0 as a lower bound, and IcePop's form always has one."""
+"""Written for a lower bound of 0, which verl refuses and its IcePop form requires."""
 
 _MIS = "examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
 _ICEPOP = "miles.backends.training_utils.loss_hub.corrections.icepop_function"
 
 MEAN_FLOOR = 1e-8
-"""Below this mean weight the batch carries nothing to normalise."""
+"""Smallest mean weight that normalisation divides by; below it the weights stay unchanged."""
 
 
 def check_word(word: str, known: tuple[str, ...], what: str) -> None:
-    """Refuse a word that names nothing."""
+    """Raises `ValueError` for an unknown option; `what` names the part in the message."""
     if word not in known:
         raise ValueError(f"{what}: unknown {word!r}, use one of {', '.join(known)}")
 
 
 def check_bounds(low: Number, high: Number, what: str) -> None:
-    """Refuse bounds that cannot be bounds on a ratio."""
+    """Raises `ValueError` for bounds that do not enclose 1."""
     if not 0.0 <= low <= 1.0 <= high:
         raise ValueError(f"{what}: [{low:g}, {high:g}] must enclose 1, since bounds are on the ratio itself")
 
 
 @dataclass(frozen=True)
 class Weight:
-    """proximal/behavior at `level`, bounded; `normalize` divides by the mean over the update after bounding.
+    """An importance weight: the ratio proximal/behavior at a level, bounded.
 
-    level: token, sequence or geometric. bound: truncate, clip or mask. None for `min` or `max` leaves that side open.
-    Raises `ValueError` for unknown words and for bounds that do not enclose 1.
+    level: token, sequence or geometric. bound: truncate, clip or mask. min, max: bounds, None for none.
+    normalize: after bounding, divide by the mean over the update.
+    Raises `ValueError` for unknown options and for bounds that do not enclose 1.
     """
 
     level: str = "token"
@@ -79,29 +80,29 @@ class Weight:
 
     @property
     def rejects(self) -> bool:
-        """Whether what is outside the bound counts as rejected, as by a mask."""
+        """Whether tokens outside the bound count as rejected, as by a mask."""
         return self.bound == "mask"
 
     def inside(self, ratio: Tensor) -> Bool[Tensor, "..."]:
-        """Where the bound changes nothing."""
+        """Returns True where the bound does not change the ratio."""
         below = ratio <= self.high
         return below if self.bound == "truncate" else below & (ratio >= self.low)
 
     def apply_(self, ratio: Tensor) -> Tensor:
-        """Bound a ratio in place; NaN stays NaN."""
+        """Bounds a ratio in place; NaN stays NaN."""
         if self.bound == "truncate":
             return ratio.clamp_(max=self.high)
         return ratio.clamp_(self.low, self.high) if self.bound == "clip" else ratio.mul_(self.inside(ratio))
 
     def normalized(self, weight: Tensor, total: Tensor, count: Tensor) -> Tensor:
-        """Weights divided by their mean total / count over the update, if `normalize` asks for it."""
+        """Returns the weights, divided by their mean total / count over the update if `normalize` is set."""
         if not self.normalize:
             return weight
         mean = total / count.clamp(min=1)
         return weight / torch.where(mean > MEAN_FLOOR, mean, 1.0).to(weight.dtype)
 
     def equation(self) -> str:
-        """The factor of the loss, with its numbers."""
+        """Returns the factor of the loss as text, with its numbers."""
         name = symbol("ρ", self.level)
         bounded = {
             "truncate": f"min({name}, {self.high:g})",
@@ -111,13 +112,13 @@ class Weight:
         return f"sg[{bounded}]" + ("/w̄" if self.normalize else "")
 
     def definition(self) -> str:
-        """What the symbols of `equation` are."""
-        of = "tokens" if self.level == "token" else "sequences"
-        mean = f", w̄ = mean of the bounded weight over the update's {of}" if self.normalize else ""
+        """Returns the definitions of the symbols in `equation`."""
+        units = "tokens" if self.level == "token" else "sequences"
+        mean = f", w̄ = mean of the bounded weight over the update's {units}" if self.normalize else ""
         return definition("ρ", self.level, "π_old", "μ") + mean
 
     def peers(self) -> Peers:
-        """The same weight in other frameworks."""
+        """Returns the settings of the same weight in other frameworks."""
         return {"verl": self._verl(), "TRL": self._trl(), "Miles": self._miles()}
 
     def _verl(self) -> Setting:
@@ -125,8 +126,7 @@ class Weight:
         if self.bound == "mask":
             threshold = f'"{max(self.low, VERL_LOWEST):g}_{self.high:g}"'
         elif self.bound == "clip":
-            lacks = "# verl only bounds the weight from above; the lower bound"
-            remarks = (f"{lacks} {self.low:g} has no equivalent",)
+            remarks = (f"# verl only bounds the weight from above; the lower bound {self.low:g} has no equivalent",)
         normalize = {"rollout_is_batch_normalize": "true"} if self.normalize else {}
         return Setting({"rollout_is": self.level, "rollout_is_threshold": threshold, **normalize}, remarks)
 
@@ -137,7 +137,7 @@ class Weight:
         return Setting(options, ("# TRL does not normalise the weights",) if self.normalize else ())
 
     def _miles(self) -> Setting:
-        """Flags where it is built in, and keys for the mismatch helper of its examples, which has every form."""
+        """Flags where Miles has the weight built in, and keys for the mismatch helper of its examples."""
         built_in = {}
         if self.level == "token" and not self.normalize:
             custom = {"--custom-tis-function-path": _ICEPOP} if self.bound == "mask" else {}
@@ -156,19 +156,19 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class WeightStatistics(Mergeable):
-    """Weights before and after their bound, over the original mask: tokens at token level, sequences above it."""
+    """Statistics of weights before and after bounding, over trained tokens (token level) or sequences (otherwise)."""
 
     raw: Int[Tensor, "bins"]
     total: Tensor  # after bounding, before self-normalisation
     count: Tensor
     changed: Tensor
-    weight: Weight = field(metadata={"merge": lambda ours, theirs: ours})  # noqa: ARG005
+    weight: Weight = field(metadata={"merge": lambda left, right: left})  # noqa: ARG005
 
     def summary(self) -> dict[str, Tensor]:
         raw = Histogram(self.raw)
         return {
             **{f"_raw/{name}": value for name, value in raw.summary().items()},
-            **{f"/{name}": value for name, value in raw.moved(self.weight.apply_).summary().items()},
+            **{f"/{name}": value for name, value in raw.transformed(self.weight.apply_).summary().items()},
             "/mean": self.total / self.count,
             "/changed": self.changed / self.count,
         }

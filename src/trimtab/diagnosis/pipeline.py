@@ -1,4 +1,4 @@
-"""The diagnosis pipeline: read, measure, find causes, recommend, in one pass over the files."""
+"""The diagnosis pipeline: reads, measures, finds causes and recommends, in one pass over the files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.diagnosis.token_texts import named_tokenizer, texts_of, tokenizer_o
 from trimtab.errors import TrimtabError
 
 Watch = Callable[[str, int], None]
-"""Called with what is being done and how many tokens have been read so far."""
+"""Progress callback: called with the current activity and the number of tokens read so far."""
 
 
 def diagnose(
@@ -25,35 +25,36 @@ def diagnose(
     tokenizer: str | None = None,
     watch: Watch | None = None,
 ) -> Diagnosis:
-    """Compare trainer and sampler from the log-probs in files, folders or run directories.
+    """Compares trainer and sampler by the log-probs in files, folders or run directories.
 
-    framework: trimtab, verl, trl, miles, prime-rl or columns; found from the files where None. columns: names of this
-    package's columns (`logp_behavior`, ...) to those of the files. tokenizer: for the texts of token ids, a
-    tokenizer.json, the folder of a model or run that holds one, or a model in the local Hugging Face cache; that of the
-    run where None. Files are read in pieces: memory does not grow with their size.
+    framework: trimtab, verl, trl, miles, prime-rl or columns; None detects it from the files.
+    columns: column names of the files by those of this package (`logp_behavior`, ...).
+    tokenizer: for the texts of token ids: a tokenizer.json, the folder of a model or run that holds one, or a model in
+        the local Hugging Face cache; None uses that of the run.
+    watch: progress callback.
 
-    Raises `TrimtabError`, in one line, when no response can be used or the request makes no sense. Bad responses are
-    dropped and counted in `measured.origin.dropped`, never an error.
+    Files are read in blocks, so that memory does not grow with their size. Raises `TrimtabError` when no response is
+    usable or an argument is invalid. Invalid responses are dropped and counted in `measured.origin.dropped`.
     """
-    several = [paths] if isinstance(paths, str | Path) else list(paths)
+    paths = [paths] if isinstance(paths, str | Path) else list(paths)
     vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
-    source = open_source([Path(path) for path in several], framework=framework, columns=columns or {})
-    tell = watch or _silent
-    tell("reading", 0)
-    counter = _Counter(source.chunks(), tell)
+    source = open_source([Path(path) for path in paths], framework=framework, columns=columns or {})
+    on_progress = watch or _ignore_progress
+    on_progress("reading", 0)
+    counter = _Counter(source.chunks(), on_progress)
     measured = measure(counter, source.origin)
-    tell("looking for causes", counter.tokens)
+    on_progress("looking for causes", counter.tokens)
     causes = find_causes(measured)
-    tell("trying every preset", counter.tokens)
+    on_progress("trying every preset", counter.tokens)
     outcomes, recommendation = advise(measured, causes)
-    texts, why = _texts(measured, vocabulary or tokenizer_of(source.files))
-    if vocabulary is not None and why:
-        raise TrimtabError(why)
+    texts, problem = _texts(measured, vocabulary or tokenizer_of(source.files))
+    if vocabulary is not None and problem:
+        raise TrimtabError(problem)
     return Diagnosis(measured, causes, outcomes, recommendation, texts)
 
 
 def _texts(measured: Measured, tokenizer: Path | None) -> tuple[dict[int, str], str]:
-    """Of the token ids in the views, by id, and in one sentence why there are none."""
+    """Returns the texts of the token ids in the views, by id, and the reason if they cannot be read."""
     view = measured.views.get("token")
     if tokenizer is None or view is None:
         return {}, ""
@@ -61,17 +62,17 @@ def _texts(measured: Measured, tokenizer: Path | None) -> tuple[dict[int, str], 
 
 
 class _Counter:
-    """The chunks as they are, with their tokens counted."""
+    """Iterates over chunks, counts their tokens and reports progress."""
 
-    def __init__(self, chunks: Iterable[Chunk], tell: Watch) -> None:
-        self.chunks, self.tell, self.tokens = chunks, tell, 0
+    def __init__(self, chunks: Iterable[Chunk], on_progress: Watch) -> None:
+        self.chunks, self.on_progress, self.tokens = chunks, on_progress, 0
 
     def __iter__(self) -> Iterator[Chunk]:
         for chunk in self.chunks:
             self.tokens += chunk.tokens
-            self.tell("reading", self.tokens)
+            self.on_progress("reading", self.tokens)
             yield chunk
 
 
-def _silent(_what: str, _tokens: int) -> None:
+def _ignore_progress(_activity: str, _tokens: int) -> None:
     pass

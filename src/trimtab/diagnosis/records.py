@@ -1,8 +1,7 @@
-"""What `trimtab diagnose` knows, as frozen records: what was read, how large the mismatch is, where it sits, what kind
-it is, what to do. Readers fill the first, `measure` the next two, `causes` and `advise` the rest; pages and JSON only
-show them.
+"""The records of `trimtab diagnose`: data read, size and location of the mismatch, causes, recommendation.
 
-A ratio is trainer over sampler (proximal where the data has it, otherwise current, over behavior), as everywhere.
+`reading` fills `Chunk` and `Origin`, `measure` the measurements, `causes` and `advice` the rest; `output` only renders
+them. A ratio is trainer over sampler: proximal (current where the data has no proximal) over behavior.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Whole responses, flat: token i of response r stands at `starts[r] + i`. A column the data lacks is None.
+    """Whole responses in flat arrays: token i of response r is at `starts[r] + i`. A column the data lacks is None.
 
     starts: int64 (responses + 1,). All other arrays are (tokens,) or, where marked, (responses,).
     behavior, proximal, current, entropy: float32, nats; `behavior` as the sampler reported it.
     mask: bool, the trained tokens. version: int64, policy version that sampled the token, in updates.
     step, group, proximal_version: int64 (responses,). reward, advantage: float64 (responses,).
-    temperature, top_p: float64 (responses,); top_k: int64 (responses,), 0 for none; raw: bool (responses,), log-probs
-    of the model's own distribution rather than of the one sampled from.
+    temperature, top_p: float64 (responses,); top_k: int64 (responses,), 0 for none; raw: bool (responses,), whether
+    log-probs are those before temperature and truncation rather than those of the sampling distribution.
     """
 
     starts: np.ndarray
@@ -54,7 +53,7 @@ class Chunk:
 
     @property
     def trainer(self) -> np.ndarray:
-        """The trainer's log-probs: proximal, or current where there is none."""
+        """The trainer's log-probs: proximal, or current without it."""
         values = self.proximal if self.proximal is not None else self.current
         assert values is not None, "a reader gives one of proximal and current"
         return values
@@ -67,10 +66,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Settings:
-    """Numerics of a run as its recipe says. sampler, trainer: dtypes; autocast: of the trainer, bfloat16 or none.
+    """Numerics of a run according to its recipe. sampler, trainer: dtypes; autocast: of the trainer, bfloat16 or none.
 
-    coarse: keys and values that make the sampler's weights or cache coarser than its dtype; None where that is not the
-    recipe's to say (a server).
+    coarse: keys and values that quantize the sampler's weights or cache; None where the recipe does not determine it (a
+    server).
     """
 
     sampler: str
@@ -91,13 +90,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Origin:
-    """What was read, complete once the last chunk was.
+    """A summary of the data read, complete after the last chunk.
 
-    framework: trimtab, verl, trl, miles, prime-rl or columns. anchor: proximal or current.
-    dropped: responses left out, by reason. nonfinite: what was not finite at trained tokens, by column name and kind
-    ("logp_behavior -inf", "logp_proximal nan", ...), in tokens, which are left out. missing: absent columns, each with
-    what it costs. findings: what else is odd about the data, a sentence each. settings: what the run's own recipe says
-    of its numerics, where it lies beside the files.
+    framework: trimtab, verl, trl, miles, prime-rl or columns. anchor: proximal or current, whichever is the trainer's.
+    dropped: number of responses dropped, by reason. nonfinite: number of trained tokens dropped because a value is not
+    finite, by column and kind ("logp_behavior -inf", "logp_proximal nan", ...). missing: absent columns, with the
+    analysis that each would allow. findings: other anomalies of the data, one sentence each. settings: numerics from
+    the run's recipe, if it is found beside the files.
     """
 
     framework: str
@@ -115,8 +114,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with its 95% bootstrap interval over responses (groups of responses, where they are known); the ends are
-    NaN where there are too few of them."""
+    """A statistic with its 95% bootstrap interval over responses (prompt groups, where known).
+
+    The ends are NaN with too few responses or groups.
+    """
 
     value: float
     low: float
@@ -125,13 +126,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class Size:
-    """How large the mismatch is.
+    """The size of the mismatch.
 
-    mismatch: the keys of `trimtab.mismatch(...).finalize()`. intervals: those that are means or ratios of sums.
-    floor: the k3 that rounding of the stored log-probs alone would give; floor_note says what rounding was found.
-    verdict: where k3 lies: `rounding`, or the name of its range in `metrics.toml`: `exact`, `dense` (up to 1e-3),
-    `small-dense` (up to 1e-2), `moe` (up to 1e-1), `beyond`.
-    by_step: one row a training step, when steps are known.
+    mismatch: the keys of `trimtab.mismatch(...).finalize()`. intervals: of those that are means or ratios of sums.
+    floor: the k3 that rounding of the stored log-probs alone would cause; floor_note describes that rounding.
+    verdict: `rounding`, or the name of the range of k3 in `metrics.toml`: `exact`, `dense` (up to 1e-3), `small-dense`
+    (up to 1e-2), `moe` (up to 1e-1), `beyond`.
+    by_step: one row per training step, if steps are known.
     """
 
     mismatch: Mapping[str, float]
@@ -144,10 +145,10 @@ class Size:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Total drift (k3 at tokens of each age, log-ratio variance) split into mismatch (age 0) and staleness (the rest).
+    """The total drift (mean k3, log-ratio variance), split into mismatch (that of age 0) and staleness (the rest).
 
-    separable: whether `proximal_version` and tokens of age 0 were there; otherwise `why` says what is missing.
-    mismatch, staleness: parts of the mean k3 over all tokens, whose sum they are. intervals: 95%, of those two and of
+    separable: whether the data has `proximal_version` and tokens of age 0; if not, `why` names what is missing.
+    mismatch, staleness: the two parts, which sum to the mean k3 over all tokens. intervals: 95%, of both and of
     `variance_mismatch` and `variance_staleness`, the same split of the log-ratio's variance; empty with few responses.
     """
 
@@ -160,12 +161,12 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """One way to cut the tokens: bins with their count, mean ratio, mean log-ratio, k3, mean |log-ratio| and quantiles.
+    """Tokens grouped into bins: count, mean ratio, mean log-ratio, k3, mean |log-ratio| and quantiles of each bin.
 
-    name: probability, position, length, token, turn (places around its boundaries), turn-number, version (age in
-    updates), entropy. low, median, high: 2%, 50% and 98% of the log-ratio. Each array is (bins,); labels
-    are for people, edges (bins + 1,) where bins are intervals. `columns` holds any further array by name, such as
-    `rejected/<rule>` of the length view: the share of responses in the bin that a sequence rule would reject.
+    name: probability, position, length, token, turn (positions around its boundaries), turn-number, version (age in
+    updates), entropy. low, median, high: 2%, 50% and 98% quantile of the log-ratio. Each array is (bins,); labels are
+    the displayed names; edges are (bins + 1,) where bins are intervals. columns: further arrays by name, such as
+    `rejected/<rule>` of the length view, the share of responses in the bin that a sequence rule would reject.
     """
 
     name: str
@@ -185,9 +186,12 @@ class View:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """One pass over all data. sample: at most about 400,000 tokens in whole responses, evenly taken from all data and
-    weighted equally, for whatever needs tokens side by side. scatter: counts (bins, bins) of sampler probability
-    (columns) against trainer probability (rows)."""
+    """The measurements of one pass over all data.
+
+    scatter: counts (bins, bins) of sampler probability (columns) against trainer probability (rows).
+    sample: at most about 400,000 tokens in whole responses, drawn evenly from all data and weighted equally, for
+    analyses that need all tokens at once.
+    """
 
     origin: Origin
     size: Size
@@ -199,8 +203,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Cause:
-    """name: temperature, raw-logprobs, truncated-sampling, misaligned, retokenized, precision, quantized, stale or
-    non-finite. confidence in (0, 1]; evidence: a sentence with the numbers it rests on; fix: what to do about it."""
+    """A cause of the mismatch.
+
+    name: temperature, raw-logprobs, truncated-sampling, misaligned, retokenized, precision, quantized, stale or
+    non-finite. confidence: in (0, 1]. evidence: a sentence with the numbers that support it. fix: the remedy.
+    """
 
     name: str
     confidence: float
@@ -210,11 +217,11 @@ class Cause:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one preset would do to this data at its bounds: token shares in [0, 1].
+    """The effect of one preset on the data at given bounds.
 
-    kept: tokens whose loss is not masked away. changed: weights moved by a bound. ess: effective share of samples left.
-    bias: mean |applied weight - ratio| over tokens, how far the estimator is from the unbiased one.
-    calibrated: the same preset with bounds from the data's quantiles (`overrides`).
+    kept: share of tokens whose loss is not masked out. changed: share whose weight a bound changed. ess: effective
+    sample size as a share. bias: mean |applied weight - ratio| over tokens, the distance from the unbiased estimator.
+    calibrated: whether the bounds are quantiles of the data (`overrides`) instead of the published ones.
     """
 
     preset: str
@@ -229,8 +236,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """preset and overrides as `trimtab.objective(preset, **overrides)` takes them; why: sentences. lines: the matching
-    configuration of other frameworks, text by framework name (trimtab, verl, trl, miles)."""
+    """The recommended objective, `trimtab.objective(preset, **overrides)`.
+
+    why: the reason, in sentences. lines: the configuration as text, by framework (trimtab, verl, trl, miles).
+    """
 
     preset: str
     overrides: Mapping[str, Any]
@@ -240,7 +249,7 @@ class Recommendation:
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """Everything `trimtab diagnose` shows. texts: of token ids that stand in a view, where a tokenizer is known."""
+    """The result of `trimtab diagnose`. texts: those of the token ids in the views, if a tokenizer is known."""
 
     measured: Measured
     causes: tuple[Cause, ...]

@@ -1,6 +1,6 @@
-"""Token-level statistics of trajectory files: pure numpy over flat arrays.
+"""Token-level statistics of trajectory files, in numpy over flat arrays.
 
-A flat array holds the tokens of all responses one after the other; `starts` (responses + 1,) says where each begins.
+A flat array holds the tokens of all responses in order; response r is `values[starts[r]:starts[r + 1]]`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 
 FEWEST = 20
-"""Tokens a bin needs before its 2nd and 98th percentile say anything."""
+"""Fewest tokens of a bin for which its 2nd and 98th percentile are computed."""
 PER_DECADE, DECADES = 3, 5
 DECILES = 10
 
 
 @dataclass(frozen=True, eq=False)
 class Envelope:
-    """Percentiles of the log-ratio in nats, each (bins,), over bins of the behavior probability, likely tokens last.
+    """Percentiles of the log-ratio in nats, each (bins,), over bins of the behavior probability in ascending order.
 
-    Bins of fewer than `FEWEST` tokens are left out; `thin` counts the tokens in them.
+    Bins of fewer than `FEWEST` tokens are omitted; `thin` counts the tokens in them.
     """
 
     probability: np.ndarray
@@ -32,7 +32,10 @@ class Envelope:
 
 @dataclass(frozen=True, eq=False)
 class Shift:
-    """How far probabilities moved: counts (bins,) of the magnitudes above 0 between `edges` (bins + 1,)."""
+    """A histogram of changes of probability: counts (bins,) of magnitudes above 0 between `edges` (bins + 1,).
+
+    unmoved: share of tokens without a change. upper_quartile: 75th percentile of the magnitude over all tokens.
+    """
 
     edges: np.ndarray
     count: np.ndarray
@@ -42,7 +45,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class Frequent:
-    """A token id, how often it stood at the places asked for, and its mean entropy there in nats (NaN: not known)."""
+    """A token id, its number of occurrences, and its mean entropy there in nats (NaN if unknown)."""
 
     id: int
     count: int
@@ -50,9 +53,9 @@ class Frequent:
 
 
 def envelope(logp_behavior: np.ndarray, log_ratio: np.ndarray) -> Envelope:
-    """2nd, 50th and 98th percentile of log π − log μ, tokens binned by μ (arXiv 2603.19470, Figures 1 and 2).
+    """Returns the 2nd, 50th and 98th percentile of log π − log μ, binned by μ (arXiv 2603.19470, Figures 1 and 2).
 
-    Three bins in each factor of ten; the lowest takes everything below 1e-5. A bin's upper end belongs to it.
+    Three bins per factor of ten; the lowest holds everything below 1e-5. A bin includes its upper edge.
     """
     depth = -np.minimum(logp_behavior.astype(np.float64), 0.0) / np.log(10) * PER_DECADE
     index = np.minimum(depth.astype(np.int64), PER_DECADE * DECADES - 1)
@@ -66,8 +69,8 @@ def envelope(logp_behavior: np.ndarray, log_ratio: np.ndarray) -> Envelope:
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    """Correlation of two arrays (count,); NaN when one of them is constant or has fewer than two entries."""
-    # Compared exactly: a constant less its rounded mean is not quite 0, and would correlate perfectly.
+    """Returns the correlation of two arrays (count,); NaN when one is constant or has fewer than two entries."""
+    # Tested on the range: a constant minus its rounded mean is not exactly 0 and would correlate perfectly.
     if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return float("nan")
     x, y = x.astype(np.float64), y.astype(np.float64)
@@ -76,46 +79,46 @@ def pearson(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def plane(x: np.ndarray, y: np.ndarray, bins: int) -> np.ndarray:
-    """Counts (bins, bins) of points of the unit square, rows along y; 1 belongs to the last bin."""
+    """Returns counts (bins, bins) of points of the unit square, rows along y; 1 is in the last bin."""
     column, row = (np.clip(values * bins, 0, bins - 1).astype(np.int64) for values in (x, y))
     return np.bincount(row * bins + column, minlength=bins * bins).reshape(bins, bins)
 
 
 def shift(moved: np.ndarray, clean: np.ndarray, bins: int = 30) -> Shift:
-    """|p_perturbed − p_clean| of each token in logarithmic bins, and its 75th percentile over all tokens."""
+    """Returns |p_perturbed − p_clean| of all tokens in logarithmic bins, and its 75th percentile."""
     size = np.abs(moved.astype(np.float64) - clean.astype(np.float64))
     above = size[size > 0]
     if len(above) == 0:
         return Shift(np.empty(0), np.empty(0, dtype=np.int64), 1.0, 0.0)
-    # Equal magnitudes still need a bin of some width.
+    # Equal magnitudes need bins of nonzero width.
     low, high = above.min(), max(above.max(), above.min() * 1.1)
-    # The upper edge is opened a little, so that rounding cannot lose the largest one.
+    # The outer edges are widened, so that rounding cannot exclude the smallest and the largest value.
     edges = np.geomspace(low * (1 - 1e-9), high * (1 + 1e-9), bins + 1)
     count, _ = np.histogram(above, edges)
     return Shift(edges, count, 1.0 - len(above) / len(size), float(np.quantile(size, 0.75)))
 
 
 def lengths(starts: np.ndarray) -> np.ndarray:
-    """Tokens of each response (responses,)."""
+    """Returns the number of tokens of each response (responses,)."""
     return np.diff(starts)
 
 
 def deciles(starts: np.ndarray) -> np.ndarray:
-    """The tenth of its response each token lies in, 0 to 9: token i of T (from 0) in tenth ⌊10 i / T⌋."""
+    """Returns the tenth of its response that each token lies in, 0 to 9: ⌊10 i / T⌋ for token i (from 0) of T."""
     count = lengths(starts)
     position = np.arange(starts[-1]) - np.repeat(starts[:-1], count)
     return DECILES * position // np.repeat(count, count)
 
 
 def by_decile(decile: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Mean of the values in each tenth (10,); NaN in a tenth without tokens."""
+    """Returns the mean of the values in each tenth (10,); NaN in a tenth without tokens."""
     count = np.bincount(decile, minlength=DECILES)
     total = np.bincount(decile, weights=values, minlength=DECILES)
     return np.divide(total, count, out=np.full(DECILES, np.nan), where=count > 0)
 
 
 def at_level(log_ratio: np.ndarray, trained: np.ndarray, starts: np.ndarray, level: str) -> np.ndarray:
-    """The log-ratio a loss uses at each token: its own, or the sum or mean over the trained tokens of its response."""
+    """Returns the log-ratio at each token: its own, or the sum or mean over the trained tokens of its response."""
     if level == "token":
         return log_ratio
     rows = np.repeat(np.arange(len(starts) - 1), lengths(starts))
@@ -126,21 +129,21 @@ def at_level(log_ratio: np.ndarray, trained: np.ndarray, starts: np.ndarray, lev
 
 
 def clipped(log_ratio: np.ndarray, advantage: np.ndarray, low: float, high: float) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens beyond a bound of the ratio on the harmful side: A < 0 and r < low, A > 0 and r > high; each (tokens,)."""
+    """Returns where clipping acts: A < 0 and r < low, and A > 0 and r > high; each (tokens,) bool."""
     with np.errstate(divide="ignore"):
         below, above = np.log(np.float64(low)), np.log(np.float64(high))
     return (advantage < 0) & (log_ratio < below), (advantage > 0) & (log_ratio > above)
 
 
 def cuts(version: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Places (cuts,) of the first tokens a newer policy wrote inside a response that an older one began."""
+    """Returns the indices (cuts,) of tokens at which the policy version rises inside a response."""
     rises = np.flatnonzero(np.diff(version) > 0) + 1
     return rises[~np.isin(rises, starts)]
 
 
 def frequent(ids: np.ndarray, entropy: np.ndarray | None, most: int) -> list[Frequent]:
-    """The most frequent ids, ties by id, with their mean entropy."""
-    found, place, count = np.unique(ids, return_inverse=True, return_counts=True)
-    total = np.full(len(found), np.nan) if entropy is None else np.bincount(place, weights=entropy)
-    ranked = np.lexsort((found, -count))[:most]
-    return [Frequent(int(found[i]), int(count[i]), float(total[i] / count[i])) for i in ranked]
+    """Returns the `most` most frequent ids, ties by id, with their mean entropy."""
+    unique, index, count = np.unique(ids, return_inverse=True, return_counts=True)
+    total = np.full(len(unique), np.nan) if entropy is None else np.bincount(index, weights=entropy)
+    ranked = np.lexsort((unique, -count))[:most]
+    return [Frequent(int(unique[i]), int(count[i]), float(total[i] / count[i])) for i in ranked]

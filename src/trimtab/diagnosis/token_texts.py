@@ -1,4 +1,4 @@
-"""Texts of token ids, from a tokenizer on this machine; nothing is downloaded."""
+"""Reads the texts of token ids from a local tokenizer; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FILE = "tokenizer.json"
 
 
 def token_texts(run: Path, ids: Iterable[int]) -> tuple[dict[int, str], str]:
-    """The text of each id with its blanks made visible, and in one sentence why there is none (empty if there is).
+    """Returns the text of each id with visible whitespace, and an empty string, or no texts and the reason.
 
-    From the tokenizer a run saved beside its model.
+    The tokenizer is the one that the run saved beside its model.
     """
     file = run / "model" / _FILE
     if not file.is_file():
@@ -24,7 +24,7 @@ def token_texts(run: Path, ids: Iterable[int]) -> tuple[dict[int, str], str]:
 
 
 def texts_of(file: Path, ids: Iterable[int]) -> tuple[dict[int, str], str]:
-    """The same from a tokenizer.json."""
+    """Returns the same as `token_texts`, from a tokenizer.json."""
     from tokenizers import Tokenizer
 
     try:
@@ -37,17 +37,20 @@ def texts_of(file: Path, ids: Iterable[int]) -> tuple[dict[int, str], str]:
 
 
 def tokenizer_of(files: Iterable[Path]) -> Path | None:
-    """The tokenizer.json of the runs these files belong to; None where there is none, or runs have different ones."""
+    """Returns the tokenizer.json of the runs that the files belong to; None if one lacks it or they differ."""
     runs = dict.fromkeys(run_of(file) for file in files)
-    found = [None if run is None else _of_run(run) for run in runs]
-    if not found or None in found:
+    tokenizers = [None if run is None else _of_run(run) for run in runs]
+    if not tokenizers or None in tokenizers:
         return None
-    contents = {file.read_bytes() for file in found if file is not None}
-    return found[0] if len(contents) == 1 else None
+    contents = {file.read_bytes() for file in tokenizers if file is not None}
+    return tokenizers[0] if len(contents) == 1 else None
 
 
 def named_tokenizer(name: str) -> Path:
-    """A tokenizer.json, the folder of a model or run that holds one, or a model in the local Hugging Face cache."""
+    """Returns the tokenizer.json that a name refers to; raises `TrimtabError` if there is none.
+
+    The name is that of the file, of the folder of a model or run, or of a model in the local Hugging Face cache.
+    """
     path = Path(name)
     if path.is_file():
         return path
@@ -73,22 +76,25 @@ def _in_folder(folder: Path) -> Path | None:
 
 
 def _cached(name: str) -> Path | None:
-    """Of a model that was downloaded before; a name that is no repository's is in no cache."""
+    """Returns the tokenizer.json of a model in the local cache; None also for an invalid repository name."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, _FILE)
+        file = try_to_load_from_cache(name, _FILE)
     except HFValidationError:
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(file) if isinstance(file, str) else None
 
 
 def _text(decoded: str, piece: str | None) -> str:
-    """A part of a character decodes to the replacement sign, and some decoders drop a leading blank."""
+    """Returns the displayed text of a token.
+
+    Part of a character decodes to the replacement character, and some decoders drop a leading space.
+    """
     if piece is None:
         return "(not in the vocabulary)"
-    lost_blank = piece.startswith("▁") and not decoded.startswith(" ")
-    text = piece if not decoded or "\ufffd" in decoded else (" " + decoded if lost_blank else decoded)
+    lost_space = piece.startswith("▁") and not decoded.startswith(" ")
+    text = piece if not decoded or "\ufffd" in decoded else (" " + decoded if lost_space else decoded)
     shown = text.translate(_SHOWN)
     return "".join(sign if sign.isprintable() else f"\\u{ord(sign):04x}" for sign in shown)

@@ -1,10 +1,12 @@
-"""Builds an engine from a serializable specification: JSON and a folder of model files.
+"""Builds an engine from a JSON specification and a folder of model files, for use in another process.
+
+The specification is one of
 
     {"type": "embedded", "model": folder, "dtype": "bfloat16", "rounding": {"bits": null, "noise": 0.0, "seed": 0},
      "routes": false unless given, "numerics": "native" unless given}
     {"type": "vllm", "model": folder, "engine": the [engine] section of a recipe}
 
-The folder needs no weights (config, generation config and tokenizer are enough): they are published.
+The folder needs no weights (config, generation config and tokenizer are enough): they arrive by `Engine.publish`.
 """
 
 from __future__ import annotations
@@ -25,30 +27,30 @@ from trimtab.models.matmul import use_in
 from trimtab.models.quiet import quiet
 from trimtab.types import Engine
 
-GENERATION = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 
 def build(spec: Mapping[str, Any]) -> Engine:
-    """The engine that `spec` describes. It holds no weights worth sampling from until some are published.
+    """Returns the engine that `spec` describes. Its weights are arbitrary until weights are published.
 
     Raises:
         TrimtabError: an unknown type, a folder that holds no model, or what the engine itself refuses.
     """
-    makers = {"embedded": _embedded, "vllm": _vllm}
-    if spec["type"] not in makers:
-        raise TrimtabError(f"unknown type of engine {spec['type']!r}{nearest(spec['type'], makers)}")
+    builders = {"embedded": _embedded, "vllm": _vllm}
+    if spec["type"] not in builders:
+        raise TrimtabError(f"unknown type of engine {spec['type']!r}{nearest(spec['type'], builders)}")
     folder = Path(spec["model"])
     if not (folder / "config.json").is_file():
         raise TrimtabError(f"model folder {str(folder)!r} has no config.json; give a folder written by save_pretrained")
-    return makers[spec["type"]](spec, folder)
+    return builders[spec["type"]](spec, folder)
 
 
 def _embedded(spec: Mapping[str, Any], folder: Path) -> Engine:
     with quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        # Float32 whatever the engine computes in: the engine rounds weights, but must find buffers unrounded.
+        # Float32 whatever the engine's dtype: the engine casts the parameters itself and must get unrounded buffers.
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        if (folder / GENERATION).is_file():  # which tokens end a text
+        if (folder / GENERATION_CONFIG).is_file():  # names the end-of-sequence ids
             model.generation_config = GenerationConfig.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     use_in(model.base_model)

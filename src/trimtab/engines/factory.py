@@ -1,4 +1,4 @@
-"""Builds the engines of a run from the recipe: in this process, in worker processes, or servers."""
+"""Builds the engines of a run from its recipe: embedded, vLLM, in worker processes, or clients of servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trimtab.types import Engine
 
 
 def check_engines(config: Config) -> None:
-    """Refuse combinations that cannot work, before any model is loaded."""
+    """Raises `TrimtabError` for engine settings that cannot work together, before any model is loaded."""
     engine, kind = config.engine, config.engine.type
     if kind != "embedded" and weight_quantization(config).active:
         raise TrimtabError(
@@ -37,20 +37,20 @@ def check_engines(config: Config) -> None:
             "engine.vllm.keep_sets without sampling.top_k: vLLM would return the whole vocabulary with every token; "
             "set sampling.top_k, or leave keep_sets out"
         )
-    apart = engine_process_count(config) or (config.placement == "ray" and kind != "server")
-    if engine.patience != type(engine)().patience and not apart:
+    has_processes = engine_process_count(config) or (config.placement == "ray" and kind != "server")
+    if engine.patience != type(engine)().patience and not has_processes:
         raise TrimtabError(
             f"engine.patience = {engine.patience:g} has no effect without engines in processes of their own: leave it "
             "out, or set engine.workers"
         )
     _check_truncation(config)
-    in_step = [name for name in ("prefix", "expert") if getattr(config, name) is not None]
-    if in_step and (engine.workers or 0) > 1:
-        raise TrimtabError(f"[{in_step[0]}] works with one engine: leave engine.workers out, or set it to 1 or 0")
+    single_engine = [name for name in ("prefix", "expert") if getattr(config, name) is not None]
+    if single_engine and (engine.workers or 0) > 1:
+        raise TrimtabError(f"[{single_engine[0]}] works with one engine: leave engine.workers out, or set it to 1 or 0")
 
 
 def _check_truncation(config: Config) -> None:
-    """Truncated sampling needs an engine that says which ids each token was drawn from (`types.Completion.kept`)."""
+    """Raises `TrimtabError` for top-p or top-k with an engine that returns no sampling masks (`Completion.kept`)."""
     sampling = config.sampling
     if sampling.top_p == 1 and sampling.top_k == 0:
         return
@@ -68,23 +68,30 @@ def _check_truncation(config: Config) -> None:
 
 
 def engine_process_count(config: Config) -> int:
-    """Engines in processes of their own; an engine that has a process anyway gets no second one by default."""
+    """Returns the number of worker processes.
+
+    By default one where generation runs beside training, unless the engine already has a process of its own.
+    """
     if config.engine.type == "server":
         return 0
     if config.engine.workers is not None:
         return config.engine.workers
-    apart = config.engine.type == "vllm" and config.engine.vllm.process == "own"
-    return 1 if config.trainer.max_lag and not apart else 0
+    has_processes = config.engine.type == "vllm" and config.engine.vllm.process == "own"
+    return 1 if config.trainer.max_lag and not has_processes else 0
 
 
 def build_engines(
     config: Config, loaded: LoadedModel, folder: Path, notify: Callable[[str], None] | None = None
 ) -> list[Engine]:
-    """The engines of a run, each to be published to before it generates.
+    """Returns the engines of a run. Each needs published weights before it generates.
 
-    `loaded` is the model where it is trained, `folder` its config, generation config and tokenizer (weights are not
-    read). Processes start at once and load beside the caller; the threads of this process are set to its share.
-    `notify` gets a line for people where servers are waited for.
+    Worker processes start at once and load while the caller continues; the thread count of this process is reduced to
+    its share.
+
+    Args:
+        loaded: the model that is trained.
+        folder: its config, generation config and tokenizer; weights are not read.
+        notify: called with a line of text while servers are waited for.
 
     Raises:
         TrimtabError: what `check_engines` refuses; more GPUs are needed than there are.
@@ -93,7 +100,7 @@ def build_engines(
     if config.engine.type == "server":
         from trimtab.engines.server.server_engine import ServerEngine
 
-        # One engine for all servers: the responses a lost one owes go to the others.
+        # One engine for all servers: unfinished requests of a lost server move to the others.
         return [ServerEngine(config.engine.server.urls, loaded.tokenizer, config.engine, folder, notify)]
     if count := engine_process_count(config):
         return _workers(config, folder, count)
@@ -124,22 +131,23 @@ def engine_spec(config: Config, folder: Path) -> dict[str, Any]:
 def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     each = config.engine.vllm.tensor_parallel if config.engine.type == "vllm" else 1
-    places = split_devices(visible.split(","), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), count, each)
+    devices = split_devices(visible.split(","), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), count, each)
     if config.threads:
         threads = config.threads
     else:
-        own, threads = split_threads(torch.get_num_threads(), count, beside=bool(config.trainer.max_lag))
-        torch.set_num_threads(own)
+        trainer_threads, threads = split_threads(torch.get_num_threads(), count, beside=bool(config.trainer.max_lag))
+        torch.set_num_threads(trainer_threads)
     spec = engine_spec(config, folder)
     patience = config.engine.patience
-    return [ProcessEngine(spec, threads=threads, devices=place, patience=patience) for place in places]
+    return [ProcessEngine(spec, threads=threads, devices=names, patience=patience) for names in devices]
 
 
 def split_threads(cores: int, workers: int, *, beside: bool) -> tuple[int, int]:
-    """Threads of this process and of each worker; `beside`: it computes at the same time as they do.
+    """Returns the number of threads of this process and of each worker.
 
-    Equal shares, what is left over going to this process. More threads than cores make all of them crawl: two
-    processes of two threads on two cores reach a tenth of what one thread each does.
+    Shares are equal, and the remainder goes to this process. `beside`: this process computes at the same time as the
+    workers. More threads than cores slow all of them down: two processes of two threads on two cores reach a tenth of
+    the throughput of one thread each.
     """
     if not beside:
         return cores, max(1, cores // workers)
@@ -148,7 +156,9 @@ def split_threads(cores: int, workers: int, *, beside: bool) -> tuple[int, int]:
 
 
 def split_devices(visible: Sequence[str], ranks: int, workers: int, each: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of every worker, behind the GPUs of the trainer's ranks; a single GPU is shared by all.
+    """Returns CUDA_VISIBLE_DEVICES of each worker: the GPUs after those of the trainer's ranks.
+
+    A single GPU is shared by all; then, and without a GPU, every entry is None.
 
     Raises:
         TrimtabError: there are several GPUs, but too few.
@@ -167,5 +177,5 @@ def split_devices(visible: Sequence[str], ranks: int, workers: int, each: int) -
 
 
 def weight_quantization(config: Config) -> WeightQuantization:
-    """What the recipe's sampler does to the weights it is given."""
+    """Returns the quantization and noise that the recipe applies to the sampler's weights."""
     return WeightQuantization(BITS[config.engine.quantize], config.engine.noise, derive(config.seed, "rounding"))

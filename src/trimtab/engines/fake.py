@@ -8,18 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes, complete
+from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes, is_complete
 from trimtab.errors import TrimtabError
 from trimtab.types import EMPTY, AbortSignal, Completion, Prompt, Sampling, cut, splice
 
 
 class FakeEngine:
-    """Plays back completions, each given as response ids with their log-probs, or as text for a tokenizer to encode.
+    """An engine that returns scripted completions.
 
     Args:
-        script: problem id -> the completions of successive samples; asking for more starts over.
+        script: problem id -> the completions of successive samples, as `Completion` or as text for the tokenizer to
+            encode; further samples start again at the first.
         logp: the log-prob of every token that the script gives as text.
-        tokenizer: needed where the script gives text.
+        tokenizer: required where the script gives text.
     """
 
     def __init__(
@@ -41,66 +42,68 @@ class FakeEngine:
         prefixes: Prefixes | None = None,
         interrupt: AbortSignal | None = None,
     ) -> list[list[Completion]]:
-        """The scripted completions, cut at `max_tokens`. `seed` changes nothing.
+        """Returns the scripted completions, cut at `max_tokens`. `seed` has no effect.
 
-        A prefix takes the place of as many scripted tokens. All responses grow token by token together, and `interrupt`
-        is looked at before each. Tokens are counted as a model would be run: each prompt and each prefix at once, all
-        sampled tokens but the first one at a time.
+        A prefix replaces as many scripted tokens. All responses grow token by token together, and `interrupt` is
+        checked before each token. `prefilled` and `decoded` count tokens as a model would run them: each prompt and
+        each distinct prefix in one pass, all sampled tokens but the first one at a time.
         """
         del seed
         missing = [prompt.problem.id for prompt in prompts if not self._script.get(prompt.problem.id)]
         if missing:
             raise TrimtabError(f"no completion is scripted for prompt {missing[0]!r}; add it to the script")
         check_prefixes(prefixes, prompts, samples, sampling)
-        begun = prefixes or [[EMPTY] * samples for _ in prompts]
-        whole = [self._whole(prompt, group, sampling) for prompt, group in zip(prompts, begun, strict=True)]
-        left = [
+        starts = prefixes or [[EMPTY] * samples for _ in prompts]
+        whole = [self._whole(prompt, group, sampling) for prompt, group in zip(prompts, starts, strict=True)]
+        remaining = [
             [len(full.response_ids) - len(prefix.response_ids) for prefix, full in zip(*pair, strict=True)]
-            for pair in zip(begun, whole, strict=True)
+            for pair in zip(starts, whole, strict=True)
         ]
-        steps = max((max(group) for group in left if group), default=0)
+        steps = max((max(group) for group in remaining if group), default=0)
         if interrupt is not None:
             steps = next((step for step in range(steps) if interrupt.is_set()), steps)
-        self._count(prompts, begun, left, steps)
+        self._count(prompts, starts, remaining, steps)
         return [
             [_grown(prefix, full, steps) for prefix, full in zip(*pair, strict=True)]
-            for pair in zip(begun, whole, strict=True)
+            for pair in zip(starts, whole, strict=True)
         ]
 
     def _whole(self, prompt: Prompt, prefixes: Sequence[Completion], sampling: Sampling) -> list[Completion]:
-        lines, found = self._script[prompt.problem.id], []
+        script, completions = self._script[prompt.problem.id], []
         for sample, prefix in enumerate(prefixes):
-            full = self._play(lines[sample % len(lines)], sampling)
-            if complete(prefix, sampling.max_tokens):
+            full = self._play(script[sample % len(script)], sampling)
+            if is_complete(prefix, sampling.max_tokens):
                 full = prefix
             elif len(prefix.response_ids) >= len(full.response_ids) > 0:
                 raise TrimtabError(f"a prefix of prompt {prompt.problem.id!r} leaves nothing of its script to play")
-            found.append(splice(prefix, full))
-        return found
+            completions.append(splice(prefix, full))
+        return completions
 
-    def _count(self, prompts: Sequence[Prompt], begun: Prefixes, left: Sequence[Sequence[int]], steps: int) -> None:
+    def _count(
+        self, prompts: Sequence[Prompt], starts: Prefixes, remaining: Sequence[Sequence[int]], steps: int
+    ) -> None:
         if steps == 0:
             return
-        for prompt, prefixes, sizes in zip(prompts, begun, left, strict=True):
+        for prompt, prefixes, sizes in zip(prompts, starts, remaining, strict=True):
             distinct = {tuple(prefix.response_ids.tolist()) for prefix, n in zip(prefixes, sizes, strict=True) if n}
             self.prefilled += len(prompt.ids) * bool(distinct) + sum(len(ids) for ids in distinct)
             self.decoded += sum(max(0, min(n, steps) - 1) for n in sizes)
 
     def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
-        """Note the version and the names of what was published; nothing is ever rounded, `exact` or not."""
+        """Records the version and the weight names. `exact` has no effect, because nothing is quantized."""
         del exact
         self.published.append((version, [name for name, _ in weights]))
         self.policy_version = version
 
     def weights(self) -> Iterable[tuple[str, Any]]:
-        """A script has no weights."""
+        """Returns nothing: a script has no weights."""
         return ()
 
     def recover(self) -> None:
-        """Nothing to do: a script is never lost."""
+        """Does nothing: a scripted engine cannot fail."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def _play(self, line: str | Completion, sampling: Sampling) -> Completion:
         if isinstance(line, Completion):
@@ -126,6 +129,6 @@ class FakeEngine:
 
 
 def _grown(prefix: Completion, whole: Completion, steps: int) -> Completion:
-    """`whole`, or what there is of it `steps` tokens after the prefix."""
+    """Returns `whole`, or its part up to `steps` tokens after the prefix, marked as aborted."""
     n = len(prefix.response_ids) + steps
     return whole if n >= len(whole.response_ids) else replace(cut(whole, n), finish="abort")

@@ -9,15 +9,19 @@ import numpy as np
 from trimtab.errors import TrimtabError
 from trimtab.types import Prompt, Sampling
 
-# vLLM raises lower temperatures to the first, and so would sample another distribution than it was asked for, and
-# refuses any above the second.
-VLLM_COLDEST, VLLM_HOTTEST = 0.01, 2.0
+# vLLM's range. It silently raises lower temperatures to the minimum, and so samples another distribution than
+# requested; it refuses temperatures above the maximum.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 
 
 def validate_request(
     prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int, *, vocabulary: int, context: int | None
 ) -> None:
-    """Refuse what cannot be sampled, before anything is.
+    """Validates the arguments of `Engine.generate` before anything is sampled.
+
+    Args:
+        vocabulary: the number of token ids of the model.
+        context: the largest number of positions of the model; None where it has no limit.
 
     Raises:
         TrimtabError: a number out of range; "raw" log-probs; a prompt that is empty, holds ids outside the vocabulary,
@@ -49,8 +53,8 @@ def validate_request(
 
 
 def check_vllm_temperature(sampling: Sampling) -> None:
-    """Refuse a temperature at which vLLM, in this process or a server, would not sample."""
-    if 0 < sampling.temperature < VLLM_COLDEST or sampling.temperature > VLLM_HOTTEST:
+    """Raises `TrimtabError` for a temperature at which vLLM, in this process or on a server, would not sample."""
+    if 0 < sampling.temperature < MIN_TEMPERATURE or sampling.temperature > MAX_TEMPERATURE:
         raise TrimtabError(
-            f"temperature = {sampling.temperature}: vLLM samples at {VLLM_COLDEST} to {VLLM_HOTTEST}, or greedily"
+            f"temperature = {sampling.temperature}: vLLM samples at {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, or greedily"
         )

@@ -1,7 +1,7 @@
 """Validates a weight update: names, shapes and tied weights.
 
-Inference engines take whatever weights they are given: names they do not know are skipped, names that are missing keep
-their old values, and both look like success. So everything is checked before anything is handed over.
+Inference engines accept any set of weights: unknown names are skipped and missing names keep their old values, both
+without an error. Therefore an update is validated completely before any weight is handed over.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from trimtab.errors import TrimtabError, nearest
 
 @dataclass(frozen=True)
 class WeightManifest:
-    """The weights a model has: shapes by name, and which names are one tensor.
+    """The weights of a model: shapes by name, and which names share one tensor.
 
-    `aliases`: every further name of a tied parameter -> its first name. `required`: what must be published; buffers and
-    further names may be left out.
+    `aliases` maps each additional name of a tied parameter to its first name. `required` lists the names that an update
+    must contain; buffers and additional names may be left out.
     """
 
     shapes: Mapping[str, torch.Size]
@@ -32,25 +32,25 @@ class WeightManifest:
 
     @classmethod
     def of(cls, model: Any) -> WeightManifest:
-        """Of a transformers model, on any device."""
+        """Returns the manifest of a transformers model on any device."""
         state = model.state_dict(keep_vars=True)
         first = {id(p): name for name, p in model.named_parameters()}
-        every = model.named_parameters(remove_duplicate=False)
+        named = model.named_parameters(remove_duplicate=False)
         return cls(
             shapes={name: tensor.shape for name, tensor in state.items()},
-            aliases={name: first[id(p)] for name, p in every if first[id(p)] != name},
+            aliases={name: first[id(p)] for name, p in named if first[id(p)] != name},
             required=tuple(first.values()),
         )
 
     @classmethod
     def read(cls, folder: Path | str) -> WeightManifest:
-        """From the config.json of a model folder; no weight is read or allocated."""
+        """Returns the manifest of a model folder, from its config.json; no weight is read or allocated."""
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return cls.of(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
 
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """The weights by their first names, each tied tensor once.
+        """Returns the weights by their first names, each tied tensor once.
 
         Raises:
             TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, or two names
@@ -82,6 +82,6 @@ class WeightManifest:
         if tensor.shape != self.shapes[name]:
             shapes = f"{tuple(tensor.shape)}, the engine's is {tuple(self.shapes[name])}"
             raise TrimtabError(f"weight {name!r} has shape {shapes}; publish merged weights of the same model")
-        # A sum is one cheap pass, and finite but for overflow; only a suspicious one is looked at closely.
+        # A sum is one cheap pass, and finite unless values are not or it overflows; then every value is checked.
         if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
             raise TrimtabError(f"weight {name!r} has non-finite values; the engine keeps the weights it has")

@@ -1,4 +1,4 @@
-"""Evaluates one model on one task: sample, score, count."""
+"""Evaluates one model on one task: samples responses, scores them and counts correct ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimtab import tasks
 from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import ERRORS_KEPT, EvalResult, Part, ProblemResult
 from trimtab.rewards import Score, Scorer
-from trimtab.rollout.truncation import portion
+from trimtab.rollout.truncation import prefix_tokens
 from trimtab.types import Completion, Engine, Problem, Prompt, Sampling, Task, cut
 
 # One call to the engine holds at most this many prompts and about this many responses: what a kill may cost.
@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]
 
 
 class Memory(Protocol):
-    """Parts of an interrupted evaluation with the same settings, and the place for further ones."""
+    """Stores finished parts of an evaluation, so that an interrupted one can continue."""
 
     def get(self, number: int) -> Part | None: ...
 
@@ -47,17 +47,17 @@ def evaluate(
     memory: Memory | None = None,
     context: int | None = None,
 ) -> EvalResult:
-    """Draw `samples` responses to every problem and score them; `temperature` 0 is greedy.
+    """Samples `samples` responses to every problem and scores them; a `temperature` of 0 is greedy.
 
-    A sample is correct when the first reward gives it its full 1. Deterministic by `seed`, with or without an
-    interruption in between. `progress(done, all)` is called after each batch of problems. With `relay` another model
-    begins every response. `memory` keeps the counts of every finished batch and gives those it already has.
+    A sample is correct if its first reward is 1. The result is a function of `seed`, also after an interruption.
+    `progress(done, all)` is called after each batch of problems. With `relay` another model writes the beginning of
+    every response. `memory` stores the counts of finished batches and returns those it has.
 
-    `context` is how many tokens the models hold. A problem whose prompt does not fit it together with
-    `sampling.max_tokens` is not sampled; all its samples count as wrong. Without `context` the engine refuses it.
+    `context` is the context length of the models in tokens. A problem whose prompt does not fit it together with
+    `sampling.max_tokens` is not sampled, and all its samples count as wrong. Without `context` the engine refuses it.
 
-    Raises `TrimtabError`: no problems, several samples of a greedy decode, no prompt that fits, or not a single sample
-    could be scored.
+    Raises `TrimtabError` if there are no problems, for several greedy samples, if no prompt fits, or if no sample could
+    be scored.
     """
     require_problems(task, problems)
     if sampling.temperature == 0 and samples > 1:
@@ -118,10 +118,10 @@ def _sample(
     seeds: tuple[int, int],
     relay: Relay | None,
 ) -> tuple[list[list[Completion]], int]:
-    """The responses, and how many of their tokens a relay model wrote.
+    """Returns the responses and the number of their tokens that the relay model sampled.
 
-    The engine's draws depend on a prompt's place in its call: each call needs a seed of its own. And the two hands of
-    a relay need different ones, or a model that relays itself would merely repeat its own draws.
+    The engine's random draws depend on a prompt's index in the call, so each call needs its own seed. The two models of
+    a relay need different seeds, or a model that relays itself would repeat its own draws.
     """
     if not prompts:
         return [], 0
@@ -199,4 +199,6 @@ class Relay:
     ) -> list[list[Completion]]:
         """One prefix for each sample of each prompt, each cut from a response of its own; a stop is never in it."""
         answers = self.engine.generate(prompts, samples, sampling, seed=seed)
-        return [[cut(answer, portion(self.ratio, len(answer.response_ids))) for answer in group] for group in answers]
+        return [
+            [cut(answer, prefix_tokens(self.ratio, len(answer.response_ids))) for answer in group] for group in answers
+        ]

@@ -1,4 +1,4 @@
-"""Plans an experiment: every method in every regime with every seed, each as a whole recipe."""
+"""Plans an experiment: one complete recipe for every method, regime and seed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ REGIMES = ("on-policy", "stale-32", "int3", "reuse-16")
 SEEDS = 5
 
 REAL_RECIPE = "quickstart"
-BUDGET = {"trainer.steps", "optim.lr"}  # measured on the laboratory model; other models keep their recipe's
+BUDGET_KEYS = {
+    "trainer.steps",
+    "optim.lr",
+}  # tuned for the laboratory model; other models use the values of their recipe
 EVALUATIONS = 5
-_OURS = {
+_EXPERIMENT_KEYS = {
     "seed": "--seeds",
     "out": "--out",
     "objective.name": "--methods",
@@ -45,8 +48,11 @@ _OURS = {
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """`spec` is how it was asked for: an objective, with changed keywords as in `icepop:weight_max=3`; a keyword with a
-    dot is a key of the recipe (`token-alp:perturbation.std=0.01`)."""
+    """An objective with changed keywords.
+
+    `spec` is the text given by the user, such as `icepop:weight_max=3`; a keyword with a dot is a recipe key
+    (`token-alp:perturbation.std=0.01`).
+    """
 
     spec: str
     objective: str
@@ -59,7 +65,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """One run of the grid. `config.out` is its run directory."""
+    """One run of the experiment. `config.out` is its run directory."""
 
     method: Method
     regime: Regime
@@ -73,7 +79,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True)
 class SkippedRun:
-    """A method that is impossible in a regime, and why (prefixes of an older policy with a stale sampler, say)."""
+    """A method that is impossible in a regime, and the reason (e.g. prefixes of an older policy, stale sampler)."""
 
     method: Method
     regime: Regime
@@ -81,23 +87,23 @@ class SkippedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """All runs of a grid, in the order they are trained: seed by seed, so that a grid cut short is even."""
+class ExperimentPlan:
+    """All runs of an experiment in training order: seed by seed, so that partial results have equal seeds."""
 
     cells: tuple[PlannedRun, ...]
     refused: tuple[SkippedRun, ...]
 
 
 def parse_method(spec: str) -> Method:
-    """Raises `TrimtabError` for a keyword without a value."""
+    """Parses `NAME` or `NAME:KEY=VALUE,KEY=VALUE`. Raises `TrimtabError` for any other text or a reserved key."""
     name, _, rest = spec.partition(":")
     changes = re.split(r",(?=[\w.]+=)", rest) if rest else []
     keys = [parse_override(change)[0] for change in changes if "=" in change]
     if not name or len(keys) < len(changes):
         raise TrimtabError(f"method {spec!r}: write it as NAME or NAME:KEY=VALUE,KEY=VALUE")
     for key in keys:
-        if key in _OURS:
-            raise TrimtabError(f"method {spec!r}: {key} belongs to the grid, use {_OURS[key]}")
+        if key in _EXPERIMENT_KEYS:
+            raise TrimtabError(f"method {spec!r}: {key} belongs to the experiment, use {_EXPERIMENT_KEYS[key]}")
     overrides = tuple(
         change if "." in key else f"objective.{change}" for key, change in zip(keys, changes, strict=True)
     )
@@ -112,24 +118,24 @@ def plan(
     *,
     model: str | None = None,
     sets: Sequence[str] = (),
-) -> Plan:
-    """Every method x regime x seed, checked before anything is trained.
+) -> ExperimentPlan:
+    """Returns every method x regime x seed, validated before anything is trained.
 
-    `sets` changes all cells. Raises `TrimtabError` for what cannot be meant: a word named twice, a key that belongs to
-    the grid or to a regime, a method that no regime can train.
+    `sets` are recipe changes for all runs. Raises `TrimtabError` for a method or regime named twice, a key that belongs
+    to the experiment or to a regime, and a method that no regime can train.
     """
-    chosen = [parse_method(spec) for spec in methods]
-    _no_repeats("method", [method.folder for method in chosen])
-    _no_repeats("regime", [regime.name for regime in regimes])
+    parsed = [parse_method(spec) for spec in methods]
+    _check_unique("method", [method.folder for method in parsed])
+    _check_unique("regime", [regime.name for regime in regimes])
     _check_sets(sets, regimes, model)
     refused: list[SkippedRun] = []
-    rows: list[tuple[Method, Regime]] = []
-    for method in chosen:
+    pairs: list[tuple[Method, Regime]] = []
+    for method in parsed:
         reasons = []
         for regime in regimes:
             try:
                 check(_config(method, regime, 0, out, model, sets)).scorer.close()
-                rows.append((method, regime))
+                pairs.append((method, regime))
             except TrimtabError as error:
                 reasons.append(SkippedRun(method, regime, str(error)))
         if len(reasons) == len(regimes):
@@ -138,48 +144,49 @@ def plan(
     cells = [
         PlannedRun(method, regime, seed, _config(method, regime, seed, out, model, sets))
         for seed in range(seeds)
-        for method, regime in rows
+        for method, regime in pairs
     ]
-    return Plan(tuple(cells), tuple(refused))
+    return ExperimentPlan(tuple(cells), tuple(refused))
 
 
 def _config(method: Method, regime: Regime, seed: int, out: Path, model: str | None, sets: Sequence[str]) -> Config:
-    real = model is not None and not model.startswith(RECIPE)
-    place = out / regime.name / method.folder / f"seed{seed}"
+    is_real_model = model is not None and not model.startswith(RECIPE)
+    path = out / regime.name / method.folder / f"seed{seed}"
     changes = [
-        # Twice, because naming the recipe's own objective again would keep the keywords the recipe has for it.
+        # Set twice: setting the recipe's objective to the same name would keep the recipe's keywords for it.
         "objective.name=another",
         f"objective.name={method.objective}",
         "threads=1",
         "log.trajectories_every=0",
-        "trainer.max_idle_steps=0",  # a method that collapses is a result
+        "trainer.max_idle_steps=0",  # a collapsing method is a result, not an error
         *([] if model is None else [f"model.path={model}"]),
-        *(setting for setting in regime.settings if not (real and setting.partition("=")[0] in BUDGET)),
+        *(setting for setting in regime.settings if not (is_real_model and setting.partition("=")[0] in BUDGET_KEYS)),
         *sets,
         *method.overrides,
         f"seed={seed}",
     ]
-    config = load_config(REAL_RECIPE if real else RECIPE, changes)
+    config = load_config(REAL_RECIPE if is_real_model else RECIPE, changes)
     if not any(parse_override(change)[0] == "eval.every" for change in sets):
         every = max(1, config.trainer.steps // EVALUATIONS)
         config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": every})})
-    return config.model_copy(update={"out": str(place)})
+    return config.model_copy(update={"out": str(path)})
 
 
 def _check_sets(sets: Sequence[str], regimes: Sequence[Regime], model: str | None) -> None:
     for change in sets:
         key, _ = parse_override(change)
-        if key in _OURS or key.startswith("compare"):
-            raise TrimtabError(f"--set {change}: {key} belongs to the grid, use {_OURS.get(key, '--methods')}")
-        owner = next((r.name for r in regimes if key in r.overrides and key not in BUDGET), None)
+        if key in _EXPERIMENT_KEYS or key.startswith("compare"):
+            option = _EXPERIMENT_KEYS.get(key, "--methods")
+            raise TrimtabError(f"--set {change}: {key} belongs to the experiment, use {option}")
+        owner = next((r.name for r in regimes if key in r.overrides and key not in BUDGET_KEYS), None)
         if owner is not None:
-            raise TrimtabError(f"--set {change}: {key} is what regime {owner!r} sets; choose another regime")
+            raise TrimtabError(f"--set {change}: {key} is set by regime {owner!r}; choose another regime")
     owner = next((r.name for r in regimes if "model.path" in r.overrides), None)
     if model is not None and owner is not None:
-        raise TrimtabError(f"--model {model}: regime {owner!r} has a model of its own; leave one of them out")
+        raise TrimtabError(f"--model {model}: regime {owner!r} has its own model; leave one of them out")
 
 
-def _no_repeats(kind: str, words: Iterable[str]) -> None:
+def _check_unique(kind: str, words: Iterable[str]) -> None:
     seen: set[str] = set()
     for word in words:
         if word in seen:

@@ -1,4 +1,4 @@
-"""Objectives x seeds of one recipe, as its `[compare]` section asks."""
+"""Trains objectives x seeds of one recipe, as its `[compare]` section specifies."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from trimtab.config import REQUIRED_SECTIONS, Config, parse_config
 from trimtab.errors import TrimtabError
-from trimtab.lab.results import Result
-from trimtab.lab.runner import NullExperimentObserver, held, run_cells
+from trimtab.lab.results import RunSummary
+from trimtab.lab.runner import NullExperimentObserver, lock_folder, run_cells
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
 from trimtab.training.observer import Observer
@@ -18,96 +18,103 @@ from trimtab.training.run import check
 
 
 @dataclass(frozen=True, slots=True)
-class GridResult:
-    """`metrics` maps `<objective>/seed<k>` to the metrics of that run's last step; `runs` to its directory."""
+class RecipeComparison:
+    """The result of a comparison.
+
+    runs: the run directories of each objective. metrics: the last step's metrics by `<objective>/seed<k>`.
+    """
 
     run: Path
     runs: dict[str, list[Path]]
     metrics: dict[str, Any]
 
 
-def run_grid(config: Config, out: Path, observer: Observer, *, resume: bool = False) -> GridResult:
+def run_recipe_comparison(config: Config, out: Path, observer: Observer, *, resume: bool = False) -> RecipeComparison:
     """Train every objective of `[compare]` with every seed into `out/<objective>/seed<k>`.
 
-    Raises `TrimtabError` when `out` holds something and `resume` is off, when it is empty and `resume` is on, or when a
-    run failed or diverged.
+    Raises `TrimtabError` if `out` is not empty and `resume` is off, if it is empty and `resume` is on, or if a run
+    failed or diverged.
     """
-    begun = out.exists() and any(out.iterdir())
-    if resume and not begun:
+    has_runs = out.exists() and any(out.iterdir())
+    if resume and not has_runs:
         raise TrimtabError(f"{out} holds no comparison: check --out, or start without --resume")
-    if begun and not resume:
+    if has_runs and not resume:
         raise TrimtabError(f"{out} is not empty: continue it with --resume, or choose another --out")
-    cells = _cells(config, out)
+    cells = _recipes(config, out)
     for cell in cells.values():
         check(cell).scorer.close()
     assert config.compare is not None
     observer.started(config, " | ".join(config.compare.objectives), len(cells), out)
-    with held(out):
-        results = run_cells(cells, workers=config.compare.workers, watch=_Told(observer), keep=True)
+    with lock_folder(out):
+        results = run_cells(cells, workers=config.compare.workers, observer=_ProgressObserver(observer), keep=True)
     for name, result in results.items():
         if result.status != "done":
             raise TrimtabError(f"{name}: {result.error}")
     metrics = {name: read_metrics(Path(str(cell.out)) / METRICS)[-1] for name, cell in cells.items()}
     runs = {name: [out / name / f"seed{seed}" for seed in config.compare.seeds] for name in config.compare.objectives}
-    return GridResult(out, runs, metrics)
+    return RecipeComparison(out, runs, metrics)
 
 
-class _Told(NullExperimentObserver):
-    """Passes on to a run's observer how many runs are done."""
+class _ProgressObserver(NullExperimentObserver):
+    """Reports the number of finished runs to the observer of a run."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._total = self._done = 0
 
-    def planned(self, cells: Mapping[str, Config], done: Mapping[str, Result]) -> None:
+    def planned(self, cells: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
         self._total, self._done = len(cells), len(done)
 
-    def finished(self, name: str, result: Result) -> None:
+    def finished(self, name: str, result: RunSummary) -> None:
         self._done += 1
         self._observer.phase("runs", self._done, self._total)
-        self._observer.message(f"{name}: {in_words(result)}")
+        self._observer.message(f"{name}: {summary_line(result)}")
 
 
-def in_words(result: Result) -> str:
-    """A result in one line."""
+def summary_line(result: RunSummary) -> str:
+    """Returns a run's status, reward and accuracy as text."""
     if result.status != "done":
         return f"{result.status}: {result.error}"
     reward = [] if result.reward is None else [f"reward {result.reward:.2f}"]
     return ", ".join([*reward, *([] if result.accuracy is None else [f"held-out {result.accuracy:.2f}"])])
 
 
-def _cells(config: Config, out: Path) -> dict[str, Config]:
-    """One checked recipe for each objective and seed; what belongs to the recipe's own objective stays with it."""
+def _recipes(config: Config, out: Path) -> dict[str, Config]:
+    """Returns a validated recipe for each objective and seed."""
     assert config.compare is not None
     cells = {}
     for name in config.compare.objectives:
         for seed in config.compare.seeds:
             data = _for_objective(config, name) | {"seed": seed, "out": str(out / name / f"seed{seed}")}
-            data["trainer"] = data["trainer"] | {"max_idle_steps": 0}  # one that collapses is a result
+            data["trainer"] = data["trainer"] | {"max_idle_steps": 0}  # a collapsing method is a result, not an error
             cells[f"{name}/seed{seed}"] = parse_config(data, f"{name}, seed {seed}")
     return cells
 
 
 def _for_objective(config: Config, name: str) -> dict[str, Any]:
-    """The recipe with another objective: without keywords that one does not know, bounds from step 0 where it has none,
-    the section only the first could use, and an advantage made for the first alone. Whatever else does not fit is
-    refused by `check`, not dropped."""
+    """Returns the recipe with another objective.
+
+    Dropped are keywords that the other objective does not have, calibration if it has no bounds, the section that only
+    the recipe's objective uses, and an advantage of another default. Any other incompatible key is rejected by `check`.
+    """
     from trimtab.objectives import objective
     from trimtab.objectives.calibrate import bounds_of
 
     data = config.model_dump(exclude={"compare"}, exclude_none=True)
     if name == config.objective.name:
         return data
-    own = REQUIRED_SECTIONS.get(config.objective.name)
-    if own is not None and own != REQUIRED_SECTIONS.get(name):
-        data.pop(own, None)
+    own_section = REQUIRED_SECTIONS.get(config.objective.name)
+    if own_section is not None and own_section != REQUIRED_SECTIONS.get(name):
+        data.pop(own_section, None)
     if objective(name).advantage != objective(config.objective.name).advantage:
         data.pop("advantage", None)
     calibrate = config.objective.calibrate and bool(bounds_of(name))
-    return data | {"objective": {"name": name, "calibrate": calibrate, **_shared(name, config.objective.keywords)}}
+    return data | {
+        "objective": {"name": name, "calibrate": calibrate, **_accepted_keywords(name, config.objective.keywords)}
+    }
 
 
-def _shared(name: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted_keywords(name: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
     from trimtab.objectives import keywords_of
 
     return {key: value for key, value in keywords.items() if key in keywords_of(name)}

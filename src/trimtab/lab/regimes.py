@@ -1,8 +1,8 @@
 """Regimes: controlled mismatch between trainer and sampler, as changes to the `laboratory` recipe.
 
-A regime is a mechanism (what differs from on-policy training in equal numerics) and a budget (how many optimizer
-updates, at which learning rate). Mechanisms add up: `stale-32+int3` is both at once. Budgets are compared: a mixture
-takes the most updates and the lowest rate of its parts. Within a regime every method gets the same budget.
+A regime is a mechanism (the difference from on-policy training with equal numerics) and a budget (number of optimizer
+updates and learning rate). Mechanisms can be combined: `stale-32+int3` applies both. A combination has the largest
+number of updates and the lowest learning rate of its parts. Within a regime every method has the same budget.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from trimtab.errors import TrimtabError, nearest
 
 RECIPE = "laboratory"
-UPDATES, RATE = 80, 1e-4
+UPDATES, LEARNING_RATE = 80, 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """`overrides` maps dotted keys of the `laboratory` recipe to values; the budget is among them."""
+    """A named regime; `overrides` maps dotted keys of the `laboratory` recipe to values, including the budget."""
 
     name: str
     description: str
@@ -27,66 +27,70 @@ class Regime:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The overrides as `load_config` and `--set` take them."""
+        """The overrides as `key=value` strings for `load_config` and `--set`."""
         return tuple(f"{key}={value}" for key, value in self.overrides.items())
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One mechanism. `updates` and `rate` are what it takes to see it work."""
+class _Mechanism:
+    """One mechanism, with the number of updates and the learning rate at which its effect is visible."""
 
     description: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     updates: int = UPDATES
-    rate: float = RATE
+    rate: float = LEARNING_RATE
 
 
-def _rounded(bits: int) -> _Part:
-    return _Part(f"the sampler's weight matrices rounded to {bits} bits", {"engine.quantize": f"int{bits}"})
+def _rounding(bits: int) -> _Mechanism:
+    return _Mechanism(f"the sampler's weight matrices rounded to {bits} bits", {"engine.quantize": f"int{bits}"})
 
 
-def _stale(lag: int) -> _Part:
-    # At the rate of the others every method falls apart after 32 updates of lag, and nothing is told apart.
-    return _Part(f"the sampler refreshed every {lag} updates", {"trainer.sync_every": lag}, updates=128, rate=5e-5)
+def _staleness(lag: int) -> _Mechanism:
+    # At the default learning rate every method collapses with a lag of 32 updates, and none can be distinguished.
+    return _Mechanism(f"the sampler refreshed every {lag} updates", {"trainer.sync_every": lag}, updates=128, rate=5e-5)
 
 
-def _reused(minibatches: int, epochs: int) -> _Part:
+def _reuse(minibatches: int, epochs: int) -> _Mechanism:
     count = minibatches * epochs
     changes = {"trainer.minibatches": minibatches, "trainer.epochs": epochs}
-    return _Part(f"{count} updates on every batch ({minibatches} mini-batches, {epochs} epochs)", changes, updates=256)
+    return _Mechanism(
+        f"{count} updates on every batch ({minibatches} mini-batches, {epochs} epochs)", changes, updates=256
+    )
 
 
-PARTS: dict[str, _Part] = {
-    "on-policy": _Part("one update a batch, the sampler refreshed after each, float32 on both sides"),
-    "bf16": _Part("the sampler in bfloat16", {"engine.dtype": "bfloat16"}),
-    "int8": _rounded(8),
-    "int4": _rounded(4),
-    "int3": _rounded(3),
-    # As far off as between int4 and int3, but never the same way twice: what separates methods at int3 is an error
-    # that stays while the policy learns to exploit it.
-    "noise": _Part("noise of 20% on the sampler's weight matrices, drawn anew at every refresh", {"engine.noise": 0.2}),
-    "stale-8": _stale(8),
-    "stale-32": _stale(32),
-    "reuse-4": _reused(4, 1),
-    "reuse-16": _reused(4, 4),
-    "top-p": _Part("sampled from the smallest set that holds 0.9 of the mass", {"sampling.top_p": 0.9}),
-    "moe": _Part("a mixture of experts (8, 2 active) of the dense model's size", {"model.path": "laboratory-moe"}),
-    "switch": _Part(
+PARTS: dict[str, _Mechanism] = {
+    "on-policy": _Mechanism("one update a batch, the sampler refreshed after each, float32 on both sides"),
+    "bf16": _Mechanism("the sampler in bfloat16", {"engine.dtype": "bfloat16"}),
+    "int8": _rounding(8),
+    "int4": _rounding(4),
+    "int3": _rounding(3),
+    # Its k3 is between int4 and int3, but the error changes at every refresh. At int3 the error is constant, and
+    # methods differ in how much the policy learns to exploit it.
+    "noise": _Mechanism(
+        "noise of 20% on the sampler's weight matrices, drawn anew at every refresh", {"engine.noise": 0.2}
+    ),
+    "stale-8": _staleness(8),
+    "stale-32": _staleness(32),
+    "reuse-4": _reuse(4, 1),
+    "reuse-16": _reuse(4, 4),
+    "top-p": _Mechanism("sampled from the smallest set that holds 0.9 of the mass", {"sampling.top_p": 0.9}),
+    "moe": _Mechanism("a mixture of experts (8, 2 active) of the dense model's size", {"model.path": "laboratory-moe"}),
+    "switch": _Mechanism(
         "a deeper mixture of that size (16 experts, 1 active), whose mismatch is routing",
         {"model.path": "laboratory-switch"},
     ),
 }
-# Names for mixtures that are asked for often.
+# Short names of common combinations.
 ALIASES = {"moe-bf16": "moe+bf16", "moe-int8": "moe+int8", "moe-int4": "moe+int4", "moe-int3": "moe+int3"}
 
 
 def names() -> list[str]:
-    """Every regime that has a name of its own; mixtures of them are written with `+`."""
+    """Returns the names of all mechanisms and aliases; combinations are written with `+`."""
     return [*PARTS, *ALIASES]
 
 
 def regime(name: str) -> Regime:
-    """The regime of that name, or the mixture `a+b`.
+    """Returns the regime of that name, or the combination `a+b`.
 
     Raises:
         TrimtabError: a part is unknown or named twice, or two parts set one option to different values.
@@ -107,7 +111,7 @@ def regime(name: str) -> Regime:
     return Regime(name, "; ".join(part.description for part in parts), {**changes, **budget})
 
 
-def _merged(name: str, words: list[str], parts: list[_Part]) -> dict[str, Any]:
+def _merged(name: str, words: list[str], parts: list[_Mechanism]) -> dict[str, Any]:
     owner: dict[str, str] = {}
     changes: dict[str, Any] = {}
     for word, part in zip(words, parts, strict=True):

@@ -1,4 +1,4 @@
-"""The summary of one run of an experiment: a few metrics, in `result.json` of its directory."""
+"""The summary of one run of an experiment: a few metrics, stored in `result.json` of its run directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
-from trimtab.lab.experiment import Plan, PlannedRun
+from trimtab.lab.experiment import ExperimentPlan, PlannedRun
 from trimtab.runs import atomic
 from trimtab.runs.layout import CONFIG
 
@@ -25,14 +25,15 @@ Status = Literal["done", "diverged", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """`status`: `done`; `diverged`, when training stopped because updates were no longer finite, which is a finding;
-    `failed`, when something else went wrong (`error` says what).
+class RunSummary:
+    """The summary of one run; None means not measured.
 
-    curve: held-out greedy accuracy at steps, step 0 before training. `accuracy` is the last of it, None unless done.
+    status: `done`; `diverged` if training stopped because updates were no longer finite, which is a valid result;
+    `failed` for any other error (`error` has the message).
+    curve: held-out greedy accuracy by step, step 0 before training. accuracy: its last value, None unless done.
     reward: mean over the last tenth of the steps. k3 .. log_ratio_seq: mismatch at the last step that measured it, and
-    its worst over the run (ESS: the lowest). clipped, rejected: mean share of tokens. seconds: wall clock, evaluations
-    and start included. None: not measured.
+    its worst value over the run (the lowest ESS). clipped, rejected: mean share of tokens. seconds: wall-clock time
+    including start and evaluations.
     """
 
     status: Status
@@ -70,14 +71,14 @@ _MISMATCH = (
 
 def summarize(
     rows: Sequence[Mapping[str, Any]], config: Config, status: Status, seconds: float, error: str = ""
-) -> Result:
-    """The result of a run from the rows of its metrics.jsonl, in order."""
+) -> RunSummary:
+    """Returns the summary of a run from the rows of its metrics.jsonl, in order."""
     before, curve = _accuracy(rows, config)
     values = [value for _, value in curve]
-    found: dict[str, Any] = {}
+    mismatch: dict[str, Any] = {}
     for name, key, worst in _MISMATCH:
         series = _series(rows, key)
-        found |= {name: series[-1], f"{name}_worst": worst(series)} if series else {}
+        mismatch |= {name: series[-1], f"{name}_worst": worst(series)} if series else {}
     rewards = _series(rows, "reward/mean")
     last = rewards[-max(1, len(rewards) // 10) :]
     clipped = [
@@ -85,7 +86,7 @@ def summarize(
         for row in rows
         if any(key.startswith("clip/") for key in row)
     ]
-    return Result(
+    return RunSummary(
         status=status,
         error=error,
         steps=len(rows),
@@ -101,7 +102,7 @@ def summarize(
         clipped=_mean(clipped),
         rejected=_mean(_series(rows, "reject/tokens")),
         skipped=int(sum(_series(rows, "optim/skipped"))),
-        **found,
+        **mismatch,
     )
 
 
@@ -110,7 +111,7 @@ def _accuracy(rows: Sequence[Mapping[str, Any]], config: Config) -> tuple[float 
     before = rows[0].get(f"eval/{config.task.name}/before") if rows else None
     curve = [] if before is None else [(0, float(before))]
     for index, row in enumerate(rows):
-        # The first row carries the value before training under this key, unless step 1 itself was evaluated.
+        # In the first row this key holds the value before training, unless step 1 was evaluated.
         measured = index > 0 or before is None or config.eval.every == 1 or config.trainer.steps == 1
         if measured and _finite(row.get(key)):
             curve.append((int(row["step"]), float(row[key])))
@@ -129,18 +130,18 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def write(folder: Path, result: Result) -> None:
-    """Kept whole or not at all: this file is what makes a cell finished."""
+def write(folder: Path, result: RunSummary) -> None:
+    """Write result.json atomically; its presence marks a run as finished."""
     atomic.write_text(folder / FILE, json.dumps(asdict(result), allow_nan=False) + "\n")
 
 
-def read(config: Config) -> Result | None:
-    """The result of a cell that was trained before, None when it is still to do (a failed one is tried again).
+def read(config: Config) -> RunSummary | None:
+    """Reads the summary of a finished run; None if it is not finished or failed, so that it is trained again.
 
-    Raises `TrimtabError` when the directory holds a run with other settings, naming the first that differs.
+    Raises `TrimtabError` if the directory holds a run with other settings, naming the first that differs.
     """
     folder = Path(str(config.out))
-    _same_settings(folder, config)
+    _check_settings(folder, config)
     try:
         data = json.loads((folder / FILE).read_text())
     except FileNotFoundError:
@@ -149,44 +150,44 @@ def read(config: Config) -> Result | None:
         raise TrimtabError(
             f"{folder / FILE} cannot be read ({error}): delete {folder}, and it is trained again"
         ) from None
-    if not isinstance(data, dict) or set(data) != {field.name for field in fields(Result)}:
+    if not isinstance(data, dict) or set(data) != {field.name for field in fields(RunSummary)}:
         raise TrimtabError(f"{folder / FILE} is not a result of this version: delete {folder}, and it is trained again")
     result = restored(data)
     return None if result.status == "failed" else result
 
 
-def restored(data: Mapping[str, Any]) -> Result:
-    """A result that went through JSON."""
+def restored(data: Mapping[str, Any]) -> RunSummary:
+    """Returns the summary from its JSON object."""
     values: dict[str, Any] = dict(data)
     values |= {key: tuple(values[key]) for key in ("curve", "curve_steps")}
-    return Result(**values)
+    return RunSummary(**values)
 
 
-def _same_settings(folder: Path, config: Config) -> None:
+def _check_settings(folder: Path, config: Config) -> None:
     file = folder / CONFIG
     if not file.is_file():
         return
     try:
-        known = parse_config(tomllib.loads(file.read_text()), str(file))
+        saved = parse_config(tomllib.loads(file.read_text()), str(file))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise TrimtabError(f"{file} cannot be read ({error}): delete {folder}, and it is trained again") from None
-    old, new = _flat(known.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    old, new = _flatten(saved.model_dump(mode="json")), _flatten(config.model_dump(mode="json"))
     for key in sorted(old.keys() | new.keys()):
-        # The run adds the equation of an objective that is a user's own function.
+        # The run adds the equation of an objective that is a user function.
         if key == "objective.equation" and new.get(key) is None:
             continue
         if key not in ("out", "description", "trainer.max_idle_steps") and old.get(key) != new.get(key):
             raise TrimtabError(
                 f"{folder} was trained with {key} = {old.get(key)}, now it is {new.get(key)}: "
-                "give the same settings to go on, or choose another --out"
+                "give the same settings to continue, or choose another --out"
             )
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for key, value in data.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 TABLE = "results.parquet"
@@ -209,15 +210,18 @@ SCHEMA = pa.schema(
         ("seed", pa.int64()),
         ("run", pa.string()),
         ("planned_steps", pa.int64()),
-        *((field.name, _TYPES[str(field.type)]) for field in fields(Result)),
+        *((field.name, _TYPES[str(field.type)]) for field in fields(RunSummary)),
     ]
 )
 REFUSED = "refused"
 
 
-def write_results(folder: Path, plan: Plan, results: Mapping[str, Result]) -> Path:
-    """Replace `results.parquet` in one step. Cells without a result yet have no row; `status` is `done`, `diverged`,
-    `failed`, or `refused` for a method that is impossible in its regime (no seed, `error` says why)."""
+def write_results(folder: Path, plan: ExperimentPlan, results: Mapping[str, RunSummary]) -> Path:
+    """Replace `results.parquet` atomically and return its path. Runs without a result have no row.
+
+    The column `status` is `done`, `diverged`, `failed`, or `refused` for a method that is impossible in its regime (no
+    seed, the reason in `error`).
+    """
     rows = [_row(cell, results[cell.name], folder) for cell in plan.cells if cell.name in results]
     rows += [
         {
@@ -237,7 +241,7 @@ def write_results(folder: Path, plan: Plan, results: Mapping[str, Result]) -> Pa
     return folder / TABLE
 
 
-def _row(cell: PlannedRun, result: Result, folder: Path) -> dict[str, Any]:
+def _row(cell: PlannedRun, result: RunSummary, folder: Path) -> dict[str, Any]:
     return {
         "method": cell.method.spec,
         "objective": cell.method.objective,

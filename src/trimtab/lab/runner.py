@@ -1,7 +1,8 @@
 """Trains many recipes in worker processes and resumes interrupted ones.
 
-Workers are processes of their own (torch's threads and global state stay apart), reused from cell to cell, and talk
-JSON lines over pipes. A cell is finished once its directory holds a result; that is all a later start looks at.
+Workers are separate processes, since threads and global state of torch must not be shared; each trains several runs in
+turn and communicates by JSON lines over pipes. A run is finished if its directory contains a result; a later start
+checks nothing else.
 """
 
 from __future__ import annotations
@@ -22,61 +23,61 @@ from filelock import FileLock, Timeout
 from trimtab.config import Config
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.lab import results as results
-from trimtab.lab.experiment import Plan
-from trimtab.lab.results import Result, write_results
+from trimtab.lab.experiment import ExperimentPlan
+from trimtab.lab.results import RunSummary, write_results
 from trimtab.runs import provenance
 from trimtab.training.stop import Stop
 
-LOOK = 0.5  # seconds between looks at a signal that asked to stop
+POLL_INTERVAL = 0.5  # seconds between checks for a stop signal
 
 
-class Watch(Protocol):
-    """Who looks on. Calls come from one thread."""
+class ExperimentObserver(Protocol):
+    """Progress callbacks of an experiment, called from one thread."""
 
-    def planned(self, cells: Mapping[str, Config], done: Mapping[str, Result]) -> None:
-        """Once, before anything starts: all cells, and the results that were there already."""
+    def planned(self, cells: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
+        """Called once before training with all runs and the results that already exist."""
         ...
 
     def progress(self, name: str, step: int) -> None:
-        """A cell finished a step."""
+        """Called when a run has finished a step."""
         ...
 
-    def finished(self, name: str, result: Result) -> None:
-        """A cell ended, whatever its status."""
+    def finished(self, name: str, result: RunSummary) -> None:
+        """Called when a run has ended, with any status."""
         ...
 
 
 class NullExperimentObserver:
-    """Looks away."""
+    """An observer that does nothing."""
 
-    def planned(self, cells: Mapping[str, Config], done: Mapping[str, Result]) -> None:
+    def planned(self, cells: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
         pass
 
     def progress(self, name: str, step: int) -> None:
         pass
 
-    def finished(self, name: str, result: Result) -> None:
+    def finished(self, name: str, result: RunSummary) -> None:
         pass
 
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """A step of a cell, or its result."""
+    """A finished step of a run, or its result."""
 
     name: str
     step: int = 0
-    result: Result | None = None
+    result: RunSummary | None = None
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Keeps a second grid out of the folder. `TrimtabError` when one is running there."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Locks the folder for the block. Raises `TrimtabError` if another experiment is running there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock")
         lock.acquire(blocking=False)
     except Timeout:
-        raise TrimtabError(f"{folder} is in use by another grid: wait for it, or choose another --out") from None
+        raise TrimtabError(f"{folder} is in use by another comparison: wait for it, or choose another --out") from None
     except OSError as error:
         raise TrimtabError(f"cannot write {folder}: {error.strerror}; choose another --out") from None
     try:
@@ -86,55 +87,57 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def run_cells(
-    cells: Mapping[str, Config], *, workers: int, watch: Watch | None = None, keep: bool = False
-) -> dict[str, Result]:
-    """Train every recipe into its own `out`, `workers` at a time; the results by the cell's name, in the given order.
+    cells: Mapping[str, Config], *, workers: int, observer: ExperimentObserver | None = None, keep: bool = False
+) -> dict[str, RunSummary]:
+    """Train every recipe into its `out`, `workers` at a time, and return the results by name in the given order.
 
-    Finished cells are not trained again. A cell that fails does not stop the others. `keep`: with checkpoints.
+    Finished runs are not trained again. A run that fails does not stop the others. `keep` keeps checkpoints.
 
     Raises:
-        TrimtabError: a finished or unfinished cell was trained with other settings; nothing was trained then.
-        Stopped: by Ctrl-C or SIGTERM, of which the first waits for the steps in progress and their checkpoints.
+        TrimtabError: the directory of a run holds one with other settings; nothing was trained.
+        Stopped: by Ctrl-C or SIGTERM; the first signal waits for the current steps and their checkpoints.
     """
-    watcher = watch or NullExperimentObserver()
-    known = {name: results.read(config) for name, config in cells.items()}
-    found = {name: result for name, result in known.items() if result is not None}
-    watcher.planned(cells, found)
-    todo = {name: config for name, config in cells.items() if name not in found}
-    if todo:
-        found |= _train(todo, min(workers, len(todo)), watcher, keep)
-    return {name: found[name] for name in cells}
+    active_observer = observer or NullExperimentObserver()
+    existing = {name: results.read(config) for name, config in cells.items()}
+    finished = {name: result for name, result in existing.items() if result is not None}
+    active_observer.planned(cells, finished)
+    remaining = {name: config for name, config in cells.items() if name not in finished}
+    if remaining:
+        finished |= _train(remaining, min(workers, len(remaining)), active_observer, keep)
+    return {name: finished[name] for name in cells}
 
 
-def _train(cells: Mapping[str, Config], workers: int, watch: Watch, keep: bool) -> dict[str, Result]:
+def _train(
+    cells: Mapping[str, Config], workers: int, observer: ExperimentObserver, keep: bool
+) -> dict[str, RunSummary]:
     waiting: queue.SimpleQueue[tuple[str, Config]] = queue.SimpleQueue()
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     for item in cells.items():
         waiting.put(item)
     pool = [_Worker(waiting, events, keep) for _ in range(workers)]
-    found: dict[str, Result] = {}
+    finished: dict[str, RunSummary] = {}
     stop = Stop()
     try:
         with stop.signals(), stop.finishing():
-            while len(found) < len(cells):
+            while len(finished) < len(cells):
                 if stop.asked is not None:
-                    _end(pool)
+                    _stop_workers(pool)
                     raise Stopped(stop.asked)
                 with suppress(queue.Empty):
-                    event = events.get(timeout=LOOK)
+                    event = events.get(timeout=POLL_INTERVAL)
                     if event.result is not None:
-                        found[event.name] = event.result
-                        watch.finished(event.name, event.result)
+                        finished[event.name] = event.result
+                        observer.finished(event.name, event.result)
                     else:
-                        watch.progress(event.name, event.step)
-        return found
+                        observer.progress(event.name, event.step)
+        return finished
     finally:
         for worker in pool:
             worker.stop()
 
 
-def _end(pool: Sequence[_Worker]) -> None:
-    """Have every worker end its cell after the step in progress."""
+def _stop_workers(pool: Sequence[_Worker]) -> None:
+    """Make every worker end its run after the current step."""
     for worker in pool:
         worker.ask_to_stop()
     for worker in pool:
@@ -142,7 +145,7 @@ def _end(pool: Sequence[_Worker]) -> None:
 
 
 class _Worker:
-    """One process and the thread that feeds it; a process that dies fails its cell and is replaced."""
+    """One process and the thread that sends it jobs; if the process dies, its run fails and it is replaced."""
 
     def __init__(
         self, waiting: queue.SimpleQueue[tuple[str, Config]], events: queue.SimpleQueue[_Event], keep: bool
@@ -150,11 +153,11 @@ class _Worker:
         self._waiting, self._events, self._keep = waiting, events, keep
         self._lock = threading.Lock()
         self._stopped = False
-        self._process = _start()
+        self._process = _start_process()
         threading.Thread(target=self._feed, daemon=True).start()
 
     def ask_to_stop(self) -> None:
-        """Let its process end in good order; it takes no further cell."""
+        """Terminate the process gracefully; it gets no further job."""
         with self._lock:
             self._stopped = True
             self._process.terminate()
@@ -174,15 +177,15 @@ class _Worker:
                 name, config = self._waiting.get_nowait()
             except queue.Empty:
                 return
-            result = self._one(name, config)
+            result = self._run_job(name, config)
             with self._lock:
                 if self._stopped:
                     return
                 if self._process.poll() is not None:
-                    self._process = _start()
+                    self._process = _start_process()
             self._events.put(_Event(name, result=result))
 
-    def _one(self, name: str, config: Config) -> Result:
+    def _run_job(self, name: str, config: Config) -> RunSummary:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -192,65 +195,67 @@ class _Worker:
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
         except BrokenPipeError:
-            pass  # it died before; the empty answer below says so
+            pass  # the process died; no result can be read below
         for line in process.stdout:
-            answer = json.loads(line)
-            if "result" in answer:
-                return results.restored(answer["result"])
-            self._events.put(_Event(name, step=answer["step"]))
-        return Result("failed", f"its process died with exit code {process.wait()}")
+            message = json.loads(line)
+            if "result" in message:
+                return results.restored(message["result"])
+            self._events.put(_Event(name, step=message["step"]))
+        return RunSummary("failed", f"its process died with exit code {process.wait()}")
 
 
-def _start() -> subprocess.Popen[str]:
+def _start_process() -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "trimtab.lab.worker"]
-    # A session of its own: Ctrl-C is this process's to handle.
+    # In a new session, so that only the parent process receives Ctrl-C.
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
-# What a run of the laboratory model is made of: its start, a held-out evaluation of 128 problems, a response sampled, a
-# response in one epoch of updates. Proportions, as seconds of one process alone had them on a development machine.
-START, EVALUATION, SAMPLED, TRAINED = 1.0, 0.1, 0.0003, 0.0006
+# Relative cost of starting a run, of a held-out evaluation of 128 problems, of sampling a response, and of a response
+# in one epoch of updates: seconds of a single process with the laboratory model on a development machine.
+START_COST, EVALUATION_COST, SAMPLING_COST, TRAINING_COST = 1.0, 0.1, 0.0003, 0.0006
 
 
-def run_plan(
-    plan: Plan, out: Path, *, workers: int, watch: Watch | None = None, keep: bool = False
-) -> dict[str, Result]:
-    """Train all cells of the plan; `out/results.parquet` is rewritten whenever one ends. Results by the cell's name."""
+def run_experiment(
+    plan: ExperimentPlan, out: Path, *, workers: int, observer: ExperimentObserver | None = None, keep: bool = False
+) -> dict[str, RunSummary]:
+    """Train all runs of the plan and return the results by name; updates `out/results.parquet` after every run."""
     cells = {cell.name: cell.config for cell in plan.cells}
-    with held(out):
+    with lock_folder(out):
         results = run_cells(
-            cells, workers=workers, watch=_Tabled(plan, out, watch or NullExperimentObserver()), keep=keep
+            cells, workers=workers, observer=_TableWriter(plan, out, observer or NullExperimentObserver()), keep=keep
         )
         write_results(out, plan, results)
     return results
 
 
 def cost(config: Config) -> float:
-    """How much work a run is, beside other runs of its grid; no machine's seconds."""
+    """Returns the cost of a run relative to other runs of its experiment."""
     trainer = config.trainer
     evaluations = 2 if not config.eval.every else 1 + -(-trainer.steps // config.eval.every)
     responses = trainer.steps * trainer.prompts * trainer.samples
     return (
-        START + EVALUATION * evaluations * config.eval.problems / 128 + responses * (SAMPLED + TRAINED * trainer.epochs)
+        START_COST
+        + EVALUATION_COST * evaluations * config.eval.problems / 128
+        + responses * (SAMPLING_COST + TRAINING_COST * trainer.epochs)
     )
 
 
-class _Tabled:
-    """Rewrites the table before it tells the watcher."""
+class _TableWriter:
+    """Updates results.parquet before it calls the observer."""
 
-    def __init__(self, plan: Plan, out: Path, watch: Watch) -> None:
-        self._plan, self._out, self._watch = plan, out, watch
-        self._results: dict[str, Result] = {}
+    def __init__(self, plan: ExperimentPlan, out: Path, observer: ExperimentObserver) -> None:
+        self._plan, self._out, self._observer = plan, out, observer
+        self._results: dict[str, RunSummary] = {}
 
-    def planned(self, cells: Mapping[str, Config], done: Mapping[str, Result]) -> None:
+    def planned(self, cells: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
         self._results = dict(done)
         write_results(self._out, self._plan, self._results)
-        self._watch.planned(cells, done)
+        self._observer.planned(cells, done)
 
     def progress(self, name: str, step: int) -> None:
-        self._watch.progress(name, step)
+        self._observer.progress(name, step)
 
-    def finished(self, name: str, result: Result) -> None:
+    def finished(self, name: str, result: RunSummary) -> None:
         self._results[name] = result
         write_results(self._out, self._plan, self._results)
-        self._watch.finished(name, result)
+        self._observer.finished(name, result)

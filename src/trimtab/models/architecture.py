@@ -12,8 +12,8 @@ from trimtab.errors import TrimtabError, nearest
 from trimtab.models.invariant.invariant_attention import IMPLEMENTATION as INVARIANT
 from trimtab.models.packed_attention import IMPLEMENTATION
 
-# Architectures whose forward is `head(backbone(x))`, with at most `config.final_logit_softcapping` after it. Others
-# scale logits or hidden states in ways of their own (Granite, Cohere): scoring them this way would be silently wrong.
+# Architectures whose forward is `head(backbone(x))`, followed by at most `config.final_logit_softcapping`. Others scale
+# logits or hidden states (Granite, Cohere): scoring them this way would be silently wrong.
 KNOWN = frozenset(
     {
         *("gemma", "gemma2", "gpt2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
@@ -24,7 +24,7 @@ KNOWN = frozenset(
 
 @dataclass(frozen=True)
 class Parts:
-    """`logits = softcap * tanh(head / softcap)` with `head = backbone @ weight.T + bias`."""
+    """The parts of a model: `logits = softcap * tanh(head / softcap)` with `head = backbone @ weight.T + bias`."""
 
     backbone: nn.Module
     weight: Tensor  # (vocabulary, hidden)
@@ -32,11 +32,11 @@ class Parts:
     softcap: float | None
     packs: bool  # its attention reads a layout
     invariant: bool = False  # its numerics are those of `models/invariant`
-    owner: object = None  # the head itself: a sharded model shows another weight while it is whole
+    owner: object = None  # the head module: its weight is another object while a sharded model is gathered
 
 
 def parts(model: Any) -> Parts:
-    """Take a causal language model apart; peft adapters inside its backbone are kept.
+    """Returns the parts of a causal language model; peft adapters inside its backbone are kept.
 
     Raises `TrimtabError` for an architecture that is not in `KNOWN` or a head that is not a plain linear layer.
     """
@@ -71,9 +71,9 @@ class Decoder(NamedTuple):
 
 
 def decoder(model: Any) -> Decoder:
-    """Find the one list of `num_hidden_layers` modules in a model, a peft-wrapped one included.
+    """Returns the decoder layers of a model, which may be wrapped by peft: its one list of `num_hidden_layers` modules.
 
-    Raises `TrimtabError` where there is none, or more than one (an encoder and a decoder, a vision tower).
+    Raises `TrimtabError` if there is none, or more than one (an encoder and a decoder, a vision tower).
     """
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
@@ -81,7 +81,7 @@ def decoder(model: Any) -> Decoder:
     if not hasattr(model, "get_input_embeddings"):
         raise TrimtabError(f"cannot find the decoder layers of a {name}: give a transformers causal language model")
     count: int | None = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    # Every list has a name of its own; lists inside a layer (experts) may happen to have the same length.
+    # Lists inside a layer (experts) may have the same length and are excluded.
     lists = {
         path: module
         for path, module in model.named_modules()
@@ -104,7 +104,7 @@ def decoder(model: Any) -> Decoder:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether all a module has is vectors: scales and shifts of channels."""
+    """Whether all parameters of a module are vectors: scales and shifts of channels."""
     shapes = [parameter.ndim for parameter in module.parameters()]
     return bool(shapes) and max(shapes) <= 1
 

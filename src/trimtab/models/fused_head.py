@@ -1,9 +1,9 @@
-"""Log-prob and entropy of given tokens from hidden states, computed in tiles without holding the logits.
+"""Log-prob and entropy of given tokens from hidden states, computed in tiles without storing all logits.
 
-Forward and backward walk over tiles of tokens x vocabulary; a tile's logits live only while it is worked on, and
-backward computes them again. The sum of exponentials is carried from tile to tile (online softmax, Milakov and
-Gimelshein 2018), so that the vocabulary may be cut as well as the tokens: each row of the weight is then read once
-and its gradient written once, not accumulated for every group of tokens.
+Forward and backward iterate over tiles of tokens x vocabulary; only the logits of one tile exist at a time, and the
+backward recomputes them. The sum of exponentials is updated tile by tile (online softmax, Milakov and Gimelshein 2018),
+so that the vocabulary can be split as well as the tokens: each row of the weight is read once and its gradient written
+once, not accumulated for every group of tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trimtab.models.invariant.invariant_layers import add_exponentials, computin
 from trimtab.models.matmul import product
 from trimtab.models.noise import normals
 
-# One tile: 4 MiB in float32. Smaller ones starve the products, larger ones leave the cache.
+# One tile: 4 MiB in float32. Products of smaller tiles are slow, larger tiles do not fit the cache.
 TILE_TOKENS = 512
 TILE_VOCABULARY = 2048
 
@@ -31,7 +31,7 @@ TILE_VOCABULARY = 2048
 class _Noise(NamedTuple):
     """Noise on the logits of one head (ALP's logits-only variant): `exp(log_sigma)` times normals of `seed`."""
 
-    owner: object  # the head it belongs to; others scored meanwhile stay clean
+    owner: object  # the head it belongs to; other heads that are scored meanwhile get no noise
     log_sigma: Float[Tensor, "1"]
     seed: int
 
@@ -41,8 +41,10 @@ _noise: ContextVar[_Noise | None] = ContextVar("noise", default=None)
 
 @contextmanager
 def perturbed(owner: object, log_sigma: Float[Tensor, "1"], seed: int) -> Iterator[None]:
-    """Inside, `head_scores` adds `exp(log_sigma)` * N(0, 1) to each logit of the head `owner` (`Parts.owner`): after
-    the soft cap, before the temperature. Drawn tile by tile from `seed`, in the backward too, which may run outside.
+    """Perturbs the logits of the head `owner` (`Parts.owner`) in every `head_scores` inside.
+
+    Adds `exp(log_sigma)` * N(0, 1) to each logit, after the soft cap and before the temperature. The noise is drawn
+    tile by tile from `seed`, also in the backward, which may run outside.
     """
     token = _noise.set(_Noise(owner, log_sigma, seed))
     try:
@@ -52,7 +54,7 @@ def perturbed(owner: object, log_sigma: Float[Tensor, "1"], seed: int) -> Iterat
 
 
 class _Options(NamedTuple):
-    """What turns a product into a logit, and the types of both."""
+    """How products become logits, and the dtypes of both."""
 
     temperature: float
     softcap: float | None
@@ -73,10 +75,10 @@ def head_scores(
     entropy: bool = False,
     kept: Int[Tensor, "tokens k"] | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"] | None]:
-    """Log-prob of `ids` and, if asked, the entropy (nats) of softmax(logits / temperature).
+    """Returns the log-prob of `ids` and optionally the entropy (nats) of softmax(logits / temperature).
 
-    Products are computed in autocast's type where it is on, everything after them in float32 (float64 stays).
-    `kept` restricts each token's distribution to a set of ids (-1 fills up).
+    Products are computed in autocast's dtype where it is enabled, everything after them in float32 (or float64).
+    `kept` restricts each token's distribution to a set of ids, padded with -1.
     """
     noise = _noise.get()
     if noise is not None and noise.owner is not model.owner:
@@ -110,13 +112,13 @@ class _HeadScores(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        _log_sigma: Tensor | None,  # an input for the sake of its gradient; its value is in the options
+        _log_sigma: Tensor | None,  # an input only to receive its gradient; its value is in the options
         ids: Tensor,
         kept: Tensor | None,
         options: _Options,
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
-        # Log of the sum of exponentials so far. Not -inf: a tile without any kept id would make -inf - -inf.
+        # Log of the sum of exponentials so far. Not -inf: a tile without any kept id would compute -inf - -inf.
         total = hidden.new_full((count,), torch.finfo(options.exact).min / 2, dtype=options.exact)
         chosen, spread = hidden.new_zeros(2, count, dtype=options.exact)  # logit of each id; entropy so far
         rough = hidden.to(options.rough)
@@ -193,17 +195,17 @@ def _tokens(count: int) -> list[slice]:
 
 
 def _draw(tokens: slice, words: slice, options: _Options, device: torch.device) -> Float[Tensor, "tokens words"] | None:
-    """The standard normals of one tile, if there is noise."""
+    """Returns the standard normals of one tile, or None without noise."""
     if options.sigma == 0:
         return None
-    shape, place = (tokens.stop - tokens.start, words.stop - words.start), (tokens.start, words.start)
-    return normals(shape, options.seed, place, device=device, dtype=options.exact)
+    shape, stream = (tokens.stop - tokens.start, words.stop - words.start), (tokens.start, words.start)
+    return normals(shape, options.seed, stream, device=device, dtype=options.exact)
 
 
 def _logits(
     raw: Float[Tensor, "tokens words"], bias: Tensor | None, words: slice, noise: Tensor | None, options: _Options
 ) -> tuple[Float[Tensor, "tokens words"], Float[Tensor, "tokens words"] | None]:
-    """Logits / temperature (over `raw` if its type is exact already), and the slope of the soft cap if there is one."""
+    """Returns logits / temperature and the derivative of the soft cap, if any. Overwrites `raw` if it is exact."""
     logits = raw.to(options.exact)
     if bias is not None:
         logits += bias[words]
@@ -226,7 +228,7 @@ def _slope(
     spread: Float[Tensor, "tokens 1"],
     options: _Options,
 ) -> Float[Tensor, "tokens words"]:
-    """What each logit's probability contributes: -p grad_logp - p (log p + entropy) grad_entropy."""
+    """Returns the gradient through each logit's probability: -p grad_logp - p (log p + entropy) grad_entropy."""
     if not options.entropy:
         return logp.exp_().mul_(-grad_logp)
     probability = logp.exp()
@@ -235,7 +237,7 @@ def _slope(
 
 
 def _pick(logits: Tensor, ids: Tensor, words: slice) -> Float[Tensor, " tokens"]:
-    """The logit of each token's own id where this tile holds it, else 0."""
+    """Returns the logit of each token's id where it is in this tile, else 0."""
     local = ids - words.start
     inside = (local >= 0) & (local < logits.shape[1])
     return logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0].where(inside, 0)
@@ -248,17 +250,17 @@ def _add_at(grad: Tensor, ids: Tensor, words: slice, values: Float[Tensor, "toke
 
 
 def allowed(kept: Int[Tensor, "tokens k"], words: slice) -> Bool[Tensor, "tokens words"]:
-    """Which of this tile's ids each token may have been drawn from."""
+    """Returns the mask of this tile's ids that are in each token's sampling mask."""
     size = words.stop - words.start
     local = kept - words.start
-    # Ids of other tiles and the filling go to a spare last column.
+    # Ids of other tiles and padding go to an additional last column.
     local = local.where((local >= 0) & (local < size), size)
     return torch.zeros(len(kept), size + 1, dtype=torch.bool, device=kept.device).scatter_(1, local, True)[:, :size]
 
 
 @torch.no_grad()
 def logits_of(hidden: Float[Tensor, "rows hidden"], model: Parts) -> Float[Tensor, "rows vocabulary"]:
-    """What `head_scores` computes tile by tile, side by side, before the temperature. No gradient."""
+    """Returns the logits that `head_scores` computes tile by tile, before the temperature and without gradient."""
     rough = hidden.to(model.weight.dtype)
     exact = torch.promote_types(rough.dtype, torch.float32)
     logits = rough.new_empty(len(rough), len(model.weight), dtype=exact)
@@ -273,11 +275,11 @@ def log_probs(
     temperature: float,
     kept: Int[Tensor, "rows k"] | None = None,
 ) -> Float[Tensor, " rows"]:
-    """Log-probs of `ids` by the steps of `head_scores`; `kept` (-1 fills up) renormalises over sets of ids."""
+    """Returns log-probs of `ids` by the operations of `head_scores`; `kept` (padded with -1) renormalizes over sets."""
     total = logits.new_full((len(logits),), torch.finfo(logits.dtype).min / 2)
     for start in range(0, logits.shape[1], TILE_VOCABULARY):
         tile = logits[:, start : start + TILE_VOCABULARY]
-        tile = tile / temperature if temperature != 1 or kept is not None else tile  # a copy, or nothing to do
+        tile = tile / temperature if temperature != 1 or kept is not None else tile  # a copy, unless nothing changes it
         if kept is not None:
             tile.masked_fill_(~allowed(kept, slice(start, start + tile.shape[1])), -torch.inf)
         total = add_exponentials(total, tile)

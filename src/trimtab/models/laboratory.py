@@ -1,9 +1,9 @@
 """The laboratory models: small enough to train in seconds, hard enough to tell methods apart.
 
 393k parameters and 14 characters; its task is to sort ten digits: `3141592653=` continues as `1123345569.`.
-Start it with a few supervised steps, then compare objectives under controlled mismatch. A mixture of experts of the
-same size has one source of mismatch more: trainer and sampler may send a token to different experts. How much that
-matters depends on the mixture: a little in the shallow one, nearly all in the deep one, whose tokens see one expert.
+Train it with a few supervised steps, then compare objectives under controlled mismatch. Mixtures of experts of the same
+size have another source of mismatch: trainer and sampler may route a token to different experts. It contributes little
+to the mismatch of the shallow mixture, and nearly all to that of the deep one, which uses one expert per token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PADDING, END, UNKNOWN = " ", ".", "?"
 
 
 def build(seed: int, name: str = NAME) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """An untrained laboratory model (float32) and its character tokenizer. Equal seeds give equal weights.
+    """Returns an untrained laboratory model (float32) and its character tokenizer. Equal seeds give equal weights.
 
     `name` is `NAME` (Llama, 393k parameters), `MIXTURE` (Qwen3-MoE, 383k, 2 layers of 8 experts of which 2 see a token)
     or `SWITCH` (Qwen3-MoE, 402k, 6 layers of half the width with 16 experts of which 1 does).

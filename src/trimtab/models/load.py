@@ -1,7 +1,7 @@
 """Loads a policy: a Hugging Face id, a local folder, the bundled model, or a laboratory model.
 
-Only safetensors are read and no code from a model's repository is run. Every parameter must come from the files:
-transformers would initialise absent ones at random and merely log it.
+Only safetensors are read and no code from a model's repository is run. Every parameter must be in the files:
+transformers would initialize missing ones at random and only log it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trimtab.models.quiet import quiet
 
 BUNDLED = bundled.NAME
 LABORATORY, MIXTURE, SWITCH = laboratory.NAMES
-# What a tokenizer is loaded from, by the kind of tokenizer.
+# Files that a tokenizer may be loaded from.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
@@ -36,21 +36,21 @@ class LoadedModel(NamedTuple):
 
 
 def default_device() -> torch.device:
-    """Where models run: the first CUDA device, else the CPU."""
+    """Returns the first CUDA device, or else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load(path: str, *, dtype: torch.dtype, weights: bool = True) -> LoadedModel:
-    """Load a causal language model with its tokenizer, in evaluation mode, on the CPU.
+    """Loads a causal language model with its tokenizer, in evaluation mode, on the CPU.
 
     `path` is the bundled model's name (`BUNDLED`), `laboratory`, `laboratory-moe` or `laboratory-switch` (untrained,
     seed 0), a local folder, or an HF id.
-    `dtype` is the type of the master weights, whatever the files hold. Dropout is switched off: a log-prob that
-    changes between two forwards makes every importance ratio wrong. The tokenizer has a padding token of the
-    vocabulary (its own, else end of text, else unknown); the embedding is never resized. Without `weights` the model
-    is empty (on the meta device), for a rank that receives them from another.
+    `dtype` is that of the master weights, whatever the files hold. Dropout is disabled: a log-prob that changes between
+    two forwards makes every importance ratio wrong. The tokenizer has a padding token of the vocabulary (its own, or
+    else end of text, or else unknown); the embedding is never resized. Without `weights` the model is empty (on the
+    meta device), for a rank that receives them from another.
 
-    Raises `TrimtabError` for a missing or broken model, in one line.
+    Raises `TrimtabError` for a missing or broken model, with a message of one line.
     """
     if path in laboratory.NAMES:
         model, tokenizer = laboratory.build(seed=0, name=path)
@@ -90,7 +90,7 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
 
 
 def _tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:
-    """Raises `TrimtabError` for a folder without one; what the hub has to say is left to the caller."""
+    """Returns the tokenizer. Raises `TrimtabError` for a folder without one; errors of the hub are not handled here."""
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of a damaged file, the tokenizers library raises the bare class
@@ -106,7 +106,7 @@ def _tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:
 
 
 def _filled(source: str, config: Any, dtype: torch.dtype) -> Any:
-    """The model, and what transformers has to say about its parameters."""
+    """Returns the model and transformers' report on its parameters."""
     return AutoModelForCausalLM.from_pretrained(
         source,
         config=config,
@@ -120,7 +120,7 @@ def _filled(source: str, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _empty(config: Any, dtype: torch.dtype) -> Any:
-    """The same without any weight."""
+    """Returns the same for a model without weights, on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=packed_attention.IMPLEMENTATION, trust_remote_code=False
@@ -151,7 +151,7 @@ def _switch_off_dropout(config: Any) -> None:
 
 
 def _ensure_padding_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, name: str) -> None:
-    """Which token pads is of no consequence (masks decide what counts), but its id must be in the embedding."""
+    """Sets a padding token. Which one has no effect (masks exclude it), but its id must be in the embedding."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     embedding: Any = model.get_input_embeddings()

@@ -1,13 +1,13 @@
-"""Log-probs and entropy of response tokens: one function that scores (no grad) and trains.
+"""Log-probs and entropy of response tokens: one function for scoring (no grad) and training.
 
     real tokens of prompts and responses, one packed row --backbone--> hidden states --head--> scores
 
 A group's responses share one pass over their prompt (`packed_attention.py`), padding is never run, and only positions
 that predict a response token reach the head (`fused_head.py`), which never holds tokens x vocabulary.
 
-A model whose attention is not ours (one that `load` did not make) is run on padded rows of prompt and response
-instead: the same numbers, more work. The choice depends on nothing else, so that every pass of a model over a
-micro-batch, with gradient and without, has the same numerics.
+A model without packed attention (not built by `load`) is run on padded rows of prompt and response instead: the same
+values at a higher cost. The choice depends on the model alone, so that all passes over a micro-batch, with and without
+gradient, have the same numerics.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IntRow = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """A micro-batch. Prompts are padded on the left, responses on the right; what padding holds does not matter."""
+    """A micro-batch. Prompts are padded on the left, responses on the right; the values at padding have no effect."""
 
     prompt_ids: Int[Tensor, "prompts prompt_time"]
     prompt_mask: Bool[Tensor, "prompts prompt_time"]
@@ -48,7 +48,7 @@ class TokenBatch:
     def pack(
         cls, prompts: Sequence[IntRow], responses: Sequence[IntRow], prompt_index: Sequence[int], *, pad_id: int
     ) -> TokenBatch:
-        """Pad rows of token ids: `responses[i]` continues `prompts[prompt_index[i]]`.
+        """Pads rows of token ids: `responses[i]` continues `prompts[prompt_index[i]]`.
 
         Raises `TrimtabError` for an empty prompt (its response's first token would have no distribution).
         """
@@ -60,7 +60,7 @@ class TokenBatch:
 
 
 def pack_kept(kept: Sequence[Sequence[IntRow]], time: int) -> Int[Tensor, "batch time k"]:
-    """Keep sets (vocabulary ids each token was drawn from) as one tensor, filled up with -1."""
+    """Packs sampling masks (the vocabulary ids each token was drawn from) into one tensor, padded with -1."""
     width = max((len(ids) for row in kept for ids in row), default=1)
     packed = np.full((len(kept), time, max(width, 1)), -1, dtype=np.int64)
     for i, row in enumerate(kept):
@@ -85,7 +85,7 @@ class TokenScores(NamedTuple):
 
     logp: Float[Tensor, "batch time"]
     entropy: Float[Tensor, "batch time"] | None  # nats
-    routes: Routes | None = None  # what the routers chose of themselves, if it was asked for
+    routes: Routes | None = None  # the routers' own choices, with `record`
 
 
 def score(
@@ -98,11 +98,11 @@ def score(
     routes: Routes | None = None,
     record: bool = False,
 ) -> TokenScores:
-    """Log-prob of every response token under softmax(logits / temperature), and optionally its entropy in nats.
+    """Computes the log-prob of every response token under softmax(logits / temperature), optionally with its entropy.
 
-    Runs under whatever grad mode and autocast the caller set. With `kept` (vocabulary ids, -1 for none) the
-    distribution is renormalised over each token's set: the replay of top-p/top-k sampling. With `routes` tokens go to
-    these experts; `record` returns those that the routers chose, or under `routes` would have chosen, themselves.
+    Entropies are in nats. Grad mode and autocast are those of the caller. With `kept` (vocabulary ids, padded with -1)
+    the distribution is renormalized over each token's set: the replay of top-p/top-k sampling. `routes` are replayed;
+    `record` returns the experts that the routers chose themselves, or under `routes` would have chosen.
 
     Raises `TrimtabError` for an architecture whose head is not supported, a temperature that is not
     positive, padding on the wrong side, a response token outside its own keep set, or routes of another model.
@@ -162,7 +162,7 @@ def _check_kept(batch: TokenBatch, kept: Tensor) -> None:
 
 
 def _run(batch: TokenBatch) -> Bool[Tensor, "batch time"]:
-    """Response tokens that predict one that is scored: all but each row's last."""
+    """Returns the mask of response tokens that are run because they predict another one: all but each row's last."""
     lengths = batch.response_mask.sum(-1)
     return batch.response_mask & (
         torch.arange(batch.response_ids.shape[1], device=lengths.device) < lengths[:, None] - 1
@@ -170,9 +170,9 @@ def _run(batch: TokenBatch) -> Bool[Tensor, "batch time"]:
 
 
 def _packed(model: Parts, batch: TokenBatch, run: Bool[Tensor, "batch time"]) -> Float[Tensor, "tokens hidden"]:
-    """Hidden states that predict each real response token, row by row; every prompt runs once, padding never.
+    """Returns the hidden states that predict each real response token, row by row; runs every prompt once, no padding.
 
-    Fillers end the row of an invariant model on a CPU, whose every product would else pad its rows with a copy.
+    For an invariant model on a CPU fillers are appended, because every product would otherwise copy its rows to pad.
     """
     prompt_lengths = batch.prompt_mask.sum(-1)
     prompt_positions = batch.prompt_mask.cumsum(-1) - 1
@@ -182,7 +182,7 @@ def _packed(model: Parts, batch: TokenBatch, run: Bool[Tensor, "batch time"]) ->
     hidden = model.backbone(
         input_ids=F.pad(torch.cat([batch.prompt_ids[batch.prompt_mask], batch.response_ids[run]]), (0, fillers))[None],
         position_ids=F.pad(torch.cat([prompt_positions[batch.prompt_mask], positions[run]]), (0, fillers))[None],
-        # A finished mask is passed through as it is; the layout says who sees whom.
+        # transformers passes a 4-D mask through unchanged; the layout determines which token attends to which.
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=run.device),
         layout=layout,
         use_cache=False,
@@ -196,7 +196,7 @@ def _packed(model: Parts, batch: TokenBatch, run: Bool[Tensor, "batch time"]) ->
 
 
 def _plain(model: Parts, batch: TokenBatch) -> Float[Tensor, "tokens hidden"]:
-    """The same hidden states from padded rows of prompt and response."""
+    """Returns the same hidden states from padded rows of prompt and response."""
     time = batch.response_ids.shape[1]
     mask = torch.cat([batch.prompt_mask[batch.prompt_index], torch.ones_like(batch.response_mask)], dim=1)
     hidden = model.backbone(

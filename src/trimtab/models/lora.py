@@ -15,9 +15,9 @@ _BASE = ".base_layer"
 
 
 def add_lora(model: nn.Module, *, rank: int, alpha: int, targets: str | Sequence[str]) -> nn.Module:
-    """Freeze `model` and inject trainable low-rank adapters (peft) in place; returns the same module tree.
+    """Freezes `model` and injects trainable low-rank adapters (peft) in place; returns the same module tree.
 
-    `targets`: names of modules, or `all-linear`. Raises `TrimtabError` where the model has none of them.
+    `targets`: names of modules, or `all-linear`. Raises `TrimtabError` if the model has none of them.
     """
     import peft
 
@@ -32,11 +32,11 @@ def add_lora(model: nn.Module, *, rank: int, alpha: int, targets: str | Sequence
 
 @torch.no_grad()
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight under the name it has without adapters. Merging happens on the fly: peft's own merge followed by
-    unmerge is not exact in floating point and would slowly drift the frozen base.
+    """Yields every weight, with adapters merged, under the name it has without adapters.
 
-    Of a sharded model the weights are put together one at a time: every rank must take all of them, and a tied one
-    comes once.
+    The merge does not modify the model: peft's merge followed by unmerge is not exact in floating point and would
+    slowly change the frozen base. Weights of a sharded model are gathered one at a time: every rank must iterate over
+    all of them, and a tied one is yielded once.
     """
     deltas = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     again = shared_parameters(model)

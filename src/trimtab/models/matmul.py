@@ -9,25 +9,25 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-# PyTorch sends float32 products on a CPU to MKL, which is 2.2 to 2.5 times slower than oneDNN on AMD processors
-# (both are exact float32). Builds without oneDNN have no such operator.
 TILE = 64
 """Rows of one product where bits must not depend on the number of rows."""
 
+# PyTorch computes float32 products on a CPU with MKL, which is 2.2 to 2.5 times slower than oneDNN on AMD processors
+# (both are exact float32). Builds without oneDNN lack this operator.
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
-    """`a @ b.T`. Either may be a transposed view. No gradient of its own: call it inside an autograd function."""
+    """Returns `a @ b.T`; either may be a transposed view. It has no gradient: call it in an autograd function."""
     if _ONEDNN and a.dtype == torch.float32 and a.device.type == "cpu" and min(*a.shape, *b.shape) > 0:
         return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
     return a @ b.T
 
 
 def tiled_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
-    """`a @ b.T` from products of `TILE` rows each. A row's bits then depend on no other row and on no row count.
+    """Returns `a @ b.T` from products of `TILE` rows, so that a row's bits do not depend on other rows or their number.
 
-    `m` is a multiple of `TILE`. No gradient of its own.
+    `m` must be a multiple of `TILE`. It has no gradient.
     """
     tiles = [product(tile, b) for tile in a.split(TILE)]
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
@@ -41,7 +41,7 @@ class Linear(nn.Linear):
 
 
 def use_in(blocks: nn.Module) -> None:
-    """Let every `nn.Linear` inside compute as `Linear`; parameters, names and hooks stay as they are."""
+    """Changes every `nn.Linear` inside to `Linear`; parameters, names and hooks are unchanged."""
     for module in blocks.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
@@ -50,7 +50,7 @@ def use_in(blocks: nn.Module) -> None:
 def linear(
     states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None = None
 ) -> Float[Tensor, "*batch n"]:
-    """`states @ weight.T + bias` with its gradient. Autocast and other types than float32 are left to PyTorch."""
+    """Returns `states @ weight.T + bias` with gradient. Autocast and dtypes other than float32 are left to PyTorch."""
     plain = states.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(states.device.type)
     if not (_ONEDNN and plain and states.device.type == "cpu"):
         return F.linear(states, weight, bias)
@@ -59,14 +59,14 @@ def linear(
 
 
 def padded_linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
-    """`states @ weight.T` with its gradient, rows padded as in `padded`. Both have one type."""
+    """Returns `states @ weight.T` with gradient, rows padded by `padded`. Both have the same dtype."""
     result: Any = _Product.apply(states, weight, False)
     return result
 
 
 def tiled_linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
-    """`states @ weight.T` with its gradient, computed as in `tiled_product`. Both have one type."""
-    if not torch.is_grad_enabled():  # a decoded token takes hundreds of products: a bare one has half the overhead
+    """Returns `states @ weight.T` with gradient, computed by `tiled_product`. Both have the same dtype."""
+    if not torch.is_grad_enabled():  # decoding needs hundreds of products a token, and this path has half the overhead
         return _unpadded(tiled_product(padded(states, TILE), weight), states.shape)
     result: Any = _Product.apply(states, weight, True)
     return result
@@ -94,20 +94,20 @@ class _Product(torch.autograd.Function):
 
 
 def padded(states: Float[Tensor, "*batch k"], multiple: int = 16) -> Float[Tensor, "rows k"]:
-    """The rows, and rows of zeros as `missing` counts them."""
+    """Returns the rows, followed by as many rows of zeros as `missing` returns."""
     rows = states.reshape(-1, states.shape[-1])
     return _filled(rows, len(rows) + missing(len(rows), multiple))
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
     more = count - len(rows)
-    return F.pad(rows, (0, 0, 0, more)) if more else rows  # padding with nothing copies
+    return F.pad(rows, (0, 0, 0, more)) if more else rows  # F.pad copies even without padding
 
 
 def missing(rows: int, multiple: int = 16) -> int:
-    """How many rows there are up to one of eight counts an octave, all multiples of `multiple`, a power of two.
+    """Returns the number of padding rows up to the next of eight sizes per octave.
 
-    oneDNN keeps compiled kernels for every shape it meets, about half a megabyte each; micro-batches of ever new sizes
-    would grow a process by gigabytes.
+    All sizes are multiples of `multiple`, a power of two. oneDNN caches compiled kernels for every shape, about half a
+    megabyte each; micro-batches of ever new sizes would grow a process by gigabytes.
     """
     return -rows % max(multiple, 1 << max(0, rows.bit_length() - 4))

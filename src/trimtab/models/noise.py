@@ -1,11 +1,11 @@
 """Counter-based standard normals: a pure function of seed and position, so a second pass draws the same noise.
 
-PyTorch's seeded generator runs on one CPU thread and takes 2.5 ns a normal; perturbing every layer of a small model
-would cost a tenth of its training step. Here 16 random bits choose one of 65536 equally likely quantiles, which is
-four normals from each cheap 64-bit word (numpy's SFC64), in 1 ns each. The price is resolution: no value lies beyond
-4.33 standard deviations, and neighbors are 4e-5 apart in the middle and 0.25 at the ends. Over the table, mean and
-variance are exact and the kurtosis is 2.999. Devices other than the CPU draw with PyTorch's own generator, where equal
-seeds give other noise.
+PyTorch's seeded generator runs on one CPU thread and takes 2.5 ns per normal; perturbing every layer of a small model
+would cost a tenth of its training step. Here 16 random bits choose one of 65536 equally likely quantiles: four normals
+from each 64-bit word (numpy's SFC64), in 1 ns each. The resolution is limited: no value exceeds 4.33 standard
+deviations, and adjacent values are 4e-5 apart in the middle and 0.25 at the ends. Over the table, mean and variance are
+exact and the kurtosis is 2.999. On devices other than the CPU PyTorch's own generator is used, where equal seeds give
+different noise.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ CODES = 1 << 16
 def normals(
     shape: tuple[int, ...], seed: int, place: tuple[int, ...], *, device: torch.device, dtype: torch.dtype
 ) -> Float[Tensor, "..."]:
-    """Independent standard normals, drawn in float32. No global generator is read or moved.
+    """Returns independent standard normals, drawn in float32. No global generator is read or changed.
 
-    `seed` (not negative) and `place` (a layer, a tile) name the stream; different names are independent streams. The
-    draw depends on the element count alone: the same numbers fill any shape in row-major order.
+    `seed` (not negative) and `place` (a layer, a tile) select the stream; different pairs give independent streams. The
+    draw depends on the number of elements alone: the same numbers fill any shape in row-major order.
     """
     stream = np.random.SeedSequence(seed, spawn_key=place)
     count = math.prod(shape)
@@ -41,7 +41,7 @@ def normals(
 
 @functools.cache
 def quantiles() -> Float[Tensor, " codes"]:
-    """The normal's quantiles at (code + 1/2) / 65536, mirrored about 0 and scaled to variance 1."""
+    """Returns the normal quantiles at (code + 1/2) / 65536, symmetric about 0 and scaled to variance 1."""
     upper = torch.special.ndtri((torch.arange(CODES // 2, CODES, dtype=torch.float64) + 0.5) / CODES)
     upper /= upper.square().mean().sqrt()
     return torch.cat([-upper.flip(0), upper]).float()

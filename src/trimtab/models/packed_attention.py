@@ -1,16 +1,16 @@
 """Attention over a packed micro-batch in which responses share their prompt.
 
-The backbone sees one row of real tokens, every prompt first and then every response, with no padding between:
+The backbone runs one row of real tokens, all prompts first and then all responses, without padding:
 
     [ prompt 0 | prompt 1 | ... | response 0 | response 1 | ... ]
 
-Only attention must know what belongs together. It spreads queries and keys over padded rows, lets each response
-attend to its prompt's keys and its own, and packs the result again. A dense block mask over the packed row would
-compute what it throws away, and rows of prompt and response would run every prompt once for each response.
+Only attention depends on the layout. It spreads queries and keys over padded rows, lets each response attend to its
+prompt's keys and its own, and packs the result again. A dense block mask over the packed row would compute scores that
+are masked, and rows of prompt and response would run every prompt once for each response.
 
-`IMPLEMENTATION` is registered with transformers; without a `layout` it is transformers' own "sdpa".
-For the short rows of reinforcement learning on a CPU, products of small matrices beat the fused kernel several
-times over (most of all backward). Scores are computed in float32, so autocast rounds nothing before the softmax.
+`IMPLEMENTATION` is registered with transformers; without a `layout` it is transformers' own "sdpa". For the short rows
+of reinforcement learning on a CPU, products of small matrices are several times as fast as the fused kernel, most of
+all in the backward. Scores are computed in float32, so autocast rounds nothing before the softmax.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from trimtab.errors import TrimtabError
 
 IMPLEMENTATION = "trimtab"
 
-# Scores worked on at once, in elements: the passes over them stay in cache, and memory grows with the length of a row,
-# not with its square.
+# Scores per block, in elements: passes over them stay in cache, and memory grows linearly with the length of a row.
 BLOCK_SCORES = 1 << 20
-# A row too long for that is cut into at least this many queries at a time; products of fewer rows are slow.
+# A longer row is split into blocks of at least this many queries; products of fewer rows are slow.
 BLOCK_QUERIES = 128
-# Probabilities kept for backward, per layer and kind of row; more are computed again (a third of attention's time).
-# Masks of as many numbers are kept for all layers; larger ones are made again, block by block.
+# Largest number of probabilities kept for backward, per layer and kind of row; more are recomputed (a third of
+# attention's time). Masks up to this size are kept for all layers; larger ones are recomputed block by block.
 KEEP_SCORES = 1 << 22
 
 
 class Rows(NamedTuple):
-    """A range of the packed row as padded rows, tokens on the left."""
+    """A range of the packed row and its arrangement as rows padded on the right."""
 
     start: int
     stop: int
@@ -62,7 +61,7 @@ class Rows(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Worked on at once: these queries of these rows, and the first `keys` keys, all that the last query sees."""
+    """A block of scores: `queries` of `rows` with the first `keys` keys, which are all that the last query sees."""
 
     rows: slice
     queries: slice
@@ -73,8 +72,8 @@ class _Block(NamedTuple):
 class Layout:
     """Which packed token attends to which. Built once for a micro-batch, read by every layer.
 
-    Tokens after the last response are fillers, which only the row of an invariant model has (`logprobs.py`): no token
-    attends to them, and their own output is 0.
+    Tokens after the last response are fillers, which only batch-invariant models use (`logprobs.py`): no token attends
+    to them, and their output is 0.
     """
 
     prompts: Rows
@@ -87,14 +86,14 @@ class Layout:
     def build(
         cls, prompt_mask: Bool[Tensor, "prompts _"], input_mask: Bool[Tensor, "batch _"], prompt_index: Tensor
     ) -> Layout:
-        """From the masks of prompts and of the response tokens that are run (every one but each row's last)."""
+        """Builds it from the masks of prompts and of the response tokens that are run (all but each row's last)."""
         prompts = _rows(prompt_mask, 0)
         return cls(prompts, _rows(input_mask, prompts.stop), prompt_index, prompt_mask.sum(-1), {})
 
     def mask(
         self, shared: bool, window: int | None, dtype: torch.dtype, block: _Block
     ) -> Float[Tensor, "rows 1 queries keys"]:
-        """0 where a query may look, the lowest number elsewhere. Every query sees a real key, padded ones too."""
+        """Returns the additive mask: 0 where a query attends, else the lowest number. Padded queries see a real key."""
         rows = self.responses if shared else self.prompts
         keys = rows.width + (self.prompts.width if shared else 0)
         if rows.batch * rows.width * keys > KEEP_SCORES:
@@ -118,7 +117,7 @@ class Layout:
         else:
             lengths = lengths[block.rows]
             keys = queries = prompt.expand(len(lengths), -1)
-            # A padded query must see something; its own row's first token is always real.
+            # A padded query must attend to something; the first token of its row is always real.
             real = prompt < lengths
         queries, keys, real = queries[:, block.queries], keys[:, : block.keys], real[:, : block.keys]
         distance = queries[:, :, None] - keys[:, None, :]
@@ -139,7 +138,7 @@ def _rows(mask: Tensor, start: int) -> Rows:
 
 
 class Options(NamedTuple):
-    """How scores are made of queries and keys."""
+    """How scores are computed from queries and keys."""
 
     scaling: float
     softcap: float | None
@@ -160,7 +159,7 @@ def attention(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls: query (1, heads, tokens, width), key and value (1, key heads, ...)."""
+    """The function called by transformers: query (1, heads, tokens, width), key and value (1, key heads, ...)."""
     if layout is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
@@ -179,7 +178,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
 class PackedAttention(torch.autograd.Function):
-    """A layer's attention over a packed row; probabilities are kept for the backward, or made again."""
+    """The attention of one layer over a packed row; probabilities are kept for the backward, or recomputed."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, options: Options) -> Tensor:
@@ -203,7 +202,7 @@ class PackedAttention(torch.autograd.Function):
         options: Options,
         sizes: tuple[int, int, int],
     ) -> None:
-        """What the backward needs. `kept`: for each kind of row the probabilities of its blocks, or none."""
+        """Saves the inputs of the backward. `kept`: the probabilities of the blocks of each kind of row, or none."""
         ctx.save_for_backward(*inputs, *(probability for part in kept for probability in part))
         ctx.kept = [len(part) for part in kept]
         ctx.layout, ctx.options, ctx.sizes = layout, options, sizes
@@ -240,7 +239,7 @@ def token_major(x: Tensor, dtype: torch.dtype) -> Float[Tensor, "tokens channels
 
 
 class _Kind(NamedTuple):
-    """Rows of queries with the padded keys and values they look at; `shared`: those of their prompt come first."""
+    """Rows of queries with the padded keys and values they attend to; `shared`: those of their prompt come first."""
 
     rows: Rows
     keys: Float[Tensor, "rows keys channels"]
@@ -249,7 +248,7 @@ class _Kind(NamedTuple):
 
 
 def _kinds(layout: Layout, k: Tensor, v: Tensor) -> list[_Kind]:
-    """Prompts looking at themselves, and responses looking at their prompt and themselves."""
+    """Returns the two kinds of rows: prompts attending to themselves, responses to their prompt and themselves."""
     prompts, responses = layout.prompts, layout.responses
     k_prompt, v_prompt = prompts.spread(k), prompts.spread(v)
     kinds = [_Kind(prompts, k_prompt, v_prompt, False)]
@@ -261,7 +260,7 @@ def _kinds(layout: Layout, k: Tensor, v: Tensor) -> list[_Kind]:
 
 
 def _collect(to: Tensor, grad: Tensor, rows: Rows, layout: Layout) -> None:
-    """Add the gradient of padded keys or values to the packed one; a prompt's adds up over its responses."""
+    """Adds the gradient of padded keys or values to the packed one; a prompt's is summed over its responses."""
     prompts = layout.prompts
     if rows is not prompts:
         shared = grad.new_zeros(prompts.batch, prompts.width, grad.shape[2], dtype=torch.float32)
@@ -272,7 +271,7 @@ def _collect(to: Tensor, grad: Tensor, rows: Rows, layout: Layout) -> None:
 
 
 def working_blocks(rows: int, heads: int, queries: int, keys: int) -> list[_Block]:
-    """Whole rows, as many as fit, or parts of one row, whose last query sees all keys and each one before one less."""
+    """Returns blocks of whole rows, as many as fit, or parts of one row, each with the keys its last query sees."""
     per_row = heads * queries * keys
     if per_row <= BLOCK_SCORES or queries <= BLOCK_QUERIES:
         step = max(1, BLOCK_SCORES // max(per_row, 1))
@@ -288,7 +287,7 @@ def working_blocks(rows: int, heads: int, queries: int, keys: int) -> list[_Bloc
 
 
 def fold(x: Tensor, key_heads: int, width: int) -> Float[Tensor, "rows_x_key_heads group_x_time width"]:
-    """Query heads that share a key head become further rows of one product."""
+    """Folds the query heads that share a key head into the rows of one product."""
     rows, time, _ = x.shape
     return x.view(rows, time, key_heads, -1, width).permute(0, 2, 3, 1, 4).reshape(rows * key_heads, -1, width)
 
@@ -299,7 +298,7 @@ def unfold(x: Tensor, rows: int, time: int) -> Float[Tensor, "rows time channels
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor, options: Options) -> Float[Tensor, "rows heads queries keys"]:
-    """Masked scores of folded queries and keys, in the mask's type."""
+    """Returns the masked scores of folded queries and keys, in the mask's dtype."""
     queries, keys = mask.shape[2:]
     scores = torch.bmm(q.to(mask.dtype), k.to(mask.dtype).transpose(1, 2)).mul_(options.scaling)
     if options.softcap is not None:
@@ -310,7 +309,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, options: Options) -> Float[Tenso
 def _attend(
     kind: _Kind, q: Tensor, layout: Layout, key_heads: int, width: int, options: Options
 ) -> tuple[Tensor, list[Tensor]]:
-    """Output rows, and the probabilities of every block if they are few enough to keep."""
+    """Returns the output rows, and the probabilities of every block if they are few enough to keep."""
     rows, queries, channels = q.shape
     heads, keys = channels // width, kind.keys.shape[1]
     out, kept = torch.empty_like(q), []
@@ -327,7 +326,7 @@ def _attend(
 def _inputs(
     kind: _Kind, q: Tensor, layout: Layout, block: _Block, key_heads: int, width: int, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Folded queries, keys and values of a block, and its mask."""
+    """Returns folded queries, keys and values of a block, and its mask."""
     exact = torch.float64 if options.dtype == torch.float64 else torch.float32
     return (
         fold(q[block.rows, block.queries], key_heads, width),
@@ -351,7 +350,7 @@ def _attend_backward(
     blocks = working_blocks(rows, channels // width, queries, kind.keys.shape[1])
     parted = len(blocks) > 0 and blocks[0].queries.stop < queries
     to_q = torch.empty_like(q)
-    # Parts of a row add up to the gradient of its keys; in the type of 16-bit products the sum would lose digits.
+    # Gradients of keys are summed over parts of a row; in 16 bits the sum would lose digits.
     sums = torch.float32 if parted and options.dtype != torch.float64 else options.dtype
     to_k = torch.zeros_like(kind.keys, dtype=sums)
     to_v = torch.zeros_like(kind.values, dtype=sums)

@@ -2,14 +2,13 @@
 
     h_l  <-  h_l + sigma_l * eps,   sigma_l = exp(a_l),   eps ~ N(0, I) of h's shape     (arXiv 2603.19470)
 
-The noise goes into the residual stream, before the layer's norm, at every token, prompt and response alike. Each layer
+The noise is added to the residual stream, before the layer's norm, at every token of prompt and response. Each layer
 has one learnable a_l = `log_sigma`; its gradient is sigma_l * sum(eps * dL/dh_l). sigma is a standard deviation.
 `layers="logits"` perturbs the output logits instead (the paper's ablation), with a single sigma.
 
-A layer whose sigma is 0 is left alone altogether: nothing is attached to it, and if no sigma is positive the model is
-untouched, so that it equals the unperturbed one bit for bit, in a half-precision model too. Where some sigma is
-positive the residual stream of a half-precision model is float32 from that layer on (`perturbed_layer.py`), which by
-itself changes its log-probs by a rounding.
+A layer whose sigma is 0 gets no noise, and if no sigma is positive no hook is attached, so that the model equals the
+unperturbed one bit for bit, also in half precision. From the first layer with a positive sigma on, the residual stream
+of a half-precision model is float32 (`perturbed_layer.py`), which itself changes log-probs by rounding errors.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from trimtab.models.noise import normals
 
 LOGITS = "logits"
 LARGEST = 1e4
-"""Standard deviation beyond which a policy is noise: no entry of a trained model's hidden states or logits is so large,
-and those that are not of this size are lost in float32's rounding."""
+"""The largest standard deviation. Entries of a trained model's hidden states and logits are smaller, and would be lost
+to float32 rounding."""
 
 
 class PerturbationCoverage:
-    """Fraction of each layer's entries that its noise changed, among the inputs of the layer's first matrix product.
+    """The fraction of entries that each layer's noise changed, in the inputs of the layer's first matrix product.
 
-    Compared after rounding to the type of that product: noise that rounding undoes changes nothing. "Clean" is the
-    same pass without this layer's own noise, so what earlier layers added is in both. May be used for several passes.
+    Entries are compared after rounding to the dtype of that product, which may undo small noise. "Clean" is the same
+    pass without this layer's own noise; noise of earlier layers is in both. May be used for several passes.
     """
 
     def __init__(self) -> None:
@@ -48,18 +47,18 @@ class PerturbationCoverage:
         self._total: dict[str, int] = {}
 
     def add(self, layer: str, perturbed: Tensor, clean: Tensor) -> None:
-        """Count one pass of one layer."""
+        """Counts one pass of one layer."""
         changed = (perturbed != clean).sum()
         self._changed[layer] = changed + self._changed[layer] if layer in self._changed else changed
         self._total[layer] = self._total.get(layer, 0) + clean.numel()
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Entries changed and entries seen, by layer."""
+        """Returns the numbers of changed entries and of all entries, by layer."""
         return {layer: (int(count), self._total[layer]) for layer, count in self._changed.items()}
 
     @classmethod
     def merged(cls, parts: Iterable[Mapping[str, Sequence[int]]]) -> PerturbationCoverage:
-        """The sum of several `counts`, such as those of different ranks."""
+        """Returns the sum of several `counts`, such as those of different ranks."""
         whole = cls()
         for layer, (changed, seen) in (item for part in parts for item in part.items()):
             whole._changed[layer] = whole._changed.get(layer, torch.zeros((), dtype=torch.int64)) + changed
@@ -67,7 +66,7 @@ class PerturbationCoverage:
         return whole
 
     def fractions(self) -> dict[str, float]:
-        """By layer, as in `Perturbation.sigmas`; without layers of sigma 0 and logits, which nothing rounds."""
+        """Returns fractions by layer; layers of sigma 0 and logits, which are not rounded, are left out."""
         return {layer: int(count) / max(self._total[layer], 1) for layer, count in self._changed.items()}
 
 
@@ -83,34 +82,34 @@ class Perturbation(nn.Module):
         if not 0 <= std <= LARGEST:
             raise TrimtabError(f"perturbation std {std} must be a number from 0 to {LARGEST:g}")
         self._decoder = decoder(model)
-        # In a tuple: a module kept as an attribute would be trained, and saved, as this module's own.
+        # In a tuple: a module as an attribute would be registered, trained and saved as a submodule.
         self._head: tuple[object, ...] = (parts(model).owner,) if layers == LOGITS else ()
         self._chosen = [] if layers == LOGITS else choose(layers, len(self._decoder.layers))
         start = math.log(std) if std > 0 else -math.inf
         size = len(self.names)
         self.log_sigma = nn.Parameter(torch.full((size,), start, device=next(model.parameters()).device))
-        self._seed: int | None = None  # of the pass that is under way
+        self._seed: int | None = None  # of the current pass
 
     @property
     def names(self) -> list[str]:
-        """What each entry of `log_sigma` belongs to: a layer's number, or "logits"."""
+        """The names of the entries of `log_sigma`: layer numbers, or "logits"."""
         return [str(index) for index in self._chosen] or [LOGITS]
 
     def sigmas(self) -> dict[str, float]:
-        """The standard deviations by name."""
+        """Returns the standard deviations by name."""
         return {name: math.exp(value) for name, value in zip(self.names, self.log_sigma.tolist(), strict=True)}
 
     @property
     def diverged(self) -> bool:
-        """Whether some sigma is no number or above `LARGEST`."""
+        """Whether some sigma is NaN or above `LARGEST`."""
         return not bool((self.log_sigma.detach() <= math.log(LARGEST)).all())
 
     @contextmanager
     def attached(self, *, seed: int, watch: PerturbationCoverage | None = None) -> Iterator[None]:
-        """Perturb every forward of the model inside, with the noise of `seed` (not negative).
+        """Perturbs every forward of the model inside, with the noise of `seed` (not negative).
 
-        One draw for a seed: a second forward inside repeats it if its shapes are the same. The backward may run
-        outside: gradient checkpointing recomputes with the noise of its own forward. `watch` counts what changed.
+        A second forward inside with the same shapes gets the same noise. The backward may run outside: gradient
+        checkpointing recomputes with the noise of its own forward. `watch` counts changed entries.
         """
         if self._seed is not None:
             raise TrimtabError(
@@ -148,7 +147,7 @@ class Perturbation(nn.Module):
 
 
 def choose(layers: str, count: int) -> list[int]:
-    """The numbers that "all", "3" or "0-5" stands for in a model of `count` layers."""
+    """Returns the layer numbers that "all", "3" or "0-5" denotes in a model of `count` layers."""
     if layers == "all":
         return list(range(count))
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", layers)
@@ -168,15 +167,15 @@ def _perturb(
 
 
 class _Perturb(torch.autograd.Function):
-    """hidden + exp(log_sigma) * noise, in float32 or wider. The noise is drawn again for the backward, not kept.
+    """Computes hidden + exp(log_sigma) * noise, in float32 or wider. The backward draws the noise again.
 
-    `sigma` is exp(log_sigma) on the host, which the caller reads once for all layers.
+    `sigma` is exp(log_sigma) as a Python float, which the caller reads once for all layers.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, log_sigma: Tensor, sigma: float, seed: int, layer: int) -> Tensor:
-        # Saved for more than its value: a recomputation that misses this layer's noise saves fewer tensors, and
-        # PyTorch then refuses it instead of giving wrong gradients.
+        # Saved also as a check: a recomputation without this layer's noise saves fewer tensors, and PyTorch then raises
+        # an error instead of returning wrong gradients.
         ctx.save_for_backward(log_sigma)
         ctx.draw = partial(normals, tuple(hidden.shape), seed, (layer,), device=hidden.device)
         ctx.dtype = hidden.dtype

@@ -1,9 +1,9 @@
 """Hooks of one perturbed decoder layer: they add the noise and keep the residual stream in float32.
 
-A half-precision residual stream swallows small noise: next to 1.0 bfloat16 has steps of 0.0078, and rounding undoes
-anything below half a step, wherever the addition itself was computed. So the stream is float32 from the first
-perturbed layer to the final norm. Norms read it as it is; what multiplies by matrices is handed the model's own type.
-A float32 model under autocast behaves like that already, and is given nothing but the noise.
+A half-precision residual stream loses small noise: near 1.0 the spacing of bfloat16 is 0.0078, and rounding removes
+anything below half of it, whatever the precision of the addition. Therefore the stream is float32 from the first
+perturbed layer to the final norm. Norms read it in float32; matrix products get the model's own dtype. A float32 model
+under autocast behaves like that already, and only gets the noise.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from trimtab.models.architecture import is_block, is_norm
 from trimtab.models.packed_attention import Layout
 
 Perturb = Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch hidden"]]
-# Called with the perturbed input of a layer's first product, and with what it were without this layer's noise.
+# Called with the input of a layer's first product, with and without this layer's noise.
 Watch = Callable[[Tensor, Tensor], None]
 
-# The layer whose checkpointed pass runs now. Recomputation may happen while another draw is attached to the same
-# layer, and must not hear it.
+# The layer whose checkpointed pass is running. A recomputation may run while other noise is attached to the same layer,
+# and must not use it.
 _owner: ContextVar[Layer | None] = ContextVar("owner", default=None)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type of a perturbed residual stream."""
+    """Returns the dtype of a perturbed residual stream."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -47,14 +47,16 @@ class Layer:
         self.perturb = perturb
         self.watch = watch
         self._attached = False
-        self._clean: Tensor | None = None  # this layer's input before and after its noise, until it was watched
+        self._clean: Tensor | None = (
+            None  # this layer's input before and after its noise, until both are passed to `watch`
+        )
         self._perturbed: Tensor | None = None
         self._norm: nn.Module | None = None  # what stands between the perturbed input and the first product
         self._tokens: int | None = None  # how many come before the fillers of a packed row; None without any
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Hooks on inside, off afterwards. Gradient checkpointing inside recomputes with the same hooks at any time."""
+        """Attaches the hooks inside. Gradient checkpointing recomputes with the same hooks, also after the context."""
         with ExitStack() as stack:
             if original := vars(self.module).get("_gradient_checkpointing_func"):
                 checkpoint = partial(self._checkpoint, original)
@@ -88,12 +90,12 @@ class Layer:
         return original(partial(self._run, run), *args)
 
     def _run(self, run: Callable[..., Any], *args: Any) -> Any:
-        """A checkpointed pass: the first, and the recomputation, when this context may have been left."""
+        """Runs a checkpointed pass: the first one, or the recomputation, when this context may have been left."""
         token = _owner.set(self)
         try:
             if self._attached:
                 return run(*args)
-            self.watch = None  # it has seen this input
+            self.watch = None  # it was called in the first pass
             with self._hooks():
                 return run(*args)
         finally:
@@ -126,7 +128,7 @@ class Layer:
         assert self.watch is not None
         clean = clean.to(wide(clean.dtype))
         if self._norm is not None:
-            clean = self._norm.forward(clean)  # not a call: the hooks are not to hear of it
+            clean = self._norm.forward(clean)  # not a call of the module, which would run the hooks
         dtype = self._product_dtype(value)
         self.watch(value[:, : self._tokens].to(dtype), clean[:, : self._tokens].to(dtype))
 
@@ -157,7 +159,7 @@ def _layer_norm(module: nn.LayerNorm, hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _override(module: nn.Module, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of one object, whether its own or its class's."""
+    """Replaces a method of one object inside, whether it is defined by the object or its class."""
     own = vars(module)
     before = own.get(name)
     own[name] = replacement
@@ -171,7 +173,7 @@ def _override(module: nn.Module, name: str, replacement: Callable[..., Any]) -> 
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The hidden state among a module's arguments, and how to hand over another in its place."""
+    """Returns the hidden state among a module's arguments, and a function that replaces it."""
     if args:
         return args[0], lambda value: ((value, *args[1:]), kwargs)
     return kwargs["hidden_states"], lambda value: (args, {**kwargs, "hidden_states": value})

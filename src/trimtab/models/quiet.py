@@ -11,9 +11,9 @@ from transformers.utils import logging
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and reports, which would tear a live display apart.
+    """Disables transformers' progress bars and reports inside, because they would corrupt a live display.
 
-    What the reports say (missing or misshapen parameters) is checked, and raised as an error.
+    The content of the reports (missing or misshapen parameters) is checked by the caller and raised as an error.
     """
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()

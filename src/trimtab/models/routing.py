@@ -1,11 +1,11 @@
 """Records the experts each token is routed to in one forward, and replays them in another.
 
-Sampler and trainer compute the same router scores with other roundings, and where two experts are nearly tied they
-send a token to different ones. Replaying the sampler's choice (R3, arXiv 2510.11370) or that of the proximal pass (R2,
-arXiv 2507.18071) removes the jump. Only the choice is replayed: the gates, which weigh the experts' outputs, are
-computed from this forward's own scores, so that the router keeps its gradient.
+Sampler and trainer compute router scores with different rounding errors, so that nearly tied experts may be chosen
+differently. Replaying the sampler's choice (R3, arXiv 2510.11370) or that of the proximal pass (R2, arXiv 2507.18071)
+removes this mismatch. Only the choice is replayed: the gates, which weigh the experts' outputs, are computed from the
+current forward's own scores, so that the router keeps its gradient.
 
-Nothing of the model is changed. While a context is open, hooks on the routers read or replace what these return.
+The model is not changed. While a context is open, hooks on the routers read or replace their outputs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from trimtab.errors import TrimtabError
 from trimtab.models.architecture import decoder
 
 FREE = -1
-"""In all entries of a token in one layer: nothing is known of it, it goes where its router sends it."""
+"""Expert index of a token without a recorded choice in a layer: its router decides. Fills all entries or none."""
 
 
 class _Family(NamedTuple):
-    """How a family makes gates of a router's scores: softmax over all experts in float32, then the chosen ones.
+    """How a model family computes gates: softmax of the scores over all experts in float32, then the chosen ones.
 
-    (Choosing first and taking the softmax over the chosen is the same as renormalising.)
+    (A softmax over the chosen experts only is the same as renormalizing.)
     """
 
     router: str  # its class in transformers
@@ -46,7 +46,7 @@ FAMILIES = {
 
 
 class RouterInfo(NamedTuple):
-    """The layers of a model that are mixtures, the experts of each, and how many of these see a token.
+    """The number of mixture layers of a model, of experts in each, and of experts per token.
 
     All three are 0 for a dense model.
     """
@@ -63,7 +63,7 @@ class _Place(NamedTuple):
 
 
 def routers(model: Any) -> RouterInfo:
-    """What there is to record and replay. Raises `TrimtabError` for a mixture of a family that is not in `FAMILIES`."""
+    """Returns the sizes of a model's mixtures. Raises `TrimtabError` for a family that is not in `FAMILIES`."""
     places = _places(model)
     if not places:
         return RouterInfo(0, 0, 0)
@@ -77,7 +77,7 @@ def _mixtures(model: Any) -> list[_Place]:
 
 
 def _places(model: Any) -> list[_Place]:
-    """Layers with a router, in the order of the forward."""
+    """Returns the layers with a router, in the order of the forward pass."""
     names = {family.router: family for family in FAMILIES.values()}
     found: list[_Place] = []
     unknown: set[str] = set()
@@ -97,7 +97,7 @@ def _places(model: Any) -> list[_Place]:
 
 
 class Tape:
-    """What routers chose, forward by forward."""
+    """Records the choices of all routers, forward by forward."""
 
     def __init__(self, places: list[_Place]) -> None:
         self._seen: list[list[Tensor]] = [[] for _ in places]
@@ -107,10 +107,10 @@ class Tape:
         self._seen[layer].append(out[2].to(torch.int16))
 
     def take(self) -> Int16[Tensor, "tokens layers chosen"]:
-        """The choices since the last call, tokens in the order they were run (flattened batch x time), padding too.
+        """Returns the choices since the last call, with tokens in the order they were run and padding included.
 
-        Columns have the order of the router, highest score first. Raises `TrimtabError` when a forward stopped
-        between two layers.
+        Tokens are flattened batch x time. Experts have the order of the router, highest score first. Raises
+        `TrimtabError` when a forward stopped between two layers.
         """
         counts = {sum(len(part) for part in parts) for parts in self._seen}
         if len(counts) > 1:
@@ -124,11 +124,11 @@ class Tape:
 
 
 @contextmanager
-def recorded(model: Any) -> Iterator[Tape]:
-    """Record where every token goes that runs through the model, or through single layers of it, inside.
+def record_routing(model: Any) -> Iterator[Tape]:
+    """Records the experts of every token that runs through the model, or through single layers of it, inside.
 
-    Under `replayed` it records what the routers would have chosen themselves, given the replayed choices of the layers
-    before. Leave it before a backward under gradient checkpointing, which runs the layers once more.
+    Under `replay_routing` it records what the routers would have chosen themselves, given the replayed choices of the
+    previous layers. Leave the context before a backward with gradient checkpointing, which runs the layers again.
 
     Raises `TrimtabError` as `routers` does, and for a dense model.
     """
@@ -136,20 +136,20 @@ def recorded(model: Any) -> Iterator[Tape]:
     tape = Tape(places)
     with ExitStack() as stack:
         for index, place in enumerate(places):
-            # Before any hook that replaces what the router returns.
+            # Prepended: it must run before a hook that replaces the router's output.
             handle = place.router.register_forward_hook(partial(tape._note, index), prepend=True)
             stack.callback(handle.remove)
         yield tape
 
 
 @contextmanager
-def replayed(model: Any, routes: Int[Tensor, "tokens layers chosen"]) -> Iterator[None]:
-    """One forward of the model inside, with these experts for its tokens (flattened batch x time).
+def replay_routing(model: Any, routes: Int[Tensor, "tokens layers chosen"]) -> Iterator[None]:
+    """Replays these experts in one forward of the model inside; tokens are flattened batch x time.
 
-    Columns keep their order, so that replaying what a forward chose changes no bit of it. The backward may run
-    outside: gradient checkpointing recomputes each forward with its own routes, whatever is replayed meanwhile.
+    The order of the experts is kept, so that replaying a forward's own choices changes no bit of it. The backward may
+    run outside: gradient checkpointing recomputes each forward with its own routes, whatever is replayed meanwhile.
 
-    Raises `TrimtabError` as `recorded` does, for another shape, an index that is no expert, an expert twice for one
+    Raises `TrimtabError` as `record_routing` does, for a wrong shape, an invalid expert index, an expert twice for one
     token, and when a layer runs more or less than once inside.
     """
     places = _mixtures(model)
@@ -186,7 +186,7 @@ def _check(model: RouterInfo, routes: Int[Tensor, "tokens layers chosen"]) -> No
 
 @dataclass(eq=False)
 class _Replay:
-    """One layer's part of one replayed forward, kept alive by the graph if that layer will be run again."""
+    """Replays the routing of one layer in one forward; the autograd graph keeps it alive for a recomputation."""
 
     index: int
     place: _Place
@@ -198,7 +198,7 @@ class _Replay:
         layer = self.place.layer
         with ExitStack() as stack:
             if getattr(layer, "gradient_checkpointing", False) and layer.training:
-                # Bound to the call, not to the context: the layer's next run may come when this context was left.
+                # Bound to the call, not to the context: the recomputation may run after this context was left.
                 original = layer._gradient_checkpointing_func
                 layer._gradient_checkpointing_func = partial(self._checkpoint, original)
                 stack.callback(setattr, layer, "_gradient_checkpointing_func", original)
@@ -243,7 +243,7 @@ class _Replay:
 def _gates(
     router: Any, family: _Family, scores: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens chosen"]
 ) -> Float[Tensor, "tokens chosen"]:
-    """The family's own formula, operation by operation, with `gather` in the place of `topk`."""
+    """Computes the family's own gates, operation by operation, with `gather` in place of `topk`."""
     gates = scores.softmax(-1, dtype=torch.float32).gather(-1, chosen)
     if router.norm_topk_prob if family.renormalised is None else family.renormalised:
         gates = gates / gates.sum(-1, keepdim=True)
@@ -251,9 +251,9 @@ def _gates(
 
 
 class Routes(NamedTuple):
-    """The experts of a micro-batch's tokens, `FREE` where nothing is known; what padding holds does not matter.
+    """The routed experts of a micro-batch, `FREE` where unknown; entries of padding have no effect.
 
-    A response's last token is not run through the model: its entry is never read, and `FREE` where it was recorded.
+    The last token of a response is not run through the model: its entry is never read, and `FREE` when recorded.
     """
 
     prompts: Int16[Tensor, "prompts prompt_time layers chosen"]
@@ -261,7 +261,7 @@ class Routes(NamedTuple):
 
 
 def agreement(one: Routes, other: Routes) -> tuple[int, int]:
-    """Of the (token, layer) pairs known to both: how many went to the same set of experts, and how many there are."""
+    """Returns the number of (token, layer) pairs with equal sets of experts, and the number known to both."""
     same = known = 0
     for a, b in zip(one, other, strict=True):
         both = ((a != FREE) & (b != FREE)).all(-1)
@@ -274,8 +274,8 @@ def agreement(one: Routes, other: Routes) -> tuple[int, int]:
 class Places:
     """The order in which a forward runs the tokens of a micro-batch.
 
-    `packed`: real tokens of all prompts, then of all responses; else rows of prompt and response, padding and all,
-    without the last column. `run` are the response tokens that are run: every one but each row's last.
+    `packed`: real tokens of all prompts, then of all responses; otherwise padded rows of prompt and response without
+    the last column. `run` marks the response tokens that are run: all but the last of each row.
     """
 
     prompt_mask: Bool[Tensor, "prompts prompt_time"]
@@ -285,20 +285,20 @@ class Places:
 
     @contextmanager
     def routed(self, model: Any, routes: Routes | None, record: bool) -> Iterator[Tape | None]:
-        """One forward inside: with these routes, recording what its routers choose, or both."""
+        """Replays `routes`, records the routers' own choices, or both, in one forward inside."""
         with ExitStack() as stack:
             if routes is not None:
-                stack.enter_context(replayed(model, self.flat(routes)))
-            yield stack.enter_context(recorded(model)) if record else None
+                stack.enter_context(replay_routing(model, self.flat(routes)))
+            yield stack.enter_context(record_routing(model)) if record else None
 
     def flat(self, routes: Routes) -> Int16[Tensor, "tokens layers chosen"]:
-        """In the order of the forward; padding goes where its router sends it.
+        """Returns the routes in the order of the forward, `FREE` at padding.
 
         Raises `TrimtabError` when the routes have another shape than the tokens.
         """
         shapes = tuple(self.prompt_mask.shape), tuple(self.run.shape)
-        if (found := (tuple(routes.prompts.shape[:-2]), tuple(routes.responses.shape[:-2]))) != shapes:
-            raise TrimtabError(f"routes of {found[0]} prompt and {found[1]} response tokens for tokens of {shapes}")
+        if (given := (tuple(routes.prompts.shape[:-2]), tuple(routes.responses.shape[:-2]))) != shapes:
+            raise TrimtabError(f"routes of {given[0]} prompt and {given[1]} response tokens for tokens of {shapes}")
         prompts, responses = (part.to(self.run.device) for part in routes)
         if self.packed:
             return torch.cat([prompts[self.prompt_mask], responses[self.run]])
@@ -307,7 +307,7 @@ class Places:
         return torch.cat([prompts[self.prompt_index], responses], dim=1)[:, :-1].flatten(0, 1)
 
     def spread(self, flat: Int16[Tensor, "tokens layers chosen"]) -> Routes:
-        """Back from the order of the forward. A prompt of several rows shows what its first row recorded."""
+        """Inverts `flat`. A prompt that was run in several rows gets the choices of its first row."""
         sizes = flat.shape[-2:]
         prompts = flat.new_full((*self.prompt_mask.shape, *sizes), FREE)
         responses = flat.new_full((*self.run.shape, *sizes), FREE)

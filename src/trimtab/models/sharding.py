@@ -1,8 +1,8 @@
 """Shards a model over ranks with FSDP2: one parameter group per decoder layer, one for the rest.
 
 FSDP gathers a group's weights before a module's forward and frees them after it. Scoring, however, calls the backbone
-and then reads the head's weight itself, outside of any forward. So the model's own forward may also be asked to do
-some work: `inside` runs it where embedding, final norm and head are whole, and its backward finds them whole again.
+and then reads the head's weight outside of any forward. Therefore the forward of a sharded model also accepts a
+function: `inside` runs it while embedding, final norm and head are gathered, in forward and backward.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Work:
-    """Something to do while a model's weights are whole."""
+    """A function to run while a model's weights are gathered."""
 
     do: Callable[[], Any]
 
 
 class _Forward:
-    """The forward of a sharded model: work if it is given some, else what it was before."""
+    """The forward of a sharded model: runs a `_Work` argument, or else the original forward."""
 
-    def __init__(self, own: Callable[..., Any]) -> None:
-        self._own = own
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self._original = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0].do() if args and isinstance(args[0], _Work) else self._own(*args, **kwargs)
+        return args[0].do() if args and isinstance(args[0], _Work) else self._original(*args, **kwargs)
 
 
 def shard(
     model: Any, mesh: DeviceMesh, *, compute: torch.dtype | None = None, offload: bool = False, reshard: bool = True
 ) -> None:
-    """Spread `model` over the ranks of the one-dimensional `mesh`, in place. The values are rank 0's.
+    """Shards `model` over the ranks of the one-dimensional `mesh`, in place, with the values of rank 0.
 
-    They come to the mesh's device layer by layer, so that no device ever holds all of them; other ranks' models may be
-    empty (on the meta device). Parameters become DTensors cut along their first dimension, under their old names; tied
-    ones stay tied. Gradients are summed over ranks, not averaged, in float32 or wider. From now on every rank must run
-    the model equally often.
+    Weights are moved to the mesh's device layer by layer, so that no device holds all of them; other ranks' models may
+    be empty (on the meta device). Parameters become DTensors sharded along their first dimension, under their old
+    names; tied ones stay tied. Gradients are summed over ranks, not averaged, in float32 or wider. Afterwards every
+    rank must run the model equally often.
 
     Args:
-        compute: type in which a layer's weights are gathered, for use under autocast of the same type; None: their
-            own. Embedding, norm after the last layer and head keep their own type, as does the residual stream.
-        offload: parameters, gradients and optimizer state stay in CPU memory, weights visit the device.
+        compute: dtype in which a layer's weights are gathered, for use under autocast of the same dtype; None: their
+            own. Embedding, norm after the last layer, head and the residual stream keep their own dtype.
+        offload: parameters, gradients and optimizer state stay in CPU memory; weights are copied to the device.
         reshard: free a layer's weights after its forward and gather them again for its backward.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -65,7 +65,7 @@ def shard(
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
     }
     layer_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
-    layers, again = decoder(model).layers, shared_parameters(model)
+    layers, aliases = decoder(model).layers, shared_parameters(model)
     inner = {id(module) for layer in layers for module in layer.modules()}
     for layer in layers:
         _bring(layer.modules(), mesh)
@@ -73,7 +73,7 @@ def shard(
     # Embedding, final norm and head are needed at both ends of forward and backward: freeing them gains nothing.
     root_policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
     _bring((module for module in model.modules() if id(module) not in inner), mesh)
-    for name, first in again.items():
+    for name, first in aliases.items():
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, model.get_parameter(first))
     fully_shard(model, reshard_after_forward=False, mp_policy=root_policy, **options)
@@ -86,9 +86,9 @@ def shard(
 
 
 def _bring(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """Parameters and buffers of these modules, but not of those inside them, with rank 0's values on the mesh's device.
+    """Moves parameters and buffers of these modules, but not of their children, to the mesh's device.
 
-    A module that was empty is given memory of its own, tied or not.
+    Values are rank 0's. An empty module gets memory of its own, tied or not.
     """
 
     def moved(tensor: Tensor) -> Tensor:
@@ -101,15 +101,15 @@ def _bring(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
 
 
 def inside(model: Any, work: Callable[[], T]) -> T:
-    """Run `work` where the model's weights outside of its layers are whole; a model that is not sharded just runs it.
+    """Runs `work` while the model's weights outside of its layers are gathered, and returns its result.
 
-    What of `work` needs a gradient must be what it returns: a tensor, or a tuple of tensors.
+    Everything that needs a gradient must be returned by `work`: a tensor, or a tuple of tensors.
     """
     return model(_Work(work)) if isinstance(vars(model).get("forward"), _Forward) else work()
 
 
 def _free(model: nn.Module, _args: Any, _result: Any) -> None:
-    """Without a backward nothing else frees what was gathered, and the next forward would see stale weights."""
+    """Frees gathered weights without a backward: nothing else does, and the next forward would use stale weights."""
     if not torch.is_grad_enabled():
         for module in model.modules():
             if hasattr(module, "reshard"):
@@ -117,26 +117,26 @@ def _free(model: nn.Module, _args: Any, _result: Any) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory; a plain tensor is its own."""
+    """Returns this rank's shard of a tensor, sharing its memory; a plain tensor is returned unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor. Every rank must ask, in the same order."""
+    """Returns the whole tensor. All ranks must call it in the same order."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether ranks hold parts of it (a DTensor). Checked without importing what is not yet imported."""
+    """Whether the tensor is a DTensor; checked by attributes, to avoid importing torch.distributed.tensor."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "full_tensor")
 
 
 def shared_parameters(model: nn.Module) -> dict[str, str]:
-    """Every further name of a tied parameter, and its first name."""
+    """Returns a mapping from each additional name of a tied parameter to its first name."""
     first: dict[int, str] = {}
-    again: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in first:
-            again[name] = first[id(parameter)]
+            aliases[name] = first[id(parameter)]
         first.setdefault(id(parameter), name)
-    return again
+    return aliases

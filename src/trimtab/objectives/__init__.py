@@ -1,4 +1,4 @@
-"""Objectives as frozen combinations of parts, advantages, and the named presets."""
+"""Objectives of off-policy policy optimization: parts, named presets, advantages and corrections."""
 
 import sys
 from types import ModuleType
@@ -64,11 +64,11 @@ __all__ = [
 ]
 
 
-class _CallableRoom(ModuleType):
-    """`trimtab.objectives` is this package, and `trimtab.objectives()` the list of presets: one name for both."""
+class _CallableModule(ModuleType):
+    """Makes `trimtab.objectives` both this package and, when called, the function that lists the presets."""
 
     def __call__(self) -> list[str]:
         return objectives()
 
 
-sys.modules[__name__].__class__ = _CallableRoom
+sys.modules[__name__].__class__ = _CallableModule

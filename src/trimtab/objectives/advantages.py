@@ -1,4 +1,4 @@
-"""Group-relative advantages from rewards: one number per response, without gradient, in float64."""
+"""Group-relative advantages from rewards: one value per response, without gradient, computed in float64."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def advantages(
     *,
     value_beta: Number | None = None,
 ) -> Float[Tensor, "batch 1"]:
-    """Advantages (batch, 1) of responses with `rewards` (batch,), those of equal `groups` (batch,) compared.
+    """Returns advantages (batch, 1) of `rewards` (batch,), relative to the rewards of the same group id (batch,).
 
         grpo     (r - mean) / (std + 1e-6), std with n - 1               arXiv 2402.03300
         dr-grpo  r - mean                                                arXiv 2503.20783
         rloo     r - mean of the others                                  arXiv 2402.14740
         optimal  r - V, V = beta ln mean exp(r / beta), beta = value_beta (1.0)   OAPL, arXiv 2602.19362 eq. 2
 
-    A group of equal rewards, or of one, gives exactly 0. The result has the rewards' dtype (float32 for integers).
-    Raises `TrimtabError` for an unknown kind, rewards that are not finite, or a keyword the kind does not use.
+    A group of equal rewards, or of one response, gives exactly 0. The dtype is that of the rewards (float32 for
+    integers). Raises `TrimtabError` for an unknown kind, rewards that are not finite, and `value_beta` of another kind.
     """
     if kind not in KINDS:
         raise TrimtabError(f"unknown advantage {kind!r}{nearest(kind, KINDS)}")
     if value_beta is not None and kind != "optimal":
         raise TrimtabError(f"value_beta has no effect with advantage {kind!r}; it belongs to 'optimal'")
-    given = torch.as_tensor(rewards)
-    values = given.detach().to(torch.float64)
+    rewards = torch.as_tensor(rewards)
+    values = rewards.detach().to(torch.float64)
     members = torch.as_tensor(groups, device=values.device)
     if values.ndim != 1 or members.shape != values.shape:
         raise TrimtabError(f"rewards {tuple(values.shape)} and groups {tuple(members.shape)} must both be (batch,)")
@@ -49,13 +49,13 @@ def advantages(
         if kind == "optimal"
         else _centered(kind, values, members)
     )
-    return result.to(given.dtype if given.dtype.is_floating_point else torch.float32).unsqueeze(1)
+    return result.to(rewards.dtype if rewards.dtype.is_floating_point else torch.float32).unsqueeze(1)
 
 
 def _centered(kind: str, values: Tensor, members: Tensor) -> Tensor:
     group = torch.unique(members, return_inverse=True)[1]
     size = _per_group(torch.ones_like(values), group, "sum")
-    # Shifted by the group's smallest reward, a group of equal rewards is all zeros before any rounding.
+    # Subtracting the group's smallest reward first makes equal rewards exactly 0, without rounding.
     shifted = values - _per_group(values, group, "amin")
     centered = shifted - _per_group(shifted, group, "sum") / size
     if kind == "dr-grpo":
@@ -76,6 +76,6 @@ def _optimal(values: Tensor, members: Tensor, beta: Number) -> Tensor:
 
 
 def _per_group(values: Tensor, group: Tensor, reduce: str) -> Tensor:
-    """Reduce over each group and give every member the result."""
+    """Reduces over each group and returns the result at every member."""
     slots = torch.zeros(values.numel(), dtype=values.dtype, device=values.device)
     return slots.scatter_reduce(0, group, values, reduce, include_self=False)[group]

@@ -1,4 +1,4 @@
-"""Aggregates per-token losses to a scalar with denominators of the whole update.
+"""Aggregation of per-token losses to a scalar, with denominators of the whole update.
 
     token-mean            1 / sum_i T_i                 DAPO
     seq-mean-token-mean   1 / (N T_i)                   GRPO, GSPO
@@ -6,8 +6,8 @@
     constant              1 / (N length_max)            Dr. GRPO
     trained-mean-token-sum  1 / #{i: T_i > 0}           OAPL
 
-N counts sequences, those without a trained token included; T_i counts trained tokens, never padding. With
-`denominator="kept"` tokens that rules rejected, and sequences that lost all of theirs, no longer count.
+N counts sequences, including those without a trained token; T_i counts trained tokens, never padding. With
+`denominator="kept"`, rejected tokens and sequences whose trained tokens were all rejected do not count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ DENOMINATORS = ("original", "kept")
 
 @dataclass(frozen=True)
 class Aggregation:
-    """How per-token losses become a scalar. `length_max` (tokens) belongs to `constant`."""
+    """How per-token losses are reduced to a scalar.
+
+    kind: one of `KINDS`. denominator: `original` or `kept`. length_max: tokens, required by `constant` only.
+    """
 
     kind: str = "token-mean"
     denominator: str = "original"
@@ -44,7 +47,7 @@ class Aggregation:
             raise TrimtabError(f"length_max has no effect with aggregation {self.kind!r}; it belongs to 'constant'")
 
     def scale(self, sequences: Sequences, kept_lengths: Tensor, state: State) -> Tensor:
-        """The policy term's factor of every token, broadcastable to (batch, time)."""
+        """Returns the policy term's factor at every token, broadcastable to (batch, time)."""
         if self.denominator == "original":
             return self.scale_original(sequences, state)
         count = state.sequences - state.sequences_rejected
@@ -52,7 +55,7 @@ class Aggregation:
         return self._scale(sequences, kept_lengths, state.tokens_kept, count, trained)
 
     def scale_original(self, sequences: Sequences, state: State) -> Tensor:
-        """The factor of KL and entropy, which know no rejection."""
+        """Returns the factor of KL and entropy terms, from which nothing is rejected."""
         return self._scale(sequences, sequences.lengths, state.tokens, state.sequences, state.sequences_trained)
 
     def _scale(self, sequences: Sequences, lengths: Tensor, tokens: Tensor, count: Tensor, trained: Tensor) -> Tensor:

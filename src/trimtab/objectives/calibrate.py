@@ -1,8 +1,8 @@
-"""Finds bounds of weights and masks from the ratios of one batch (`objective.calibrate = true`).
+"""Derives bounds of weights and masks from the ratios of one batch (`objective.calibrate = true`).
 
 Published sequence bounds were tuned on responses of thousands of tokens; on short ones they reject most of a healthy
-batch. A bound here is a quantile of what was seen, held inside the range that published bounds span (docs/math.md says
-what every bound means, docs/recommendations.md why these shares and ranges).
+batch. A bound here is a quantile of the observed values, clamped to the range that published bounds span (the bounds:
+docs/math.md; the shares and ranges: docs/recommendations.md).
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from trimtab.objectives.lookup import is_own, keywords_of, objective
 from trimtab.objectives.objective import Objective
 
 SAMPLES_MIN = 20
-"""Fewer tokens or responses than this say nothing about a tail."""
+"""Fewest tokens or responses from which a bound is estimated."""
 
 TAIL_SAMPLES = 5
-"""A quantile is read off directly when at least this many samples lie beyond it, otherwise extrapolated."""
+"""A quantile with at least this many samples beyond it is empirical; with fewer it is extrapolated."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """How one kind of bound is found. `share` of the samples may lie beyond it, on each bounded side.
+    """How one kind of bound is estimated.
 
-    tightest, loosest: its distance from "no difference", in nats of the log-ratio (of the divergence for a divergence).
+    share: fraction of the samples that may lie beyond the bound, on each bounded side.
+    tightest, loosest: smallest and largest distance of the bound from equal policies, in nats of the log-ratio (of the
+        divergence for a divergence).
     """
 
     share: float
@@ -45,28 +47,28 @@ class Range:
 
 
 WEIGHT = {"token": Range(0.001, math.log(1.5), math.log(5)), "sequence": Range(0.01, math.log(2), math.log(10))}
-"""Truncated and clipped weights: nothing is lost beyond the bound, so it stays in verl's 1.5..5 (token), 2..10."""
+"""Truncated and clipped weights reject nothing: the range is verl's, 1.5..5 (token) and 2..10 (sequence)."""
 
 MASK = {
     "token": Range(0.001, math.log(1.05), math.log(10)),
     "sequence": Range(0.01, math.log(1.05), math.log(10)),
     "geometric": Range(0.01, 1e-3, 0.5),
 }
-"""Masks. Token: IcePop masks 1 to 2 tokens in 1000. Geometric: verl's 0.999..1.001 is the tightest in use."""
+"""Masks. Token: IcePop masks 1 to 2 tokens in 1000. Geometric: the tightest published band is verl's 0.999..1.001."""
 
 DIVERGENCE = Range(0.01, 1e-5, 0.1)
 """Mean k3 of a response: published dense mismatch starts at 1e-5, MoE mismatch ends at 1e-1."""
 
 DELTA = Range(0.01, 1e-3, 0.5)
-"""OPSM's delta: the 95th to 99th percentile of the drift; TRL's 0.5 is the loosest in use."""
+"""OPSM's delta: the 95th to 99th percentile of the drift; the loosest published value is TRL's 0.5."""
 
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """What bounds are taken from. Parts of a batch are joined with `+`; float64, on the CPU.
+    """The samples that bounds are estimated from, float64 on the CPU. `+` concatenates those of parts of a batch.
 
-    token: (tokens,) log proximal/behavior of trained tokens. sequence, geometric, k3: (sequences,) its sum, its mean
-    and the mean k3 of each response with a trained token.
+    token: (tokens,) log proximal/behavior of trained tokens.
+    sequence, geometric, k3: (sequences,) sum and mean of it, and mean k3, of each response with a trained token.
     """
 
     token: Float[Tensor, "tokens"]
@@ -85,8 +87,8 @@ class Observed:
     ) -> Observed:
         sequences = Sequences(mask, sequence_ids)
         ratios = Ratios(log_ratio(proximal, behavior, mask), sequences)
-        parts = (ratios.log_sequence, ratios.log_geometric, sequences.mean(divergences.per_token("k3", ratios)))
-        per_sequence = (part[sequences.trained].double().cpu() for part in parts)
+        values = (ratios.log_sequence, ratios.log_geometric, sequences.mean(divergences.per_token("k3", ratios)))
+        per_sequence = (value[sequences.trained].double().cpu() for value in values)
         return cls(ratios.log[mask].double().cpu(), *per_sequence)
 
     def __add__(self, other: Observed) -> Observed:
@@ -100,32 +102,32 @@ class Observed:
 
 @dataclass(frozen=True)
 class _Bound:
-    """One keyword of a preset: which samples decide it, and how."""
+    """One keyword of a preset that can be calibrated: the field of `Observed` it depends on, and its estimator."""
 
     keyword: str
     samples: str
     range: Range
-    find: Callable[[Tensor, Range], float]
+    estimate: Callable[[Tensor, Range], float]
 
 
 def bounds_of(preset: str) -> tuple[str, ...]:
-    """The keywords of a preset that can be calibrated; none for methods without weights and masks, or of one's own.
+    """Returns the keywords of a preset that can be calibrated; none without weight and masks or for a custom function.
 
-    A side the preset leaves open (`weight_min = 0`) stays open. The clip range is not among them: it says how far one
-    batch may move the policy, not how far the sampler is away.
+    A side that the preset leaves open (`weight_min = 0`) stays open. The clip range is not included: it limits how far
+    one batch may move the policy and does not depend on the mismatch.
     """
     return () if is_own(preset) else tuple(bound.keyword for bound in _bounds(preset))
 
 
 def calibrated(preset: str, observed: Observed) -> dict[str, float]:
-    """The preset's bounds from this data, by keyword, to six digits, rounded towards keeping.
+    """Returns the preset's bounds for these samples, by keyword, rounded to six digits towards the looser side.
 
-    Raises `TrimtabError` when the preset has no such bounds, when there are too few samples, or one that is not finite.
+    Raises `TrimtabError` when the preset has no such bounds, for too few samples, and for samples that are not finite.
     """
     bounds = list(_bounds(preset))
     if not bounds:
         raise TrimtabError(f"objective {preset!r} has no bound that calibrate can find: leave calibrate out")
-    found = {}
+    values = {}
     for bound in bounds:
         samples = getattr(observed, bound.samples)
         if len(samples) < SAMPLES_MIN:
@@ -135,49 +137,49 @@ def calibrated(preset: str, observed: Observed) -> dict[str, float]:
                 "larger batch or write the bounds down"
             )
         if not bool(samples.isfinite().all()):
-            raise TrimtabError("calibrate: log-probs of the batch are not finite, so it says nothing about bounds")
-        found[bound.keyword] = bound.find(samples, bound.range)
-    return found
+            raise TrimtabError("calibrate: log-probs of the batch are not finite, no bound can be taken from them")
+        values[bound.keyword] = bound.estimate(samples, bound.range)
+    return values
 
 
 def from_section(section: Mapping[str, Any], bounds: Mapping[str, float] | None = None) -> Objective:
-    """The objective an `[objective]` section describes: `name`, `calibrate` and the preset's (or function's) keywords.
+    """Builds the objective of an `[objective]` section: `name`, `calibrate` and the keywords of the preset or function.
 
-    With `calibrate`, `bounds` are those found at step 0; until then the published ones stand, and the equation says so.
-    Raises `TrimtabError` for what `objective` refuses, for a preset that has nothing to calibrate, and for bounds that
-    are given although they are to be found.
+    With `calibrate`, `bounds` are those of step 0; without them the published ones apply, and the equation says so.
+    Raises `TrimtabError` for what `objective` refuses, for a preset without a bound to calibrate, and for a bound that
+    is both given and to be calibrated.
     """
     given = {key: value for key, value in section.items() if key not in ("name", "calibrate", "code", "equation")}
-    name, wanted = section["name"], section.get("calibrate", False)
+    name, calibrate = section["name"], section.get("calibrate", False)
     if section.get("code") is not None:
         raise TrimtabError(
             f"objective {name!r} was given in code (objective.code): pass it again, trimtab.train(..., objective=...)"
         )
-    if not isinstance(wanted, bool):
-        raise TrimtabError(f"objective.calibrate = {wanted!r} has the wrong type: use true or false")
-    if not wanted:
+    if not isinstance(calibrate, bool):
+        raise TrimtabError(f"objective.calibrate = {calibrate!r} has the wrong type: use true or false")
+    if not calibrate:
         return objective(name, **given)
-    own = bounds_of(name)
-    if not own:
+    keywords = bounds_of(name)
+    if not keywords:
         raise TrimtabError(f"objective {name!r} has no bound that calibrate can find: leave calibrate out")
-    twice = [key for key in own if key in given]
-    if twice:
+    conflicts = [key for key in keywords if key in given]
+    if conflicts:
         raise TrimtabError(
-            f"objective.calibrate finds {', '.join(own)} at step 0: leave {', '.join(twice)} out, or calibrate"
+            f"objective.calibrate finds {', '.join(keywords)} at step 0: leave {', '.join(conflicts)} out, or calibrate"
         )
     built = objective(name, **given, **(bounds or {}))
     state = "calibrated at step 0" if bounds else "to be calibrated at step 0; the published values stand here"
-    return replace(built, notes=(*built.notes, f"{', '.join(own)}: {state}"))
+    return replace(built, notes=(*built.notes, f"{', '.join(keywords)}: {state}"))
 
 
 def _bounds(preset: str) -> Iterator[_Bound]:
     built, keywords = objective(preset), keywords_of(preset)
     if built.weight is not None:
         level = built.weight.level
-        rule = (MASK if built.weight.bound == "mask" else WEIGHT)[level]
+        limits = (MASK if built.weight.bound == "mask" else WEIGHT)[level]
         if keywords.get("weight_min"):
-            yield _Bound("weight_min", level, rule, _low)
-        yield _Bound("weight_max", level, rule, _high)
+            yield _Bound("weight_min", level, limits, _low)
+        yield _Bound("weight_max", level, limits, _high)
     for mask in built.masks:
         if isinstance(mask, Band):
             yield _Bound("keep_min", mask.level, MASK[mask.level], _low)
@@ -188,49 +190,49 @@ def _bounds(preset: str) -> Iterator[_Bound]:
             yield _Bound("delta", "geometric", DELTA, _delta)
 
 
-def _high(log: Tensor, rule: Range) -> float:
-    return _rounded(math.exp(_held(_tail(log, rule.share), rule)), up=True)
+def _high(log: Tensor, limits: Range) -> float:
+    return _round(math.exp(_clamp(_tail(log, limits.share), limits)), up=True)
 
 
-def _low(log: Tensor, rule: Range) -> float:
-    return _rounded(math.exp(-_held(_tail(-log, rule.share), rule)), up=False)
+def _low(log: Tensor, limits: Range) -> float:
+    return _round(math.exp(-_clamp(_tail(-log, limits.share), limits)), up=False)
 
 
-def _delta(log: Tensor, rule: Range) -> float:
-    """Drift is mean(log mu - log pi), the log-ratio with its sign turned."""
-    return _rounded(_held(_tail(-log, rule.share), rule), up=True)
+def _delta(log: Tensor, limits: Range) -> float:
+    """OPSM's drift is mean(log mu - log pi), the negative log-ratio."""
+    return _round(_clamp(_tail(-log, limits.share), limits), up=True)
 
 
-def _divergence(values: Tensor, rule: Range) -> float:
-    """Extrapolated as a logarithm: a mean of squares has a tail on one side."""
-    log = values.clamp(min=rule.tightest * 1e-3).log()
-    return _rounded(_held(math.exp(_tail(log, rule.share)), rule), up=True)
+def _divergence(values: Tensor, limits: Range) -> float:
+    """Extrapolates the logarithm: the distribution of a mean of squares is skewed."""
+    log = values.clamp(min=limits.tightest * 1e-3).log()
+    return _round(_clamp(math.exp(_tail(log, limits.share)), limits), up=True)
 
 
-def _held(distance: float, rule: Range) -> float:
-    return min(max(distance, rule.tightest), rule.loosest)
+def _clamp(distance: float, limits: Range) -> float:
+    return min(max(distance, limits.tightest), limits.loosest)
 
 
 def _tail(values: Tensor, share: float) -> float:
-    """The value that at most `share` of the samples exceed.
+    """Returns the value that at most `share` of the samples exceed.
 
-    Where fewer than `TAIL_SAMPLES` samples lie beyond it, it rests on one or two of them and may be too close; then a
-    quantile that enough samples support is carried outwards as if the tail were normal, and the farther one counts.
+    With fewer than `TAIL_SAMPLES` samples beyond it, the empirical quantile depends on one or two samples and may be
+    too small. Then a quantile with enough samples is extrapolated with a normal tail, and the larger of both returned.
     """
-    found, supported = _quantile(values, share), TAIL_SAMPLES / len(values)
-    if supported <= share:
-        return found
+    empirical, supported_share = _quantile(values, share), TAIL_SAMPLES / len(values)
+    if supported_share <= share:
+        return empirical
     normal, center = NormalDist(), float(values.median())
-    factor = normal.inv_cdf(share) / normal.inv_cdf(supported)
-    return max(found, center + (_quantile(values, supported) - center) * factor)
+    factor = normal.inv_cdf(share) / normal.inv_cdf(supported_share)
+    return max(empirical, center + (_quantile(values, supported_share) - center) * factor)
 
 
 def _quantile(values: Tensor, share: float) -> float:
     return float(values.kthvalue(len(values) - int(len(values) * share)).values)
 
 
-def _rounded(value: float, *, up: bool) -> float:
-    """Six digits, so that the equation shows the very number that is used."""
+def _round(value: float, *, up: bool) -> float:
+    """Rounds to six digits, which the equation prints in full."""
     step = 10.0 ** (math.floor(math.log10(value)) - 5)
     steps = round(value / step, 6)
     return float(f"{(math.ceil if up else math.floor)(steps) * step:.6g}")

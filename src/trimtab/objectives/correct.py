@@ -1,4 +1,4 @@
-"""`correct` and `mismatch`: the correction for a loss of one's own, and the mismatch statistics."""
+"""The off-policy correction and the mismatch statistics as functions, for use with any loss."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from trimtab.objectives.metrics import Metrics
 
 
 class Correction(NamedTuple):
-    """weight (batch, time): bounded, without gradient, 0 where untrained or masked away; 1 without a Weight.
-    keep (batch, time) bool: inside the mask, what no rule rejected. Multiply both into the loss, keep the denominator.
+    """The result of `correct`. Multiply weight and keep into the loss and leave its denominator unchanged.
+
+    weight: (batch, time), bounded, without gradient, 0 where untrained or rejected; 1 on the mask without a `Weight`.
+    keep: (batch, time) bool, the tokens of the mask that no rule rejected.
     """
 
     weight: Float[Tensor, "batch time"]
@@ -37,13 +39,14 @@ def correct(
     advantage: Float[Tensor, "batch #time"] | None = None,
     sequence_ids: Int[Tensor, "batch time"] | None = None,
 ) -> Correction:
-    """Importance weight and rejection of a batch, with every mismatch metric, in one sweep.
+    """Computes importance weights, rejection and mismatch metrics of a batch in one pass.
 
     `current` (batch, time) and `advantage` (batch, 1) are read by OPSM only. A weight with `normalize` is divided by
-    its mean over this batch. Metrics hold what `mismatch` returns, plus `weight/...` and `reject/...`.
+    its mean over this batch. The metrics are those of `mismatch`, plus `weight/...` and `reject/...`. Raises
+    `ValueError` for a mask that is not bool and for shapes that differ.
     """
-    _check(mask, proximal=proximal, behavior=behavior, current=current, sequence_ids=sequence_ids)
-    found = sweep(
+    _validate(mask, proximal=proximal, behavior=behavior, current=current, sequence_ids=sequence_ids)
+    result = sweep(
         proximal,
         behavior,
         mask,
@@ -54,13 +57,13 @@ def correct(
         sequence_ids=sequence_ids,
         measure=True,
     )
-    assert found.mismatch is not None
-    metrics = Metrics({"": found.mismatch, **found.statistics})
-    seen = found.weight_statistics
-    if weight is None or found.weight is None or seen is None:
-        return Correction(mask.to(widen(proximal).dtype), found.keep, metrics)
-    final = weight.normalized(found.weight, seen.total, seen.count)
-    return Correction(final, found.keep, metrics)
+    assert result.mismatch is not None
+    metrics = Metrics({"": result.mismatch, **result.statistics})
+    statistics = result.weight_statistics
+    if weight is None or result.weight is None or statistics is None:
+        return Correction(mask.to(widen(proximal).dtype), result.keep, metrics)
+    normalized = weight.normalized(result.weight, statistics.total, statistics.count)
+    return Correction(normalized, result.keep, metrics)
 
 
 def mismatch(
@@ -70,19 +73,23 @@ def mismatch(
     *,
     sequence_ids: Int[Tensor, "batch time"] | None = None,
 ) -> Metrics:
-    """How far the trainer's log-probs are from the sampler's over the mask; parts add up with `+`.
+    """Measures the difference between the trainer's and the sampler's log-probs over the mask.
 
-    `finalize()` gives k1 k2 k3 chi2_token chi2_seq ess_token ess_seq ratio_mean ppl_ratio pearson abs_diff_mean
-    abs_diff_max ratio_q01..ratio_q99 ratio_bounded log_ratio_seq_max tokens sequences (docs/math.md).
+    Metrics of parts of a batch merge with `+`. `finalize()` returns k1 k2 k3 chi2_token chi2_seq ess_token ess_seq
+    ratio_mean ppl_ratio pearson abs_diff_mean abs_diff_max ratio_q01..ratio_q99 ratio_bounded log_ratio_seq_max tokens
+    sequences (docs/math.md).
     """
-    _check(mask, logp_train=logp_train, logp_rollout=logp_rollout, sequence_ids=sequence_ids)
-    found = sweep(logp_train, logp_rollout, mask, sequence_ids=sequence_ids, measure=True)
-    assert found.mismatch is not None
-    return Metrics({"": found.mismatch})
+    _validate(mask, logp_train=logp_train, logp_rollout=logp_rollout, sequence_ids=sequence_ids)
+    result = sweep(logp_train, logp_rollout, mask, sequence_ids=sequence_ids, measure=True)
+    assert result.mismatch is not None
+    return Metrics({"": result.mismatch})
 
 
-def _check(mask: Tensor, **tensors: Tensor | None) -> None:
-    """A float mask would select nothing and a short tensor would broadcast: both silently."""
+def _validate(mask: Tensor, **tensors: Tensor | None) -> None:
+    """Raises `ValueError` for a mask that is not bool and for shapes that differ.
+
+    Unchecked, a float mask would select nothing and a shorter tensor would be broadcast, both silently.
+    """
     if mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, not {mask.dtype}")
     for name, tensor in tensors.items():

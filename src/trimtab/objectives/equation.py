@@ -1,4 +1,4 @@
-"""Renders an objective as an equation with its numbers."""
+"""Text rendering of an objective: the loss as an equation with its numbers, and what its symbols mean."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _POLICY = {"proximal": "π_old", "behavior": "μ"}
 
 
 def render(objective: Objective) -> str:
-    """One line for the loss, then what its symbols are."""
+    """Returns one line for the loss, then one for each symbol and note."""
     ratio, weight = objective.ratio, objective.weight
     factors = ["m", *(["keep"] if objective.masks else []), *([] if weight is None else [weight.equation()])]
     loss = f"loss = −1/D Σ {'·'.join(factors)}·{objective.surrogate.equation(symbol('r', ratio.level))}"

@@ -1,4 +1,4 @@
-"""Builds an objective from a name and keywords: a preset, or a user's `module:function`."""
+"""Builds an objective from a name and keywords: a preset or a custom `module:function`."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from trimtab.plugins import load_function
 
 
 def objectives() -> list[str]:
-    """Names of all presets."""
+    """Returns the names of all presets."""
     return list(PRESETS)
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is that of a function of one's own. To build it is to run that code."""
+    """Whether a name refers to a custom function. Building it runs that code."""
     return ":" in name
 
 
 def keywords_of(name: str) -> dict[str, Any]:
-    """Every keyword an objective takes, its own and the shared ones, with its default (`Parameter.empty`: it has none).
+    """Returns every keyword of an objective, specific and shared, with its default (`Parameter.empty` where required).
 
     Raises `TrimtabError` for an unknown name, and for a function whose keywords have no names.
     """
     constructor = _constructor(name)
-    own = {key: part.default for key, part in _parameters(name, constructor).items()}
+    specific = {key: parameter.default for key, parameter in _parameters(name, constructor).items()}
     base = None if is_own(name) else constructor()
     kind = KL().kind if base is None else base.kl.kind
     shared = {"denominator": "original", "kl": kind, "kl_coef": 0.0, "entropy_coef": 0.0}
     if name != "oapl":
         aggregation = Aggregation() if base is None else base.aggregation
         shared = {"aggregation": aggregation.kind, "length_max": aggregation.length_max} | shared
-    return own | {key: default for key, default in shared.items() if key not in own}
+    return specific | {key: default for key, default in shared.items() if key not in specific}
 
 
 def objective(name: str, **overrides: Any) -> Objective:
-    """A named method with some of its keywords changed.
+    """Builds a named objective with some of its keywords changed.
 
-    name: a preset, or `module:function` for a function that returns an `Objective`; its parameters are its keywords.
+    name: a preset, or `module:function` for a function that returns an `Objective`; its parameters are the keywords.
 
-    Every method has its own keywords (its constructor in presets.py) and shares `aggregation`, `length_max`,
-    `denominator`, `kl`, `kl_coef`, `entropy_coef`; `oapl` has its own aggregation. Raises `TrimtabError` for an unknown
-    name, an unknown keyword, one of a wrong type, and one that would have no effect.
+    Besides the parameters of its constructor in presets.py, every objective takes `aggregation`, `length_max`,
+    `denominator`, `kl`, `kl_coef` and `entropy_coef`; `oapl` takes no `aggregation` and no `length_max`. Raises
+    `TrimtabError` for an unknown name or keyword, a wrong type, a missing value, and a keyword without effect.
     """
     known = keywords_of(name)
     for key in overrides:
@@ -58,12 +58,12 @@ def objective(name: str, **overrides: Any) -> Objective:
     for key, default in known.items():
         if default is Parameter.empty and key not in overrides:
             raise TrimtabError(f"objective {name!r} needs the keyword {key!r}: give it a value")
-    given = {key: _checked(name, key, value, known[key]) for key, value in overrides.items()}
+    values = {key: _convert(name, key, value, known[key]) for key, value in overrides.items()}
     constructor = _constructor(name)
-    own = _parameters(name, constructor)
+    specific = _parameters(name, constructor)
     try:
-        base = _built(name, constructor, {key: value for key, value in given.items() if key in own})
-        return _with_shared(base, {key: value for key, value in given.items() if key not in own})
+        base = _build(name, constructor, {key: value for key, value in values.items() if key in specific})
+        return _apply_shared(base, {key: value for key, value in values.items() if key not in specific})
     except ValueError as error:
         raise TrimtabError(f"objective {name!r}: {error}") from error.__cause__
 
@@ -81,20 +81,20 @@ def _constructor(name: str) -> Preset:
 
 def _parameters(name: str, constructor: Preset) -> dict[str, Parameter]:
     try:
-        found = dict(inspect.signature(constructor).parameters)
+        parameters = dict(inspect.signature(constructor).parameters)
     except ValueError:
         raise TrimtabError(f"objective {name!r} has no keywords that can be read: wrap it in a function") from None
-    for part in found.values():
-        if part.kind not in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
+    for parameter in parameters.values():
+        if parameter.kind not in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
             raise TrimtabError(
-                f"objective {name!r}: {part} cannot be given from a recipe, name its keywords one by one"
+                f"objective {name!r}: {parameter} cannot be given from a recipe, name its keywords one by one"
             )
-    return found
+    return parameters
 
 
-def _built(name: str, constructor: Preset, given: dict[str, Any]) -> Objective:
+def _build(name: str, constructor: Preset, keywords: dict[str, Any]) -> Objective:
     try:
-        built = constructor(**given)
+        built = constructor(**keywords)
     except ValueError:
         raise
     except Exception as error:
@@ -106,38 +106,41 @@ def _built(name: str, constructor: Preset, given: dict[str, Any]) -> Objective:
     return built
 
 
-def _with_shared(base: Objective, given: dict[str, Any]) -> Objective:
-    """`base` with the shared keywords that were given, and its own value of the others."""
+def _apply_shared(base: Objective, given: dict[str, Any]) -> Objective:
+    """Returns `base` with the given shared keywords changed."""
     if "kl" in given and "kl_coef" not in given and base.kl.coef == 0:
         raise TrimtabError(f"kl = {given['kl']!r} has no effect without kl_coef")
     changes: dict[str, Any] = {key: given[key] for key in ("entropy_coef",) if key in given}
-    # A part of one's own class stays unless one of its keywords is given.
+    # Parts are replaced only when one of their keywords is given: a custom objective may use a subclass.
     if given.keys() & {"aggregation", "denominator", "length_max"}:
-        old = base.aggregation
-        kind = given.get("aggregation", old.kind)
-        budget = old.length_max if kind == old.kind else None
-        denominator = given.get("denominator", old.denominator)
-        changes["aggregation"] = Aggregation(kind, denominator, given.get("length_max", budget))
+        previous = base.aggregation
+        kind = given.get("aggregation", previous.kind)
+        length_max = previous.length_max if kind == previous.kind else None
+        denominator = given.get("denominator", previous.denominator)
+        changes["aggregation"] = Aggregation(kind, denominator, given.get("length_max", length_max))
     if given.keys() & {"kl", "kl_coef"}:
         changes["kl"] = KL(given.get("kl", base.kl.kind), given.get("kl_coef", base.kl.coef))
     return replace(base, **changes)
 
 
-def _checked(name: str, key: str, value: Any, default: Any) -> Any:
-    """The value in the type of its default, numbers as float; None only where it switches something off."""
+def _convert(name: str, key: str, value: Any, default: Any) -> Any:
+    """Returns the value in the type of its default, numbers as float. None is valid where it disables something.
+
+    Raises `TrimtabError` for a value of another type.
+    """
     if default is Parameter.empty or (default is None and key not in ("clip_dual", "length_max")):
         return value
     if isinstance(default, bool | str):
-        right = isinstance(value, type(default))
+        valid = isinstance(value, type(default))
     elif key == "length_max" or isinstance(default, int):
-        right = isinstance(value, Integral) and not isinstance(value, bool)
+        valid = isinstance(value, Integral) and not isinstance(value, bool)
     elif value is None:
-        right = key == "clip_dual"
+        valid = key == "clip_dual"
     elif default is None or isinstance(default, float):
-        right = isinstance(value, Real) and not isinstance(value, bool)
-        value = float(value) if right else value
+        valid = isinstance(value, Real) and not isinstance(value, bool)
+        value = float(value) if valid else value
     else:
-        right = True
-    if not right:
+        valid = True
+    if not valid:
         raise TrimtabError(f"objective {name!r}: {key} = {value!r} has the wrong type")
     return value

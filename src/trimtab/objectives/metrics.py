@@ -1,4 +1,4 @@
-"""Named statistics that add up over micro-batches, updates and ranks and become floats once, at the end."""
+"""Named statistics that are summed over micro-batches, updates and ranks and converted to floats once, at the end."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trimtab.corrections.statistics import Mergeable
 
 @dataclass(frozen=True, eq=False)
 class Metrics:
-    """Statistics under the prefix of their metric keys. Parts of a whole are merged with `+`."""
+    """Statistics by the prefix of their metric keys. `+` merges those of two parts of a batch."""
 
     parts: Mapping[str, Mergeable]
 
     def __add__(self, other: Metrics) -> Metrics:
-        both = self.parts.keys() & other.parts.keys()
-        return Metrics({**self.parts, **other.parts, **{name: self.parts[name] + other.parts[name] for name in both}})
+        shared = self.parts.keys() & other.parts.keys()
+        return Metrics({**self.parts, **other.parts, **{name: self.parts[name] + other.parts[name] for name in shared}})
 
     def finalize(self) -> dict[str, float]:
-        """Floats, in one transfer from the device. A mean over nothing is NaN."""
+        """Returns the metrics as floats, in one transfer from the device. A mean over nothing is NaN."""
         named = {
             prefix + suffix: value for prefix, part in self.parts.items() for suffix, value in part.summary().items()
         }

@@ -29,7 +29,7 @@ from trimtab.objectives.surrogates import Surrogate, Terms
 
 
 class Output(NamedTuple):
-    """A scalar to run backward on, and what was seen on the way."""
+    """The loss, a scalar to call `backward` on, and the metrics of its batch."""
 
     loss: Float[Tensor, ""]
     metrics: Metrics
@@ -37,9 +37,10 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """A method, as parts. Make one with `trimtab.objective(name, ...)` or from parts of your own.
+    """A policy optimization objective, composed of parts. Built by `trimtab.objective(name, ...)` or from parts.
 
-    `advantage` is the kind of advantages it expects, `notes` what a reader of the equation should know.
+    advantage: the kind of advantages that it expects (`advantages.KINDS`). notes: remarks printed with the equation.
+    Raises `TrimtabError` for values that are not parts and for combinations in which a part would have no effect.
     """
 
     name: str
@@ -54,8 +55,7 @@ class Objective:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what is no part, and parts that others would ignore or misread."""
-        _check_parts(self)
+        _validate_parts(self)
         if self.weight is not None and self.ratio.over == "behavior":
             raise TrimtabError(f"{self.name}: current/behavior already contains proximal/behavior; drop the weight")
         refused = self.surrogate.refusal(self.ratio, self.aggregation, corrected=self._corrects)
@@ -68,7 +68,7 @@ class Objective:
 
     @property
     def _corrects(self) -> bool:
-        """Whether anything judges or weighs tokens by the sampler."""
+        """Whether it has a weight or a mask."""
         return self.weight is not None or bool(self.masks)
 
     @property
@@ -78,21 +78,21 @@ class Objective:
 
     @property
     def policy_needs(self) -> frozenset[str]:
-        """What of `needs` the policy term reads; the KL may read more, which corrects nothing but itself."""
+        """The part of `needs` that the policy term reads. What only the KL term reads does not correct the mismatch."""
         return frozenset({self.ratio.over}) | self.surrogate.reads | (self._swept(self.masks) - {"current"})
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields of `PolicyLogps` the loss reads besides `current` and `mask`."""
+        """Fields of `PolicyLogps` that the loss reads besides `current` and `mask`."""
         entropy = {"entropy"} if self.entropy_coef > 0 else set()
         return self.policy_needs | self.kl.needs | entropy
 
     @property
     def prepare_needs(self) -> frozenset[str]:
-        """Which of `current` and `proximal` `prepare` reads; an objective that needs neither saves a forward."""
+        """The subset of `current` and `proximal` that `prepare` reads; without either, a forward pass is saved."""
         reads = {"current", self.ratio.over} if self.surrogate.spans else set()
         if self._spans:
-            reads |= self._swept(self._judged(everything=self._judges))
+            reads |= self._swept(self._active_masks(judge=self._changes_denominator))
         return frozenset(reads & {"current", "proximal"})
 
     @property
@@ -102,38 +102,38 @@ class Objective:
 
     @property
     def single_behavior(self) -> bool:
-        """Whether one policy must have sampled a whole response: OAPL regresses the log-ratio to that one."""
+        """Whether one policy must have sampled each whole response, as in OAPL's regression of the log-ratio to it."""
         return self.surrogate.single_policy and self.ratio.over == "behavior"
 
     @property
-    def _judges(self) -> bool:
-        """Whether rejection changes a denominator."""
+    def _changes_denominator(self) -> bool:
+        """Whether rejection changes the denominator."""
         return self._corrects and self.aggregation.denominator == "kept"
 
     @property
     def _spans(self) -> bool:
-        """Whether something the correction finds must be known for the whole update."""
-        return self._judges or (self.weight is not None and self.weight.normalize)
+        """Whether the correction needs statistics of the whole update."""
+        return self._changes_denominator or (self.weight is not None and self.weight.normalize)
 
-    def _judged(self, *, everything: bool) -> tuple[Mask, ...]:
-        """The masks, or those alone that do not read the current policy, which may be absent in `prepare`."""
-        return self.masks if everything else tuple(rule for rule in self.masks if "current" not in rule.reads)
+    def _active_masks(self, *, judge: bool) -> tuple[Mask, ...]:
+        """The masks; with `judge=False` only those that do not read the current policy, absent in some `prepare`."""
+        return self.masks if judge else tuple(rule for rule in self.masks if "current" not in rule.reads)
 
     def _swept(self, masks: tuple[Mask, ...]) -> frozenset[str]:
-        """The policies that the weight and these masks look at."""
+        """The policies that the weight and these masks read."""
         reads = frozenset({"proximal", "behavior"} if self.weight is not None else {"behavior"} if masks else ())
         return reads.union(*(rule.reads for rule in masks)) - {"advantage"}
 
     @torch.no_grad()
     def prepare(self, logps: PolicyLogps, advantage: Float[Tensor, "batch #time"]) -> State:
-        """What spans the whole update, from all of it or from parts to be added with `+`. No gradient.
+        """Returns the statistics of a whole update, or of a part of it to be added with `+`. No gradient.
 
         `advantage` is (batch, 1) or (batch, time). Raises `ValueError` naming a field of `prepare_needs` that is None.
         """
         sequences = Sequences(logps.mask, logps.sequence_ids)
-        found = self._sweep(logps, advantage, judge=self._judges) if self._spans else None
+        correction = self._sweep(logps, advantage, judge=self._changes_denominator) if self._spans else None
         terms = self._terms(logps, advantage, sequences) if self.surrogate.spans else None
-        return self._state(sequences, found, terms)
+        return self._state(sequences, correction, terms)
 
     def __call__(
         self,
@@ -142,39 +142,40 @@ class Objective:
         *,
         state: State | None = None,
     ) -> Output:
-        """Loss and metrics of a micro-batch of the update `state` describes; without state, of a whole update.
+        """Returns loss and metrics of a micro-batch of the update that `state` describes, or else of a whole update.
 
         `advantage` is (batch, 1) or (batch, time). Raises `ValueError` naming a field of `needs` that is None.
         """
         for name in sorted({"current", *self.needs}):
             logps.required(name, self.name)
         sequences = Sequences(logps.mask, logps.sequence_ids)
-        found = self._sweep(logps, advantage) if self._corrects else None
+        correction = self._sweep(logps, advantage) if self._corrects else None
         terms = self._terms(logps, advantage, sequences)
         if state is None:
-            state = self._state(sequences, found, terms)
-        keep = logps.mask if found is None else found.keep
+            state = self._state(sequences, correction, terms)
+        keep = logps.mask if correction is None else correction.keep
 
         value, statistics = self.surrogate(terms, state)
-        if found is not None and found.weight is not None and self.weight is not None:
-            value = value * self.weight.normalized(found.weight, state.weight_total, state.weight_count)
+        if correction is not None and correction.weight is not None and self.weight is not None:
+            value = value * self.weight.normalized(correction.weight, state.weight_total, state.weight_count)
         kept = sequences.count(keep)
         policy = -_weighted_sum(select(value, keep), self.aggregation.scale(sequences, kept, state))
-        regularizer, seen = self._regularizers(logps, terms, self.aggregation.scale_original(sequences, state))
+        scale = self.aggregation.scale_original(sequences, state)
+        regularizer, regularizer_statistics = self._regularizers(logps, terms, scale)
         loss = policy + regularizer + self._guard(logps, terms.on_policy)
-        corrected = {} if found is None else found.statistics
-        ours = _ratio_statistics(terms) | _loss_statistics(policy, logps.mask, keep, state)
-        return Output(loss, Metrics({**statistics, **seen, **corrected, **ours}))
+        statistics = {**statistics, **regularizer_statistics, **({} if correction is None else correction.statistics)}
+        own_statistics = _ratio_statistics(terms) | _loss_statistics(policy, logps.mask, keep, state)
+        return Output(loss, Metrics({**statistics, **own_statistics}))
 
     def equation(self) -> str:
-        """The resolved equation with its numbers."""
+        """Returns the loss as text, with its numbers and what its symbols mean."""
         from trimtab.objectives.equation import render
 
         return render(self)
 
     def _sweep(self, logps: PolicyLogps, advantage: Tensor, *, judge: bool = True) -> Sweep:
-        """`judge=False` leaves out rules that read the current policy, which may be absent in `prepare`."""
-        masks = self._judged(everything=judge)
+        """Applies weight and masks; `judge=False` as in `_active_masks`."""
+        masks = self._active_masks(judge=judge)
         reads = self._swept(masks)
         return sweep(
             logps.required("proximal", self.name).detach() if "proximal" in reads else None,
@@ -205,25 +206,25 @@ class Objective:
             sequences=sequences,
         )
 
-    def _state(self, sequences: Sequences, found: Sweep | None, terms: Terms | None) -> State:
+    def _state(self, sequences: Sequences, correction: Sweep | None, terms: Terms | None) -> State:
         tokens = sequences.lengths.sum().double()
-        nothing = torch.zeros_like(tokens)
+        zero = torch.zeros_like(tokens)
         evidence = self.surrogate.evidence(terms) if self.surrogate.spans and terms is not None else None
-        kept = sequences.lengths if found is None else sequences.count(found.keep)
-        weight = None if found is None else found.weight_statistics
+        kept = sequences.lengths if correction is None else sequences.count(correction.keep)
+        weight = None if correction is None else correction.weight_statistics
         return State(
             tokens=tokens,
             sequences=sequences.present.sum().double(),
             sequences_trained=sequences.trained.sum().double(),
             tokens_kept=kept.sum().double(),
             sequences_rejected=(sequences.trained & (kept == 0)).sum().double(),
-            weight_total=nothing if weight is None else weight.total,
-            weight_count=nothing if weight is None else weight.count,
+            weight_total=zero if weight is None else weight.total,
+            weight_count=zero if weight is None else weight.count,
             evidence=tokens.new_zeros(0) if evidence is None else evidence,
         )
 
     def _regularizers(self, logps: PolicyLogps, terms: Terms, scale: Tensor) -> tuple[Tensor, dict[str, Mergeable]]:
-        """kl_coef * KL - entropy_coef * entropy over the original mask, and what was seen."""
+        """Returns kl_coef * KL - entropy_coef * entropy over the original mask, and its statistics."""
         total = terms.logp.new_zeros(())
         statistics: dict[str, Mergeable] = {}
         if self.kl.coef > 0:
@@ -242,23 +243,23 @@ class Objective:
         return total, statistics
 
     def _to_sampler(self, logps: PolicyLogps, terms: Terms) -> Tensor:
-        """log(current/behavior) of every token; 0 with the policy's own gradient where a token has no behavior."""
-        sampled = terms.token_log_ratio
+        """Returns log(current/behavior); where a token has no behavior policy, 0 with the gradient of its log-prob."""
+        to_behavior = terms.token_log_ratio
         if self.ratio.over != "behavior":
             behavior = logps.required("behavior", self.name).detach()
-            sampled = log_ratio(logps.required("current", self.name), behavior, terms.on_policy)
-        return torch.where(terms.mask & ~terms.on_policy, terms.logp - terms.logp.detach(), sampled)
+            to_behavior = log_ratio(logps.required("current", self.name), behavior, terms.on_policy)
+        return torch.where(terms.mask & ~terms.on_policy, terms.logp - terms.logp.detach(), to_behavior)
 
-    def _guard(self, logps: PolicyLogps, own: Tensor) -> Tensor:
-        """0, or NaN when a policy is not finite at a trained token: a bounded exponent must not hide it."""
+    def _guard(self, logps: PolicyLogps, on_policy: Tensor) -> Tensor:
+        """Returns 0, or NaN when a log-prob at a trained token is not finite, which the bounded exponent would hide."""
         assert logps.current is not None
         guard = _zero_or_nan(logps.current, logps.mask)
         for name in sorted(self.needs & {"proximal", "behavior"}):
-            guard = guard + _zero_or_nan(logps.required(name, self.name), own)
+            guard = guard + _zero_or_nan(logps.required(name, self.name), on_policy)
         return guard if self.kl.coef == 0 else guard + _zero_or_nan(logps.required("reference", self.name), logps.mask)
 
 
-def _check_parts(objective: Objective) -> None:
+def _validate_parts(objective: Objective) -> None:
     masks = objective.masks
     if not isinstance(masks, tuple) or not all(isinstance(rule, Mask) for rule in masks):
         raise TrimtabError(f"{objective.name}: masks = {masks!r} must be a tuple of rejection rules (Mask)")
@@ -282,15 +283,15 @@ def _zero_or_nan(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _ratio_statistics(terms: Terms) -> dict[str, Mergeable]:
-    own = terms.log_ratio.detach()
+    log = terms.log_ratio.detach()
     return {
-        "ratio/": Histogram.of(own, Selection(terms.on_policy, own.dtype)),
-        "ratio/bounded": Mean.of(beyond_bound(own), terms.on_policy),
+        "ratio/": Histogram.of(log, Selection(terms.on_policy, log.dtype)),
+        "ratio/bounded": Mean.of(beyond_bound(log), terms.on_policy),
     }
 
 
 def _loss_statistics(policy: Tensor, mask: Tensor, keep: Tensor, state: State) -> dict[str, Mergeable]:
-    """`loss/policy` counts a micro-batch as its share of the update's tokens, so that updates average."""
+    """`loss/policy` counts a micro-batch with its share of the update's tokens: the metric is a mean over updates."""
     share = torch.where(state.tokens > 0, mask.sum() / state.tokens, 1.0)
     return {
         "loss/policy": Mean(policy.detach().double(), share),

@@ -1,4 +1,4 @@
-"""`PolicyLogps`, the log-probs an objective reads, and `Ratio`, the ratio of two of them."""
+"""The log-probs that an objective reads, and the policy ratio formed from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from trimtab.corrections.weights import check_word
 
 @dataclass(frozen=True)
 class Ratio:
-    """current over `over`, at a level."""
+    """The ratio current/proximal or current/behavior.
+
+    level: token, sequence (product) or geometric. over: the denominator, proximal or behavior.
+    """
 
     level: str = "token"
     over: str = "proximal"
@@ -26,14 +29,14 @@ class Ratio:
 
 @dataclass(frozen=True, eq=False)
 class PolicyLogps:
-    """Log-probs of the sampled tokens under each policy, in nats; DESIGN: three policies and a reference.
+    """Log-probs of the sampled tokens under each policy, in nats.
 
-    current     (batch, time) the policy being optimised, trainer numerics, carries gradient; may be None in `prepare`
-    behavior    (batch, time) what the sampler reported, after temperature and truncation
-    mask        (batch, time) bool, True at tokens to train; anything may stand at the other positions
+    current     (batch, time) policy being optimised, trainer numerics, with gradient; may be None in `prepare`
+    behavior    (batch, time) reported by the sampler, after temperature and truncation
+    mask        (batch, time) bool, True at tokens to train; the other positions may hold any value, NaN included
     proximal    (batch, time) trainer numerics, weights at the start of the update phase
-    reference   (batch, time) KL anchor
-    entropy     (batch, time) entropy of the current policy at each token, carries gradient
+    reference   (batch, time) policy that the KL term is measured from
+    entropy     (batch, time) entropy of the current policy at each token, with gradient
     off_policy  (batch, time) bool, True at tokens of external traces (LUFFY)
     sequence_ids (batch, time) int in [0, batch * time), negative at padding; default: one row is one sequence
 
@@ -50,13 +53,13 @@ class PolicyLogps:
     sequence_ids: Int[Tensor, "batch time"] | None = None
 
     def __post_init__(self) -> None:
-        for part in fields(self):
-            tensor = getattr(self, part.name)
+        for item in fields(self):
+            tensor = getattr(self, item.name)
             if tensor is None:
                 continue
             if tensor.ndim != 2 or tensor.shape != self.mask.shape:
                 raise ValueError(
-                    f"{part.name} has shape {tuple(tensor.shape)}, mask {tuple(self.mask.shape)}: "
+                    f"{item.name} has shape {tuple(tensor.shape)}, mask {tuple(self.mask.shape)}: "
                     "all must be (batch, time)"
                 )
         for name, tensor in (("mask", self.mask), ("off_policy", self.off_policy)):
@@ -64,7 +67,7 @@ class PolicyLogps:
                 raise ValueError(f"{name} must be bool, not {tensor.dtype}")
 
     def required(self, name: str, reader: str) -> Tensor:
-        """A field that must be there; `reader` says for whom in the error."""
+        """Returns a field; raises `ValueError` naming the field and `reader` when it is None."""
         tensor = getattr(self, name)
         if tensor is None:
             raise ValueError(f"{reader} needs {name}, which is None")

@@ -1,4 +1,4 @@
-"""KL to the reference policy, estimated from samples, with gradient through the current policy.
+"""The KL term to the reference policy, estimated from samples, with gradient through the current policy.
 
 d = log pi_ref - log pi:
 
@@ -26,7 +26,7 @@ KINDS = ("k1", "k2", "k3", "unbiased")
 
 @dataclass(frozen=True)
 class KL:
-    """A KL estimate and its coefficient."""
+    """A KL estimator (one of `KINDS`) and its coefficient; 0 disables the term."""
 
     kind: str = "k3"
     coef: Number = 0.0
@@ -39,7 +39,7 @@ class KL:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields of `PolicyLogps` it reads besides `current`."""
+        """Fields of `PolicyLogps` read besides `current`."""
         if self.coef == 0:
             return frozenset()
         return frozenset({"reference", "behavior"} if self.kind == "unbiased" else {"reference"})
@@ -49,7 +49,7 @@ class KL:
         to_reference: Float[Tensor, "batch time"],
         to_sampler: Float[Tensor, "batch time"] | None,
     ) -> Float[Tensor, "batch time"]:
-        """The estimate at each token. `to_reference` is d, `to_sampler` the log of q, both with gradient."""
+        """Returns the estimate at each token. `to_reference` is d, `to_sampler` is log q, both with gradient."""
         if self.kind == "k1":
             return k1(to_reference)
         if self.kind == "k2":

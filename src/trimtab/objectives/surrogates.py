@@ -1,7 +1,7 @@
-"""Surrogates: the per-token term to be maximized, given log-ratio and advantage.
+"""Surrogates: the per-token term that is maximized, as a function of log-ratio and advantage.
 
-A surrogate sees selected tensors (0 where untrained) and an exponent inside its safety bound, so everything it
-computes is finite and nothing rejected later can leave a NaN in the gradient. A new one is a frozen dataclass under
+A surrogate reads selected tensors (0 where untrained) and a ratio whose exponent is bounded, so that all values are
+finite and a token rejected later leaves no NaN in the gradient. A new one is a frozen dataclass that inherits from
 `Surrogate`, here or in a file of your own: docs/objectives.md.
 """
 
@@ -25,19 +25,19 @@ from trimtab.objectives.policies import Ratio
 from trimtab.objectives.state import NO_EVIDENCE, State
 
 HARM_FLOOR = 1e-12
-"""Advantages smaller than this are neither good nor bad (M2PO's official code)."""
+"""Smallest |advantage| for which a token can count as harmful (M2PO's official code)."""
 
 SECOND_MOMENT_FORMS = ("cap", "mask")
 
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """What a surrogate may read, all (batch, time) and 0 where the mask is False.
+    """The inputs of a surrogate, all (batch, time) and 0 where the mask is False.
 
-    log_ratio: at the objective's level, with the gradient of each token's own log-prob, not yet bounded.
+    log_ratio: at the objective's level, not bounded, with the gradient of each token's own log-prob.
     token_log_ratio: the same at token level.
     logp: log pi of the current policy, with gradient.
-    on_policy: trained tokens that have a behavior policy, all but LUFFY's external ones.
+    on_policy: trained tokens that have a behavior policy; False at LUFFY's external tokens.
     """
 
     log_ratio: Float[Tensor, "batch time"]
@@ -50,9 +50,11 @@ class Terms:
 
     @property
     def ratio(self) -> Float[Tensor, "batch time"]:
+        """The ratio, its exponent bounded, with gradient."""
         return bounded(self.log_ratio).exp()
 
     def share(self, name: str, where: Bool[Tensor, "batch time"]) -> dict[str, Mergeable]:
+        """Returns the share of trained tokens at which `where` holds, as a metric."""
         return {name: Mean.of(where & self.mask, self.mask)}
 
 
@@ -60,50 +62,52 @@ Value = tuple[Float[Tensor, "batch time"], dict[str, Mergeable]]
 
 
 class Surrogate(ABC):
-    """A point in the space of policy terms, as a frozen dataclass. `__call__` and `equation` say what it is; the rest
-    has defaults."""
+    """The base class of policy terms. A subclass is a frozen dataclass with `__call__` and `equation`."""
 
     @abstractmethod
     def __call__(self, terms: Terms, state: State) -> Value:
-        """The objective of each token, and statistics of what the surrogate did."""
+        """Returns the term of each token (to be maximized), and statistics such as clipped shares by metric key."""
 
     @abstractmethod
     def equation(self, ratio: str) -> str:
-        """Its term of the loss with its numbers, `ratio` being the symbol of the ratio."""
+        """Returns the term as text with its numbers; `ratio` is the symbol of the ratio."""
 
     def notes(self) -> tuple[str, ...]:
-        """Further lines of the equation: what else a symbol means, what to beware of."""
+        """Returns further lines of the equation: definitions of symbols and warnings."""
         return ()
 
     @property
     def reads(self) -> frozenset[str]:
-        """Fields of `PolicyLogps` it looks at beside `current` and what the ratio is over."""
+        """Fields of `PolicyLogps` read besides `current` and the ratio's denominator."""
         return frozenset()
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
-        """Why it cannot be meant with these parts, which it would ignore or misread. `corrected`: a weight or mask."""
+        """Returns why it cannot be combined with these parts, or None. `corrected`: there is a weight or a mask."""
         return None
 
     @property
     def single_policy(self) -> bool:
-        """Whether it needs responses that one policy wrote from end to end."""
+        """Whether one policy must have sampled each whole response."""
         return False
 
     @property
     def spans(self) -> bool:
-        """Whether it must see the `evidence` of a whole update before the first micro-batch."""
+        """Whether it needs the `evidence` of the whole update before the first micro-batch."""
         return False
 
     def evidence(self, terms: Terms) -> Float[Tensor, "tokens"]:
-        """What `State.evidence` collects over the update, negative where there is none. No gradient."""
+        """Returns the values that `State.evidence` collects, `NO_EVIDENCE` for tokens without one. No gradient."""
         raise NotImplementedError
 
     def unbounded(self) -> Surrogate:
-        """The same without its clip or bound."""
+        """Returns the surrogate without its clip or bound."""
         return self
 
     def peers(self, level: str) -> Peers:  # noqa: ARG002
-        """The same term in other frameworks, `level` being that of the ratio. No entry: that one lacks it."""
+        """Returns the settings of the same term in other frameworks; one without an equivalent has no entry.
+
+        `level` is that of the ratio.
+        """
         return {}
 
 
@@ -135,7 +139,7 @@ class Clipped(Surrogate):
             **terms.share("clip/high", (advantage > 0) & (ratio > high)),
         }
         if self.dual is not None:
-            # For A >= 0 the floor dual * A would act from the wrong side.
+            # For A < 0 only: at A >= 0 the floor dual * A would raise the value of every token.
             value = torch.where(advantage < 0, torch.maximum(value, self.dual * advantage), value)
             statistics |= terms.share("clip/dual", (advantage < 0) & (ratio > self.dual))
         return value, statistics
@@ -179,7 +183,7 @@ class Clipped(Surrogate):
 
 @dataclass(frozen=True)
 class Reinforce(Surrogate):
-    """sg[min(r, ceiling)] A log pi: the weight is capped, the gradient of no token is lost.
+    """sg[min(r, ceiling)] A log pi: the ratio is a capped weight, every token keeps a gradient.
 
     CISPO (arXiv 2506.13585) with an absolute ceiling and no floor (ScaleRL, arXiv 2510.13786).
     """
@@ -224,10 +228,10 @@ class Regression(Surrogate):
             raise TrimtabError(f"beta = {self.beta:g}: the regression target is scaled by it, use more than 0")
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
-        own = terms.log_ratio.detach()
-        residual = self.beta * own - terms.advantage
+        log = terms.log_ratio.detach()
+        residual = self.beta * log - terms.advantage
         share = residual.square() / terms.sequences.spread(terms.sequences.lengths.clamp(min=1))
-        value = share + 2.0 * self.beta * residual * (terms.log_ratio - own)
+        value = share + 2.0 * self.beta * residual * (terms.log_ratio - log)
         return -value, {}
 
     def equation(self, ratio: str) -> str:
@@ -287,10 +291,10 @@ class Shaped(Surrogate):
 class SecondMoment(Surrogate):
     """r A while the second moment of the log-ratios is within `tau`: M2PO (arXiv 2510.01161), in two forms.
 
-    cap: harmful tokens (A > 0, r > 1 or A < 0, r < 1) are judged; r is clipped at exp(+-c), where the cap c keeps their
+    cap: over harmful tokens (A > 0, r > 1 or A < 0, r < 1); r is clipped at exp(+-c), where the cap c keeps their
         capped second moment at `tau` (the official code).
-    mask: all trained tokens are judged; those with the largest |log r| are left out until the mean square of the rest
-        is at most `tau`, and nothing is clipped (the paper). What is left out stays in the denominator.
+    mask: over all trained tokens; those with the largest |log r| are dropped until the mean square of the rest is at
+        most `tau`, and nothing is clipped (the paper). Dropped tokens stay in the denominator.
     """
 
     tau: Number = 0.04
@@ -307,25 +311,25 @@ class SecondMoment(Surrogate):
         return True
 
     def evidence(self, terms: Terms) -> Float[Tensor, "tokens"]:
-        """|log-ratio| of the tokens that are judged, negative for all others. No gradient."""
-        own = terms.log_ratio.detach()
-        judged = terms.on_policy
+        """Returns |log-ratio| of the tokens in the second moment, negative for all others. No gradient."""
+        log = terms.log_ratio.detach()
+        counted = terms.on_policy
         if self.form == "cap":
-            judged = (own * terms.advantage.sign() > 0) & (terms.advantage.abs() > HARM_FLOOR)
-        return torch.where(judged, own.abs(), NO_EVIDENCE).reshape(-1)
+            counted = (log * terms.advantage.sign() > 0) & (terms.advantage.abs() > HARM_FLOOR)
+        return torch.where(counted, log.abs(), NO_EVIDENCE).reshape(-1)
 
     def __call__(self, terms: Terms, state: State) -> Value:
         return self._capped(terms, state) if self.form == "cap" else self._masked(terms, state)
 
     def _capped(self, terms: Terms, state: State) -> Value:
         cap, advantage = state.second_moment_cap(self.tau).to(terms.logp.dtype), terms.advantage
-        # Clamped as a log: the token whose log-ratio is the cap is inside, whatever the rounding of exp.
+        # The log is clamped, not the ratio: a token exactly at the cap stays unclipped whatever the rounding of exp.
         clipped = bounded(terms.log_ratio.clamp(-cap, cap)).exp()
         value = torch.minimum(terms.ratio * advantage, clipped * advantage)
-        own = terms.log_ratio.detach()
+        log = terms.log_ratio.detach()
         statistics = {
-            **terms.share("clip/low", (advantage < 0) & (own < -cap)),
-            **terms.share("clip/high", (advantage > 0) & (own > cap)),
+            **terms.share("clip/low", (advantage < 0) & (log < -cap)),
+            **terms.share("clip/high", (advantage > 0) & (log > cap)),
         }
         return value, statistics
 
@@ -354,7 +358,7 @@ class SecondMoment(Surrogate):
 
 @dataclass(frozen=True)
 class LogProb(Surrogate):
-    """A log pi: the policy gradient as if every token were the current policy's own (REINFORCE, Williams 1992)."""
+    """A log pi: the policy gradient without a ratio, as if on-policy (REINFORCE, Williams 1992)."""
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         return terms.advantage * terms.logp, {}
@@ -363,7 +367,7 @@ class LogProb(Surrogate):
         return "A log π"
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
-        return None if ratio == Ratio() else "LogProb has no ratio, so its level and policy say nothing: use Ratio()"
+        return None if ratio == Ratio() else "LogProb has no ratio, so its level and policy have no effect: use Ratio()"
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What all HTML pages share: templates, theme and number formats."""
+"""Templates, theme, figures and number formats shared by all HTML pages."""

@@ -1,4 +1,4 @@
-"""Shared by all pages: the template environment, atomic writing, and number formats."""
+"""Renders templates, writes pages atomically, and formats numbers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from trimtab.errors import TrimtabError
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
-    """A page from its template. Every value is escaped unless it is `Markup`; a missing one is an error."""
+    """Returns the page rendered from a template. Values are escaped unless they are `Markup`.
+
+    Raises `jinja2.UndefinedError` for a missing value.
+    """
     environment = Environment(
         loader=PackageLoader("trimtab.pages"),
-        # Always, whatever the file's name: the pages show text a model wrote.
+        # For every file name: the pages contain model output, which is untrusted.
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -30,7 +33,7 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
 
 def write(path: Path, content: bytes) -> Path:
-    """Write the file whole or not at all. `TrimtabError` when the place cannot be written."""
+    """Write the file atomically and return `path`. Raises `TrimtabError` when it cannot be written."""
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +51,10 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def number(value: Any) -> str:
-    """Four significant digits, thousands apart, tiny numbers as powers. JSON holds a NaN metric as null."""
+    """Returns a number with four significant digits and thousands separators; below 1e-3 as a power of ten.
+
+    None and numbers that are not finite become "–" (a NaN metric is null in JSON); strings are returned unchanged.
+    """
     if isinstance(value, str):
         return value
     if value is None or not math.isfinite(value):
@@ -62,12 +68,12 @@ def number(value: Any) -> str:
 
 
 def short(value: float) -> str:
-    """Two significant digits: 0.26 or 1.9e-3."""
+    """Returns a number with two significant digits, such as 0.26 or 1.9e-3."""
     if value == 0:
         return "0"
     return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else power(value, 1)
 
 
 def power(value: float, digits: int) -> str:
-    """1.9e-3, where Python writes 1.9e-03."""
-    return re.sub(r"e([+-])0*(\d)", lambda found: f"e{found[1].replace('+', '')}{found[2]}", f"{value:.{digits}e}")
+    """Returns scientific notation without padding of the exponent: 1.9e-3 instead of 1.9e-03."""
+    return re.sub(r"e([+-])0*(\d)", lambda match: f"e{match[1].replace('+', '')}{match[2]}", f"{value:.{digits}e}")

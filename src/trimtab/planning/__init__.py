@@ -1,1 +1,1 @@
-"""Predicts time, memory and lag of a run from model sizes, device figures and stated assumptions. No torch."""
+"""Predicts time, memory and lag of a run from model shapes, device peaks and stated assumptions. Needs no torch."""

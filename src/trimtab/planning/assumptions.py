@@ -9,46 +9,49 @@ from dataclasses import dataclass, field, fields, replace
 from trimtab.errors import TrimtabError, nearest
 
 
-def _assumed(default: float, why: str, low: float = 0.0, high: float = float("inf")) -> float:
+def _assumption(default: float, why: str, low: float = 0.0, high: float = float("inf")) -> float:
     return field(default=default, metadata={"why": why, "low": low, "high": high})
 
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """Every figure that is neither a size, a peak, nor arithmetic."""
+    """All numbers of a plan that are neither model sizes, device peaks, nor computed from them."""
 
-    train_flops: float = _assumed(
+    train_flops: float = _assumption(
         0.30,
         "share of the peak the trainer reaches, recomputation counted as work; torchtitan reports .33 for Llama 3.1 8B "
         "under FSDP2 without compilation on 8 H100 (benchmarks/llama3_h100_202412_torchtitan.md)",
         high=1,
     )
-    decode_bandwidth: float = _assumed(0.60, "share of the memory bandwidth decoding reaches; a guess", high=1)
-    decode_flops: float = _assumed(
+    decode_bandwidth: float = _assumption(0.60, "share of the memory bandwidth decoding reaches; a guess", high=1)
+    decode_flops: float = _assumption(
         0.40, "share of the peak that prefill and large decode batches reach; a guess", high=1
     )
-    decode_overhead: float = _assumed(
+    decode_overhead: float = _assumption(
         0.005, "seconds of every decode step spent outside the GPU's products; a guess (engine.vllm.eager costs more)"
     )
-    parallel: float = _assumed(
+    parallel: float = _assumption(
         0.90,
-        "share of an engine's speed that is left with every doubling of its GPUs (tensor parallel); a guess",
+        "share of an engine's speed per GPU that remains with every doubling of its GPUs (tensor parallel); a guess",
         high=1,
     )
-    engine_memory: float = _assumed(0.90, "share of an engine's GPU it may use; vLLM's own default", high=1)
-    engine_workspace: float = _assumed(4e9, "bytes of an engine's GPU that hold neither weights nor keys; a guess")
-    sequences: float = _assumed(256, "responses an engine decodes at once at most (vLLM's max_num_seqs)", low=1)
-    train_memory: float = _assumed(
+    engine_memory: float = _assumption(0.90, "share of an engine's GPU it may use; vLLM's own default", high=1)
+    engine_workspace: float = _assumption(4e9, "bytes of an engine's GPU that hold neither weights nor keys; a guess")
+    sequences: float = _assumption(256, "responses an engine decodes at once at most (vLLM's max_num_seqs)", low=1)
+    train_memory: float = _assumption(
         0.92, "share of a trainer's GPU that tensors may fill; the rest is CUDA and gaps", high=1
     )
-    handover: float = _assumed(
+    handover: float = _assumption(
         2e9, "bytes per second at which the trainer writes its weights and each engine reads them (float32); a guess"
     )
-    score: float = _assumed(0.0, "seconds of rewards for one batch")
+    score: float = _assumption(0.0, "seconds of rewards for one batch")
 
 
 def assume(changes: Iterable[str]) -> Assumptions:
-    """The defaults with `name=value` changes."""
+    """Returns the defaults with `name=value` changes.
+
+    Raises `TrimtabError` for an unknown name or a value out of bounds.
+    """
     known = {entry.name: entry for entry in fields(Assumptions)}
     values: dict[str, float] = {}
     for change in changes:
@@ -69,13 +72,13 @@ def assume(changes: Iterable[str]) -> Assumptions:
 
 
 def reasons() -> dict[str, str]:
-    """Why each default is what it is."""
+    """Returns the reason for each default by name."""
     return {entry.name: entry.metadata["why"] for entry in fields(Assumptions)}
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`memory` in bytes, `flops` of dense bfloat16 products per second, `bandwidth` of its memory in bytes per s."""
+    """A GPU: memory in bytes, peak of dense bfloat16 products in FLOP/s, memory bandwidth in bytes per second."""
 
     name: str
     memory: float

@@ -1,4 +1,4 @@
-"""Predicts an asynchronous run from the phase times of a synchronous one."""
+"""Reads the phase times of a synchronous run, from which an asynchronous run is predicted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
 from trimtab.planning.pipeline_schedule import Phases
 
-# The first steps of a run compile, allocate and fill caches.
-_WARMUP = 0.2
-_NEEDED = ("time/collect", "time/score", "time/proximal", "time/update", "time/publish", "time/step")
+# Share of the steps left out at the start, where a run compiles, allocates and fills caches.
+_WARMUP_SHARE = 0.2
+_PHASE_KEYS = ("time/collect", "time/score", "time/proximal", "time/update", "time/publish", "time/step")
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Medians over the steps of a run: seconds by phase, tokens, updates of a step."""
+    """Medians over the steps of a run: seconds by phase and tokens per step; and the number of updates per step."""
 
     phases: Phases
     steps: int
@@ -31,18 +31,18 @@ class Measured:
 
 
 def read(run: Path) -> Measured:
-    """Phases of a run without overlap; what a step took besides them is the trainer's.
+    """Reads the phases of a run without overlap; the unaccounted time of a step is attributed to the trainer.
 
-    Raises `TrimtabError` where there is no such run, it is not synchronous, or it has too few steps.
+    Raises `TrimtabError` if the run does not exist, is not synchronous, or has too few steps.
     """
-    config, logged = _files(run)
+    config, logged = _read_files(run)
     if config.trainer.max_lag:
         raise TrimtabError(
             f"{run} ran with trainer.max_lag = {config.trainer.max_lag}, where waiting hides what a phase takes: "
             "predict from a run without max_lag"
         )
-    rows = [row for row in logged if all(row.get(key) is not None for key in _NEEDED)]
-    rows = rows[int(len(rows) * _WARMUP) :]
+    rows = [row for row in logged if all(row.get(key) is not None for key in _PHASE_KEYS)]
+    rows = rows[int(len(rows) * _WARMUP_SHARE) :]
     if len(rows) < 3:
         raise TrimtabError(f"{run} has {len(rows)} steps to measure by after the first: let it run for 5 or more")
     return Measured(
@@ -54,13 +54,13 @@ def read(run: Path) -> Measured:
     )
 
 
-def _files(run: Path) -> tuple[Config, list[dict[str, Any]]]:
+def _read_files(run: Path) -> tuple[Config, list[dict[str, Any]]]:
     path, number = run / "config.toml", 0
     try:
         config = parse_config(tomllib.loads(path.read_text()), str(path))
         path = run / "metrics.jsonl"
         rows = []
-        for number, line in enumerate(path.read_text().splitlines(), 1):  # noqa: B007  # named in the error
+        for number, line in enumerate(path.read_text().splitlines(), 1):  # noqa: B007  # used in the error message
             rows.append(json.loads(line))
     except OSError as error:
         raise TrimtabError(f"{path}: {error.strerror}; give a run directory") from None
@@ -72,9 +72,9 @@ def _files(run: Path) -> tuple[Config, list[dict[str, Any]]]:
 
 
 def _phases(rows: Sequence[Mapping[str, Any]]) -> Phases:
-    generate, score, proximal, update, publish, step = (_median(rows, key) for key in _NEEDED)
-    rest = max(0.0, step - generate - score - proximal - update - publish)
-    return Phases(generate=generate, train=proximal + update + rest, score=score, publish=publish)
+    generate, score, proximal, update, publish, step = (_median(rows, key) for key in _PHASE_KEYS)
+    unaccounted = max(0.0, step - generate - score - proximal - update - publish)
+    return Phases(generate=generate, train=proximal + update + unaccounted, score=score, publish=publish)
 
 
 def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float:

@@ -1,13 +1,13 @@
-"""The training loop as a pipeline: step time, idle time, and age of tokens.
+"""Models the training loop as a pipeline and computes step time, utilization, and age of tokens.
 
-    engines: take the newest weights, write batch m  ->  rewards: score it  ->  trainer: update, publish version m + 1
+    engines: load the newest weights, sample batch m  ->  rewards: score it  ->  trainer: update, publish version m + 1
 
-`ahead` is how many batches the engines may be ahead of the weights: batch m is begun with weights of at least m - ahead
-steps (`trainer.max_lag` = ahead x updates of a step). The trainer publishes after every step; engines take the newest
-weights between batches. With 0 every batch waits for the step before it, and the phases take turns.
+`ahead` is the number of batches the engines may be ahead of the weights: batch m starts with weights of at least
+m - ahead steps (`trainer.max_lag` = ahead x updates per step). The trainer publishes after every step; engines load the
+newest weights between batches. With ahead = 0 every batch waits for the previous step: the phases run in turn.
 
-Three machines and one loop around them bound the time of a step from below, and the largest bound is reached (the
-longest mean cycle of a system of such delays, as in max-plus algebra):
+The time of a step is bounded from below by each of the three stages and by the loop through all of them, and equals the
+largest bound (the maximum cycle mean of the system in max-plus algebra):
 
     step = max(engines, rewards, trainer, (engines + rewards + trainer) / (ahead + 1))
 """
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 from trimtab.errors import TrimtabError
 
-# Steps until transients are gone, and steps looked at: phases are constant, so what follows repeats.
-_SETTLE, _LOOK = 200, 400
+# Simulated steps until the steady state, and steps measured; phases are constant, so the schedule is periodic.
+_WARMUP_STEPS, _MEASURED_STEPS = 200, 400
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Seconds of one step. `load`: engines taking weights; `publish`: the trainer giving them."""
+    """Seconds of one step by phase. publish: the trainer writes weights. load: engines read them."""
 
     generate: float
     train: float
@@ -43,18 +43,18 @@ class Phases:
 
     @property
     def in_turn(self) -> float:
-        """A step without overlap."""
+        """Seconds of a step without overlap."""
         return self.engines + self.score + self.trainer
 
     @property
     def ideal(self) -> float:
-        """A step in which everything overlaps."""
+        """Seconds of a step with complete overlap."""
         return max(self.engines, self.score, self.trainer)
 
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """A step in the steady state: its seconds, the share of them each side works, and the age of tokens in steps."""
+    """A step in the steady state: seconds, utilization of engines and trainer, and age of tokens in steps."""
 
     seconds: float
     engines: float
@@ -64,7 +64,7 @@ class Cycle:
 
 
 def cycle(phases: Phases, ahead: int) -> Cycle:
-    """The steady state of the loop with engines at most `ahead` steps ahead."""
+    """Returns the steady state with engines at most `ahead` steps ahead."""
     seconds = max(phases.ideal, phases.in_turn / (ahead + 1))
     lags = _lags(phases, ahead)
     busy = (part / seconds if seconds else 0.0 for part in (phases.engines, phases.trainer))
@@ -72,14 +72,17 @@ def cycle(phases: Phases, ahead: int) -> Cycle:
 
 
 def enough_ahead(phases: Phases) -> int:
-    """The smallest lead with which nothing but the slowest phase is waited for."""
+    """Returns the smallest number of steps ahead at which the slowest stage alone determines the step time."""
     if not phases.ideal:
         return 0
     return math.ceil(phases.in_turn / phases.ideal - 1 - 1e-9)
 
 
 def lead(max_lag: int | None, updates: int, phases: Phases) -> int:
-    """How many steps engines may be ahead under `max_lag` updates; None: as many as are needed."""
+    """Returns the number of steps engines may be ahead under `max_lag` updates; with None the smallest sufficient one.
+
+    Raises `TrimtabError` for a `max_lag` above 0 and below the updates of a step.
+    """
     if max_lag is None:
         return enough_ahead(phases)
     if 0 < max_lag < updates:
@@ -91,16 +94,16 @@ def lead(max_lag: int | None, updates: int, phases: Phases) -> int:
 
 
 def _lags(phases: Phases, ahead: int) -> list[int]:
-    """Age, in steps, of every batch when it is consumed, once the loop has settled."""
-    published = [0.0]  # when the weights after so many steps were out
-    newest, written, scored = 0, 0.0, 0.0
+    """Returns the age in steps of every batch when it is consumed, in the steady state."""
+    published = [0.0]  # time at which the weights after this number of steps are published
+    newest, generated, scored = 0, 0.0, 0.0
     lags = []
-    for batch in range(_SETTLE + _LOOK):
-        begun = max(written, published[max(0, batch - ahead)])
-        while newest + 1 < len(published) and published[newest + 1] <= begun:
+    for batch in range(_WARMUP_STEPS + _MEASURED_STEPS):
+        started = max(generated, published[max(0, batch - ahead)])
+        while newest + 1 < len(published) and published[newest + 1] <= started:
             newest += 1
-        written = begun + phases.engines
-        scored = max(written, scored) + phases.score
+        generated = started + phases.engines
+        scored = max(generated, scored) + phases.score
         published.append(max(published[batch], scored) + phases.trainer)
         lags.append(batch - newest)
-    return lags[_SETTLE:]
+    return lags[_WARMUP_STEPS:]

@@ -15,12 +15,12 @@ from trimtab.planning.pipeline_schedule import Cycle, Phases, cycle, lead
 from trimtab.planning.rates import Engine, Workload, training, writing
 from trimtab.planning.shapes import Shape
 
-NODE = 8  # GPUs of one machine: a larger cluster is divided by machines
+GPUS_PER_NODE = 8  # larger clusters are divided by whole machines
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is given. None asks the plan to choose."""
+    """The input of a plan; None lets the plan choose."""
 
     shape: Shape
     device: Device
@@ -35,7 +35,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One split of the GPUs. `memory`: bytes of a training rank by term; `room`: bytes a rank may use."""
+    """One split of the GPUs. memory: bytes of a training rank by term. room: bytes a rank may use."""
 
     question: Question
     engine: Engine
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def longest(self) -> int:
-        """The longest response a training rank of this split has memory for; 0 where not even the weights fit."""
+        """The longest response for which a training rank has memory; 0 if the weights do not fit."""
         low, high = 0, 1 << 24
         while low < high:
             middle = (low + high + 1) // 2
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def engine_fits(self) -> bool:
-        """Whether the engine holds its weights and one response of full length."""
+        """Whether the engine has memory for its weights and one response of full length."""
         return self.slots > 0 and self.engine.cache >= self.work.prompt + self.work.longest
 
     @property
@@ -102,9 +102,9 @@ class Plan:
         return self.work.tokens / self.phases.train
 
     def keys(self) -> dict[str, Any]:
-        """What to set in a recipe, by dotted key."""
+        """Returns the recipe settings of this plan by dotted key."""
         work = self.work
-        found: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "trainer.prompts": work.prompts,
             "trainer.samples": work.samples,
             "trainer.minibatches": work.updates // work.epochs,
@@ -127,12 +127,15 @@ class Plan:
             "ray.trainer_gpus": 1.0,
         }
         if self.rank.offload:
-            found["sharding.offload"] = True
-        return found
+            settings["sharding.offload"] = True
+        return settings
 
 
 def plan(question: Question) -> Plan:
-    """The fastest split that fits; where none fits, the fastest one: its memory says what is missing."""
+    """Returns the fastest split that fits; if none fits, the fastest one, whose memory shows what is missing.
+
+    Raises `TrimtabError` if the GPUs cannot be split.
+    """
     plans = [candidate for split in _splits(question) for candidate in _candidates(question, *split)]
     if not plans:
         raise TrimtabError(_no_split(question))
@@ -140,15 +143,15 @@ def plan(question: Question) -> Plan:
 
 
 def _splits(question: Question) -> Iterator[tuple[int, int]]:
-    """GPUs of one engine, and the number of engines; one GPU at least is left for training."""
-    unit = NODE if question.gpus > NODE else 1
-    wanted = question.tensor_parallel
-    for size in (1, 2, 4, 8) if wanted is None else (wanted,):
+    """Yields GPUs per engine and number of engines, leaving at least one GPU for training."""
+    unit = GPUS_PER_NODE if question.gpus > GPUS_PER_NODE else 1
+    fixed_size = question.tensor_parallel
+    for size in (1, 2, 4, 8) if fixed_size is None else (fixed_size,):
         for rollout in range(unit, question.gpus, unit) if question.rollout_gpus is None else (question.rollout_gpus,):
             engines = rollout // size
-            # An engine writes whole groups: more engines than prompts would stand still.
-            divides = rollout % size == 0 and question.shape.heads % size == 0
-            if divides and 0 < engines <= question.work.prompts and rollout < question.gpus:
+            # An engine samples whole groups: engines beyond the number of prompts would be idle.
+            is_divisible = rollout % size == 0 and question.shape.heads % size == 0
+            if is_divisible and 0 < engines <= question.work.prompts and rollout < question.gpus:
                 yield size, engines
 
 
@@ -159,37 +162,37 @@ def _no_split(question: Question) -> str:
             f"no engine of {sizes} of a {question.device.name} holds {question.shape.name}: raise --tensor-parallel or "
             "--gpus, or take a --device with more memory"
         )
-    asked = f"--rollout-gpus {question.rollout_gpus} " if question.rollout_gpus is not None else ""
+    option = f"--rollout-gpus {question.rollout_gpus} " if question.rollout_gpus is not None else ""
     return (
-        f"{question.gpus} GPUs cannot be split {asked}into engines of {sizes} (a divisor of the model's "
+        f"{question.gpus} GPUs cannot be split {option}into engines of {sizes} (a divisor of the model's "
         f"{question.shape.heads} heads) and at least one for training: change --gpus, --rollout-gpus or "
         "--tensor-parallel"
     )
 
 
 def _candidates(question: Question, size: int, engines: int) -> Iterator[Plan]:
-    """The split without recomputation if that fits, else with it, else with the optimizer in CPU memory."""
+    """Yields the split without recomputation if it fits, else with it, else with the optimizer in CPU memory."""
     engine = Engine(question.shape, question.device, size, question.assumed)
     slots = engine.slots(question.work)
     if slots == 0:
         return
     generate = _generation(engine, engines, question.work, slots)
     ranks = question.gpus - size * engines
-    # A single rank shards nothing, and what is not sharded is not offloaded.
-    ways = ((False, False), (True, False), (True, True))[: 3 if ranks > 1 else 2]
-    for recompute, offload in ways:
+    # A single rank is not sharded, and offloading needs sharding.
+    variants = ((False, False), (True, False), (True, True))[: 3 if ranks > 1 else 2]
+    for recompute, offload in variants:
         rank = _rank(question, ranks, recompute, offload)
         phases = _phases(question, rank, generate)
         ahead = lead(question.max_lag, question.work.updates, phases)
-        held = memory.training_rank(question.shape, rank)
-        found = Plan(question, engine, engines, rank, phases, ahead, held)
-        if found.trainer_fits or (recompute, offload) == ways[-1]:
-            yield found
+        rank_memory = memory.training_rank(question.shape, rank)
+        candidate = Plan(question, engine, engines, rank, phases, ahead, rank_memory)
+        if candidate.trainer_fits or (recompute, offload) == variants[-1]:
+            yield candidate
             return
 
 
 def _generation(engine: Engine, engines: int, work: Workload, slots: int) -> float:
-    """Seconds until the slowest engine has written its share, whole groups, and the others wait."""
+    """Returns the seconds until the slowest engine has sampled its share of whole groups."""
     groups = math.ceil(work.prompts / engines)
     return engine.prefill(groups * work.prompt) + writing(
         engine, work.prompt, work.lengths(groups * work.samples), slots

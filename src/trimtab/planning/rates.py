@@ -1,4 +1,4 @@
-"""Seconds of sampling and training from sizes and device peaks (roofline), with efficiencies as assumptions."""
+"""Computes sampling and training times from model sizes and device peaks (roofline) with assumed efficiencies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from trimtab.planning.assumptions import Assumptions, Device
 from trimtab.planning.shapes import Shape
 
-HALF = 2  # bytes of a bfloat16 number
+BFLOAT16 = 2  # bytes per bfloat16 value
 _GOLDEN = 0.6180339887498949
 
 
@@ -18,8 +18,8 @@ _GOLDEN = 0.6180339887498949
 class Workload:
     """One step: `prompts` x `samples` responses of `response` tokens on average and at most `longest`.
 
-    Lengths are spread as longest x u^k, u even in (0, 1), with k from the average: every response equally long where
-    both agree, even between 0 and the longest where the average is half of it, more skewed below.
+    Lengths are distributed as longest x u^k with u uniform in (0, 1) and k chosen to match the average: constant if
+    average and longest agree, uniform if the average is half of the longest, and skewed towards short ones below that.
     """
 
     prompts: int
@@ -49,7 +49,7 @@ class Workload:
         return self.longest**2 / (2 * self.exponent + 1)
 
     def lengths(self, count: int) -> list[int]:
-        """Lengths of `count` responses in an order without pattern: quantiles visited by the golden ratio."""
+        """Returns the lengths of `count` responses: quantiles in the low-discrepancy order of the golden ratio."""
         quantiles = ((index * _GOLDEN) % 1 for index in range(1, count + 1))
         return [max(1, round(self.longest * quantile**self.exponent)) for quantile in quantiles]
 
@@ -65,28 +65,28 @@ class Engine:
 
     @property
     def weights(self) -> float:
-        """Bytes of its weights on each of its GPUs."""
-        return HALF * self.shape.parameters / self.gpus
+        """Bytes of weights per GPU."""
+        return BFLOAT16 * self.shape.parameters / self.gpus
 
     @property
     def cache(self) -> float:
-        """Tokens of context whose keys and values it has room for; not positive where its weights do not fit."""
+        """Tokens of context that fit in the key-value cache; not positive if the weights do not fit."""
         room = self.device.memory * self.assumptions.engine_memory - self.assumptions.engine_workspace - self.weights
-        return room * self.gpus / (HALF * self.shape.kv_values)
+        return room * self.gpus / (BFLOAT16 * self.shape.kv_values)
 
     def slots(self, work: Workload) -> int:
-        """Responses it can decode at once: as many as the cache holds at the mean length of those in progress."""
+        """Returns the number of concurrent responses, given the mean length of responses in progress."""
         progress = work.square / (2 * work.response)
         return min(int(self.assumptions.sequences), max(0, int(self.cache / (work.prompt + progress))))
 
     def decode(self, rows: int, context: float) -> float:
-        """Seconds to write one more token of `rows` responses that look at `context` tokens together."""
+        """Returns the seconds to decode one token of `rows` responses with `context` tokens of context in total."""
         shape, assumed = self.shape, self.assumptions
-        read = HALF * (self._touched(rows) + shape.kv_values * context)
-        work = 2 * (shape.products + shape.embedding) * rows + 4 * shape.layers * shape.queries * context
+        bytes_read = BFLOAT16 * (self._parameters_read(rows) + shape.kv_values * context)
+        operations = 2 * (shape.products + shape.embedding) * rows + 4 * shape.layers * shape.queries * context
         bandwidth = self.device.bandwidth * assumed.decode_bandwidth * self._speedup
         flops = self.device.flops * assumed.decode_flops * self._speedup
-        return max(read / bandwidth, work / flops) + assumed.decode_overhead
+        return max(bytes_read / bandwidth, operations / flops) + assumed.decode_overhead
 
     def prefill(self, tokens: float) -> float:
         flops = self.device.flops * self.assumptions.decode_flops * self._speedup
@@ -94,21 +94,21 @@ class Engine:
 
     @property
     def _speedup(self) -> float:
-        """How many GPUs' worth of work its GPUs do together."""
+        """Speed relative to a single GPU."""
         return self.gpus * self.assumptions.parallel ** math.log2(self.gpus)
 
-    def _touched(self, rows: int) -> float:
-        """Parameters that decoding `rows` tokens reads: of a mixture, the experts that any of them is sent to."""
+    def _parameters_read(self, rows: int) -> float:
+        """Returns the expected number of parameters read by decoding `rows` tokens; of a mixture, of routed experts."""
         shape = self.shape
-        missed = (1 - shape.active / shape.experts) ** rows
+        unused = (1 - shape.active / shape.experts) ** rows
         dense = shape.layers * (shape.layer - shape.experts * shape.expert) + shape.embedding
-        return dense + shape.layers * shape.experts * shape.expert * (1 - missed)
+        return dense + shape.layers * shape.experts * shape.expert * (1 - unused)
 
 
 def writing(engine: Engine, prompt: int, lengths: Sequence[int], slots: int) -> float:
-    """Seconds until the last of these responses is written: slots are refilled as responses end, then run empty."""
+    """Returns the seconds until the last response is finished; free slots are refilled while responses are waiting."""
     waiting = iter(lengths)
-    ends: list[tuple[int, int]] = []  # of each running response: tokens written in a slot when it ends, its length
+    ends: list[tuple[int, int]] = []  # per running response: decode step at which it ends, and its length
     done, context, seconds = 0, 0.0, 0.0
     while True:
         for length in waiting:
@@ -119,7 +119,7 @@ def writing(engine: Engine, prompt: int, lengths: Sequence[int], slots: int) -> 
         if not ends:
             return seconds
         rows, steps = len(ends), ends[0][0] - done
-        # The step grows with the context, which grows by a token of every row: its middle is its mean.
+        # Step time is linear in the context, which grows linearly: evaluate it at the middle of the interval.
         seconds += steps * engine.decode(rows, context + rows * steps / 2)
         context += rows * steps
         done += steps
@@ -128,16 +128,18 @@ def writing(engine: Engine, prompt: int, lengths: Sequence[int], slots: int) -> 
 
 
 def training(
-    shape: Shape, device: Device, ranks: int, work: Workload, prompts: float, recompute: bool, assumed: Assumptions
+    shape: Shape, device: Device, ranks: int, workload: Workload, prompts: float, recompute: bool, assumed: Assumptions
 ) -> float:
-    """Seconds of all updates of a step, the proximal forward included, on `ranks` GPUs.
+    """Returns the seconds of all updates of a step on `ranks` GPUs, including the proximal forward.
 
-    `prompts`: how often prompts are run (once for every micro-batch that holds one of their responses).
+    `prompts` is the number of prompts run: once for every micro-batch that contains one of their responses.
     """
-    tokens = work.tokens + prompts * work.prompt
-    # The whole rectangle: what a token may not see is computed and masked (of long rows, little more than half is).
-    seen = work.responses * (work.square + work.prompt * work.response) + prompts * work.prompt**2
-    forward = 2 * (shape.products * tokens + shape.embedding * work.tokens) + 4 * shape.layers * shape.queries * seen
-    proximal = 1 if work.updates > 1 else 0
-    passes = work.epochs * (4 if recompute else 3) + proximal
+    tokens = workload.tokens + prompts * workload.prompt
+    # Full rectangles of scores: masked scores are computed, too (for long rows only a little more than half is).
+    scores = workload.responses * (workload.square + workload.prompt * workload.response) + prompts * workload.prompt**2
+    forward = (
+        2 * (shape.products * tokens + shape.embedding * workload.tokens) + 4 * shape.layers * shape.queries * scores
+    )
+    proximal = 1 if workload.updates > 1 else 0
+    passes = workload.epochs * (4 if recompute else 3) + proximal
     return forward * passes / (ranks * device.flops * assumed.train_flops)

@@ -1,4 +1,4 @@
-"""Model shapes from a config.json or from a table of public models."""
+"""Model shapes, read from a config.json or taken from a table of public models."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trimtab.errors import TrimtabError, nearest
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder of the Llama family: gated feed-forward network, grouped keys, RMS norms.
+    """The shape of a decoder of the Llama family: gated feed-forward network, grouped-query attention, RMS norms.
 
-    `kv` is the number of key heads, `size` the width of one head. A mixture has `experts` networks of width
-    `intermediate` in every layer, `active` of which see a token; a dense model has one.
+    `kv` is the number of key-value heads, `size` the width of one head. A mixture of experts has `experts` networks of
+    width `intermediate` in every layer, `active` of them per token; a dense model has one.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Shape:
 
     @property
     def keys(self) -> int:
-        """Channels of all key heads; as many again hold the values."""
+        """Channels of all key heads; the values have the same number."""
         return self.kv * self.size
 
     @property
@@ -57,7 +57,7 @@ class Shape:
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer, its two norms and a mixture's router included."""
+        """Parameters of one layer, including its two norms and the router of a mixture."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return self.attention + self.experts * self.expert + router + 2 * self.hidden
 
@@ -71,12 +71,12 @@ class Shape:
 
     @property
     def products(self) -> int:
-        """Parameters a token is multiplied with inside the layers: of a mixture, those of its own experts."""
+        """Parameters of the layers used per token; of a mixture only those of the active experts."""
         return self.layers * (self.layer - (self.experts - self.active) * self.expert)
 
     @property
     def kv_values(self) -> int:
-        """Numbers kept for every token of context."""
+        """Values in the key-value cache per token of context."""
         return 2 * self.layers * self.keys
 
 
@@ -107,13 +107,14 @@ SHAPES = {
         Shape("llama-3.1-70b", 80, 8192, 64, 8, intermediate=28672, **_LLAMA),
     )
 }
-_QKV_BIAS, _QK_NORM = ("qwen2",), ("qwen3", "qwen3_moe")
+_QKV_BIAS_TYPES, _QK_NORM_TYPES = ("qwen2",), ("qwen3", "qwen3_moe")
 
 
 def find(model: str) -> Shape:
-    """A name of the table (an HF id such as `Qwen/Qwen2.5-7B` means its last part), or a folder with a config.json.
+    """Returns the shape for a name of the table or a folder with a config.json.
 
-    Raises `TrimtabError` for a name or a file that says too little.
+    An HF id such as `Qwen/Qwen2.5-7B` is looked up by its last part. Raises `TrimtabError` for an unknown name or an
+    incomplete file.
     """
     path = Path(model).expanduser()
     if path.is_dir() or path.suffix == ".json":
@@ -135,7 +136,7 @@ def _read(path: Path) -> Shape:
     try:
         return _from_config(path.parent.name, data)
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise TrimtabError(f"{path} does not say {error}: give the config.json of a Llama-like model") from None
+        raise TrimtabError(f"{path} has no {error}: give the config.json of a Llama-like model") from None
 
 
 def _from_config(name: str, data: Mapping[str, Any]) -> Shape:
@@ -151,8 +152,8 @@ def _from_config(name: str, data: Mapping[str, Any]) -> Shape:
         intermediate=int(data.get("moe_intermediate_size") or data["intermediate_size"]),
         vocabulary=int(data["vocab_size"]),
         tied=bool(data.get("tie_word_embeddings", False)),
-        qkv_bias=bool(data.get("attention_bias", kind in _QKV_BIAS)),
-        qk_norm=kind in _QK_NORM,
+        qkv_bias=bool(data.get("attention_bias", kind in _QKV_BIAS_TYPES)),
+        qk_norm=kind in _QK_NORM_TYPES,
         experts=experts,
         active=int(data.get("num_experts_per_tok") or 1),
     )

@@ -1,1 +1,1 @@
-"""Pages about Trimtab's own runs: one run, several, or an experiment."""
+"""HTML reports: one run, a comparison of several runs, or an experiment."""

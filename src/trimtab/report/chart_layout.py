@@ -1,4 +1,4 @@
-"""The order of the charts in a report; descriptions come from the metric catalog."""
+"""The charts of a report, by section and in order; descriptions come from the metric catalog."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def _quantiles(title: str, prefix: str, about: str) -> Chart:
     return Chart(title, about, tuple((q, f"{prefix}{q}") for q in QUANTILES), kind="quantiles")
 
 
-LAYOUT: tuple[tuple[str, tuple[Chart, ...]], ...] = (
+RUN_CHARTS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
     (
         "Learning",
         (
@@ -35,7 +35,7 @@ LAYOUT: tuple[tuple[str, tuple[Chart, ...]], ...] = (
                 "groups/no_signal",
                 (("no signal", "groups/no_signal"), ("sampled", "groups/sampled")),
                 shade=False,
-                what="Groups whose rewards are all equal teach nothing; beside them all groups that were sampled.",
+                what="Groups whose rewards are all equal give no gradient; beside them all groups that were sampled.",
             ),
             Chart(
                 "Dropped responses and skipped updates",
@@ -126,8 +126,8 @@ LAYOUT: tuple[tuple[str, tuple[Chart, ...]], ...] = (
 )
 
 _LAYERS = "One line per layer; of more than six some from the first to the last, and the range over all of them."
-# Charts of single methods: a section none of whose keys a run logged is not mentioned in its report.
-METHODS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
+# Charts of single methods. A section is left out of the report of a run that logged none of its keys.
+METHOD_CHARTS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
     (
         "Perturbation",
         (

@@ -1,4 +1,4 @@
-"""The specification of a chart over steps, and which of its curves a run has."""
+"""The specification of a chart over steps, and its resolution to the keys a run has logged."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ Kind = Literal["lines", "quantiles", "accuracy", "layers"]
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure. `lines` pairs a legend label with a key; a label "" is taken from the `<name>` a pattern matched.
+    """The specification of one figure.
 
-    `about` is the key whose row in the table of metrics gives the caption and the shaded healthy band. `what` says what
-    several curves have in common, where the sentence of one key would not; `each` gives every curve its own healthy
-    range in the caption. `bound` names a number of the recipe to draw as a level line.
+    `lines` are pairs of legend label and key; an empty label is replaced by the `<name>` that the pattern matched.
+    `about` is the key whose row in the metric catalog gives the caption and the shaded healthy band.
+    `what` replaces the caption where it would describe only one of several curves.
+    `each` lists the healthy range of every curve in the caption.
+    `bound` is a recipe key whose value is drawn as a horizontal line.
     """
 
     title: str
@@ -43,39 +45,39 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A chart with the keys one run really has."""
+class ResolvedChart:
+    """A chart with the labels and keys of the curves that a run has."""
 
     chart: Chart
     lines: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def healthy(self) -> str:
-        """The healthy range in words, one for all curves or one for each."""
+        """The healthy range in words, one for all curves or one for each curve."""
         if not self.chart.each:
             return self.chart.caption.healthy
         rows = [(label, metric(key)) for label, key in self.lines]
         return "; ".join(f"{label} {row.healthy}" for label, row in rows if row)
 
 
-# Totals of other keys: drawn as curves of their own they would only repeat or dwarf the parts.
-_NOT_A_PART = frozenset({"reward/mean", "reward/std", "reward/failed", "reject/tokens", "reject/sequences"})
+# Totals of other keys matched by a pattern; drawn beside their parts they would repeat or dwarf them.
+_TOTALS = frozenset({"reward/mean", "reward/std", "reward/failed", "reject/tokens", "reject/sequences"})
 
 
-def resolve(chart: Chart, run: Run) -> Drawn | None:
-    """The chart with patterns expanded to the keys that hold numbers in `run`; None when there are none."""
+def resolve(chart: Chart, run: Run) -> ResolvedChart | None:
+    """Returns the chart with patterns expanded to the keys that hold numbers in `run`, or None without any."""
     lines: list[tuple[str, str]] = []
-    for line in (found for label, key in chart.lines for found in _expand(label, key, run)):
-        # A total with a single part is that part: one curve, not two on top of each other.
-        if not any(_same(run, line[1], known) for _, known in lines):
-            lines.append(line)
+    for label, key in (line for pattern in chart.lines for line in _expand(*pattern, run)):
+        # A total with a single part equals that part and is drawn once.
+        if not any(_repeats(run, key, other) for _, other in lines):
+            lines.append((label, key))
     if chart.kind == "quantiles" and len(lines) < len(QUANTILES):
         return None
-    return Drawn(chart, lines) if lines else None
+    return ResolvedChart(chart, lines) if lines else None
 
 
-def _same(run: Run, key: str, other: str) -> bool:
-    """Whether a pattern's key repeats another curve step by step."""
+def _repeats(run: Run, key: str, other: str) -> bool:
+    """Whether the reward or rejection curve `key` equals the curve `other` at every step."""
     family = key.partition("/")[0]
     if family not in ("reward", "reject"):
         return False
@@ -86,11 +88,11 @@ def _expand(label: str, key: str, run: Run) -> list[tuple[str, str]]:
     if "<" not in key:
         return [(label, key)] if len(run.series(key)[0]) else []
     pattern = re.compile(re.sub(r"<[a-z]+>", "([^/]+)", key))
-    found = [(match[1], match[0]) for match in map(pattern.fullmatch, run.keys) if match]
-    found.sort(key=lambda pair: _natural(pair[0]))
-    return [(name, match) for name, match in found if match not in _NOT_A_PART and len(run.series(match)[0])]
+    matches = [(match[1], match[0]) for match in map(pattern.fullmatch, run.keys) if match]
+    matches.sort(key=lambda pair: _natural_key(pair[0]))
+    return [(name, match) for name, match in matches if match not in _TOTALS and len(run.series(match)[0])]
 
 
-def _natural(name: str) -> tuple[bool, int, str]:
-    """Numbers by their size and before words: layer 2 before layer 10 before the logits."""
+def _natural_key(name: str) -> tuple[bool, int, str]:
+    """Returns a sort key: numbers by size, then words (layer 2, layer 10, logits)."""
     return (False, int(name), "") if name.isdecimal() else (True, 0, name)

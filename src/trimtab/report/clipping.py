@@ -1,4 +1,4 @@
-"""The tokens an objective clips in the first update on a batch, from a trajectory file."""
+"""Recomputes from a trajectory file which tokens the objective clips in the first update on a batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Clipping:
-    """Tokens (tokens,) below and above the bounds of the ratio, and the rule in words."""
+    """Masks (tokens,) of the tokens below and above the bounds of the ratio, and the rule in words."""
 
     low: np.ndarray
     high: np.ndarray
@@ -26,29 +26,29 @@ class Clipping:
 
 
 def clipping(config: Mapping[str, Any], tokens: Tokens) -> Clipping | str:
-    """The clipped tokens of one file, or in one sentence why there are none to show.
+    """Returns the clipped tokens of one file, or a clause that says why they cannot be shown.
 
-    The ratio is over the behavior policy and at the objective's own level; its numerator is the perturbed policy where
-    the file has it (ALP), otherwise the clean one. Untrained tokens are never clipped.
+    The ratio is over the behavior policy and at the level of the objective (token or sequence). Its numerator is the
+    perturbed policy where the file has it (ALP), otherwise the clean one. Untrained tokens are never clipped.
     """
-    built = _build(config)
-    if isinstance(built, str):
-        return built
+    objective = _clipping_objective(config)
+    if isinstance(objective, str):
+        return objective
     numerator = tokens.perturbed if tokens.perturbed is not None else tokens.clean
     if numerator is None:
         return "the files hold no log-prob of the trainer"
     if tokens.advantage is None:
         return "the files hold no advantages"
-    own = np.where(tokens.trained, numerator.astype(np.float64) - tokens.behavior, 0.0)
-    log_ratio = at_level(own, tokens.trained, tokens.starts, built.ratio.level)
-    low, high, rule = _sides(built, log_ratio, tokens)
-    over = f"r = {'perturbed ' if tokens.perturbed is not None else ''}π/μ"
-    level = "" if built.ratio.level == "token" else f" of the {built.ratio.level} ratio"
-    return Clipping(low & tokens.trained, high & tokens.trained, f"{over}{level}; {rule}")
+    token_log_ratio = np.where(tokens.trained, numerator.astype(np.float64) - tokens.behavior, 0.0)
+    log_ratio = at_level(token_log_ratio, tokens.trained, tokens.starts, objective.ratio.level)
+    low, high, rule = _clipped_sides(objective, log_ratio, tokens)
+    ratio = f"r = {'perturbed ' if tokens.perturbed is not None else ''}π/μ"
+    level = "" if objective.ratio.level == "token" else f" of the {objective.ratio.level} ratio"
+    return Clipping(low & tokens.trained, high & tokens.trained, f"{ratio}{level}; {rule}")
 
 
-def _build(config: Mapping[str, Any]) -> Objective | str:
-    """The run's objective, if its ratio is over the behavior policy and has bounds."""
+def _clipping_objective(config: Mapping[str, Any]) -> Objective | str:
+    """Returns the run's objective if it clips the ratio over the behavior policy, or a clause that says why not."""
     from trimtab.objectives import Clipped, SecondMoment
     from trimtab.objectives.calibrate import from_section
     from trimtab.objectives.lookup import is_own
@@ -57,27 +57,27 @@ def _build(config: Mapping[str, Any]) -> Objective | str:
     try:
         if "code" in section or is_own(section["name"]):
             return f"{section['name']} is no preset, and a report runs no code that a run names"
-        built = from_section(section)
+        objective = from_section(section)
     except (KeyError, ValueError) as error:
         return f"this version of trimtab does not know the objective ({error})"
-    if built.ratio.over == "proximal":
-        return f"{built.name} clips π/π_old, which is 1 at the first look at a batch, so no token is clipped there"
-    if not isinstance(built.surrogate, Clipped | SecondMoment):
-        return f"{built.name} clips nothing"
-    return built
+    if objective.ratio.over == "proximal":
+        return f"{objective.name} clips π/π_old, which is 1 in the first update on a batch, so no token is clipped"
+    if not isinstance(objective.surrogate, Clipped | SecondMoment):
+        return f"{objective.name} clips nothing"
+    return objective
 
 
-def _sides(built: Objective, log_ratio: np.ndarray, tokens: Tokens) -> tuple[np.ndarray, np.ndarray, str]:
+def _clipped_sides(objective: Objective, log_ratio: np.ndarray, tokens: Tokens) -> tuple[np.ndarray, np.ndarray, str]:
     from trimtab.objectives import Clipped, SecondMoment
 
-    surrogate, advantage = built.surrogate, tokens.advantage
+    surrogate, advantage = objective.surrogate, tokens.advantage
     assert advantage is not None
     if isinstance(surrogate, Clipped):
         low, high = 1.0 - surrogate.low, 1.0 + surrogate.high
         rule = f"clipped: A < 0 and r < {low:.4g}, or A > 0 and r > {high:.4g}"
         return *clipped(log_ratio, advantage, low, high), rule
     assert isinstance(surrogate, SecondMoment)
-    bound = _second_moment(built, surrogate, log_ratio, tokens)
+    bound = _second_moment(objective, surrogate, log_ratio, tokens)
     if surrogate.form == "mask":
         outside = np.abs(log_ratio) > bound
         rule = f"left out: |log r| > {bound:.3g}, the limit of the whole batch"
@@ -89,8 +89,8 @@ def _sides(built: Objective, log_ratio: np.ndarray, tokens: Tokens) -> tuple[np.
     return low, high, rule
 
 
-def _second_moment(built: Objective, surrogate: SecondMoment, log_ratio: np.ndarray, tokens: Tokens) -> float:
-    """M2PO's bound on |log r|, found from all tokens of the file as one update."""
+def _second_moment(objective: Objective, surrogate: SecondMoment, log_ratio: np.ndarray, tokens: Tokens) -> float:
+    """Returns M2PO's bound on |log r|, computed from all tokens of the file as one update."""
     import torch
 
     from trimtab.objectives import PolicyLogps
@@ -99,6 +99,6 @@ def _second_moment(built: Objective, surrogate: SecondMoment, log_ratio: np.ndar
     logps = PolicyLogps(
         current=ratio, behavior=torch.zeros_like(ratio), mask=torch.from_numpy(np.asarray(tokens.trained))[None]
     )
-    state = built.prepare(logps, torch.from_numpy(np.asarray(tokens.advantage))[None])
-    found = state.second_moment_limit if surrogate.form == "mask" else state.second_moment_cap
-    return float(found(surrogate.tau))
+    state = objective.prepare(logps, torch.from_numpy(np.asarray(tokens.advantage))[None])
+    limit_function = state.second_moment_limit if surrogate.form == "mask" else state.second_moment_cap
+    return float(limit_function(surrogate.tau))

@@ -1,4 +1,4 @@
-"""A comparison of several runs, as one HTML page and as data."""
+"""Compares several runs: one HTML page, one picture, and the same content as data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from trimtab.intervals import Interval, rule
+from trimtab.intervals import Interval, interval_method
 from trimtab.pages.render import render, short, write
 from trimtab.report.cautions import cautions, same_measure
 from trimtab.report.comparison_figures import BANDS_UP_TO, THIN_UP_TO, draw_panels, picture, swatch
@@ -26,65 +26,70 @@ from trimtab.report.summary_columns import (
     accuracy_of,
     by_seed,
     choose_target,
-    goal_columns,
     outcome,
-    way_columns,
+    process_columns,
+    result_columns,
 )
 from trimtab.runs.reader import read_run
 
 PICTURE = "comparison.png"
-_ACROSS = 4  # groups beside each other in a table
+_MAX_GROUP_COLUMNS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Everything the page says, as data."""
+    """The content of the page as data."""
 
     groups: list[Group]
     cautions: list[str]
     target: Target
-    goals: list[Outcome]
-    way: list[Outcome]
+    results: list[Outcome]
+    process_metrics: list[Outcome]
     differences: Mapping[str, list[Any]]
     equations: Mapping[str, str]
 
 
-def compare(found: Groups, *, target: float | None = None) -> Comparison:
-    """`target` is the held-out accuracy in (0, 1] that "how soon" is about; default: chosen from the runs."""
-    groups = found.groups
-    goal = choose_target(groups, target)
-    judged = same_measure(groups)
-    goals = [outcome(column, groups, judged=judged) for column in goal_columns(goal)]
-    way = [outcome(column, groups) for column in way_columns()]
+def compare(grouped: Groups, *, target: float | None = None) -> Comparison:
+    """Returns the comparison of all groups.
+
+    `target` is the held-out accuracy in (0, 1] for the columns "steps to" and "seconds to"; by default it is chosen
+    from the runs.
+    """
+    groups = grouped.groups
+    accuracy_target = choose_target(groups, target)
+    comparable = same_measure(groups)
+    results = [outcome(column, groups, judged=comparable) for column in result_columns(accuracy_target)]
+    process_metrics = [outcome(column, groups) for column in process_columns()]
     equations, notes = _equations(groups)
     return Comparison(
         groups=groups,
-        cautions=[*found.notes, *(cautions(groups) if len(groups) > 1 else ()), *notes],
-        target=goal,
-        goals=[item for item in goals if item],
-        way=[item for item in way if item and not _never(item)],
+        cautions=[*grouped.notes, *(cautions(groups) if len(groups) > 1 else ()), *notes],
+        target=accuracy_target,
+        results=[item for item in results if item],
+        process_metrics=[item for item in process_metrics if item and not _is_always_zero(item)],
         differences=differing_keys(groups),
         equations=equations,
     )
 
 
 def write_comparison(runs: Mapping[str, Sequence[Path]], path: Path) -> Path:
-    """Write the page `path` and `comparison.png` beside it. `runs` maps a label to the run directories of its seeds.
+    """Write the page `path` and `comparison.png` beside it, and return `path`.
 
-    Raises `TrimtabError` when there is nothing to compare or a run's files are missing, empty or damaged.
+    `runs` maps a label to the run directories of its seeds. Raises `TrimtabError` when there is nothing to compare or
+    a run's files are missing, empty or damaged.
     """
     return write_page(compare(named_runs(runs)), path)
 
 
 def write_page(comparison: Comparison, path: Path) -> Path:
-    """The page `path` and, beside it, the picture for documents that cannot hold a page."""
+    """Write the page `path` and, beside it, a picture for documents that cannot include HTML."""
     write(path.parent / PICTURE, picture(comparison.groups))
-    return write(path, render("comparison.html.j2", _values(comparison, path.parent)).encode())
+    return write(path, render("comparison.html.j2", _template_values(comparison, path.parent)).encode())
 
 
 def as_data(comparison: Comparison) -> dict[str, Any]:
-    """The tables for programs: names as on the page, numbers in full, null for what was not measured."""
-    columns = [*comparison.goals, *comparison.way]
+    """Returns the tables for JSON: names as on the page, unrounded numbers, null for what was not measured."""
+    columns = [*comparison.results, *comparison.process_metrics]
     return {
         "groups": [
             {
@@ -93,7 +98,7 @@ def as_data(comparison: Comparison) -> dict[str, Any]:
                     {"path": str(run.path), "seed": seed, **numbers, "steps": run.last["step"]}
                     for run, seed, numbers in zip(group.runs, group.seeds, by_seed(columns, index), strict=True)
                 ],
-                "results": {item.column.key: _numbers(item.intervals[index]) for item in columns},
+                "results": {item.column.key: _interval_data(item.intervals[index]) for item in columns},
                 "best": [item.column.key for item in columns if item.winner == index],
                 "equation": comparison.equations[group.name],
             }
@@ -109,34 +114,34 @@ def as_data(comparison: Comparison) -> dict[str, Any]:
 
 
 def held_out(runs: Mapping[str, Sequence[Path]]) -> dict[str, float | str]:
-    """Held-out greedy accuracy after training, by label: each seed, and their mean where there are several."""
+    """Returns the held-out greedy accuracy after training by label: each seed, and the mean of several seeds."""
     summary: dict[str, float | str] = {}
     for label, folders in runs.items():
-        found = [accuracy_of(read_run(Path(folder))) for folder in folders]
-        values = [math.nan if seen is None or seen.after is None else seen.after for seen in found]
-        each = "  ".join("not measured" if math.isnan(value) else f"{value:.3f}" for value in values)
+        accuracies = [accuracy_of(read_run(Path(folder))) for folder in folders]
+        values = [math.nan if accuracy is None or accuracy.after is None else accuracy.after for accuracy in accuracies]
+        shown = "  ".join("not measured" if math.isnan(value) else f"{value:.3f}" for value in values)
         mean = f"  (mean {np.mean(values):.3f})" if len(values) > 1 and not math.isnan(sum(values)) else ""
-        summary[f"{label}, held-out accuracy after"] = each + mean
+        summary[f"{label}, held-out accuracy after"] = shown + mean
     return summary
 
 
-def _never(item: Outcome) -> bool:
-    """Updates skipped in no run are not worth a column."""
+def _is_always_zero(item: Outcome) -> bool:
+    """Whether this is the column of skipped updates and no run skipped one."""
     return item.column.key == "optim/skipped" and not any(value for seeds in item.values for value in seeds)
 
 
 def _equations(groups: Sequence[Group]) -> tuple[dict[str, str], list[str]]:
-    """That of every group's first run, and a note where seeds calibrated different bounds."""
-    found = {group.name: [equation_of(run.config, run.last) for run in group.runs] for group in groups}
+    """Returns the equation of every group's first run, and a note where its seeds calibrated different bounds."""
+    by_group = {group.name: [equation_of(run.config, run.last) for run in group.runs] for group in groups}
     notes = [
-        f"{name}: every seed calibrated bounds of its own; the equation is that of the first."
-        for name, equations in found.items()
+        f"{name}: every seed calibrated its own bounds; the equation is that of the first seed."
+        for name, equations in by_group.items()
         if len(set(equations)) > 1
     ]
-    return {name: equations[0] for name, equations in found.items()}, notes
+    return {name: equations[0] for name, equations in by_group.items()}, notes
 
 
-def _values(comparison: Comparison, folder: Path) -> dict[str, Any]:
+def _template_values(comparison: Comparison, folder: Path) -> dict[str, Any]:
     groups, figures = comparison.groups, draw_panels(comparison.groups)
     names = [group.name for group in groups]
     return {
@@ -144,30 +149,30 @@ def _values(comparison: Comparison, folder: Path) -> dict[str, Any]:
         "description": plain(_shared(groups, "description") or ""),
         "facts": _facts(groups),
         "cautions": comparison.cautions,
-        "legend": [(swatch(index), group.name, _seeds(group)) for index, group in enumerate(groups)],
+        "legend": [(swatch(index), group.name, _seed_list(group)) for index, group in enumerate(groups)],
         "panels": [(title, svg, listed(missing)) for title, svg, missing in figures.drawn],
         "absent": figures.absent,
         "zero": figures.zero,
-        "rules": _rules(groups),
-        "drawing": _drawing(groups),
-        "averages": _averages(groups),
+        "rules": _interval_notes(groups),
+        "drawing": _band_note(groups),
+        "averages": _average_note(groups),
         "picture": PICTURE,
         "target": comparison.target,
         "tables": [
-            ("Results", _table(comparison.goals, names)),
-            ("On the way", _table(comparison.way, names)),
+            ("Results", _summary_table(comparison.results, names)),
+            ("On the way", _summary_table(comparison.process_metrics, names)),
         ],
-        "differences": _differences(comparison),
+        "differences": _difference_table(comparison),
         "parts": [
-            ([(_who(reading.names, names), reading.pieces) for reading in part.readings], listed(part.without))
+            ([(_names_or_all(reading.names, names), reading.pieces) for reading in part.readings], listed(part.without))
             for part in align(comparison.equations)
         ],
-        "each": _each(comparison, folder),
+        "each": _run_table(comparison, folder),
     }
 
 
 def _facts(groups: Sequence[Group]) -> list[tuple[str, str]]:
-    """What all runs share; what differs is in the table of differences."""
+    """Returns the settings that all runs share, for the page's header."""
     facts = [("runs", str(sum(len(group.runs) for group in groups)))]
     for name, key in (("model", "model.path"), ("task", "task.name"), ("lr", "optim.lr"), ("steps", "trainer.steps")):
         value = _shared(groups, key)
@@ -181,21 +186,21 @@ def _shared(groups: Sequence[Group], key: str) -> Any:
     return values[0] if all(value == values[0] for value in values) else None
 
 
-def _seeds(group: Group) -> str:
+def _seed_list(group: Group) -> str:
     seeds = ", ".join(str(seed) for seed in group.seeds[:6]) + (", …" if len(group.seeds) > 6 else "")
     return f"{'seed' if len(group.seeds) == 1 else 'seeds'} {seeds}"
 
 
-def _rules(groups: Sequence[Group]) -> list[str]:
-    """How the intervals of this page are to be read."""
+def _interval_notes(groups: Sequence[Group]) -> list[str]:
+    """Returns sentences that say what the intervals of this page are."""
     counts = sorted({len(group.runs) for group in groups})
-    found = [f"With {count} seeds: {rule(count)}." for count in counts if count > 1]
+    sentences = [f"With {count} seeds: {interval_method(count)}." for count in counts if count > 1]
     if 1 in counts:
-        found.append("Groups of one seed have no interval.")
-    return found
+        sentences.append("Groups of one seed have no interval.")
+    return sentences
 
 
-def _drawing(groups: Sequence[Group]) -> str:
+def _band_note(groups: Sequence[Group]) -> str:
     if len(groups) > BANDS_UP_TO:
         return "With so many groups only the means are drawn."
     bands = "Bands run from the lowest seed to the highest." if any(len(group.runs) > 1 for group in groups) else ""
@@ -203,7 +208,7 @@ def _drawing(groups: Sequence[Group]) -> str:
     return f"{bands} {thin}".strip()
 
 
-def _averages(groups: Sequence[Group]) -> str:
+def _average_note(groups: Sequence[Group]) -> str:
     if len(groups) > BANDS_UP_TO or all(run.last["step"] < AVERAGED_FROM for group in groups for run in group.runs):
         return ""
     return (
@@ -212,26 +217,30 @@ def _averages(groups: Sequence[Group]) -> str:
     )
 
 
-def _table(found: Sequence[Outcome], names: Sequence[str]) -> dict[str, Any]:
-    """One row a group: mean, interval, and which is best."""
+def _summary_table(outcomes: Sequence[Outcome], names: Sequence[str]) -> dict[str, Any]:
+    """Returns one row per group: mean, interval, and whether it is best."""
     rows = []
     for index, name in enumerate(names):
-        cells = [_cell(item, index) for item in found]
+        cells = [_cell(item, index) for item in outcomes]
         rows.append({"name": name, "swatch": swatch(index), "cells": cells})
-    return {"titles": [item.column.title for item in found], "rows": rows}
+    return {"titles": [item.column.title for item in outcomes], "rows": rows}
 
 
 def _cell(item: Outcome, index: int) -> dict[str, Any]:
-    known, values = item.intervals[index], item.values[index]
-    if known is None:
+    interval, values = item.intervals[index], item.values[index]
+    if interval is None:
         return {"mean": "–", "range": "", "best": False}
-    ends = f"[{_say(item.column, known.low)}, {_say(item.column, known.high)}]" if known.high > known.low else ""
-    # A mean over part of the seeds must not look like one over all.
-    part = f" {known.count} of {len(values)}" if known.count < len(values) else ""
-    return {"mean": _say(item.column, known.mean), "range": (ends + part).strip(), "best": item.winner == index}
+    ends = (
+        f"[{_format(item.column, interval.low)}, {_format(item.column, interval.high)}]"
+        if interval.high > interval.low
+        else ""
+    )
+    # A mean over some of the seeds must be recognizable.
+    seeds = f" {interval.count} of {len(values)}" if interval.count < len(values) else ""
+    return {"mean": _format(item.column, interval.mean), "range": (ends + seeds).strip(), "best": item.winner == index}
 
 
-def _say(column: Column, value: float) -> str:
+def _format(column: Column, value: float) -> str:
     if value == 0:
         return "0"
     if column.form == "decades" or abs(value) < (0.01 if column.form == "number" else 5e-4):
@@ -241,28 +250,28 @@ def _say(column: Column, value: float) -> str:
     return f"{value:.3g}" if column.form == "number" else f"{value:.3f}"
 
 
-def _differences(comparison: Comparison) -> dict[str, Any]:
-    """Keys down and groups across, or the other way round where many groups would make the table wide."""
+def _difference_table(comparison: Comparison) -> dict[str, Any]:
+    """Returns the table of differing keys: one column per group, or one row per group where there are many groups."""
     names = [group.name for group in comparison.groups]
     rows = [(key, [written(value) for value in row]) for key, row in comparison.differences.items()]
-    if len(names) <= _ACROSS or len(rows) > 2 * len(names):
+    if len(names) <= _MAX_GROUP_COLUMNS or len(rows) > 2 * len(names):
         return {"corner": "key", "across": names, "rows": rows}
     columns = [(name, [row[index] for _, row in rows]) for index, name in enumerate(names)]
     return {"corner": "group", "across": [key for key, _ in rows], "rows": columns if rows else []}
 
 
-def _who(names: Sequence[str], everyone: Sequence[str]) -> str:
+def _names_or_all(names: Sequence[str], everyone: Sequence[str]) -> str:
     return "all" if len(names) == len(everyone) else listed(names)
 
 
-def _each(comparison: Comparison, folder: Path) -> dict[str, Any]:
-    """Every run on a line, with its own report where there is one."""
-    columns = [item.column for item in comparison.goals]
+def _run_table(comparison: Comparison, folder: Path) -> dict[str, Any]:
+    """Returns one row per run, with a link to its report where it exists."""
+    columns = [item.column for item in comparison.results]
     rows = []
     for index, group in enumerate(comparison.groups):
-        numbers = by_seed(comparison.goals, index)
-        for run, seed, found in zip(group.runs, group.seeds, numbers, strict=True):
-            cells = [found[column.key] for column in columns]
+        numbers = by_seed(comparison.results, index)
+        for run, seed, values in zip(group.runs, group.seeds, numbers, strict=True):
+            shown = [values[column.key] for column in columns]
             rows.append(
                 {
                     "group": group.name,
@@ -270,8 +279,8 @@ def _each(comparison: Comparison, folder: Path) -> dict[str, Any]:
                     "link": _link(run.path / "report.html", folder),
                     "seed": written(seed),
                     "cells": [
-                        "–" if value is None else _say(column, value)
-                        for column, value in zip(columns, cells, strict=True)
+                        "–" if value is None else _format(column, value)
+                        for column, value in zip(columns, shown, strict=True)
                     ],
                 }
             )
@@ -279,18 +288,18 @@ def _each(comparison: Comparison, folder: Path) -> dict[str, Any]:
 
 
 def _link(report: Path, folder: Path) -> str:
-    """From the page to a run's own report; empty where there is none."""
-    # Quoted and begun with a dot: a folder's name must not read as a scheme or a query.
+    """Returns the relative link from the page to a run's report, empty if there is no report."""
+    # Quoted and with a leading dot: a folder name must not be parsed as a URL scheme or a query.
     return f"./{quote(os.path.relpath(report, folder))}" if report.exists() else ""
 
 
-def _numbers(found: Interval | None) -> dict[str, Any] | None:
-    if found is None:
+def _interval_data(interval: Interval | None) -> dict[str, Any] | None:
+    if interval is None:
         return None
     return {
-        "mean": found.mean,
-        "low": found.low,
-        "high": found.high,
-        "seeds": found.count,
-        "interval": rule(found.count),
+        "mean": interval.mean,
+        "low": interval.low,
+        "high": interval.high,
+        "seeds": interval.count,
+        "interval": interval_method(interval.count),
     }

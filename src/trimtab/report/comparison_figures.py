@@ -1,4 +1,4 @@
-"""The figures of a comparison: a color per group, a band over its seeds."""
+"""The figures of a comparison: one color per group, with a band over its seeds."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from trimtab.report.groups import Group
 from trimtab.report.summary_columns import accuracy_of, clipped
 from trimtab.runs.reader import Run
 
-# Beyond so many groups bands hide each other and only the means are drawn.
+# Groups up to which bands are drawn (more would hide each other), and seeds up to which single curves are drawn.
 BANDS_UP_TO, THIN_UP_TO = 8, 3
 _DASHES = {0: "", 1: "7 3", 2: "8 3 2 3", 3: "2 3", 4: "8 2 2 2", 5: "2 2"}
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure: what to read of a run, and its axis. `unit` bounds it to [0, 1]; `points` are single measurements.
+    """The specification of one figure.
 
-    `noisy` ones get a trailing average where they are long (not logarithmic ones: a mean is that of the largest alone).
+    `read` returns the series of a run. `unit` sets the axis to [0, 1]. `points` marks single measurements. `noisy`
+    series get a trailing mean where they are long; logarithmic ones do not, since their mean is dominated by the
+    largest value.
     """
 
     title: str
@@ -44,25 +46,28 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figures:
-    """Drawn panels: title, figure, groups that lack it. Not drawn: what was not logged and what is 0 throughout."""
+    """The drawn panels (title, SVG, names of groups without data) and the titles of those not drawn.
+
+    `absent`: not logged by any run. `zero`: 0 at every step of all runs.
+    """
 
     drawn: list[tuple[str, Markup, list[str]]]
     absent: list[str]
     zero: list[str]
 
 
-def _key(*keys: str) -> Callable[[Run], Series]:
-    """The first of `keys` the run logged."""
+def _first_logged(*keys: str) -> Callable[[Run], Series]:
+    """Returns a reader of the first of `keys` that the run logged."""
 
     def read(run: Run) -> Series:
-        found = [run.series(key) for key in keys]
-        return next((series for series in found if len(series[0])), found[0])
+        candidates = [run.series(key) for key in keys]
+        return next((series for series in candidates if len(series[0])), candidates[0])
 
     return read
 
 
 def _positive(key: str) -> Callable[[Run], Series]:
-    """A logarithmic axis has no place for 0, which such a metric reaches only when nothing was measured."""
+    """Returns a reader of the values above 0; a 0 of such a metric means that nothing was measured."""
 
     def read(run: Run) -> Series:
         steps, values = run.series(key)
@@ -71,47 +76,50 @@ def _positive(key: str) -> Callable[[Run], Series]:
     return read
 
 
-def _measured(key: str) -> Callable[[Run], Series]:
-    """Of a mismatch: 0 is a finding where tokens were compared (`numerics = "invariant"`), and nothing elsewhere."""
+def _compared(key: str) -> Callable[[Run], Series]:
+    """Returns a reader of a mismatch metric at the steps where tokens were compared.
+
+    There a 0 is a measurement (`numerics = "invariant"`); elsewhere it means that nothing was measured.
+    """
 
     def read(run: Run) -> Series:
         steps, values = run.series(key)
-        compared, tokens = run.series("mismatch/tokens")
-        there = (values > 0) | np.isin(steps, compared[tokens > 0])
-        return steps[there], values[there]
+        steps_compared, tokens = run.series("mismatch/tokens")
+        valid = (values > 0) | np.isin(steps, steps_compared[tokens > 0])
+        return steps[valid], values[valid]
 
     return read
 
 
 def _accuracy(run: Run) -> Series:
-    found = accuracy_of(run)
-    return (found.steps, found.values) if found else (np.empty(0), np.empty(0))
+    accuracy = accuracy_of(run)
+    return (accuracy.steps, accuracy.values) if accuracy else (np.empty(0), np.empty(0))
 
 
 PANELS = (
     Panel("Held-out greedy accuracy", _accuracy, unit=True, points=True),
-    Panel("Training reward", _key("reward/mean"), noisy=True),
-    Panel("Mismatch k3, nats per token", _measured("mismatch/k3"), log=True),
-    Panel("Effective sample size, token weights", _key("mismatch/ess_token"), noisy=True),
-    Panel("Ratio trainer / sampler, 99th percentile", _key("mismatch/ratio_q99"), noisy=True),
-    Panel("Ratio trainer / sampler, 1st percentile", _key("mismatch/ratio_q01"), noisy=True),
+    Panel("Training reward", _first_logged("reward/mean"), noisy=True),
+    Panel("Mismatch k3, nats per token", _compared("mismatch/k3"), log=True),
+    Panel("Effective sample size, token weights", _first_logged("mismatch/ess_token"), noisy=True),
+    Panel("Ratio trainer / sampler, 99th percentile", _first_logged("mismatch/ratio_q99"), noisy=True),
+    Panel("Ratio trainer / sampler, 1st percentile", _first_logged("mismatch/ratio_q01"), noisy=True),
     Panel("Gradient norm before clipping", _positive("optim/grad_norm"), log=True),
-    Panel("Entropy, nats per token", _key("entropy/mean", "entropy/rollout"), noisy=True),
-    Panel("Response length, tokens", _key("length/mean"), noisy=True),
+    Panel("Entropy, nats per token", _first_logged("entropy/mean", "entropy/rollout"), noisy=True),
+    Panel("Response length, tokens", _first_logged("length/mean"), noisy=True),
     Panel("Clipped tokens, share", clipped, noisy=True),
-    Panel("Rejected tokens, share", _key("reject/tokens"), noisy=True),
-    Panel("Learning rate", _key("optim/lr")),
+    Panel("Rejected tokens, share", _first_logged("reject/tokens"), noisy=True),
+    Panel("Learning rate", _first_logged("optim/lr")),
 )
 PICTURE_PANELS = (PANELS[1], PANELS[0], PANELS[2])
 
 
 def draw_panels(groups: Sequence[Group]) -> Figures:
-    """Every panel some run has data for, one figure each, so that a phone can stack them."""
+    """Draw every panel that some run has data for, as one figure each so that narrow screens can stack them."""
     drawn, absent, zero = [], [], []
     for panel in PANELS:
         series = [[panel.read(run) for run in group.runs] for group in groups]
-        having = [any(len(steps) for steps, _ in seeds) for seeds in series]
-        if not any(having):
+        has_data = [any(len(steps) for steps, _ in seeds) for seeds in series]
+        if not any(has_data):
             absent.append(panel.title.lower())
             continue
         if not panel.unit and not any(values.any() for seeds in series for _, values in seeds):
@@ -120,17 +128,17 @@ def draw_panels(groups: Sequence[Group]) -> Figures:
         with mpl.rc_context(RC):
             figure = Figure(figsize=(4.2, 2.7), layout="constrained")
             axes = figure.add_subplot()
-            _panel(axes, panel, series)
+            _draw_panel(axes, panel, series)
             finish(figure, axes)
-            # Not escaped: matplotlib made it, and it holds no name.
+            # Not escaped: the SVG is made by matplotlib and contains no text from the runs.
             svg = Markup(to_svg(figure, panel.title))
-        missing = [group.name for group, found in zip(groups, having, strict=True) if not found]
+        missing = [group.name for group, present in zip(groups, has_data, strict=True) if not present]
         drawn.append((panel.title, svg, missing))
     return Figures(drawn, absent, zero)
 
 
 def swatch(index: int) -> Markup:
-    """The line of one group as it looks in every panel, for the legend."""
+    """Returns the line of one group for the legend, as an SVG element."""
     color, style = CYCLE[index % len(CYCLE)], _style_number(index)
     dashes = f' stroke-dasharray="{_DASHES[style]}"' if _DASHES[style] else ""
     line = f'<line x1="0" x2="34" y1="5" y2="5" stroke="{THEME[color]}" stroke-width="3"{dashes}/>'
@@ -138,83 +146,86 @@ def swatch(index: int) -> Markup:
 
 
 def picture(groups: Sequence[Group]) -> bytes:
-    """Reward, held-out accuracy and k3 as one PNG on white."""
+    """Returns reward, held-out accuracy and k3 as one PNG with a white background."""
     buffer = io.BytesIO()
     with mpl.rc_context({**RC, "figure.facecolor": "white", "savefig.facecolor": "white"}), warnings.catch_warnings():
-        # A folder's name may hold characters the font has no picture of; a box in their place is enough.
+        # A folder name may contain characters that the font lacks; they are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = Figure(figsize=(11, 3.5 + 0.22 * ((len(groups) - 1) // 4)), layout="constrained")
         for axes, panel in zip(figure.subplots(1, len(PICTURE_PANELS)), PICTURE_PANELS, strict=True):
-            _panel(axes, panel, [[panel.read(run) for run in group.runs] for group in groups])
+            _draw_panel(axes, panel, [[panel.read(run) for run in group.runs] for group in groups])
             axes.set_title(panel.title, fontsize=10, loc="left")
             axes.set_xlabel("step")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         handles = [
             Line2D([], [], color=color, linestyle=style, linewidth=2)
-            for color, style in (_look(index) for index in range(len(groups)))
+            for color, style in (_line_style(index) for index in range(len(groups)))
         ]
-        # A legend leaves out what begins with an underscore.
+        # matplotlib leaves labels that start with an underscore out of the legend.
         labels = [f"\N{ZERO WIDTH SPACE}{group.name}" for group in groups]
         figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 4), fontsize=9)
         figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
     return buffer.getvalue()
 
 
-def _panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) -> None:
+def _draw_panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) -> None:
     crowded = len(series) > BANDS_UP_TO
     averaged = panel.noisy and not crowded
     for index, seeds in enumerate(series):
-        found = [item for item in seeds if len(item[0])]
-        _seeds(axes, found, _look(index), points=panel.points, crowded=crowded, averaged=averaged)
+        present = [item for item in seeds if len(item[0])]
+        _draw_group(axes, present, _line_style(index), points=panel.points, crowded=crowded, averaged=averaged)
     if panel.unit:
         axes.set_ylim(-0.02, 1.02)
     elif panel.log and axes.lines:
         log_scale_with_zero(axes)
     else:
-        _from_zero(axes)
+        _start_at_zero(axes)
 
 
-def _seeds(
-    axes: Axes, series: Sequence[Series], look: tuple[str, Any], *, points: bool, crowded: bool, averaged: bool
+def _draw_group(
+    axes: Axes, series: Sequence[Series], line_style: tuple[str, Any], *, points: bool, crowded: bool, averaged: bool
 ) -> None:
-    """The mean over the steps all seeds have and its band; thin beside it what was logged: up to three seeds on their
-    own, of others their mean where the thick line is a trailing average."""
-    color, style = look
+    """Draw the mean over the steps all seeds have, its band, and thin lines of the values as logged.
+
+    The thin lines are up to three single seeds; for other numbers of seeds their mean, if the thick line is a trailing
+    mean.
+    """
+    color, style = line_style
     raw = band(series)
     if raw is None:
         return
     averaged = averaged and len(raw.steps) >= AVERAGED_FROM
-    alone = not crowded and 1 < len(series) <= THIN_UP_TO
-    for steps, values in series if alone else [(raw.steps, raw.mean)] if averaged else []:
+    seeds_shown = not crowded and 1 < len(series) <= THIN_UP_TO
+    for steps, values in series if seeds_shown else [(raw.steps, raw.mean)] if averaged else []:
         axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.55)
-    found = (band([trailing(item) for item in series]) if averaged else raw) or raw
+    smooth = (band([trailing(item) for item in series]) if averaged else raw) or raw
     if not crowded and len(series) > 1:
-        area = thinned(found)
-        axes.fill_between(area.steps, area.low, area.high, color=color, alpha=0.15, linewidth=0)
-    dense = len(found.steps) >= AVERAGED_FROM and not averaged
+        fill = thinned(smooth)
+        axes.fill_between(fill.steps, fill.low, fill.high, color=color, alpha=0.15, linewidth=0)
+    dense = len(smooth.steps) >= AVERAGED_FROM and not averaged
     width = 1.2 if crowded or dense else 2.0
-    marker = "o" if points or len(found.steps) < 4 else None
-    axes.plot(found.steps, found.mean, color=color, linestyle=style, linewidth=width, marker=marker, markersize=3.5)
+    marker = "o" if points or len(smooth.steps) < 4 else None
+    axes.plot(smooth.steps, smooth.mean, color=color, linestyle=style, linewidth=width, marker=marker, markersize=3.5)
 
 
-def _from_zero(axes: Axes) -> None:
-    """Curves that come near 0 are seen from 0 on, a little above the edge; so are constant ones."""
+def _start_at_zero(axes: Axes) -> None:
+    """Start the axis slightly below 0 if the curves are nonnegative and come near 0 or are nearly constant."""
     _, high = axes.get_ylim()
     if 0 < high < 0.01:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}".replace("e-0", "e-")))
     values = [np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines]
-    least = min((value.min() for value in values if len(value)), default=0.0)
-    most = max((value.max() for value in values if len(value)), default=0.0)
-    # An axis that fits nearly constant curves would show their rounding.
-    if least >= 0 and (least < 0.3 * most or most - least <= 1e-3 * most):
-        top = high if most > 0 else 1.0
+    smallest = min((value.min() for value in values if len(value)), default=0.0)
+    largest = max((value.max() for value in values if len(value)), default=0.0)
+    # An axis fitted to nearly constant curves would show only their rounding.
+    if smallest >= 0 and (smallest < 0.3 * largest or largest - smallest <= 1e-3 * largest):
+        top = high if largest > 0 else 1.0
         axes.set_ylim(-0.03 * top, top)
 
 
-def _look(index: int) -> tuple[str, Any]:
+def _line_style(index: int) -> tuple[str, Any]:
     return CYCLE[index % len(CYCLE)], STYLES[_style_number(index)]
 
 
 def _style_number(index: int) -> int:
-    """Colors repeat after six groups; with another style each time, 36 groups look different."""
+    """Returns the index of the line style; colors repeat after six groups, so 36 groups are distinguishable."""
     return (index + index // len(CYCLE)) % len(STYLES)

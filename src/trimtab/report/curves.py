@@ -1,4 +1,4 @@
-"""Curves over steps: the mean and range of several seeds, and trailing means."""
+"""Curves over steps: mean and range of several seeds, and trailing means."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import reduce
 import numpy as np
 
 Series = tuple[np.ndarray, np.ndarray]
-AVERAGED_FROM = 400  # points; below, the eye averages better than a number does
+AVERAGED_FROM = 400  # points from which a trailing mean is drawn; shorter curves are readable as logged
 _BAND_POINTS = 480
 
 
 @dataclass(frozen=True, eq=False)
 class Band:
-    """Mean and interval over `steps`; each array (steps,) float64."""
+    """Mean and range over `steps`; each array is (steps,) float64."""
 
     steps: np.ndarray
     mean: np.ndarray
@@ -24,37 +24,41 @@ class Band:
 
 
 def band(series: Sequence[Series]) -> Band | None:
-    """Mean and range over the steps all seeds have: a mean of those that lasted would show the survivors. None when
-    there are none."""
+    """Returns mean and range over the steps that all seeds have, or None without any.
+
+    Later steps are left out: a mean over the remaining seeds would be biased towards runs that did not stop early.
+    """
     if not series:
         return None
     steps = reduce(np.intersect1d, [steps for steps, _ in series])
     if not len(steps):
         return None
-    table = np.stack([values[np.isin(own, steps)] for own, values in series])
+    table = np.stack([values[np.isin(seed_steps, steps)] for seed_steps, values in series])
     return Band(steps, table.mean(axis=0), table.min(axis=0), table.max(axis=0))
 
 
-def thinned(found: Band) -> Band:
-    """At most 480 points, for a filled area whose file would grow with the run: of each group of neighbors the mean,
-    the lowest and the highest, so that nothing sticks out of it."""
-    size = -(-len(found.steps) // _BAND_POINTS)
+def thinned(band: Band) -> Band:
+    """Returns the band with at most 480 points, which bounds the size of the SVG.
+
+    Each point is the mean, the lowest and the highest value of a group of neighbors.
+    """
+    size = -(-len(band.steps) // _BAND_POINTS)
     if size == 1:
-        return found
-    starts = np.arange(0, len(found.steps), size)
-    counts = np.diff(np.append(starts, len(found.steps)))
+        return band
+    starts = np.arange(0, len(band.steps), size)
+    counts = np.diff(np.append(starts, len(band.steps)))
     return Band(
-        found.steps[starts],
-        np.add.reduceat(found.mean, starts) / counts,
-        np.minimum.reduceat(found.low, starts),
-        np.maximum.reduceat(found.high, starts),
+        band.steps[starts],
+        np.add.reduceat(band.mean, starts) / counts,
+        np.minimum.reduceat(band.low, starts),
+        np.maximum.reduceat(band.high, starts),
     )
 
 
 def trailing(series: Series) -> Series:
-    """From 400 points on, the mean of the last twentieth of the points up to each (fewer at the start).
+    """Returns the trailing mean of a series of 400 points or more; a shorter series is returned unchanged.
 
-    It looks back only: no event is seen before it happens. A shorter series stays as it is.
+    The window is a twentieth of the points (fewer at the start) and ends at each point.
     """
     steps, values = series
     if len(values) < AVERAGED_FROM:

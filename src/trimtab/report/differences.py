@@ -1,4 +1,4 @@
-"""Differences between recipes: keys, values, and the parts of their equations."""
+"""Differences between recipes: keys and values, and an aligned comparison of their equations."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from typing import Any
 
 from trimtab.report.groups import Group
 
-# The parts of an equation in the order they are read; what no one knows comes after, the notes last.
+# Symbols of an equation in display order; unknown ones come after them, notes last.
 _ORDER = ("loss", "r", "ρ", "keep where", "c", "D", "A", "KL", "H")
 _WORD = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?|\w+|\s+|[^\w\s]")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One form of a part of the equation: who has it, and its text in pieces, each with whether others lack it."""
+    """One variant of a line of the equations: the names that have it, and its text in pieces.
+
+    A piece is a text with whether it differs from some other variant.
+    """
 
     names: tuple[str, ...]
     pieces: tuple[tuple[str, bool], ...]
 
 
 @dataclass(frozen=True)
-class Part:
-    """One line of the equations: its symbol, every form it takes, and who has no such line."""
+class EquationPart:
+    """One line of the equations: its symbol, all variants, and the names without such a line."""
 
     symbol: str
     readings: tuple[Reading, ...]
@@ -33,63 +36,63 @@ class Part:
 
 
 def differing_keys(groups: Sequence[Group]) -> dict[str, list[Any]]:
-    """Dotted keys whose values are not equal in all groups, each with one value for each group; None: absent."""
+    """Returns the dotted keys whose values differ between groups, with one value per group; None for an absent key."""
     keys = dict.fromkeys(key for group in groups for key in group.config)
     values = {key: [group.config.get(key) for group in groups] for key in keys}
-    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 
-def align(equations: Mapping[str, str]) -> list[Part]:
-    """The equations of all names, line by line: lines that mean the same thing together, equal ones once."""
+def align(equations: Mapping[str, str]) -> list[EquationPart]:
+    """Returns the equations of all names aligned by symbol; equal lines appear once."""
     lines = {name: _lines(equation) for name, equation in equations.items()}
-    symbols = sorted(dict.fromkeys(symbol for found in lines.values() for symbol in found), key=_place)
-    return [_part(symbol, {name: found.get(symbol) for name, found in lines.items()}) for symbol in symbols]
+    symbols = sorted(dict.fromkeys(symbol for by_symbol in lines.values() for symbol in by_symbol), key=_order)
+    return [_part(symbol, {name: by_symbol.get(symbol) for name, by_symbol in lines.items()}) for symbol in symbols]
 
 
 def _lines(equation: str) -> dict[str, str]:
-    """Lines by symbol; a second line of one symbol, such as another mask, is numbered."""
-    found: dict[str, str] = {}
+    """Returns the lines by symbol; a second line of one symbol, such as another mask, is numbered."""
+    lines: dict[str, str] = {}
     for line in filter(None, map(str.strip, equation.splitlines())):
         symbol, number = _symbol(line), 1
-        while (key := symbol if number == 1 else f"{symbol} {number}") in found:
+        while (key := symbol if number == 1 else f"{symbol} {number}") in lines:
             number += 1
-        found[key] = line
-    return found
+        lines[key] = line
+    return lines
 
 
 def _symbol(line: str) -> str:
-    """`ρ` of `ρ_t = ...` and of `ρ = ...`: what is compared is the role, its level is part of the text."""
+    """Returns the symbol of a line without its index: `ρ` for `ρ_t = ...` and for `ρ = ...`."""
     match = re.match(r"(keep where)|([^\W_]+)(?:_\w+)?(?= =|:)", line)
     return (match[1] or match[2]) if match else ""
 
 
-def _place(symbol: str) -> tuple[int, str]:
+def _order(symbol: str) -> tuple[int, str]:
     head = re.sub(r" \d+$", "", symbol)
     if head in _ORDER:
         return _ORDER.index(head), symbol
     return len(_ORDER) + (head == "note"), ""
 
 
-def _part(symbol: str, lines: Mapping[str, str | None]) -> Part:
+def _part(symbol: str, lines: Mapping[str, str | None]) -> EquationPart:
     texts = list(dict.fromkeys(text for text in lines.values() if text is not None))
     words = [_WORD.findall(text) for text in texts]
     readings = tuple(
-        Reading(tuple(name for name, line in lines.items() if line == text), _marked(own, words))
-        for text, own in zip(texts, words, strict=True)
+        Reading(tuple(name for name, line in lines.items() if line == text), _mark_differences(text_words, words))
+        for text, text_words in zip(texts, words, strict=True)
     )
-    return Part(symbol, readings, tuple(name for name, line in lines.items() if line is None))
+    return EquationPart(symbol, readings, tuple(name for name, line in lines.items() if line is None))
 
 
-def _marked(own: Sequence[str], all_words: Sequence[Sequence[str]]) -> tuple[tuple[str, bool], ...]:
-    """The text in pieces; True for one that some other form of the line does not have in this place."""
-    common = [True] * len(own)
+def _mark_differences(words: Sequence[str], all_words: Sequence[Sequence[str]]) -> tuple[tuple[str, bool], ...]:
+    """Returns the text in pieces, each with whether some other variant of the line lacks it at this position."""
+    common = [True] * len(words)
     for other in all_words:
-        matched = [False] * len(own)
-        for block in SequenceMatcher(None, own, other, autojunk=False).get_matching_blocks():
+        matched = [False] * len(words)
+        for block in SequenceMatcher(None, words, other, autojunk=False).get_matching_blocks():
             matched[block.a : block.a + block.size] = [True] * block.size
-        common = [one and two for one, two in zip(common, matched, strict=True)]
+        common = [before and now for before, now in zip(common, matched, strict=True)]
     pieces: list[tuple[str, bool]] = []
-    for word, shared in zip(own, common, strict=True):
+    for word, shared in zip(words, common, strict=True):
         if pieces and pieces[-1][1] != shared:
             pieces[-1] = (pieces[-1][0] + word, not shared)
         else:
@@ -98,13 +101,12 @@ def _marked(own: Sequence[str], all_words: Sequence[Sequence[str]]) -> tuple[tup
 
 
 def equation_of(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
-    """The resolved equation of a run's objective, or in its place why this installation cannot say it.
+    """Returns the resolved equation of a run's objective, or the reason why it cannot be built.
 
-    An objective that is no preset has its equation in the run's config.toml: a report runs no code that a run names.
-
-    `metrics`: those of any step; a run that calibrated its bounds logs them with every one.
+    The equation of an objective that is not a preset is read from the run's config.toml: a report never runs code
+    named by a run. `metrics` are those of any step; calibrated bounds are logged at every step.
     """
-    from trimtab.objectives.calibrate import bounds_of, from_section  # the only part of a report that needs torch
+    from trimtab.objectives.calibrate import bounds_of, from_section  # imported here: needs torch
     from trimtab.objectives.lookup import is_own
 
     section = config.get("objective", {})

@@ -1,4 +1,4 @@
-"""The page of an experiment: methods x regimes as a shaded table, curves with bands, and the mismatch."""
+"""The page of an experiment: a shaded table of methods x regimes, accuracy curves, and mismatch metrics."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from matplotlib.figure import Figure
 
 from trimtab.pages.render import render, short, write
 from trimtab.pages.svg import BLUE, CYCLE, INK, RC, STYLES, finish, to_svg
-from trimtab.report.comparison_table import Grid, Score, legend, words
+from trimtab.report.comparison_table import ComparisonTable, MethodScore, cell_text, legend
 
 TITLE = "Methods under controlled mismatch"
-# Curves of more methods than these colors get a panel each.
-TOGETHER = len(CYCLE)
+# Up to this number of methods all curves share one figure; more methods get a figure each.
+MAX_SHARED_FIGURE = len(CYCLE)
 ABOVE, BELOW = (0, 114, 178), (213, 94, 0)
-DEEPEST = 0.5  # opacity of the strongest shade; text stays readable on it in both themes
+MAX_OPACITY = 0.5  # opacity of the strongest shade at which text is readable in both themes
 
 
-def write_grid(
-    grid: Grid,
+def write_experiment_page(
+    grid: ComparisonTable,
     path: Path,
     *,
     title: str = TITLE,
@@ -33,8 +33,10 @@ def write_grid(
     methods: Sequence[str] | None = None,
     verdict: str = "",
 ) -> Path:
-    """Write the page; `notes` are sentences shown above the table, `verdict` the one above all. `methods`: their order
-    in the table."""
+    """Write the page and return `path`.
+
+    `notes` are sentences shown above the table, `verdict` is shown above them. `methods` gives the order of the rows.
+    """
     values = {
         "title": title,
         "notes": list(notes),
@@ -56,7 +58,7 @@ def write_grid(
     return write(path, render("grid.html.j2", values).encode())
 
 
-def _facts(grid: Grid) -> list[tuple[str, str]]:
+def _facts(grid: ComparisonTable) -> list[tuple[str, str]]:
     rows = [row for score in grid.scores.values() for row in score.rows]
     seconds = sum(row.get("seconds") or 0.0 for row in rows)
     facts = [
@@ -69,41 +71,46 @@ def _facts(grid: Grid) -> list[tuple[str, str]]:
     return facts if grid.before is None else [*facts, ("before training", f"{grid.before:.3f}")]
 
 
-def _cell(grid: Grid, method: str, regime: str) -> dict[str, str]:
+def _cell(grid: ComparisonTable, method: str, regime: str) -> dict[str, str]:
     score = grid.scores.get((method, regime))
     if score is None:
         return {"text": "–", "interval": "", "rank": "", "style": "", "hint": grid.refused.get((method, regime), "")}
     interval = f"[{score.accuracy.low:.3f}, {score.accuracy.high:.3f}]" if len(score.values) > 1 else ""
-    tied = "=" if score.tied and score.rank > 1 else ""
+    rank_mark = "=" if score.is_best and score.rank > 1 else ""
     each = "  ".join(f"{seed}: {value:.3f}" for seed, value in zip(score.seeds, score.values, strict=True))
     return {
-        "text": f"{score.accuracy.mean:.3f}{' †' if score.fell else ''}",
+        "text": f"{score.accuracy.mean:.3f}{' †' if score.collapsed_mostly else ''}",
         "interval": interval,
-        "rank": f"#{score.rank}{tied}",
+        "rank": f"#{score.rank}{rank_mark}",
         "style": _shade(score.accuracy.mean, grid.before),
         "hint": f"by seed {each}" + (f"; {score.diverged} diverged" if score.diverged else ""),
     }
 
 
 def _shade(value: float, before: float | None) -> str:
-    """Blue above the start, orange below it, deeper the further away."""
+    """Returns a CSS background: blue above the initial accuracy, orange below, stronger with distance."""
     start = before or 0.0
     above = value >= start
     room = (1 - start) if above else start
     red, green, blue = ABOVE if above else BELOW
-    return f"background: rgba({red}, {green}, {blue}, {DEEPEST * abs(value - start) / max(room, 1e-9):.2f})"
+    return f"background: rgba({red}, {green}, {blue}, {MAX_OPACITY * abs(value - start) / max(room, 1e-9):.2f})"
 
 
-def _details(grid: Grid, regime: str) -> list[dict[str, Any]]:
-    found = [(method, grid.scores[method, regime]) for method in grid.methods if (method, regime) in grid.scores]
-    found.sort(key=lambda pair: pair[1].rank)
+def _details(grid: ComparisonTable, regime: str) -> list[dict[str, Any]]:
+    scores = [(method, grid.scores[method, regime]) for method in grid.methods if (method, regime) in grid.scores]
+    scores.sort(key=lambda pair: pair[1].rank)
     return [
-        {"method": method, "score": words(grid, method, regime), "cells": _numbers(score)} for method, score in found
+        {"method": method, "score": cell_text(grid, method, regime), "cells": _numbers(score)}
+        for method, score in scores
     ]
 
 
-def _numbers(score: Score) -> list[str]:
-    """Best accuracy, reward, k3 at the end and worst, lowest ESS, largest sequence ratio and gradient norm, shares."""
+def _numbers(score: MethodScore) -> list[str]:
+    """Returns the cells of the detail table.
+
+    Best accuracy, reward, last and largest k3, lowest ESS, largest sequence log-ratio and gradient norm, share of
+    clipped and rejected tokens (means over seeds), skipped updates (sum), and number of diverged runs.
+    """
 
     def mean(key: str) -> float | None:
         values = [row[key] for row in score.rows if row.get(key) is not None]
@@ -121,18 +128,20 @@ def _numbers(score: Score) -> list[str]:
     ]
 
 
-def _figures(grid: Grid, regime: str) -> list[tuple[str, Markup]]:
-    """Curves of held-out accuracy: in one figure for a few methods, otherwise a small one for each with the regime's
-    best behind it. Not escaped: matplotlib made them and escapes every label itself."""
-    found = {m: grid.scores[m, regime] for m in grid.methods if (m, regime) in grid.scores}
-    curves = {method: curve for method, score in found.items() if (curve := _curve(score)) is not None}
+def _figures(grid: ComparisonTable, regime: str) -> list[tuple[str, Markup]]:
+    """Returns the curves of held-out accuracy: one figure for a few methods, otherwise a small one for each.
+
+    Small figures also show the curve of the regime's best method. Not escaped: matplotlib escapes every label itself.
+    """
+    scores = {m: grid.scores[m, regime] for m in grid.methods if (m, regime) in grid.scores}
+    curves = {method: curve for method, score in scores.items() if (curve := _curve(score)) is not None}
     if not curves:
         return []
-    if len(curves) <= TOGETHER:
-        return [("", _drawn(f"{regime}: held-out accuracy", curves, grid.before, (6.5, 3.2)))]
-    best = min(curves, key=lambda method: found[method].rank)
+    if len(curves) <= MAX_SHARED_FIGURE:
+        return [("", _draw_svg(f"{regime}: held-out accuracy", curves, grid.before, (6.5, 3.2)))]
+    best = min(curves, key=lambda method: scores[method].rank)
     return [
-        (method, _drawn(f"{method} in {regime}", {method: curve}, grid.before, (3.0, 2.0), behind=curves[best]))
+        (method, _draw_svg(f"{method} in {regime}", {method: curve}, grid.before, (3.0, 2.0), behind=curves[best]))
         for method, curve in curves.items()
     ]
 
@@ -140,8 +149,8 @@ def _figures(grid: Grid, regime: str) -> list[tuple[str, Markup]]:
 Curve = tuple[np.ndarray, np.ndarray]  # steps (count,), accuracy (seeds, count)
 
 
-def _curve(score: Score) -> Curve | None:
-    """The steps that all seeds were evaluated at; a run that diverged early shortens them."""
+def _curve(score: MethodScore) -> Curve | None:
+    """Returns the accuracies at the steps all seeds were evaluated at; a run that diverged early has fewer."""
     rows = [row for row in score.rows if row["curve_steps"]]
     if not rows:
         return None
@@ -150,7 +159,7 @@ def _curve(score: Score) -> Curve | None:
     return steps, np.stack(values)
 
 
-def _drawn(
+def _draw_svg(
     name: str, curves: Mapping[str, Curve], before: float | None, size: tuple[float, float], behind: Curve | None = None
 ) -> Markup:
     with mpl.rc_context(RC):
@@ -159,8 +168,8 @@ def _drawn(
         if behind is not None:
             axes.plot(behind[0], behind[1].mean(axis=0), color=INK, linewidth=1, linestyle=":", alpha=0.7)
         for index, (label, curve) in enumerate(curves.items()):
-            alone = len(curves) == 1
-            color, style = (BLUE, "-") if alone else (CYCLE[index], STYLES[index])
+            is_single = len(curves) == 1
+            color, style = (BLUE, "-") if is_single else (CYCLE[index], STYLES[index])
             _band(axes, curve, color, style, label)
         if before is not None:
             axes.axhline(before, color=INK, linewidth=0.5, alpha=0.5)

@@ -1,7 +1,7 @@
-"""The verdict on a run: each metric against its range over all steps, summarized in one line.
+"""The health verdict of a run: judges each metric against its range over all steps and summarizes it in one line.
 
-A run is cut into up to four phases of at least five steps. A metric is outside its range where more than half of the
-steps of some phase are, so that neither a single odd step nor a good last one decides.
+A run is divided into up to four phases of at least five steps. A metric is outside its range if more than half of the
+steps of some phase are, so that single steps do not decide.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from trimtab.runs.metric_ranges import K3, band_text, judge, k3_range
 from trimtab.runs.reader import Run
 
 State = Literal["healthy", "at times", "outside", ""]
-PHASES, PHASE_STEPS = 4, 5
-# Mismatch that makes the data other than training takes it for. The first that is outside is said; the others follow.
-GRAVE = {K3: "k3", "mismatch/ess_token": "the effective sample size", "mismatch/pearson": "the correlation"}
-# Milder: the run trains on what it should, and does less with it than it could.
+MAX_PHASES, MIN_PHASE_STEPS = 4, 5
+# Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; others follow
+# from it.
+CRITICAL = {K3: "k3", "mismatch/ess_token": "the effective sample size", "mismatch/pearson": "the correlation"}
+# The run trains correctly, but uses less of its data than it could.
 MILD = {
     "length/truncated": "the share of responses cut by the length limit",
     "weight/changed": "the share of weights at their bound",
@@ -38,13 +39,13 @@ LOSSES = {
     "trajectories/dropped": "response{s} dropped",
     "metrics/nonfinite": "figure{s} logged as not finite",
 }
-COLLAPSED, SPREADS = 0.5, 3.0
-SHOWN = 4
+COLLAPSED_SHARE, MIN_STANDARD_ERRORS = 0.5, 3.0
+MAX_CLAUSES = 4
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Consecutive measurements of one metric: of steps `first` to `last`, `outside` of them beyond its range."""
+    """Consecutive measurements of one metric from step `first` to `last`, `outside` of them outside its range."""
 
     first: int
     last: int
@@ -59,8 +60,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Finding:
-    """One metric over the run. `worst`: the phase with the largest share of steps outside; of equal ones the one whose
-    median is furthest out."""
+    """One metric judged over the run.
+
+    worst: the phase with the largest share of steps outside; among equals the one whose median is furthest out.
+    """
 
     key: str
     state: State
@@ -71,7 +74,7 @@ class Finding:
 
     @property
     def steps(self) -> str:
-        """`62 of 80 steps, mostly 61 to 80`; empty where nothing is outside."""
+        """Text such as `62 of 80 steps, mostly 61 to 80`; empty if no step is outside."""
         if not self.outside:
             return ""
         where = f", mostly {span(self.worst)}" if self.outside < self.measured > self.worst.measured else ""
@@ -80,7 +83,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`text` is one line; `state` is what it begins with, `findings` every judged metric by its key."""
+    """The verdict on a run: its state, one line of text, the rule of judgment in words, and findings by metric key."""
 
     state: Literal["healthy", "healthy, but", "not healthy", "not judged"]
     text: str
@@ -89,41 +92,41 @@ class Verdict:
 
 
 def health(run: Run) -> Verdict:
-    """The verdict on all steps a run has logged."""
-    findings = {key: found for key in run.keys if (found := judged(run, key)) is not None}
-    grave = [*_failure(run), *_mismatch(findings), *_noise(run), *_collapse(run)]
-    mild = [*_losses(run), *_signal(findings, run), *_clipped(run), *_others(findings)]
-    length = _so_far(run)
-    measured = any(key in findings for key in GRAVE)
-    if grave:
-        state, text = "not healthy", f"Not healthy over {length}: {_listed([*grave, *mild])}"
+    """Returns the verdict on all steps a run has logged."""
+    findings = {key: finding for key in run.keys if (finding := judge_metric(run, key)) is not None}
+    critical = [*_failure(run), *_mismatch(findings), *_ineffective_noise(run), *_collapse(run)]
+    mild = [*_losses(run), *_signal(findings, run), *_clipped(run), *_mild_findings(findings)]
+    length = _length_text(run)
+    measured = any(key in findings for key in CRITICAL)
+    if critical:
+        state, text = "not healthy", f"Not healthy over {length}: {_joined_clauses([*critical, *mild])}"
     elif not measured:
-        state, begin = "not judged", f"Not judged over {length}: no mismatch between trainer and sampler was measured"
-        text = f"{begin}; {_listed(mild)}" if mild else begin
+        state, start = "not judged", f"Not judged over {length}: no mismatch between trainer and sampler was measured"
+        text = f"{start}; {_joined_clauses(mild)}" if mild else start
     elif mild:
-        state, text = "healthy, but", f"Healthy over {length}, but {_listed(mild)}"
+        state, text = "healthy, but", f"Healthy over {length}, but {_joined_clauses(mild)}"
     else:
         state, text = "healthy", f"Healthy over {length}"
-    return Verdict(state, f"{text}.{_end(run)}", _rule(run), findings)
+    return Verdict(state, f"{text}.{_ending(run)}", _rule_text(run), findings)
 
 
-def judged(run: Run, key: str) -> Finding | None:
-    """One metric over the run; None where it has no range or was not measured."""
-    steps, values = _measured(run, key)
+def judge_metric(run: Run, key: str) -> Finding | None:
+    """Returns the finding for one metric; None if it has no range or was not measured."""
+    steps, values = _judged_series(run, key)
     states = [judge(key, value) for value in values.tolist()]
     if not any(states):
         return None
     outside = np.array([state == "outside" for state in states])
-    parts = [
+    phases = [
         Phase(int(steps[part[0]]), int(steps[part[-1]]), int(outside[part].sum()), len(part), _median(values[part]))
         for part in _phases(len(values))
     ]
-    worst = max(parts, key=lambda part: (part.share, _beyond(key, part.median)))
+    worst = max(phases, key=lambda part: (part.share, _excess(key, part.median)))
     state: State = "healthy" if not outside.any() else "outside" if worst.share > 0.5 else "at times"
     return Finding(key, state, int(outside.sum()), len(values), _median(values), worst)
 
 
-def _beyond(key: str, value: float) -> float:
+def _excess(key: str, value: float) -> float:
     row = metric(key)
     assert row is not None
     low, high = (-math.inf if row.low is None else row.low), (math.inf if row.high is None else row.high)
@@ -131,7 +134,7 @@ def _beyond(key: str, value: float) -> float:
 
 
 def clipped_share(run: Run) -> float | None:
-    """Share of the run's updates whose gradient was scaled down to optim.grad_clip."""
+    """Returns the share of updates whose gradient was scaled down to optim.grad_clip, or None if not logged."""
     _, shares = run.series("optim/grad_clipped")
     return float(shares.mean()) if len(shares) else None
 
@@ -140,32 +143,32 @@ def span(phase: Phase) -> str:
     return f"{phase.first} to {phase.last}" if phase.last > phase.first else str(phase.first)
 
 
-def _measured(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """The values the range of `key` is about: its own, or its share of another metric."""
+def _judged_series(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns steps and values that the range of `key` applies to: the metric, or its share of another metric."""
     row = metric(key)
     if row is None or not row.of:
         return run.series(key)
-    found = [(step["step"], step[key], step.get(row.of)) for step in run.rows if step.get(key) is not None]
-    pairs = [(step, part / whole) for step, part, whole in found if whole]
+    measured = [(step["step"], step[key], step.get(row.of)) for step in run.rows if step.get(key) is not None]
+    pairs = [(step, part / whole) for step, part, whole in measured if whole]
     steps, values = zip(*pairs, strict=True) if pairs else ((), ())
     return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
 
 
 def _phases(count: int) -> list[np.ndarray]:
-    return np.array_split(np.arange(count), min(PHASES, max(count // PHASE_STEPS, 1)))
+    return np.array_split(np.arange(count), min(MAX_PHASES, max(count // MIN_PHASE_STEPS, 1)))
 
 
 def _median(values: np.ndarray) -> float:
     return float(np.median(values))
 
 
-def _so_far(run: Run) -> str:
+def _length_text(run: Run) -> str:
     done, planned = int(run.last["step"]), run.config.get("trainer", {}).get("steps")
     of = f" of {planned}" if isinstance(planned, int) and planned > done else ""
     return f"{done}{of} step{'s' if done > 1 or of else ''}"
 
 
-def _rule(run: Run) -> str:
+def _rule_text(run: Run) -> str:
     parts = len(_phases(len(run.rows)))
     of = "of them" if parts == 1 else f"of those of one of {parts} equal parts of the run"
     return (
@@ -175,15 +178,17 @@ def _rule(run: Run) -> str:
 
 
 def _failure(run: Run) -> Iterator[str]:
-    """The error that ended the last start of the run, from provenance.json."""
+    """Yields the error that ended the last start of the run, from provenance.json."""
     last = run.origins[-1] if run.origins else {}
     if last.get("outcome") == "failed":
-        error, _, _ = str(last.get("error") or "without a message").partition("; ")  # the whole line is further down
+        error, _, _ = str(last.get("error") or "without a message").partition(
+            "; "
+        )  # the page shows the whole message further down
         yield f"it ended with an error ({error})"
 
 
-def _end(run: Run) -> str:
-    """A sentence for a run that did not reach its last step without failing; empty where provenance.json is silent."""
+def _ending(run: Run) -> str:
+    """Returns a sentence for a run that was stopped or has not ended; empty if it finished, failed or is unknown."""
     last = run.origins[-1] if run.origins else {}
     planned = run.config.get("trainer", {}).get("steps")
     if isinstance(planned, int) and run.last["step"] >= planned:
@@ -196,31 +201,40 @@ def _end(run: Run) -> str:
 
 
 def _mismatch(findings: Mapping[str, Finding]) -> Iterator[str]:
-    found = next((findings[key] for key in GRAVE if key in findings and findings[key].state == "outside"), None)
-    if found is not None:
-        meaning = k3_range(found.worst.median).text if found.key == K3 else f"healthy: {band_text(found.key)}"
-        yield f"{GRAVE[found.key]} is {_size(found)}: {meaning}"
+    finding = next((findings[key] for key in CRITICAL if key in findings and findings[key].state == "outside"), None)
+    if finding is not None:
+        meaning = k3_range(finding.worst.median).text if finding.key == K3 else f"healthy: {band_text(finding.key)}"
+        yield f"{CRITICAL[finding.key]} is {_value_text(finding)}: {meaning}"
 
 
-def _noise(run: Run) -> Iterator[str]:
-    found = perturbation_verdict.verdict(run)
-    if found is not None and not found.acts:
+def _ineffective_noise(run: Run) -> Iterator[str]:
+    noise = perturbation_verdict.verdict(run)
+    if noise is not None and not noise.acts:
         yield "the noise of the perturbation is in effect a no-op"
 
 
 def _collapse(run: Run) -> Iterator[str]:
-    """The mean reward of the last phase against the best one before it: less than half, and more than chance makes."""
+    """Yields a reward collapse: the last phase has less than half the mean reward of the best earlier phase.
+
+    The difference must also exceed three standard errors.
+    """
     steps, rewards = run.series("reward/mean")
     parts = _phases(len(rewards))
     if len(parts) < 2:
         return
     means, last = [float(rewards[part].mean()) for part in parts], parts[-1]
-    top = int(np.argmax(means[:-1]))
-    error = math.hypot(*(float(rewards[part].std(ddof=1)) / math.sqrt(len(part)) for part in (parts[top], last)))
-    if means[top] > 0 and means[-1] < COLLAPSED * means[top] and means[top] - means[-1] > SPREADS * error:
-        best = parts[top]
+    best = int(np.argmax(means[:-1]))
+    standard_error = math.hypot(
+        *(float(rewards[part].std(ddof=1)) / math.sqrt(len(part)) for part in (parts[best], last))
+    )
+    if (
+        means[best] > 0
+        and means[-1] < COLLAPSED_SHARE * means[best]
+        and means[best] - means[-1] > MIN_STANDARD_ERRORS * standard_error
+    ):
+        top = parts[best]
         yield (
-            f"the reward fell from {short(means[top])} (steps {steps[best[0]]:.0f} to {steps[best[-1]]:.0f}) to "
+            f"the reward fell from {short(means[best])} (steps {steps[top[0]]:.0f} to {steps[top[-1]]:.0f}) to "
             f"{short(means[-1])} (steps {steps[last[0]]:.0f} to {steps[last[-1]]:.0f})"
         )
 
@@ -233,20 +247,20 @@ def _losses(run: Run) -> Iterator[str]:
 
 
 def _signal(findings: Mapping[str, Finding], run: Run) -> Iterator[str]:
-    """In groups of a step, as people count them."""
-    found = findings.get("groups/no_signal")
-    if found is None or found.state != "outside":
+    """Yields the groups without signal, as a number of groups per step."""
+    finding = findings.get("groups/no_signal")
+    if finding is None or finding.state != "outside":
         return
     rows = [row for row in run.rows if row.get("groups/sampled") and row.get("groups/no_signal") is not None]
-    there = [row for row in rows if found.worst.first <= row["step"] <= found.worst.last]
-    whole, worst, where = _typical(rows), _typical(there), f"in steps {span(found.worst)}"
-    if judge(found.key, found.median) != "outside":
+    rows_of_worst = [row for row in rows if finding.worst.first <= row["step"] <= finding.worst.last]
+    whole, worst, where = _typical_share(rows), _typical_share(rows_of_worst), f"in steps {span(finding.worst)}"
+    if judge(finding.key, finding.median) != "outside":
         yield f"{worst} groups give no signal {where}"
     else:
         yield f"{whole} groups give no signal" + (f", {worst} {where}" if worst != whole else "")
 
 
-def _typical(rows: Sequence[Mapping[str, Any]]) -> str:
+def _typical_share(rows: Sequence[Mapping[str, Any]]) -> str:
     empty, sampled = (float(np.median([row[key] for row in rows])) for key in ("groups/no_signal", "groups/sampled"))
     return f"{empty:g} of {sampled:g}"
 
@@ -261,23 +275,23 @@ def _clipped(run: Run) -> Iterator[str]:
     yield f"{how} clipped (gradient norm {short(norms.min())} to {short(norms.max())}, optim.grad_clip {number(bound)})"
 
 
-def _others(findings: Mapping[str, Finding]) -> Iterator[str]:
+def _mild_findings(findings: Mapping[str, Finding]) -> Iterator[str]:
     for key, name in MILD.items():
-        found = findings.get(key)
-        if found is not None and found.state == "outside":
-            yield f"{name} is {_size(found)} (healthy: {band_text(key)})"
+        finding = findings.get(key)
+        if finding is not None and finding.state == "outside":
+            yield f"{name} is {_value_text(finding)} (healthy: {band_text(key)})"
 
 
-def _size(found: Finding) -> str:
-    """`0.12, 0.81 in steps 21 to 40`, or the latter alone where the run's own median is healthy."""
-    whole, worst = short(found.median), short(found.worst.median)
-    if judge(found.key, found.median) != "outside":
-        return f"{worst} in steps {span(found.worst)}"
-    return f"{whole}, {worst} in steps {span(found.worst)}" if worst != whole else whole
+def _value_text(finding: Finding) -> str:
+    """Returns `0.12, 0.81 in steps 21 to 40`, or only the second part if the median over the run is healthy."""
+    whole, worst = short(finding.median), short(finding.worst.median)
+    if judge(finding.key, finding.median) != "outside":
+        return f"{worst} in steps {span(finding.worst)}"
+    return f"{whole}, {worst} in steps {span(finding.worst)}" if worst != whole else whole
 
 
-def _listed(clauses: Sequence[str]) -> str:
-    shown = list(clauses[:SHOWN])
+def _joined_clauses(clauses: Sequence[str]) -> str:
+    shown = list(clauses[:MAX_CLAUSES])
     rest = len(clauses) - len(shown)
     if rest:
         shown.append(f"{rest} more below")
@@ -285,21 +299,21 @@ def _listed(clauses: Sequence[str]) -> str:
 
 
 def as_data(verdict: Verdict) -> dict[str, Any]:
-    """For programs: the line, what it begins with, and every metric that was ever outside its range."""
+    """Returns the verdict for JSON: state, text, rule, and every metric that was outside its range at any step."""
     return {
         "state": verdict.state,
         "text": verdict.text,
         "judged": verdict.judged,
         "outside": {
             key: {
-                "state": found.state,
-                "steps_outside": found.outside,
-                "steps": found.measured,
-                "median": found.median,
-                "worst_steps": [found.worst.first, found.worst.last],
-                "worst_median": found.worst.median,
+                "state": finding.state,
+                "steps_outside": finding.outside,
+                "steps": finding.measured,
+                "median": finding.median,
+                "worst_steps": [finding.worst.first, finding.worst.last],
+                "worst_median": finding.worst.median,
             }
-            for key, found in verdict.findings.items()
-            if found.outside
+            for key, finding in verdict.findings.items()
+            if finding.outside
         },
     }

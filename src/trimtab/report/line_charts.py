@@ -27,7 +27,7 @@ from trimtab.pages.svg import (
     log_scale_with_zero,
     to_svg,
 )
-from trimtab.report.chart_specs import Drawn
+from trimtab.report.chart_specs import ResolvedChart
 from trimtab.report.curves import AVERAGED_FROM, trailing
 from trimtab.runs.metric_catalog import Metric
 from trimtab.runs.reader import Run
@@ -42,42 +42,42 @@ class Curve:
     values: np.ndarray
 
 
-def draw(drawn: Drawn, run: Run) -> str:
-    """The chart of one run as an `<svg>` element."""
+def draw(drawn: ResolvedChart, run: Run) -> str:
+    """Returns the chart of one run as an `<svg>` element."""
     chart = drawn.chart
     with mpl.rc_context(RC):
         figure = Figure(figsize=(4.2, 2.5), layout="constrained")
         axes = figure.add_subplot()
         if chart.kind == "quantiles":
-            _quantile_bands(axes, [run.series(key) for _, key in drawn.lines])
+            _draw_quantiles(axes, [run.series(key) for _, key in drawn.lines])
         elif chart.kind == "layers":
-            _layers(axes, _read_curves(drawn, run))
+            _draw_layers(axes, _read_curves(drawn, run))
         else:
-            _curves(
+            _draw_curves(
                 axes, _read_curves(drawn, run), log=chart.log, points=chart.kind == "accuracy", top=chart.caption.high
             )
         if chart.bound:
-            _bound(axes, chart.bound, run)
+            _draw_bound(axes, chart.bound, run)
         if chart.kind == "accuracy":
             axes.set_ylim(0, 1)
         elif chart.shade:
-            _shade(axes, chart.caption)
+            _shade_healthy(axes, chart.caption)
         finish(figure, axes)
         return to_svg(figure, chart.title)
 
 
-def _read_curves(drawn: Drawn, run: Run) -> list[Curve]:
+def _read_curves(drawn: ResolvedChart, run: Run) -> list[Curve]:
     if drawn.chart.kind == "accuracy":
-        return [Curve(task, found.steps, found.values) for task, found in run.accuracy().items()]
+        return [Curve(task, accuracy.steps, accuracy.values) for task, accuracy in run.accuracy().items()]
     return [Curve(label, *run.series(key)) for label, key in drawn.lines]
 
 
-def _curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool, top: float | None) -> None:
-    """`top` is where an axis ends whose curves are 0 throughout."""
+def _draw_curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool, top: float | None) -> None:
+    """Draw the curves; `top` is the end of the axis if all curves are 0 throughout."""
     for index, curve in enumerate(curves):
         color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
         marker = "o" if points or len(curve.steps) < 4 else None
-        # The mean over some steps of a logarithmic curve would be that of the largest alone.
+        # No trailing mean on a logarithmic axis: it would be dominated by the largest value.
         if len(curve.steps) >= AVERAGED_FROM and not log:
             axes.plot(curve.steps, curve.values, color=color, alpha=0.55, linewidth=0.7)
             axes.plot(*trailing((curve.steps, curve.values)), color=color, linestyle=style, label=curve.label)
@@ -94,12 +94,12 @@ def _curves(axes: Axes, curves: Sequence[Curve], *, log: bool, points: bool, top
         highest = max(curve.values.max() for curve in curves)
         if min(curve.values.min() for curve in curves) < 0.3 * highest or highest == 0:
             highest = highest or top or 1.0
-            # A little below 0, so that a curve lying on 0 is seen.
+            # Slightly below 0, so that a curve at 0 is visible.
             axes.set_ylim(-0.03 * highest, 1.08 * highest)
 
 
-def _quantile_bands(axes: Axes, series: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Five series: quantiles 1, 5, 50, 95, 99 of a ratio, whose neutral value is 1."""
+def _draw_quantiles(axes: Axes, series: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Draw five series: the quantiles 1, 5, 50, 95 and 99 of a ratio, whose neutral value is 1."""
     (steps, _), values = series[0], [value for _, value in series]
     axes.fill_between(steps, values[0], values[4], color=SKY, alpha=0.35, linewidth=0, label="1 to 99%")
     axes.fill_between(steps, values[1], values[3], color=BLUE, alpha=0.4, linewidth=0, label="5 to 95%")
@@ -111,8 +111,8 @@ def _quantile_bands(axes: Axes, series: Sequence[tuple[np.ndarray, np.ndarray]])
         log_scale(axes)
 
 
-def _layers(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Every layer, or of many a few from the first to the last before the range of all over the steps they share."""
+def _draw_layers(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Draw every layer; of more than six layers five and the range of all over the steps they share."""
     shown = list(curves)
     if len(curves) > len(CYCLE):
         steps = reduce(np.intersect1d, [curve.steps for curve in curves])
@@ -120,12 +120,12 @@ def _layers(axes: Axes, curves: Sequence[Curve]) -> None:
         axes.fill_between(steps, values.min(0), values.max(0), color=SKY, alpha=0.3, linewidth=0, label="all layers")
         shown = [curves[index] for index in np.linspace(0, len(curves) - 1, 5).round().astype(int)]
     named = [Curve(f"layer {c.label}" if c.label.isdecimal() else c.label, c.steps, c.values) for c in shown]
-    _curves(axes, named, log=False, points=False, top=None)
+    _draw_curves(axes, named, log=False, points=False, top=None)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}".replace("e-0", "e-")))
 
 
-def _bound(axes: Axes, key: str, run: Run) -> None:
-    """A level line at a number of the recipe, which the axis is stretched to."""
+def _draw_bound(axes: Axes, key: str, run: Run) -> None:
+    """Draw a horizontal line at the recipe's value of `key` and extend the axis to it."""
     section, _, name = key.partition(".")
     value = run.config.get(section, {}).get(name)
     if value is not None:
@@ -134,8 +134,8 @@ def _bound(axes: Axes, key: str, run: Run) -> None:
         axes.set_ylim(min(low, 0.8 * value), max(high, 1.25 * value))
 
 
-def _shade(axes: Axes, row: Metric) -> None:
-    """The healthy band behind the curves, without stretching the axis to it."""
+def _shade_healthy(axes: Axes, row: Metric) -> None:
+    """Shade the healthy band behind the curves without changing the limits of the axis."""
     if row.low is None and row.high is None:
         return
     low, high = axes.get_ylim()

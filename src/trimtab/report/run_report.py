@@ -11,18 +11,18 @@ import numpy as np
 from markupsafe import Markup
 
 from trimtab.pages.render import number, render, short, write
-from trimtab.report.chart_layout import LAYOUT, METHODS
-from trimtab.report.chart_specs import Chart, Drawn, resolve
+from trimtab.report.chart_layout import METHOD_CHARTS, RUN_CHARTS
+from trimtab.report.chart_specs import Chart, ResolvedChart, resolve
 from trimtab.report.differences import equation_of
 from trimtab.report.health import Finding, clipped_share, health
 from trimtab.report.line_charts import draw
 from trimtab.report.perturbation_verdict import verdict
 from trimtab.report.token_section import token_section
 from trimtab.runs.metric_catalog import Metric, metric
-from trimtab.runs.origins import duration, said
-from trimtab.runs.reader import Run, Sample, read_run, read_samples, sample_steps, spread
+from trimtab.runs.origins import described, duration
+from trimtab.runs.reader import Run, Sample, evenly_spaced, read_run, read_samples, sample_steps
 
-# Read first when several metrics are outside their range.
+# Shown first when several metrics are outside their range.
 HEADLINES = (
     "optim/skipped",
     "trajectories/dropped",
@@ -39,61 +39,63 @@ HEADLINES = (
     "optim/grad_clipped",
 )
 TONES = {"healthy": "good", "healthy, but": "mixed", "not healthy": "warn", "not judged": "plain"}
-# What of the trajectories a page shows; the files hold all of them.
+# How much of the trajectories a page shows; the files hold all of them.
 STEPS_SHOWN, GROUPS_SHOWN, SAMPLES_SHOWN, CHARACTERS_SHOWN = 8, 3, 4, 2000
 
 
 def write_report(path: Path, out: Path | None = None) -> Path:
-    """Write `report.html` of the run directory `path` (into `out` if given) and return where it lies.
+    """Write `report.html` of the run directory `path` (into `out` if given) and return its path.
 
     Raises `TrimtabError` when the run's files are missing, empty or damaged.
     """
     run = read_run(path)
-    page = render("report.html.j2", _values(run))
+    page = render("report.html.j2", _template_values(run))
     return write((out or path) / "report.html", page.encode())
 
 
-def _values(run: Run) -> dict[str, Any]:
-    found = health(run)
-    table = [_entry(run, key, found.findings.get(key)) for key in _ordered(run.keys)]
+def _template_values(run: Run) -> dict[str, Any]:
+    health_verdict = health(run)
+    table = [_entry(run, key, health_verdict.findings.get(key)) for key in _ordered(run.keys)]
     return {
-        "verdict": found,
-        "tone": TONES[found.state],
+        "verdict": health_verdict,
+        "tone": TONES[health_verdict.state],
         "title": _title(run.path.resolve()),
         "description": run.config.get("description", ""),
         "facts": _facts(run),
         "tiles": _tiles(run),
         "equation": equation_of(run.config, run.last),
-        "watch": _watch(table),
+        "watch": _outside_ranges(table),
         "sections": _sections(run),
         "noise": verdict(run),
         "tokens": token_section(run),
         "samples": _samples(run.path),
         "trajectories_every": run.config.get("log", {}).get("trajectories_every", "?"),
         "table": table,
-        "origins": [said(part) for part in run.origins],
+        "origins": [described(part) for part in run.origins],
         "config": (run.path / "config.toml").read_text(),
     }
 
 
 def _title(path: Path) -> str:
-    # A comparison calls its runs seed0, seed1, ...; the folder above says of what.
+    # A comparison names its runs seed0, seed1, ...; the parent folder names the method.
     return f"{path.parent.name}/{path.name}" if re.fullmatch(r"seed\d+", path.name) else path.name
 
 
-def _watch(table: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """What is outside its range, one entry for all keys of one row of the table of metrics; those a reader should see
-    first apart from what follows from them, and from what is outside at times only."""
-    found: dict[str, dict[str, Any]] = {}
+def _outside_ranges(table: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the metrics outside their range, one entry per row of the metric catalog.
+
+    `first`: the headlines. `rest`: others that are outside. `at_times`: those that are outside at times only.
+    """
+    entries: dict[str, dict[str, Any]] = {}
     for entry in table:
         if entry["state"] in ("outside", "at times"):
             row: Metric = entry["metric"]
-            item = found.setdefault(row.key, {"metric": row, "values": [], "outside": False})
+            item = entries.setdefault(row.key, {"metric": row, "values": [], "outside": False})
             item["values"].append((entry["key"], entry["judged"], entry["steps"]))
             item["outside"] |= entry["state"] == "outside"
-    first = [found.pop(key) for key in HEADLINES if key in found and found[key]["outside"]]
-    outside = [item for item in found.values() if item["outside"]]
-    return {"first": first, "rest": outside, "at_times": [item for item in found.values() if not item["outside"]]}
+    first = [entries.pop(key) for key in HEADLINES if key in entries and entries[key]["outside"]]
+    outside = [item for item in entries.values() if item["outside"]]
+    return {"first": first, "rest": outside, "at_times": [item for item in entries.values() if not item["outside"]]}
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -110,18 +112,20 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "lr": optim.get("lr"),
         "seed": config.get("seed"),
         "steps": f"{run.last['step']} of {trainer.get('steps', '?')}",
-        "started": dict(said(run.origins[0])).get("started") if run.origins else None,
+        "started": dict(described(run.origins[0])).get("started") if run.origins else None,
     }
     return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
 
 
 def _tiles(run: Run) -> list[dict[str, str]]:
     tiles = []
-    for task, found in run.accuracy().items():
-        ends = [f"{value:.3f}" if value is not None else "not measured" for value in (found.before, found.after)]
+    for task, accuracy in run.accuracy().items():
+        values = [
+            f"{value:.3f}" if value is not None else "not measured" for value in (accuracy.before, accuracy.after)
+        ]
         problems = run.series(f"eval/{task}/problems")[1][-1:]
         note = "greedy, before → after training" + "".join(f", {count:.0f} problems" for count in problems)
-        tiles.append({"name": f"Held-out accuracy on {task}", "value": " → ".join(ends), "note": note})
+        tiles.append({"name": f"Held-out accuracy on {task}", "value": " → ".join(values), "note": note})
     steps, rewards = run.series("reward/mean")
     if len(steps):
         part = max(len(rewards) // 10, 1)
@@ -145,27 +149,27 @@ def _tiles(run: Run) -> list[dict[str, str]]:
 
 
 def _sections(run: Run) -> list[dict[str, Any]]:
-    common = [_section(run, title, charts) for title, charts in LAYOUT]
-    own = [_section(run, title, charts) for title, charts in METHODS]
-    return [*common, *(section for section in own if section["charts"])]
+    common = [_section(run, title, charts) for title, charts in RUN_CHARTS]
+    by_method = [_section(run, title, charts) for title, charts in METHOD_CHARTS]
+    return [*common, *(section for section in by_method if section["charts"])]
 
 
 def _section(run: Run, title: str, charts: Sequence[Chart]) -> dict[str, Any]:
-    found = [(chart, resolve(chart, run)) for chart in charts]
+    resolved = [(chart, resolve(chart, run)) for chart in charts]
     return {
         "title": title,
-        "charts": [_chart(run, drawn) for _, drawn in found if drawn is not None],
-        "absent": [chart.title.lower() for chart, drawn in found if drawn is None],
+        "charts": [_chart(run, drawn) for _, drawn in resolved if drawn is not None],
+        "absent": [chart.title.lower() for chart, drawn in resolved if drawn is None],
     }
 
 
-def _chart(run: Run, drawn: Drawn) -> dict[str, Any]:
+def _chart(run: Run, drawn: ResolvedChart) -> dict[str, Any]:
     _, values = run.series(drawn.chart.about if "<" not in drawn.chart.about else drawn.lines[0][1])
     single = len(drawn.lines) == 1 and len(values) > 0
     return {
         "title": drawn.chart.title,
         "now": f"last {number(values[-1])}" if single else "",
-        # The one place where markup is not escaped: matplotlib made it and escapes every label itself.
+        # Not escaped: matplotlib escapes every label itself.
         "svg": Markup(draw(drawn, run)),
         "what": drawn.chart.what or drawn.chart.caption.what,
         "healthy": drawn.healthy,
@@ -173,7 +177,7 @@ def _chart(run: Run, drawn: Drawn) -> dict[str, Any]:
 
 
 def _ordered(keys: Iterable[str]) -> list[str]:
-    """Documented keys in the order of the documentation, then the others."""
+    """Returns documented keys in the order of the documentation, then the others."""
     from trimtab.runs.metric_catalog import sections
 
     order = {row.key: index for index, row in enumerate(row for part in sections() for row in part.metrics)}
@@ -181,7 +185,7 @@ def _ordered(keys: Iterable[str]) -> list[str]:
 
 
 def _entry(run: Run, key: str, finding: Finding | None) -> dict[str, Any]:
-    """One row of the metrics table, whose mark is of the whole run. `judged`: the figure that goes with the mark."""
+    """Returns one row of the metrics table; `state` is over the whole run, `judged` the value it is based on."""
     last = run.last.get(key)
     _, values = run.series(key)
     first = next((step[key] for step in run.rows if key in step), None)
@@ -203,7 +207,7 @@ def _entry(run: Run, key: str, finding: Finding | None) -> dict[str, Any]:
 
 def _samples(path: Path) -> list[dict[str, Any]]:
     files = sample_steps(path)
-    return [_sample_step(path, step, files[step]) for step in spread(list(files), STEPS_SHOWN)]
+    return [_sample_step(path, step, files[step]) for step in evenly_spaced(list(files), STEPS_SHOWN)]
 
 
 def _sample_step(path: Path, step: int, file: Path) -> dict[str, Any]:
@@ -225,32 +229,32 @@ def _sample_step(path: Path, step: int, file: Path) -> dict[str, Any]:
 def _group(samples: Sequence[Sample]) -> dict[str, Any]:
     first = samples[0]
     end = first.prompt.strip().splitlines()[-1:] or [""]
-    # The end of a few-shot prompt is often just "Answer:"; the question is the line before.
+    # The last line of a few-shot prompt is often only "Answer:"; the question is the line before.
     line = end[0] if len(end[0]) > 12 else " ".join(first.prompt.strip().splitlines()[-2:])
     return {
-        "prompt": _cut(first.prompt),
+        "prompt": _truncate(first.prompt),
         "prompt_end": line[-120:],
         "answer": first.answer,
         "mean": _mean(samples),
         "count": len(samples),
-        "samples": [_shown(sample) for sample in _spread(samples)],
+        "samples": [_sample_entry(sample) for sample in _spread(samples)],
         "hidden": max(len(samples) - SAMPLES_SHOWN, 0),
     }
 
 
 def _spread(samples: Sequence[Sample]) -> list[Sample]:
-    """A few samples from the highest reward to the lowest, both ends included."""
-    return spread(sorted(samples, key=lambda sample: -sample.reward), SAMPLES_SHOWN)
+    """Returns up to four samples from the highest reward to the lowest, both ends included."""
+    return evenly_spaced(sorted(samples, key=lambda sample: -sample.reward), SAMPLES_SHOWN)
 
 
-def _shown(sample: Sample) -> dict[str, Any]:
+def _sample_entry(sample: Sample) -> dict[str, Any]:
     parts: Mapping[str, float] = sample.rewards if len(sample.rewards) > 1 else {}
     return {
         "reward": number(sample.reward),
         "tone": "good" if sample.reward > 0 else "plain",
         "parts": ", ".join(f"{name} {number(value)}" for name, value in parts.items()),
         "cut": sample.finish == "length",
-        "text": _cut(sample.text) or "(empty)",
+        "text": _truncate(sample.text) or "(empty)",
     }
 
 
@@ -258,7 +262,7 @@ def _mean(samples: Sequence[Sample]) -> str:
     return f"{np.mean([sample.reward for sample in samples]):.3f}" if samples else "–"
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     if len(text) <= CHARACTERS_SHOWN:
         return text
     return f"{text[:CHARACTERS_SHOWN]} … ({len(text) - CHARACTERS_SHOWN:,} more characters)"

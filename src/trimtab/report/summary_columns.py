@@ -1,4 +1,4 @@
-"""Final results of runs per seed with intervals per group, and the time to a given accuracy."""
+"""Summary columns of a comparison: results of runs per seed, intervals per group, and time to a target accuracy."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import Literal
 
 import numpy as np
 
-from trimtab.intervals import ANYTHING, Interval, best, interval
+from trimtab.intervals import UNBOUNDED, Interval, best, interval
 from trimtab.report.groups import Group
 from trimtab.runs.reader import Accuracy, Run
 
 Pick = Callable[[Run], float | None]
 CLIPS = ("clip/low", "clip/high", "clip/dual", "clip/second_moment")
-# A measurement only after training says that an accuracy was reached, not when.
-_LOOKS = 3
-_GAIN = 0.8
-SHARE = (0.0, 1.0)
+# Held-out measurements needed to say when an accuracy was reached; the last one alone says only that it was.
+_MIN_EVALUATIONS = 3
+_TARGET_GAIN = 0.8
+SHARE_LIMITS = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a run. `better`: which side wins; None for numbers that only describe, and for wall-clock seconds:
-    runs that did not take turns on an idle machine do not tell which is faster.
+    """One number of a run.
 
-    `form`: a share with three decimals, a number with three digits, one that spans decades, or a whole one. All such
-    numbers lie between `limits`.
+    better: the better direction; None for descriptive numbers and for wall-clock seconds, which are comparable only
+    between runs that had an idle machine to themselves.
+    form: a share with three decimals, a number with three digits, one that spans decades, or a whole number.
+    limits: the range of possible values.
     """
 
     key: str
@@ -40,7 +41,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Target:
-    """Held-out accuracy for "how soon"; None, with the reason, where it cannot be said."""
+    """The held-out accuracy for the columns "steps to" and "seconds to", and the reason for it; None if unavailable."""
 
     accuracy: float | None
     why: str
@@ -48,7 +49,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One column over all groups: a value for each seed (None: not measured), their interval, and the winner if any."""
+    """One column over all groups: a value per seed (None: not measured), intervals, and the index of the winner."""
 
     column: Column
     values: list[list[float | None]]
@@ -57,24 +58,24 @@ class Outcome:
 
 
 def accuracy_of(run: Run) -> Accuracy | None:
-    """Held-out accuracy on the run's own task."""
+    """Returns the held-out accuracy on the run's task, or None if it was not measured."""
     return next(iter(run.accuracy().values()), None)
 
 
 def clipped(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """Share of tokens any clip bound holds, over steps: the bounds hold different tokens, so shares add up."""
+    """Returns steps and the share of tokens clipped by any bound; shares add up because the bounds are disjoint."""
     rows = [(row["step"], [row[key] for key in CLIPS if row.get(key) is not None]) for row in run.rows]
     pairs = [(step, sum(shares)) for step, shares in rows if shares]
     return np.array([step for step, _ in pairs], dtype=np.float64), np.array([share for _, share in pairs])
 
 
-def goal_columns(target: Target) -> list[Column]:
-    """What a run is trained for."""
+def result_columns(target: Target) -> list[Column]:
+    """Returns the columns of final results."""
     columns = [
-        Column("accuracy/before", "held-out before", lambda run: _accuracy(run, "before"), limits=SHARE),
-        Column("accuracy/after", "held-out after", lambda run: _accuracy(run, "after"), "high", limits=SHARE),
-        Column("accuracy/best", "best held-out", _best, "high", limits=SHARE),
-        Column("reward/last", "reward, last tenth", _last("reward/mean"), "high", limits=ANYTHING),
+        Column("accuracy/before", "held-out before", lambda run: _accuracy(run, "before"), limits=SHARE_LIMITS),
+        Column("accuracy/after", "held-out after", lambda run: _accuracy(run, "after"), "high", limits=SHARE_LIMITS),
+        Column("accuracy/best", "best held-out", _best, "high", limits=SHARE_LIMITS),
+        Column("reward/last", "reward, last tenth", _last("reward/mean"), "high", limits=UNBOUNDED),
     ]
     if (goal := target.accuracy) is not None:
         columns += [
@@ -84,75 +85,85 @@ def goal_columns(target: Target) -> list[Column]:
     return [*columns, Column("steps", "steps", lambda run: float(run.last["step"]), form="whole")]
 
 
-def way_columns() -> list[Column]:
-    """How a run got there."""
+def process_columns() -> list[Column]:
+    """Returns the columns of mismatch, optimization and speed during the run."""
     return [
-        Column("mismatch/k3", "k3, median", _over("mismatch/k3", np.median), "low", form="decades"),
-        Column("mismatch/ess_token", "ESS, lowest", _over("mismatch/ess_token", np.min), "high", limits=SHARE),
-        Column("mismatch/ratio_q01", "ratio q01, lowest", _over("mismatch/ratio_q01", np.min), form="number"),
-        Column("mismatch/ratio_q99", "ratio q99, highest", _over("mismatch/ratio_q99", np.max), form="number"),
-        Column("optim/grad_norm", "grad norm, median", _over("optim/grad_norm", np.median), form="decades"),
+        Column("mismatch/k3", "k3, median", _reduced("mismatch/k3", np.median), "low", form="decades"),
+        Column(
+            "mismatch/ess_token", "ESS, lowest", _reduced("mismatch/ess_token", np.min), "high", limits=SHARE_LIMITS
+        ),
+        Column("mismatch/ratio_q01", "ratio q01, lowest", _reduced("mismatch/ratio_q01", np.min), form="number"),
+        Column("mismatch/ratio_q99", "ratio q99, highest", _reduced("mismatch/ratio_q99", np.max), form="number"),
+        Column("optim/grad_norm", "grad norm, median", _reduced("optim/grad_norm", np.median), form="decades"),
         Column("entropy/mean", "entropy, last tenth", _last("entropy/mean", "entropy/rollout")),
         Column("length/mean", "length, last tenth", _last("length/mean"), form="number"),
-        Column("clip/share", "clipped, mean", _clipped, limits=SHARE),
-        Column("reject/tokens", "rejected, mean", _over("reject/tokens", np.mean), limits=SHARE),
-        Column("optim/skipped", "skipped updates", _over("optim/skipped", np.sum), "low", form="whole"),
-        Column("time/step", "seconds a step", _over("time/step", np.median), form="number"),
+        Column("clip/share", "clipped, mean", _clipped, limits=SHARE_LIMITS),
+        Column("reject/tokens", "rejected, mean", _reduced("reject/tokens", np.mean), limits=SHARE_LIMITS),
+        Column("optim/skipped", "skipped updates", _reduced("optim/skipped", np.sum), "low", form="whole"),
+        Column("time/step", "seconds a step", _reduced("time/step", np.median), form="number"),
     ]
 
 
 def outcome(column: Column, groups: Sequence[Group], *, judged: bool = True) -> Outcome | None:
-    """None when no run measured it. A winner needs every seed of every group, and `judged`: comparable groups."""
+    """Returns the column over all groups, or None if no run measured it.
+
+    A winner is determined only if every seed of every group was measured and `judged`, for comparable groups, is set.
+    """
     values = [[column.pick(run) for run in group.runs] for group in groups]
-    found = [interval([value for value in seeds if value is not None], column.limits) for seeds in values]
-    if not any(found):
+    intervals = [interval([value for value in seeds if value is not None], column.limits) for seeds in values]
+    if not any(intervals):
         return None
     complete = all(value is not None for seeds in values for value in seeds)
     judged = judged and complete and column.better is not None
-    return Outcome(column, values, found, best(found, highest=column.better == "high") if judged else None)
+    return Outcome(column, values, intervals, best(intervals, highest=column.better == "high") if judged else None)
 
 
 def choose_target(groups: Sequence[Group], wanted: float | None) -> Target:
-    """`wanted`, or an accuracy most groups can be expected to pass on their way: most of the best group's gain."""
-    found = [[accuracy_of(run) for run in group.runs] for group in groups]
-    looks = max((len(seen.steps[seen.steps > 0]) for seeds in found for seen in seeds if seen), default=0)
-    if looks < _LOOKS:
+    """Returns `wanted`, or by default the initial accuracy plus 80% of the gain of the best group."""
+    accuracies = [[accuracy_of(run) for run in group.runs] for group in groups]
+    evaluations = max(
+        (len(accuracy.steps[accuracy.steps > 0]) for seeds in accuracies for accuracy in seeds if accuracy), default=0
+    )
+    if evaluations < _MIN_EVALUATIONS:
         return Target(None, "held-out accuracy was measured too seldom to say how soon one was reached: set eval.every")
     if wanted is not None:
         return Target(wanted, "as asked for")
-    before = [seen.before for seeds in found for seen in seeds if seen and seen.before is not None]
-    tops = [[float(seen.values.max()) for seen in seeds if seen and len(seen.values)] for seeds in found]
+    before = [accuracy.before for seeds in accuracies for accuracy in seeds if accuracy and accuracy.before is not None]
+    tops = [
+        [float(accuracy.values.max()) for accuracy in seeds if accuracy and len(accuracy.values)]
+        for seeds in accuracies
+    ]
     start, top = (float(np.mean(before)) if before else 0.0), max(float(np.mean(top)) for top in tops if top)
-    goal = round(start + _GAIN * (top - start), 2)
+    goal = round(start + _TARGET_GAIN * (top - start), 2)
     if goal <= start:
         return Target(None, "no group gained accuracy, so there is none to reach")
     return Target(
-        goal, f"{_GAIN:.0%} of the way from the start ({start:.3f}) to the best of the best group ({top:.3f})"
+        goal, f"{_TARGET_GAIN:.0%} of the way from the start ({start:.3f}) to the best of the best group ({top:.3f})"
     )
 
 
-def by_seed(found: Sequence[Outcome], group: int) -> list[Mapping[str, float | None]]:
-    """The same numbers, one mapping for each run of a group."""
-    runs = len(found[0].values[group]) if found else 0
-    return [{item.column.key: item.values[group][run] for item in found} for run in range(runs)]
+def by_seed(outcomes: Sequence[Outcome], group: int) -> list[Mapping[str, float | None]]:
+    """Returns the values of a group by column key, one mapping for each run."""
+    runs = len(outcomes[0].values[group]) if outcomes else 0
+    return [{item.column.key: item.values[group][run] for item in outcomes} for run in range(runs)]
 
 
 def _accuracy(run: Run, moment: Literal["before", "after"]) -> float | None:
-    found = accuracy_of(run)
-    return None if found is None else getattr(found, moment)
+    accuracy = accuracy_of(run)
+    return None if accuracy is None else getattr(accuracy, moment)
 
 
 def _best(run: Run) -> float | None:
-    found = accuracy_of(run)
-    return float(found.values.max()) if found and len(found.values) else None
+    accuracy = accuracy_of(run)
+    return float(accuracy.values.max()) if accuracy and len(accuracy.values) else None
 
 
 def _reached(run: Run, goal: float) -> float | None:
-    """The first step measured at `goal` or above."""
-    found = accuracy_of(run)
-    if found is None or not (found.values >= goal).any():
+    """Returns the first step with a measured accuracy of at least `goal`, or None."""
+    accuracy = accuracy_of(run)
+    if accuracy is None or not (accuracy.values >= goal).any():
         return None
-    return float(found.steps[found.values >= goal][0])
+    return float(accuracy.steps[accuracy.values >= goal][0])
 
 
 def _seconds_to(run: Run, goal: float) -> float | None:
@@ -169,16 +180,16 @@ def _clipped(run: Run) -> float | None:
 
 
 def _last(*keys: str) -> Pick:
-    """Mean over the last tenth of the steps, at least one, of the first key the run logged."""
+    """Returns a function for the mean over the last tenth of the steps (at least one) of the first logged key."""
 
     def pick(run: Run) -> float | None:
-        values = next((found for key in keys if len(found := run.series(key)[1])), ())
+        values = next((logged for key in keys if len(logged := run.series(key)[1])), ())
         return float(np.mean(values[-max(len(values) // 10, 1) :])) if len(values) else None
 
     return pick
 
 
-def _over(key: str, reduce: Callable[[np.ndarray], np.floating]) -> Pick:
+def _reduced(key: str, reduce: Callable[[np.ndarray], np.floating]) -> Pick:
     def pick(run: Run) -> float | None:
         _, values = run.series(key)
         return float(reduce(values)) if len(values) else None

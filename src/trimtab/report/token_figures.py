@@ -16,25 +16,25 @@ from trimtab.diagnosis.token_statistics import DECILES, Envelope, Shift
 from trimtab.pages.render import short
 from trimtab.pages.svg import BLUE, INK, ORANGE, RC, SKY, VERMILLION, short_power, to_svg
 
-# The first step shown, then the last: color, fill, line style.
+# Color, fill and line style of the first and of the last step shown.
 _ENDS = ((VERMILLION, ORANGE, "--"), (BLUE, SKY, "-"))
 _SHADES = 5  # darkness levels of the scatter, logarithmic in the count
 
 
-def envelope_svg(found: Mapping[int, Envelope]) -> str:
+def envelope_svg(envelopes: Mapping[int, Envelope]) -> str:
     """Percentiles of log π − log μ over the behavior probability, for one or two steps."""
 
     def paint(axes: Axes) -> None:
-        for (step, part), (color, fill, style) in zip(found.items(), _ENDS[-len(found) :], strict=True):
-            marker = "o" if len(part.probability) < 4 else None
-            axes.fill_between(part.probability, part.low, part.high, color=fill, alpha=0.25, linewidth=0)
-            if marker:  # a band over so few bins has hardly an area
-                axes.vlines(part.probability, part.low, part.high, color=color, linewidth=0.7)
-            for edge in (part.low, part.high):
-                axes.plot(part.probability, edge, color=color, linewidth=0.7, marker=marker, markersize=2)
+        for (step, envelope), (color, fill, style) in zip(envelopes.items(), _ENDS[-len(envelopes) :], strict=True):
+            marker = "o" if len(envelope.probability) < 4 else None
+            axes.fill_between(envelope.probability, envelope.low, envelope.high, color=fill, alpha=0.25, linewidth=0)
+            if marker:  # a filled band over fewer than four bins is hardly visible
+                axes.vlines(envelope.probability, envelope.low, envelope.high, color=color, linewidth=0.7)
+            for edge in (envelope.low, envelope.high):
+                axes.plot(envelope.probability, edge, color=color, linewidth=0.7, marker=marker, markersize=2)
             axes.plot(
-                part.probability,
-                part.median,
+                envelope.probability,
+                envelope.median,
                 color=color,
                 linestyle=style,
                 marker=marker,
@@ -43,7 +43,7 @@ def envelope_svg(found: Mapping[int, Envelope]) -> str:
             )
         axes.axhline(0.0, color=INK, linewidth=0.6, linestyle=":")
         axes.set_xscale("log")
-        axes.set_xlim(min(part.probability.min() for part in found.values()) / 2, 1.0)
+        axes.set_xlim(min(envelope.probability.min() for envelope in envelopes.values()) / 2, 1.0)
         _log_labels(axes)
         axes.set_xlabel("behavior probability")
         axes.set_ylabel("log π − log μ, nats")
@@ -69,15 +69,15 @@ def scatter_svg(counts: np.ndarray) -> str:
     return _draw("Trainer against sampler probability", paint)
 
 
-def shift_svg(found: Shift) -> str:
+def shift_svg(histogram: Shift) -> str:
     """Histogram of |p_perturbed − p_clean| with its 75th percentile."""
 
     def paint(axes: Axes) -> None:
-        axes.stairs(found.count, found.edges, fill=True, color=SKY, alpha=0.6, label="tokens")
-        axes.stairs(found.count, found.edges, color=BLUE, linewidth=1.0)
-        if found.upper_quartile > 0:
-            label = f"75th percentile {short(found.upper_quartile)}"
-            axes.axvline(found.upper_quartile, color=VERMILLION, linestyle="--", label=label)
+        axes.stairs(histogram.count, histogram.edges, fill=True, color=SKY, alpha=0.6, label="tokens")
+        axes.stairs(histogram.count, histogram.edges, color=BLUE, linewidth=1.0)
+        if histogram.upper_quartile > 0:
+            label = f"75th percentile {short(histogram.upper_quartile)}"
+            axes.axvline(histogram.upper_quartile, color=VERMILLION, linestyle="--", label=label)
         axes.set_axisbelow(True)
         axes.set_xscale("log")
         _log_labels(axes)
@@ -87,15 +87,15 @@ def shift_svg(found: Shift) -> str:
     return _draw("Change of probability", paint, legend=True)
 
 
-def entropy_svg(found: Mapping[int, np.ndarray]) -> str:
+def entropy_svg(entropies: Mapping[int, np.ndarray]) -> str:
     """Mean entropy (10,) of each tenth of the response, for one or two steps."""
 
     def paint(axes: Axes) -> None:
-        for (step, values), (color, _, style) in zip(found.items(), _ENDS[-len(found) :], strict=True):
-            there = np.isfinite(values)
+        for (step, values), (color, _, style) in zip(entropies.items(), _ENDS[-len(entropies) :], strict=True):
+            valid = np.isfinite(values)
             axes.plot(
-                _middle()[there],
-                values[there],
+                _decile_centers()[valid],
+                values[valid],
                 color=color,
                 linestyle=style,
                 marker="o",
@@ -110,12 +110,14 @@ def entropy_svg(found: Mapping[int, np.ndarray]) -> str:
 
 
 def clipped_svg(low: np.ndarray, high: np.ndarray) -> str:
-    """Fractions (10,) of tokens below and above the bounds in each tenth of the response, one on the other."""
+    """Stacked fractions (10,) of tokens below and above the bounds in each tenth of the response."""
 
     def paint(axes: Axes) -> None:
         axes.set_axisbelow(True)  # no grid across the bars
-        axes.bar(_middle(), np.nan_to_num(low), width=8, color=ORANGE, label="below, A < 0")
-        axes.bar(_middle(), np.nan_to_num(high), width=8, bottom=np.nan_to_num(low), color=BLUE, label="above, A > 0")
+        axes.bar(_decile_centers(), np.nan_to_num(low), width=8, color=ORANGE, label="below, A < 0")
+        axes.bar(
+            _decile_centers(), np.nan_to_num(high), width=8, bottom=np.nan_to_num(low), color=BLUE, label="above, A > 0"
+        )
         highest = float(np.nanmax(low + high))
         axes.set_ylim(0, 1.08 * highest if highest > 0 else 0.01)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
@@ -125,8 +127,8 @@ def clipped_svg(low: np.ndarray, high: np.ndarray) -> str:
     return _draw("Clipped tokens by position", paint, legend=True)
 
 
-def _middle() -> np.ndarray:
-    """Where each tenth is drawn, in percent of the response."""
+def _decile_centers() -> np.ndarray:
+    """Returns the center (10,) of each tenth in percent of the response."""
     return 100.0 * (np.arange(DECILES) + 0.5) / DECILES
 
 

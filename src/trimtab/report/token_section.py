@@ -1,4 +1,4 @@
-"""The report's token section: which steps it reads, figures with captions, and a table."""
+"""The token section of a report: the trajectory files it reads, figures with captions, and a table."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trimtab.pages.render import number, short
 from trimtab.report import token_figures
 from trimtab.report.clipping import Clipping, clipping
 from trimtab.report.token_file import Tokens, read_tokens
-from trimtab.runs.reader import Run, sample_steps, spread
+from trimtab.runs.reader import Run, evenly_spaced, sample_steps
 
 
 @dataclass
-class Seen:
-    """The first and the last file with trained tokens, and sums over all of them.
+class TokenSectionData:
+    """The first and the last file with trained tokens, and sums over all files.
 
-    noisy: the last file with perturbed log-probs. clip_*: counts (10,) by tenth of the response. before, after: the
-    tokens around the places where a newer policy took over, with the entropy there.
+    noisy: the last file with perturbed log-probs. clip_*: counts (10,) by tenth of the response. before, after: ids of
+    the tokens on both sides of each position where a newer policy continued a response, with their entropies.
     """
 
     first: tuple[int, Tokens] | None = None
@@ -48,123 +48,125 @@ class Seen:
 
     @property
     def ends(self) -> dict[int, Tokens]:
-        """The first and the last step with a token, one where they are the same."""
+        """The first and the last step with trained tokens; a single entry if they are the same."""
         return dict(end for end in (self.first, self.last) if end is not None)
 
-    def look(self, config: Mapping[str, Any], step: int, found: Tokens) -> None:
-        """Take in the file of one step; `config` is the run's."""
+    def add(self, config: Mapping[str, Any], step: int, tokens: Tokens) -> None:
+        """Add the file of one step; `config` is the run's recipe."""
         self.steps.append(step)
-        self.rows, self.read = self.rows + found.rows, self.read + found.read
-        self.external, self.nonfinite = self.external + found.external, self.nonfinite + found.nonfinite
-        if not found.trained.any():
+        self.rows, self.read = self.rows + tokens.rows, self.read + tokens.read
+        self.external, self.nonfinite = self.external + tokens.external, self.nonfinite + tokens.nonfinite
+        if not tokens.trained.any():
             return
-        self.first, self.last = self.first or (step, found), (step, found)
-        if found.perturbed is not None and found.clean is not None:
-            self.noisy = (step, found)
-        self._remember_clipped(clipping(config, found), found)
-        self._remember_cuts(found)
+        self.first, self.last = self.first or (step, tokens), (step, tokens)
+        if tokens.perturbed is not None and tokens.clean is not None:
+            self.noisy = (step, tokens)
+        self._add_clipped(clipping(config, tokens), tokens)
+        self._add_takeovers(tokens)
 
-    def _remember_clipped(self, clip: Clipping | str, found: Tokens) -> None:
+    def _add_clipped(self, clip: Clipping | str, tokens: Tokens) -> None:
         if isinstance(clip, str):
             self.no_clip = clip
             return
-        where = token_statistics.deciles(found.starts)
+        decile = token_statistics.deciles(tokens.starts)
         low, high, trained = (
-            np.bincount(where[mask], minlength=token_statistics.DECILES)
-            for mask in (clip.low, clip.high, found.trained)
+            np.bincount(decile[mask], minlength=token_statistics.DECILES)
+            for mask in (clip.low, clip.high, tokens.trained)
         )
         self.clip_low, self.clip_high = self.clip_low + low, self.clip_high + high
         self.clip_tokens = self.clip_tokens + trained
         self.clip_rules.add(clip.rule)
 
-    def _remember_cuts(self, found: Tokens) -> None:
-        if found.version is None:
+    def _add_takeovers(self, tokens: Tokens) -> None:
+        if tokens.version is None:
             return
-        places = token_statistics.cuts(found.version, found.starts)
-        self.after.append(found.ids[places])
-        self.before.append(found.ids[places - 1])
-        if found.entropy is not None:
-            self.after_entropy.append(found.entropy[places])
-            self.before_entropy.append(found.entropy[places - 1])
+        positions = token_statistics.cuts(tokens.version, tokens.starts)
+        self.after.append(tokens.ids[positions])
+        self.before.append(tokens.ids[positions - 1])
+        if tokens.entropy is not None:
+            self.after_entropy.append(tokens.entropy[positions])
+            self.before_entropy.append(tokens.entropy[positions - 1])
 
 
 STEPS_READ, TABLE_ROWS, SCATTER_BINS = 8, 12, 50
-# Where this is logged, the step's file holds clean log-probs: a perturbed run has them on probe steps only.
-_CLEAN = "mismatch/k3"
+# Steps that log this key have clean log-probs in their file; a perturbed run has them only on probe steps.
+_CLEAN_KEY = "mismatch/k3"
 
 
 def token_section(run: Run) -> dict[str, Any] | None:
-    """Values of the template's section; None when the run wrote no trajectory files.
+    """Returns the template values of the section; None if the run has no trajectory files.
 
     Raises `TrimtabError` when a file is damaged or no trajectory file.
     """
-    files = _files(run)
+    files = _files_to_read(run)
     if not files:
         return None
-    seen = Seen()
+    data = TokenSectionData()
     for step, file in files.items():
-        seen.look(run.config, step, read_tokens(file))
-    panels = [_envelope(seen), _scatter(seen), _shift(seen), _entropy(seen), _clipped(seen)]
+        data.add(run.config, step, read_tokens(file))
+    panels = [_envelope(data), _scatter(data), _shift(data), _entropy(data), _clipped(data)]
     return {
-        "note": _note(seen),
+        "note": _note(data),
         "charts": [panel for panel in panels if not isinstance(panel, str)],
         "absent": [panel for panel in panels if isinstance(panel, str) and panel],
-        "cuts": _cuts(run.path, seen),
+        "cuts": _takeover_table(run.path, data),
     }
 
 
-def _files(run: Run) -> dict[int, Path]:
+def _files_to_read(run: Run) -> dict[int, Path]:
     files = sample_steps(run.path)
-    clean = {int(step) for step in run.series(_CLEAN)[0]} & files.keys()
-    return {step: files[step] for step in spread(sorted(clean or files), STEPS_READ)}
+    clean = {int(step) for step in run.series(_CLEAN_KEY)[0]} & files.keys()
+    return {step: files[step] for step in evenly_spaced(sorted(clean or files), STEPS_READ)}
 
 
-def _note(seen: Seen) -> str:
-    steps = ", ".join(str(step) for step in seen.steps)
-    text = f"From the trajectory files of step{'s' if len(seen.steps) > 1 else ''} {steps}: {seen.read:,} responses"
-    text += f", the first of {seen.rows:,}." if seen.read < seen.rows else "."
-    out = [
-        (seen.external, "of external traces, which have no behavior policy"),
-        (seen.nonfinite, "with a log-prob that is not finite"),
+def _note(data: TokenSectionData) -> str:
+    steps = ", ".join(str(step) for step in data.steps)
+    text = f"From the trajectory files of step{'s' if len(data.steps) > 1 else ''} {steps}: {data.read:,} responses"
+    text += f", the first of {data.rows:,}." if data.read < data.rows else "."
+    reasons = [
+        (data.external, "of external traces, which have no behavior policy"),
+        (data.nonfinite, "with a log-prob that is not finite"),
     ]
-    left = ", and ".join(f"{count:,} {why}" for count, why in out if count)
-    return f"{text} Left out: {left}." if left else text
+    dropped = ", and ".join(f"{count:,} {reason}" for count, reason in reasons if count)
+    return f"{text} Left out: {dropped}." if dropped else text
 
 
 Panel = dict[str, Any] | str
-"""A figure for the template, or in one sentence why there is none (empty: it does not concern this run)."""
+"""A figure for the template, or the reason why it is missing (empty: not applicable to this run)."""
 
 
 def _panel(title: str, now: str, svg: str, what: str) -> Panel:
     return {"title": title, "now": now, "svg": Markup(svg), "what": what}
 
 
-def _clean(seen: Seen) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """log π and log μ of the trained tokens of the first and the last step."""
+def _clean(data: TokenSectionData) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Returns log π and log μ of the trained tokens of the first and the last step."""
     return {
-        step: (found.clean[found.trained].astype(np.float64), found.behavior[found.trained].astype(np.float64))
-        for step, found in seen.ends.items()
-        if found.clean is not None
+        step: (tokens.clean[tokens.trained].astype(np.float64), tokens.behavior[tokens.trained].astype(np.float64))
+        for step, tokens in data.ends.items()
+        if tokens.clean is not None
     }
 
 
-def _without(seen: Seen, name: str, column: str) -> str:
-    return f"{name} (no response is left)" if not seen.ends else f"{name} (the files have no {column})"
+def _missing_text(data: TokenSectionData, name: str, column: str) -> str:
+    return f"{name} (no response is left)" if not data.ends else f"{name} (the files have no {column})"
 
 
-def _envelope(seen: Seen) -> Panel:
+def _envelope(data: TokenSectionData) -> Panel:
     name = "log-ratio envelope"
-    pairs = _clean(seen)
+    pairs = _clean(data)
     if not pairs:
-        return _without(seen, name, "log-prob of the trainer")
-    found = {step: token_statistics.envelope(behavior, clean - behavior) for step, (clean, behavior) in pairs.items()}
-    drawn = {step: part for step, part in found.items() if len(part.probability)}
+        return _missing_text(data, name, "log-prob of the trainer")
+    envelopes = {
+        step: token_statistics.envelope(behavior, clean - behavior) for step, (clean, behavior) in pairs.items()
+    }
+    drawn = {step: envelope for step, envelope in envelopes.items() if len(envelope.probability)}
     if not drawn:
         return f"{name} (no bin holds {token_statistics.FEWEST} tokens)"
     last = list(drawn.values())[-1]
     what = (
         "Tokens binned by the probability the sampler gave them: median (thick) and 2nd to 98th percentile (band) of "
-        f"log π − log μ, π the {_policy(seen)} policy. A band that opens to the left: rare tokens mismatch most."
+        f"log π − log μ, π the {_policy(data)} policy. A band that opens to the left: rare tokens mismatch most."
     )
     if last.thin:
         what += (
@@ -174,82 +176,82 @@ def _envelope(seen: Seen) -> Panel:
     return _panel("Log-ratio envelope", now, token_figures.envelope_svg(drawn), what)
 
 
-def _policy(seen: Seen) -> str:
-    names = {found.clean_name for found in seen.ends.values()}
+def _policy(data: TokenSectionData) -> str:
+    names = {tokens.clean_name for tokens in data.ends.values()}
     return "clean " + "/".join(sorted(name.removeprefix("logp_") for name in names))
 
 
-def _scatter(seen: Seen) -> Panel:
-    pairs = _clean(seen)
+def _scatter(data: TokenSectionData) -> Panel:
+    pairs = _clean(data)
     if not pairs:
-        return _without(seen, "trainer against sampler probability", "log-prob of the trainer")
+        return _missing_text(data, "trainer against sampler probability", "log-prob of the trainer")
     step, (clean, behavior) = list(pairs.items())[-1]
-    ours, theirs = np.exp(clean), np.exp(behavior)
+    trainer, sampler = np.exp(clean), np.exp(behavior)
     what = (
-        f"Probability of each token of step {step} for the trainer ({_policy(seen)} policy) over that for the sampler, "
-        f"{len(ours):,} tokens; darker squares hold more. Off the dotted line the two disagree. "
+        f"Probability of each token of step {step} for the trainer ({_policy(data)} policy) over that for the sampler, "
+        f"{len(trainer):,} tokens; darker squares hold more. Off the dotted line the two disagree. "
         "Healthy: Pearson r above 0.99."
     )
-    svg = token_figures.scatter_svg(token_statistics.plane(theirs, ours, SCATTER_BINS))
-    r = token_statistics.pearson(theirs, ours)
+    svg = token_figures.scatter_svg(token_statistics.plane(sampler, trainer, SCATTER_BINS))
+    r = token_statistics.pearson(sampler, trainer)
     return _panel("Trainer against sampler", f"r = {r:.5f}" if np.isfinite(r) else "r not defined", svg, what)
 
 
-def _shift(seen: Seen) -> Panel:
-    if seen.noisy is None:
+def _shift(data: TokenSectionData) -> Panel:
+    if data.noisy is None:
         return ""
-    step, found = seen.noisy
-    assert found.perturbed is not None
-    assert found.clean is not None
-    moved = token_statistics.shift(np.exp(found.perturbed[found.trained]), np.exp(found.clean[found.trained]))
-    if len(moved.count) == 0:
+    step, tokens = data.noisy
+    assert tokens.perturbed is not None
+    assert tokens.clean is not None
+    shift = token_statistics.shift(np.exp(tokens.perturbed[tokens.trained]), np.exp(tokens.clean[tokens.trained]))
+    if len(shift.count) == 0:
         return f"change of probability (at step {step} no token's probability changed: no noise arrived)"
     what = (
         f"How far the noise moved the probability of each token of step {step}, |p with noise − p without|; "
-        f"{100 * moved.unmoved:.1f}% of the tokens did not move and are not drawn."
+        f"{100 * shift.unmoved:.1f}% of the tokens did not move and are not drawn."
     )
-    now = f"75th percentile {short(moved.upper_quartile)}"
-    return _panel("Change of probability", now, token_figures.shift_svg(moved), what)
+    now = f"75th percentile {short(shift.upper_quartile)}"
+    return _panel("Change of probability", now, token_figures.shift_svg(shift), what)
 
 
-def _entropy(seen: Seen) -> Panel:
-    found = {
+def _entropy(data: TokenSectionData) -> Panel:
+    entropies = {
         step: token_statistics.by_decile(
-            token_statistics.deciles(part.starts)[part.trained], part.entropy[part.trained]
+            token_statistics.deciles(tokens.starts)[tokens.trained], tokens.entropy[tokens.trained]
         )
-        for step, part in seen.ends.items()
-        if part.entropy is not None
+        for step, tokens in data.ends.items()
+        if tokens.entropy is not None
     }
-    if not found:
-        return _without(seen, "entropy by position", "entropy")
+    if not entropies:
+        return _missing_text(data, "entropy by position", "entropy")
     what = "Mean entropy of the distributions the tokens were drawn from, in each tenth of the response's length."
-    return _panel("Entropy by position", "", token_figures.entropy_svg(found), what)
+    return _panel("Entropy by position", "", token_figures.entropy_svg(entropies), what)
 
 
-def _clipped(seen: Seen) -> Panel:
-    if not seen.clip_rules:
-        return f"clipped tokens by position ({seen.no_clip})"
+def _clipped(data: TokenSectionData) -> Panel:
+    if not data.clip_rules:
+        return f"clipped tokens by position ({data.no_clip})"
     low, high = (
-        np.divide(part, seen.clip_tokens, out=np.full(token_statistics.DECILES, np.nan), where=seen.clip_tokens > 0)
-        for part in (seen.clip_low, seen.clip_high)
+        np.divide(counts, data.clip_tokens, out=np.full(token_statistics.DECILES, np.nan), where=data.clip_tokens > 0)
+        for counts in (data.clip_low, data.clip_high)
     )
-    share = float((seen.clip_low + seen.clip_high).sum() / seen.clip_tokens.sum())
-    rule = seen.clip_rules.pop() if len(seen.clip_rules) == 1 else "the bound differs from step to step"
+    share = float((data.clip_low + data.clip_high).sum() / data.clip_tokens.sum())
+    rule = data.clip_rules.pop() if len(data.clip_rules) == 1 else "the bound differs from step to step"
     what = (
-        "Share of tokens without gradient at the first look at the batch, in each tenth of the response's length, over "
-        f"all steps read. Here {rule}."
+        "Share of tokens without gradient in the first update on the batch, in each tenth of the response's length, "
+        f"over all steps read. Here {rule}."
     )
     svg = token_figures.clipped_svg(low, high)
     return _panel("Clipped tokens by position", f"{100 * share:.3g}% of all", svg, what)
 
 
-def _cuts(path: Path, seen: Seen) -> dict[str, Any] | None:
-    """The table of tokens around the places where a newer policy took over, None when there is no such place."""
-    count = sum(len(part) for part in seen.after)
+def _takeover_table(path: Path, data: TokenSectionData) -> dict[str, Any] | None:
+    """Returns the table of tokens around the positions where a newer policy took over; None without any."""
+    count = sum(len(part) for part in data.after)
     if count == 0:
         return None
-    before = token_statistics.frequent(*_joined(seen.before, seen.before_entropy), TABLE_ROWS)
-    after = token_statistics.frequent(*_joined(seen.after, seen.after_entropy), TABLE_ROWS)
+    before = token_statistics.frequent(*_concatenate(data.before, data.before_entropy), TABLE_ROWS)
+    after = token_statistics.frequent(*_concatenate(data.after, data.after_entropy), TABLE_ROWS)
     texts, reason = token_texts(path, {row.id for row in [*before, *after]})
 
     def shown(rows: Sequence[Frequent]) -> list[dict[str, Any]]:
@@ -267,5 +269,5 @@ def _cuts(path: Path, seen: Seen) -> dict[str, Any] | None:
     return {"count": f"{count:,}", "reason": reason, "before": shown(before), "after": shown(after)}
 
 
-def _joined(ids: Sequence[np.ndarray], entropy: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
+def _concatenate(ids: Sequence[np.ndarray], entropy: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
     return np.concatenate(ids), np.concatenate(entropy) if len(entropy) == len(ids) else None

@@ -1,7 +1,7 @@
 """Asynchronous rollouts: one thread per engine, one scoring thread, one buffer, staleness bounded per token.
 
-lanes (one per engine) --responses--> scoring --groups--> buffer --batches--> trainer
-  ^________________________________ publications ____________________________/
+engine threads --responses--> scoring --groups--> buffer --batches--> trainer
+     ^_________________________ weight updates ________________________/
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary, Expected
 from trimtab.rollout.collector import Collector, Group, RolloutStats
 from trimtab.rollout.engine_thread import MAX_RESTARTS, AsyncState, EngineThread, GeneratedGroups, WeightUpdate
-from trimtab.rollout.source import FeedState, Found, Weights
+from trimtab.rollout.source import Result, SourceState, Weights
 from trimtab.types import Engine
 
-PATIENCE = 5.0
-"""Seconds a thread has to end before its engine is closed under it."""
+SHUTDOWN_TIMEOUT = 5.0
+"""Seconds to wait for threads to end before their engines are closed."""
 
 
 class AsyncSource:
-    """See the module and `feed.RolloutSource`. With `max_lag` 0 or None the same lanes work in step: one batch at a
-    time.
+    """A `RolloutSource` whose engines generate while the trainer updates.
 
-    `notify` receives lines for people, in the trainer's thread.
+    With a `max_lag` of 0 or None the same threads generate one batch at a time, while the trainer waits. `notify`
+    receives messages for the user, in the trainer's thread.
     """
 
     def __init__(
@@ -44,190 +44,199 @@ class AsyncSource:
     ) -> None:
         trainer = collector.config.trainer
         self.collector = collector
-        self._floor = AsyncState(
+        self._state = AsyncState(
             collector, buffer, trainer.in_flight, chunk=-(-trainer.prompts // len(engines)), canary=canary
         )
         for engine in engines:
-            if hasattr(engine, "notify"):  # that of servers waits for them in a lane, which only leaves notes
-                engine.notify = self._floor.note  # pyright: ignore[reportAttributeAccessIssue]
-        self._lanes = [EngineThread(number, engine, self._floor) for number, engine in enumerate(engines)]
-        self._scoring = Scoring(self._floor)
+            if hasattr(engine, "notify"):  # called in the engine's thread, where messages are queued
+                engine.notify = self._state.note  # pyright: ignore[reportAttributeAccessIssue]
+        self._threads = [EngineThread(number, engine, self._state) for number, engine in enumerate(engines)]
+        self._scoring = Scoring(self._state)
         self._notify = notify
         self._started = False
 
     @property
     def published(self) -> int:
-        return -1 if self._floor.publication is None else self._floor.publication.version
+        return -1 if self._state.update is None else self._state.update.version
 
-    def take(self, now: int, left: int) -> tuple[list[Group], RolloutStats]:
+    def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
         self._start()
-        start, floor = time.perf_counter(), self._floor
-        with floor.buffer.changed:
-            self._look()  # no wait may follow: the other engines can keep every batch ready
-            floor.buffer.schedule.wait(now, left)
-            floor.buffer.changed.notify_all()  # what the trainer waits for may be admitted now
-            self._drop_late()
-            groups, stats = floor.buffer.take(now, patient=self._look)
-            self._drop_late()
+        start, state = time.perf_counter(), self._state
+        with state.buffer.changed:
+            self._raise_error()  # there may be no wait below: other engines may have the batch ready
+            state.buffer.schedule.wait(version, batches_left)
+            state.buffer.changed.notify_all()  # groups that the trainer waits for may be admitted now
+            self._drop_stale()
+            groups, stats = state.buffer.take(version, on_wait=self._raise_error)
+            self._drop_stale()
         stats.seconds_waiting = time.perf_counter() - start
-        self._tell()
+        self._deliver_messages()
         return groups, stats
 
     def publish(self, weights: Weights, version: int, expected: Expected | None = None) -> None:
-        """Hold a copy, so that training can go on; each lane takes it over at its next boundary."""
-        publication, floor = WeightUpdate(version, share(weights), expected), self._floor
-        with floor.buffer.changed:
-            floor.publication = publication
-            if floor.in_flight == "continue":
-                self._interrupt()
-            floor.buffer.changed.notify_all()
+        """Copy the weights, so that training can continue; each engine loads them before its next request."""
+        update, state = WeightUpdate(version, share(weights), expected), self._state
+        with state.buffer.changed:
+            state.update = update
+            if state.in_flight == "continue":
+                self._abort()
+            state.buffer.changed.notify_all()
 
-    def look(self, weights: Weights, version: int, through: Callable[[Engine], Found], *, rounded: bool) -> Found:
-        """Lanes rest meanwhile; what they are generating is finished first, or interrupted where it may be."""
-        with self._paused(), ExitStack() as own:
-            lane = next(lane for lane in self._lanes if not lane.gone)
-            held = None
-            for life in range(MAX_RESTARTS):
+    def evaluate_with(
+        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, quantized: bool
+    ) -> Result:
+        """Engine threads pause; their requests are finished first, or aborted with `in_flight = "continue"`."""
+        with self._pause_engines(), ExitStack() as stack:
+            thread = next(thread for thread in self._threads if not thread.gone)
+            shared = None
+            for attempt in range(MAX_RESTARTS):
                 try:
-                    if rounded or lane.version != version or lane.engine.policy_version != version:
-                        held = held or own.enter_context(closing(share(weights)))
-                        lane.version = None
-                        lane.engine.publish(held, version, exact=True)
-                    return through(lane.engine)
-                except EngineDeadError as lost:
-                    self._notify(f"engine {lane.number} was lost ({lost}); starting it again")
-                    self._floor.sleep(life / 2)
-                    lane.version = None
-                    with suppress(EngineDeadError):  # the next attempt says so
-                        lane.engine.recover()
-                        self._floor.buffer.count(RolloutStats(restarts=1))
-            raise EngineDeadError(f"engine {lane.number} was lost {MAX_RESTARTS} times in a row: look at what ends it")
+                    if quantized or thread.version != version or thread.engine.policy_version != version:
+                        shared = shared or stack.enter_context(closing(share(weights)))
+                        thread.version = None
+                        thread.engine.publish(shared, version, exact=True)
+                    return function(thread.engine)
+                except EngineDeadError as error:
+                    self._notify(f"engine {thread.number} was lost ({error}); starting it again")
+                    self._state.sleep(attempt / 2)
+                    thread.version = None
+                    with suppress(EngineDeadError):  # reported by the next attempt
+                        thread.engine.recover()
+                        self._state.buffer.count(RolloutStats(restarts=1))
+            raise EngineDeadError(
+                f"engine {thread.number} was lost {MAX_RESTARTS} times in a row: look at what ends it"
+            )
 
-    def state(self, updates: int) -> FeedState:
-        """Published weights are part of it only while they lag behind the trainer's."""
-        meta, files = self._floor.buffer.state()
+    def state(self, updates: int) -> SourceState:
+        """Published weights are included only if they are older than the trainer's."""
+        meta, files = self._state.buffer.state()
         meta["published"] = self.published
-        publication = self._floor.publication
-        if publication is None or publication.version == updates:
+        update = self._state.update
+        if update is None or update.version == updates:
             return {}, meta, files
-        return {"engine": _once(publication.weights)}, meta, files
+        return {"engine": _untied(update.weights)}, meta, files
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
-        self._floor.buffer.restore(meta, files)
+        self._state.buffer.restore(meta, files)
         if "engine" in tensors:
             self.publish(tensors["engine"].items(), meta["published"])
 
     def close(self) -> None:
-        floor = self._floor
-        with floor.buffer.changed:
-            floor.closed = True
-            self._interrupt()
-            floor.buffer.changed.notify_all()
-        threads = [*(lane.thread for lane in self._lanes), self._scoring.thread] if self._started else []
-        end = time.monotonic() + PATIENCE
+        state = self._state
+        with state.buffer.changed:
+            state.closed = True
+            self._abort()
+            state.buffer.changed.notify_all()
+        threads = [*(thread.thread for thread in self._threads), self._scoring.thread] if self._started else []
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT
         for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
-        for lane in self._lanes:
-            lane.engine.close()
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for thread in self._threads:
+            thread.engine.close()
 
     def _start(self) -> None:
         if not self._started:
             self._started = True
-            self._floor.working = len(self._lanes)
-            for thread in (*(lane.thread for lane in self._lanes), self._scoring.thread):
+            self._state.working = len(self._threads)
+            for thread in (*(thread.thread for thread in self._threads), self._scoring.thread):
                 thread.start()
 
-    def _interrupt(self) -> None:
-        for lane in self._lanes:
-            lane.interrupt.set()
+    def _abort(self) -> None:
+        for thread in self._threads:
+            thread.interrupt.set()
 
-    def _drop_late(self) -> None:
-        """In order nothing is late, unless a batch of groups without signal came in between, which moves the clock but
-        uses up nothing of what was generated ahead. What is too old for the next batch is not written to its end."""
-        floor = self._floor
-        if floor.in_flight != "discard" and not self.collector.config.trainer.dynamic_sampling:
+    def _drop_stale(self) -> None:
+        """Drop groups that are too old for every later batch, and abort their generation.
+
+        With batches in order this happens only after a batch of groups without signal: it advances the version without
+        consuming groups that were generated ahead.
+        """
+        state = self._state
+        if state.in_flight != "discard" and not self.collector.config.trainer.dynamic_sampling:
             return
-        floor.buffer.expire()
-        for lane in self._lanes:
-            if lane.request is not None and not floor.buffer.wanted(lane.request):
-                lane.interrupt.set()
+        state.buffer.expire()
+        for thread in self._threads:
+            if thread.request is not None and not state.buffer.is_live(thread.request):
+                thread.interrupt.set()
 
-    def _look(self) -> None:
-        """What the trainer does before it waits: end with the run's error, and tell what happened."""
-        if self._floor.error is not None:
-            raise self._floor.error
-        self._tell()
+    def _raise_error(self) -> None:
+        """Raise the error of another thread, if there is one, and deliver messages. Called before every wait."""
+        if self._state.error is not None:
+            raise self._state.error
+        self._deliver_messages()
 
-    def _tell(self) -> None:
-        with self._floor.buffer.changed:
-            notes, self._floor.notes = self._floor.notes, []
+    def _deliver_messages(self) -> None:
+        with self._state.buffer.changed:
+            notes, self._state.notes = self._state.notes, []
         for line in notes:
             self._notify(line)
 
     @contextmanager
-    def _paused(self) -> Iterator[None]:
-        floor = self._floor
-        with floor.buffer.changed:
-            floor.paused = True
-            if floor.in_flight == "continue":
-                self._interrupt()
-            floor.buffer.changed.notify_all()
-            self._look()
-            while not self._at_rest():
-                floor.buffer.changed.wait()
-                self._look()
+    def _pause_engines(self) -> Iterator[None]:
+        state = self._state
+        with state.buffer.changed:
+            state.paused = True
+            if state.in_flight == "continue":
+                self._abort()
+            state.buffer.changed.notify_all()
+            self._raise_error()
+            while not self._is_paused():
+                state.buffer.changed.wait()
+                self._raise_error()
         try:
             yield
         finally:
-            with floor.buffer.changed:
-                floor.paused = False
-                floor.buffer.changed.notify_all()
+            with state.buffer.changed:
+                state.paused = False
+                state.buffer.changed.notify_all()
 
-    def _at_rest(self) -> bool:
-        floor = self._floor
-        return all(lane.idle for lane in self._lanes) and not floor.unscored and not floor.scoring
+    def _is_paused(self) -> bool:
+        state = self._state
+        return all(thread.idle for thread in self._threads) and not state.unscored and not state.scoring
 
 
-def _once(weights: SharedWeights) -> dict[str, Tensor]:
-    """Weights by name, those that are tied under their first name only."""
+def _untied(weights: SharedWeights) -> dict[str, Tensor]:
+    """Weights by name; tied ones under their first name only."""
     first: dict[int, str] = {}
     return {name: tensor for name, tensor in weights if first.setdefault(tensor.data_ptr(), name) == name}
 
 
 class Scoring:
-    """Scores requests one after another, the oldest groups first, and puts what can be used into the buffer."""
+    """The thread that scores responses, oldest groups first, and puts usable groups into the buffer."""
 
-    def __init__(self, floor: AsyncState) -> None:
-        self.floor = floor
+    def __init__(self, state: AsyncState) -> None:
+        self.state = state
         self.thread = threading.Thread(target=self._run, name="scoring", daemon=True)
 
     def _run(self) -> None:
         try:
-            while (answers := self._next()) is not None:
-                self._score(answers)
+            while (generated := self._next()) is not None:
+                self._score(generated)
         except BaseException as error:
-            self.floor.fail(error)
+            self.state.fail(error)
 
     def _next(self) -> GeneratedGroups | None:
-        floor = self.floor
-        with floor.buffer.changed:
-            floor.scoring = False
-            floor.buffer.changed.notify_all()
-            floor.buffer.changed.wait_for(lambda: floor.closed or floor.unscored)
-            if floor.closed:
+        state = self.state
+        with state.buffer.changed:
+            state.scoring = False
+            state.buffer.changed.notify_all()
+            state.buffer.changed.wait_for(lambda: state.closed or state.unscored)
+            if state.closed:
                 return None
-            first = min(floor.unscored, key=lambda answers: answers.request.first)
-            floor.unscored.remove(first)
-            floor.scoring = True
-            return first
+            oldest = min(state.unscored, key=lambda generated: generated.request.first)
+            state.unscored.remove(oldest)
+            state.scoring = True
+            return oldest
 
-    def _score(self, answers: GeneratedGroups) -> None:
-        buffer, stats = self.floor.buffer, answers.stats
-        if buffer.wanted(answers.request):
-            groups = self.floor.collector.grade(answers.request, answers.prompts, answers.completions, stats)
-            buffer.deliver(answers.request, groups, stats)
+    def _score(self, generated: GeneratedGroups) -> None:
+        buffer, stats = self.state.buffer, generated.stats
+        if buffer.is_live(generated.request):
+            groups = self.state.collector.score_groups(
+                generated.request, generated.prompts, generated.completions, stats
+            )
+            buffer.deliver(generated.request, groups, stats)
             return
-        # Too old for every batch to come: its score is not needed, but its lengths show what discarding favors.
-        lengths = [len(answer.response_ids) for group in answers.completions for answer in group]
+        # Too old for every later batch: scores are not needed, but lengths show which responses are discarded.
+        lengths = [len(completion.response_ids) for group in generated.completions for completion in group]
         stats.add(RolloutStats(generated=len(lengths), response_tokens=sum(lengths), discarded_lengths=lengths))
         buffer.count(stats)

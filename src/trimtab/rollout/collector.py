@@ -1,4 +1,4 @@
-"""Collects scored groups: draws prompts, samples, rewards, and (DAPO) replaces groups without signal."""
+"""Generates and scores groups: takes prompts, samples responses and computes their rewards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trimtab.rewards import Score, Scorer
 from trimtab.rollout.demonstrations import Demonstrations
 from trimtab.rollout.prefixes import PrefixPool
 from trimtab.rollout.sampling_contract import check_trajectory
-from trimtab.rollout.schedule import Request
+from trimtab.rollout.schedule import GroupRange
 from trimtab.seeds import derive
 from trimtab.types import EXTERNAL_VERSION, Completion, Engine, Prompt, Sampling, Task, Trajectory
 
@@ -26,10 +26,10 @@ Group = list[Trajectory]
 
 @dataclass
 class PromptStream:
-    """Problems of the training split in an order that is a pure function of (seed, position).
+    """Prompts of the training split, in an order that is a pure function of (seed, position).
 
-    Where a prompt has more than `longest` tokens, that of another problem takes its place. `replaced` holds the
-    positions where that happened, `logged` is how many of them the metrics have counted.
+    A prompt of more than `longest` tokens is replaced by another. `replaced` has the positions of replaced prompts,
+    `logged` the number of them that metrics have counted.
     """
 
     task: Task
@@ -51,7 +51,7 @@ class PromptStream:
         return prompts
 
     def at(self, position: int, count: int) -> list[Prompt]:
-        """The `count` prompts from `position` on, without moving."""
+        """The `count` prompts from `position` on; does not change the position of the stream."""
         return [self._prompt(position + offset) for offset in range(count)]
 
     def _prompt(self, position: int) -> Prompt:
@@ -67,7 +67,7 @@ class PromptStream:
         return self._replacement(position)
 
     def _replacement(self, position: int) -> Prompt:
-        """Any prompt that is short enough; like the order, a pure function of (seed, position)."""
+        """A prompt that is short enough; a pure function of (seed, position), like the order."""
         rng = np.random.default_rng(derive(self.seed, "replacement", position))
         for index in rng.permutation(len(self.task.train)).tolist():
             prompt = self._encoded(index)
@@ -79,13 +79,13 @@ class PromptStream:
         )
 
     def newly_replaced(self) -> int:
-        """How many prompts were replaced since this was last asked. One asked again, after a resume, counts once."""
+        """Number of prompts that were replaced since the last call. One taken again after a resume counts once."""
         total = len(self.replaced)
         new, self.logged = total - self.logged, total
         return new
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the count, as JSON."""
+        """The counts for a checkpoint, as JSON."""
         return {"replaced": sorted(self.replaced), "logged": self.logged}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ class PromptStream:
 
 @dataclass
 class RolloutStats:
-    """What happened while groups were collected; all counts are since the last batch was taken."""
+    """Counts and durations of generation and scoring since the last batch."""
 
     generated: int = 0
     response_tokens: int = 0
@@ -113,7 +113,7 @@ class RolloutStats:
     failed_rewards: int = 0
     dropped: int = 0
     stale: int = 0
-    discarded_lengths: list[int] = field(default_factory=list)  # of responses written in vain, as far as they got
+    discarded_lengths: list[int] = field(default_factory=list)  # of discarded responses, in tokens generated so far
     groups: int = 0
     no_signal: int = 0
     refilled: int = 0
@@ -131,10 +131,10 @@ class RolloutStats:
 
 @dataclass
 class Collector:
-    """The data side of a run: which prompts are asked, what they are paid, and what of it can be used.
+    """Generates and scores the groups of a run.
 
-    `engine` is the one that generates in step with training. `room` is how many tokens of the smallest context
-    `sampling.max_tokens` leaves to a prompt; None where no context is known.
+    `engine` is used by `sample` only. `room` is the number of prompt tokens that `sampling.max_tokens` leaves in the
+    smallest context; None if no context is known.
     """
 
     config: Config
@@ -146,77 +146,79 @@ class Collector:
     experts: Demonstrations | None = None
     room: int | None = None
 
-    def sample(self, request: Request, stats: RolloutStats) -> list[Group]:
-        """Generate and score the groups of a request, in this thread."""
+    def sample(self, request: GroupRange, stats: RolloutStats) -> list[Group]:
+        """Generates and scores the groups of a request, in this thread."""
         start = time.perf_counter()
         decoded, prefilled = self.engine.decoded, self.engine.prefilled
         prompts, completions = self._generate(request, stats)
         stats.decoded += self.engine.decoded - decoded
         stats.prefilled += self.engine.prefilled - prefilled
         stats.seconds_generating += time.perf_counter() - start
-        return self.grade(request, prompts, completions, stats)
+        return self.score_groups(request, prompts, completions, stats)
 
-    def grade(
+    def score_groups(
         self,
-        request: Request,
+        request: GroupRange,
         prompts: Sequence[Prompt],
         completions: Sequence[Sequence[Completion]],
         stats: RolloutStats,
     ) -> list[Group]:
-        """Score the responses of a request and keep what can be used, one group for each prompt."""
+        """Scores the responses of a request; returns the usable trajectories, one group for each prompt."""
         start = time.perf_counter()
         pairs = [
-            (prompt.problem, answer) for prompt, answers in zip(prompts, completions, strict=True) for answer in answers
+            (prompt.problem, completion)
+            for prompt, responses in zip(prompts, completions, strict=True)
+            for completion in responses
         ]
         scores = iter(self.scorer.score(pairs))
         groups = [
-            self._group(prompt, number, [(answer, next(scores)) for answer in answers], stats)
-            for number, prompt, answers in zip(request.numbers, prompts, completions, strict=True)
+            self._group(prompt, number, [(completion, next(scores)) for completion in responses], stats)
+            for number, prompt, responses in zip(request.numbers, prompts, completions, strict=True)
         ]
-        own = [len(answer.response_ids) for _, answer in pairs if not _is_external(answer)]
-        stats.generated += len(own)
-        stats.response_tokens += sum(own)
+        lengths = [len(completion.response_ids) for _, completion in pairs if not _is_external(completion)]
+        stats.generated += len(lengths)
+        stats.response_tokens += sum(lengths)
         stats.seconds_scoring += time.perf_counter() - start
         return groups
 
-    def seed(self, request: Request) -> int:
-        """The seed of a request's draws."""
+    def seed(self, request: GroupRange) -> int:
+        """The random seed of a request."""
         return derive(self.config.seed, "rollout", request.first)
 
-    def _generate(self, request: Request, stats: RolloutStats) -> tuple[list[Prompt], list[list[Completion]]]:
-        """The next prompts with their responses: sampled whole, continued from prefixes, or joined by traces."""
+    def _generate(self, request: GroupRange, stats: RolloutStats) -> tuple[list[Prompt], list[list[Completion]]]:
+        """The next prompts and their responses: sampled whole, continued from prefixes, or with demonstrations."""
         seed, samples, count = self.seed(request), self.config.trainer.samples, request.count
         pool = self.prefixes
-        if pool is not None and not pool.due:
+        if pool is not None and not pool.starts_cycle:
             prompts, prefixes = pool.take(count)
             stats.response_tokens -= sum(len(prefix.response_ids) for group in prefixes for prefix in group)
             completions = self.engine.generate(prompts, samples, self.sampling, seed=seed, prefixes=prefixes)
-            pool.observe([len(answer.response_ids) for answers in completions for answer in answers])
+            pool.observe([len(completion.response_ids) for responses in completions for completion in responses])
             return prompts, completions
         prompts = self.stream.take(count)
         if self.experts is not None:
-            return prompts, self._join_traces(self.experts, request, prompts, stats)
+            return prompts, self._join_demonstrations(self.experts, request, prompts, stats)
         completions = self.engine.generate(prompts, samples, self.sampling, seed=seed)
         if pool is not None:
-            pool.observe([len(answer.response_ids) for answers in completions for answer in answers])
-            # The weights of this moment are the historical policy of the batches to come: no second copy is kept.
+            pool.observe([len(completion.response_ids) for responses in completions for completion in responses])
+            # The current weights are the historical policy of the next batches: no second copy of weights is needed.
             if pool.batches:
                 stats.response_tokens += pool.refill(self.stream.take(count * pool.batches))
         return prompts, completions
 
-    def _join_traces(
-        self, experts: Demonstrations, request: Request, prompts: Sequence[Prompt], stats: RolloutStats
+    def _join_demonstrations(
+        self, experts: Demonstrations, request: GroupRange, prompts: Sequence[Prompt], stats: RolloutStats
     ) -> list[list[Completion]]:
-        """External traces take the place of sampled responses, so that every group has `trainer.samples` members."""
+        """Responses where demonstrations replace samples, so that every group has `trainer.samples` members."""
         assert self.config.expert is not None
-        samples, wanted = self.config.trainer.samples, self.config.expert.per_group
+        samples, per_group = self.config.trainer.samples, self.config.expert.per_group
         before = experts.dropped, experts.missing
         epoch = len(self.stream.task.train)
         traces = [
-            experts.take(prompt, wanted, turn=number // epoch)
+            experts.take(prompt, per_group, turn=number // epoch)
             for number, prompt in zip(request.numbers, prompts, strict=True)
         ]
-        stats.traces += sum(len(found) for found in traces)
+        stats.traces += sum(map(len, traces))
         stats.traces_dropped += experts.dropped - before[0]
         stats.traces_missing += experts.missing - before[1]
         if not any(traces):
@@ -224,32 +226,32 @@ class Collector:
                 f"no external trace joined: {experts.dropped - before[0]} were too long, "
                 f"{experts.missing - before[1]} of {len(prompts)} prompts have none"
             )
-        most = samples - min(len(found) for found in traces)
-        sampled = self.engine.generate(prompts, most, self.sampling, seed=self.seed(request))
-        return [answers[: samples - len(found)] + found for answers, found in zip(sampled, traces, strict=True)]
+        max_sampled = samples - min(map(len, traces))
+        sampled = self.engine.generate(prompts, max_sampled, self.sampling, seed=self.seed(request))
+        return [responses[: samples - len(joined)] + joined for responses, joined in zip(sampled, traces, strict=True)]
 
     def _group(
         self, prompt: Prompt, number: int, scored: Sequence[tuple[Completion, Score]], stats: RolloutStats
     ) -> Group:
-        """The usable trajectories of one prompt. What cannot be used is counted with its reason, never guessed."""
+        """The usable trajectories of one prompt; others are counted and reported with their reason."""
         group: Group = []
-        for answer, score in scored:
+        for completion, score in scored:
             if score.total is None:
                 stats.failed_rewards += 1
                 stats.errors.append(score.error or "a reward failed")
                 continue
-            external = _is_external(answer)
-            if not external and not np.isfinite(answer.logp_behavior).all():
+            external = _is_external(completion)
+            if not external and not np.isfinite(completion.logp_behavior).all():
                 stats.dropped += 1
                 stats.errors.append(f"problem {prompt.problem.id!r}: the engine reported a non-finite log-prob")
                 continue
-            cut = self.config.trainer.mask_truncated and answer.finish == "length"
+            truncated = self.config.trainer.mask_truncated and completion.finish == "length"
             trajectory = Trajectory(
                 prompt=prompt,
                 group=number,
-                completion=answer,
+                completion=completion,
                 sampling=self.sampling,
-                loss_mask=np.full(len(answer.response_ids), not cut, dtype=np.bool_),
+                loss_mask=np.full(len(completion.response_ids), not truncated, dtype=np.bool_),
                 reward=score.total,
                 rewards=score.parts,
                 off_policy=external,
@@ -260,18 +262,18 @@ class Collector:
         return group
 
 
-def _is_external(answer: Completion) -> bool:
-    return bool(len(answer.policy_version)) and int(answer.policy_version[0]) == EXTERNAL_VERSION
+def _is_external(completion: Completion) -> bool:
+    return bool(len(completion.policy_version)) and int(completion.policy_version[0]) == EXTERNAL_VERSION
 
 
 def oldest(group: Group) -> float:
-    """The oldest policy that wrote in the group; external traces have none and do not age."""
+    """The oldest policy version of the group's tokens; demonstrations have none (infinite: no sampled token)."""
     versions = (t.completion.policy_version for t in group if not t.off_policy)
-    return min((int(written.min()) for written in versions if len(written)), default=math.inf)
+    return min((int(tokens.min()) for tokens in versions if len(tokens)), default=math.inf)
 
 
 def has_reward_variance(group: Group) -> bool:
-    """Whether the first reward (correctness, by convention) tells the members apart; shaping rewards do not count."""
+    """Whether the first reward (by convention correctness) differs within the group; other rewards do not count."""
     if not group:
         return False
     name = next(iter(group[0].rewards))

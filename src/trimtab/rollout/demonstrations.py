@@ -1,7 +1,7 @@
-"""External traces that join sampled groups (LUFFY, arXiv 2504.14945): gold answers or rows of a file.
+"""Demonstrations (external traces) that join sampled groups (LUFFY, arXiv 2504.14945): gold answers or rows of a file.
 
-A trace becomes the tokens an engine would have returned had it sampled that text, its ending included, so that
-nothing but the missing behavior policy tells it from the other members of its group.
+A demonstration is encoded as the tokens an engine would have returned for its text, with its ending, so that it differs
+from the sampled members of its group only in having no behavior policy.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ GOLD = "gold"
 
 @dataclass
 class Demonstrations:
-    """The traces of a run. `dropped` and `missing` count since loading; what a step adds is the difference.
+    """The demonstrations of a run.
 
-    dropped: traces that were due but exceed the response limit or, with their prompt, the context.
-    missing: prompts asked for that have no trace at all.
+    `dropped` counts demonstrations that exceeded the response limit or, with their prompt, the context; `missing`
+    counts prompts without one. Both count from loading on.
     """
 
     texts: Callable[[Problem], Sequence[str]]
@@ -41,7 +41,7 @@ class Demonstrations:
     def load(
         cls, config: DemonstrationConfig, task: Task, tokenizer: Any, sampling: Sampling, context: int | None
     ) -> Demonstrations:
-        """Traces of `config.path`: the task's gold answers, or the rows (prompt, response) of a file.
+        """Loads `config.path`: the task's gold answers, or the rows (prompt, response) of a file.
 
         A row's prompt is the id of a problem or its question; several rows may share one. `context` is the number of
         positions of the model, None for no limit.
@@ -73,9 +73,9 @@ class Demonstrations:
         return cls(texts, tokenizer, sampling, context)
 
     def take(self, prompt: Prompt, count: int, turn: int) -> list[Completion]:
-        """At most `count` traces of a prompt; `turn`, such as its group number, says where among several to begin.
+        """Returns up to `count` demonstrations of a prompt that are short enough.
 
-        Fewer, down to none, when there are fewer or they are too long. Equal arguments give equal traces.
+        `turn`, such as the epoch, selects the first of several. Equal arguments give equal results.
         """
         texts = self.texts(prompt.problem)
         self.missing += not texts
@@ -86,7 +86,7 @@ class Demonstrations:
         for offset in range(len(texts)):
             if len(traces) == count:
                 break
-            trace = written(texts[(turn * count + offset) % len(texts)], self.tokenizer, self.sampling)
+            trace = encode_demonstration(texts[(turn * count + offset) % len(texts)], self.tokenizer, self.sampling)
             if len(trace.response_ids) <= room:
                 traces.append(trace)
             else:
@@ -94,11 +94,11 @@ class Demonstrations:
         return traces
 
 
-def written(text: str, tokenizer: Any, sampling: Sampling) -> Completion:
-    """A given text as the response an engine would have returned: up to its first ending and with it.
+def encode_demonstration(text: str, tokenizer: Any, sampling: Sampling) -> Completion:
+    """Encodes a text as the response an engine would have returned: up to and including its first ending.
 
-    A text without an ending gets one: the task's first stop string, or the end token where it has none. Nothing is
-    known of a behavior policy: `logp_behavior` is NaN and `policy_version` is `EXTERNAL_VERSION`.
+    A text without an ending gets the task's first stop string, or else the end token. There is no behavior policy:
+    `logp_behavior` is NaN and `policy_version` is `EXTERNAL_VERSION`.
     """
     rule = StopChecker(tokenizer, () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,), sampling)
     text = text[: _end(text, _endings(tokenizer, sampling))]
@@ -119,36 +119,36 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
 
 
 def _endings(tokenizer: Any, sampling: Sampling) -> tuple[str, ...]:
-    """What ends a response when it is written as text: stop strings, and the end token's own name."""
+    """Strings that end a response: the stop strings and the text of the end token."""
     return (*sampling.stop, *(() if tokenizer.eos_token is None else (tokenizer.eos_token,)))
 
 
 def _end(text: str, endings: Sequence[str]) -> int:
-    """Where the first ending of a text is complete; its length when it has none."""
+    """Position after the first ending of a text; its length if it has none."""
     return min((text.find(ending) + len(ending) for ending in endings if ending in text), default=len(text))
 
 
 def _read(path: Path, endings: Sequence[str]) -> dict[str, list[str]]:
-    """Responses by the prompt they answer, in the order of the file."""
-    found: dict[str, list[str]] = {}
+    """Responses by prompt, in the order of the file."""
+    responses: dict[str, list[str]] = {}
     for number, row in read_rows(path):
-        place = f"{path}, row {number}"
-        prompt, response = _text(row, "prompt", place), _text(row, "response", place)
-        beyond = response[_end(response, endings) :].strip()
-        if beyond:
+        location = f"{path}, row {number}"
+        prompt, response = _text(row, "prompt", location), _text(row, "response", location)
+        rest = response[_end(response, endings) :].strip()
+        if rest:
             raise TrimtabError(
-                f"{place}: {beyond[:30]!r} follows what ends a sampled response ({' or '.join(map(repr, endings))}): "
+                f"{location}: {rest[:30]!r} follows what ends a sampled response ({' or '.join(map(repr, endings))}): "
                 "remove it, or give the task another stop"
             )
-        found.setdefault(prompt.strip(), []).append(response)
-    if not found:
+        responses.setdefault(prompt.strip(), []).append(response)
+    if not responses:
         raise TrimtabError(f"{path}: no rows; give a file with at least one prompt and response")
-    return found
+    return responses
 
 
-def _text(row: Mapping[str, Any], column: str, place: str) -> str:
+def _text(row: Mapping[str, Any], column: str, location: str) -> str:
     if column not in row:
-        raise TrimtabError(f"{place}: no column {column!r}{nearest(column, row)}")
+        raise TrimtabError(f"{location}: no column {column!r}{nearest(column, row)}")
     if not isinstance(row[column], str) or not row[column].strip():
-        raise TrimtabError(f"{place}: column {column!r} has no text; fill it in or remove the row")
+        raise TrimtabError(f"{location}: column {column!r} has no text; fill it in or remove the row")
     return row[column]

@@ -1,7 +1,7 @@
-"""The thread that drives one engine: update weights, claim groups, generate, queue the responses.
+"""The thread that drives one engine: update weights, admit a request, generate, queue the responses.
 
-What every lane shares lies in `AsyncState`, guarded by the buffer's lock. A lane looks at it only between two calls of
-its engine; setting `Lane.interrupt` makes it look sooner.
+All threads share `AsyncState`, guarded by the buffer's lock. An engine thread reads it only between two calls of its
+engine; setting `EngineThread.interrupt` aborts the current call.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from trimtab.errors import RESUME, EngineDeadError, TrimtabError
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary, Expected
 from trimtab.rollout.collector import Collector, RolloutStats
-from trimtab.rollout.schedule import Request
+from trimtab.rollout.schedule import GroupRange
 from trimtab.types import Completion, Engine, Prompt
 
 InFlight = Literal["finish", "discard", "continue"]
 
 MAX_RESTARTS = 5
-"""How often in a row an engine may be lost without having finished a request."""
-BACKOFF = 0.5
-"""Seconds before the second attempt to bring an engine back; twice as many before each further one."""
+"""Restarts of an engine in a row, without a finished request, before the thread gives up."""
+RESTART_BACKOFF = 0.5
+"""Seconds before the second restart in a row; doubles with each further one."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """Weights for every engine, and what the canary expects of one that took them."""
+    """Weights for every engine, and the log-probs that the canary expects under them."""
 
     version: int
     weights: SharedWeights
@@ -39,9 +39,9 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedGroups:
-    """The responses to a request, before anybody scored them."""
+    """The responses to a request, not scored yet."""
 
-    request: Request
+    request: GroupRange
     prompts: Sequence[Prompt]
     completions: Sequence[Sequence[Completion]]
     stats: RolloutStats
@@ -49,51 +49,52 @@ class GeneratedGroups:
 
 @dataclass
 class AsyncState:
-    """Where trainer, lanes and scoring meet. Everything that changes is guarded by `buffer.changed`."""
+    """The state that trainer, engine threads and scoring share, guarded by `buffer.changed`."""
 
     collector: Collector
     buffer: Buffer
     in_flight: InFlight
-    chunk: int  # groups of a request, at most
+    chunk: int  # largest number of groups in a request
     canary: Canary | None = None
-    publication: WeightUpdate | None = None
+    update: WeightUpdate | None = None
     paused: bool = False
     closed: bool = False
-    working: int = 0  # lanes that work
+    working: int = 0  # engine threads that are running
     unscored: list[GeneratedGroups] = field(default_factory=list)
     scoring: bool = False
     error: BaseException | None = None
     notes: list[str] = field(default_factory=list)
 
     def fail(self, error: BaseException) -> None:
-        """End the run: the trainer raises `error` when it next asks for a batch."""
+        """End the run: the trainer's next call for a batch raises `error`."""
         with self.buffer.changed:
             self.error = self.error or error
             self.buffer.changed.notify_all()
 
     def note(self, line: str) -> None:
+        """Queue a message for the user."""
         with self.buffer.changed:
             self.notes.append(line)
             self.buffer.changed.notify_all()
 
     def sleep(self, seconds: float) -> None:
-        """Until the time is over or the run ends."""
+        """Wait for `seconds` or until the run ends."""
         with self.buffer.changed:
             self.buffer.changed.wait_for(lambda: self.closed, seconds)
 
 
 class SourceClosed(Exception):
-    """The run is over."""
+    """The rollout source was closed."""
 
 
 class EngineThread:
-    """See the module. `version` is that of the weights its engine holds; None: none, or unknown."""
+    """The thread of one engine. `version` is that of the engine's weights; None: unknown."""
 
-    def __init__(self, number: int, engine: Engine, floor: AsyncState) -> None:
-        self.number, self.engine, self.floor = number, engine, floor
+    def __init__(self, number: int, engine: Engine, state: AsyncState) -> None:
+        self.number, self.engine, self.state = number, engine, state
         self.interrupt = threading.Event()
         self.version: int | None = None
-        self.request: Request | None = None
+        self.request: GroupRange | None = None
         self.idle = True
         self.gone = False
         self._lost = 0
@@ -102,127 +103,127 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while True:
-                self._turn()
+                self._run_once()
         except SourceClosed:
             pass
         except EngineDeadError as error:
             self._give_up(error)
         except BaseException as error:
-            self.floor.fail(error)
+            self.state.fail(error)
 
-    def _turn(self) -> None:
-        """One request, or one attempt at it."""
+    def _run_once(self) -> None:
+        """Generate one request; if the engine is lost, requeue the request and restart the engine."""
         self.request = None
         try:
-            answers = self._answer(self._next())
+            generated = self._generate(self._next())
         except EngineDeadError as lost:
             if self.request is not None:
-                self.floor.buffer.repeat(self.request)
-            self._recover(lost)
+                self.state.buffer.repeat(self.request)
+            self._restart(lost)
             return
         self._lost = 0
-        with self.floor.buffer.changed:
-            self.floor.unscored.append(answers)
-            self.floor.buffer.changed.notify_all()
+        with self.state.buffer.changed:
+            self.state.unscored.append(generated)
+            self.state.buffer.changed.notify_all()
 
-    def _next(self) -> Request:
-        """The next request this lane is admitted to, with the newest weights in its engine."""
-        changed, schedule = self.floor.buffer.changed, self.floor.buffer.schedule
+    def _next(self) -> GroupRange:
+        """Wait for a request that may be generated under the engine's weights; load newer weights first."""
+        changed, schedule = self.state.buffer.changed, self.state.buffer.schedule
         while True:
             with changed:
-                while (publication := self._look()) is None and self.version is not None:
-                    self.request = schedule.admit(self.floor.chunk, self.version)
+                while (update := self._wait_if_paused()) is None and self.version is not None:
+                    self.request = schedule.admit(self.state.chunk, self.version)
                     if self.request is not None:
                         return self.request
                     self.idle = True
                     changed.wait()
-            assert publication is not None, "lanes start after the first publication"
-            self._take_over(publication)
+            assert update is not None, "threads start after the first weight update"
+            self._update_weights(update)
 
-    def _look(self) -> WeightUpdate | None:
-        """With the lock held, after every pause: weights newer than those of the engine, if there are any.
+    def _wait_if_paused(self) -> WeightUpdate | None:
+        """Wait while paused, then return weights that are newer than the engine's, if there are any.
 
-        The reason for an interruption is seen here, or later at the next interruption.
+        Call it with the lock held. It clears the abort signal: whatever set it is visible here, or sets it again.
         """
-        while self.floor.paused and not self.floor.closed:
+        while self.state.paused and not self.state.closed:
             if not self.idle:
                 self.idle = True
-                self.floor.buffer.changed.notify_all()
-            self.floor.buffer.changed.wait()
+                self.state.buffer.changed.notify_all()
+            self.state.buffer.changed.wait()
         self.idle = False
         self.interrupt.clear()
-        if self.floor.closed:
+        if self.state.closed:
             raise SourceClosed
-        newest = self.floor.publication
+        newest = self.state.update
         return newest if newest is not None and newest.version != self.version else None
 
-    def _take_over(self, publication: WeightUpdate) -> None:
+    def _update_weights(self, update: WeightUpdate) -> None:
         self.version = None
-        self.engine.publish(publication.weights, publication.version)
-        if self.floor.canary is not None and publication.expected is not None:
-            self.floor.canary.check(self.engine, publication.expected)
-        self.version = publication.version
+        self.engine.publish(update.weights, update.version)
+        if self.state.canary is not None and update.expected is not None:
+            self.state.canary.check(self.engine, update.expected)
+        self.version = update.version
 
-    def _answer(self, request: Request) -> GeneratedGroups:
-        """The responses; where the engine was interrupted it goes on, under the newest weights if these came."""
-        collector, stats = self.floor.collector, RolloutStats()
-        with self.floor.buffer.changed:  # tokenizers are not made for several threads
+    def _generate(self, request: GroupRange) -> GeneratedGroups:
+        """Generate the responses; after an abort continue them, under newer weights if there are any."""
+        collector, stats = self.state.collector, RolloutStats()
+        with self.state.buffer.changed:  # tokenizers are not thread-safe
             prompts = collector.stream.at(request.first, request.count)
-        begun: list[list[Completion]] | None = None
+        completions: list[list[Completion]] | None = None
         start, decoded, prefilled = time.perf_counter(), self.engine.decoded, self.engine.prefilled
         while True:
-            begun = self.engine.generate(
+            completions = self.engine.generate(
                 prompts,
                 collector.config.trainer.samples,
                 collector.sampling,
                 seed=collector.seed(request),
-                prefixes=begun,
+                prefixes=completions,
                 interrupt=self.interrupt,
             )
-            unfinished = sum(answer.finish == "abort" for group in begun for answer in group)
+            unfinished = sum(completion.finish == "abort" for group in completions for completion in group)
             if not unfinished:
                 break
-            with self.floor.buffer.changed:
-                publication = self._look()
-            if not self.floor.buffer.wanted(request):
+            with self.state.buffer.changed:
+                update = self._wait_if_paused()
+            if not self.state.buffer.is_live(request):
                 break
             stats.interrupted += unfinished
-            if publication is not None:
-                self._take_over(publication)
+            if update is not None:
+                self._update_weights(update)
         stats.seconds_generating = time.perf_counter() - start
         stats.decoded, stats.prefilled = self.engine.decoded - decoded, self.engine.prefilled - prefilled
-        return GeneratedGroups(request, prompts, begun, stats)
+        return GeneratedGroups(request, prompts, completions, stats)
 
-    def _recover(self, lost: EngineDeadError) -> None:
-        """Bring the engine back. Raises the last `EngineDeadError` where that does not work."""
+    def _restart(self, lost: EngineDeadError) -> None:
+        """Restart the engine. Raises the last `EngineDeadError` after `MAX_RESTARTS` attempts."""
         self.version = None
         while True:
             self._lost += 1
             if self._lost > MAX_RESTARTS:
                 raise lost
             if self._lost > 1:
-                self.floor.sleep(BACKOFF * 2.0 ** (self._lost - 2))
-            with self.floor.buffer.changed:
-                if self.floor.closed:
+                self.state.sleep(RESTART_BACKOFF * 2.0 ** (self._lost - 2))
+            with self.state.buffer.changed:
+                if self.state.closed:
                     raise SourceClosed
-            self.floor.note(f"engine {self.number} was lost ({lost}); starting it again")
+            self.state.note(f"engine {self.number} was lost ({lost}); starting it again")
             try:
                 self.engine.recover()
-            except EngineDeadError as again:
-                lost = again
+            except EngineDeadError as error:
+                lost = error
                 continue
             except TrimtabError as error:
                 raise EngineDeadError(str(error)) from error
-            self.floor.buffer.count(RolloutStats(restarts=1))
+            self.state.buffer.count(RolloutStats(restarts=1))
             return
 
     def _give_up(self, error: EngineDeadError) -> None:
-        """The others go on without this engine; the last one takes the run with it."""
-        with self.floor.buffer.changed:
+        """End this thread; without any other engine the run fails."""
+        with self.state.buffer.changed:
             self.gone = self.idle = True
-            self.floor.working -= 1
-            last = self.floor.working == 0
+            self.state.working -= 1
+            last = self.state.working == 0
         if last:
-            self.floor.fail(TrimtabError(f"{error}; no engine is left: mend it, then {RESUME}"))
+            self.state.fail(TrimtabError(f"{error}; no engine is left: mend it, then {RESUME}"))
         else:
-            self.floor.note(f"engine {self.number} does not come back ({error}); the others go on without it")
+            self.state.note(f"engine {self.number} does not come back ({error}); the others go on without it")

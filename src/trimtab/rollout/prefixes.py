@@ -1,8 +1,8 @@
 """The pool of historical prefixes of a SOUP run (arXiv 2601.21476, 3.2).
 
-A cycle has `refresh` batches. The first is on-policy. Right after it was sampled the sampler still holds the weights
-that wrote it; these are the historical policy, and with them the prefixes of all other batches of the cycle are drawn.
-So nothing is kept twice: a prefix in batch j is j - 1 batches of updates old.
+A cycle has `refresh` batches. The first is on-policy. Right after it was sampled the engine still has the weights that
+sampled it. These are the historical policy, from which the prefixes of all other batches of the cycle are sampled. So
+no second copy of weights is needed: a prefix in batch j is j - 1 batches of updates old.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import numpy as np
 
 from trimtab.config import PrefixConfig
 from trimtab.errors import TrimtabError
-from trimtab.rollout.truncation import Rule, build, portion
+from trimtab.rollout.truncation import Rule, build, prefix_tokens
 from trimtab.runs import trajectories
 from trimtab.seeds import derive
 from trimtab.types import EMPTY, Completion, Engine, Prompt, Sampling, Trajectory, cut
 
 
 def check(config: PrefixConfig, samples: int) -> Rule:
-    """The truncation rule of a recipe. `TrimtabError` where there is none, or `share` does not divide `samples`."""
+    """Returns the truncation rule of a recipe.
+
+    Raises `TrimtabError` for an unknown rule, or if `share` does not divide `samples`.
+    """
     if samples % config.share:
         raise TrimtabError(
             f"prefix.share = {config.share} does not divide {samples} samples per prompt: choose a divisor"
@@ -32,11 +35,11 @@ def check(config: PrefixConfig, samples: int) -> Rule:
 
 @dataclass
 class PrefixPool:
-    """Prompts of the batches to come, each with the prefixes of its responses.
+    """Prompts of the next batches with prefixes for their responses.
 
-    Under the length rule without whole responses all prefixes of a cycle have the same budget, ratio x the mean length
-    of the responses seen since the last refill (`observe`), and no more than that is ever sampled. Other rules, and
-    `whole`, sample whole historical responses and cut them, as the paper did.
+    Under the length rule without `whole` all prefixes of a cycle have the same budget in tokens: ratio x the mean
+    length of responses since the last refill (`observe`). No more than that is sampled. Other rules, and `whole`,
+    sample whole historical responses and truncate them, as in the paper.
     """
 
     config: PrefixConfig
@@ -55,24 +58,24 @@ class PrefixPool:
 
     @property
     def batches(self) -> int:
-        """How many batches ahead `refill` draws prefixes for; 0 where every batch is on-policy."""
-        never = self.config.rule == "length" and self.config.ratio == 0
-        return 0 if never else self.config.refresh - 1
+        """Number of batches that `refill` draws prefixes for; 0 if every batch is on-policy."""
+        no_prefixes = self.config.rule == "length" and self.config.ratio == 0
+        return 0 if no_prefixes else self.config.refresh - 1
 
     @property
-    def due(self) -> bool:
-        """Whether the next batch starts a cycle: it is on-policy, and its responses are sampled whole."""
+    def starts_cycle(self) -> bool:
+        """Whether the next batch starts a cycle, so that it is sampled on-policy without prefixes."""
         return not self._waiting
 
     def observe(self, lengths: Sequence[int]) -> None:
-        """Note the lengths, in tokens, of whole responses; their mean decides the budget of the next refill."""
+        """Records the lengths, in tokens, of whole responses; their mean sets the budget of the next refill."""
         self._observed += len(lengths)
         self._observed_tokens += sum(lengths)
 
     def refill(self, prompts: Sequence[Prompt]) -> int:
-        """Draw the prefixes of the next `batches` batches from the weights the engine holds now.
+        """Samples the prefixes of the next `batches` batches from the engine's current weights.
 
-        Returns how many tokens were sampled for that.
+        Returns the number of sampled tokens.
 
         Raises:
             TrimtabError: the engine cannot sample these prompts, or the truncation rule fails.
@@ -93,15 +96,15 @@ class PrefixPool:
         return sum(len(one.response_ids) for group in drawn for one in group)
 
     def take(self, count: int) -> tuple[list[Prompt], list[list[Completion]]]:
-        """The next `count` prompts, and for each a prefix, possibly empty, for each of its samples."""
+        """Returns the next `count` prompts, and for each prompt a (possibly empty) prefix for each sample."""
         if count > len(self._waiting):
             raise ValueError(f"{count} prompts asked for, {len(self._waiting)} are waiting")
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        entries, self._waiting = self._waiting[:count], self._waiting[count:]
         share = self.config.share
-        return [prompt for prompt, _ in taken], [[one for one in group for _ in range(share)] for _, group in taken]
+        return [prompt for prompt, _ in entries], [[one for one in group for _ in range(share)] for _, group in entries]
 
     def meta(self) -> dict[str, int]:
-        """Counters, for a checkpoint; `waiting` is the number of prompts that `restore` needs again."""
+        """Counters for a checkpoint; `waiting` is the number of prompts that `restore` needs."""
         return {
             "cycle": self.cycle,
             "observed": self._observed,
@@ -110,31 +113,31 @@ class PrefixPool:
         }
 
     def to_bytes(self) -> bytes:
-        """The waiting prefixes, for a checkpoint, as trajectories that were never scored."""
+        """The waiting prefixes for a checkpoint, as trajectories without rewards."""
         return trajectories.to_bytes(
             [
                 Trajectory(
                     prompt=prompt,
-                    group=place,
+                    group=index,
                     completion=prefix,
                     sampling=self.sampling,
                     loss_mask=np.ones(len(prefix.response_ids), dtype=np.bool_),
                     reward=0.0,
                     rewards={},
                 )
-                for place, (prompt, group) in enumerate(self._waiting)
+                for index, (prompt, group) in enumerate(self._waiting)
                 for prefix in group
             ]
         )
 
     def restore(self, data: bytes, meta: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
-        """The inverse of `to_bytes` and `meta`.
+        """Restores `to_bytes()` and `meta()`.
 
         Args:
-            prompts: those that were waiting, from the stream, as files hold only part of a problem.
+            prompts: the waiting prompts, from the stream, as files have only a part of each problem.
 
         Raises:
-            TrimtabError: these are not the prompts the prefixes were drawn for.
+            TrimtabError: the prefixes belong to other prompts.
         """
         groups: list[list[Completion]] = [[] for _ in prompts]
         for row in trajectories.from_bytes(data):
@@ -148,9 +151,9 @@ class PrefixPool:
         self.cycle, self._observed, self._observed_tokens = meta["cycle"], meta["observed"], meta["observed_tokens"]
 
     def _budget(self) -> int:
-        """Tokens of every prefix of a cycle, where prefixes are not cut from whole responses."""
+        """Length in tokens of every prefix of a cycle, if whole responses are not sampled."""
         if self._observed == 0:
             raise ValueError(
                 "no response was observed since the last refill: the budget is a share of their mean length"
             )
-        return portion(self.config.ratio, self._observed_tokens / self._observed)
+        return prefix_tokens(self.config.ratio, self._observed_tokens / self._observed)

@@ -1,4 +1,4 @@
-"""Prompt lengths: how many tokens the context leaves, and the distribution over a task."""
+"""Prompt lengths: the limit that a context sets, and the distribution over a task."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from trimtab.rollout.collector import PromptStream
 from trimtab.seeds import derive
 from trimtab.types import Sampling
 
-LOOKS = 2000
-"""Problems looked at, at most: a task may have a million."""
+MAX_SURVEYED = 2000
+"""Largest number of problems in a survey: a task may have a million."""
 KEY = "sampling.max_prompt_tokens"
 
 
 def prompt_room(config: Config, sampling: Sampling, contexts: Iterable[int | None]) -> int | None:
-    """How many tokens of the smallest context `sampling.max_tokens` leaves to a prompt; None: no context is known.
+    """Number of prompt tokens that `sampling.max_tokens` leaves in the smallest context; None if none is known.
 
-    Raises `TrimtabError` where nothing is left, or less than the recipe's `sampling.max_prompt_tokens`.
+    Raises `TrimtabError` if nothing is left, or less than the recipe's `sampling.max_prompt_tokens`.
     """
-    given, most = config.sampling.max_prompt_tokens, sampling.max_tokens
+    max_prompt, max_response = config.sampling.max_prompt_tokens, sampling.max_tokens
     context = min((context for context in contexts if context is not None), default=None)
     if context is None:
         return None
-    if most >= context:
-        raise TrimtabError(f"sampling.max_tokens = {most} leaves no room for a prompt in {context} tokens: lower it")
-    if given is not None and given + most > context:
+    if max_response >= context:
         raise TrimtabError(
-            f"{KEY} = {given} and max_tokens = {most} do not fit the model's context of {context} tokens together: "
-            "lower one of them"
+            f"sampling.max_tokens = {max_response} leaves no room for a prompt in {context} tokens: lower it"
         )
-    return context - most
+    if max_prompt is not None and max_prompt + max_response > context:
+        raise TrimtabError(
+            f"{KEY} = {max_prompt} and max_tokens = {max_response} do not fit the model's context of {context} tokens "
+            "together: lower one of them"
+        )
+    return context - max_response
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Lengths of prompts, ascending, of all `total` problems or of a sample of them."""
+    """Prompt lengths in ascending order, of all `total` problems or of a sample of them."""
 
     lengths: np.ndarray
     total: int
@@ -48,12 +50,12 @@ class Survey:
 
     @classmethod
     def of(cls, stream: PromptStream) -> Survey:
-        """Raises `TrimtabError` if no prompt that was looked at is short enough."""
+        """Measures the prompts of a stream's task. Raises `TrimtabError` if none of them is short enough."""
         task, limit = stream.task, stream.longest
         chosen: Iterable[int] = range(len(task.train))
-        if len(task.train) > LOOKS:
+        if len(task.train) > MAX_SURVEYED:
             rng = np.random.default_rng(derive(stream.seed, "lengths"))
-            chosen = rng.integers(len(task.train), size=LOOKS).tolist()
+            chosen = rng.integers(len(task.train), size=MAX_SURVEYED).tolist()
         lengths = [len(tasks.encode(task, task.train[index], stream.tokenizer).ids) for index in chosen]
         survey = cls(np.sort(lengths), len(task.train), limit)
         if survey.too_long == len(survey.lengths):
@@ -68,17 +70,17 @@ class Survey:
         return 0 if self.limit is None else int((self.lengths > self.limit).sum())
 
     def lines(self) -> list[str]:
-        """For people: the distribution, and what is left out."""
-        looked = f"{len(self.lengths):,} of {self.total:,}" if len(self.lengths) < self.total else f"all {self.total:,}"
+        """Messages for the user: the distribution, and the number of prompts that are too long."""
+        count = f"{len(self.lengths):,} of {self.total:,}" if len(self.lengths) < self.total else f"all {self.total:,}"
         low, middle, high, top = (f"{value:,}" for value in self._quantiles())
         span = f"{low} tokens" if low == top else f"{low} to {top} tokens, median {middle}, 95 % up to {high}"
-        found = [f"prompts    {span} ({looked} problems)"]
+        lines = [f"prompts    {span} ({count} problems)"]
         if self.too_long:
-            found.append(
+            lines.append(
                 f"{self.too_long:,} of them are longer than {self.limit:,} tokens ({KEY}) and are never asked; "
                 "others take their place (prompt/dropped)"
             )
-        return found
+        return lines
 
     def metrics(self) -> dict[str, float]:
         low, middle, high, top = self._quantiles()

@@ -1,4 +1,4 @@
-"""The sampling contract: refuses data whose importance ratios would be biased, once per batch."""
+"""The sampling contract: refuses data whose importance ratios would be biased."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def check(sampling: Sampling, *, kept: bool) -> None:
     """Refuse data whose importance ratios would be biased.
 
     Args:
-        sampling: the contract the tokens were drawn under.
-        kept: whether every token carries the set of ids it was drawn from (`Completion.kept`).
+        sampling: the parameters that the tokens were sampled with.
+        kept: whether every token has a sampling mask (`Completion.kept`).
 
     Raises:
         TrimtabError: greedy data; "raw" log-probs under a processed distribution, where pi/mu is off by the temperature
@@ -26,22 +26,23 @@ def check(sampling: Sampling, *, kept: bool) -> None:
     processed = sampling.temperature != 1 or sampling.truncated
     if sampling.logprobs == "raw" and processed:
         raise TrimtabError(
-            f'log-probs are "raw" but the tokens were drawn under {_words(sampling)}: the ratio to the policy that '
+            f'log-probs are "raw" but the tokens were drawn under {_describe(sampling)}: the ratio to the policy that '
             'really sampled would be biased; have the engine return "processed" log-probs, or sample at temperature 1 '
             "without truncation"
         )
     if sampling.truncated and not kept:
         raise TrimtabError(
-            f"the tokens were drawn under {_words(sampling)} but carry no keep sets: ratios over the whole vocabulary "
-            "would be biased by the kept mass; use an engine that records them, or set top_p = 1 and top_k = 0"
+            f"the tokens were drawn under {_describe(sampling)} but carry no keep sets: ratios over the whole "
+            "vocabulary would be biased by the kept mass; use an engine that records them, or set top_p = 1 "
+            "and top_k = 0"
         )
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
-    """`check` for one trajectory, its own keep sets included.
+    """`check` for one trajectory and its sampling masks.
 
-    Raises `TrimtabError` also where the sets cannot be those of its tokens: another number of them, a token outside its
-    set, more than top_k ids.
+    Raises `TrimtabError` also for masks that do not fit its tokens: another number of them, a token outside its mask,
+    more than top_k ids.
     """
     sampling, kept = trajectory.sampling, trajectory.completion.kept
     check(sampling, kept=kept is not None)
@@ -50,14 +51,14 @@ def check_trajectory(trajectory: Trajectory) -> None:
     ids, name = trajectory.completion.response_ids, f"response to {trajectory.prompt.problem.id!r}"
     if len(kept) != len(ids):
         raise TrimtabError(f"{name}: {len(kept)} keep sets for {len(ids)} tokens; the engine must report one for each")
-    for token, (own, among) in enumerate(zip(ids, kept, strict=True)):
-        if own not in among:
-            raise TrimtabError(f"{name}, token {token}: id {own} is not in its own keep set, the ids it was drawn from")
-        if 0 < sampling.top_k < len(among):
-            raise TrimtabError(f"{name}, token {token}: {len(among)} ids in its keep set under top_k {sampling.top_k}")
+    for token, (id_, mask) in enumerate(zip(ids, kept, strict=True)):
+        if id_ not in mask:
+            raise TrimtabError(f"{name}, token {token}: id {id_} is not in its own keep set, the ids it was drawn from")
+        if 0 < sampling.top_k < len(mask):
+            raise TrimtabError(f"{name}, token {token}: {len(mask)} ids in its keep set under top_k {sampling.top_k}")
 
 
-def _words(sampling: Sampling) -> str:
+def _describe(sampling: Sampling) -> str:
     parts = [f"temperature {sampling.temperature:g}"] if sampling.temperature != 1 else []
     parts += [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
     parts += [f"top_k {sampling.top_k}"] if sampling.top_k else []

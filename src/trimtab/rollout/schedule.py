@@ -1,24 +1,26 @@
 """Admission and batching of groups under a staleness bound. Pure state: no threads, no clock.
 
-Groups are numbered in the order of the prompt stream. A number is handed out once and is live until it ends:
+Groups are numbered in the order of the prompt stream. Each number is assigned once and is live until it ends:
 
-    owed -> running -> ready -> consumed          by exactly one batch
-      ^________/   \\        \\
-      (engine lost)  \\________\\-> dropped         with a reason, counted
+    pending -> running -> ready -> consumed       in exactly one batch
+      ^__________/   \\        \\
+      (engine lost)   \\________\\-> dropped       with a reason, counted
 
-`spare` is a ready group without signal under dynamic sampling: it has a place in a batch only if nothing else is left.
+`no_signal` is the state of a ready group without reward variance under dynamic sampling: it is used in a batch only if
+no other group is left.
 
-The staleness bound holds by construction. A group is admitted only if it would be young enough in the batch it falls
-into when everything before it is consumed first:
+The staleness bound holds by construction. A group is admitted only if it will be young enough for its batch when all
+groups before it are consumed first:
 
     latest + (live groups before it // prompts) * updates - version of the engine <= max_lag
 
-`latest` is the version at which the next batch is taken at the latest. Groups before it only ever become fewer and
-updates are only ever skipped, so the left side can only fall once the group is admitted. One case breaks this: a
-batch of spares moves the clock without using up a group, and whatever is then too old must expire.
+`latest` is the largest version at which the next batch can be taken. The number of groups before it only decreases and
+updates may be skipped but not added, so the left side only decreases after the admission. There is one exception: a
+batch of groups without signal advances the version without consuming admitted groups; groups that are then too old
+expire.
 
-Without a lag (`max_lag` 0 or None) groups are admitted only for the batch the trainer is waiting for: generation and
-training take turns.
+Without a lag (`max_lag` 0 or None) groups are admitted only for the batch that the trainer is waiting for: generation
+and training take turns.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-State = Literal["owed", "running", "ready", "spare"]
+State = Literal["pending", "running", "ready", "no_signal"]
 
 STALE, NO_SIGNAL = "stale", "no_signal"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class GroupRange:
     """Consecutive groups that one engine generates in one call."""
 
     first: int
@@ -47,8 +49,8 @@ class Request:
 
 
 @dataclass(slots=True)
-class Entry:
-    """A live group; `oldest` is the oldest version that wrote, or writes, in it (infinite: none did)."""
+class GroupEntry:
+    """A live group. `oldest` is the oldest version that sampled a token of it (infinite: none did)."""
 
     state: State
     oldest: float = 0.0
@@ -56,90 +58,91 @@ class Entry:
 
 @dataclass
 class Schedule:
-    """The books of one run.
+    """The states of all groups of a run.
 
     Args:
-        prompts: groups of a batch.
-        updates: optimizer updates of a step, the most that pass between two batches.
-        max_lag: largest age of a token when it is consumed, in updates; None: any, but generated in step.
-        in_order: a batch is the next `prompts` groups. Otherwise it is the first `prompts` ones that are ready.
-        patience: groups without signal one batch may cost; after that it is made of what there is. None: any number.
+        prompts: groups in a batch.
+        updates: optimizer updates in a step, the largest number between two batches.
+        max_lag: largest age of a token when it is consumed, in updates; None: unlimited, but generated while the
+            trainer waits.
+        in_order: a batch consists of the next `prompts` groups; otherwise of the first `prompts` that are ready.
+        max_no_signal: groups without signal after which a batch is made of the groups there are. None: unlimited.
     """
 
     prompts: int
     updates: int
     max_lag: int | None = None
     in_order: bool = True
-    patience: int | None = None
+    max_no_signal: int | None = None
     drawn: int = 0
-    latest: float = math.inf  # nothing is admitted before the trainer has said where it stands
+    latest: float = math.inf  # nothing is admitted before the first call of `wait`
     waiting: bool = False
     batches_left: int | None = None
     consumed: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    _live: dict[int, Entry] = field(default_factory=dict)
+    _live: dict[int, GroupEntry] = field(default_factory=dict)
 
-    def reserve(self, count: int, version: int) -> Request:
-        """The next `count` numbers, running from now on under `version`, whatever their age will be."""
-        request = Request(self.drawn, count)
+    def reserve(self, count: int, version: int) -> GroupRange:
+        """Assign the next `count` numbers and mark them as running under `version`, without checking their age."""
+        request = GroupRange(self.drawn, count)
         self.drawn += count
         self._begin(request, version)
         return request
 
-    def admit(self, most: int, version: int) -> Request | None:
-        """What an engine that holds `version` may generate now: at most `most` groups of one batch, the oldest first.
+    def admit(self, max_count: int, version: int) -> GroupRange | None:
+        """The groups that an engine with weights `version` may generate now: at most `max_count`, all of one batch.
 
-        None: whatever it generated could be too old when its turn comes, or no batch of the run needs it.
+        None if they could be too old for their batch, or if no batch of the run needs them.
         """
-        owed = next((number for number, entry in self._sorted() if entry.state == "owed"), None)
-        first = self.drawn if owed is None else owed
-        batches, place = divmod(self._before(first), self.prompts)
+        pending = next((number for number, entry in self._sorted() if entry.state == "pending"), None)
+        first = self.drawn if pending is None else pending
+        batches, offset = divmod(self._before(first), self.prompts)
         if not self._fits(batches, version):
             return None
-        most = min(most, self.prompts - place)
-        if owed is None:
-            return self.reserve(most, version)
+        max_count = min(max_count, self.prompts - offset)
+        if pending is None:
+            return self.reserve(max_count, version)
         count = 1
-        while count < most and self._is(first + count, "owed"):
+        while count < max_count and self._has_state(first + count, "pending"):
             count += 1
-        request = Request(first, count)
+        request = GroupRange(first, count)
         self._begin(request, version)
         return request
 
-    def repeat(self, request: Request) -> None:
-        """The engine that generated these was lost: they must be generated again."""
+    def repeat(self, request: GroupRange) -> None:
+        """Mark running groups as pending, because their engine was lost."""
         for number in request.numbers:
-            if self._is(number, "running"):
-                self._live[number] = Entry("owed")
+            if self._has_state(number, "running"):
+                self._live[number] = GroupEntry("pending")
 
     def deliver(self, number: int, oldest: float, *, signal: bool = True) -> bool:
-        """A running group is generated and scored. False if it was dropped in the meantime."""
-        if not self._is(number, "running"):
+        """Mark a running group as generated and scored; returns False if it was dropped in the meantime."""
+        if not self._has_state(number, "running"):
             return False
-        self._live[number] = Entry("ready" if signal else "spare", oldest)
+        self._live[number] = GroupEntry("ready" if signal else "no_signal", oldest)
         return True
 
-    def batch(self, *, anyway: bool = False) -> list[int] | None:
-        """The groups the next batch is made of; None while it is not complete. `anyway`: of what there is now."""
+    def batch(self, *, partial: bool = False) -> list[int] | None:
+        """The groups of the next batch, or None while it is incomplete; `partial`: the groups there are now."""
         ready: list[int] = []
-        spare: list[int] = []
+        no_signal: list[int] = []
         for number, entry in self._sorted():
             if entry.state == "ready":
                 ready.append(number)
-            elif entry.state == "spare":
-                spare.append(number)
-            elif self.in_order and not anyway:
+            elif entry.state == "no_signal":
+                no_signal.append(number)
+            elif self.in_order and not partial:
                 break
-        tired = self.patience is not None and len(spare) >= self.patience
-        if len(ready) >= self.prompts or anyway or tired:
-            # A batch of nothing but equal rewards still carries KL and entropy: better than an empty step.
-            return ready[: self.prompts] or spare[: self.prompts]
+        exhausted = self.max_no_signal is not None and len(no_signal) >= self.max_no_signal
+        if len(ready) >= self.prompts or partial or exhausted:
+            # A batch of equal rewards still has KL and entropy terms, unlike an empty step.
+            return ready[: self.prompts] or no_signal[: self.prompts]
         return None
 
     def consume(self, numbers: Iterable[int], now: int) -> None:
-        """These groups are trained on by the step that starts now, after `now` updates. Spares have had their turn."""
+        """Remove the groups of the batch taken after `now` updates, and drop groups without signal."""
         for number in numbers:
-            if self._live[number].state not in ("ready", "spare"):
+            if self._live[number].state not in ("ready", "no_signal"):
                 raise ValueError(f"group {number} is {self._live[number].state}: it cannot be consumed")
             if self.age(number, now) > (self.max_lag if self.max_lag is not None else float("inf")):
                 raise ValueError(
@@ -147,40 +150,40 @@ class Schedule:
                 )
             del self._live[number]
             self.consumed += 1
-        for number in self._those("spare"):
+        for number in self._in_state("no_signal"):
             self.drop(number, NO_SIGNAL)
         self.latest, self.waiting = now + self.updates, False
         if self.batches_left is not None:
             self.batches_left -= 1
 
     def wait(self, now: int, batches_left: int | None = None) -> None:
-        """The trainer stands still after `now` updates: it takes its next batch at this version and at no later one."""
+        """Record that the trainer waits after `now` updates: it takes its next batch at exactly this version."""
         self.latest, self.waiting, self.batches_left = now, True, batches_left
 
     def expire(self) -> list[int]:
-        """Drop what is too old for every batch to come, and return it."""
+        """Drop groups that are too old for every later batch; returns their numbers."""
         if self.max_lag is None:
             return []
-        late = [number for number, entry in self._sorted() if self.latest - entry.oldest > self.max_lag]
-        late = [number for number in late if self._live[number].state in ("running", "ready")]
-        for number in late:
+        stale = [number for number, entry in self._sorted() if self.latest - entry.oldest > self.max_lag]
+        stale = [number for number in stale if self._live[number].state in ("running", "ready")]
+        for number in stale:
             self.drop(number, STALE)
-        return late
+        return stale
 
     def drop(self, number: int, reason: str) -> None:
         del self._live[number]
         self.dropped[reason] += 1
 
     def age(self, number: int, now: int) -> float:
-        """Updates since the oldest token of a live group was written."""
+        """Age in updates of the oldest token of a live group."""
         return now - self._live[number].oldest
 
     def ready(self) -> list[int]:
-        return self._those("ready")
+        return self._in_state("ready")
 
     def unfinished(self) -> list[int]:
-        """Numbers that were handed out and are neither ready nor at their end."""
-        return sorted(self._those("owed") + self._those("running"))
+        """Numbers of pending and running groups."""
+        return sorted(self._in_state("pending") + self._in_state("running"))
 
     def holds(self, number: int) -> bool:
         """Whether a number is live."""
@@ -191,8 +194,8 @@ class Schedule:
         return len(self._live)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as JSON. Running groups will be generated again; spares will not."""
-        dropped = self.dropped + Counter({NO_SIGNAL: len(self._those("spare"))})
+        """State for a checkpoint, as JSON. Running groups are generated again, groups without signal are not."""
+        dropped = self.dropped + Counter({NO_SIGNAL: len(self._in_state("no_signal"))})
         return {
             "drawn": self.drawn,
             "consumed": self.consumed,
@@ -202,17 +205,17 @@ class Schedule:
         }
 
     def restore(self, state: Mapping[str, Any], oldest: Mapping[int, float]) -> None:
-        """The inverse of `state`; `oldest` gives, for each ready group, the oldest version that wrote in it."""
+        """Restore `state()`; `oldest` is the oldest version of each ready group."""
         self.drawn, self.consumed, self.dropped = state["drawn"], state["consumed"], Counter(state["dropped"])
-        self._live = {number: Entry("owed") for number in state["unfinished"]}
-        self._live |= {number: Entry("ready", oldest[number]) for number in state["ready"]}
+        self._live = {number: GroupEntry("pending") for number in state["unfinished"]}
+        self._live |= {number: GroupEntry("ready", oldest[number]) for number in state["ready"]}
 
-    def _begin(self, request: Request, version: int) -> None:
+    def _begin(self, request: GroupRange, version: int) -> None:
         for number in request.numbers:
-            self._live[number] = Entry("running", version)
+            self._live[number] = GroupEntry("running", version)
 
     def _before(self, first: int) -> int:
-        return sum(number < first and entry.state != "spare" for number, entry in self._live.items())
+        return sum(number < first and entry.state != "no_signal" for number, entry in self._live.items())
 
     def _fits(self, batches: int, version: int) -> bool:
         if self.batches_left is not None and batches >= self.batches_left:
@@ -221,11 +224,11 @@ class Schedule:
             return False
         return self.max_lag is None or self.latest + batches * self.updates - version <= self.max_lag
 
-    def _is(self, number: int, state: State) -> bool:
+    def _has_state(self, number: int, state: State) -> bool:
         return number in self._live and self._live[number].state == state
 
-    def _those(self, state: State) -> list[int]:
+    def _in_state(self, state: State) -> list[int]:
         return [number for number, entry in self._sorted() if entry.state == state]
 
-    def _sorted(self) -> Iterator[tuple[int, Entry]]:
+    def _sorted(self) -> Iterator[tuple[int, GroupEntry]]:
         return iter(sorted(self._live.items()))

@@ -1,4 +1,4 @@
-"""The interface between training loop and rollouts, and its synchronous implementation."""
+"""The interface between training loop and rollouts, `RolloutSource`, and its synchronous implementation."""
 
 from __future__ import annotations
 
@@ -15,51 +15,64 @@ from trimtab.rollout.collector import Collector, Group, RolloutStats
 from trimtab.types import Engine
 
 Weights = Iterable[tuple[str, Tensor]]
-Found = TypeVar("Found")
-# Tensors by section, JSON, and files: the feed's part of a checkpoint.
-FeedState = tuple[dict[str, dict[str, Tensor]], dict[str, Any], dict[str, bytes]]
+Result = TypeVar("Result")
+# The rollout source's part of a checkpoint: tensors by section, JSON, and files.
+SourceState = tuple[dict[str, dict[str, Tensor]], dict[str, Any], dict[str, bytes]]
 
 
 class RolloutSource(Protocol):
-    """Batches out, weights in. All calls come from the trainer's thread."""
+    """Returns batches of scored groups and receives weights. All calls come from the trainer's thread."""
 
     collector: Collector
 
     @property
     def published(self) -> int:
-        """Version of the weights last given to the engines."""
+        """Version of the weights that were last published to the engines."""
         ...
 
-    def take(self, now: int, left: int) -> tuple[list[Group], RolloutStats]:
-        """The groups of the step that starts after `now` updates; `left` batches of the run, this one included."""
+    def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
+        """Returns the groups of the next step and their statistics.
+
+        Args:
+            version: number of updates before the step.
+            batches_left: batches that the run still needs, this one included.
+        """
         ...
 
     def publish(self, weights: Weights, version: int, expected: Expected | None = None) -> None:
-        """Have the engines go on with these weights. `expected`: what the canary will look for."""
+        """Gives the engines new weights. `expected`: log-probs that the canary will check."""
         ...
 
-    def look(self, weights: Weights, version: int, through: Callable[[Engine], Found], *, rounded: bool) -> Found:
-        """What `through` finds with an engine that holds exactly these weights; `rounded`: engines change theirs."""
+    def evaluate_with(
+        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, quantized: bool
+    ) -> Result:
+        """Returns the result of `function` with an engine that has exactly these weights.
+
+        `quantized`: engines quantize the weights that are published to them, or add noise.
+        """
         ...
 
-    def state(self, updates: int) -> FeedState:
-        """What a checkpoint after `updates` updates must hold."""
+    def state(self, updates: int) -> SourceState:
+        """Returns the state for a checkpoint after `updates` updates."""
         ...
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
-        """The inverse of `state`. Where the weights did not lag they are not part of it: publish them before."""
+        """Restores `state()`.
+
+        The state has no weights if the engines had the newest ones: the caller must publish these before.
+        """
         ...
 
     def close(self) -> None:
-        """End everything that runs for this feed, engines included. Idempotent."""
+        """Stops all threads and engines. Idempotent."""
         ...
 
 
 @dataclass
 class SyncSource:
-    """The engine of this process generates each batch when it is asked for, and as many groups as it lacks.
+    """Generates each batch when the trainer asks for it, with the engine of this process.
 
-    `single`: every sample of the buffer must come from the one sampler in use (OAPL, Algorithm 1).
+    `single`: every group in the buffer must come from the current weights of the sampler (OAPL, Algorithm 1).
     """
 
     collector: Collector
@@ -75,20 +88,20 @@ class SyncSource:
     def published(self) -> int:
         return self.engine.policy_version
 
-    def take(self, now: int, left: int) -> tuple[list[Group], RolloutStats]:
+    def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
         trainer = self.collector.config.trainer
-        self.buffer.schedule.wait(now, left)
+        self.buffer.schedule.wait(version, batches_left)
         self.buffer.expire()
         if not trainer.dynamic_sampling:
             self._sample(trainer.prompts)
-        for again in range(trainer.refill_rounds if trainer.dynamic_sampling else 0):
+        for round_number in range(trainer.refill_rounds if trainer.dynamic_sampling else 0):
             if self.buffer.missing <= 0:
                 break
-            self._sample(math.ceil(self.buffer.missing * trainer.oversample), again=bool(again))
-        return self.buffer.take(now, anyway=True)
+            self._sample(math.ceil(self.buffer.missing * trainer.oversample), refill=bool(round_number))
+        return self.buffer.take(version, partial=True)
 
-    def _sample(self, count: int, *, again: bool = False) -> None:
-        stats = RolloutStats(refilled=count if again else 0)
+    def _sample(self, count: int, *, refill: bool = False) -> None:
+        stats = RolloutStats(refilled=count if refill else 0)
         request = self.buffer.reserve(count, self.engine.policy_version)
         self.buffer.deliver(request, self.collector.sample(request, stats), stats)
 
@@ -99,17 +112,19 @@ class SyncSource:
         if self.canary is not None and expected is not None:
             self.canary.check(self.engine, expected)
 
-    def look(self, weights: Weights, version: int, through: Callable[[Engine], Found], *, rounded: bool) -> Found:
-        if self.published == version and not rounded:
-            return through(self.engine)
-        own, at = [(name, weight.clone()) for name, weight in self.engine.weights()], self.published
+    def evaluate_with(
+        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, quantized: bool
+    ) -> Result:
+        if self.published == version and not quantized:
+            return function(self.engine)
+        saved, saved_version = [(name, weight.clone()) for name, weight in self.engine.weights()], self.published
         self.engine.publish(weights, version, exact=True)
-        found = through(self.engine)
-        self.engine.publish(own, at, exact=True)
-        return found
+        result = function(self.engine)
+        self.engine.publish(saved, saved_version, exact=True)
+        return result
 
-    def state(self, updates: int) -> FeedState:
-        """The engine's weights are part of it only while they lag behind the trainer's."""
+    def state(self, updates: int) -> SourceState:
+        """The engine's weights are included only if they are older than the trainer's."""
         meta, files = self.buffer.state()
         meta |= {"position": self.collector.stream.position, "published": self.published}
         if self.collector.prefixes is not None:

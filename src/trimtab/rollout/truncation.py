@@ -1,6 +1,6 @@
-"""Chooses where a historical response is cut, for the current policy to continue (SOUP, arXiv 2601.21476, 3.2).
+"""Truncation rules: how many tokens of a historical response become a prefix (SOUP, arXiv 2601.21476, 3.2).
 
-Pure numpy. A rule looks at a response and says how many of its tokens the prefix keeps; `cut` then makes the prefix.
+Pure numpy.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from trimtab.errors import TrimtabError, nearest
 from trimtab.plugins import check_arguments, load_function
 from trimtab.types import Completion, FloatArray, IntArray, cut
 
-# (response ids, entropy in nats or None, a number in [0, 1) to choose with) -> tokens to keep
-Place = Callable[[IntArray, FloatArray | None, float], int]
+# (response ids, entropy in nats or None, a uniform random number in [0, 1)) -> tokens to keep
+Truncation = Callable[[IntArray, FloatArray | None, float], int]
 
 _ARGUMENTS = {"response_ids": "array", "entropy": "array or None", "uniform": "float"}
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A truncation rule. `whole`: it must see the whole historical response, so a token budget cannot replace it."""
+    """A truncation rule. `whole`: it needs the whole historical response, so sampling cannot stop at a budget."""
 
     name: str
-    place: Place
+    tokens_to_keep: Truncation
     whole: bool
 
     def prefix(self, completion: Completion, uniform: float) -> Completion:
-        """The part of a whole response this rule keeps.
+        """Returns the prefix of a whole response.
 
         Raises:
-            TrimtabError: the rule's answer is not a number of tokens that leaves at least one to sample again.
+            TrimtabError: the rule's result is not an int that leaves at least one token to sample.
         """
         n = len(completion.response_ids)
-        kept = self.place(completion.response_ids, completion.entropy, uniform)
+        kept = self.tokens_to_keep(completion.response_ids, completion.entropy, uniform)
         if isinstance(kept, bool) or not isinstance(kept, int | np.integer) or not 0 <= kept < max(n, 1):
             raise TrimtabError(
                 f"prefix rule {self.name!r} answered {kept!r} for a response of {n} tokens; "
@@ -46,18 +46,18 @@ class Rule:
 
 
 def build(rule: str, *, ratio: float, top: int, whole: bool) -> Rule:
-    """`length`, `entropy`, or a user's own `module:function` of `Place`'s arguments.
+    """Returns the rule `length`, `entropy`, or a user's `module:function` with `Truncation`'s arguments.
 
     Args:
         ratio: share of the response that `length` keeps.
         top: how many positions of highest entropy `entropy` chooses from (the paper's K = 32).
-        whole: `length` looks at whole responses, instead of sampling no more than a budget of tokens.
+        whole: `length` truncates whole responses, instead of sampling a budget of tokens only.
 
     Raises:
         TrimtabError: an unknown rule, or a function that cannot be loaded or takes other arguments.
     """
     if rule == "length":
-        return Rule(rule, lambda ids, _entropy, _uniform: portion(ratio, len(ids)), whole)
+        return Rule(rule, lambda ids, _entropy, _uniform: prefix_tokens(ratio, len(ids)), whole)
     if rule == "entropy":
         return Rule(rule, lambda _ids, entropy, uniform: before_high_entropy(entropy, uniform, top), True)
     if ":" not in rule:
@@ -67,24 +67,24 @@ def build(rule: str, *, ratio: float, top: int, whole: bool) -> Rule:
     function = load_function(rule, "prefix rule")
     check_arguments(function, f"prefix rule {rule!r}", _ARGUMENTS)
 
-    def place(ids: IntArray, entropy: FloatArray | None, uniform: float) -> int:
+    def tokens_to_keep(ids: IntArray, entropy: FloatArray | None, uniform: float) -> int:
         try:
             return function(ids, entropy, uniform)
         except Exception as error:
             raise TrimtabError(f"prefix rule {rule!r} failed: {type(error).__name__}: {error}") from error
 
-    return Rule(rule, place, True)
+    return Rule(rule, tokens_to_keep, True)
 
 
-def portion(ratio: float, length: float) -> int:
-    """floor(ratio * length), where a product that is whole but for rounding (0.29 * 100) counts as whole."""
+def prefix_tokens(ratio: float, length: float) -> int:
+    """floor(ratio * length), with a tolerance for products that are whole except for rounding (0.29 * 100)."""
     return math.floor(ratio * length + 1e-9)
 
 
 def before_high_entropy(entropy: FloatArray | None, uniform: float, top: int) -> int:
-    """Tokens before a uniformly chosen one of the `top` positions of highest entropy; that token is sampled again.
+    """Number of tokens before a random one of the `top` positions of highest entropy, which is sampled again.
 
-    All positions where the response has fewer. Earlier positions win ties.
+    Uses all positions if the response has fewer. Ties go to earlier positions.
 
     Raises:
         TrimtabError: the engine reported no entropy.

@@ -1,1 +1,1 @@
-"""The run directory: names, writing, reading, and what its metrics mean."""
+"""The run directory: file names, writing, reading, and the catalog of metrics."""

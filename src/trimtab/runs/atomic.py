@@ -1,6 +1,6 @@
-"""Atomic writing: files and folders are complete or absent whatever kills the process or fills the disk.
+"""Atomic writing: files and folders are either complete or absent, even after a kill or on a full disk.
 
-Everything is written under a hidden temporary name next to its goal (same filesystem), flushed to the disk, and
+Everything is written under a hidden temporary name in the target's folder (same filesystem), flushed to the disk, and
 renamed. A process that dies in between leaves only temporary names behind, which `sweep` removes at the next start.
 """
 
@@ -19,13 +19,13 @@ from trimtab.errors import TrimtabError
 
 TEMPORARY = ".trimtab-tmp-"
 REPLACED = ".trimtab-old-"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace the file `path` by `data` in one step. `TrimtabError` if the disk is full; the old file survives."""
+    """Replace the file `path` by `data` atomically. On failure raises `TrimtabError` and keeps the old file."""
     with explained(path):
-        temporary = _temporary(path)
+        temporary = _temporary_path(path)
         try:
             with temporary.open("xb") as file:
                 file.write(data)
@@ -38,29 +38,29 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file `path` by `text` (UTF-8) in one step."""
+    """Replace the file `path` by `text` (UTF-8) atomically."""
     write_bytes(path, text.encode())
 
 
 @contextmanager
 def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yields an empty folder to fill; it becomes `path` when the block ends without an error, else it is removed.
+    """Yields an empty folder that is renamed to `path` if the block ends without an error, and removed otherwise.
 
-    With `replace` an existing `path` gives way (it stays as `.trimtab-old-<name>` if the process dies between two
-    renames); without it a `path` that is not empty is an error. Errors of the disk become one line naming `path`.
-    Files in it are as readable for others as the umask allows.
+    With `replace` an existing `path` is replaced (it remains as `.trimtab-old-<name>` if the process dies between the
+    two renames); without it a `path` that is not empty is an error. The files get the permissions of the umask.
+    Raises `TrimtabError`, naming `path`, for errors of the disk.
     """
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _temporary(path)
+        temporary = _temporary_path(path)
         temporary.mkdir()
         try:
             yield temporary
-            _as_permitted(temporary)
+            _apply_umask(temporary)
             for item in (*temporary.rglob("*"), temporary):
                 sync(item)
             if replace and path.exists():
-                _exchange(temporary, path)
+                _replace_folder(temporary, path)
             else:
                 temporary.rename(path)
         finally:
@@ -69,23 +69,23 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder so that no half-deleted folder is ever seen under its name."""
+    """Delete a folder by renaming it first, so that a partly deleted folder never has its name."""
     with explained(path, "remove"):
-        doomed = _temporary(path)
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        temporary = _temporary_path(path)
+        path.rename(temporary)
+        shutil.rmtree(temporary)
 
 
 def sweep(folder: Path) -> None:
-    """Finish or undo what a killed process left in `folder`. Only for the one process that may write there."""
+    """Complete or remove what a killed process left in `folder`; only for the single process that writes there."""
     if not folder.is_dir():
         return
     with explained(folder, "clean up"):
         for item in list(folder.iterdir()):
             if item.name.startswith(REPLACED):
-                name = item.with_name(item.name.removeprefix(REPLACED))
-                if not name.exists():
-                    item.rename(name)
+                original = item.with_name(item.name.removeprefix(REPLACED))
+                if not original.exists():
+                    item.rename(original)
                     continue
             elif not item.name.startswith(TEMPORARY):
                 continue
@@ -96,7 +96,7 @@ def sweep(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    """Flush a file, or the list of names of a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -104,14 +104,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _temporary(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
 
 
-def _as_permitted(folder: Path) -> None:
-    """Give every file in a folder just made the permissions of the process's umask; safetensors writes them as 0600.
+def _apply_umask(folder: Path) -> None:
+    """Set the permissions of all files in a new folder by the umask; safetensors creates files as 0600.
 
-    The folder shows the umask: reading it would mean setting it, for all threads.
+    The umask is taken from the mode of the folder, since the umask itself can only be read by setting it, for all
+    threads.
     """
     mode = folder.stat().st_mode & 0o666
     for item in folder.rglob("*"):
@@ -119,7 +120,7 @@ def _as_permitted(folder: Path) -> None:
             item.chmod(mode)
 
 
-def _exchange(temporary: Path, path: Path) -> None:
+def _replace_folder(temporary: Path, path: Path) -> None:
     replaced = path.with_name(f"{REPLACED}{path.name}")
     if replaced.exists():
         shutil.rmtree(replaced)
@@ -130,22 +131,25 @@ def _exchange(temporary: Path, path: Path) -> None:
 
 @contextmanager
 def explained(path: Path, verb: str = "write") -> Iterator[None]:
-    """Errors of the disk become one line naming `path`."""
+    """Raises errors of the disk inside the block as one-line `TrimtabError`s that name `path`."""
     try:
         yield
     except TrimtabError:
         raise
-    except Exception as raised:
-        error = _of_the_system(raised)
+    except Exception as original:
+        error = _as_os_error(original)
         if error is None:
             raise
         reason = error.strerror or str(error)
-        advice = "free space there" if error.errno in FULL else "check that it can be written"
-        raise TrimtabError(f"cannot {verb} {path}: {reason}; {advice}, or choose another place") from raised
+        advice = "free space there" if error.errno in DISK_FULL else "check that it can be written"
+        raise TrimtabError(f"cannot {verb} {path}: {reason}; {advice}, or choose another folder") from original
 
 
-def _of_the_system(error: Exception) -> OSError | None:
-    """What libraries written in Rust (safetensors, tokenizers) say of the disk in an exception of their own."""
+def _as_os_error(error: Exception) -> OSError | None:
+    """Returns the `OSError` behind an exception, or None.
+
+    Libraries written in Rust (safetensors, tokenizers) report disk errors in exceptions of their own.
+    """
     if isinstance(error, OSError):
         return error
     code = re.search(r"(.*) \(os error (\d+)\)", str(error))

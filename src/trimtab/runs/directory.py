@@ -1,4 +1,4 @@
-"""The run directory: one writer, any readers, usable after a kill at any moment.
+"""The run directory: one writer, any number of readers, and consistent after a kill at any moment.
 
 config.toml  provenance.json  metrics.jsonl  trajectories/step-000010.parquet  checkpoints/  model/  report.html
 """
@@ -25,19 +25,19 @@ from trimtab.runs.layout import CONFIG, LOCK, METRICS, MODEL, PROVENANCE, list_c
 NONFINITE = "metrics/nonfinite"
 _TRAJECTORIES = re.compile(r"step-(\d+)\.parquet")
 
-# POSIX locks belong to the process: children that outlive a killed trainer do not keep them, but a second open in
-# the same process would not be refused and its close would drop the lock, hence this set.
-_held: set[Path] = set()
+# POSIX locks belong to the process: children that outlive a killed trainer do not keep them. A second open in the same
+# process would succeed, however, and its close would release the lock; this set prevents that.
+_open_directories: set[Path] = set()
 
 
 class RunDirectory:
-    """A locked run directory. Build it with `create` or `open`; close it, or use it as a context manager.
+    """A locked run directory, built with `create` or `open` and used as a context manager or closed explicitly.
 
-    A new run whose block fails before anything was logged or checkpointed (no such model, say) leaves no run behind,
-    so that the mended command is not refused.
+    If the block of a new run fails before anything was logged or checkpointed (an unknown model, for example), its
+    files are removed, so that the corrected command is not rejected.
     """
 
-    writes = True  # ranks other than the first have views that do not
+    writes = True  # False for the views of ranks other than the first
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,11 +49,14 @@ class RunDirectory:
         self._metrics: int | None = None
         self._last_step: int | None = None
         self._new = False
-        self._take()
+        self._take_lock()
 
     @classmethod
     def create(cls, path: Path, config_toml: str) -> RunDirectory:
-        """Start a run in `path` (made if needed). `TrimtabError` if it already holds one or another process uses it."""
+        """Start a run in `path`, which is created if needed.
+
+        Raises `TrimtabError` if it already holds a run or another process uses it.
+        """
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -70,16 +73,16 @@ class RunDirectory:
             atomic.write_text(path / CONFIG, config_toml)
             run._open_metrics()
         except BaseException:
-            run._abandon()
+            run._discard_if_unused()
             raise
         return run
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Take over a run that was started before, removing what a kill left half-written.
+        """Open an existing run for writing and remove files that a kill left incomplete.
 
-        A torn last line of metrics.jsonl is dropped: its step was never checkpointed and will be done again.
-        `TrimtabError` if there is no run, or another process is writing it.
+        An incomplete last line of metrics.jsonl is dropped: its step was never checkpointed and is repeated.
+        Raises `TrimtabError` if there is no run or another process is writing it.
         """
         if not (path / CONFIG).is_file():
             raise TrimtabError(f"{path} holds no run ({CONFIG} is missing): check --out, or start without --resume")
@@ -93,43 +96,43 @@ class RunDirectory:
             raise
         return run
 
-    def _take(self) -> None:
-        self._lock = _acquire(self.path)
+    def _take_lock(self) -> None:
+        self._lock = _acquire_lock(self.path)
 
     @property
     def config_toml(self) -> str:
-        """The resolved recipe the run was started with."""
+        """The resolved recipe of the run as TOML."""
         return (self.path / CONFIG).read_text(encoding="utf-8")
 
     def checkpoints(self) -> list[Path]:
-        """Folders of all checkpoints, oldest first, unchecked."""
+        """Returns the folders of all checkpoints, oldest first, without validation."""
         return list_checkpoints(self.checkpoint_root)
 
     def trajectory_file(self, step: int) -> Path:
-        """Where the trajectories of `step` go."""
+        """Returns the path of the trajectory file of `step`."""
         return self.trajectory_folder / f"step-{step:06d}.parquet"
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Append one step to metrics.jsonl and wait until it is on the disk; `step` must grow.
+        """Append one step to metrics.jsonl and flush it to the disk; `step` must increase.
 
         JSON has no NaN or infinity: such values become null and are counted in `metrics/nonfinite` (absent if none).
+        Raises `ValueError` for a step that was already logged and `TrimtabError` when the file cannot be written.
         """
         step = metrics["step"]
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} was already logged (the last one is {self._last_step})")
-        again = "start again" if self._last_step is None else RESUME
-        _append(self._open_metrics(), self.path / METRICS, _line(metrics), again)
+        remedy = "start again" if self._last_step is None else RESUME
+        _append(self._open_metrics(), self.path / METRICS, _encode_line(metrics), remedy)
         self._last_step = step
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Everything logged so far."""
+        """Returns all steps logged so far."""
         return read_metrics(self.path / METRICS)
 
     def truncate_after(self, step: int) -> None:
-        """Forget everything after `step`, the checkpoint a resumed run continues from (-1: forget all).
+        """Remove metrics and trajectory files after `step`, from which a resumed run continues (-1: all).
 
-        Removes later metrics and trajectory files; later checkpoints, damaged or they would have been used, are set
-        aside.
+        Later checkpoints are moved aside; they are damaged, or the run would continue from them.
         """
         lines = [line for line in self.metrics() if line["step"] <= step]
         self._close_metrics()
@@ -148,7 +151,7 @@ class RunDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-            _held.discard(self.path.resolve())
+            _open_directories.discard(self.path.resolve())
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -159,10 +162,10 @@ class RunDirectory:
         if kind is None:
             self.close()
         else:
-            self._abandon()
+            self._discard_if_unused()
 
-    def _abandon(self) -> None:
-        """Take back a start that came to nothing; a run that has anything to show stays as it is."""
+    def _discard_if_unused(self) -> None:
+        """Close, after removing the files of a new run that logged no step and wrote no checkpoint."""
         if self._new and self._last_step is None and not self.checkpoints():
             shutil.rmtree(self.model_folder, ignore_errors=True)
             for name in (METRICS, PROVENANCE, CONFIG):
@@ -172,10 +175,10 @@ class RunDirectory:
     def _open_metrics(self) -> int:
         if self._metrics is None:
             path = self.path / METRICS
-            whole = _whole_lines(path.read_bytes()) if path.exists() else b""
+            complete = _whole_lines(path.read_bytes()) if path.exists() else b""
             self._metrics = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            os.ftruncate(self._metrics, len(whole))
-            lines = _parse(whole, path)
+            os.ftruncate(self._metrics, len(complete))
+            lines = _parse(complete, path)
             self._last_step = lines[-1]["step"] if lines else None
         return self._metrics
 
@@ -186,7 +189,7 @@ class RunDirectory:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of a metrics.jsonl, also while a run is writing it: an unfinished last line is not there yet."""
+    """Reads a metrics.jsonl, also while it is being written: an incomplete last line is left out."""
     try:
         return _parse(_whole_lines(path.read_bytes()), path)
     except OSError as error:
@@ -194,7 +197,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _whole_lines(data: bytes) -> bytes:
-    data = data.rstrip(b"\0")  # after a power cut the end of a file may be there in length only
+    data = data.rstrip(b"\0")  # after a power failure the end of a file may be filled with zeros
     return data[: data.rfind(b"\n") + 1]
 
 
@@ -210,15 +213,15 @@ def _parse(data: bytes, path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _line(metrics: Mapping[str, Any]) -> bytes:
-    plain = {key: _plain(key, value) for key, value in metrics.items()}
-    lost = [key for key, value in plain.items() if isinstance(value, float) and not math.isfinite(value)]
-    if lost:
-        plain |= dict.fromkeys(lost, None) | {NONFINITE: len(lost)}
-    return json.dumps(plain, allow_nan=False).encode() + b"\n"
+def _encode_line(metrics: Mapping[str, Any]) -> bytes:
+    values = {key: _json_value(key, value) for key, value in metrics.items()}
+    nonfinite = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+    if nonfinite:
+        values |= dict.fromkeys(nonfinite, None) | {NONFINITE: len(nonfinite)}
+    return json.dumps(values, allow_nan=False).encode() + b"\n"
 
 
-def _plain(key: str, value: Any) -> Any:
+def _json_value(key: str, value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -226,21 +229,21 @@ def _plain(key: str, value: Any) -> Any:
     raise TypeError(f"metric {key!r} is a {type(value).__name__}, not a number or a string")
 
 
-def _append(descriptor: int, path: Path, line: bytes, again: str) -> None:
+def _append(descriptor: int, path: Path, line: bytes, remedy: str) -> None:
     end = os.lseek(descriptor, 0, os.SEEK_END)
     try:
-        rest = line
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
+        remaining = line
+        while remaining:
+            remaining = remaining[os.write(descriptor, remaining) :]
         os.fsync(descriptor)
     except OSError as error:
         os.ftruncate(descriptor, end)
-        raise TrimtabError(f"cannot write {path}: {error.strerror}; free space there, then {again}") from error
+        raise TrimtabError(f"cannot write {path}: {error.strerror}; free space there, then {remedy}") from error
 
 
-def _acquire(path: Path) -> int:
+def _acquire_lock(path: Path) -> int:
     resolved = path.resolve()
-    if resolved in _held:
+    if resolved in _open_directories:
         raise TrimtabError(f"{path} is already open in this process: close that run first")
     try:
         descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -259,5 +262,5 @@ def _acquire(path: Path) -> int:
     except OSError as error:
         os.close(descriptor)
         raise TrimtabError(f"cannot lock {path}: {error.strerror}; choose another --out") from None
-    _held.add(resolved)
+    _open_directories.add(resolved)
     return descriptor

@@ -1,4 +1,4 @@
-"""The experts of a trajectory's tokens as a parquet column."""
+"""Encodes the routed experts of trajectories as a parquet column."""
 
 from __future__ import annotations
 
@@ -10,40 +10,43 @@ import pyarrow as pa
 
 from trimtab.types import ExpertArray, Trajectory
 
-# Indices of one trajectory, row by row, in the narrowest type that holds them. Not a list column: its offsets and
-# validity would be read number by number, which takes a hundred times as long.
+# Expert indices of one trajectory, row-major, in the narrowest type that holds them. A list column would take a hundred
+# times as long to read because of its offsets and validity.
 _TYPE = pa.struct([("layers", pa.int32()), ("chosen", pa.int32()), ("width", pa.int32()), ("data", pa.large_binary())])
-_KINDS: dict[int, Any] = {1: np.uint8, 2: np.int16}
+_INDEX_TYPES: dict[int, Any] = {1: np.uint8, 2: np.int16}
 
 
 def encode(trajectories: Sequence[Trajectory]) -> pa.Array | None:
-    """A column of records, null where a trajectory has none; None where all have none."""
-    found = [trajectory.completion.routes for trajectory in trajectories]
-    if all(routes is None for routes in found):
+    """Returns a column of records, null for a trajectory without routed experts; None if all have none."""
+    routed_experts = [trajectory.completion.routes for trajectory in trajectories]
+    if all(routes is None for routes in routed_experts):
         return None
-    return pa.array([None if routes is None else _flat(routes) for routes in found], _TYPE)
+    return pa.array([None if routes is None else _record(routes) for routes in routed_experts], _TYPE)
 
 
 def decode(value: Mapping[str, Any] | None) -> ExpertArray | None:
-    """The inverse of `encode` for one row. `ValueError` where the bytes do not fit the shape."""
+    """Returns the routed experts of one row, the inverse of `encode`.
+
+    Raises `ValueError` if the number of bytes does not match the shape.
+    """
     if value is None:
         return None
-    flat = np.frombuffer(value["data"], _KINDS[value["width"]]).astype(np.int16)
+    flat = np.frombuffer(value["data"], _INDEX_TYPES[value["width"]]).astype(np.int16)
     return flat.reshape(-1, value["layers"], value["chosen"])
 
 
 def stored_bytes(trajectories: Sequence[Trajectory]) -> int:
-    """What the record of these takes in memory of the trainer's files, before compression."""
-    found = [trajectory.completion.routes for trajectory in trajectories]
-    return sum(routes.size * _width(routes) for routes in found if routes is not None)
+    """Returns the size in bytes of the column before compression."""
+    routed_experts = [trajectory.completion.routes for trajectory in trajectories]
+    return sum(routes.size * _index_bytes(routes) for routes in routed_experts if routes is not None)
 
 
-def _flat(routes: ExpertArray) -> dict[str, Any]:
+def _record(routes: ExpertArray) -> dict[str, Any]:
     _, layers, chosen = routes.shape
-    width = _width(routes)
-    return {"layers": layers, "chosen": chosen, "width": width, "data": routes.astype(_KINDS[width]).tobytes()}
+    width = _index_bytes(routes)
+    return {"layers": layers, "chosen": chosen, "width": width, "data": routes.astype(_INDEX_TYPES[width]).tobytes()}
 
 
-def _width(routes: ExpertArray) -> int:
-    """Bytes of one index."""
+def _index_bytes(routes: ExpertArray) -> int:
+    """Returns the bytes per index."""
     return 1 if routes.size == 0 or (routes.min() >= 0 and routes.max() < 256) else 2

@@ -1,4 +1,4 @@
-"""Names and places inside a run directory; the list of its checkpoints."""
+"""File names inside a run directory, and its list of checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = re.compile(rf"(?:{re.escape(atomic.REPLACED)})?step-(\d{{6,}})")
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """The best checkpoint so far; higher is better."""
+    """The best checkpoint so far, with the metric that selected it; higher is better."""
 
     step: int
     metric: str
@@ -25,24 +25,24 @@ class BestCheckpoint:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Every checkpoint under `root`, oldest first, unchecked."""
+    """Returns the folders of all checkpoints under `root`, oldest first, without validation."""
     if not root.is_dir():
         return []
-    found: dict[int, Path] = {}
-    # `.trimtab-old-step-N` is all there is of step N while a writer is between the two renames of a replacement.
+    by_step: dict[int, Path] = {}
+    # Between the two renames of a replacement only `.trimtab-old-step-N` exists for step N.
     for item in sorted(root.iterdir(), key=lambda item: not item.name.startswith(atomic.REPLACED)):
         if item.is_dir() and _NAME.fullmatch(item.name):
-            found[checkpoint_step(item)] = item
-    return [found[step] for step in sorted(found)]
+            by_step[checkpoint_step(item)] = item
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lives."""
+    """Returns the folder of the checkpoint of `step`."""
     return root / f"step-{step:06d}"
 
 
 def best_checkpoint(root: Path) -> BestCheckpoint | None:
-    """The best checkpoint marked so far. `TrimtabError` when the mark cannot be read."""
+    """Returns the best checkpoint so far, or None. Raises `TrimtabError` if best.json cannot be read."""
     path = root / BEST
     if not path.exists():
         return None
@@ -54,9 +54,10 @@ def best_checkpoint(root: Path) -> BestCheckpoint | None:
 
 
 def move_aside_after(root: Path, step: int) -> list[Path]:
-    """Take checkpoints newer than `step` out of the way of a run that goes on from there (they are damaged).
+    """Rename checkpoints newer than `step`, from which a run continues, and return their new paths.
 
-    They stay on the disk as `step-000020.aside`, for inspection; otherwise `prune` would count them as the newest.
+    Those checkpoints are damaged. They remain as `step-000020.aside` for inspection; under their old name `delete_old`
+    would count them as the newest.
     """
     moved = []
     for folder in list_checkpoints(root):
@@ -65,14 +66,14 @@ def move_aside_after(root: Path, step: int) -> list[Path]:
             if target.exists():
                 atomic.remove_folder(target)
             moved.append(folder.rename(target))
-    marked = best_checkpoint(root)
-    if marked and marked.step > step:
+    best = best_checkpoint(root)
+    if best and best.step > step:
         (root / BEST).unlink()
     return moved
 
 
 def checkpoint_step(folder: Path) -> int:
-    """The step in a checkpoint's name. `TrimtabError` for any other name."""
+    """Returns the step in a checkpoint's name. Raises `TrimtabError` for any other name."""
     match = _NAME.fullmatch(folder.name)
     if not match:
         raise TrimtabError(f"{folder} is not a checkpoint: its name is not like step-000010")

@@ -1,7 +1,7 @@
-"""The catalog of run metrics: description, formula, healthy range, and what to do outside it.
+"""The catalog of run metrics: description, formula, healthy range, and remedy.
 
-`metrics.toml` is the one table behind the captions and shaded bands of report.html, the verdicts of `trimtab diagnose`
-and docs/metrics.md; `metric_ranges.py` judges values by it.
+`metrics.toml` is the single source for the captions and shaded bands of report.html, the verdicts of
+`trimtab diagnose` and docs/metrics.md; `metric_ranges.py` judges values by it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-# A quantile row must not document whatever else is logged under its prefix.
-_PLACE = {"<quantile>": r"q\d\d"}
+# Restricted, so that a quantile row does not match other keys with its prefix.
+_PLACEHOLDER_PATTERNS = {"<quantile>": r"q\d\d"}
 
 
 @dataclass(frozen=True)
 class Range:
-    """A named part of a metric's scale: values above the range before it, up to `high`. `text` says what they mean.
+    """A named part of a metric's scale: values above the previous range, up to `high`, and their meaning.
 
-    `low`: from where values are common, where that is not the end of the range before.
+    low: where typical values start, if that is not the end of the previous range.
     """
 
     name: str
@@ -33,10 +33,11 @@ class Range:
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table. `low` and `high` bound the healthy band where numbers can; `healthy` says it in words.
+    """One row of the catalog.
 
-    `ranges`: the whole scale in named parts, in ascending order, where one bound says too little. `of`: the metric of
-    whose share the bounds are, where a count alone says too little.
+    low, high: bounds of the healthy band, if it can be given in numbers; healthy: the band in words.
+    ranges: named parts of the whole scale in ascending order, for metrics that need more than one bound.
+    of: another metric; the bounds then apply to the metric divided by it.
     """
 
     key: str
@@ -51,10 +52,14 @@ class Metric:
     of: str = ""
 
     def matches(self, key: str) -> bool:
-        """Whether this row documents `key`. In the row's key `<quantile>` stands for q01, q50, ..., any other `<name>`
-        for whatever has no slash."""
+        """Whether this row documents `key`.
+
+        In the row's key `<quantile>` matches q01, q50, ...; any other `<name>` matches text without a slash.
+        """
         parts = re.split(r"(<[a-z]+>)", self.key)
-        pattern = "".join(_PLACE.get(part, "[^/]+") if part.startswith("<") else re.escape(part) for part in parts)
+        pattern = "".join(
+            _PLACEHOLDER_PATTERNS.get(part, "[^/]+") if part.startswith("<") else re.escape(part) for part in parts
+        )
         return re.fullmatch(pattern, key) is not None
 
     @property
@@ -64,7 +69,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading of the documentation and the metrics under it."""
+    """A section of the documentation with its metrics."""
 
     title: str
     about: str
@@ -73,7 +78,7 @@ class Section:
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """The whole table, in the order it is documented."""
+    """Returns the whole catalog in the order of the documentation."""
     text = (importlib.resources.files("trimtab.runs") / "metrics.toml").read_text(encoding="utf-8")
     return tuple(
         Section(part["title"], part["about"], tuple(_metric(row) for row in part["metric"]))
@@ -86,12 +91,12 @@ def _metric(row: Mapping[str, Any]) -> Metric:
 
 
 def metric(key: str) -> Metric | None:
-    """The row that documents `key`: an exact one before a pattern, None when there is none."""
+    """Returns the row that documents `key`, an exact match before a pattern; None without any."""
     rows = [row for part in sections() for row in part.metrics]
     exact = next((row for row in rows if row.key == key), None)
     return exact or next((row for row in rows if row.is_pattern and row.matches(key)), None)
 
 
 def undocumented(keys: Iterable[str]) -> list[str]:
-    """Those of `keys` that no row documents, sorted. A run's metrics must give an empty list."""
+    """Returns those of `keys` that no row documents, sorted; a test requires none for the metrics of a run."""
     return sorted({key for key in keys if metric(key) is None})

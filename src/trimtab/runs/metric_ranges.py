@@ -1,7 +1,4 @@
-"""Healthy ranges of metrics: the one source for marks in report.html and for `diagnose`.
-
-The ranges themselves are in `metrics.toml`.
-"""
+"""Judges metrics by the healthy ranges of `metrics.toml`, for report.html and `trimtab diagnose`."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from trimtab.runs.metric_catalog import Metric, Range, metric
 K3 = "mismatch/k3"
 
 State = Literal["healthy", "outside", ""]
-"""Of a value: within its healthy band, outside of it, or not judged (no band, no number)."""
+"""Whether a value is inside or outside its healthy band; empty if not judged (no band, or not a number)."""
 
 
 def judge(key: str, value: Any) -> State:
-    """The state of the metric `key` at `value`, by the healthy band of its row; "" where there is none.
+    """Returns the state of the metric `key` at `value` by its healthy band.
 
-    Of a row with `of`, `value` is the share.
+    For a row with `of`, `value` is the share.
     """
     row = metric(key)
     if row is None or (row.low is None and row.high is None):
@@ -31,7 +28,7 @@ def judge(key: str, value: Any) -> State:
 
 
 def band_text(key: str) -> str:
-    """The healthy band in numbers: `0.95 to 1`, `at most 0.05`, `at least 0.8`; empty where there is none."""
+    """Returns the healthy band in numbers: `0.95 to 1`, `at most 0.05` or `at least 0.8`; empty without a band."""
     row = metric(key)
     if row is None or (row.low is None and row.high is None):
         return ""
@@ -41,12 +38,12 @@ def band_text(key: str) -> str:
 
 
 def k3_ranges() -> dict[str, Range]:
-    """The named ranges of k3 by name, ascending: exact, dense, small-dense, moe, beyond."""
+    """Returns the named ranges of k3 by name, ascending: exact, dense, small-dense, moe, beyond."""
     return {part.name: part for part in _k3().ranges}
 
 
 def k3_range(k3: float) -> Range:
-    """The named range `k3` lies in; what is not a number lies beyond all."""
+    """Returns the named range that contains `k3`; NaN belongs to the last one."""
     return next((part for part in _k3().ranges if k3 <= part.high), _k3().ranges[-1])
 
 

@@ -1,4 +1,4 @@
-"""Reads the provenance of a run (`provenance.json`) and words it for pages."""
+"""Reads the provenance of a run (`provenance.json`) and describes it in words for reports."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ GIB = 1024**3
 
 
 def read_origins(run: Path) -> list[dict[str, Any]]:
-    """One mapping for each start of the run, in order; empty where the run holds no provenance."""
+    """Returns one mapping for each start of the run, in order; empty if the run has no provenance file.
+
+    Raises `TrimtabError` when the file is damaged.
+    """
     file = run / FILE
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        starts = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise TrimtabError(f"{file} is damaged ({error}): delete it, the report can do without") from None
-    if not isinstance(found, list) or not all(isinstance(part, dict) for part in found):
+    if not isinstance(starts, list) or not all(isinstance(part, dict) for part in starts):
         raise TrimtabError(f"{file} is no list of starts: delete it, the report can do without")
-    if not all(_well_formed(part) for part in found):
+    if not all(_well_formed(part) for part in starts):
         raise TrimtabError(f"{file} holds values of unknown types: delete it, the report can do without")
-    return found
+    return starts
 
 
 def _well_formed(part: Mapping[str, Any]) -> bool:
@@ -40,13 +43,13 @@ def _well_formed(part: Mapping[str, Any]) -> bool:
     )
 
 
-def said(part: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """One start as names and values; what it does not hold is left out."""
+def described(part: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns one start as pairs of name and value; absent values are left out."""
     versions = part.get("versions") or {}
-    found = {
+    values = {
         "command": part.get("command"),
-        "started": _moment(part.get("started")),
-        "duration": _length(part),
+        "started": _format_time(part.get("started")),
+        "duration": _duration_text(part),
         "steps": _steps(part),
         "outcome": _outcome(part),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
@@ -54,11 +57,11 @@ def said(part: Mapping[str, Any]) -> list[tuple[str, str]]:
         "hardware": _hardware(part.get("hardware") or {}),
         "ranks": part.get("ranks") if part.get("ranks", 1) != 1 else None,
     }
-    return [(name, str(value)) for name, value in found.items() if value]
+    return [(name, str(value)) for name, value in values.items() if value]
 
 
 def setting(part: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What makes numbers of two starts comparable: versions, commit and hardware."""
+    """Returns what must be equal for two starts to be comparable number by number: versions, commit and hardware."""
     hardware = part.get("hardware") or {}
     versions = part.get("versions") or {}
     machine = [hardware.get(key) for key in ("cpu", "threads", "gpus")]
@@ -66,21 +69,21 @@ def setting(part: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `3 min 07 s` or `2 h 05 min`."""
+    """Returns a duration as `42 s`, `3 min 07 s` or `2 h 05 min`."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes == 0:
         return f"{rest} s"
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
 
 
-def _moment(text: Any) -> str:
+def _format_time(text: Any) -> str:
     try:
         return datetime.fromisoformat(str(text)).strftime("%Y-%m-%d %H:%M:%S %Z")
     except ValueError:
         return ""
 
 
-def _length(part: Mapping[str, Any]) -> str:
+def _duration_text(part: Mapping[str, Any]) -> str:
     seconds = part.get("seconds")
     return "not known: the run goes on, or was killed" if seconds is None else duration(seconds)
 
@@ -104,15 +107,15 @@ def _commit(commit: Mapping[str, Any] | None) -> str:
     return f"{commit.get('id')}{', with changes that are not committed' if commit.get('modified') else ''}"
 
 
-def _hardware(found: Mapping[str, Any]) -> str:
-    gpus: Sequence[str] = found.get("gpus") or []
+def _hardware(values: Mapping[str, Any]) -> str:
+    gpus: Sequence[str] = values.get("gpus") or []
     counted = [f"{gpus.count(name)} x {name}" if gpus.count(name) > 1 else name for name in dict.fromkeys(gpus)]
-    memory = found.get("memory")
-    words = [
-        str(found.get("cpu") or ""),
-        f"{found['cores']} cores" if found.get("cores") else "",
-        f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}" if found.get("threads") else "",
+    memory = values.get("memory")
+    parts = [
+        str(values.get("cpu") or ""),
+        f"{values['cores']} cores" if values.get("cores") else "",
+        f"{values['threads']} thread{'s' if values['threads'] > 1 else ''}" if values.get("threads") else "",
         f"{memory / GIB:.1f} GiB of memory" if memory else "",
         *(counted or ["no GPU"]),
     ]
-    return ", ".join(word for word in words if word)
+    return ", ".join(part for part in parts if part)

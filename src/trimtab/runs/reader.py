@@ -1,4 +1,4 @@
-"""Reads the files of a run. Every fault is one `TrimtabError` that names the file and the remedy."""
+"""Reads the files of a run. Every error is a `TrimtabError` that names the file and the remedy."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from trimtab.runs.origins import read_origins
 
 T = TypeVar("T")
 _STEP_FILE = re.compile(r"step-(\d+)\.parquet")
-# What a completion is shown with. The last three are there when training wrote the file; other writers may lack them.
-_NEEDED = ("group", "reward")
-_SHOWN = ("group", "reward", "prompt_id", "prompt_text", "text", "finish", "rewards", "answer", "advantage")
+# Columns shown with a completion. The optional ones are present in files written by training.
+_REQUIRED_COLUMNS = ("group", "reward")
+_SAMPLE_COLUMNS = ("group", "reward", "prompt_id", "prompt_text", "text", "finish", "rewards", "answer", "advantage")
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run as files: the resolved recipe, one mapping per step, in order, and one per start (provenance.json).
+    """The files of a run: the resolved recipe, one mapping per step in order, and one per start (provenance.json).
 
-    A metric that was NaN is None.
+    Metrics that were not finite are None.
     """
 
     path: Path
@@ -39,7 +39,7 @@ class Run:
 
     @property
     def keys(self) -> list[str]:
-        """Every key logged in any step, sorted."""
+        """All keys logged in any step, sorted."""
         return sorted({key for row in self.rows for key in row})
 
     @property
@@ -47,13 +47,13 @@ class Run:
         return self.rows[-1]
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values, each (count,) float64, of the steps that logged a number under `key`."""
+        """Returns steps and values, each (count,) float64, of the steps that logged a number under `key`."""
         pairs = [(row["step"], row[key]) for row in self.rows if _is_number(row.get(key))]
         steps, values = (np.array(column, dtype=np.float64) for column in zip(*pairs, strict=True)) if pairs else _EMPTY
         return steps, values
 
     def accuracy(self) -> dict[str, Accuracy]:
-        """Held-out greedy accuracy by task. Step 0 is before training."""
+        """Returns the held-out greedy accuracy by task; step 0 is before training."""
         tasks = sorted({key.split("/")[1] for key in self.keys if re.fullmatch(r"eval/[^/]+/greedy", key)})
         return {task: self._accuracy(task) for task in tasks}
 
@@ -61,7 +61,7 @@ class Run:
         steps, values = (list(column) for column in self.series(f"eval/{task}/greedy"))
         first, before = self.series(f"eval/{task}/before")
         if len(before):
-            # The first step's row holds the value before its update, unless the recipe evaluates after that step too.
+            # The first row holds the value before its update, unless the recipe also evaluates after that step.
             same = bool(steps) and (steps[0], values[0]) == (first[0], before[0])
             if same and not self._evaluates_after(first[0]):
                 steps, values = steps[1:], values[1:]
@@ -75,7 +75,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Accuracy:
-    """Held-out accuracy in [0, 1] over steps, each array (count,)."""
+    """Held-out accuracy in [0, 1] over steps; both arrays are (count,)."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -91,7 +91,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Sample:
-    """One trajectory as people read it. `text` is the model's and therefore untrusted."""
+    """One trajectory for display. `text` is model output and therefore untrusted."""
 
     group: int
     reward: float
@@ -107,7 +107,7 @@ _EMPTY = (np.empty(0), np.empty(0))
 
 
 def read_run(path: Path) -> Run:
-    """A run directory. An unfinished last line of metrics.jsonl (a run being written, or killed) is left out."""
+    """Reads a run directory. An incomplete last line of metrics.jsonl (a running or killed run) is left out."""
     if not path.is_dir():
         raise TrimtabError(f"no run directory {path}: check the path (`trimtab train` prints it)")
     return Run(path, read_config(path), read_metrics(path), read_origins(path))
@@ -116,39 +116,39 @@ def read_run(path: Path) -> Run:
 def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.toml"
     try:
-        return tomllib.loads(_bytes(file).decode())
+        return tomllib.loads(_read_bytes(file).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TrimtabError(f"{file} is damaged ({error}): restore it from the recipe") from None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All finished steps of a run, oldest first."""
+    """Reads all finished steps of a run, oldest first. Raises `TrimtabError` if there is none."""
     file = path / "metrics.jsonl"
-    data = _bytes(file)
-    whole = data[: data.rfind(b"\n") + 1]
-    rows = [_row(file, number, line) for number, line in enumerate(whole.splitlines(), start=1)]
+    data = _read_bytes(file)
+    complete = data[: data.rfind(b"\n") + 1]
+    rows = [_row(file, number, line) for number, line in enumerate(complete.splitlines(), start=1)]
     if not rows:
         raise TrimtabError(f"{file} holds no finished step yet: wait for the first one, or train again")
     return rows
 
 
 def sample_steps(path: Path) -> dict[int, Path]:
-    """Trajectory files of a run by step; empty when the run wrote none."""
+    """Returns the trajectory files of a run by step; empty if there is none."""
     folder = path / "trajectories"
     matches = [(_STEP_FILE.fullmatch(item.name), item) for item in (folder.iterdir() if folder.is_dir() else ())]
     return dict(sorted((int(match[1]), item) for match, item in matches if match))
 
 
-def spread(items: Sequence[T], count: int) -> list[T]:
-    """At most `count` of the items at equal distances, both ends included."""
+def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
+    """Returns at most `count` evenly spaced items, both ends included."""
     if len(items) <= count:
         return list(items)
     return [items[index] for index in np.linspace(0, len(items) - 1, count).round().astype(int)]
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[pq.ParquetFile]:
-    """A trajectory file to read from inside a `with` block. `TrimtabError` when it is gone or damaged."""
+def open_trajectories(file: Path) -> Iterator[pq.ParquetFile]:
+    """Opens a trajectory file for the block. Raises `TrimtabError` if it is missing or damaged."""
     try:
         with pq.ParquetFile(file) as parquet:
             yield parquet
@@ -162,13 +162,13 @@ def opened(file: Path) -> Iterator[pq.ParquetFile]:
 
 
 def read_samples(file: Path) -> list[Sample]:
-    """The trajectories of one file with their texts."""
-    with opened(file) as parquet:
+    """Reads the trajectories of one file with their texts."""
+    with open_trajectories(file) as parquet:
         present = set(parquet.schema_arrow.names)
-        missing = [name for name in _NEEDED if name not in present]
+        missing = [name for name in _REQUIRED_COLUMNS if name not in present]
         if missing:
             raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not a trajectory file")
-        table = parquet.read([name for name in _SHOWN if name in present])
+        table = parquet.read([name for name in _SAMPLE_COLUMNS if name in present])
     return [_sample(row) for row in table.to_pylist()]
 
 
@@ -195,7 +195,7 @@ def _row(file: Path, number: int, line: bytes) -> dict[str, Any]:
     return row
 
 
-def _bytes(file: Path) -> bytes:
+def _read_bytes(file: Path) -> bytes:
     try:
         data = file.read_bytes()
     except FileNotFoundError:

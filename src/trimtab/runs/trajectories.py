@@ -1,8 +1,8 @@
-"""Trajectories as parquet: the documented file of each step, and the pending part of a checkpoint.
+"""Reads and writes trajectories as parquet: the documented file of each step, and pending data of a checkpoint.
 
-One row per trajectory. The columns of the public contract come first; those after them hold the rest of a
-`trimtab.types.Trajectory`, so that reading gives back what was written, bit for bit. `Problem.extra` is left out: a
-trajectory is already scored, and its problem can be looked up in the task by `prompt_id`.
+One row per trajectory. The documented columns come first; the others hold the rest of a `trimtab.types.Trajectory`, so
+that reading returns bit for bit what was written. `Problem.extra` is left out: a trajectory is already scored, and its
+problem can be looked up in the task by `prompt_id`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from trimtab.errors import TrimtabError
 from trimtab.runs import atomic, expert_column, sampling_mask_column
 from trimtab.types import Completion, FloatArray, Problem, Prompt, Sampling, Trajectory
 
-GROUP_BYTES, GROUP_ROWS = 1 << 30, 1 << 20  # of one binary column in one group of rows, and most rows of a group
+ROW_GROUP_BYTES, ROW_GROUP_ROWS = 1 << 30, 1 << 20  # largest bytes of a binary column and rows in one row group
 
-_CONTRACT = ("temperature", "top_p", "top_k", "logprobs")
-_LIMITS = ("max_tokens", "stop", "stop_ids", "ignore_stop")
+_DISTRIBUTION_FIELDS = ("temperature", "top_p", "top_k", "logprobs")
+_LIMIT_FIELDS = ("max_tokens", "stop", "stop_ids", "ignore_stop")
 _SAMPLING_TYPE = pa.struct(
     [("temperature", pa.float64()), ("top_p", pa.float64()), ("top_k", pa.int64()), ("logprobs", pa.string())]
 )
@@ -41,10 +41,11 @@ _LIMITS_TYPE = pa.struct(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """A trajectory and what training added to it. Per-token arrays have the length of `response_ids`.
+    """A trajectory with the values that training added. Per-token arrays have the length of `response_ids`.
 
-    `logp_current` is the clean policy at the first update of the batch, `logp_perturbed` the perturbed one beside it
-    (ALP). What one row of a file has, all must have; but external traces have no entropy, and NaN stands in its place.
+    `logp_current` is of the clean policy at the first update of the batch, `logp_perturbed` of the perturbed policy at
+    the same update (ALP). A value must be present in all rows of a file or in none; the entropy of external traces is
+    written as NaN.
     """
 
     trajectory: Trajectory
@@ -56,15 +57,15 @@ class Row:
 
 
 def write(path: Path, rows: Sequence[Row], step: int) -> None:
-    """Write the trajectory file of one step atomically. Columns that no row has are left out."""
+    """Write the trajectory file of one step atomically. Columns without values are left out."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_bytes(path, _encode(rows, step, kept=False))
 
 
 def read(path: Path) -> list[Row]:
-    """The inverse of `write`, up to `kept` and `routes`.
+    """Reads the rows of a trajectory file, the inverse of `write` except for `kept` and `routes`.
 
-    Raises `TrimtabError` when the file is not a trajectory file of a trainer.
+    Raises `TrimtabError` if the file was not written by the trainer.
     """
     try:
         data = path.read_bytes()
@@ -74,17 +75,17 @@ def read(path: Path) -> list[Row]:
 
 
 def to_bytes(pending: Sequence[Trajectory]) -> bytes:
-    """Trajectories that are still to be trained on, for a checkpoint: everything but `Problem.extra`."""
+    """Returns trajectories that are still to be trained on as bytes for a checkpoint, without `Problem.extra`."""
     return _encode([Row(trajectory) for trajectory in pending], None, kept=True)
 
 
 def from_bytes(data: bytes) -> list[Trajectory]:
-    """The inverse of `to_bytes`."""
+    """Returns the trajectories of `to_bytes`."""
     return [row.trajectory for row in _decode(data, "pending trajectories")]
 
 
 def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
-    """`kept`: the sets of ids each token was drawn from, and its experts. Large, and read only before training."""
+    """Returns the rows as a parquet file; `kept` includes sampling masks and routed experts, which are large."""
     trajectories = [row.trajectory for row in rows]
     completions = [trajectory.completion for trajectory in trajectories]
     samplings = [trajectory.sampling for trajectory in trajectories]
@@ -97,17 +98,17 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "group": pa.array([t.group for t in trajectories], pa.int64()),
         "prompt_ids": _lists([t.prompt.ids for t in trajectories], pa.int64()),
         "response_ids": _lists([c.response_ids for c in completions], pa.int64()),
-        "loss_mask": _tokens("loss_mask", [t.loss_mask for t in trajectories], lengths, pa.bool_()),
-        "logp_behavior": _tokens("logp_behavior", [c.logp_behavior for c in completions], lengths, pa.float32()),
-        "logp_proximal": _tokens("logp_proximal", [row.logp_proximal for row in rows], lengths, pa.float32()),
-        "logp_current": _tokens("logp_current", [row.logp_current for row in rows], lengths, pa.float32()),
-        "entropy": _tokens("entropy", _entropies(trajectories), lengths, pa.float32()),
-        "policy_version": _tokens("policy_version", [c.policy_version for c in completions], lengths, pa.int64()),
-        "proximal_version": _scalars("proximal_version", [row.proximal_version for row in rows], pa.int64()),
+        "loss_mask": _token_column("loss_mask", [t.loss_mask for t in trajectories], lengths, pa.bool_()),
+        "logp_behavior": _token_column("logp_behavior", [c.logp_behavior for c in completions], lengths, pa.float32()),
+        "logp_proximal": _token_column("logp_proximal", [row.logp_proximal for row in rows], lengths, pa.float32()),
+        "logp_current": _token_column("logp_current", [row.logp_current for row in rows], lengths, pa.float32()),
+        "entropy": _token_column("entropy", _entropies(trajectories), lengths, pa.float32()),
+        "policy_version": _token_column("policy_version", [c.policy_version for c in completions], lengths, pa.int64()),
+        "proximal_version": _scalar_column("proximal_version", [row.proximal_version for row in rows], pa.int64()),
         "reward": pa.array([t.reward for t in trajectories], pa.float64()),
-        "advantage": _scalars("advantage", [row.advantage for row in rows], pa.float64()),
-        "sampling": pa.array([_fields(s, _CONTRACT) for s in samplings], _SAMPLING_TYPE),
-        "logp_perturbed": _tokens("logp_perturbed", [row.logp_perturbed for row in rows], lengths, pa.float32()),
+        "advantage": _scalar_column("advantage", [row.advantage for row in rows], pa.float64()),
+        "sampling": pa.array([_fields(s, _DISTRIBUTION_FIELDS) for s in samplings], _SAMPLING_TYPE),
+        "logp_perturbed": _token_column("logp_perturbed", [row.logp_perturbed for row in rows], lengths, pa.float32()),
         "off_policy": pa.array(external, pa.bool_()) if any(external) else None,
         "prompt_text": pa.array([t.prompt.text for t in trajectories], pa.string()),
         "text": pa.array([c.text for c in completions], pa.string()),
@@ -115,21 +116,22 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "rewards": pa.array([list(t.rewards.items()) for t in trajectories], pa.map_(pa.string(), pa.float64())),
         "question": pa.array([problem.question for problem in problems], pa.string()),
         "answer": pa.array([problem.answer for problem in problems], pa.string()),
-        "limits": pa.array([_fields(s, _LIMITS) for s in samplings], _LIMITS_TYPE),
+        "limits": pa.array([_fields(s, _LIMIT_FIELDS) for s in samplings], _LIMITS_TYPE),
         "kept": sampling_mask_column.encode(completions) if kept else None,
         "routes": expert_column.encode(trajectories) if kept else None,
     }
     buffer = io.BytesIO()
     table = pa.table({name: column for name, column in columns.items() if column is not None})
-    pq.write_table(table, buffer, compression="zstd", row_group_size=_rows_at_once(completions))
+    pq.write_table(table, buffer, compression="zstd", row_group_size=_row_group_size(completions))
     return buffer.getvalue()
 
 
-def _rows_at_once(completions: Sequence[Completion]) -> int:
-    """Parquet holds less than 2 GiB of a binary column in one group of rows; experts and sets can be larger."""
+def _row_group_size(completions: Sequence[Completion]) -> int:
+    """Returns the rows per row group: parquet limits a binary column of a group to 2 GiB, which experts and sampling
+    masks may exceed."""
     routes = max((0 if c.routes is None else c.routes.nbytes for c in completions), default=0)
     kept = max((0 if c.kept is None else sum(ids.nbytes for ids in c.kept) for c in completions), default=0)
-    return max(1, GROUP_BYTES // max(routes, kept, GROUP_BYTES // GROUP_ROWS))
+    return max(1, ROW_GROUP_BYTES // max(routes, kept, ROW_GROUP_BYTES // ROW_GROUP_ROWS))
 
 
 def _decode(data: bytes, name: str) -> list[Row]:
@@ -183,13 +185,13 @@ def _row(columns: dict[str, Any], index: int) -> Row:
 
 
 def _entropies(trajectories: Sequence[Trajectory]) -> list[FloatArray | None]:
-    """Entropies of sampled tokens, and NaN at external ones beside them: a column of the length of every response."""
-    own = [trajectory.completion.entropy for trajectory in trajectories]
-    if all(entropy is None for entropy in own):
-        return own
+    """Returns the entropies per response, with NaN for external traces if any other response has entropies."""
+    entropies = [trajectory.completion.entropy for trajectory in trajectories]
+    if all(entropy is None for entropy in entropies):
+        return entropies
     return [
         np.full(len(trajectory), np.nan, dtype=np.float32) if trajectory.off_policy else entropy
-        for trajectory, entropy in zip(trajectories, own, strict=True)
+        for trajectory, entropy in zip(trajectories, entropies, strict=True)
     ]
 
 
@@ -198,18 +200,18 @@ def _fields(sampling: Sampling, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _all_or_none(name: str, values: Sequence[Any]) -> bool:
-    """Whether the column exists. Half a column would read as data that is not there."""
+    """Whether the column has values. Raises `ValueError` if only some rows have one."""
     present = sum(value is not None for value in values)
     if present not in (0, len(values)):
         raise ValueError(f"{name}: {present} of {len(values)} rows have it; a file needs all or none")
     return present > 0
 
 
-def _scalars(name: str, values: Sequence[Any], kind: pa.DataType) -> pa.Array | None:
+def _scalar_column(name: str, values: Sequence[Any], kind: pa.DataType) -> pa.Array | None:
     return pa.array(values, kind) if _all_or_none(name, values) else None
 
 
-def _tokens(name: str, arrays: Sequence[Any], lengths: Sequence[int], kind: pa.DataType) -> pa.Array | None:
+def _token_column(name: str, arrays: Sequence[Any], lengths: Sequence[int], kind: pa.DataType) -> pa.Array | None:
     if arrays and not _all_or_none(name, arrays):
         return None
     for index, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
@@ -228,7 +230,7 @@ def _offsets(lengths: Sequence[int]) -> pa.Array:
 
 
 def _values(column: pa.ChunkedArray) -> Sequence[Any]:
-    """Per row: numpy arrays for lists of numbers, plain Python for the rest."""
+    """Returns the values per row: numpy arrays for lists of numbers, Python objects otherwise."""
     array = column.combine_chunks()
     if not pa.types.is_list(array.type):
         return array.to_pylist()

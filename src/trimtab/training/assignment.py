@@ -1,7 +1,7 @@
 """Assigns the micro-batches of one update to ranks.
 
-Every rank holds the whole batch (token ids are small) and the same packing as one process would have, so that
-perturbations, proximal log-probs and the update's denominators do not depend on how many ranks there are.
+Every rank holds the whole batch (token ids are small) and packs it as a single process would, so that perturbations,
+proximal log-probs and the denominators of an update do not depend on the no_values of ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from trimtab.training.ranks import Ranks
 
 
 def assign_micro_batches(sizes: Sequence[int], ranks: int) -> list[list[int | None]]:
-    """For each rank the positions of its micro-batches, round by round; None where it has nothing to do.
+    """Returns for each rank the positions of its micro-batches, one for each round; None in a round without one.
 
-    Ranks wait for one another in every layer of every round, so a round holds micro-batches of similar size; within a
-    round the largest goes to the rank that has had the least. One rank keeps the order as it is.
+    Ranks wait for one another in every layer of every round, so a round holds micro-batches of similar size. Within a
+    round the largest one goes to the rank with the fewest tokens so far. One rank keeps the order.
     """
     if ranks == 1:
         return [list(range(len(sizes)))]
@@ -27,16 +27,16 @@ def assign_micro_batches(sizes: Sequence[int], ranks: int) -> list[list[int | No
     shares: list[list[int | None]] = [[] for _ in range(ranks)]
     totals = [0] * ranks
     for start in range(0, len(order), ranks):
-        found = order[start : start + ranks]
+        positions = order[start : start + ranks]
         least_first = sorted(range(ranks), key=lambda rank: (totals[rank], rank))
-        for place, rank in enumerate(least_first):
-            shares[rank].append(found[place] if place < len(found) else None)
-            totals[rank] += sizes[found[place]] if place < len(found) else 0
+        for index, rank in enumerate(least_first):
+            shares[rank].append(positions[index] if index < len(positions) else None)
+            totals[rank] += sizes[positions[index]] if index < len(positions) else 0
     return shares
 
 
 def assigned_micro_batches(batch: Sequence[MicroBatch], ranks: Ranks) -> Iterator[tuple[int, MicroBatch]]:
-    """This rank's micro-batches with their positions in `batch`; empty ones, without rows, where others have more."""
+    """Yield this rank's micro-batches with their positions in `batch`; an empty one in rounds without one."""
     if ranks.size == 1:
         yield from enumerate(batch)
         return
@@ -46,11 +46,11 @@ def assigned_micro_batches(batch: Sequence[MicroBatch], ranks: Ranks) -> Iterato
 
 
 def empty_micro_batch(like: MicroBatch) -> MicroBatch:
-    """No rows, and one token for the model: sharded ranks must run forward and backward together."""
+    """A micro-batch without rows but with one token to run: sharded ranks must run forward and backward together."""
     tokens, mask = like.tokens, like.mask
     one = torch.ones(1, 1, dtype=torch.bool, device=mask.device)
-    nothing = mask.new_zeros(0, 1)
-    number = torch.zeros(0, 1, device=mask.device)
+    no_mask = mask.new_zeros(0, 1)
+    no_values = torch.zeros(0, 1, device=mask.device)
     return MicroBatch(
         rows=(),
         tokens=TokenBatch(
@@ -60,11 +60,11 @@ def empty_micro_batch(like: MicroBatch) -> MicroBatch:
             response_mask=one,
             prompt_index=tokens.prompt_index.new_zeros(1),
         ),
-        mask=nothing,
-        behavior=number,
-        off_policy=nothing,
+        mask=no_mask,
+        behavior=no_values,
+        off_policy=no_mask,
         kept=None,
-        advantage=number,
-        proximal=None if like.proximal is None else number,
-        reference=None if like.reference is None else number,
+        advantage=no_values,
+        proximal=None if like.proximal is None else no_values,
+        reference=None if like.reference is None else no_values,
     )

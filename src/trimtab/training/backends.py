@@ -1,4 +1,4 @@
-"""Factories for engines and scorer; a cluster run replaces them."""
+"""Factories of engines and scorer; a run on a Ray cluster has its own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trimtab.types import Engine, RewardSpec, Task
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """Each makes what its name says; None: the run makes it on this machine.
+    """Factories of engines and scorer; None builds them on this machine.
 
-    `engines` takes the recipe, the trained model and the folder of its config and tokenizer; `scorer` the recipe, its
-    rewards and its task.
+    `engines` takes the recipe, the trained model and the folder with its config and tokenizer. `scorer` takes the
+    recipe, its rewards and its task.
     """
 
     engines: Callable[[Config, LoadedModel, Path], Sequence[Engine]] | None = None

@@ -1,7 +1,7 @@
 """Packs trajectories into tensors: mini-batches (one optimizer update) of micro-batches (one forward and backward).
 
-Groups stay together, so that a prompt is computed once for all its samples. The packing is made once per batch and
-used by the proximal pass and by every epoch: that is what makes the first ratio exactly 1.
+Groups stay together, so that a prompt is computed once for all its samples. A batch is packed once; the proximal pass
+and every epoch use the same packing, so that the ratio of the first update is exactly 1.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trimtab.corrections import finite_rows
 from trimtab.models.logprobs import TokenBatch, pack_kept
 from trimtab.models.routing import RouterInfo, Routes
 from trimtab.training.features import routing_replay
@@ -22,15 +23,21 @@ from trimtab.types import Trajectory
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Some rows of a batch as tensors. Log-probs are float32 `(rows, time)`, `mask` bool, `advantage` `(rows, 1)`.
+    """Some rows of a batch as tensors.
 
-    `rows` are positions in the batch's trajectory list. `off_policy` (bool) is True at tokens of external traces, whose
-    `behavior` is NaN. `proximal` and `reference` are None until scored; `advantage` is NaN until it is known. Where a
-    NaN is read after all, the loss is NaN: forgetting it cannot go unnoticed.
-
-    `routes`: experts that every pass of the trained policy replays, in CPU memory: of a large model they are larger
-    than all else here, and visit the device with their forward. `agreed`: of the (token, layer) pairs of the
-    proximal pass, how many its own routers would have sent to the experts they were given, and how many there are.
+    Attributes:
+        rows: positions in the batch's list of trajectories.
+        tokens: prompts and responses, padded.
+        mask: (rows, time) bool, True at trained tokens.
+        behavior: (rows, time) float32 log-probs of the sampler; NaN at tokens of external traces.
+        off_policy: (rows, time) bool, True at tokens of external traces.
+        kept: sampling masks, where sampling was truncated.
+        advantage: (rows, 1); NaN until it is known, so that a loss that reads it too early is NaN.
+        proximal, reference: (rows, time) float32 log-probs; None until scored.
+        routes: experts that every pass of the trained policy replays, in CPU memory. For a large model they are the
+            largest tensors here, and are on the device only during the forward.
+        agreed: number of (token, layer) pairs of the proximal pass whose routers would have chosen the replayed experts
+            themselves, and the number of all pairs.
     """
 
     rows: tuple[int, ...]
@@ -47,7 +54,7 @@ class MicroBatch:
 
     @property
     def on_policy(self) -> torch.Tensor:
-        """Trained tokens that a policy of the run sampled: those that have a behavior policy."""
+        """(rows, time) bool, True at trained tokens that a policy of the run sampled."""
         return self.mask & ~self.off_policy
 
     def with_scores(self, **scores: Any) -> MicroBatch:
@@ -55,7 +62,7 @@ class MicroBatch:
 
 
 def split_minibatches(groups: Sequence[Sequence[int]], minibatches: int) -> list[list[Sequence[int]]]:
-    """Deal whole groups into `minibatches` nearly equal parts, in order; empty parts are left out."""
+    """Split groups in order into `minibatches` nearly equal parts; empty parts are left out."""
     bounds = np.linspace(0, len(groups), minibatches + 1).round().astype(int)
     return [list(groups[low:high]) for low, high in pairwise(bounds) if high > low]
 
@@ -87,7 +94,10 @@ class _Size(NamedTuple):
 def micro_batches(
     trajectories: Sequence[Trajectory], groups: Sequence[Sequence[int]], token_budget: int
 ) -> Iterator[tuple[int, ...]]:
-    """Pack groups greedily until the padded token count would pass the budget; a larger group is cut into samples."""
+    """Yield the rows of each micro-batch: groups in order, packed greedily up to `token_budget` padded tokens.
+
+    A group that is larger than the budget is split.
+    """
     rows: list[int] = []
     size = _Size()
     for group in groups:
@@ -110,14 +120,14 @@ def to_tensors(
 ) -> MicroBatch:
     """The chosen trajectories as padded tensors on `device`; each group's prompt appears once.
 
-    `experts`: the trajectories carry a record of them, which is replayed (`TrimtabError` where one does not).
+    `experts`: replay the routed experts of the trajectories. Raises `TrimtabError` if one has none.
     """
     chosen = [trajectories[row] for row in rows]
     first = {t.group: t for t in reversed(chosen)}
-    place = {group: index for index, group in enumerate(dict.fromkeys(t.group for t in chosen))}
-    prompt_of = [place[t.group] for t in chosen]
+    prompt_index = {group: index for index, group in enumerate(dict.fromkeys(t.group for t in chosen))}
+    prompt_of = [prompt_index[t.group] for t in chosen]
     tokens = TokenBatch.pack(
-        [first[group].prompt.ids for group in place],
+        [first[group].prompt.ids for group in prompt_index],
         [t.completion.response_ids for t in chosen],
         prompt_of,
         pad_id=pad_id,
@@ -138,8 +148,18 @@ def to_tensors(
     )
 
 
+def rows_with_non_finite_proximal(minibatches: Sequence[Sequence[MicroBatch]]) -> set[int]:
+    """Rows with a proximal log-prob that is not finite at a trained token."""
+    bad: set[int] = set()
+    for micro in (micro for minibatch in minibatches for micro in minibatch):
+        if micro.proximal is not None:
+            finite = finite_rows(micro.mask, micro.proximal)
+            bad |= {row for row, good in zip(micro.rows, finite[:, 0].tolist(), strict=True) if not good}
+    return bad
+
+
 def _pieces(trajectories: Sequence[Trajectory], group: Sequence[int], budget: int) -> Iterator[tuple[list[int], _Size]]:
-    """Parts of one group that fit the budget; a single sample that does not fit is a part of its own."""
+    """Split one group into parts that fit the budget; a sample that does not fit alone is one part."""
     empty = _Size(prompts=1, prompt=len(trajectories[group[0]].prompt.ids))
     piece: list[int] = []
     size = empty

@@ -1,4 +1,4 @@
-"""Objectives given in code or as `module:function`; the run records what they are."""
+"""Objectives given in code or as `module:function`, and how a run records them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trimtab.objectives.lookup import is_own
 
 
 def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Objective]:
-    """The objective of a run, and the recipe with what its config.toml must say of it.
+    """Returns the recipe as its config.toml records it, and the objective of the run.
 
-    A preset is its name and keywords. A function's equation is written beside its name, and an objective given in code
-    as its `repr` too: resuming compares them, and a report prints the equation without running the user's code.
+    A preset is recorded as its name and keywords, a function also as its equation, an objective given in code also as
+    its `repr`. Resuming compares these, and a report prints the equation without running the user's code.
 
-    Raises `TrimtabError` where `given` and keywords of the recipe contradict each other, or cannot be written down.
+    Raises `TrimtabError` if `given` contradicts keywords of the recipe, or cannot be recorded.
     """
     section = config.objective
     if given is not None:
@@ -38,12 +38,12 @@ def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Obj
 
 
 def _code(given: Objective) -> str:
-    """Its `repr` without the addresses of functions, which differ from process to process."""
+    """The `repr` without addresses of functions, which differ between processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(given))
 
 
 def refuse_other(saved: Config, config: Config, run: object) -> None:
-    """Raise `TrimtabError` when a run that is resumed would go on with another objective of one's own."""
+    """Raise `TrimtabError` if a run would be resumed with another custom objective than it was started with."""
     old, new = saved.objective, config.objective
     if (old.code, old.equation) == (new.code, new.equation):
         return

@@ -1,4 +1,4 @@
-"""Writes a model as config, tokenizer and safetensors in one folder."""
+"""Exports a model of a run as a Hugging Face folder: config, tokenizer and safetensors."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ GENERATION = "generation_config.json"
 
 
 def save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """What `restore` and `export` need besides weights (config, generation config, tokenizer), once per run."""
+    """Writes the files that `restore` and `export` need besides weights: config, generation config, tokenizer."""
     with atomic.new_folder(folder, replace=True) as temporary:
         model.config.save_pretrained(temporary)
         if model.generation_config is not None:
-            # Not save_pretrained: it refuses generation settings that published models really have.
+            # Not save_pretrained, which refuses generation settings that some published models have.
             model.generation_config.to_json_file(temporary / GENERATION)
         tokenizer.save_pretrained(temporary)
 
 
 def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:
-    """Model (master precision, adapters merged, evaluation mode), tokenizer and step of a run's checkpoint.
+    """Returns model (master dtype, adapters merged, evaluation mode), tokenizer and step of a checkpoint.
 
     `which` is `last` (the newest intact one), `best` (by `eval.best`) or a name like `step-000010`. Raises
-    `TrimtabError` in one line when the run, the checkpoint or a part of it is missing.
+    `TrimtabError` if the run, the checkpoint or a part of it is missing.
     """
     files = run / MODEL
     if not (run / CONFIG).is_file():
         raise TrimtabError(f"{run} holds no run: {CONFIG} is missing")
     if not (files / "config.json").is_file():
         raise TrimtabError(f"{run} has no {MODEL}/config.json: the run stopped before its first step")
-    config, found = load_config(run / CONFIG), _checkpoint(run, which)
-    weights = found.tensors["model"]
+    config, checkpoint = load_config(run / CONFIG), _checkpoint(run, which)
+    weights = checkpoint.tensors["model"]
     model = _untrained(files, config)
     if config.model.lora.rank:
         adapted = add_lora(_untrained(files, config), **config.model.lora.model_dump())
         state_tensors.load_model_state(adapted, weights)
-        once = state_tensors.model_state(model)
-        weights = {name: weight for name, weight in named_weights(adapted) if name in once}
+        untied = state_tensors.model_state(model)  # tied weights once
+        weights = {name: weight for name, weight in named_weights(adapted) if name in untied}
     state_tensors.load_model_state(model, weights)
-    return model.eval(), AutoTokenizer.from_pretrained(files, trust_remote_code=False), found.step
+    return model.eval(), AutoTokenizer.from_pretrained(files, trust_remote_code=False), checkpoint.step
 
 
 def export(run: Path, dest: Path, which: str = "last") -> Path:
-    """Write `restore(run, which)` to the new folder `dest`, which is complete or absent; returns `dest`."""
+    """Writes `restore(run, which)` to the new folder `dest` and returns it; no partial folder is left on failure."""
     if dest.exists():
         raise TrimtabError(f"{dest} already exists: choose another folder")
     model, _, _ = restore(run, which)
     with atomic.new_folder(dest) as temporary, quiet():
         model.save_pretrained(temporary)
-        # But for config.json, which the line above wrote with the dtype of the exported weights.
+        # Except config.json: save_pretrained wrote it with the dtype of the exported weights.
         shutil.copytree(run / MODEL, temporary, ignore=shutil.ignore_patterns("config.json"), dirs_exist_ok=True)
     return dest
 
@@ -67,10 +67,10 @@ def export(run: Path, dest: Path, which: str = "last") -> Path:
 def _checkpoint(run: Path, which: str) -> store.LoadedCheckpoint:
     root = run / "checkpoints"
     if which == "last":
-        found = store.latest(root, ["model"])
-        if found is None:
+        checkpoint = store.latest(root, ["model"])
+        if checkpoint is None:
             raise TrimtabError(f"{run} has no checkpoint yet: set checkpoint.every, or let the run finish")
-        return found
+        return checkpoint
     if which.startswith("step-"):
         return store.load(root / which, ["model"])
     if which != "best":
@@ -82,7 +82,7 @@ def _checkpoint(run: Path, which: str) -> store.LoadedCheckpoint:
 
 
 def _untrained(files: Path, config: Config) -> PreTrainedModel:
-    """The right modules and buffers; every weight is replaced afterwards."""
+    """A model with the right modules and buffers; every weight is replaced afterwards."""
     with torch.random.fork_rng(devices=[]):
         return AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(files, trust_remote_code=False),

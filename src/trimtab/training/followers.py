@@ -1,12 +1,12 @@
-"""What a run needs on several ranks so that the loop is the same on all of them.
+"""Stand-ins that let every rank run the same training loop.
 
-Every rank runs the same `Trainer`. Rank 0 leads: it has the engines, the rewards, the run directory and the
-observer. The others have stand-ins with the same interface, which receive what rank 0 found out and write nothing.
+Rank 0 is the leader: it has the engines, the rewards, the run directory and the observer. The other ranks have
+stand-ins with the same interface, which receive the leader's data and write nothing.
 
     with join():
         run = run_directory(folder, partial(RunDir.create, folder, recipe))
-        model = spread(model, config)
-        feed = shared_feed(collector, <makes the feed of one process>)
+        model = shard_model(model, config)
+        source = shared_source(collector, <builds the source of one process>)
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from trimtab.errors import TrimtabError
 from trimtab.models.sharding import shard
 from trimtab.rollout.canary import Expected
 from trimtab.rollout.collector import Collector, Group, RolloutStats
-from trimtab.rollout.source import FeedState, Found, RolloutSource, Weights
+from trimtab.rollout.source import Result, RolloutSource, SourceState, Weights
 from trimtab.runs import trajectories
 from trimtab.runs.directory import RunDirectory
-from trimtab.training.ranks import Ranks, here
+from trimtab.training.ranks import Ranks, current_ranks
 from trimtab.types import Engine
 
-_TAKEN, _LEFT = b"taken", b"left"
+_WEIGHTS_NEEDED, _WEIGHTS_NOT_NEEDED = b"needed", b"not needed"
 
 
 def check_sharding(config: Config) -> None:
-    """Refuse options of sharding where nothing is sharded: `offload` would save no memory, without a word."""
-    ranks = config.ray.trainers if config.placement == "ray" else here().size
+    """Refuse `[sharding]` in a run of one process: `offload` would silently save no memory."""
+    ranks = config.ray.trainers if config.placement == "ray" else current_ranks().size
     if ranks == 1 and config.sharding != ShardingConfig():
         raise TrimtabError(
             "[sharding] has no effect with one process: start several with torchrun (or set ray.trainers), or leave it "
@@ -43,12 +43,12 @@ def check_sharding(config: Config) -> None:
         )
 
 
-def spread(model: nn.Module, config: Config) -> nn.Module:
-    """Shard `model` over the ranks as `[sharding]` says, in place; one process keeps it as it is. Returns it.
+def shard_model(model: nn.Module, config: Config) -> nn.Module:
+    """Shard `model` in place over the ranks, as `[sharding]` says, and return it; one process leaves it unchanged.
 
-    Call it before the optimizer is built. The weights are the leader's; on other ranks the model may be empty.
+    Call it before the optimizer is built. Weights are the leader's; on other ranks the model may have none.
     """
-    ranks = here()
+    ranks = current_ranks()
     if ranks.size > 1:
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -64,69 +64,74 @@ def spread(model: nn.Module, config: Config) -> nn.Module:
 
 
 def run_directory(folder: Path, make: Callable[[], RunDirectory]) -> RunDirectory:
-    """What `make` makes of `folder`, on the leader; on the other ranks a view of it. An error of `make` stops all."""
-    ranks = here()
-    made = ranks.together(lambda: make() if ranks.leads else None)
-    return FollowedRun(folder) if made is None else made
+    """The leader's run directory, built by `make`, and a read-only view of it on other ranks.
+
+    An error in `make` is raised on all ranks.
+    """
+    ranks = current_ranks()
+    directory = ranks.run_on_all_ranks(lambda: make() if ranks.is_leader else None)
+    return FollowerRunDirectory(folder) if directory is None else directory
 
 
-def shared_feed(collector: Collector, make: Callable[[], RolloutSource]) -> RolloutSource:
-    """The feed that `make` makes, on the leader alone, shared with the other ranks."""
-    ranks = here()
-    if not ranks.leads:
-        return Following(collector, ranks)
-    return make() if ranks.size == 1 else Leading(make(), ranks)
+def shared_source(collector: Collector, make: Callable[[], RolloutSource]) -> RolloutSource:
+    """The leader's rollout source, built by `make`, and on other ranks a source that receives its batches."""
+    ranks = current_ranks()
+    if not ranks.is_leader:
+        return FollowerSource(collector, ranks)
+    return make() if ranks.size == 1 else LeaderSource(make(), ranks)
 
 
-class Leading:
-    """The leader's feed, which tells the other ranks what they cannot know. See `feed.RolloutSource`."""
+class LeaderSource:
+    """The leader's `RolloutSource`: sends batches and results to the other ranks."""
 
-    def __init__(self, feed: RolloutSource, ranks: Ranks) -> None:
-        self._feed, self._ranks = feed, ranks
-        self.collector = feed.collector
+    def __init__(self, source: RolloutSource, ranks: Ranks) -> None:
+        self._source, self._ranks = source, ranks
+        self.collector = source.collector
 
     @property
     def published(self) -> int:
-        return self._feed.published
+        return self._source.published
 
-    def take(self, now: int, left: int) -> tuple[list[Group], RolloutStats]:
-        groups, stats = self._feed.take(now, left)
+    def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
+        groups, stats = self._source.take(version, batches_left)
         self._ranks.broadcast(trajectories.to_bytes([trajectory for group in groups for trajectory in group]))
         return groups, stats
 
     def publish(self, weights: Weights, version: int, expected: Expected | None = None) -> None:
-        self._feed.publish(weights, version, expected)
+        self._source.publish(weights, version, expected)
 
-    def look(self, weights: Weights, version: int, through: Callable[[Engine], Found], *, rounded: bool) -> Found:
-        """What `through` finds must be JSON: the other ranks are told it."""
+    def evaluate_with(
+        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, quantized: bool
+    ) -> Result:
+        """The result of `function` must be JSON: it is sent to the other ranks."""
         needed = False
 
-        def told() -> Iterator[tuple[str, Tensor]]:
+        def announced_weights() -> Iterator[tuple[str, Tensor]]:
             nonlocal needed
             needed = True
-            self._ranks.broadcast(_TAKEN)
+            self._ranks.broadcast(_WEIGHTS_NEEDED)
             yield from weights
 
-        found = self._feed.look(told(), version, through, rounded=rounded)
+        result = self._source.evaluate_with(announced_weights(), version, function, quantized=quantized)
         if not needed:
-            self._ranks.broadcast(_LEFT)
-        self._ranks.broadcast(json.dumps(found).encode())
-        return found
+            self._ranks.broadcast(_WEIGHTS_NOT_NEEDED)
+        self._ranks.broadcast(json.dumps(result).encode())
+        return result
 
-    def state(self, updates: int) -> FeedState:
-        return self._feed.state(updates)
+    def state(self, updates: int) -> SourceState:
+        return self._source.state(updates)
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
-        self._feed.restore(tensors, meta, files)
+        self._source.restore(tensors, meta, files)
 
     def close(self) -> None:
-        self._feed.close()
+        self._source.close()
 
 
-class Following:
-    """The feed of every other rank: batches as the leader took them, and no engine. See `feed.RolloutSource`.
+class FollowerSource:
+    """The `RolloutSource` of every other rank: receives the leader's batches and has no engine.
 
-    Weights are taken in all the same, because putting one together needs every rank.
+    It iterates over published weights too, because gathering a sharded tensor needs every rank.
     """
 
     def __init__(self, collector: Collector, ranks: Ranks) -> None:
@@ -134,7 +139,7 @@ class Following:
         self.published = -1
         self._ranks = ranks
 
-    def take(self, now: int, left: int) -> tuple[list[Group], RolloutStats]:  # noqa: ARG002
+    def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:  # noqa: ARG002
         groups: dict[int, Group] = {}
         for trajectory in trajectories.from_bytes(self._ranks.broadcast(b"")):
             groups.setdefault(trajectory.group, []).append(trajectory)
@@ -144,13 +149,20 @@ class Following:
         _gather(weights)
         self.published = version
 
-    def look(self, weights: Weights, version: int, through: Callable[[Engine], Found], *, rounded: bool) -> Found:  # noqa: ARG002
-        if self._ranks.broadcast(b"") == _TAKEN:
+    def evaluate_with(
+        self,
+        weights: Weights,
+        version: int,  # noqa: ARG002
+        function: Callable[[Engine], Result],  # noqa: ARG002
+        *,
+        quantized: bool,  # noqa: ARG002
+    ) -> Result:
+        if self._ranks.broadcast(b"") == _WEIGHTS_NEEDED:
             _gather(weights)
         return json.loads(self._ranks.broadcast(b""))
 
-    def state(self, updates: int) -> FeedState:
-        """The same sections as the leader's, without content."""
+    def state(self, updates: int) -> SourceState:
+        """The sections that the leader's state has, without content."""
         return {"engine": {}} if self.published != updates else {}, {}, {}
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:  # noqa: ARG002
@@ -160,8 +172,8 @@ class Following:
         pass
 
 
-class NoEngine:
-    """In the place of an engine on ranks that have none: nothing there may sample."""
+class AbsentEngine:
+    """The engine of ranks that have none. Every call raises `RuntimeError`."""
 
     policy_version = decoded = prefilled = 0
 
@@ -171,8 +183,8 @@ class NoEngine:
     generate = publish = weights = recover = close = _refuse
 
 
-class FollowedRun(RunDirectory):
-    """The leader's run directory as the other ranks see it: readable, never written, not locked."""
+class FollowerRunDirectory(RunDirectory):
+    """The leader's run directory on other ranks: readable, never written, not locked."""
 
     writes = False
 

@@ -1,4 +1,4 @@
-"""The accuracy on held-out problems during training."""
+"""Accuracy on held-out problems during training."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from trimtab.types import Engine, Problem
 class HeldOut:
     """The first `eval.problems` of the test split.
 
-    Those whose prompts do not fit the context beside a whole response are not asked and count as not solved, as in
-    `trimtab eval`. `sampling.max_prompt_tokens` concerns training alone.
+    A problem whose prompt and longest response do not fit the context together is not sampled (it is not in `problems`)
+    and counts as not solved, as in `trimtab eval`. `sampling.max_prompt_tokens` has no effect here.
     """
 
-    asked: Sequence[Problem]
+    problems: Sequence[Problem]
     too_long: int
 
     @classmethod
     def of(cls, collector: Collector) -> HeldOut:
         task, tokenizer, room = collector.stream.task, collector.stream.tokenizer, collector.room
         problems = task.test[: collector.config.eval.problems]
-        asked = [item for item in problems if room is None or len(tasks.encode(task, item, tokenizer).ids) <= room]
-        return cls(asked, len(problems) - len(asked))
+        fitting = [item for item in problems if room is None or len(tasks.encode(task, item, tokenizer).ids) <= room]
+        return cls(fitting, len(problems) - len(fitting))
 
     def lines(self) -> list[str]:
-        total = len(self.asked) + self.too_long
+        """Messages for the user."""
+        total = len(self.problems) + self.too_long
         if not self.too_long:
             return []
         return [f"{self.too_long:,} of {total:,} held-out problems do not fit the context: they count as not solved"]
 
     def measure(self, engine: Engine, collector: Collector) -> tuple[float, int]:
-        """Greedy accuracy, and the number of problems it is the mean of. Raises `TrimtabError` if there is none."""
-        if self.too_long and not self.asked:
+        """Returns the greedy accuracy and the number of problems. Raises `TrimtabError` if there are none."""
+        if self.too_long and not self.problems:
             return 0.0, self.too_long
         result = evaluate(
             engine,
             collector.stream.tokenizer,
             collector.stream.task,
             collector.scorer,
-            problems=self.asked,
+            problems=self.problems,
             sampling=replace(collector.sampling, temperature=0.0, top_p=1.0, top_k=0),
             seed=derive(collector.config.seed, "eval"),
         )

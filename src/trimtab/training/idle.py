@@ -1,4 +1,4 @@
-"""Detects steps without a training signal. They are reported at once; after some of them in a row the run stops."""
+"""Detects steps without a training signal: all advantages are zero at trained tokens."""
 
 from __future__ import annotations
 
@@ -8,44 +8,48 @@ import torch
 
 from trimtab.types import Trajectory
 
-AGAIN = 10
-"""Steps after which a lasting state is said again."""
+MESSAGE_INTERVAL = 10
+"""Steps after which the message of a lasting condition is repeated."""
 
 
-class Idle:
-    """Counts steps in a row without any signal."""
+class IdleSteps:
+    """Counts consecutive steps without a training signal, and steps in which all responses were truncated."""
 
     def __init__(self) -> None:
         self.steps = 0
-        self._cut = 0
+        self._truncated = 0
 
     def observe(self, trajectories: Sequence[Trajectory], advantages: torch.Tensor, max_tokens: int) -> str | None:
-        """What to say of a batch, whose advantages are (rows, 1): at the first such step, and every tenth."""
-        cut = _all_cut(trajectories)
+        """Count the step of a batch, whose advantages are (rows, 1).
+
+        Returns a message at the first step of a condition and at every tenth after it, else None.
+        """
+        truncated = _all_truncated(trajectories)
         idle = not any(
             advantage != 0 and trajectory.loss_mask.any()
             for trajectory, advantage in zip(trajectories, advantages[:, 0].tolist(), strict=True)
         )
         self.steps = self.steps + 1 if idle else 0
-        self._cut = self._cut + 1 if cut else 0
+        self._truncated = self._truncated + 1 if truncated else 0
         if idle:
-            line = f"it taught nothing: {reason(trajectories, max_tokens)}"
+            message = f"it taught nothing: {explain_missing_signal(trajectories, max_tokens)}"
         else:
-            line = f"none of {len(trajectories)} responses ended within sampling.max_tokens = {max_tokens}: raise it?"
-        return line if (self.steps if idle else self._cut) % AGAIN == 1 else None
+            count = len(trajectories)
+            message = f"none of {count} responses ended within sampling.max_tokens = {max_tokens}: raise it?"
+        return message if (self.steps if idle else self._truncated) % MESSAGE_INTERVAL == 1 else None
 
 
-def reason(trajectories: Sequence[Trajectory], max_tokens: int) -> str:
+def explain_missing_signal(trajectories: Sequence[Trajectory], max_tokens: int) -> str:
     """Why a batch has no signal."""
     if not trajectories:
         return "no response could be used"
     count, rewards = len(trajectories), sorted({trajectory.reward for trajectory in trajectories})
-    given = f"all of them got reward {rewards[0]:g}" if len(rewards) == 1 else "the rewards of every group are equal"
-    if _all_cut(trajectories):
-        return f"none of {count} responses ended within sampling.max_tokens = {max_tokens}, {given}"
-    return f"of {count} responses {given}"
+    received = f"all of them got reward {rewards[0]:g}" if len(rewards) == 1 else "the rewards of every group are equal"
+    if _all_truncated(trajectories):
+        return f"none of {count} responses ended within sampling.max_tokens = {max_tokens}, {received}"
+    return f"of {count} responses {received}"
 
 
-def _all_cut(trajectories: Sequence[Trajectory]) -> bool:
-    own = [trajectory for trajectory in trajectories if not trajectory.off_policy]
-    return bool(own) and all(trajectory.completion.finish == "length" for trajectory in own)
+def _all_truncated(trajectories: Sequence[Trajectory]) -> bool:
+    sampled = [trajectory for trajectory in trajectories if not trajectory.off_policy]
+    return bool(sampled) and all(trajectory.completion.finish == "length" for trajectory in sampled)

@@ -1,15 +1,24 @@
-"""The training loop. All state of a run belongs to `Trainer`; everything else is a function.
+"""The training loop. All state of a run belongs to `Trainer`.
 
-    take a batch -> proximal log-probs -> advantages -> mini-batch updates -> publish weights
+One iteration of `Trainer.train`:
 
-Batches come from a `RolloutSource`, synchronous or asynchronous. Time is counted in optimizer updates: a step consumes
-one batch, and weights are published once at least `sync_every` updates have passed since the last publication.
+    1. take       the rollout source returns complete groups of scored trajectories
+    2. prepare    pack them into micro-batches, score the proximal and the reference policy, drop rows whose proximal
+                  log-probs are not finite, compute advantages over whole groups
+    3. calibrate  in the first step, and only if the recipe asks for it: take the objective's bounds from the batch
+    4. update     one optimizer update for each mini-batch, `trainer.epochs` times
+    5. publish    give the engines the new weights, if `trainer.sync_every` updates have passed since the last time
+    6. evaluate   greedy accuracy on held-out problems, every `eval.every` steps
+    7. write      trajectories, metrics and a checkpoint; then sinks and the observer
+
+The rollout source (rollout/source.py) generates a batch when it is asked for one, or takes it from engines that
+generate while the trainer updates. Policies are dated in optimizer updates: version n is the policy after n updates.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,7 +26,6 @@ from typing import Any
 import torch
 
 from trimtab.config import Config
-from trimtab.corrections import finite_rows
 from trimtab.engines.factory import weight_quantization
 from trimtab.errors import DivergedError, Stopped, TrimtabError
 from trimtab.models.lora import named_weights
@@ -28,60 +36,45 @@ from trimtab.rollout.source import RolloutSource
 from trimtab.runs import trajectories
 from trimtab.runs.directory import RunDirectory
 from trimtab.runs.layout import best_checkpoint, checkpoint_folder
-from trimtab.training.batching import micro_batches, split_minibatches, to_tensors
+from trimtab.training import step_metrics
+from trimtab.training.batching import micro_batches, rows_with_non_finite_proximal, split_minibatches, to_tensors
 from trimtab.training.checkpoint import snapshot, store
-from trimtab.training.features.bitwise_check import confirm
-from trimtab.training.features.calibration import calibrate
+from trimtab.training.features.bitwise_check import NOT_CONFIRMED_MESSAGE, check_bitwise_equal
+from trimtab.training.features.calibration import LAG_MESSAGE, calibrate
 from trimtab.training.features.length_surge import LengthSurge
 from trimtab.training.held_out import HeldOut
-from trimtab.training.idle import Idle, reason
+from trimtab.training.idle import IdleSteps, explain_missing_signal
 from trimtab.training.learner import Learner, MiniBatch, NonFiniteUpdateError
 from trimtab.training.observer import Moment, Observer
 from trimtab.training.optim import surge_share
-from trimtab.training.ranks import here
+from trimtab.training.ranks import current_ranks
 from trimtab.training.refusals import is_async
 from trimtab.training.sinks import Sink
-from trimtab.training.step_metrics import (
-    batch_metrics,
-    beside_metrics,
-    collect_metrics,
-    expert_metrics,
-    perturbation_metrics,
-    prefix_metrics,
-    routing_metrics,
-    speed_metrics,
-    update_metrics,
-)
 from trimtab.training.step_statistics import StepStatistics
 from trimtab.training.stop import Stop
 from trimtab.types import Engine, Trajectory
 
-NOTHING_CONFIRMED = (
-    "caution: no token of this batch was sampled under the weights it is trained with, so numerics = "
-    '"invariant" was not confirmed (mismatch/confirmed)'
-)
-LAGGING = (
-    "caution: this first batch is fresh, later ones are up to {} updates older and will be rejected far more often; "
-    "take bounds from a run's own trajectories instead (trimtab diagnose)"
-)
-
 
 @dataclass
 class Batch:
-    """What one step trains on: trajectories in order, and the same as scored mini-batches with advantages."""
+    """The data of one step; `dropped` counts trajectories left out for proximal log-probs that are not finite."""
 
     trajectories: list[Trajectory]
     minibatches: list[MiniBatch]
-    advantages: torch.Tensor
+    advantages: torch.Tensor  # (rows, 1)
     dropped: int
 
 
 @dataclass
 class Trainer:
-    """One run. `step` counts finished steps; `learner.updates` is the clock the policies are dated with."""
+    """The state of one run and its training loop.
+
+    `step` counts finished steps, `learner.updates` optimizer updates. `seconds` holds the duration of each phase of the
+    current step; `initial_metrics` were measured before the first step and are logged with it.
+    """
 
     config: Config
-    feed: RolloutSource
+    source: RolloutSource
     learner: Learner
     run: RunDirectory
     observer: Observer
@@ -89,21 +82,25 @@ class Trainer:
     canary: Canary | None = None
     sinks: Sequence[Sink] = ()
     stop: Stop = field(default_factory=Stop)
-    idle: Idle = field(default_factory=Idle)
-    opening: dict[str, float] = field(default_factory=dict)  # what was measured ahead of the first step
+    idle: IdleSteps = field(default_factory=IdleSteps)
+    initial_metrics: dict[str, float] = field(default_factory=dict)
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def collector(self) -> Collector:
-        return self.feed.collector
+        return self.source.collector
 
     @cached_property
     def held_out(self) -> HeldOut:
         return HeldOut.of(self.collector)
 
     def train(self) -> dict[str, Any]:
-        """Run to the last step and return its metrics. On divergence the error names the last good checkpoint."""
+        """Train to the last step and return its metrics.
+
+        Raises `DivergedError` after updates that were not finite (the message names the last good checkpoint),
+        `TrimtabError` after `trainer.max_idle_steps` steps without a training signal, `Stopped` on request.
+        """
         logged = self.run.metrics()  # a resumed run may already be complete
         metrics: dict[str, Any] = logged[-1] if logged else {}
         before: dict[str, float] = {}
@@ -112,247 +109,259 @@ class Trainer:
             before = self._evaluate("before")
         with self.stop.finishing():
             while self.step < self.config.trainer.steps:
-                self._stop_if_asked()
-                metrics = self._one_step(before)
+                self._stop_if_requested()
+                metrics = self._train_step(before)
                 before = {}
         return metrics
 
-    def _stop_if_asked(self) -> None:
-        """End the run between two steps if any rank was asked for it, with a checkpoint of this moment."""
-        asked = int(here().most(self.stop.asked or 0))
-        if not asked:
-            return
-        if self.step:
-            self._save()
-            self.observer.message(f"stopped after step {self.step}, which is saved")
-        raise Stopped(asked)
-
-    def _one_step(self, before: dict[str, float]) -> dict[str, Any]:
-        """One batch. `before` is the held-out result ahead of the first update; it is logged with the first step."""
+    def _train_step(self, before: dict[str, float]) -> dict[str, Any]:
+        """Run one iteration and return its metrics. `before`: accuracy before training, logged with the first step."""
         start = time.perf_counter()
         version = self.learner.updates
         self.observer.phase("collect", self.step, self.config.trainer.steps)
-        groups, collected = self.feed.take(version, self.config.trainer.steps - self.step)
+        groups, rollout_stats = self.source.take(version, self.config.trainer.steps - self.step)
         batch = self._prepare_batch(groups)
-        calibrated = self._calibrate(batch)
+        calibration = self._calibrate(batch)
         stats = self._update(batch)
-        confirmed = confirm(batch.trajectories, stats) if self.config.numerics == "invariant" else None
-        if confirmed == 0 and self.step == 0:
-            self.observer.message(NOTHING_CONFIRMED)
+        confirmed = self._confirm_bitwise_equality(batch, stats)
         self._publish()
         self.step += 1
         self.seconds["step"] = time.perf_counter() - start
 
-        metrics = self._metrics(batch, collected, stats, version)
-        metrics |= self.opening if self.step == 1 else {}
-        told = None
-        if not self.learner.objective.learns_without_advantage:
-            told = self.idle.observe(batch.trajectories, batch.advantages, self.collector.sampling.max_tokens)
-        metrics |= calibrated | self._watch_lengths(metrics.get("length/mean"))
-        metrics |= {} if confirmed is None else {"mismatch/confirmed": confirmed}
+        metrics = self._metrics(batch, rollout_stats, stats, version)
+        metrics |= self.initial_metrics if self.step == 1 else {}
+        idle_message = self._observe_idle(batch)
+        metrics |= calibration | self._observe_length(metrics.get("length/mean")) | confirmed
         metrics |= before | {
             f"{key.removesuffix('/greedy')}/before": value for key, value in before.items() if key.endswith("/greedy")
         }
-        measured: dict[str, float] = {}
-        if self._due(self.config.eval.every):
-            measured = self._evaluate("after" if self.step == self.config.trainer.steps else self.step)
-        self._write(batch, stats, metrics | measured, measured)
-        for error in dict.fromkeys(collected.errors):
-            self.observer.message(error)
-        if told is not None:
-            self.observer.message(f"step {self.step}: {told}")
+        evaluated: dict[str, float] = {}
+        if self._is_due(self.config.eval.every):
+            evaluated = self._evaluate("after" if self.step == self.config.trainer.steps else self.step)
+        metrics |= evaluated
+        self._write(batch, stats, metrics, evaluated)
+        for message in (*dict.fromkeys(rollout_stats.errors), *idle_message):
+            self.observer.message(message)
         self._stop_if_idle(batch)
-        return metrics | measured
+        return metrics
+
+    def _stop_if_requested(self) -> None:
+        """Save a checkpoint and raise `Stopped` if any rank was asked to end the run. Called between two steps."""
+        signal_number = int(current_ranks().all_reduce_max(self.stop.asked or 0))
+        if not signal_number:
+            return
+        if self.step:
+            self._save()
+            self.observer.message(f"stopped after step {self.step}, which is saved")
+        raise Stopped(signal_number)
 
     def _stop_if_idle(self, batch: Batch) -> None:
-        """End a run that goes on without learning; its last step is saved, and resuming it goes on counting."""
+        """Save a checkpoint and raise `TrimtabError` after `trainer.max_idle_steps` steps without training signal."""
         limit = self.config.trainer.max_idle_steps
         if limit and self.idle.steps >= limit and self.step < self.config.trainer.steps:
             self._save()
-            why = reason(batch.trajectories, self.collector.sampling.max_tokens)
+            why = explain_missing_signal(batch.trajectories, self.collector.sampling.max_tokens)
             raise TrimtabError(
                 f"{self.idle.steps} steps in a row taught nothing, in the last one {why}; step {self.step} is saved: "
                 "look at the reward and the responses, or raise trainer.max_idle_steps (0: never stop)"
             )
 
+    def _observe_idle(self, batch: Batch) -> list[str]:
+        """Update the count of idle steps; returns the message for this step, if there is one."""
+        if self.learner.objective.learns_without_advantage:
+            return []
+        message = self.idle.observe(batch.trajectories, batch.advantages, self.collector.sampling.max_tokens)
+        return [] if message is None else [f"step {self.step}: {message}"]
+
     def _prepare_batch(self, groups: Sequence[Group]) -> Batch:
-        """Pack, score what stays constant, drop bad data, and only then compute advantages over whole groups."""
+        """Pack the groups, score the fixed policies, drop bad rows and compute advantages over what is left."""
         rows = [trajectory for group in groups for trajectory in group]
         dropped = 0
-        while True:
+        while True:  # dropping a row changes the packing: the others are packed and scored again
             start = time.perf_counter()
-            minibatches = self.learner.score_constants(self._pack(rows))
+            minibatches = self.learner.score_fixed_policies(self._pack(rows))
             self.seconds["proximal"] = time.perf_counter() - start
-            bad = _non_finite(minibatches)
+            bad = rows_with_non_finite_proximal(minibatches)
             if not bad:
                 break
             dropped += len(bad)
             rows = [trajectory for index, trajectory in enumerate(rows) if index not in bad]
-        kind = self.config.advantage.kind or self.learner.objective.advantage
-        rewards = torch.tensor([t.reward for t in rows], dtype=torch.float64)
-        owners = torch.tensor([t.group for t in rows], dtype=torch.long)
-        beta = {"value_beta": self.config.advantage.value_beta} if kind == "optimal" else {}
-        values = advantages(kind, rewards, owners, **beta).float() if rows else rewards.view(0, 1).float()
+        values = self._advantages(rows)
         for minibatch in minibatches:
             for index, micro in enumerate(minibatch):
-                chosen = values[list(micro.rows)].to(self.learner.device)
-                minibatch[index] = micro.with_scores(advantage=chosen)
+                minibatch[index] = micro.with_scores(advantage=values[list(micro.rows)].to(self.learner.device))
         return Batch(rows, minibatches, values, dropped)
 
-    def _calibrate(self, batch: Batch) -> dict[str, float]:
-        """Bounds from the first batch of a run that asks for it; a resumed run has them already."""
-        if not self.config.objective.calibrate or self.learner.bounds is not None:
-            return {}
-        found = calibrate(self.learner, batch.minibatches)
-        trainer = self.config.trainer
-        lag = max(trainer.max_lag or 0, (trainer.sync_every or 1) - trainer.minibatches * trainer.epochs)
-        cautions = [LAGGING.format(lag)] if lag > 0 else []
-        for line in (found.line, *cautions, *self.learner.objective.equation().splitlines()):
-            self.observer.message(line)
-        return found.metrics()
+    def _advantages(self, rows: Sequence[Trajectory]) -> torch.Tensor:
+        """Advantages (rows, 1) in float32, from the rewards of each group."""
+        kind = self.config.advantage.kind or self.learner.objective.advantage
+        rewards = torch.tensor([trajectory.reward for trajectory in rows], dtype=torch.float64)
+        if not rows:
+            return rewards.view(0, 1).float()
+        groups = torch.tensor([trajectory.group for trajectory in rows], dtype=torch.long)
+        beta = {"value_beta": self.config.advantage.value_beta} if kind == "optimal" else {}
+        return advantages(kind, rewards, groups, **beta).float()
 
     def _pack(self, rows: Sequence[Trajectory]) -> list[MiniBatch]:
-        owned: dict[int, list[int]] = {}
+        groups: dict[int, list[int]] = {}
         for index, trajectory in enumerate(rows):
-            owned.setdefault(trajectory.group, []).append(index)
+            groups.setdefault(trajectory.group, []).append(index)
         trainer, pad_id = self.config.trainer, self.collector.stream.pad_id
-        recorded = self.learner.experts if self.config.routing.replay == "rollout" else None
+        replayed = self.learner.experts if self.config.routing.replay == "rollout" else None
         return [
             [
-                to_tensors(rows, chosen, pad_id, self.learner.device, recorded)
+                to_tensors(rows, chosen, pad_id, self.learner.device, replayed)
                 for chosen in micro_batches(rows, part, trainer.micro_batch_tokens)
             ]
-            for part in split_minibatches(list(owned.values()), trainer.minibatches)
+            for part in split_minibatches(list(groups.values()), trainer.minibatches)
         ]
+
+    def _calibrate(self, batch: Batch) -> dict[str, float]:
+        """Take the objective's bounds from the first batch if the recipe asks for it; returns metrics."""
+        if not self.config.objective.calibrate or self.learner.bounds is not None:
+            return {}
+        calibration = calibrate(self.learner, batch.minibatches)
+        trainer = self.config.trainer
+        lag = max(trainer.max_lag or 0, (trainer.sync_every or 1) - trainer.minibatches * trainer.epochs)
+        cautions = [LAG_MESSAGE.format(lag)] if lag > 0 else []
+        for line in (calibration.line, *cautions, *self.learner.objective.equation().splitlines()):
+            self.observer.message(line)
+        return calibration.metrics()
 
     def _update(self, batch: Batch) -> StepStatistics:
         start = time.perf_counter()
         if self.surge is not None:
-            self.learner.share = surge_share(self.surge.config, self.step + 1, self.surge.step)
+            self.learner.lr_factor = surge_share(self.surge.config, self.step + 1, self.surge.step)
+        number, every = self.step + 1, self.config.diagnose.every
+        probe = number in (1, self.config.trainer.steps) or number % every == 0
         try:
             return self.learner.update(
-                batch.minibatches, lambda done, of: self.observer.phase("update", done, of), probe=self._probes
+                batch.minibatches, lambda done, total: self.observer.phase("update", done, total), probe=probe
             )
         except NonFiniteUpdateError as error:
             if error.weights_are_good:
                 self._save()
-            good = self.run.checkpoints()
-            where = f"the last good checkpoint is {good[-1]}" if good else "no checkpoint was written yet"
+            saved = self.run.checkpoints()
+            where = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet"
             raise DivergedError(f"{error}; {where}: {error.advice}") from None
         finally:
             self.seconds["update"] = time.perf_counter() - start
 
+    def _confirm_bitwise_equality(self, batch: Batch, stats: StepStatistics) -> dict[str, float]:
+        """With `numerics = "invariant"`: compare log-probs of sampler and trainer bit for bit; returns metrics."""
+        if self.config.numerics != "invariant":
+            return {}
+        confirmed = check_bitwise_equal(batch.trajectories, stats)
+        if confirmed == 0 and self.step == 0:
+            self.observer.message(NOT_CONFIRMED_MESSAGE)
+        return {"mismatch/confirmed": confirmed}
+
     def _publish(self, *, force: bool = False) -> None:
+        """Publish the weights if `trainer.sync_every` updates have passed since the last publication."""
         start = time.perf_counter()
         every, version = self.config.trainer.sync_every or 1, self.learner.updates
-        if force or version - self.feed.published >= every:
+        if force or version - self.source.published >= every:
             self.publish_now()
         self.seconds["publish"] = time.perf_counter() - start
 
     def publish_now(self) -> None:
-        """Give the engines the policy as it is, and the canary what it must look like there."""
+        """Give the engines the current weights, and the canary the log-probs it must find there."""
         version = self.learner.updates
         expected = None if self.canary is None else self.canary.expect(self.learner.model, version)
-        self.feed.publish(self.current_weights(), version, expected)
-
-    def current_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return named_weights(self.learner.model)
-
-    @property
-    def _probes(self) -> bool:
-        """Whether the step in progress also looks at the clean policy: the first, the last, and every so many."""
-        number, every = self.step + 1, self.config.diagnose.every
-        return number in (1, self.config.trainer.steps) or number % every == 0
-
-    def _due(self, every: int) -> bool:
-        return self.step == self.config.trainer.steps or bool(every and self.step % every == 0)
-
-    def _metrics(self, batch: Batch, collected: RolloutStats, stats: StepStatistics, version: int) -> dict[str, Any]:
-        """Everything `docs/metrics.md` promises for a step."""
-        self.seconds |= {"collect": collected.seconds_generating, "score": collected.seconds_scoring}
-        return {
-            "step": self.step,
-            "updates": self.learner.updates,
-            "policy_version": self.feed.published,
-            **batch_metrics(batch.trajectories, version),
-            **collect_metrics(collected, dropped=batch.dropped),
-            **update_metrics(
-                stats,
-                anchor=self.learner.anchor_name,
-                grad_clip=self.config.optim.grad_clip,
-                ranks=self.learner.ranks.size,
-            ),
-            **self._method_metrics(batch, collected, stats, version),
-            **speed_metrics(self.seconds, collected.response_tokens, stats.tokens),
-        }
-
-    def _watch_lengths(self, length: float | None) -> dict[str, float]:
-        """Before anything is written: the checkpoint of this step must know what was seen in it."""
-        if self.surge is None:
-            return {}
-        if line := self.surge.observe(self.step, length):
-            self.observer.message(line)
-        return {} if self.surge.step is None else {"optim/surge_step": self.surge.step}
-
-    def _method_metrics(
-        self, batch: Batch, collected: RolloutStats, stats: StepStatistics, version: int
-    ) -> dict[str, float]:
-        """What only runs with prompts that are too long, prefixes, external traces, noise, replayed routing or
-        calibrated bounds have to say."""
-        found = dict[str, float]()
-        if replaced := self.collector.stream.newly_replaced():
-            found["prompt/dropped"] = replaced
-        if self.collector.prefixes is not None:
-            found |= prefix_metrics(batch.trajectories, version)
-        if self.collector.experts is not None:
-            found |= expert_metrics(collected)
-        if self.learner.perturbation is not None:
-            found |= perturbation_metrics(self.learner.perturbation, stats)
-        if self.learner.experts is not None:
-            found |= routing_metrics(batch.trajectories, stats)
-        if is_async(self.config):
-            found |= beside_metrics(batch.trajectories, collected, version)
-        if self.canary is not None:
-            found |= self.canary.metrics()
-        if self.learner.bounds is not None:
-            found |= {f"calibrate/{name}": bound for name, bound in self.learner.bounds.items()}
-        return found
+        self.source.publish(named_weights(self.learner.model), version, expected)
 
     def _evaluate(self, moment: Moment) -> dict[str, float]:
-        """Held-out greedy accuracy of the trainer's current policy, in the engine's dtype but neither quantized nor
-        noisy; the sampler's own weights are put back after."""
+        """Greedy accuracy on held-out problems, with weights in the engine's dtype, neither quantized nor perturbed.
+
+        The sampler's own weights are restored afterwards.
+        """
         task = self.collector.stream.task
 
-        def through(engine: Engine) -> tuple[float, int]:
+        def measure(engine: Engine) -> tuple[float, int]:
             return self.held_out.measure(engine, self.collector)
 
-        rounded = weight_quantization(self.config).active
-        accuracy, problems = self.feed.look(self.current_weights(), self.learner.updates, through, rounded=rounded)
+        weights, version = named_weights(self.learner.model), self.learner.updates
+        quantized = weight_quantization(self.config).active
+        accuracy, problems = self.source.evaluate_with(weights, version, measure, quantized=quantized)
         self.observer.evaluated(task.name, moment, accuracy)
         return {f"eval/{task.name}/greedy": accuracy, f"eval/{task.name}/problems": problems}
 
+    def _is_due(self, every: int) -> bool:
+        return self.step == self.config.trainer.steps or bool(every and self.step % every == 0)
+
+    def _metrics(self, batch: Batch, rollout: RolloutStats, stats: StepStatistics, version: int) -> dict[str, Any]:
+        """The metrics of a step that docs/metrics.md lists."""
+        self.seconds |= {"collect": rollout.seconds_generating, "score": rollout.seconds_scoring}
+        return {
+            "step": self.step,
+            "updates": self.learner.updates,
+            "policy_version": self.source.published,
+            **step_metrics.batch_metrics(batch.trajectories, version),
+            **step_metrics.rollout_metrics(rollout, dropped=batch.dropped),
+            **step_metrics.update_metrics(
+                stats,
+                mismatch_policy=self.learner.mismatch_policy,
+                grad_clip=self.config.optim.grad_clip,
+                ranks=self.learner.ranks.size,
+            ),
+            **self._feature_metrics(batch, rollout, stats, version),
+            **step_metrics.speed_metrics(self.seconds, rollout.response_tokens, stats.tokens),
+        }
+
+    def _feature_metrics(
+        self, batch: Batch, rollout: RolloutStats, stats: StepStatistics, version: int
+    ) -> dict[str, float]:
+        """Metrics of optional features; empty for those that the run does not use."""
+        metrics: dict[str, float] = {}
+        if replaced := self.collector.stream.newly_replaced():
+            metrics["prompt/dropped"] = replaced
+        if self.collector.prefixes is not None:
+            metrics |= step_metrics.prefix_metrics(batch.trajectories, version)
+        if self.collector.experts is not None:
+            metrics |= step_metrics.expert_metrics(rollout)
+        if self.learner.perturbation is not None:
+            metrics |= step_metrics.perturbation_metrics(self.learner.perturbation, stats)
+        if self.learner.experts is not None:
+            metrics |= step_metrics.routing_metrics(batch.trajectories, stats)
+        if is_async(self.config):
+            metrics |= step_metrics.async_metrics(batch.trajectories, rollout, version)
+        if self.canary is not None:
+            metrics |= self.canary.metrics()
+        if self.learner.bounds is not None:
+            metrics |= {f"calibrate/{name}": bound for name, bound in self.learner.bounds.items()}
+        return metrics
+
+    def _observe_length(self, length: float | None) -> dict[str, float]:
+        """Update the length-surge detector; must run before this step's checkpoint, which saves its state."""
+        if self.surge is None:
+            return {}
+        if message := self.surge.observe(self.step, length):
+            self.observer.message(message)
+        return {} if self.surge.step is None else {"optim/surge_step": self.surge.step}
+
     def _write(
-        self, batch: Batch, stats: StepStatistics, metrics: dict[str, Any], measured: Mapping[str, float]
+        self, batch: Batch, stats: StepStatistics, metrics: dict[str, Any], evaluated: Mapping[str, float]
     ) -> None:
-        """Writes files before it calls the observer: what a display shows is already on disk."""
+        """Write this step's files, then call sinks and observer: what a display shows is already on disk."""
         every = self.config.log.trajectories_every
         if self.run.writes and every and self.step % every == 0:
-            trajectories.write(self.run.trajectory_file(self.step), self._rows(batch, stats), self.step)
+            rows = self._trajectory_rows(batch, stats)
+            trajectories.write(self.run.trajectory_file(self.step), rows, self.step)
         self.run.log(metrics)
-        if self._due(self.config.checkpoint.every) or self._improved(measured):
-            self._checkpoint(measured)
+        if self._is_due(self.config.checkpoint.every) or self._has_improved(evaluated):
+            self._checkpoint(evaluated)
         for sink in self.sinks:
             sink.log(self.step, metrics)
         self.observer.step(metrics)
 
-    def _rows(self, batch: Batch, stats: StepStatistics) -> list[trajectories.Row]:
-        """Trajectories with their advantage and the log-probs the mismatch was measured against."""
-        proximal = self.learner.anchor_name == "proximal"
+    def _trajectory_rows(self, batch: Batch, stats: StepStatistics) -> list[trajectories.Row]:
+        """Trajectories with advantages and the trainer's log-probs that the mismatch metrics used."""
+        proximal = self.learner.mismatch_policy == "proximal"
         return [
             trajectories.Row(
                 trajectory,
-                logp_proximal=stats.anchors.get(index) if proximal else None,
-                logp_current=None if proximal else stats.anchors.get(index),
+                logp_proximal=stats.mismatch_logps.get(index) if proximal else None,
+                logp_current=None if proximal else stats.mismatch_logps.get(index),
                 logp_perturbed=stats.perturbed.get(index),
                 advantage=float(batch.advantages[index]),
                 proximal_version=stats.versions.get(index),
@@ -360,41 +369,29 @@ class Trainer:
             for index, trajectory in enumerate(batch.trajectories)
         ]
 
-    def _improved(self, measured: Mapping[str, float]) -> bool:
-        """Whether this step's weights are the best so far by `eval.best`; the before-training value never counts."""
+    def _has_improved(self, evaluated: Mapping[str, float]) -> bool:
+        """Whether this step has the best value of `eval.best` so far; the value before training does not count."""
         metric = self.config.eval.best
-        if metric is None or metric not in measured:
+        if metric is None or metric not in evaluated:
             return False
         best = best_checkpoint(self.run.checkpoint_root)
-        better = best is None or measured[metric] > best.value
-        # The leader's answer: on a shared file system the others may still see the older mark.
-        return here().broadcast(b"1" if better else b"0") == b"1"
+        improved = best is None or evaluated[metric] > best.value
+        # The leader decides: on a shared file system other ranks may still read the previous best.json.
+        return current_ranks().broadcast(b"1" if improved else b"0") == b"1"
 
-    def _checkpoint(self, measured: Mapping[str, float]) -> None:
-        root, keep = self.run.checkpoint_root, self.config.checkpoint.keep
-        store.save(root, self.step, *snapshot.take(self, measured))
-        self.mark_best(measured)
-        store.prune(root, keep)
+    def _checkpoint(self, evaluated: Mapping[str, float]) -> None:
+        store.save(self.run.checkpoint_root, self.step, *snapshot.capture(self, evaluated))
+        self.mark_best(evaluated)
+        store.delete_old(self.run.checkpoint_root, self.config.checkpoint.keep)
 
     def _save(self) -> None:
-        """A checkpoint of the last finished step, unless there is one already: it is not replaced by weights of a step
-        that did not end."""
-        written = checkpoint_folder(self.run.checkpoint_root, self.step).is_dir()
-        if here().broadcast(b"1" if written else b"0") == b"0":
+        """Save the last finished step, unless it is saved: a step that failed must not overwrite its checkpoint."""
+        exists = checkpoint_folder(self.run.checkpoint_root, self.step).is_dir()
+        if current_ranks().broadcast(b"1" if exists else b"0") == b"0":
             self._checkpoint({})
 
-    def mark_best(self, measured: Mapping[str, float]) -> None:
-        """Remember this step's checkpoint if it is the best so far by `eval.best`; repeating it changes nothing."""
+    def mark_best(self, evaluated: Mapping[str, float]) -> None:
+        """Mark this step's checkpoint if it is the best so far by `eval.best`. Idempotent."""
         metric = self.config.eval.best
-        if metric is not None and metric in measured:
-            store.mark_best(self.run.checkpoint_root, self.step, metric, measured[metric])
-
-
-def _non_finite(minibatches: Sequence[MiniBatch]) -> set[int]:
-    """Rows whose proximal log-probs are not finite somewhere they would be trained on: bad data, to be dropped."""
-    bad: set[int] = set()
-    for micro in (micro for minibatch in minibatches for micro in minibatch):
-        if micro.proximal is not None:
-            finite = finite_rows(micro.mask, micro.proximal)
-            bad |= {row for row, good in zip(micro.rows, finite[:, 0].tolist(), strict=True) if not good}
-    return bad
+        if metric is not None and metric in evaluated:
+            store.mark_best(self.run.checkpoint_root, self.step, metric, evaluated[metric])

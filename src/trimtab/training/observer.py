@@ -1,4 +1,4 @@
-"""Progress callbacks. Training calls them and never imports a display."""
+"""Progress callbacks of a run. Training imports no display."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ Moment = Literal["before", "after"] | int
 
 
 class Observer(Protocol):
-    """A live view of a run. Calls come from one thread, in the order of events; none may change the run.
+    """Receives the progress of a run. All calls come from one thread, in order; none may change the run.
 
     A comparison (`[compare]`) uses the same protocol: `phase("runs", done, total)`, `message` and `finished`.
     """
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
-        """Once, before the first step: the resolved recipe, its resolved equation and the run directory."""
+        """Called once before the first step, with the resolved recipe, its equation and the run directory."""
         ...
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """Progress inside a step or before it: `name` is "collect", "score", "update", "evaluate", ...; 0: no total."""
+        """Progress within a phase such as "collect", "score", "update" or "evaluate"; a `total` of 0 is unknown."""
         ...
 
     def step(self, metrics: Mapping[str, float | str]) -> None:
-        """One finished step: exactly the object written to metrics.jsonl."""
+        """Called after each step with the object that was written to metrics.jsonl."""
         ...
 
     def evaluated(self, task: str, moment: Moment, value: float) -> None:
-        """Held-out greedy accuracy in [0, 1], before training, after it, or after step number `moment`."""
+        """Greedy accuracy in [0, 1] on held-out problems before training, after it, or after step `moment`."""
         ...
 
     def message(self, text: str) -> None:
-        """One line for people: a checkpoint was written, a step was skipped, a previous checkpoint was used."""
+        """One line of text for the user."""
         ...
 
     def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
-        """Once, at the end. `eval/<task>/before`, `/after` and `/problems` become one line, others stay as they are."""
+        """Called once, at the end. Displays show `eval/<task>/before`, `/after` and `/problems` in one line."""
         ...
 
 
 class NullObserver:
-    """The default observer: shows nothing."""
+    """An observer that does nothing."""
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
         pass

@@ -1,6 +1,6 @@
-"""AdamW, and the learning rate as a pure function of update, step and length surge.
+"""AdamW, and the learning rate as a pure function of update, step and step of the length surge.
 
-Resuming needs no scheduler state but that one step (`trimtab.training.features.length_surge`).
+The step of the surge is the only scheduler state in a checkpoint (`trimtab.training.features.length_surge`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trimtab.config import OptimConfig, SurgeConfig
 from trimtab.models.sharding import local
 from trimtab.training.ranks import Ranks
 
-# 1.8 times a whole number, in floating point, may lie a hair above the whole number of steps it stands for.
+# `period * surge` may be a whole number of steps, but slightly larger in floating point (1.8 * 5).
 _ROUNDING = 1e-9
 
 
@@ -27,11 +27,11 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """Fused AdamW over the trainable parameters (about six times faster than the loop over tensors on a CPU).
 
-    `noise`: parameters with a constant rate of their own and no decay, which would pull log sigma towards sigma = 1.
+    `noise`: parameters with the constant rate `noise_lr` and no decay, which would pull log sigma towards sigma = 1.
     """
     groups: list[dict[str, Any]] = [{"params": [parameter for parameter in parameters if parameter.requires_grad]}]
-    if scales := list(noise):
-        groups.append({"params": scales, "lr": noise_lr, "weight_decay": 0.0})
+    if noise_parameters := list(noise):
+        groups.append({"params": noise_parameters, "lr": noise_lr, "weight_decay": 0.0})
     return torch.optim.AdamW(
         groups,
         lr=config.lr,
@@ -43,9 +43,9 @@ def build_optimizer(
 
 
 def learning_rate(config: OptimConfig, update: int, total: int) -> float:
-    """Rate of update `update` (from 0) out of `total`: linear warm-up, then constant or cosine down to `min_lr`.
+    """Learning rate of update `update` (from 0) of `total`: linear warm-up, then constant or cosine to `min_lr`.
 
-    The `surge` schedule is constant here; `surge_share` lowers it.
+    For the `surge` schedule it is constant; multiply it by `surge_share`.
     """
     if update < config.warmup:
         return config.lr * (update + 1) / config.warmup
@@ -56,10 +56,11 @@ def learning_rate(config: OptimConfig, update: int, total: int) -> float:
 
 
 def surge_share(config: SurgeConfig, step: int, surge: int | None) -> float:
-    """Share of the rate in step `step` (from 1) of a run whose lengths surged at step `surge`; its updates share it.
+    """Factor of the learning rate for all updates of step `step` (from 1), after a length surge at step `surge`.
 
-    max(floor, 2^-⌊(step - surge) / P⌋), P = period x surge steps: nothing halves before surge + P (arXiv 2602.01826
-    with the constants of its reproduction; the phase of the first halving is uncertain). None: no surge yet.
+    max(floor, 2^-⌊(step - surge) / P⌋) with P = period x surge steps, so that the first halving is at step surge + P
+    (arXiv 2602.01826 with the constants of its reproduction; the phase of the first halving is uncertain). `surge` is
+    None before a surge.
     """
     if surge is None or step <= surge:
         return 1.0
@@ -68,23 +69,23 @@ def surge_share(config: SurgeConfig, step: int, surge: int | None) -> float:
 
 
 def first_halving(config: SurgeConfig, surge: int) -> int:
-    """The first step with a lower rate."""
+    """The first step with a lower learning rate."""
     return surge + max(1, math.ceil(config.period * surge - _ROUNDING))
 
 
 def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks: Ranks) -> float:
-    """Scale the gradient down to a norm of `bound` where it is larger; returns its norm over all ranks' parts."""
+    """Clip the gradient in place to a norm of `bound`; returns its norm before clipping, over all shards."""
     if ranks.size == 1:
         return float(torch.nn.utils.clip_grad_norm_(parameters, bound))
     grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    norm = math.sqrt(ranks.total(float(torch.nn.utils.get_total_norm(grads)) ** 2))
-    share = bound / (norm + 1e-6)
-    if share < 1:
+    norm = math.sqrt(ranks.all_reduce_sum(float(torch.nn.utils.get_total_norm(grads)) ** 2))
+    factor = bound / (norm + 1e-6)
+    if factor < 1:
         for grad in grads:
-            grad.mul_(share)
+            grad.mul_(factor)
     return norm
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the scheduled rate; the group of the noise keeps its constant one."""
+    """Set the learning rate of the policy; that of the noise is constant."""
     optimizer.param_groups[0]["lr"] = lr

@@ -1,8 +1,8 @@
 """The process group of a run and its collectives: broadcast, gather, sum, run on all ranks.
 
 `torchrun` starts one process for each device and numbers them in the environment. Every rank runs the same program;
-rank 0 leads: it has the data, the engines and the run directory. What ranks exchange besides tensors is bytes (JSON,
-safetensors, parquet), never a pickle. One process without torchrun is `SINGLE`, which exchanges nothing.
+rank 0 is the leader: it has the data, the engines and the run directory. Besides tensors, ranks exchange bytes (JSON,
+safetensors, parquet) and no pickles. A run of one process has the rank `SINGLE`, which exchanges nothing.
 """
 
 from __future__ import annotations
@@ -23,39 +23,42 @@ from trimtab.errors import RESUME, TrimtabError
 
 T = TypeVar("T")
 
-# Tensors between ranks that work at the same time; a publication to slow servers may fall in between.
+# Timeout of tensor collectives between training ranks. Publishing weights to slow servers may delay one of them.
 TENSOR_TIMEOUT = timedelta(hours=1)
-# Followers wait here while the leader samples or evaluates, however long that takes. A rank that dies is noticed at
-# once, because its connection closes.
+# Timeout of the control group: followers wait while the leader samples or evaluates, however long that takes. A rank
+# that dies is noticed at once, because its connection closes.
 CONTROL_TIMEOUT = timedelta(days=7)
 
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """This process among the others. `device` is where its model computes; None: wherever the model lies."""
+    """The rank of this process and its collectives.
+
+    `device` is the device of its model; None: the one the model is on. `control` is the gloo process group for bytes.
+    """
 
     rank: int = 0
     size: int = 1
     device: torch.device | None = None
-    control: Any = None  # a process group of gloo
+    control: Any = None
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self.rank == 0
 
     def broadcast(self, data: bytes) -> bytes:
-        """The leader's `data` on every rank; what the others pass is ignored."""
+        """Return the leader's `data` on every rank; other ranks' argument is ignored."""
         if self.size == 1:
             return data
         length = torch.tensor([len(data)])
         dist.broadcast(length, 0, group=self.control)
-        buffer = _tensor(data) if self.leads else torch.empty(int(length), dtype=torch.uint8)
+        buffer = _tensor(data) if self.is_leader else torch.empty(int(length), dtype=torch.uint8)
         if int(length):
             dist.broadcast(buffer, 0, group=self.control)
-        return data if self.leads else buffer.numpy().tobytes()
+        return data if self.is_leader else buffer.numpy().tobytes()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's `data`, in the order of ranks, on every rank."""
+        """Return the `data` of all ranks, in the order of ranks, on every rank."""
         if self.size == 1:
             return [data]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -69,37 +72,37 @@ class Ranks:
         dist.all_gather(parts, padded, group=self.control)
         return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
-    def total(self, value: float) -> float:
-        """The sum over ranks, added in their order: the same bits on every rank."""
+    def all_reduce_sum(self, value: float) -> float:
+        """Return the sum over ranks, added in their order: the same bits on every rank."""
         return sum(struct.unpack("<d", part)[0] for part in self.gather(struct.pack("<d", value)))
 
-    def most(self, value: float) -> float:
-        """The largest over ranks, on every rank."""
+    def all_reduce_max(self, value: float) -> float:
+        """Return the largest value over ranks, on every rank."""
         return max(struct.unpack("<d", part)[0] for part in self.gather(struct.pack("<d", value)))
 
-    def add_up(self, tensor: Tensor) -> None:
-        """Replace a tensor on this rank's device by its sum over ranks."""
+    def all_reduce_(self, tensor: Tensor) -> None:
+        """Replace a tensor on this rank's device by its sum over ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
 
-    def together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; an error of a user or of the disk on any of them stops all, before anybody goes on.
+    def run_on_all_ranks(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and return its result; a `TrimtabError` or `OSError` on one rank is raised on all.
 
-        Where it happened it is raised as it is, elsewhere as a `TrimtabError`.
+        The rank where it happened raises the error itself, the others a `TrimtabError` with its message.
         """
         if self.size == 1:
             return work()
-        result, mine = None, None
+        result, failure = None, None
         try:
             result = work()
         except (TrimtabError, OSError) as error:
-            mine = error
-        said = [part.decode() for part in self.gather(b"" if mine is None else _line(mine))]
-        if mine is not None:
-            raise mine
-        for rank, line in enumerate(said):
-            if line:
-                raise TrimtabError(f"rank {rank}: {line}")
+            failure = error
+        messages = [part.decode() for part in self.gather(b"" if failure is None else _error_message(failure))]
+        if failure is not None:
+            raise failure
+        for rank, message in enumerate(messages):
+            if message:
+                raise TrimtabError(f"rank {rank}: {message}")
         return result  # pyright: ignore[reportReturnType]  # `work` returned it
 
 
@@ -107,49 +110,50 @@ SINGLE = Ranks()
 _current = SINGLE
 
 
-def here() -> Ranks:
-    """This process's place in the run; `SINGLE` outside of `join`."""
+def current_ranks() -> Ranks:
+    """The ranks of the run, as seen from this process; `SINGLE` outside of `join`."""
     return _current
 
 
 def several() -> bool:
     """Whether torchrun started this process as one of several ranks."""
-    return _size() > 1
+    return _world_size() > 1
 
 
 def follows() -> bool:
-    """Whether this process is one of several ranks, and not the one that leads and reports."""
+    """Whether this process is one of several ranks, and not the leader."""
     return several() and os.environ.get("RANK") != "0"
 
 
-def _size() -> int:
-    given = os.environ.get("WORLD_SIZE", "1")
-    if not given.isdecimal():
-        raise TrimtabError(f"WORLD_SIZE = {given!r} is no number of ranks: unset it")
-    return int(given)
+def _world_size() -> int:
+    value = os.environ.get("WORLD_SIZE", "1")
+    if not value.isdecimal():
+        raise TrimtabError(f"WORLD_SIZE = {value!r} is no number of ranks: unset it")
+    return int(value)
 
 
 @contextmanager
 def join() -> Iterator[Ranks]:
-    """Meet the other ranks that torchrun started (gloo on CPU, nccl between GPUs); `SINGLE` where there are none.
+    """Join the process group of the ranks that torchrun started (gloo on CPU, nccl between GPUs).
 
-    May be nested: they meet once. Inside, a rank that is lost becomes a `TrimtabError` on those that notice. Raises
-    `TrimtabError` for an environment that is not torchrun's, or fewer GPUs than local ranks.
+    Yields `SINGLE` for a run of one process. A nested call joins nothing again. Inside, a lost rank is a `TrimtabError`
+    on the ranks that notice it. Raises `TrimtabError` for environment variables that are not torchrun's, or fewer GPUs
+    than local ranks.
     """
     global _current
-    size = _size()
+    size = _world_size()
     if size == 1 or _current is not SINGLE:
         yield _current
         return
     device = _device()
-    with _explained():
+    with _lost_rank_as_user_error():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=TENSOR_TIMEOUT)
         control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         _current = Ranks(dist.get_rank(), size, device, control)
         try:
             yield _current
-            # The first rank to finish must not close its connections while others still read.
+            # A rank that finishes early must not close its connections while others still read from them.
             _current.gather(b"")
             dist.destroy_process_group()
         finally:
@@ -157,10 +161,10 @@ def join() -> Iterator[Ranks]:
 
 
 def _device() -> torch.device:
-    absent = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if absent:
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
         raise TrimtabError(
-            f"WORLD_SIZE is set but {absent[0]} is not: start several ranks with "
+            f"WORLD_SIZE is set but {missing[0]} is not: start several ranks with "
             "`torchrun --nproc-per-node N -m trimtab train ...`, or unset WORLD_SIZE"
         )
     if not torch.cuda.is_available():
@@ -173,7 +177,7 @@ def _device() -> torch.device:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _lost_rank_as_user_error() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
@@ -188,6 +192,6 @@ def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _line(error: Exception) -> bytes:
-    """Never empty: that would say that all is well."""
+def _error_message(error: Exception) -> bytes:
+    """The message of `error`, never empty: an empty message means success."""
     return (str(error) or type(error).__name__).encode()

@@ -1,4 +1,4 @@
-"""Checks of recipes that generate beside training, before a model is loaded."""
+"""Checks of recipes with asynchronous rollouts, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trimtab.objectives import Objective
 
 
 def is_async(config: Config) -> bool:
-    """Whether engines have lanes of their own; otherwise one engine generates in step, in the trainer's thread."""
+    """Whether each engine has a thread of its own; otherwise one engine generates in the trainer's thread."""
     if config.prefix is not None or config.expert is not None:
         return False
     remote = config.engine.workers or config.engine.type == "server" or config.placement == "ray"
@@ -16,7 +16,7 @@ def is_async(config: Config) -> bool:
 
 
 def check(config: Config, built: Objective) -> None:
-    """Raise `TrimtabError` for settings that contradict each other, or would be silently ignored."""
+    """Raise `TrimtabError` for settings that contradict each other or would be ignored."""
     trainer, name = config.trainer, built.name
     if not trainer.max_lag and trainer.in_flight != "finish":
         raise TrimtabError(

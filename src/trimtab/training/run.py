@@ -1,4 +1,4 @@
-"""Builds a run from a recipe and trains it. Everything a user can get wrong is checked before a model is loaded."""
+"""Builds a run from a recipe and trains it. Recipes are checked before any model is loaded."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from trimtab.training.checkpoint import snapshot
 from trimtab.training.export import save_model_files
 from trimtab.training.features import bitwise_check, routing_replay
 from trimtab.training.features.length_surge import LengthSurge
-from trimtab.training.followers import NoEngine, check_sharding, run_directory, shared_feed, spread
+from trimtab.training.followers import AbsentEngine, check_sharding, run_directory, shard_model, shared_source
 from trimtab.training.learner import Learner
 from trimtab.training.loop import Trainer
 from trimtab.training.observer import NullObserver, Observer
 from trimtab.training.optim import build_optimizer
-from trimtab.training.ranks import here, join
+from trimtab.training.ranks import current_ranks, join
 from trimtab.training.sft import laboratory_folder
 from trimtab.training.sinks import open_sinks
 from trimtab.training.stop import Stop
@@ -57,15 +57,15 @@ RewardFunction = Callable[[str, Problem], float]
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Where the run lies and the metrics of its last step."""
+    """The run directory and the metrics of the last step."""
 
     run: Path
     metrics: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What a recipe names, built and checked, before any model is loaded."""
+class RunParts:
+    """Objective, task and rewards of a recipe, built and checked before any model is loaded."""
 
     objective: Objective
     task: Task
@@ -84,20 +84,29 @@ def train(
     stop: Stop | None = None,
     command: str | None = None,
 ) -> RunResult:
-    """Train as `config` says; `reward` (a function of completion text and problem) replaces the recipe's rewards, and
-    `objective` its objective.
+    """Trains a run and returns its directory and last metrics.
 
-    `makers` make the engines and the scorer; a placement brings its own. Ctrl-C, SIGTERM and `stop` end the run after
-    the step in progress, with a checkpoint; a second signal ends it at once. `command` is what the run's provenance
-    says it was started with, where that is not this process' own command line.
+    Ctrl-C, SIGTERM and `stop` end the run after the step in progress, with a checkpoint; a second signal ends it at
+    once.
 
-    Raises `TrimtabError` for anything a user can mend, `Stopped` when it was ended.
+    Args:
+        config: the recipe.
+        reward: function of completion text and problem that replaces the recipe's rewards.
+        objective: replaces the recipe's objective.
+        out: run directory; default: `config.out`, then `runs/run`.
+        resume: continue from the newest intact checkpoint in `out`.
+        makers: factories of engines and scorer; a placement on several machines has its own.
+        command: the command line to record in the run's provenance; default: that of this process.
+
+    Raises:
+        TrimtabError: anything that the user can correct.
+        Stopped: the run was asked to end.
     """
     stop = stop or Stop()
-    watcher, started = observer or NullObserver(), datetime.now(UTC)
+    observer, started = observer or NullObserver(), datetime.now(UTC)
     if config.threads:
         torch.set_num_threads(config.threads)
-    with enough_memory(), ExitStack() as cleanup:
+    with out_of_memory_as_user_error(), ExitStack() as cleanup:
         cleanup.enter_context(stop.signals())
         cleanup.enter_context(join())
         config, built = custom_objective.resolve(config, objective)
@@ -106,52 +115,54 @@ def train(
         folder = Path(out or config.out or "runs/run")
         make = partial(RunDirectory.open, folder) if resume else partial(RunDirectory.create, folder, config.dump())
         run = cleanup.enter_context(run_directory(folder, make))
-        watcher.message(f"loading    {config.model.path}")
+        observer.message(f"loading    {config.model.path}")
         loaded = load_model(config)
         if run.writes and not run.model_folder.exists():
             save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
-        trainer = assemble(config, parts, loaded, run, watcher, makers)
+        trainer = build_trainer(config, parts, loaded, run, observer, makers)
         trainer.stop = stop
-        cleanup.callback(trainer.feed.close)
+        cleanup.callback(trainer.source.close)
         if resume:
             snapshot.resume(trainer)
         trainer.sinks = open_sinks(config.log, run.path, first_step=trainer.step + 1) if run.writes else ()
         for sink in trainer.sinks:
             cleanup.callback(sink.close)
         if run.writes:
-            said, first = command or provenance.command(), trainer.step + 1
-            cleanup.enter_context(provenance.recorded(run, config, said, started, first_step=first, ranks=here().size))
-        watcher.started(config, trainer.learner.objective.equation(), config.trainer.steps, run.path)
-        _look_at_prompts(trainer)
+            command, size = command or provenance.command(), current_ranks().size
+            cleanup.enter_context(
+                provenance.recorded(run, config, command, started, first_step=trainer.step + 1, ranks=size)
+            )
+        observer.started(config, trainer.learner.objective.equation(), config.trainer.steps, run.path)
+        _survey_prompts(trainer)
         return RunResult(run.path, trainer.train())
 
 
 @contextmanager
-def enough_memory() -> Iterator[None]:
-    """Memory that is full, of the machine or of a device, becomes a `TrimtabError`."""
+def out_of_memory_as_user_error() -> Iterator[None]:
+    """Turn out-of-memory errors, of the machine or of a device, into a `TrimtabError`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         if not full:
             raise
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TrimtabError(
-            f"the memory is full ({said[:200]}): lower trainer.micro_batch_tokens, trainer.prompts, trainer.samples or "
-            "sampling.max_tokens, or set model.gradient_checkpointing"
+            f"the memory is full ({reason[:200]}): lower trainer.micro_batch_tokens, trainer.prompts, trainer.samples "
+            "or sampling.max_tokens, or set model.gradient_checkpointing"
         ) from error
 
 
-def _look_at_prompts(trainer: Trainer) -> None:
-    """Say before anything is trained how long prompts are, and what becomes of those that are too long."""
+def _survey_prompts(trainer: Trainer) -> None:
+    """Report prompt lengths before training, and what happens to prompts that are too long."""
 
-    def look() -> None:
+    def survey_prompts() -> None:
         survey = Survey.of(trainer.collector.stream)
-        trainer.opening = survey.metrics()
+        trainer.initial_metrics = survey.metrics()
         for line in (*survey.lines(), *trainer.held_out.lines()):
             trainer.observer.message(line)
 
-    here().together(look if trainer.run.writes else lambda: None)
+    current_ranks().run_on_all_ranks(survey_prompts if trainer.run.writes else lambda: None)
 
 
 def check(
@@ -159,13 +170,16 @@ def check(
     reward: RewardFunction | None = None,
     makers: Backends = LOCAL_BACKENDS,
     objective: Objective | None = None,
-) -> Parts:
-    """Build the objective, if it is not given, the task and the rewards; refuse what cannot be meant together."""
+) -> RunParts:
+    """Build the objective (if it is not given), the task and the rewards.
+
+    Raises `TrimtabError` for a recipe whose sections contradict each other. Loads no model.
+    """
     check_engines(config)
     bitwise_check.check(config)
     check_sharding(config)
     built = objective or custom_objective.resolve(config)[1]
-    _check_companions(config, built)
+    _check_sections(config, built)
     refusals.check(config, built)
     routing_replay.refuse(config, built)
     kind, expected = config.advantage.kind, built.advantage
@@ -193,18 +207,18 @@ def check(
     if reward is not None:
         specs = [RewardSpec(reward)]
     scorer = rewards.build(specs, task) if makers.scorer is None else makers.scorer(config, specs, task)
-    taken = [entry.name for entry in scorer.rewards if entry.name in ("mean", "std", "failed")]
-    if taken:
-        raise TrimtabError(f"a reward cannot be named {taken[0]!r}, a metric has that name: rename the function")
-    return Parts(built, task, scorer)
+    reserved = [entry.name for entry in scorer.rewards if entry.name in ("mean", "std", "failed")]
+    if reserved:
+        raise TrimtabError(f"a reward cannot be named {reserved[0]!r}, a metric has that name: rename the function")
+    return RunParts(built, task, scorer)
 
 
-def _check_companions(config: Config, built: Objective) -> None:
-    """Sections that change the data or the model must fit the objective, or it would silently train something else."""
+def _check_sections(config: Config, built: Objective) -> None:
+    """Refuse sections about data or model that the objective does not support: it would train something else."""
     trainer, name = config.trainer, built.name
-    own_behavior = "proximal" not in built.policy_needs and "behavior" in built.policy_needs
+    corrects_behavior = "proximal" not in built.policy_needs and "behavior" in built.policy_needs
     for section in ("perturbation", "prefix"):
-        if getattr(config, section) is not None and not own_behavior:
+        if getattr(config, section) is not None and not corrects_behavior:
             raise TrimtabError(
                 f"[{section}] needs an objective over the behavior policy (current/behavior), not {name!r}"
             )
@@ -242,44 +256,44 @@ def _check_prefix(config: Config, built: Objective) -> None:
 
 
 def load_model(config: Config) -> LoadedModel:
-    """The trainable model in its master dtype; the laboratory's are warm-started the first time they are asked for.
+    """Load the trainable model in its master dtype; a laboratory model is warm-started on first use.
 
-    Ranks that do not lead get it without weights, which `spread` brings.
+    Ranks other than the leader load no weights; `shard_model` sends them.
     """
     path = config.model.path
     if path in LABORATORY_MODELS:
         path = str(laboratory_folder(path, config))
-    loaded = load(path, dtype=getattr(torch, config.model.dtype), weights=here().leads)
+    loaded = load(path, dtype=getattr(torch, config.model.dtype), weights=current_ranks().is_leader)
     if config.numerics == "invariant":
         invariant.use_in(loaded.model)
     return loaded
 
 
-def assemble(
+def build_trainer(
     config: Config,
-    parts: Parts,
+    parts: RunParts,
     loaded: LoadedModel,
     run: RunDirectory,
     observer: Observer,
     makers: Backends = LOCAL_BACKENDS,
 ) -> Trainer:
-    """Put the trained model, the sampler's copy and the data side together."""
-    ranks, replayed = here(), routing_replay.experts(config, loaded.model)
+    """Build engines, rollout source, learner and trainer around a loaded model."""
+    ranks, replayed = current_ranks(), routing_replay.experts(config, loaded.model)
     device = ranks.device or default_device()
-    if ranks.size == 1 or (ranks.leads and config.engine.type == "embedded"):
-        # First: the engine copies the model where it lies.
+    if ranks.size == 1 or (ranks.is_leader and config.engine.type == "embedded"):
+        # Before engines are built: the embedded engine copies the model on the device where it finds it.
         loaded.model.to(device)  # pyright: ignore[reportArgumentType]
-    engines: Sequence[Engine] = [NoEngine()]
-    if ranks.leads and makers.engines is not None:
+    engines: Sequence[Engine] = [AbsentEngine()]
+    if ranks.is_leader and makers.engines is not None:
         engines = makers.engines(config, loaded, run.model_folder)
-    elif ranks.leads:
+    elif ranks.is_leader:
         engines = build_engines(config, loaded, run.model_folder, observer.message)
     canary = Canary.build(config, loaded.tokenizer, loaded.model)
-    model = spread(prepare_model(loaded.model, config, device), config)
+    model = shard_model(prepare_model(loaded.model, config, device), config)
     return Trainer(
         config=config,
-        feed=_feed(config, parts, loaded, engines, observer, canary),
-        learner=_learner(config, parts.objective, model, device, replayed),
+        source=_build_source(config, parts, loaded, engines, observer, canary),
+        learner=_build_learner(config, parts.objective, model, device, replayed),
         run=run,
         observer=observer,
         surge=LengthSurge(config.optim.surge) if config.optim.schedule == "surge" else None,
@@ -287,27 +301,27 @@ def assemble(
     )
 
 
-def _feed(
+def _build_source(
     config: Config,
-    parts: Parts,
+    parts: RunParts,
     loaded: LoadedModel,
     engines: Sequence[Engine],
     observer: Observer,
     canary: Canary | None,
 ) -> RolloutSource:
-    collector, buffer = _collector(config, parts, loaded, engines[0]), Buffer(config.trainer)
+    collector, buffer = _build_collector(config, parts, loaded, engines[0]), Buffer(config.trainer)
 
-    def make() -> RolloutSource:
+    def build() -> RolloutSource:
         if refusals.is_async(config):
             return AsyncSource(collector, buffer, engines, observer.message, canary)
         if len(engines) > 1:
             raise TrimtabError(f"[prefix] and [expert] work with one engine, the recipe names {len(engines)}: name one")
         return SyncSource(collector, buffer, canary, single=parts.objective.single_behavior)
 
-    return shared_feed(collector, make)
+    return shared_source(collector, build)
 
 
-def _learner(
+def _build_learner(
     config: Config, built: Objective, model: nn.Module, device: torch.device, experts: RouterInfo | None
 ) -> Learner:
     trainer, noise = config.trainer, config.perturbation
@@ -323,14 +337,14 @@ def _learner(
         ),
         objective=built,
         total_updates=trainer.steps * trainer.minibatches * trainer.epochs,
-        reference=_reference(config, built, device),
+        reference=_load_reference(config, built, device),
         perturbation=perturbation,
         experts=experts,
     )
 
 
-def _collector(config: Config, parts: Parts, loaded: LoadedModel, engine: Engine) -> Collector:
-    sampling, prefix, expert = sampling_of(config, parts.task), config.prefix, config.expert
+def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engine: Engine) -> Collector:
+    sampling, prefix, expert = sampling_params(config, parts.task), config.prefix, config.expert
     context = getattr(loaded.model.config, "max_position_embeddings", None)
     contexts = (context, config.engine.vllm.context, getattr(engine, "context", None))
     samples, room = config.trainer.samples, prompt_room(config, sampling, contexts)
@@ -350,17 +364,20 @@ def _collector(config: Config, parts: Parts, loaded: LoadedModel, engine: Engine
 
 
 def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Training mode (gradient checkpointing acts only there; dropout was switched off on loading) and adapters."""
-    if here().size == 1:
-        model.to(device)  # `spread` brings a sharded one there, layer by layer
+    """Put `model` into training mode and add gradient checkpointing and LoRA adapters if the recipe says so.
+
+    Gradient checkpointing acts in training mode only. Dropout was switched off on loading.
+    """
+    if current_ranks().size == 1:
+        model.to(device)  # several ranks: `shard_model` moves it, layer by layer
     model.train()
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
     return add_lora(model, **config.model.lora.model_dump()) if config.model.lora.rank else model
 
 
-def sampling_of(config: Config, task: Task) -> Sampling:
-    """The sampling contract of a run: the recipe's distribution, the task's ending."""
+def sampling_params(config: Config, task: Task) -> Sampling:
+    """The sampling parameters of a run: the recipe's distribution, the task's stop strings and length."""
     return Sampling(
         temperature=config.sampling.temperature,
         top_p=config.sampling.top_p,
@@ -370,8 +387,8 @@ def sampling_of(config: Config, task: Task) -> Sampling:
     )
 
 
-def _reference(config: Config, built: Objective, device: torch.device) -> nn.Module | None:
-    """The KL anchor is the initial model, loaded again: resuming must not anchor to the resumed weights."""
+def _load_reference(config: Config, built: Objective, device: torch.device) -> nn.Module | None:
+    """The initial model, loaded again (a resumed run must not take its resumed weights); None if it is not needed."""
     if "reference" not in built.needs:
         return None
-    return spread(prepare_model(load_model(config).model, config, device), config).requires_grad_(False)
+    return shard_model(prepare_model(load_model(config).model, config, device), config).requires_grad_(False)

@@ -20,7 +20,7 @@ from trimtab.models.load import LABORATORY, LoadedModel, default_device, load
 from trimtab.models.logprobs import score
 from trimtab.models.quiet import quiet
 from trimtab.rollout.collector import PromptStream
-from trimtab.rollout.demonstrations import written
+from trimtab.rollout.demonstrations import encode_demonstration
 from trimtab.runs import atomic
 from trimtab.training.batching import MicroBatch, micro_batches, to_tensors
 from trimtab.training.observer import NullObserver, Observer
@@ -30,7 +30,7 @@ from trimtab.types import Sampling, Task, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class SftResult:
-    """The folder with the model (loadable by transformers) and the loss of the last step, in nats per token."""
+    """The folder of the model, in the format of transformers, and the last step's loss in nats per token."""
 
     run: Path
     metrics: dict[str, Any]
@@ -38,34 +38,35 @@ class SftResult:
 
 def warm_start(config: Config, *, out: Path, observer: Observer | None = None) -> SftResult:
     """Train on gold answers for `sft.steps` steps and write the model to `out`, which must not exist yet."""
-    watcher = observer or NullObserver()
+    observer = observer or NullObserver()
     if out.exists() and any(out.iterdir()):
         raise TrimtabError(f"{out} is not empty: choose another --out")
     if config.threads:
         torch.set_num_threads(config.threads)
     task = tasks.build(config.task.name, **config.task.keywords)
     loaded = load(config.model.path, dtype=getattr(torch, config.model.dtype))
-    watcher.started(config, "loss = mean over gold tokens of -log π", config.sft.steps, out)
-    loss = _fit(config, task, loaded, watcher)
+    observer.started(config, "loss = mean over gold tokens of -log π", config.sft.steps, out)
+    loss = _fit(config, task, loaded, observer)
     with atomic.new_folder(out) as temporary, quiet():
         loaded.model.save_pretrained(temporary)
         loaded.tokenizer.save_pretrained(temporary)
     metrics = {"step": config.sft.steps, "sft/loss": loss}
-    watcher.finished(metrics, None)
+    observer.finished(metrics, None)
     return SftResult(out, metrics)
 
 
 def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path:
-    """The warm-started laboratory model of that name; made in a few seconds the first time, keyed by its recipe.
+    """Returns the folder of a warm-started laboratory model; the first call trains it in a few seconds.
 
-    A `run` decides how long the warm start is and, if it sorts, how many digits; all its seeds start from one model.
+    The folder name is a digest of the recipe. The recipe `run` sets the length of the warm start and, for the sorting
+    task, the number of digits; runs that differ only in their seed share one model.
     """
     config = load_config(LABORATORY, [f"model.path={name}"])
     if run is not None:
         task = run.task if run.task.name == config.task.name else config.task
         config = config.model_copy(update={"task": task, "sft": run.sft})
-    decides = config.model_dump_json(include={"seed", "model", "task", "sft", "threads"})
-    key = sha256(decides.encode()).hexdigest()[:12]
+    recipe = config.model_dump_json(include={"seed", "model", "task", "sft", "threads"})
+    key = sha256(recipe.encode()).hexdigest()[:12]
     folder = cache_root() / f"{name}-{key}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -74,7 +75,7 @@ def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path
     return folder
 
 
-def _fit(config: Config, task: Task, loaded: LoadedModel, watcher: Observer) -> float:
+def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) -> float:
     model, sft = loaded.model.train(), config.sft
     model.to(default_device())  # pyright: ignore[reportArgumentType]
     optim = OptimConfig(lr=sft.lr, warmup=sft.warmup)
@@ -94,14 +95,14 @@ def _fit(config: Config, task: Task, loaded: LoadedModel, watcher: Observer) -> 
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        watcher.step({"step": step + 1, "sft/loss": loss})
+        observer.step({"step": step + 1, "sft/loss": loss})
     return loss
 
 
 def _gold_batch(config: Config, loaded: LoadedModel, stream: PromptStream) -> Iterator[MicroBatch]:
     rows, sampling = [], Sampling(stop=stream.task.stop)
     for group, prompt in enumerate(stream.take(config.sft.batch)):
-        completion = written(stream.task.gold(prompt.problem), loaded.tokenizer, sampling)
+        completion = encode_demonstration(stream.task.gold(prompt.problem), loaded.tokenizer, sampling)
         mask = np.ones(len(completion.response_ids), dtype=np.bool_)
         rows.append(Trajectory(prompt, group, completion, sampling, mask, reward=1.0, rewards={}, off_policy=True))
     device = next(loaded.model.parameters()).device

@@ -1,5 +1,4 @@
-"""Further readers of the metrics: TensorBoard and Weights & Biases, both optional, both of exactly what
-metrics.jsonl gets."""
+"""Optional copies of metrics.jsonl: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from trimtab.runs import atomic
 
 
 class Sink(Protocol):
-    """Takes the metrics of every step. `close` is called once, also when the run failed."""
+    """Receives the metrics of every step. `close` is called once, also after a failure."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
@@ -24,7 +23,7 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Event files in `folder`; what an interrupted run wrote there from `first_step` on is hidden."""
+    """Event files in `folder`; events of an interrupted run from `first_step` on are hidden."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
         try:
@@ -34,15 +33,15 @@ class TensorBoardSink:
                 "log.tensorboard needs a package that is missing: pip install 'trimtab[tensorboard]', or turn it off"
             ) from None
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
-        self._said: dict[str, str] = {}
+        self._written_texts: dict[str, str] = {}
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Numbers become curves (NaN included); a string is written when it changes."""
         for key, value in metrics.items():
             if isinstance(value, str):
-                if self._said.get(key) != value:
+                if self._written_texts.get(key) != value:
                     self._writer.add_text(key, value, step)
-                    self._said[key] = value
+                    self._written_texts[key] = value
             elif value is not None and key != "step":
                 self._writer.add_scalar(key, float(value), step)
         self._writer.flush()
@@ -52,7 +51,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A W&B run named after the run directory. Its id is kept there: a resumed run continues its curves."""
+    """A W&B run named after the run directory, which holds its id: a resumed run continues its curves."""
 
     def __init__(self, project: str, run_dir: Path) -> None:
         try:
@@ -61,14 +60,14 @@ class WandbSink:
             raise TrimtabError(
                 "log.wandb needs a package that is missing: pip install 'trimtab[wandb]', or remove log.wandb"
             ) from None
-        stored = run_dir / "wandb-id"
-        if not stored.exists():
-            atomic.write_text(stored, secrets.token_hex(4))
+        id_file = run_dir / "wandb-id"
+        if not id_file.exists():
+            atomic.write_text(id_file, secrets.token_hex(4))
         try:
             self._run = wandb.init(
                 project=project,
                 name=run_dir.name,
-                id=stored.read_text(),
+                id=id_file.read_text(),
                 resume="allow",
                 dir=str(run_dir),
                 config=tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8")),
@@ -85,7 +84,7 @@ class WandbSink:
 
 
 def open_sinks(log: LogConfig, run_dir: Path, first_step: int = 0) -> list[Sink]:
-    """What `[log]` asks for. `TrimtabError` naming the pip command when a package is missing; none stays open then."""
+    """Opens the sinks of `[log]`. Raises `TrimtabError` with the pip command if a package is missing."""
     with contextlib.ExitStack() as opened:
         sinks: list[Sink] = []
         if log.tensorboard:

@@ -17,14 +17,14 @@ from trimtab.types import Trajectory
 
 
 def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """Rewards, lengths and ages of the consumed trajectories that the policy wrote; ages are in optimizer updates."""
+    """Rewards, lengths and ages (in optimizer updates) of the trajectories that were sampled from the policy."""
     if all(t.off_policy for t in trajectories):
         return {"trajectories/consumed": len(trajectories)}
-    own = [t for t in trajectories if not t.off_policy]
-    rewards = np.array([t.reward for t in own])
-    lengths = np.array([len(t) for t in own])
-    ages = version - np.concatenate([t.completion.policy_version for t in own])
-    parts = {f"reward/{name}": float(np.mean([t.rewards[name] for t in own])) for name in own[0].rewards}
+    sampled = [t for t in trajectories if not t.off_policy]
+    rewards = np.array([t.reward for t in sampled])
+    lengths = np.array([len(t) for t in sampled])
+    ages = version - np.concatenate([t.completion.policy_version for t in sampled])
+    parts = {f"reward/{name}": float(np.mean([t.rewards[name] for t in sampled])) for name in sampled[0].rewards}
     return {
         "trajectories/consumed": len(trajectories),
         "reward/mean": float(rewards.mean()),
@@ -32,18 +32,18 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
         **parts,
         "length/mean": float(lengths.mean()),
         "length/max": int(lengths.max()),
-        "length/truncated": float(np.mean([t.completion.finish == "length" for t in own])),
+        "length/truncated": float(np.mean([t.completion.finish == "length" for t in sampled])),
         "lag/mean": float(ages.mean()) if ages.size else 0.0,
         "lag/max": int(ages.max()) if ages.size else 0,
-        **_entropy(own),
+        **_entropy(sampled),
     }
 
 
-def beside_metrics(trajectories: Sequence[Trajectory], stats: RolloutStats, version: int) -> dict[str, float]:
-    """Of runs whose engines work beside the trainer: how old tokens were, what discarding favored, what went wrong.
+def async_metrics(trajectories: Sequence[Trajectory], stats: RolloutStats, version: int) -> dict[str, float]:
+    """Metrics of asynchronous runs: ages of tokens, lengths of used and of all responses, restarts, aborts, waiting.
 
-    Every response counts once, in the step in which it was consumed or given up. Of those that were given up before
-    their end only the first tokens are known, so that `lag/length_generated` is rather too small.
+    A response counts in the step in which it was consumed or discarded. A response that was discarded before its end
+    counts with its length so far, so `lag/length_generated` is biased low.
     """
     ages = [version - t.completion.policy_version for t in trajectories]
     values, counts = np.unique(np.concatenate(ages), return_counts=True) if ages else ((), ())
@@ -61,25 +61,25 @@ def beside_metrics(trajectories: Sequence[Trajectory], stats: RolloutStats, vers
 
 
 def _entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean entropy, in nats, of the distributions the tokens were drawn from; engines may not report it."""
-    found = [t.completion.entropy for t in trajectories if t.completion.entropy is not None]
-    return {"entropy/rollout": float(np.concatenate(found).mean())} if len(found) == len(trajectories) else {}
+    """Mean entropy, in nats, of the sampling distributions, if the engine reports it for all responses."""
+    entropies = [t.completion.entropy for t in trajectories if t.completion.entropy is not None]
+    return {"entropy/rollout": float(np.concatenate(entropies).mean())} if len(entropies) == len(trajectories) else {}
 
 
 def prefix_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """How much of the batch was begun by an older policy; a prefix ends where the version changes."""
+    """Shares, lengths and ages of prefixes of older policies; a prefix ends where the version changes."""
     versions = [t.completion.policy_version for t in trajectories]
-    lengths = np.array([int((written < written[-1]).sum()) if len(written) else 0 for written in versions])
-    begun = [version - written[0] for written, length in zip(versions, lengths, strict=True) if length]
+    lengths = np.array([int((tokens < tokens[-1]).sum()) if len(tokens) else 0 for tokens in versions])
+    ages = [version - tokens[0] for tokens, length in zip(versions, lengths, strict=True) if length]
     return {
-        "prefix/tokens": float(lengths.sum() / max(1, sum(len(written) for written in versions))),
+        "prefix/tokens": float(lengths.sum() / max(1, sum(len(tokens) for tokens in versions))),
         "prefix/length": float(lengths.mean()) if len(lengths) else 0.0,
-        "prefix/age": float(np.mean(begun)) if begun else 0.0,
+        "prefix/age": float(np.mean(ages)) if ages else 0.0,
     }
 
 
 def expert_metrics(stats: RolloutStats) -> dict[str, float]:
-    """External traces of this step: joined, too long for the context, and prompts that have none."""
+    """Counts of demonstrations in this step: used, dropped as too long, and prompts without one."""
     return {
         "expert/traces": stats.traces,
         "expert/dropped": stats.traces_dropped,
@@ -88,34 +88,33 @@ def expert_metrics(stats: RolloutStats) -> dict[str, float]:
 
 
 def perturbation_metrics(perturbation: Perturbation, stats: StepStatistics) -> dict[str, float]:
-    """Sigma of every layer in every step; on probe steps also what the noise did to matmul inputs and to log-probs."""
+    """Sigma of every layer; in probe steps also the effect of the noise on matmul inputs and log-probs."""
     sigmas = perturbation.sigmas()
-    found = {f"perturbation/sigma/{layer}": sigma for layer, sigma in sigmas.items()}
-    found["perturbation/sigma_mean"] = float(np.mean(list(sigmas.values())))
+    metrics = {f"perturbation/sigma/{layer}": sigma for layer, sigma in sigmas.items()}
+    metrics["perturbation/sigma_mean"] = float(np.mean(list(sigmas.values())))
     if stats.changes is None or not stats.perturbed:
-        return found
+        return metrics
     changed = stats.changes.fractions()
     if changed:
-        found |= {f"perturbation/changed/{layer}": share for layer, share in changed.items()}
-        found["perturbation/changed"] = float(np.mean(list(changed.values())))
-    clean = np.concatenate([stats.anchors[row] for row in stats.perturbed]).astype(np.float64)
+        metrics |= {f"perturbation/changed/{layer}": share for layer, share in changed.items()}
+        metrics["perturbation/changed"] = float(np.mean(list(changed.values())))
+    clean = np.concatenate([stats.mismatch_logps[row] for row in stats.perturbed]).astype(np.float64)
     noisy = np.concatenate(list(stats.perturbed.values())).astype(np.float64)
-    found["perturbation/dlogp"] = float(np.abs(noisy - clean).mean())
-    found["perturbation/dp_q75"] = float(np.quantile(np.abs(np.exp(noisy) - np.exp(clean)), 0.75))
-    return found
+    metrics["perturbation/dlogp"] = float(np.abs(noisy - clean).mean())
+    metrics["perturbation/dp_q75"] = float(np.quantile(np.abs(np.exp(noisy) - np.exp(clean)), 0.75))
+    return metrics
 
 
 def routing_metrics(trajectories: Sequence[Trajectory], stats: StepStatistics) -> dict[str, float]:
-    """How often the trained model would have chosen the experts that were replayed, and what an engine's record of them
-    takes."""
-    found: dict[str, float] = {"routing/agreement": stats.agreed / stats.routed} if stats.routed else {}
+    """How often the routers would have chosen the replayed experts themselves, and the size of the engine's record."""
+    metrics: dict[str, float] = {"routing/agreement": stats.agreed / stats.routed} if stats.routed else {}
     if any(trajectory.completion.routes is not None for trajectory in trajectories):
-        found["routing/bytes"] = stored_bytes(trajectories)
-    return found
+        metrics["routing/bytes"] = stored_bytes(trajectories)
+    return metrics
 
 
-def collect_metrics(stats: RolloutStats, *, dropped: int) -> dict[str, float]:
-    """What was sampled at which cost, and what of it could not be used."""
+def rollout_metrics(stats: RolloutStats, *, dropped: int) -> dict[str, float]:
+    """Counts of sampled tokens and groups, and of trajectories that could not be used."""
     return {
         "tokens/decoded": stats.decoded,
         "tokens/prefilled": stats.prefilled,
@@ -128,13 +127,16 @@ def collect_metrics(stats: RolloutStats, *, dropped: int) -> dict[str, float]:
     }
 
 
-def update_metrics(stats: StepStatistics, *, anchor: str, grad_clip: float, ranks: int = 1) -> dict[str, Any]:
-    """Mismatch, objective and optimizer. `optim/grad_norm` is the mean over the step's updates, before clipping;
-    `optim/grad_clipped` the share of them above the bound."""
+def update_metrics(stats: StepStatistics, *, mismatch_policy: str, grad_clip: float, ranks: int = 1) -> dict[str, Any]:
+    """Metrics of mismatch, objective and optimizer.
+
+    `optim/grad_norm` is the mean over the step's updates, before clipping; `optim/grad_clipped` is the share of updates
+    above the bound.
+    """
     measured = {f"mismatch/{key}": value for key, value in stats.mismatch.finalize().items()} if stats.mismatch else {}
     return {
         **measured,
-        "mismatch/anchor": anchor,
+        "mismatch/anchor": mismatch_policy,
         **(stats.objective.finalize() if stats.objective else {}),
         "optim/lr": stats.lr,
         "optim/grad_norm": float(np.mean(stats.grad_norms)) if stats.grad_norms else float("nan"),
@@ -145,7 +147,7 @@ def update_metrics(stats: StepStatistics, *, anchor: str, grad_clip: float, rank
 
 
 def speed_metrics(seconds: Mapping[str, float], rollout_tokens: int, train_tokens: int) -> dict[str, float]:
-    """Seconds by phase, tokens per second of the two big ones, and the peak resident memory of the process so far."""
+    """Seconds of each phase, tokens per second of rollout and training, and the peak resident memory in bytes."""
     return {
         **{f"time/{phase}": value for phase, value in seconds.items()},
         "tokens/rollout": rollout_tokens,

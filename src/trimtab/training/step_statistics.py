@@ -24,26 +24,37 @@ Part = TypeVar("Part", bound=Mergeable)
 
 @dataclass
 class StepStatistics:
-    """Mergeable statistics of one batch; floats are made once, at the end of the step."""
+    """Mergeable statistics of one batch, turned into floats at the end of the step.
+
+    Attributes:
+        objective, mismatch: metrics of the objective and of the mismatch between sampler and trainer.
+        mismatch_logps: for each row, the trainer's log-probs that the sampler's were compared with.
+        perturbed: for each row of a probe step, the log-probs of the perturbed policy.
+        versions: for each row, the version of the policy that computed `mismatch_logps`.
+        changes: coverage of the perturbation; None except in probe steps.
+        agreed: number of (token, layer) pairs whose routers would have chosen the replayed experts themselves.
+        routed: number of pairs that were compared for `agreed`.
+        turns: micro-batch slots of all ranks; idle: slots without a micro-batch.
+    """
 
     objective: Any = None
     mismatch: Any = None
-    anchors: dict[int, np.ndarray] = field(default_factory=dict)
+    mismatch_logps: dict[int, np.ndarray] = field(default_factory=dict)
     perturbed: dict[int, np.ndarray] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
     changes: PerturbationCoverage | None = None
-    agreed: int = 0  # (token, layer) pairs sent to the experts they were given, had their own routers decided
-    routed: int = 0  # all pairs this was looked at for
+    agreed: int = 0
+    routed: int = 0
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
     tokens: int = 0
-    turns: int = 0  # of several ranks, each with at most one micro-batch
-    idle: int = 0  # turns without one
+    turns: int = 0
+    idle: int = 0
     lr: float = 0.0
 
 
 def without_counts(metrics: Metrics) -> Metrics:
-    """What adds nothing: the metrics of an empty micro-batch without its counts (there was no micro-batch)."""
+    """The metrics of an empty micro-batch as zeros, so that adding them changes nothing."""
     return Metrics({name: _without_counts(part) for name, part in metrics.parts.items()})
 
 
@@ -53,52 +64,52 @@ def _without_counts(part: Part) -> Part:
 
 
 def all_reduce_metrics(metrics: Metrics, ranks: Ranks) -> Metrics:
-    """Statistics of all ranks; every rank must have the same ones."""
-    mine = {
+    """The merged metrics of all ranks; every rank must have the same names."""
+    local = {
         f"{name}|{f.name}": value
         for name, part in metrics.parts.items()
         for f in fields(part)
         if isinstance(value := getattr(part, f.name), Tensor)
     }
-    parts = []
-    for data in ranks.gather(_packed(mine)):
-        found: dict[str, dict[str, Tensor]] = {}
+    by_rank = []
+    for data in ranks.gather(_to_bytes(local)):
+        values: dict[str, dict[str, Tensor]] = {}
         for key, tensor in load(data).items():
-            name, _, place = key.rpartition("|")
-            found.setdefault(name, {})[place] = tensor
-        parts.append(Metrics({name: replace(part, **found[name]) for name, part in metrics.parts.items()}))
-    return reduce(add, parts)
+            name, _, field_name = key.rpartition("|")
+            values.setdefault(name, {})[field_name] = tensor
+        by_rank.append(Metrics({name: replace(part, **values[name]) for name, part in metrics.parts.items()}))
+    return reduce(add, by_rank)
 
 
-def all_gather_tensors(mine: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Tensors of all ranks by name, on the CPU; no two ranks may use the same name."""
-    found: dict[str, Tensor] = {}
-    for data in ranks.gather(_packed(mine)):
-        found |= load(data)
-    return found
+def all_gather_tensors(local: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """The tensors of all ranks by name, on the CPU; no two ranks may use the same name."""
+    tensors: dict[str, Tensor] = {}
+    for data in ranks.gather(_to_bytes(local)):
+        tensors |= load(data)
+    return tensors
 
 
-def _packed(tensors: Mapping[str, Tensor]) -> bytes:
-    """Copies: the format refuses tensors that share memory."""
+def _to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    # Copies, because safetensors refuses tensors that share memory.
     return save({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()})
 
 
 def all_reduce_statistics(stats: StepStatistics, ranks: Ranks) -> None:
-    """Make the statistics of one rank's share those of the whole batch, in place, on every rank."""
+    """Merge the statistics of all ranks, in place, on every rank."""
     if stats.objective is not None:
         stats.objective = all_reduce_metrics(stats.objective, ranks)
     if stats.mismatch is not None:
         stats.mismatch = all_reduce_metrics(stats.mismatch, ranks)
-    mine = {f"anchors|{row}": torch.from_numpy(logps) for row, logps in stats.anchors.items()}
-    mine |= {f"perturbed|{row}": torch.from_numpy(logps) for row, logps in stats.perturbed.items()}
-    kinds = {"anchors": stats.anchors, "perturbed": stats.perturbed}
-    for name, tensor in all_gather_tensors(mine, ranks).items():
+    local = {f"mismatch_logps|{row}": torch.from_numpy(logps) for row, logps in stats.mismatch_logps.items()}
+    local |= {f"perturbed|{row}": torch.from_numpy(logps) for row, logps in stats.perturbed.items()}
+    kinds = {"mismatch_logps": stats.mismatch_logps, "perturbed": stats.perturbed}
+    for name, tensor in all_gather_tensors(local, ranks).items():
         kind, _, row = name.partition("|")
         kinds[kind][int(row)] = tensor.numpy()
     counts = stats.changes.counts() if stats.changes is not None else {}
     sums = {name: getattr(stats, name) for name in ("tokens", "agreed", "routed")}
-    said = {"versions": stats.versions, "changes": counts, "sums": sums}
-    parts = [json.loads(part) for part in ranks.gather(json.dumps(said).encode())]
+    data = {"versions": stats.versions, "changes": counts, "sums": sums}
+    parts = [json.loads(part) for part in ranks.gather(json.dumps(data).encode())]
     for name in sums:
         setattr(stats, name, sum(part["sums"][name] for part in parts))
     for part in parts:

@@ -10,11 +10,11 @@ import pytest
 import typer
 
 from trimtab.cli import advise
-from trimtab.cli.compare import Lists, register
-from trimtab.cli.comparison_progress import Clock
+from trimtab.cli.compare import MultiValueCommand, register
+from trimtab.cli.comparison_progress import RemainingTime
 from trimtab.cli.main import run
 from trimtab.errors import TrimtabError
-from trimtab.lab.match import Candidate, Level, Match
+from trimtab.lab.match import Candidate, MismatchLevel, MismatchMatch
 from trimtab.lab.regimes import regime
 
 
@@ -22,7 +22,7 @@ def parsed(*words: str) -> dict[str, object]:
     app = typer.Typer()
     register(app)
     command = typer.main.get_command(app)
-    assert isinstance(command, Lists)
+    assert isinstance(command, MultiValueCommand)
     return dict(command.make_context("compare", list(words)).params)
 
 
@@ -67,7 +67,7 @@ class Hand:
 
 def test_the_clock_says_nothing_before_runs_have_moved() -> None:
     hand = Hand()
-    clock = Clock({"a": 10.0, "b": 10.0, "c": 20.0}, workers=2, now=hand)
+    clock = RemainingTime({"a": 10.0, "b": 10.0, "c": 20.0}, workers=2, now=hand)
     assert clock.left() is None
     hand.time += 30  # workers start: no step is done, and it says nothing about the pace
     clock.progress("a", 0.05)
@@ -79,7 +79,7 @@ def test_the_clock_says_nothing_before_runs_have_moved() -> None:
 
 def test_the_clock_goes_by_the_pace_of_all_runs_and_corrects_itself() -> None:
     hand = Hand()
-    clock = Clock({"a": 10.0, "b": 10.0, "c": 20.0}, workers=2, now=hand)
+    clock = RemainingTime({"a": 10.0, "b": 10.0, "c": 20.0}, workers=2, now=hand)
     clock.progress("a", 0.1)  # 39 units are left
     hand.time += 4
     clock.progress("a", 0.3)
@@ -104,18 +104,18 @@ def test_a_level_is_the_mean_over_the_steps_that_measured_one() -> None:
         {"k3": 0.3, "ratio_q01": 0.9, "ratio_q99": 4.0},
         {"k3": None, "ratio_q01": 1.0, "ratio_q99": 1.0},
     ]
-    found = Level.of(rows)
+    found = MismatchLevel.of(rows)
     assert found.k3 == pytest.approx(0.2)
     assert found.tail == pytest.approx((0.6931472 + 1.3862944) / 2)
     with pytest.raises(TrimtabError, match="no step says how large"):
-        Level.of(rows[2:])
+        MismatchLevel.of(rows[2:])
 
 
 def test_a_match_is_as_good_as_its_worse_number() -> None:
-    target = Level(1e-3, 0.2)
-    assert Level(1.4e-3, 0.2).quality(target) == "close"
-    assert Level(1e-3, 0.09).quality(target) == "rough"
-    assert Level(3.1e-3, 0.2).quality(target) == "far"
+    target = MismatchLevel(1e-3, 0.2)
+    assert MismatchLevel(1.4e-3, 0.2).quality(target) == "close"
+    assert MismatchLevel(1e-3, 0.09).quality(target) == "rough"
+    assert MismatchLevel(3.1e-3, 0.2).quality(target) == "far"
 
 
 @pytest.mark.parametrize(
@@ -129,16 +129,16 @@ def test_a_match_is_as_good_as_its_worse_number() -> None:
     ],
 )
 def test_causes_decide_what_is_tried(causes: tuple[str, ...], lagged: bool | None, kinds: tuple[str, ...]) -> None:
-    assert advise.Measure(Level(1e-3, 0.1), 11.0, causes, lagged).kinds == kinds
+    assert advise.Measure(MismatchLevel(1e-3, 0.1), 11.0, causes, lagged).kinds == kinds
 
 
 def test_what_is_said_of_a_run_and_of_its_match() -> None:
-    found = advise.Measure(Level(0.02, 0.6931472), 300.0, ("misaligned",))
-    size, fault = advise.before(Path("run"), found)
+    found = advise.Measure(MismatchLevel(0.02, 0.6931472), 300.0, ("misaligned",))
+    size, fault = advise.describe_run(Path("run"), found)
     assert "k3 0.02 nats per token, ratios out to a factor of 2 " in size
-    assert fault.startswith("Mend first, no method repairs it: misaligned")
-    far = Candidate("rounding", "rounded", regime("int8"), Level(0.0002, 0.01))
-    lines = advise.after(Match(found.level, (far,), (far,)), found.length)
+    assert fault.startswith("Fix first, no method corrects it: misaligned")
+    far = Candidate("rounding", "rounded", regime("int8"), MismatchLevel(0.0002, 0.01))
+    lines = advise.describe_match(MismatchMatch(found.level, (far,), (far,)), found.length)
     assert "k3 0.01 and tail 0.01 times the run's: no match" in lines[0]
     assert "the run's 300 on average" in lines[1]
 
@@ -149,13 +149,13 @@ def test_what_is_said_of_a_run_and_of_its_match() -> None:
         (0.02, (), ""),
         (0.04, (), "take it as a hint"),
         (0.2, (), "take it as a guess"),
-        (0.02, ("misaligned",), "First mend what no method repairs: misaligned."),
+        (0.02, ("misaligned",), "First fix what no method corrects: misaligned."),
     ],
 )
 def test_how_far_a_recommendation_carries(k3: float, causes: tuple[str, ...], words: str) -> None:
-    found = advise.Measure(Level(0.02, 0.1), 11.0, causes)
-    near = Candidate("noise", "noise", regime("int8"), Level(k3, 0.1))
-    said = advise.caution(Match(found.level, (near,), (near,)), found)
+    found = advise.Measure(MismatchLevel(0.02, 0.1), 11.0, causes)
+    near = Candidate("noise", "noise", regime("int8"), MismatchLevel(k3, 0.1))
+    said = advise.caution(MismatchMatch(found.level, (near,), (near,)), found)
     assert words in said
     assert bool(said) == bool(words)
 

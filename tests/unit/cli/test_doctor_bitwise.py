@@ -60,7 +60,7 @@ def test_a_pair_that_differs_is_an_exit_code_and_a_name(capsys: pytest.CaptureFi
     said = " ".join(capsys.readouterr().out.split())
     assert "DIFFERS 2 (norm, layer 2)" in said
     assert "12 of 12 differ, largest difference" in said
-    assert "inputs equal: this operation computes other bits from them" in said
+    assert "inputs equal: this operation computes different bits from them" in said
     assert "inside aten.add, number 3 of 5" in said
 
 

@@ -94,7 +94,7 @@ def test_what_a_name_stands_for(tmp_path: Path) -> None:
     step = eval_sources.source(f"{run}/checkpoints/step-000010/", "best")
     assert (step.run, step.which, step.label) == (run, "step-000010", f"{run}/checkpoints/step-000010")
     for name in ("laboratory", "HuggingFaceTB/SmolLM2-135M", str(tmp_path)):
-        assert eval_sources.source(name, "best") == eval_sources.Source(name, None, "best")
+        assert eval_sources.source(name, "best") == eval_sources.ModelChoice(name, None, "best")
 
 
 def test_runs_bring_their_task_and_precision(tmp_path: Path) -> None:

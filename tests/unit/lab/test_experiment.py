@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.lab.experiment import METHODS, REGIMES, SEEDS, Plan, PlannedRun, parse_method, plan
+from trimtab.lab.experiment import METHODS, REGIMES, SEEDS, ExperimentPlan, PlannedRun, parse_method, plan
 from trimtab.lab.regimes import regime
 from trimtab.lab.runner import cost
 
 OUT = Path("out")
 
 
-def planned(methods: list[str], regimes: list[str], seeds: int = 1, **more: object) -> Plan:
+def planned(methods: list[str], regimes: list[str], seeds: int = 1, **more: object) -> ExperimentPlan:
     return plan(methods, [regime(name) for name in regimes], seeds, OUT, **more)  # pyright: ignore[reportArgumentType]
 
 
-def by_name(found: Plan) -> dict[str, PlannedRun]:
+def by_name(found: ExperimentPlan) -> dict[str, PlannedRun]:
     return {cell.name: cell for cell in found.cells}
 
 
@@ -76,10 +76,10 @@ def test_a_method_that_cannot_be_read_is_refused(spec: str) -> None:
 @pytest.mark.parametrize(
     ("sets", "line"),
     [
-        (["seed=3"], "seed belongs to the grid, use --seeds"),
-        (["objective.name=grpo"], "objective.name belongs to the grid, use --methods"),
-        (["base=quickstart"], "base belongs to the grid, use --model"),
-        (["trainer.sync_every=4"], "trainer.sync_every is what regime 'stale-32' sets"),
+        (["seed=3"], "seed belongs to the experiment, use --seeds"),
+        (["objective.name=grpo"], "objective.name belongs to the experiment, use --methods"),
+        (["base=quickstart"], "base belongs to the experiment, use --model"),
+        (["trainer.sync_every=4"], "trainer.sync_every is set by regime 'stale-32'"),
         (["trainer.step=4"], "unknown key 'trainer.step'"),
     ],
 )
@@ -129,5 +129,5 @@ def test_a_real_model_keeps_its_recipe_s_budget_and_task() -> None:
         1e-5,
     )
     assert (config.engine.quantize, config.trainer.sync_every) == ("int3", 8)
-    with pytest.raises(TrimtabError, match="regime 'moe' has a model of its own"):
+    with pytest.raises(TrimtabError, match="regime 'moe' has its own model"):
         planned(["dapo"], ["moe"], model="some/model")

@@ -13,7 +13,7 @@ from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.lab.experiment import plan
 from trimtab.lab.regimes import regime
-from trimtab.lab.results import SCHEMA, Result, read, summarize, write, write_results
+from trimtab.lab.results import SCHEMA, RunSummary, read, summarize, write, write_results
 
 K3, CHI2, ESS, LARGEST = "mismatch/k3", "mismatch/chi2_token", "mismatch/ess_token", "mismatch/log_ratio_seq_max"
 
@@ -43,7 +43,7 @@ def rows() -> list[dict[str, Any]]:
 
 def test_a_run_in_numbers(tmp_path: Path) -> None:
     found = summarize(rows(), config(tmp_path, "eval.every=2"), "done", 9.0)
-    assert found == Result(
+    assert found == RunSummary(
         status="done",
         steps=3,
         updates=2,
@@ -80,7 +80,7 @@ def test_a_diverged_run_has_no_accuracy_at_its_end(tmp_path: Path) -> None:
     assert summarize([], config(tmp_path), "failed", 1.0).k3 is None
 
 
-def kept(made: Config, result: Result) -> Config:
+def kept(made: Config, result: RunSummary) -> Config:
     """As a finished cell leaves them."""
     place = Path(str(made.out))
     place.mkdir(parents=True)

@@ -16,7 +16,17 @@ from torch import Tensor
 from trimtab.errors import TrimtabError
 from trimtab.models.logprobs import score
 from trimtab.models.packed_attention import IMPLEMENTATION
-from trimtab.models.routing import FAMILIES, FREE, Places, RouterInfo, Routes, agreement, recorded, replayed, routers
+from trimtab.models.routing import (
+    FAMILIES,
+    FREE,
+    Places,
+    RouterInfo,
+    Routes,
+    agreement,
+    record_routing,
+    replay_routing,
+    routers,
+)
 
 BF16 = torch.bfloat16
 KINDS = sorted(FAMILIES)
@@ -72,7 +82,7 @@ def test_gates_by_hand(kind: str, change: dict[str, Any], expected: list[list[fl
     hidden = torch.zeros(3, model.config.hidden_size)
     hidden[:, 0] = 1
     routes = torch.tensor([[1, 3], [2, 0], [FREE, FREE]])[:, None].expand(-1, LAYERS, -1)
-    with torch.no_grad(), replayed(model, routes):
+    with torch.no_grad(), replay_routing(model, routes):
         for gate in gates_of(model):
             gate.weight.zero_()
             gate.weight[:, 0] = SCORES
@@ -254,7 +264,7 @@ IDS = torch.tensor([[5, 9, 11, 7]])
 )
 def test_foreign_routes_are_refused(routes: Tensor, message: str) -> None:
     model = build("qwen3_moe")
-    with pytest.raises(TrimtabError, match=message), replayed(model, routes):
+    with pytest.raises(TrimtabError, match=message), replay_routing(model, routes):
         model(IDS)
 
 
@@ -263,7 +273,7 @@ def test_the_place_of_a_foreign_choice_is_named() -> None:
     routes[2, 1, 0] = 7
     with (
         pytest.raises(TrimtabError, match=r"choice \[7, 1\] of token 2 in mixture layer 1"),
-        replayed(build("olmoe"), routes),
+        replay_routing(build("olmoe"), routes),
     ):
         pass
 
@@ -276,7 +286,7 @@ def test_routes_of_another_batch_are_refused() -> None:
         score(model, batch(), routes=Routes(routes.prompts, routes.responses[1:]))
 
 
-@pytest.mark.parametrize("use", [lambda model: replayed(model, routes_of(4)), recorded])
+@pytest.mark.parametrize("use", [lambda model: replay_routing(model, routes_of(4)), record_routing])
 def test_dense_models_have_nothing_to_replay(use: Callable[[Any], Any]) -> None:
     with pytest.raises(TrimtabError, match="this model has no experts"), use(build("llama")):
         pass
@@ -289,24 +299,27 @@ def test_each_layer_runs_exactly_once(checkpointing: bool) -> None:
     model = build("mixtral").train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    with replayed(model, routes_of(4)):
+    with replay_routing(model, routes_of(4)):
         model(IDS)
         with pytest.raises(TrimtabError, match="layer 0 runs a second time"):
             model(IDS)
-    with pytest.raises(TrimtabError, match="mixture layers 0, 1 was never replayed"), replayed(model, routes_of(4)):
+    with (
+        pytest.raises(TrimtabError, match="mixture layers 0, 1 was never replayed"),
+        replay_routing(model, routes_of(4)),
+    ):
         pass
-    with pytest.raises(ZeroDivisionError), replayed(model, routes_of(4)):  # not hidden behind a complaint of ours
+    with pytest.raises(ZeroDivisionError), replay_routing(model, routes_of(4)):  # not hidden behind a complaint of ours
         raise ZeroDivisionError
     with torch.no_grad():
         free = model(IDS).logits
-        with recorded(model) as tape:
+        with record_routing(model) as tape:
             assert torch.equal(model(IDS).logits, free)  # nothing stays behind
         assert len(tape.take()) == 4
 
 
 def test_a_tape_is_cut_by_take() -> None:
     model = build("olmoe")
-    with recorded(model) as tape:
+    with record_routing(model) as tape:
         assert tape.take().shape == (0, LAYERS, CHOSEN)
         model(IDS)
         first = tape.take()
@@ -315,7 +328,7 @@ def test_a_tape_is_cut_by_take() -> None:
     rest = tape.take()
     assert first.shape == (4, LAYERS, CHOSEN)
     assert torch.equal(rest, torch.cat([first[:3], first[:2]]))
-    with recorded(model) as tape:
+    with record_routing(model) as tape:
         model.model.layers[0].mlp(torch.zeros(1, 5, model.config.hidden_size))
     with pytest.raises(TrimtabError, match=r"routing of \[0, 5\] tokens"):
         tape.take()

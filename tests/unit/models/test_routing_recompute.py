@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trimtab.models.logprobs import score
 from trimtab.models.perturbation import Perturbation
-from trimtab.models.routing import Routes, recorded, replayed
+from trimtab.models.routing import Routes, record_routing, replay_routing
 
 IDS = torch.tensor([[5, 9, 11, 7]])
 
@@ -65,7 +65,7 @@ def free(model: Any) -> Tensor:
 
 
 def with_own(model: Any) -> Tensor:
-    with replayed(model, torch.tensor([3, 1]).expand(4, 2, 2)):
+    with replay_routing(model, torch.tensor([3, 1]).expand(4, 2, 2)):
         return model(IDS, use_cache=False).logits
 
 
@@ -74,11 +74,11 @@ def test_a_backward_inside_another_replay_does_not_hear_it(first: Callable[[Any]
     """The outer forward comes after: its routes are neither used up nor used by the recomputation."""
     model = build("qwen3_moe")
     expected = grads(model, first(model))
-    with replayed(model, torch.tensor([2, 0]).expand(4, 2, 2)):
+    with replay_routing(model, torch.tensor([2, 0]).expand(4, 2, 2)):
         later = free(model)
     checkpointed(model)
     logits = first(model)
-    with replayed(model, torch.tensor([2, 0]).expand(4, 2, 2)):
+    with replay_routing(model, torch.tensor([2, 0]).expand(4, 2, 2)):
         found = grads(model, logits)
         assert torch.equal(free(model), later)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -86,7 +86,7 @@ def test_a_backward_inside_another_replay_does_not_hear_it(first: Callable[[Any]
 
 def test_a_recomputation_is_not_recorded() -> None:
     model = checkpointed(build("mixtral"))
-    with recorded(model) as tape:
+    with record_routing(model) as tape:
         logits = free(model)
     logits.sum().backward()
     assert tape.take().shape == (4, 2, 2)

@@ -8,7 +8,7 @@ import pytest
 
 from trimtab.models import fused_head, packed_attention
 from trimtab.planning import memory
-from trimtab.planning.memory import Rank, host, layer_kept, training_rank
+from trimtab.planning.memory import Rank, host, layer_activations, training_rank
 from trimtab.planning.shapes import SHAPES, Shape
 
 TINY = Shape("tiny", 2, 4, 2, 1, 2, 8, 10, tied=True)
@@ -29,23 +29,23 @@ def test_sixteen_bytes_for_a_parameter() -> None:
 def test_a_layer_by_hand() -> None:
     # float32: two residuals and two norms of 4; bfloat16: five rounded inputs of 4, queries and output of 4, keys and
     # values of 2, and four times the network's 8.
-    assert layer_kept(TINY, ONE) == 4 * 4 * 4 + 2 * (5 * 4 + 2 * 4 + 2 * 2 + 4 * 8)
+    assert layer_activations(TINY, ONE) == 4 * 4 * 4 + 2 * (5 * 4 + 2 * 4 + 2 * 2 + 4 * 8)
     # In float32 a CPU pads the input of every product anew.
-    assert layer_kept(TINY, replace(ONE, compute=4)) == 4 * 4 * 4 + 4 * (5 * 4 + 2 * 4 + 2 * 2 + 4 * 8)
+    assert layer_activations(TINY, replace(ONE, compute=4)) == 4 * 4 * 4 + 4 * (5 * 4 + 2 * 4 + 2 * 2 + 4 * 8)
 
 
 def test_few_probabilities_are_kept_and_many_computed_again() -> None:
     short = training_rank(TINY, ONE)["kept"]
     # Two heads, four rows of 20 queries and 40 keys: 6400 probabilities in each of two layers.
-    assert short == 2 * (layer_kept(TINY, ONE) * 100 + 2 * 6400) + 3 * 4 * 4 * 100
+    assert short == 2 * (layer_activations(TINY, ONE) * 100 + 2 * 6400) + 3 * 4 * 4 * 100
     long = replace(ONE, response=4000)
-    assert training_rank(TINY, long)["kept"] == 2 * layer_kept(TINY, ONE) * 100 + 3 * 4 * 4 * 100
+    assert training_rank(TINY, long)["kept"] == 2 * layer_activations(TINY, ONE) * 100 + 3 * 4 * 4 * 100
 
 
 def test_checkpointing_keeps_one_input_for_each_layer() -> None:
     with_, without = (training_rank(TINY, replace(ONE, recompute=on)) for on in (True, False))
     assert with_["kept"] == (2 + 3) * 4 * 4 * 100
-    assert with_["layer"] - without["layer"] == layer_kept(TINY, ONE) * 100
+    assert with_["layer"] - without["layer"] == layer_activations(TINY, ONE) * 100
     assert with_["kept"] < without["kept"]
 
 

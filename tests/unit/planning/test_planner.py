@@ -11,7 +11,7 @@ from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
 from trimtab.planning.assumptions import DEVICES, Assumptions
 from trimtab.planning.memory import host
-from trimtab.planning.planner import NODE, Plan, Question, plan
+from trimtab.planning.planner import GPUS_PER_NODE, Plan, Question, plan
 from trimtab.planning.rates import Workload
 from trimtab.planning.shapes import SHAPES
 
@@ -53,7 +53,7 @@ def test_every_gpu_has_one_duty() -> None:
         found = plan(replace(SEVEN, gpus=gpus))
         assert found.engines * found.engine.gpus + found.rank.ranks == gpus
     large = plan(replace(SEVEN, gpus=64))
-    assert large.rank.ranks % NODE == 0
+    assert large.rank.ranks % GPUS_PER_NODE == 0
 
 
 def test_it_is_the_fastest_split_that_fits() -> None:

@@ -84,5 +84,5 @@ def test_what_is_not_known_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match="not JSON"):
         find(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 3}))
-    with pytest.raises(TrimtabError, match="does not say 'num_attention_heads'"):
+    with pytest.raises(TrimtabError, match="has no 'num_attention_heads'"):
         find(str(tmp_path))

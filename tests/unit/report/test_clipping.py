@@ -101,9 +101,9 @@ def test_alp_clips_the_perturbed_ratio() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"name": "dapo"}, "which is 1 at the first look"),
+        ({"name": "dapo"}, "which is 1 in the first update"),
         ({"name": "oapl"}, "oapl clips nothing"),
-        ({"name": "luffy"}, "which is 1 at the first look"),
+        ({"name": "luffy"}, "which is 1 in the first update"),
         ({"name": "token-bypas"}, "does not know the objective"),
         ({}, "does not know the objective"),
     ],

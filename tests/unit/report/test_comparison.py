@@ -15,7 +15,7 @@ from PIL import Image
 
 from trimtab.errors import TrimtabError
 from trimtab.report.comparison import as_data, compare, held_out, write_comparison, write_page
-from trimtab.report.comparison_figures import PANELS, _look, _panel, _seeds, draw_panels, swatch
+from trimtab.report.comparison_figures import PANELS, _draw_group, _draw_panel, _line_style, draw_panels, swatch
 from trimtab.report.groups import find_runs, group_runs, named_runs
 from trimtab.runs.reader import Run
 
@@ -101,7 +101,7 @@ def test_a_comparison_of_given_names(grid: Path, tmp_path: Path) -> None:
 
 def draw_axes(series: list[tuple[np.ndarray, np.ndarray]], *, crowded: bool = False, averaged: bool = False):
     axes = Figure().add_subplot()
-    _seeds(axes, series, ("black", "-"), points=False, crowded=crowded, averaged=averaged)
+    _draw_group(axes, series, ("black", "-"), points=False, crowded=crowded, averaged=averaged)
     return axes
 
 
@@ -147,7 +147,7 @@ def test_a_logarithmic_panel_shows_the_drop_of_a_single_step() -> None:
     rows = [{"step": int(step), "mismatch/k3": 1e-13 if step == 33 else 0.5, "mismatch/tokens": 9} for step in steps]
     panel = next(panel for panel in PANELS if panel.title.startswith("Mismatch k3"))
     axes = Figure().add_subplot()
-    _panel(axes, panel, [[panel.read(Run(Path("a"), {}, rows))]])
+    _draw_panel(axes, panel, [[panel.read(Run(Path("a"), {}, rows))]])
     (line,) = axes.lines
     assert values_of(line)[32] == 1e-13
 
@@ -167,7 +167,7 @@ def test_seconds_are_never_judged(make_run: Callable[..., Path], tmp_path: Path)
 
 
 def test_twenty_groups_look_different_and_their_legend_too() -> None:
-    assert len({(color, str(style)) for color, style in map(_look, range(36))}) == 36
+    assert len({(color, str(style)) for color, style in map(_line_style, range(36))}) == 36
     assert len({swatch(index) for index in range(36)}) == 36
 
 
@@ -188,7 +188,7 @@ def test_one_group_is_a_comparison_of_its_seeds(make_run: Callable[..., Path], t
     comparison = compare(group_runs(few))
     page = write_page(comparison, tmp_path / "report.html").read_text()
     assert "Nothing but seed and out" in page
-    assert not any(item.winner is not None for item in comparison.goals)
+    assert not any(item.winner is not None for item in comparison.results)
 
 
 def test_unfinished_runs_and_missing_metrics(make_run: Callable[..., Path], tmp_path: Path) -> None:
@@ -248,5 +248,5 @@ def test_calibrated_bounds_of_each_seed_are_mentioned(make_run: Callable[..., Pa
     comparison = compare(group_runs(find_runs(tmp_path)))
     assert "min(ρ_t, 1.25)" in comparison.equations["token-tis"]
     assert comparison.cautions == [
-        "token-tis: every seed calibrated bounds of its own; the equation is that of the first."
+        "token-tis: every seed calibrated its own bounds; the equation is that of the first seed."
     ]

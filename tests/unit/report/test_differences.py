@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trimtab.objectives import objective, objectives
-from trimtab.report.differences import Part, align, differing_keys
+from trimtab.report.differences import EquationPart, align, differing_keys
 from trimtab.report.groups import Group
 from trimtab.runs.reader import Run
 
@@ -15,11 +15,11 @@ def group(name: str, **config: object) -> Group:
     return Group(name, [Run(Path(name), {}, [{"step": 1}])], flat)
 
 
-def by_symbol(parts: list[Part]) -> dict[str, Part]:
+def by_symbol(parts: list[EquationPart]) -> dict[str, EquationPart]:
     return {part.symbol: part for part in parts}
 
 
-def marked(part: Part, name: str) -> list[str]:
+def marked(part: EquationPart, name: str) -> list[str]:
     [reading] = [reading for reading in part.readings if name in reading.names]
     return [text for text, own in reading.pieces if own]
 

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.report.comparison_table import legend, markdown, read_grid, summarize, words
-from trimtab.report.experiment_page import write_grid
+from trimtab.report.comparison_table import cell_text, legend, markdown, read_table, summarize
+from trimtab.report.experiment_page import write_experiment_page
 
 
 def row(method: str, regime: str, seed: int, accuracy: float | None, **more: Any) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def test_means_ranks_and_collapses_by_hand() -> None:
     assert [score.accuracy.mean for score in (good, even, bad, gone)] == pytest.approx([0.85, 0.825, 0.2, 0.1])
     assert [score.rank for score in (good, even, bad, gone)] == [1, 2, 3, 4]
     # Below half of .5: one of two; then .2 and the diverged run, which counts as 0.
-    assert [(score.collapsed, score.fell) for score in (bad, gone)] == [(1, False), (2, True)]
+    assert [(score.collapsed, score.collapsed_mostly) for score in (bad, gone)] == [(1, False), (2, True)]
     assert (gone.diverged, gone.values) == (1, (0.2, 0.0))
     assert grid.before == 0.5
     assert grid.refused == {("even", "easy"): "no room"}
@@ -73,7 +73,7 @@ def test_the_best_is_tied_with_those_whose_seeds_do_not_all_lose() -> None:
     grid = summarize(ROWS)
     # good - even is -.05 and .1 by seed; good - bad is .7 and .6.
     assert grid.scores["even", "hard"].behind.mean == pytest.approx(0.025)
-    assert [grid.scores[name, "hard"].tied for name in ("good", "even", "bad")] == [True, True, False]
+    assert [grid.scores[name, "hard"].is_best for name in ("good", "even", "bad")] == [True, True, False]
     assert grid.scores["bad", "hard"].behind.low == pytest.approx(0.6)
 
 
@@ -84,12 +84,12 @@ def test_the_table_in_markdown() -> None:
     assert lines[2] == "| `good` | 0.850 [0.800, 0.900] #1 | 0.700 #1 |"
     assert lines[3].startswith("| `even` | 0.825 ")
     assert lines[3].endswith("#2= | – |")
-    assert words(grid, "gone", "hard").endswith("#4 †")
+    assert cell_text(grid, "gone", "hard").endswith("#4 †")
 
 
 def test_seeds_that_only_one_has_are_not_paired() -> None:
     grid = summarize([row("a", "r", 0, 0.9), row("b", "r", 1, 0.1)])
-    assert grid.scores["b", "r"].tied, "no seed says that a is ahead"
+    assert grid.scores["b", "r"].is_best, "no seed says that a is ahead"
     assert math.isnan(grid.scores["b", "r"].behind.mean)
 
 
@@ -100,7 +100,9 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def test_the_page_shows_what_the_file_holds_and_escapes_it(tmp_path: Path) -> None:
     rows = [*ROWS, row("<script>", "hard", 0, 0.4), row("<script>", "hard", 1, 0.4)]
-    page = write_grid(read_grid(written(tmp_path, rows)), tmp_path / "report.html", notes=["<b>note</b>"]).read_text()
+    page = write_experiment_page(
+        read_table(written(tmp_path, rows)), tmp_path / "report.html", notes=["<b>note</b>"]
+    ).read_text()
     assert "<script>" not in page
     assert "&lt;b&gt;note" in page
     assert "[0.800, 0.900]" in page
@@ -113,17 +115,19 @@ def test_the_page_shows_what_the_file_holds_and_escapes_it(tmp_path: Path) -> No
 
 def test_many_methods_get_a_figure_each(tmp_path: Path) -> None:
     rows = [row(f"m{index}", "r", seed, 0.5 + index / 20 + seed / 50) for index in range(8) for seed in (0, 1)]
-    assert write_grid(read_grid(written(tmp_path, rows)), tmp_path / "p.html").read_text().count("<svg") == 8
+    assert (
+        write_experiment_page(read_table(written(tmp_path, rows)), tmp_path / "p.html").read_text().count("<svg") == 8
+    )
 
 
 def test_bad_files_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match=r"no .*results\.parquet: `trimtab compare"):
-        read_grid(tmp_path)
+        read_table(tmp_path)
     (tmp_path / "results.parquet").write_bytes(b"PAR1 and not more")
     with pytest.raises(TrimtabError, match="is damaged"):
-        read_grid(tmp_path)
+        read_table(tmp_path)
     with pytest.raises(TrimtabError, match="has no column 'method'"):
-        read_grid(written(tmp_path, [{"a": 1}]))
+        read_table(written(tmp_path, [{"a": 1}]))
     pq.write_table(pa.Table.from_pylist(ROWS).slice(0, 0), tmp_path / "results.parquet")
     with pytest.raises(TrimtabError, match="no finished run yet"):
-        read_grid(tmp_path)
+        read_table(tmp_path)

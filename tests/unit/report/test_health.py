@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.report.health import as_data, health, judged
+from trimtab.report.health import as_data, health, judge_metric
 from trimtab.runs.reader import Run
 
 GOOD = {
@@ -103,10 +103,10 @@ def test_of_parts_that_are_all_outside_the_furthest_is_named() -> None:
 
 
 def test_a_short_run_is_one_part_and_parts_have_five_steps() -> None:
-    assert judged(run(steps=9), "mismatch/k3").worst.measured == 9  # pyright: ignore[reportOptionalMemberAccess]
-    assert judged(run(steps=10), "mismatch/k3").worst.measured == 5  # pyright: ignore[reportOptionalMemberAccess]
-    assert judged(run(), "reward/mean") is None, "it has no range"
-    assert judged(run(), "kl/bounded") is None, "it was not measured"
+    assert judge_metric(run(steps=9), "mismatch/k3").worst.measured == 9  # pyright: ignore[reportOptionalMemberAccess]
+    assert judge_metric(run(steps=10), "mismatch/k3").worst.measured == 5  # pyright: ignore[reportOptionalMemberAccess]
+    assert judge_metric(run(), "reward/mean") is None, "it has no range"
+    assert judge_metric(run(), "kl/bounded") is None, "it was not measured"
 
 
 def test_a_reward_that_falls_to_less_than_half_is_not_healthy() -> None:
@@ -171,7 +171,7 @@ def test_a_long_list_ends_with_how_many_more() -> None:
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=60))
 def test_counts_and_states_agree(k3: list[float]) -> None:
-    found = judged(run(steps=len(k3), mismatch__k3=k3), "mismatch/k3")
+    found = judge_metric(run(steps=len(k3), mismatch__k3=k3), "mismatch/k3")
     assert found is not None
     assert found.outside == sum(value > 0.01 for value in k3)
     assert (found.state == "healthy") == (found.outside == 0)

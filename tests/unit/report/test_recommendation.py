@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trimtab.report.comparison_table import Grid, markdown, summarize
-from trimtab.report.experiment_page import write_grid
+from trimtab.report.comparison_table import ComparisonTable, markdown, summarize
+from trimtab.report.experiment_page import write_experiment_page
 from trimtab.report.recommendation import ordered, recommend
 
 
-def grid(before: float = 0.5, **methods: Sequence[float | None] | Mapping[str, Sequence[float | None]]) -> Grid:
+def grid(
+    before: float = 0.5, **methods: Sequence[float | None] | Mapping[str, Sequence[float | None]]
+) -> ComparisonTable:
     """Accuracies by seed, in one regime or several."""
     rows = []
     for method, found in methods.items():
@@ -88,7 +90,7 @@ def test_the_table_and_the_page_begin_with_the_best(tmp_path: Path) -> None:
     rows = [line.split("`")[1] for line in markdown(found, ordered(found)).splitlines()[2:]]
     assert rows == ["a", "b", "c"]
     text = recommend(found).text
-    page = write_grid(found, tmp_path / "p.html", methods=ordered(found), verdict=text).read_text()
+    page = write_experiment_page(found, tmp_path / "p.html", methods=ordered(found), verdict=text).read_text()
     assert f"<strong>{text}</strong>" in page
     places = [page.index(f"<strong>{name}</strong>") for name in ("a", "b", "c")]
     assert places == sorted(places)

@@ -10,7 +10,7 @@ import pytest
 
 from trimtab.report.cautions import cautions, same_measure
 from trimtab.report.groups import Group
-from trimtab.report.summary_columns import choose_target, clipped, goal_columns, outcome, way_columns
+from trimtab.report.summary_columns import choose_target, clipped, outcome, process_columns, result_columns
 from trimtab.runs.reader import Run
 
 BASE = {
@@ -42,7 +42,7 @@ def group(name: str, *runs: Run, **config: Any) -> Group:
 
 
 def columns(groups: list[Group], target: float | None = None, *, judged: bool = True) -> dict[str, Any]:
-    wanted = [*goal_columns(choose_target(groups, target)), *way_columns()]
+    wanted = [*result_columns(choose_target(groups, target)), *process_columns()]
     found = [outcome(column, groups, judged=judged) for column in wanted]
     return {item.column.key: item for item in found if item}
 

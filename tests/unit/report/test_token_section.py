@@ -169,8 +169,8 @@ def test_an_objective_over_proximal_says_why_nothing_is_clipped(make_run: Callab
     folder = make_run(tmp_path / "run", steps=1, every=9, objective="dapo", keys=["step"])
     _write(folder, 1, **_plain())
     assert _section(folder)["absent"][-1] == (
-        "clipped tokens by position (dapo clips π/π_old, which is 1 at the first look at a batch, so no token is "
-        "clipped there)"
+        "clipped tokens by position (dapo clips π/π_old, which is 1 in the first update on a batch, so no token is "
+        "clipped)"
     )
 
 

@@ -100,7 +100,7 @@ def test_a_lost_engine_comes_back_and_nothing_is_lost(desk: Open) -> None:
 
 
 def test_the_others_do_the_work_of_one_that_does_not_come_back(desk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "BACKOFF", 0.0)
+    monkeypatch.setattr(engine_thread, "RESTART_BACKOFF", 0.0)
 
     def dead(_call: int, _interrupt: AbortSignal) -> int:
         raise EngineDeadError("gone")
@@ -113,7 +113,7 @@ def test_the_others_do_the_work_of_one_that_does_not_come_back(desk: Open, monke
 
 
 def test_the_last_engine_takes_the_run_with_it(desk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "BACKOFF", 0.0)
+    monkeypatch.setattr(engine_thread, "RESTART_BACKOFF", 0.0)
 
     def dead(_call: int, _interrupt: AbortSignal) -> int:
         raise EngineDeadError("gone")
@@ -141,7 +141,7 @@ def test_a_bug_in_one_engine_ends_the_run_though_the_other_keeps_every_batch_rea
     one.feed.take(0, 9)
     go.set()
     with one.buffer.changed:
-        floor, schedule = one.feed._floor, one.buffer.schedule  # pyright: ignore[reportPrivateUsage]
+        floor, schedule = one.feed._state, one.buffer.schedule  # pyright: ignore[reportPrivateUsage]
         assert one.buffer.changed.wait_for(lambda: floor.error is not None and schedule.batch() is not None, 30)
     with pytest.raises(ZeroDivisionError):
         one.feed.take(1, 8)
@@ -286,10 +286,10 @@ def test_lanes_rest_while_somebody_looks_through_an_engine(desk: Open) -> None:
     def through(found: Engine) -> int:
         assert found is engine
         assert engine.published[-1] == (7, True)
-        assert one.feed._at_rest()  # pyright: ignore[reportPrivateUsage]
+        assert one.feed._is_paused()  # pyright: ignore[reportPrivateUsage]
         return engine.calls
 
-    rested = one.feed.look([("w", torch.zeros(1))], 7, through, rounded=False)
+    rested = one.feed.evaluate_with([("w", torch.zeros(1))], 7, through, quantized=False)
     assert rested >= calls
     assert one.steps(1, now=2) == [[8, 9, 10, 11]]
     assert (2, False) in engine.published[engine.published.index((7, True)) :]
@@ -306,7 +306,7 @@ def test_an_engine_lost_under_a_look_is_brought_back(desk: Open) -> None:
             raise EngineDeadError("fell over")
         return 5
 
-    assert one.feed.look([("w", torch.zeros(1))], 7, through, rounded=False) == 5
+    assert one.feed.evaluate_with([("w", torch.zeros(1))], 7, through, quantized=False) == 5
     assert attempts == [7, 7, 7]
     assert engine.recovered == 2
 

@@ -57,8 +57,8 @@ def script_for(signal: list[bool]) -> dict[str, list[str | Completion]]:
 
 def test_groups_come_in_order_and_are_numbered(scorer: rewards.Scorer) -> None:
     made = feed(scorer, script_for([True, False, True, True]))
-    first, stats = made.take(UPDATES, left=1)
-    second, _ = made.take(UPDATES, left=1)
+    first, stats = made.take(UPDATES, batches_left=1)
+    second, _ = made.take(UPDATES, batches_left=1)
     assert [trajectory.group for group in first + second for trajectory in group] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [trajectory.reward for trajectory in first[0]] == [1.0, 0.0]
     assert (stats.no_signal, stats.groups) == (1, 2)
@@ -67,7 +67,7 @@ def test_groups_come_in_order_and_are_numbered(scorer: rewards.Scorer) -> None:
 
 def test_groups_without_signal_are_replaced_and_counted(scorer: rewards.Scorer) -> None:
     made = feed(scorer, script_for([False, True, False, True]), dynamic_sampling=True)
-    groups, stats = made.take(UPDATES, left=1)
+    groups, stats = made.take(UPDATES, batches_left=1)
     assert [group[0].group for group in groups] == [1, 3]
     assert (stats.no_signal, stats.groups) == (2, 4)
     assert stats.refilled == 2
@@ -76,7 +76,7 @@ def test_groups_without_signal_are_replaced_and_counted(scorer: rewards.Scorer) 
 
 def test_refilling_is_bounded(scorer: rewards.Scorer) -> None:
     made = feed(scorer, script_for([False] * 6 + [True]), dynamic_sampling=True, refill_rounds=3)
-    groups, stats = made.take(UPDATES, left=1)
+    groups, stats = made.take(UPDATES, batches_left=1)
     assert made.collector.stream.position == 6
     # Nothing but equal rewards: the batch still carries KL and entropy, it is not empty.
     assert [group[0].group for group in groups] == [0, 1]
@@ -85,19 +85,19 @@ def test_refilling_is_bounded(scorer: rewards.Scorer) -> None:
 
 def test_surplus_of_oversampling_waits_for_the_next_step(scorer: rewards.Scorer) -> None:
     made = feed(scorer, script_for([True] * 6), dynamic_sampling=True, oversample=2.0)
-    first, _ = made.take(UPDATES, left=1)
+    first, _ = made.take(UPDATES, batches_left=1)
     assert [group[0].group for group in first] == [0, 1]
     assert made.buffer.schedule.ready() == [2, 3]
-    second, stats = made.take(UPDATES, left=1)
+    second, stats = made.take(UPDATES, batches_left=1)
     assert [group[0].group for group in second] == [2, 3]
     assert stats.generated == 0
 
 
 def test_leftovers_older_than_max_lag_are_dropped_and_counted(scorer: rewards.Scorer) -> None:
     made = feed(scorer, script_for([True] * 8), dynamic_sampling=True, oversample=2.0, max_lag=1)
-    made.take(UPDATES, left=1)
+    made.take(UPDATES, batches_left=1)
     made.publish([], UPDATES + 2)
-    groups, stats = made.take(UPDATES + 2, left=1)
+    groups, stats = made.take(UPDATES + 2, batches_left=1)
     assert [group[0].group for group in groups] == [4, 5]
     assert stats.stale == 4
 
@@ -107,7 +107,7 @@ def test_non_finite_log_probs_cost_their_sample_only(scorer: rewards.Scorer) -> 
     ids = np.array(TOKENIZER(right(index))["input_ids"], dtype=np.int64)
     broken = Completion(ids, np.array([-1, np.nan, -1, -1], dtype=np.float32), np.zeros(4, np.int64), "stop", "")
     made = feed(scorer, {TASK.train[index].id: [broken, right(index)], TASK.train[other].id: [right(other)]})
-    groups, stats = made.take(UPDATES, left=1)
+    groups, stats = made.take(UPDATES, batches_left=1)
     assert [len(group) for group in groups] == [1, 2]
     assert stats.dropped == 1
     assert "non-finite log-prob" in stats.errors[0]
@@ -118,7 +118,7 @@ def test_truncated_responses_can_be_left_out_of_the_loss(scorer: rewards.Scorer)
     name = TASK.train[order(1)[0]].id
     script[name] = ["12345678", "99."]
     made = feed(scorer, script, mask_truncated=True)
-    (group, _), _ = made.take(UPDATES, left=1)
+    (group, _), _ = made.take(UPDATES, batches_left=1)
     assert group[0].completion.finish == "length"
     assert not group[0].loss_mask.any()
     assert group[1].loss_mask.all()
@@ -128,14 +128,14 @@ def test_truncated_sampling_without_keep_sets_is_refused(scorer: rewards.Scorer)
     made = feed(scorer, script_for([True, True]))
     made.collector.sampling = Sampling(max_tokens=4, stop=(".",), top_p=0.9)
     with pytest.raises(TrimtabError, match="keep sets"):
-        made.take(UPDATES, left=1)
+        made.take(UPDATES, batches_left=1)
 
 
 def test_raw_log_probs_at_another_temperature_are_refused(scorer: rewards.Scorer) -> None:
     made = feed(scorer, script_for([True, True]))
     made.collector.sampling = Sampling(max_tokens=4, stop=(".",), temperature=0.7, logprobs="raw")
     with pytest.raises(TrimtabError, match="raw"):
-        made.take(UPDATES, left=1)
+        made.take(UPDATES, batches_left=1)
 
 
 def test_the_stream_is_a_function_of_seed_and_position() -> None:

@@ -19,7 +19,7 @@ from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.stopping import StopChecker, eos_ids
 from trimtab.errors import TrimtabError
 from trimtab.models.load import load
-from trimtab.rollout.demonstrations import Demonstrations, written
+from trimtab.rollout.demonstrations import Demonstrations, encode_demonstration
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Plain
 from trimtab.types import EXTERNAL_VERSION, Problem, Prompt, RewardSpec, Sampling
@@ -92,7 +92,7 @@ def texts(found: Sequence[Any]) -> list[str]:
 )
 def test_a_trace_is_what_an_engine_would_have_returned(stop, text, ids, shown):
     sampling = Sampling(max_tokens=8, stop=stop)
-    trace = written(text, PIECE_TOKENIZER, sampling)
+    trace = encode_demonstration(text, PIECE_TOKENIZER, sampling)
     assert trace.response_ids.tolist() == pieces(*ids)
     assert trace.text == shown
     rule = StopChecker(PIECE_TOKENIZER, (EOS,), sampling)
@@ -101,7 +101,7 @@ def test_a_trace_is_what_an_engine_would_have_returned(stop, text, ids, shown):
 
 
 def test_nothing_is_claimed_about_who_wrote_it():
-    trace = written("ab", PIECE_TOKENIZER, Sampling(stop=("\n",)))
+    trace = encode_demonstration("ab", PIECE_TOKENIZER, Sampling(stop=("\n",)))
     assert np.isnan(trace.logp_behavior).all()
     assert trace.logp_behavior.dtype == np.float32
     assert trace.policy_version.tolist() == [EXTERNAL_VERSION, EXTERNAL_VERSION]
@@ -118,7 +118,7 @@ def test_a_sampled_response_written_down_comes_back_token_for_token():
     assert {int(completion.response_ids[-1]) for completion in ended} == {9, *eos_ids(model, words)}
     for completion in ended:
         whole = words.decode(completion.response_ids)
-        trace = written(whole, words, sampling)
+        trace = encode_demonstration(whole, words, sampling)
         assert trace.response_ids.tolist() == completion.response_ids.tolist()
         assert trace.text == completion.text
 

@@ -38,17 +38,17 @@ def lengths(prefixes: list[list[Completion]]) -> list[list[int]]:
 
 def test_a_cycle_is_one_refill_and_then_its_batches() -> None:
     pool, asked = make(refresh=3, ratio=0.3), ask(4)
-    assert (pool.batches, pool.due) == (2, True)
+    assert (pool.batches, pool.starts_cycle) == (2, True)
     pool.observe([10, 11, 12])
     pool.refill(asked)
-    assert not pool.due
+    assert not pool.starts_cycle
     first, prefixes = pool.take(2)
     assert first == asked[:2]
     assert all(k == 3 or k < 3 for group in lengths(prefixes) for k in group)
-    assert not pool.due
+    assert not pool.starts_cycle
     second, _ = pool.take(2)
     assert second == asked[2:]
-    assert pool.due
+    assert pool.starts_cycle
     with pytest.raises(ValueError, match="0 are waiting"):
         pool.take(1)
 
@@ -144,7 +144,7 @@ def test_what_is_never_used_costs_nothing() -> None:
         pool = make(**config)
         pool.observe([12])
         pool.refill(ask(2 * pool.batches))
-        assert pool.due
+        assert pool.starts_cycle
         assert (pool.engine.decoded, pool.engine.prefilled) == (0, 0)
 
 
@@ -188,7 +188,7 @@ def test_an_empty_pool_survives_a_checkpoint() -> None:
     pool, other = make(refresh=2), make(refresh=2)
     pool.observe([5])
     other.restore(pool.to_bytes(), pool.meta(), [])
-    assert other.due
+    assert other.starts_cycle
     assert other.meta() == pool.meta()
 
 

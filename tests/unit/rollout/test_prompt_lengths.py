@@ -11,7 +11,7 @@ from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.models.laboratory import build
 from trimtab.rollout.collector import PromptStream
-from trimtab.rollout.prompt_lengths import LOOKS, Survey, prompt_room
+from trimtab.rollout.prompt_lengths import MAX_SURVEYED, Survey, prompt_room
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Plain
 from trimtab.training.held_out import HeldOut
@@ -75,8 +75,8 @@ def test_a_survey_says_how_long_prompts_are_and_how_many_are_left_out() -> None:
 
 
 def test_of_many_problems_a_sample_is_looked_at() -> None:
-    survey = Survey.of(stream(*[3] * (LOOKS + 1)))
-    assert len(survey.lengths) == LOOKS
+    survey = Survey.of(stream(*[3] * (MAX_SURVEYED + 1)))
+    assert len(survey.lengths) == MAX_SURVEYED
     assert survey.lines() == ["prompts    3 tokens (2,000 of 2,001 problems)"]
 
 
@@ -138,7 +138,7 @@ def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> 
         collector = SimpleNamespace(config=config, stream=source, scorer=scorer, sampling=sampling, room=6)
         held_out = HeldOut.of(collector)  # pyright: ignore[reportArgumentType]
         assert held_out.measure(engine, collector) == (pytest.approx(1 / 5), 5)  # pyright: ignore[reportArgumentType]
-    assert [problem.id for problem in held_out.asked] == ["p0", "p2", "p4"]
+    assert [problem.id for problem in held_out.problems] == ["p0", "p2", "p4"]
     assert held_out.lines() == ["2 of 5 held-out problems do not fit the context: they count as not solved"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.rollout.schedule import NO_SIGNAL, STALE, Request, Schedule
+from trimtab.rollout.schedule import NO_SIGNAL, STALE, GroupRange, Schedule
 
 STEPS = 8
 
@@ -18,7 +18,7 @@ STEPS = 8
 @dataclass
 class EngineThread:
     version: int = -1
-    request: Request | None = None
+    request: GroupRange | None = None
 
 
 @dataclass
@@ -40,7 +40,7 @@ class World:
     batches: list[list[int]] = field(default_factory=list)
     saved: str = ""
     events: int = 0
-    unscored: list[tuple[Request, int]] = field(default_factory=list)
+    unscored: list[tuple[GroupRange, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.schedule = self._empty()
@@ -51,7 +51,7 @@ class World:
 
     def _empty(self) -> Schedule:
         patience = self.prompts * self.refill if self.refill else None
-        return Schedule(self.prompts, self.updates, self.lag, in_order=self.in_order, patience=patience)
+        return Schedule(self.prompts, self.updates, self.lag, in_order=self.in_order, max_no_signal=patience)
 
     def live(self) -> None:
         """To the last step, killed now and then while there are kills left."""
@@ -193,25 +193,25 @@ def test_admission_by_hand() -> None:
     """4 prompts, 2 updates a step, lag 4: beside the batch in progress, exactly two more may be generated."""
     books = Schedule(prompts=4, updates=2, max_lag=4)
     books.wait(10)
-    assert books.admit(3, version=10) == Request(0, 3)
-    assert books.admit(3, version=10) == Request(3, 1)  # a request never spans two batches
+    assert books.admit(3, version=10) == GroupRange(0, 3)
+    assert books.admit(3, version=10) == GroupRange(3, 1)  # a request never spans two batches
     for number in range(4):
         books.deliver(number, 10)
     books.consume([0, 1, 2, 3], 10)  # the next batch is taken after 12 updates
-    assert books.admit(4, version=10) == Request(4, 4)  # age 2
-    assert books.admit(4, version=10) == Request(8, 4)  # age 4
+    assert books.admit(4, version=10) == GroupRange(4, 4)  # age 2
+    assert books.admit(4, version=10) == GroupRange(8, 4)  # age 4
     assert books.admit(4, version=10) is None  # age 6
-    assert books.admit(4, version=12) == Request(12, 4)
+    assert books.admit(4, version=12) == GroupRange(12, 4)
 
 
 def test_a_batch_of_spares_makes_what_was_generated_ahead_too_old() -> None:
     """One prompt, one update a step, lag 2: the spare's place was given to group 3, and the spare took a step too."""
-    books = Schedule(prompts=1, updates=1, max_lag=2, patience=1)
+    books = Schedule(prompts=1, updates=1, max_lag=2, max_no_signal=1)
     books.wait(0)
     for number in range(3):
-        assert books.admit(1, version=0) == Request(number, 1)
+        assert books.admit(1, version=0) == GroupRange(number, 1)
     books.deliver(0, 0, signal=False)
-    assert books.admit(1, version=0) == Request(3, 1)
+    assert books.admit(1, version=0) == GroupRange(3, 1)
     for now, number in enumerate(range(3)):
         books.wait(now)
         assert books.expire() == []
@@ -237,9 +237,9 @@ def test_lost_requests_come_first_and_in_order() -> None:
     books.repeat(second)
     books.repeat(first)
     assert books.unfinished() == [0, 2, 3, 4, 5, 6, 7]
-    assert books.admit(4, 0) == Request(0, 1)  # group 1 is ready
-    assert books.admit(4, 0) == Request(2, 2)
-    assert books.admit(4, 0) == Request(4, 4)
+    assert books.admit(4, 0) == GroupRange(0, 1)  # group 1 is ready
+    assert books.admit(4, 0) == GroupRange(2, 2)
+    assert books.admit(4, 0) == GroupRange(4, 4)
 
 
 def test_a_group_that_is_too_old_or_not_ready_is_never_consumed() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.errors import TrimtabError
-from trimtab.rollout.truncation import Rule, before_high_entropy, build, portion
+from trimtab.rollout.truncation import Rule, before_high_entropy, build, prefix_tokens
 from trimtab.types import Completion, FinishReason, cut
 
 
@@ -44,7 +44,7 @@ def rule(name: str, ratio: float = 0.5, top: int = 32, whole: bool = True) -> Ru
     ],
 )
 def test_the_share_of_a_length_is_its_floor(ratio: float, length: float, kept: int) -> None:
-    assert portion(ratio, length) == kept
+    assert prefix_tokens(ratio, length) == kept
 
 
 def test_length_keeps_a_share_and_never_the_stop() -> None:

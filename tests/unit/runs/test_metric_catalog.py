@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trimtab.objectives import PolicyLogps, mismatch, objective, objectives
-from trimtab.report.chart_layout import LAYOUT, METHODS
+from trimtab.report.chart_layout import METHOD_CHARTS, RUN_CHARTS
 from trimtab.runs.metric_catalog import metric, sections, undocumented
 from trimtab.runs.reader import read_run
 
@@ -84,7 +84,7 @@ def test_rows_are_unique_and_their_bands_are_not_upside_down() -> None:
 
 
 def test_every_chart_is_explained_by_the_table() -> None:
-    for _, charts in LAYOUT + METHODS:
+    for _, charts in RUN_CHARTS + METHOD_CHARTS:
         for chart in charts:
             assert chart.caption.what
             for _, key in chart.lines:

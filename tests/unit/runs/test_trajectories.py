@@ -308,7 +308,7 @@ def test_records_too_large_for_one_group_of_rows_go_into_several(monkeypatch: py
     ]
     whole = trajectories.to_bytes(pending)
     assert pq.ParquetFile(pa.BufferReader(whole)).num_row_groups == 1
-    monkeypatch.setattr(trajectories, "GROUP_BYTES", 2 * size * 12 + 1)  # records in memory are int16
+    monkeypatch.setattr(trajectories, "ROW_GROUP_BYTES", 2 * size * 12 + 1)  # records in memory are int16
     cut = trajectories.to_bytes(pending)
     assert pq.ParquetFile(pa.BufferReader(cut)).num_row_groups == 3
     for found, given_ in zip(trajectories.from_bytes(cut), pending, strict=True):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.support.trajectories import trajectory
 
-from trimtab.training.idle import Idle
+from trimtab.training.idle import IdleSteps
 from trimtab.types import FinishReason, Trajectory
 
 
@@ -21,7 +21,7 @@ def batch(*rewards: float, finish: FinishReason = "stop") -> tuple[list[Trajecto
 
 
 def test_a_step_with_any_advantage_is_none_of_them() -> None:
-    idle = Idle()
+    idle = IdleSteps()
     assert idle.observe(*batch(0.0, 0.0, 1.0, 1.0, 0.0, 1.0), 8) is None
     assert idle.steps == 0
 
@@ -35,14 +35,14 @@ def test_a_step_with_any_advantage_is_none_of_them() -> None:
     ],
 )
 def test_a_step_without_is_said_with_its_reason(rewards: tuple[float, ...], finish: FinishReason, said: str) -> None:
-    idle = Idle()
+    idle = IdleSteps()
     line = idle.observe(*batch(*rewards, finish=finish), 8)
     assert line == f"it taught nothing: {said}"
     assert idle.steps == 1
 
 
 def test_it_is_said_at_the_first_of_a_row_and_every_tenth_and_a_step_that_teaches_ends_the_row() -> None:
-    idle = Idle()
+    idle = IdleSteps()
     said = [idle.observe(*batch(0.0, 0.0), 8) is not None for _ in range(21)]
     assert [index for index, told in enumerate(said) if told] == [0, 10, 20]
     assert idle.steps == 21
@@ -52,7 +52,7 @@ def test_it_is_said_at_the_first_of_a_row_and_every_tenth_and_a_step_that_teache
 
 
 def test_responses_that_are_all_cut_but_told_apart_are_said_and_not_counted() -> None:
-    idle = Idle()
+    idle = IdleSteps()
     line = idle.observe(*batch(0.0, 1.0, finish="length"), 8)
     assert line is not None
     assert "none of 2 responses ended within sampling.max_tokens = 8" in line
@@ -63,19 +63,19 @@ def test_responses_that_are_all_cut_but_told_apart_are_said_and_not_counted() ->
 def test_an_advantage_at_tokens_that_are_not_trained_teaches_nothing() -> None:
     rows, advantages = batch(0.0, 1.0, finish="length")
     masked = [replace(row, loss_mask=np.zeros(1, dtype=np.bool_)) for row in rows]
-    idle = Idle()
+    idle = IdleSteps()
     idle.observe(masked, advantages, 8)
     assert idle.steps == 1
 
 
 def test_an_empty_batch_teaches_nothing() -> None:
-    idle = Idle()
+    idle = IdleSteps()
     assert idle.observe([], torch.zeros(0, 1), 8) == "it taught nothing: no response could be used"
 
 
 def test_idle_steps_after_responses_that_were_all_cut_are_told_at_once() -> None:
     """Both states are counted for themselves: the second of them is no repetition of the first."""
-    idle = Idle()
+    idle = IdleSteps()
     for _ in range(4):
         idle.observe(*batch(0.0, 1.0, finish="length"), 8)
     line = idle.observe(*batch(0.0, 0.0, finish="length"), 8)

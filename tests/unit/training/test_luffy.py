@@ -79,12 +79,12 @@ def updated(groups: list[Group], budget: int = 1000, **trainer: object) -> tuple
         objective=objective("luffy", **config.objective.keywords),
         total_updates=1,
     )
-    batches = learner.score_constants([batch_of(groups, budget)])
+    batches = learner.score_fixed_policies([batch_of(groups, budget)])
     return learner, learner.update(batches, lambda *_: None)
 
 
 def test_a_trace_takes_the_place_of_a_sampled_response(scorer):
-    groups, stats = feed(scorer, recipe()).take(UPDATES, left=1)
+    groups, stats = feed(scorer, recipe()).take(UPDATES, batches_left=1)
     for group in groups:
         assert [trajectory.off_policy for trajectory in group] == [False, False, True]
         assert [trajectory.reward for trajectory in group] == [0.0, 0.0, 1.0]
@@ -102,11 +102,11 @@ def test_a_prompt_without_a_trace_is_sampled_once_more(scorer):
         return gold(problem) if problem.id == known[0] else ()
 
     made.collector.experts.texts = only_the_first
-    groups, stats = made.take(UPDATES, left=1)
+    groups, stats = made.take(UPDATES, batches_left=1)
     assert [[t.off_policy for t in group] for group in groups] == [[False, False, True], [False] * 3]
     assert (stats.traces, stats.traces_missing) == (1, 1)
     made.collector.experts.texts = lambda _: ("1234567.",)
-    groups, stats = made.take(UPDATES, left=1)
+    groups, stats = made.take(UPDATES, batches_left=1)
     assert [[t.off_policy for t in group] for group in groups] == [[False] * 3] * 2
     assert (stats.traces, stats.traces_dropped, stats.traces_missing) == (0, 2, 0)
 
@@ -114,14 +114,14 @@ def test_a_prompt_without_a_trace_is_sampled_once_more(scorer):
 def test_a_trace_does_not_age_the_group_that_waits_with_it(scorer):
     """Its policy version is no version: under max_lag a leftover group would otherwise always be too old."""
     made = feed(scorer, recipe(dynamic_sampling=True, oversample=2.0, max_lag=1))
-    _, first = made.take(UPDATES, left=1)
+    _, first = made.take(UPDATES, batches_left=1)
     assert first.generated == 8  # four groups of two sampled responses, two of them left over
-    _, second = made.take(UPDATES + 1, left=1)
+    _, second = made.take(UPDATES + 1, batches_left=1)
     assert (second.stale, second.generated) == (0, 0)
 
 
 def test_the_step_is_the_plain_gradient_on_policy_and_the_shaped_one_on_traces(scorer):
-    groups, _ = feed(scorer, recipe()).take(UPDATES, left=1)
+    groups, _ = feed(scorer, recipe()).take(UPDATES, batches_left=1)
     (micro,) = batch_of(groups, 1000)
     model = copy.deepcopy(MODEL)
     logp = score(model, micro.tokens).logp
@@ -145,7 +145,7 @@ def test_the_step_is_the_plain_gradient_on_policy_and_the_shaped_one_on_traces(s
 @pytest.mark.parametrize("trainer", [{}, {"epochs": 2}])
 def test_traces_are_left_out_of_the_mismatch(scorer, budget, trainer):
     """NaN behavior log-probs that reached the report or the loss would show here; so would ratio 1 in their place."""
-    groups, _ = feed(scorer, recipe()).take(UPDATES, left=1)
+    groups, _ = feed(scorer, recipe()).take(UPDATES, batches_left=1)
     learner, stats = updated(groups, budget, **trainer)
     seen = stats.mismatch.finalize()
     assert seen["tokens"] == 12
@@ -155,7 +155,7 @@ def test_traces_are_left_out_of_the_mismatch(scorer, budget, trainer):
 
 def test_a_trainer_that_forgets_the_mark_makes_no_update(scorer):
     """The NaN in a trace's log-probs is there for that: no other objective can train it by accident."""
-    groups, _ = feed(scorer, recipe()).take(UPDATES, left=1)
+    groups, _ = feed(scorer, recipe()).take(UPDATES, batches_left=1)
     (micro,) = batch_of(groups, 1000)
     scores = score(MODEL, micro.tokens).logp.detach()
     logps = PolicyLogps(scores, micro.behavior, micro.mask, scores)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.training.run import enough_memory
+from trimtab.training.run import out_of_memory_as_user_error
 
 PIB = 1 << 50
 
@@ -21,11 +21,11 @@ PIB = 1 << 50
 )
 def test_a_full_memory_is_one_line(fill: Callable[[], object]) -> None:
     line = r"the memory is full \(.+\): lower trainer.micro_batch_tokens"
-    with pytest.raises(TrimtabError, match=line) as raised, enough_memory():
+    with pytest.raises(TrimtabError, match=line) as raised, out_of_memory_as_user_error():
         fill()
     assert "\n" not in str(raised.value)
 
 
 def test_other_errors_stay_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), enough_memory():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), out_of_memory_as_user_error():
         torch.ones(2, 3) @ torch.ones(2, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.training.ranks import SINGLE, _line, follows, here, join
+from trimtab.training.ranks import SINGLE, _error_message, current_ranks, follows, join
 
 
 @pytest.fixture(autouse=True)
@@ -16,12 +16,12 @@ def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_alone_a_process_leads_and_agrees_with_itself() -> None:
     with join() as ranks:
-        assert ranks is here() is SINGLE
-        assert ranks.leads
+        assert ranks is current_ranks() is SINGLE
+        assert ranks.is_leader
         assert ranks.broadcast(b"x") == b"x"
         assert ranks.gather(b"y") == [b"y"]
-        assert ranks.total(0.1) == 0.1
-        assert ranks.together(lambda: 3) == 3
+        assert ranks.all_reduce_sum(0.1) == 0.1
+        assert ranks.run_on_all_ranks(lambda: 3) == 3
     assert not follows()
 
 
@@ -38,9 +38,9 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert follows()
     with pytest.raises(TrimtabError, match="LOCAL_RANK is not: start several ranks with `torchrun"), join():
         pass
-    assert here() is SINGLE
+    assert current_ranks() is SINGLE
 
 
 def test_an_error_without_words_is_still_an_error_to_the_others() -> None:
-    assert _line(OSError()) == b"OSError"
-    assert _line(TrimtabError("full")) == b"full"
+    assert _error_message(OSError()) == b"OSError"
+    assert _error_message(TrimtabError("full")) == b"full"

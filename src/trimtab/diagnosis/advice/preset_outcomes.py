@@ -1,12 +1,12 @@
-"""What each preset would do to the data at its first update: shares kept, clipped and weighted, per preset.
+"""The effect of each preset on the data at its first update: shares of tokens kept, clipped and weighted.
 
-With w_t the applied weight of trained token t: the gradient the preset's own loss gives the token, over the gradient it
-would give were trainer and sampler equal (docs/recommendations.md):
+w_t is the applied weight of trained token t: its gradient under the preset's loss, divided by the gradient that it
+would have if trainer and sampler were equal (docs/recommendations.md):
 
     kept     share of t with w_t != 0
     changed  share of t with w_t != 0 that differs from the weight without any bound
-    ess      (sum w)^2 / (n sum w^2), tokens that lost their weight counted
-    bias     mean_t |w_t - rho_t|, rho_t at the level the preset weighs at (token, or the product over the response)
+    ess      (sum w)^2 / (n sum w^2), with w = 0 for rejected tokens
+    bias     mean_t |w_t - rho_t|, rho_t at the level of the preset's weight (token, or product over the response)
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from trimtab.objectives import Aggregation, Objective, PolicyLogps, Regression, 
 from trimtab.objectives.calibrate import Observed, bounds_of, calibrated
 
 WASTE, SLACK = 1.25, 64
-"""Longest over shortest response of one padded block; and how many tokens longer it may be in any case."""
+"""Largest ratio of longest to shortest response of a padded block; a difference of `SLACK` tokens is always allowed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Responses of similar length as padded rows (rows, time); advantage (rows, 1) is its sign, 0 where unknown."""
+    """Responses of similar length as padded rows (rows, time); sign (rows, 1): of the advantage, 0 where unknown."""
 
     trainer: Tensor
     behavior: Tensor
@@ -43,9 +43,9 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """All responses, in blocks that together are one batch.
+    """All responses as one batch, in blocks of similar length.
 
-    trained: trained tokens. known: whether the sign of every advantage is known.
+    trained: number of trained tokens. known: whether the sign of every advantage is known.
     """
 
     blocks: Sequence[Block]
@@ -65,7 +65,7 @@ class Data:
         return reduce(add, (Observed.of(block.trainer, block.behavior, block.mask) for block in self.blocks))
 
     def ratio(self, level: str) -> Tensor:
-        """trainer/sampler of the trained tokens (trained,), float64; above token level that of their response."""
+        """Returns trainer/sampler at the trained tokens (trained,), float64; above token level that of the response."""
         parts = []
         for block in self.blocks:
             sequences = Sequences(block.mask)
@@ -75,38 +75,38 @@ class Data:
 
 
 def weights(built: Objective, data: Data, unknown: float) -> Tensor:
-    """The applied weight of every trained token (trained,), float64, at the first update of the data as one batch.
+    """Returns the applied weight of every trained token (trained,), float64, at the first update on the data.
 
-    There the current policy is the proximal one, so the gradient beside the advantage is the correction and nothing
-    else: d loss / d log pi, over what one token alone would get were trainer and sampler equal. `unknown`: the sign
-    taken where an advantage is 0 or unknown, +1 or -1.
+    There the current policy equals the proximal one, so that d loss / d log pi, divided by the advantage and by the
+    gradient of one token with equal policies, is the correction. `unknown`: +1 or -1, the sign used where an advantage
+    is 0 or unknown.
     """
-    plain = plainly(built)
+    plain = with_token_mean(built)
     logps = [_logps(block, block.trainer) for block in data.blocks]
     signs = [torch.where(block.sign == 0, unknown, block.sign) for block in data.blocks]
     state = reduce(add, (plain.prepare(part, sign) for part, sign in zip(logps, signs, strict=True)))
-    found = []
+    gradients = []
     for block, sign in zip(data.blocks, signs, strict=True):
         current = block.trainer.clone().requires_grad_()
         loss = plain(_logps(block, current), sign, state=state).loss
         (gradient,) = torch.autograd.grad(loss, current)
-        found.append((gradient * sign)[block.mask])
-    return torch.cat(found).double() * data.trained / _of_one_token(plain)
+        gradients.append((gradient * sign)[block.mask])
+    return torch.cat(gradients).double() * data.trained / _gradient_of_one_token(plain)
 
 
-def plainly(built: Objective) -> Objective:
-    """The same correction under the plain token mean: whatever is shared by all tokens cancels in a weight."""
+def with_token_mean(built: Objective) -> Objective:
+    """Returns the objective with token-mean aggregation, since factors shared by all tokens cancel in a weight."""
     return replace(built, name="plain", aggregation=Aggregation(), notes=())
 
 
 def unbounded(built: Objective) -> Objective:
-    """The same ratios without a single bound, mask or clip."""
+    """Returns the objective without bounds, masks and clipping."""
     weight = None if built.weight is None else replace(built.weight, bound="truncate", min=None, max=None)
-    return plainly(replace(built, weight=weight, masks=(), surrogate=built.surrogate.unbounded()))
+    return with_token_mean(replace(built, weight=weight, masks=(), surrogate=built.surrogate.unbounded()))
 
 
-def _of_one_token(plain: Objective) -> float:
-    """The gradient a token of advantage 1 gets when it is the whole batch and all policies agree on it."""
+def _gradient_of_one_token(plain: Objective) -> float:
+    """Returns the gradient of a batch of one token with advantage 1 and equal policies."""
     agreed = torch.full((1, 1), -1.0)
     block = Block(agreed, agreed, torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1))
     current = agreed.clone().requires_grad_()
@@ -125,21 +125,21 @@ def _logps(block: Block, current: Tensor) -> PolicyLogps:
 
 
 def _alike(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-    """The rows, shortest first, cut wherever padding to the longest would waste too much."""
+    """Returns the rows in ascending length, split wherever padding to the longest would exceed `WASTE` and `SLACK`."""
     rows = rows[np.argsort(lengths[rows], kind="stable")]
     cuts, start = [], 0
-    for place, length in enumerate(lengths[rows]):
+    for index, length in enumerate(lengths[rows]):
         if length > max(WASTE * lengths[rows[start]], lengths[rows[start]] + SLACK):
-            cuts.append(place)
-            start = place
+            cuts.append(index)
+            start = index
     return [part for part in np.split(rows, cuts) if len(part)]
 
 
 def _block(chunk: Chunk, sign: np.ndarray, rows: np.ndarray) -> Block:
     lengths = np.diff(chunk.starts)[rows]
-    places = np.arange(lengths.max())[None, :]
-    real = places < lengths[:, None]
-    index = np.where(real, chunk.starts[rows][:, None] + places, 0)
+    positions = np.arange(lengths.max())[None, :]
+    real = positions < lengths[:, None]
+    index = np.where(real, chunk.starts[rows][:, None] + positions, 0)
     return Block(
         trainer=torch.from_numpy(chunk.trainer[index]),
         behavior=torch.from_numpy(chunk.behavior[index]),
@@ -149,7 +149,7 @@ def _block(chunk: Chunk, sign: np.ndarray, rows: np.ndarray) -> Block:
 
 
 SAME = 1e-5
-"""Relative difference of two float32 weights that rounding explains."""
+"""Relative difference up to which two float32 weights count as equal."""
 
 NOTES = {
     "token-alp": "without noise: the bypass with these bounds",
@@ -162,8 +162,10 @@ NOTES = {
 
 
 def outcomes(data: Data, presets: Sequence[str] = ()) -> tuple[Outcome, ...]:
-    """One row a preset, in their order (default: all of `trimtab.objectives()`), followed by one with its bounds from
-    this data where it has any. No rows when no token is trained on."""
+    """Returns one row per preset (default: all), followed by one with calibrated bounds if it has any.
+
+    Empty without a trained token.
+    """
     if data.trained == 0:
         return ()
     table = _Table(data)
@@ -171,7 +173,7 @@ def outcomes(data: Data, presets: Sequence[str] = ()) -> tuple[Outcome, ...]:
 
 
 class _Table:
-    """Rows over one data set, with the weights that many presets share."""
+    """Computes the rows of one data set and caches the weights that several presets share."""
 
     def __init__(self, data: Data) -> None:
         self.data = data
@@ -186,29 +188,29 @@ class _Table:
         try:
             bounds = calibrated(name, self.observed)
         except TrimtabError:
-            return  # Too little data to take bounds from: only the published ones can be shown.
+            return  # Too little data for calibration: only the row of published bounds.
         yield self._row(objective(name, **bounds), bounds)
 
     def _row(self, built: Objective, bounds: Mapping[str, float]) -> Outcome:
         unknown = (1.0, -1.0) if _signed(built) and not self.data.known else (1.0,)
-        kept, changed, ess, bias = np.mean([self._look(built, sign) for sign in unknown], axis=0).tolist()
+        kept, changed, ess, bias = np.mean([self._shares(built, sign) for sign in unknown], axis=0).tolist()
         note = _note(built, both=len(unknown) == 2)
         return Outcome(built.name, kept, changed, ess, bias, dict(bounds), bool(bounds), note)
 
-    def _look(self, built: Objective, unknown: float) -> tuple[float, float, float, float]:
+    def _shares(self, built: Objective, unknown: float) -> tuple[float, float, float, float]:
         weight = weights(built, self.data, unknown)
-        free = self._free(built, unknown)
+        free = self._unbounded_weights(built, unknown)
         kept = weight != 0
-        moved = kept & ((weight - free).abs() > SAME * free.abs())
+        changed = kept & ((weight - free).abs() > SAME * free.abs())
         square = float(weight.square().mean())
         return (
             float(kept.double().mean()),
-            float(moved.double().mean()),
+            float(changed.double().mean()),
             float(weight.mean().square()) / square if square > 0 else 0.0,
             float((weight - self.ratio[_level(built)]).abs().mean()),
         )
 
-    def _free(self, built: Objective, unknown: float) -> Tensor:
+    def _unbounded_weights(self, built: Objective, unknown: float) -> Tensor:
         key = unbounded(built), unknown
         if key not in self._unbounded:
             self._unbounded[key] = weights(key[0], self.data, unknown)
@@ -216,12 +218,12 @@ class _Table:
 
 
 def _signed(built: Objective) -> bool:
-    """Whether the sign of the advantage decides: a clip on a ratio that is not 1 yet, OPSM, a regression on it."""
+    """Whether the result depends on the sign of the advantage: clipping of current/behavior, OPSM, a regression."""
     return built.ratio.over == "behavior" or any("advantage" in rule.reads for rule in built.masks)
 
 
 def _level(built: Objective) -> str:
-    """Where the preset weighs against the sampler."""
+    """Returns the level of the preset's weight."""
     if isinstance(built.surrogate, Regression):
         return "token"
     level = built.weight.level if built.weight is not None else built.ratio.level

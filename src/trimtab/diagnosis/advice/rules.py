@@ -1,6 +1,6 @@
-"""The table of rules that recommends one preset for measured data; the first row that applies decides.
+"""The rules that select the recommended preset; the first one that applies decides.
 
-Where a row rests on a measurement, its reason names it; docs/recommendations.md lists the sources.
+The reason of a rule names the measurement that supports it; docs/recommendations.md lists the sources.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from trimtab.diagnosis.records import Cause, Outcome
 from trimtab.objectives.calibrate import bounds_of
 
-FAULTS = ("non-finite", "misaligned", "retokenized", "raw-logprobs", "temperature", "truncated-sampling")
-"""Faults of the contract between trainer and sampler, worst first: the log-probs are not those of what was sampled."""
+MUST_FIX = ("non-finite", "misaligned", "retokenized", "raw-logprobs", "temperature", "truncated-sampling")
+"""Causes that must be fixed first, worst first: the log-probs are not those of the sampled tokens."""
 
 FEWEST = 100
-"""Trained tokens below which nothing is said about what kind of mismatch it is."""
+"""Fewest trained tokens for which the kind of mismatch is inferred."""
 
 ACCEPTED = 0.7
-"""Share of tokens a rule per response must keep to be worth it: trust-region masking watches 70% (arXiv 2512.23075)."""
+"""Share of tokens that a rule per response must keep: trust-region masking monitors 70% (arXiv 2512.23075)."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """What a row may look at. `outcomes`: the table of presets. `tokens`: trained ones."""
+class Findings:
+    """The inputs of a rule: causes, verdict and k3 of the mismatch, outcomes of presets, number of trained tokens."""
 
     causes: Sequence[Cause]
     verdict: str
@@ -37,23 +37,26 @@ class Case:
 
     @property
     def faults(self) -> list[str]:
-        return [name for name in FAULTS if name in self.names]
+        return [name for name in MUST_FIX if name in self.names]
 
     def kept(self, preset: str) -> float:
-        """Share of tokens a preset keeps at its published bounds."""
+        """Returns the share of tokens that a preset keeps at its published bounds."""
         return next((row.kept for row in self.outcomes if row.preset == preset and not row.calibrated), 0.0)
 
     def bounds(self, preset: str) -> Mapping[str, float]:
-        """A preset's bounds from the data; empty where it has none or there is too little data."""
+        """Returns a preset's bounds from the data; empty if it has none or there is too little data."""
         return next((row.overrides for row in self.outcomes if row.preset == preset and row.calibrated), {})
 
 
 @dataclass(frozen=True)
 class Rule:
-    """preset: what to use when `holds`. own_bounds: take its bounds from the data. why: format string over `words`."""
+    """A preset and the condition under which it is recommended.
+
+    why: format string of the reason (fields: `choose`). own_bounds: whether bounds are taken from the data.
+    """
 
     name: str
-    holds: Callable[[Case], bool]
+    holds: Callable[[Findings], bool]
     preset: str
     why: str
     own_bounds: bool = True
@@ -62,7 +65,7 @@ class Rule:
 RULES = (
     Rule(
         "fault",
-        lambda case: bool(case.faults),
+        lambda findings: bool(findings.faults),
         "token-tis",
         "Fix {faults} first: the log-probs are not those of the tokens that were sampled, and no correction hides "
         "that. What is measured here is the fault, so no bound is taken from it. Once fixed, token-tis at its "
@@ -72,14 +75,14 @@ RULES = (
     ),
     Rule(
         "floor",
-        lambda case: case.verdict in ("exact", "rounding"),
+        lambda findings: findings.verdict in ("exact", "rounding"),
         "grpo",
         "Trainer and sampler agree to rounding (k3 {k3}): every correction would multiply by 1. Any method without "
         "one will do; when a batch serves several updates, token-bypass gives the same and saves the proximal forward.",
     ),
     Rule(
         "tiny",
-        lambda case: case.tokens < FEWEST and not case.names,
+        lambda findings: findings.tokens < FEWEST and not findings.names,
         "token-tis",
         "{tokens} trained tokens are too few to tell what the mismatch is (k3 {k3}). Until there is more data, "
         "token-tis at its published bound is a safe start, as it changes next to nothing while trainer and sampler "
@@ -88,7 +91,7 @@ RULES = (
     ),
     Rule(
         "stale, short",
-        lambda case: "stale" in case.names and case.kept("seq-bypass") >= ACCEPTED,
+        lambda findings: "stale" in findings.names and findings.kept("seq-bypass") >= ACCEPTED,
         "seq-bypass",
         "The sampler's weights are old. Ignoring that collapses and any ratio against the sampler holds; the ratio of "
         "the whole response, clipped to [0.5, 4], held best (laboratory, weights refreshed every 32 updates, accuracy "
@@ -97,7 +100,7 @@ RULES = (
     ),
     Rule(
         "stale, long",
-        lambda case: "stale" in case.names,
+        lambda findings: "stale" in findings.names,
         "m2po",
         "The sampler's weights are old. The ratio of a whole response has drifted too far to be used (seq-bypass would "
         "keep {seq_bypass} of the tokens), so the ratio per token is, within a second moment: m2po was made for old "
@@ -106,7 +109,7 @@ RULES = (
     ),
     Rule(
         "quantized",
-        lambda case: "quantized" in case.names,
+        lambda findings: "quantized" in findings.names,
         "icepop",
         "A quantized sampler leaves a heavy tail of tokens (k3 {k3}): weights correct the bulk, and the few tokens "
         "beyond the bounds, quantiles of this data, are left out at any length. In the laboratory (sampler of three "
@@ -114,14 +117,14 @@ RULES = (
     ),
     Rule(
         "precision",
-        lambda case: "precision" in case.names or case.verdict in ("dense", "small-dense"),
+        lambda findings: "precision" in findings.names or findings.verdict in ("dense", "small-dense"),
         "token-tis",
         "The mismatch is that of numerical precision (k3 {k3}): small, centred, without a tail to cut. Truncated token "
         "weights remove its bias at next to no variance, and lose no token.",
     ),
     Rule(
         "moe",
-        lambda case: case.verdict == "moe",
+        lambda findings: findings.verdict == "moe",
         "geo-mask-token-tis",
         "k3 {k3} is in the range of mixture-of-experts models, where a token routed differently is far off: bounded "
         "token weights correct the bulk, the geometric mask drops responses that drifted, whatever their length. In "
@@ -130,7 +133,7 @@ RULES = (
     ),
     Rule(
         "beyond",
-        lambda case: True,  # noqa: ARG005
+        lambda findings: True,  # noqa: ARG005
         "geo-mask-token-tis",
         "k3 {k3} is beyond what precision, quantization or routing explain and no cause was identified: look for it "
         "first (weights that were not loaded, another chat template, another adapter). Until then the geometric mask "
@@ -139,16 +142,16 @@ RULES = (
 )
 
 
-def choose(case: Case) -> tuple[Rule, Mapping[str, float], str]:
-    """The row that decides, the overrides of its preset, and its reason with the numbers of this data."""
-    rule = next(rule for rule in RULES if rule.holds(case))
-    overrides = case.bounds(rule.preset) if rule.own_bounds else {}
+def choose(findings: Findings) -> tuple[Rule, Mapping[str, float], str]:
+    """Returns the first rule that holds, the overrides of its preset, and the reason with the numbers of the data."""
+    rule = next(rule for rule in RULES if rule.holds(findings))
+    overrides = findings.bounds(rule.preset) if rule.own_bounds else {}
     why = rule.why.format(
-        faults=" and ".join(case.faults),
-        k3=f"{case.k3:.1e}",
-        seq_bypass=f"{case.kept('seq-bypass'):.0%}",
-        geo_mask=f"{case.kept('geo-mask'):.0%}",
-        tokens=case.tokens,
+        faults=" and ".join(findings.faults),
+        k3=f"{findings.k3:.1e}",
+        seq_bypass=f"{findings.kept('seq-bypass'):.0%}",
+        geo_mask=f"{findings.kept('geo-mask'):.0%}",
+        tokens=findings.tokens,
     )
     if rule.own_bounds and not overrides and bounds_of(rule.preset):
         why += " There are too few responses here to take bounds from, so these are the published ones."

@@ -1,15 +1,15 @@
-"""Names the causes of a mismatch from the log-probs of sampled tokens, with evidence.
+"""Infers the causes of a mismatch from the log-probs of sampled tokens, with evidence.
 
-Everything rests on three facts about tokens y drawn from mu and a trainer pi:
+The rules follow from three facts about tokens y drawn from mu and a trainer pi:
 
-    E[pi/mu] = 1        if the log-probs reported are those of the distribution really sampled, and pi covers no more
-    logit pi = a logit mu + (a - 1) h      if both are one model at two temperatures (a > 0, h >= 0 mean a context's
-                                           Renyi entropy of the tokens not sampled)
-    noise moves logits   bfloat16, quantised weights and old weights shift logits up and down: the ratio keeps mean 1
+    E[pi/mu] = 1        if the reported log-probs are those of the sampling distribution and pi has no larger support
+    logit pi = a logit mu + (a - 1) h      if both are one model at two temperatures (a > 0; h >= 0 is a Renyi entropy
+                                           of the context's tokens that were not sampled)
+    noise moves logits   bfloat16, quantized weights and old weights shift logits up and down: the ratio keeps mean 1
 
-`find_causes` applies them in order: what pairs wrong tokens (`misaligned`, `swapped`, `retokenized`) is repaired or set
-aside first, then what is systematic (`sampling_faults`), then the size and origin of the noise that is left
-(`precision`, `stale`).
+`find_causes` applies them in this order: wrongly paired tokens (`misaligned`, `swapped`, `retokenized`) are repaired or
+removed, then systematic shapes are found (`sampling_faults`), then size and origin of the remaining noise (`precision`,
+`stale`).
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from trimtab.diagnosis.causes.swapped import find_swapped_responses
 from trimtab.diagnosis.records import Cause, Measured, Origin, Settings
 
 FEWEST = 100
-"""Trained tokens below which nothing but non-finite values is named."""
+"""Fewest trained tokens for which causes other than `non-finite` are inferred."""
 
 
 def find_causes(measured: Measured) -> tuple[Cause, ...]:
-    """What kind of mismatch the data shows, most confident first; empty when nothing is beyond the noise floor.
+    """Returns the causes of the mismatch, most confident first; empty when it is within the noise floor.
 
-    Read from `measured.sample`, `measured.origin` (values that are not finite, the run's settings) and the floor in
-    `measured.size`. Rules and what is identifiable from which columns: docs/causes.md.
+    Uses `measured.sample`, `measured.origin` (values that are not finite, the run's settings) and the floor in
+    `measured.size`. Rules, and the columns that each needs: docs/causes.md.
     """
-    found = [cause] if (cause := _non_finite(measured.origin)) else []
+    causes = [cause] if (cause := _non_finite(measured.origin)) else []
     tokens = Tokens.of(measured.sample)
     if len(tokens) >= FEWEST:
-        found += _of_tokens(tokens, measured.size.floor, measured.origin.settings)
-    return tuple(sorted(found, key=lambda cause: -cause.confidence))
+        causes += _of_tokens(tokens, measured.size.floor, measured.origin.settings)
+    return tuple(sorted(causes, key=lambda cause: -cause.confidence))
 
 
 def _of_tokens(tokens: Tokens, floor: float, settings: Settings | None) -> list[Cause]:
-    found: list[Cause] = []
+    causes: list[Cause] = []
     for search in (find_shifts, find_swapped_responses, find_retokenized):
         cause, tokens = search(tokens)
-        # Edges of a shift from a turn on also look like jumps there: one cause, said once.
-        if cause is not None and cause.name not in (one.name for one in found):
-            found.append(cause)
+        # The edges of a shift that starts at a turn also look like jumps: the same cause is reported once.
+        if cause is not None and cause.name not in (known.name for known in causes):
+            causes.append(cause)
     if len(tokens) < FEWEST // 2:
-        return found
-    broken, line, cut = find_broken(tokens, repaired=bool(found))
-    found += broken
+        return causes
+    broken, line, cut = find_broken(tokens, repaired=bool(causes))
+    causes += broken
     systematic = line is not None or cut is not None
     sampler_cut = any(cause.name == "truncated-sampling" for cause in broken)
-    rest = noise_beside(tokens, line, sampler_cut=sampler_cut) if systematic else noise_of(tokens)
-    drift = find_drift(tokens, rest, systematic=systematic)
+    noise = noise_beside(tokens, line, sampler_cut=sampler_cut) if systematic else noise_of(tokens)
+    drift = find_drift(tokens, noise, systematic=systematic)
     if drift.cause is not None:
-        found.append(drift.cause)
+        causes.append(drift.cause)
     if drift.fresh is not None:
-        fresh = noise_of(drift.fresh) if not systematic else rest
-        if (cause := name_noise(fresh, floor, settings)) is not None:
-            found.append(cause)
-    return found
+        fresh_noise = noise_of(drift.fresh) if not systematic else noise
+        if (cause := name_noise(fresh_noise, floor, settings)) is not None:
+            causes.append(cause)
+    return causes
 
 
 def _non_finite(origin: Origin) -> Cause | None:

@@ -1,4 +1,4 @@
-"""The tokens that causes are detected from, with differences converted to logits."""
+"""The trained tokens that causes are inferred from, with differences of log-probs converted to logits."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import numpy as np
 from trimtab.diagnosis.records import Chunk
 
 NEAREST = -1e-7
-"""The closest to 0 that a float32 log-prob tells apart; a logit is cut off there."""
+"""The log-prob closest to 0 that float32 distinguishes from it; logits are clamped there."""
 
 MIDDLE = (-5.0, -0.05)
-"""Log-probs, averaged over trainer and sampler, between which both probabilities have digits and noise shows."""
+"""Range of the mean log-prob of trainer and sampler in which both probabilities are precise and noise is visible."""
 
 
 COLUMNS = ("behavior", "trainer", "row", "place", "turn", "entropy", "ids", "age", "inner")
 
 
 def logit(logp: np.ndarray) -> np.ndarray:
-    """log(p / (1 - p)) of log p, cut off where float32 has no more digits."""
+    """Returns log(p / (1 - p)) of log p, clamped at `NEAREST`."""
     logp = np.minimum(logp, NEAREST)
     return logp - np.log(-np.expm1(logp))
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Trained tokens with finite log-probs, in order; arrays (tokens,), float64 where not said otherwise.
+    """Trained tokens with finite log-probs, in order; arrays (tokens,), float64 unless stated.
 
-    behavior, trainer: log-probs, at most 0. row: int64, response; place: int64, position in its response, masked
-    tokens counted. turn: int64, tokens since the last boundary (start of the response or end of a masked stretch).
-    turns: whether any response has a boundary inside. entropy, ids, age: where the data has them.
+    behavior, trainer: log-probs, at most 0. row: int64, response. place: int64, position in its response, masked tokens
+    included. turn: int64, tokens since the last boundary (start of the response, or end of a masked stretch).
+    entropy, ids, age: None where the data has none. inner: bool, whether that boundary lies inside the response.
     """
 
     chunk: Chunk
@@ -47,7 +47,7 @@ class Tokens:
 
     @classmethod
     def of(cls, chunk: Chunk) -> Tokens:
-        """The usable tokens of a chunk."""
+        """Returns the usable tokens of a chunk."""
         behavior, trainer = chunk.behavior.astype(np.float64), chunk.trainer.astype(np.float64)
         rows = chunk.rows
         place = np.arange(chunk.tokens) - chunk.starts[rows]
@@ -78,7 +78,7 @@ class Tokens:
 
     @property
     def shift(self) -> np.ndarray:
-        """The trainer's logit less the sampler's."""
+        """The trainer's logit minus the sampler's."""
         return logit(self.trainer) - logit(self.behavior)
 
     @property
@@ -88,24 +88,24 @@ class Tokens:
         return (mean > MIDDLE[0]) & (mean < MIDDLE[1])
 
     def kept(self, keep: np.ndarray) -> Tokens:
-        """The tokens where `keep` holds."""
+        """Returns the tokens where `keep` is True."""
         return replace(self, **{n: v[keep] for n in COLUMNS if (v := getattr(self, n)) is not None})
 
     def repaired(self, trainer: np.ndarray, keep: np.ndarray) -> Tokens:
-        """Other log-probs of the trainer, and only the tokens where `keep` holds."""
+        """Returns the tokens where `keep` is True, with other log-probs of the trainer."""
         return replace(self, trainer=trainer).kept(keep)
 
     def swapped(self) -> Tokens:
-        """Trainer and sampler with their roles exchanged."""
+        """Returns the tokens with trainer and sampler exchanged."""
         return replace(self, behavior=self.trainer, trainer=self.behavior)
 
     def of_response(self, values: np.ndarray | None) -> np.ndarray | None:
-        """A column of responses, one value a token."""
+        """Returns a column of responses at each token."""
         return None if values is None else values[self.row]
 
 
 def joined(parts: Sequence[Tokens]) -> Tokens:
-    """Tokens of several selections of one chunk, as one."""
+    """Concatenates several selections of tokens of one chunk."""
     first = parts[0]
     return replace(
         first,
@@ -118,12 +118,12 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
 
 
 def _since_boundary(mask: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens since the last boundary, and whether that boundary lies inside the response."""
+    """Returns the number of tokens since the last boundary, and whether that boundary lies inside the response."""
     index = np.arange(len(mask))
     begins = mask & ((place == 0) | ~np.concatenate([[False], mask[:-1]]))
     last = np.maximum.accumulate(np.where(begins, index, 0)) if len(mask) else index
     inside = begins & (place > 0)
-    # A response that starts with masked tokens (a forced prefix) has its first trained token at no turn boundary.
+    # The first trained token after masked ones at the start of a response (a forced prefix) is not a turn boundary.
     trained_before = np.concatenate([[0], np.cumsum(mask)[:-1]]) if len(mask) else index
     start = index - place
     inside &= trained_before > trained_before[start]
@@ -131,19 +131,19 @@ def _since_boundary(mask: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np
 
 
 def share(values: np.ndarray) -> float:
-    """The mean of a condition; 0 for no tokens."""
+    """Returns the share of True values; 0 without values."""
     return float(values.mean()) if len(values) else 0.0
 
 
 def z_of(values: np.ndarray) -> float:
-    """The mean over its standard error; 0 where fewer than 20 values cannot tell."""
+    """Returns the mean divided by its standard error; 0 for fewer than 20 values."""
     if len(values) < 20:
         return 0.0
     error = float(values.std()) / np.sqrt(len(values))
     return float(values.mean()) / max(error, 1e-12)
 
 
-def sureness(strength: float, needed: float) -> float:
-    """A confidence in (0.5, 0.99] that grows with how far a statistic is beyond what its rule asks for."""
+def confidence(strength: float, needed: float) -> float:
+    """Returns a confidence in (0.5, 0.99] that grows with the ratio of a statistic to its threshold."""
     excess = max(strength / needed, 1.0)
     return round(float(min(0.99, 1.0 - 0.45 / excess)), 2)

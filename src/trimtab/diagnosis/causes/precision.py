@@ -1,15 +1,15 @@
 """Detects `precision` and `quantized` from the size of the zero-mean residual in logits.
 
-What the run's own recipe says decides, where it lies beside the files. Without it size does: rounding shifts logits by
-about the same amount wherever the model is undecided, so it is read there, from trainer and sampler alike. How much a
-bit matters differs by model and text, twice between prose and few-shot arithmetic on one model, so the border
-lies beyond what bfloat16 on both sides was measured to give in whole runs, before and after training (docs/causes.md),
-and next to it the confidence is low. The rms of the logits, which differs less between such runs, weighs more than k3.
-Below `LEAST` it is two float32 forwards, or the rounding of the file.
+The run's recipe decides, if it is found beside the files. Otherwise size decides: rounding shifts logits by about the
+same amount wherever the model is undecided, so it is measured there, with trainer and sampler treated alike. The effect
+of a bit differs by model and text, by a factor of two between prose and few-shot arithmetic on one model. The border
+is therefore above the values measured with bfloat16 on both sides in whole runs, before and after training
+(docs/causes.md), and the confidence near it is low. The rms of the logits varies less between such runs and has more
+weight than k3. A residual below `LEAST` is that of two float32 forwards, or the rounding of the file.
 
-Where ids are known and many, a second fact helps: rounding in arithmetic is new in every context, other weights shift a
-token the same way wherever it stands. That share of the variance is 0 to .02 for bfloat16, .12 and more for eight bits
-and .24 for four bits and for weights a few updates old.
+With enough distinct ids there is a second indication: rounding errors differ in every context, other weights shift a
+token the same way in all of them. The share of the variance explained by the token id is 0 to .02 for bfloat16, .12
+and more for eight bits and .24 for four bits and for weights a few updates old.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from trimtab.runs.metric_ranges import k3_ranges
 LEAST, LEAST_K3 = 4e-4, 1e-8
 BORDER_RMS, BORDER_K3, BY_RMS = 0.25, 5.8e-3, 0.7
 NUDGE, PERSISTENT, IDS = 0.7, 0.07, 60
-UNTOLD = 0.8  # confidence at most where size alone speaks
-TOLD, FARTHEST = 0.95, 1.3  # logits: float32 against bfloat16 after an update, the farthest any arithmetic was seen
+UNTOLD = 0.8  # largest confidence where only the size is known
+TOLD, FARTHEST = 0.95, 1.3  # logits: float32 against bfloat16 after an update, the largest value measured
 SIXTEEN = 0.008  # logits: below, float16 or tf32 rather than bfloat16
 FIX_PRECISION = (
     "Usually harmless: any correction with bounds near 1 absorbs it. Run both sides in one dtype (float16 or float32 "
@@ -42,9 +42,12 @@ FIX_QUANTIZED = (
 
 @dataclass(frozen=True)
 class Noise:
-    """rms: logits, at undecided tokens. k3: of all tokens. tokens: it rests on. bound: only a lower one is known.
-    persistent: share of the variance that belongs to token ids; None where that cannot be told, 0 if not
-    significant."""
+    """The zero-mean residual between trainer and sampler.
+
+    rms: in logits, at undecided tokens. k3: over all tokens. tokens: number that rms is computed from. bound: whether
+    rms is only a lower bound. persistent: share of the variance explained by token ids; None if unknown, 0 if not
+    significant.
+    """
 
     rms: float
     k3: float
@@ -54,7 +57,7 @@ class Noise:
 
     @property
     def other_weights(self) -> bool:
-        """Whether the same token is shifted the same way wherever it stands."""
+        """Whether the shift depends on the token id, as with other weights."""
         return self.persistent is not None and self.persistent > 0
 
     @property
@@ -68,7 +71,7 @@ class Noise:
 
 
 def noise_of(tokens: Tokens) -> Noise:
-    """The noise of tokens with nothing systematic left."""
+    """Measures the noise of tokens without systematic differences."""
     log_ratio = tokens.log_ratio
     k3 = float((np.expm1(np.clip(log_ratio, -20, 20)) - log_ratio).mean()) if len(tokens) else 0.0
     shift = tokens.shift[tokens.middle]
@@ -77,15 +80,16 @@ def noise_of(tokens: Tokens) -> Noise:
     if len(shift) < 10:
         return Noise(0.0, 0.0, len(shift))
     scale = 1.48 * float(np.median(np.abs(shift)))
-    # A handful of wild tokens is not the size of the noise.
-    held = np.clip(shift, -5 * scale, 5 * scale)
-    return Noise(float(np.sqrt((held**2).mean())), k3, len(shift), persistent=persistence(tokens, scale))
+    # Clipped, so that a few outliers do not determine the rms.
+    clipped = np.clip(shift, -5 * scale, 5 * scale)
+    return Noise(float(np.sqrt((clipped**2).mean())), k3, len(shift), persistent=persistence(tokens, scale))
 
 
 def persistence(tokens: Tokens, scale: float) -> float | None:
-    """Share of the shifts' variance that comes back wherever a token id does: other weights, not other rounding.
+    """Returns the share of the shifts' variance explained by the token id, which other weights cause and rounding not.
 
-    None without ids or with too few of them: in a small alphabet a token stands for its place. 0 if not significant.
+    None without ids or with too few distinct ones, since ids of a small alphabet encode the position. 0 if not
+    significant.
     """
     if tokens.ids is None or scale <= 0:
         return None
@@ -103,10 +107,10 @@ def persistence(tokens: Tokens, scale: float) -> float | None:
 
 
 def noise_beside(tokens: Tokens, line: Line | None, *, sampler_cut: bool) -> Noise:
-    """A lower bound on the noise where a systematic shape covers it: from tokens that moved against the shape.
+    """Returns a lower bound on the noise in the presence of a systematic difference, from tokens that moved against it.
 
-    At tokens more likely than not, another temperature moves every logit one way, and so does truncation. What
-    moved the other way is noise; the tail of a normal that lies beyond a point is half its scale or less past it.
+    At tokens of probability above 1/2, another temperature moves every logit in one direction, and so does truncation.
+    Moves in the other direction are noise; the tail of a normal beyond a point extends half its scale or less past it.
     """
     undecided = tokens.middle & (np.minimum(tokens.behavior, tokens.trainer) > math.log(0.5))
     way = math.copysign(1.0, line.a - 1.0) if line is not None else (-1.0 if sampler_cut else 1.0)
@@ -114,22 +118,22 @@ def noise_beside(tokens: Tokens, line: Line | None, *, sampler_cut: bool) -> Noi
     wrong = against[against > LEAST]
     if len(wrong) < 20 or share(against > LEAST) < 0.01:
         return Noise(0.0, 0.0, len(wrong), bound=True)
-    many = share(against > LEAST)
-    # Few on the wrong side: only the tail is seen. Half of them: all of the noise is.
-    return Noise(float(np.sqrt((wrong**2).mean())) * (1.0 if many > 0.3 else 1.5), 0.0, len(wrong), bound=True)
+    # With few tokens on the wrong side only the tail is visible; with half of them all of the noise is.
+    factor = 1.0 if share(against > LEAST) > 0.3 else 1.5
+    return Noise(float(np.sqrt((wrong**2).mean())) * factor, 0.0, len(wrong), bound=True)
 
 
 def name_noise(noise: Noise, floor: float, settings: Settings | None = None) -> Cause | None:
-    """`precision` or `quantized`, if the noise is more than float32 and the file's own rounding give.
+    """Returns `precision` or `quantized` if the noise exceeds that of float32 and of the file's rounding, or None.
 
-    settings: what the run's recipe says, which decides where it says whether the sampler is quantized.
+    settings: numerics from the run's recipe; they decide if they determine whether the sampler is quantized.
     """
     if noise.rms < LEAST or (not noise.bound and noise.k3 < max(LEAST_K3, 3 * floor)):
         return None
     size = f"logits move by {noise.rms:.2g} (rms over {noise.tokens} undecided tokens)"
     size += ", seen against a larger systematic shift" if noise.bound else f", k3 = {noise.k3:.1e}"
     if settings is not None and settings.coarse is not None:
-        return _as_told(noise, size, settings)
+        return _by_recipe(noise, size, settings)
     sure = round(min(0.95, 0.55 + 0.5 * abs(noise.coarse)), 2)
     if noise.coarse > 0:
         evidence = f"{size}: more than bfloat16 on both sides gives (up to .23 and 3e-3)"
@@ -143,8 +147,8 @@ def name_noise(noise: Noise, floor: float, settings: Settings | None = None) -> 
     return Cause("precision", sure, f"{size}: the size of {kind} arithmetic", FIX_PRECISION)
 
 
-def _as_told(noise: Noise, size: str, settings: Settings) -> Cause | None:
-    """The name that the recipe gives; None for more noise than any arithmetic makes, which has another cause."""
+def _by_recipe(noise: Noise, size: str, settings: Settings) -> Cause | None:
+    """Returns the cause according to the recipe; None for more noise than rounding makes, which has another cause."""
     says = f"the run's recipe says {settings}"
     if settings.coarse:
         return Cause("quantized", TOLD, f"{size}; {says}", FIX_QUANTIZED)

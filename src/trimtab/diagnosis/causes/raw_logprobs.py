@@ -1,13 +1,15 @@
-"""Detects `raw-logprobs` from the entropy of the tokens where nothing else shows it.
+"""Detects `raw-logprobs` from entropies and near-certain tokens where the ratio does not show it.
 
-When trainer and sampler agree, both may still describe another distribution q than the one tokens came from. Then
+When trainer and sampler agree, both may describe another distribution q than the one that tokens were sampled from.
+There are three indications:
 
-  * an entropy column shows it: a token from q has -log q of mean H(q). The column must be that of q, or of the sampling
-    distribution r = q^a: a is read off near-certain tokens, where doubt and entropy determine each other. If it is q's,
-    any difference counts. If it is r's, the difference is KL(r || q), of second order in a - 1; a first-order one says
-    that the column is of another temperature than the tokens, which is no fault of the log-probs;
-  * an entropy of exactly 0 beside a log-prob below 0 is a token alone in a kept set that the log-prob does not know;
-  * with a known top_p < 1, log-probs just below 0 show it: processed, such a token is alone and has exactly 0.
+  * the entropy column: for tokens from q the mean of -log q is H(q). The column is that of q, or of the sampling
+    distribution r = q^a; a is estimated from near-certain tokens, where probability and entropy determine each other.
+    If it is q's, any difference counts. If it is r's, the difference is KL(r || q), of second order in a - 1; a
+    first-order difference means that the column has another temperature than the tokens, not that log-probs are raw;
+  * an entropy of exactly 0 with a log-prob below 0: the only token of its sampling mask, which the log-prob ignores;
+  * with a known top_p < 1, log-probs just below 0: such a token is alone in its sampling mask and has exactly 0 in
+    processed log-probs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ SAME, SECOND_ORDER = 1.1, 0.34
 
 
 def undeclared(tokens: Tokens) -> tuple[float, str] | None:
-    """Confidence and evidence that the log-probs are not those of the sampling distribution."""
+    """Returns confidence and evidence that the log-probs are not those of the sampling distribution, or None."""
     return _by_zeros(tokens) or _by_entropy(tokens)
 
 
@@ -31,7 +33,7 @@ def _by_zeros(tokens: Tokens) -> tuple[float, str] | None:
         return None
     cut = top_p < 0.995
     zeros = (tokens.behavior > -1e-7) & cut
-    # Float32 still tells these from 0, and no kept set of two leaves a token so close to it.
+    # float32 distinguishes these from 0, and no sampling mask of two tokens leaves one so close to it.
     near = (tokens.behavior < -1e-6) & (tokens.behavior > 0.5 * np.log(np.where(cut, top_p, 0.5))) & cut
     if near.sum() < 20 or 3 * zeros.sum() > near.sum():
         return None
@@ -75,14 +77,16 @@ def _by_entropy(tokens: Tokens) -> tuple[float, str] | None:
 
 
 def _hot(tokens: Tokens) -> bool:
-    """Whether the file says that tokens were drawn at a temperature above 1."""
-    given = tokens.chunk.temperature
-    return given is not None and bool(np.nanmedian(given) > 1)
+    """Whether the file's sampling temperature is above 1."""
+    temperature = tokens.chunk.temperature
+    return temperature is not None and bool(np.nanmedian(temperature) > 1)
 
 
 def _exponent(behavior: np.ndarray, entropy: np.ndarray) -> float | None:
-    """a, where the entropy column is that of (reported distribution)^a: from near-certain tokens, whose doubt
-    e and entropy h(e) + e h give each other, with h about 1."""
+    """Returns a, where the entropy column is that of (reported distribution)^a; None with too few tokens.
+
+    Estimated from near-certain tokens of probability 1 - e, whose entropy is h(e) + e h with h about 1.
+    """
     doubt = np.geomspace(1e-7, 0.5, 400)
     whole = -(1 - doubt) * np.log1p(-doubt) - doubt * np.log(doubt) + doubt
     use = (behavior > np.log(0.9)) & (behavior < -1e-4) & (entropy > whole[0])

@@ -1,14 +1,14 @@
 """Detects `retokenized` from a few large differences among otherwise small ones.
 
-Text that was decoded and encoded again gives the trainer other tokens than were sampled, at few places, mostly where
-turns meet. There a log-prob jumps by nats; noise of any kind moves a logit by a few of its own scales. A jump is
+Text that was decoded and encoded again gives the trainer other tokens than were sampled, at few positions, mostly at
+boundaries of turns. There a log-prob jumps by nats; noise moves a logit by a few of its own scales. A jump is
 
-  * isolated: |logit shift| beyond `FAR` times the data's own scale, and |log-ratio| beyond `NATS`, with few tokens
-    between these and `NEARER` times the scale, as a heavy tail has them; or
-  * at a boundary: beyond `LOOSE` times that scale within the first tokens of a turn, when it happens there at
-    `DENSER` times the rate of elsewhere, with a binomial tail below 1e-6.
+  * isolated: |logit shift| beyond `FAR` times the scale of the data, and |log-ratio| beyond `NATS`, with few tokens
+    between these and `NEARER` times the scale, where a heavy tail has many; or
+  * at a boundary: beyond `LOOSE` times that scale within the first tokens of a turn, if the rate there is `DENSER`
+    times that elsewhere, with a binomial tail below 1e-6.
 
-Jumps are set aside before anything else is measured.
+Jumps are removed before anything else is measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import Tokens, share, sureness
+from trimtab.diagnosis.causes.evidence import Tokens, confidence, share
 from trimtab.diagnosis.records import Cause
 
 FAR, NATS, LOOSE, FINEST, DENSER, MOST = 25.0, 1.5, 6.0, 0.03, 5.0, 0.15
@@ -30,13 +30,13 @@ FIX = (
 
 
 def find_retokenized(tokens: Tokens) -> tuple[Cause | None, Tokens]:
-    """The cause, if found, and the tokens without the jumps."""
+    """Returns the cause, if detected, and the tokens without the jumps."""
     shift, log_ratio = np.abs(tokens.shift), np.abs(tokens.log_ratio)
     opening = tokens.inner & (tokens.turn < OPENING)
     middle = tokens.middle & ~opening
     if middle.sum() < 20:
         return None, tokens
-    # The scale of the wider half: fresh and old tokens, or several steps, may be mixed.
+    # A high quantile, since tokens of several ages or steps, with different scales, may be mixed.
     scale = max(float(np.quantile(shift[middle], 0.8)) / 1.28, FINEST)
     far = (shift > FAR * scale) & (log_ratio > NATS)
     between = int(((shift > NEARER * scale) & ~far).sum())
@@ -45,7 +45,7 @@ def find_retokenized(tokens: Tokens) -> tuple[Cause | None, Tokens]:
     jumps = far | (loose & opening if boundary else far)
     count = int(jumps.sum())
     certain = bool((far & (shift > 100 * scale) & (log_ratio > 5)).any())
-    # A heavy tail thins out steadily; jumps stand apart from what lies between them and the rest.
+    # A heavy tail decreases steadily; jumps are separated from the rest by a gap.
     apart = count >= APART * between
     if not 0 < share(jumps) < MOST or not (boundary or (apart and (count >= 2 or certain))):
         return None, tokens
@@ -60,12 +60,12 @@ def find_retokenized(tokens: Tokens) -> tuple[Cause | None, Tokens]:
         f"{count} of {len(tokens)} tokens jump by {size:.1f} nats (median) where the rest moves by {scale:.2g} in "
         f"logits{where}"
     )
-    sure = sureness(float(count) * (3 if boundary else 1), 1.5)
+    sure = confidence(float(count) * (3 if boundary else 1), 1.5)
     return Cause("retokenized", sure, evidence, FIX), tokens.kept(~_near(jumps, tokens))
 
 
 def _concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:
-    """Whether so many jumps at boundaries are next to impossible at the rate of elsewhere (binomial tail, Chernoff)."""
+    """Whether the rate of jumps at boundaries is significantly above that elsewhere (binomial tail, Chernoff bound)."""
     trials, hits = int(opening.sum()), int((jumps & opening).sum())
     elsewhere = (float((jumps & ~opening).sum()) + 1.0) / (float((~opening).sum()) + 1.0)
     if trials == 0 or hits < 3 or hits / trials < DENSER * elsewhere:
@@ -75,7 +75,7 @@ def _concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:
 
 
 def _near(jumps: np.ndarray, tokens: Tokens) -> np.ndarray:
-    """The jumps and the two tokens after each, whose context changed with them."""
+    """Returns the jumps and the two tokens after each, whose context changed too."""
     near = jumps.copy()
     for k in (1, 2):
         near[k:] |= jumps[:-k] & (tokens.row[k:] == tokens.row[:-k])

@@ -1,4 +1,4 @@
-"""Names, evidence and advice for violations of the sampling contract."""
+"""Detects violations of the sampling contract: `temperature`, `truncated-sampling` and `raw-logprobs`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import Tokens, logit, share, sureness, z_of
+from trimtab.diagnosis.causes.evidence import Tokens, confidence, logit, share, z_of
 from trimtab.diagnosis.causes.raw_logprobs import undeclared
 from trimtab.diagnosis.records import Cause
 
 SPREAD, TIGHT, SLOPE, STEEP, CLEAR = 6.0, 2.5, 0.02, 8.0, 6.0
-# Weights rounded to four bits also flatten a large model, but far from evenly: what is left is over a logit.
+# Weights rounded to four bits also flatten a large model, but unevenly: the residual exceeds one logit.
 HALF, LOOSE = 0.5, 2.0
 HOLD = (-3.0, 8.0)
 DEFICIT, DEEP, BULK = 1e-3, 6.0, 4.0
@@ -23,8 +23,10 @@ LOG_RATIO_MOST = 20.0
 
 @dataclass(frozen=True)
 class Line:
-    """a: exponent that leads from the sampler's to the trainer's distribution. z: of its distance from 1.
-    spread: logits left over for each unit of slope. tokens: fitted."""
+    """The fit of two temperatures: trainer distribution = (sampler distribution)^a.
+
+    z: of the distance of a from 1. spread: residual in logits per unit of slope. tokens: number of tokens fitted.
+    """
 
     a: float
     z: float
@@ -34,8 +36,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Cut:
-    """Truncation on the sampler's side. mass: mean ratio. z: of its distance from 1. alone: tokens the sampler gave
-    log-prob exactly 0 and the trainer did not; zeros: share of all tokens at exactly 0."""
+    """Truncation on the sampler's side.
+
+    mass: mean ratio. z: of its distance from 1. alone: number of tokens with a log-prob of exactly 0 from the sampler
+    and not from the trainer. zeros: share of all tokens at exactly 0.
+    """
 
     mass: float
     z: float
@@ -44,19 +49,19 @@ class Cut:
 
 
 def mean_ratio(tokens: Tokens) -> tuple[float, float]:
-    """Mean of trainer over sampler, and the z of its distance from 1 (tokens are a martingale: no clustering)."""
+    """Returns the mean of trainer/sampler and the z of its distance from 1 (no clustering: tokens are a martingale)."""
     excess = np.expm1(np.clip(tokens.log_ratio, -LOG_RATIO_MOST, LOG_RATIO_MOST))
     return 1.0 + float(excess.mean()), z_of(excess)
 
 
 def temperature_line(tokens: Tokens) -> Line | None:
-    """The line of two temperatures, if the data lies on one; less likely tokens are asked where too few are likely.
+    """Returns the line of two temperatures, if the data lies on one; with few likely tokens, less likely ones are used.
 
-    Samples of one prompt begin with the same tokens in the same context: what repeats in both columns is one fact.
+    Samples of one prompt begin with the same tokens in the same context, so repeated pairs of log-probs count once.
     """
     tokens = tokens.kept(_first_seen(tokens))
     mean = 0.5 * (tokens.behavior + tokens.trainer)
-    # Below -1e-4 on both sides: a token alone in its kept set has no logit to compare.
+    # Below -1e-4 on both sides: the only token of a sampling mask has no logit to compare.
     doubt = np.maximum(tokens.behavior, tokens.trainer) < -1e-4
     use = doubt & (mean > math.log(0.5))
     if use.sum() < 100:
@@ -86,7 +91,7 @@ def temperature_line(tokens: Tokens) -> Line | None:
 
 
 def _first_seen(tokens: Tokens) -> np.ndarray:
-    """The first token of each pair of log-probs (tokens,)."""
+    """Returns True at the first token of each distinct pair of log-probs (tokens,)."""
     pairs = np.stack([tokens.behavior, tokens.trainer], axis=1)
     first = np.zeros(len(tokens), dtype=bool)
     first[np.unique(pairs, axis=0, return_index=True)[1]] = True
@@ -94,19 +99,19 @@ def _first_seen(tokens: Tokens) -> np.ndarray:
 
 
 def cut_off(tokens: Tokens) -> Cut | None:
-    """Truncation on the sampler's side, if the data shows it."""
+    """Returns truncation on the sampler's side, if the data shows it."""
     mass, z = mean_ratio(tokens)
     certain = tokens.behavior > ALONE
     alone = int((certain & (tokens.trainer < DISAGREES)).sum())
     just_below = int(((tokens.behavior <= ALONE) & (tokens.behavior > CLOSE)).sum())
     log_ratio = tokens.log_ratio
     up, down = share((log_ratio > 1e-4) & ~certain), share((log_ratio < -1e-4) & ~certain)
-    # Noise cut off at probability 1 also leaves zeros, but the tokens that are not at 0 go both ways.
+    # Noise clamped at probability 1 also leaves zeros, but then the other tokens move in both directions.
     by_zeros = alone >= max(5, 0.002 * len(tokens)) and certain.sum() > just_below and up <= ONE_WAY * down
     leans = share(log_ratio > 1e-4) < 0.8 * share(log_ratio < -1e-4)
-    # A wide ratio has a mean below 1 until its rare large values are sampled.
+    # The sample mean of a wide distribution of ratios is below 1 as long as its rare large values are missing.
     wide = share(log_ratio > WIDE) > WIDE_SHARE
-    # Lost mass costs every token about as much; unsampled large ratios leave a mean log far below the log of the mean.
+    # Lost mass shifts every token about equally; missing large ratios leave the mean log far below the log mean.
     even = mass > 0 and float(log_ratio.mean()) > UNEVEN * math.log(mass)
     by_mass = mass < 1.0 - DEFICIT and z < -DEEP and leans and even and not wide and _in_bulk(tokens)
     if not (by_zeros or by_mass):
@@ -115,13 +120,13 @@ def cut_off(tokens: Tokens) -> Cut | None:
 
 
 def _in_bulk(tokens: Tokens) -> bool:
-    """Whether ordinary undecided tokens carry the deficit, as lost mass does, rather than a few far ones."""
+    """Whether the deficit is spread over undecided tokens, as with lost mass, rather than caused by a few outliers."""
     log_ratio = tokens.log_ratio[tokens.middle]
     if len(log_ratio) < 20:
         return False
     scale = 1.48 * float(np.median(np.abs(log_ratio)))
-    held = np.clip(log_ratio, -3 * scale, 3 * scale)
-    return z_of(held) < -BULK and float(held.mean()) < 0.3 * float(log_ratio.mean())
+    clipped = np.clip(log_ratio, -3 * scale, 3 * scale)
+    return z_of(clipped) < -BULK and float(clipped.mean()) < 0.3 * float(log_ratio.mean())
 
 
 FIX_TEMPERATURE = (
@@ -141,7 +146,7 @@ LIKELIER = 2.0  # nats by which the trainer must explain the tokens better
 
 
 def find_broken(tokens: Tokens, *, repaired: bool) -> tuple[list[Cause], Line | None, Cut | None]:
-    """Causes, and the shapes found in the ratio, for the detectors that measure the rest."""
+    """Returns the causes, and the line and the truncation in the ratio that the noise detectors must account for."""
     if (greedy := _greedy(tokens)) is not None:
         return [greedy], Line(0.0, math.inf, 0.0, len(tokens)), None
     declared, line = _declared(tokens), temperature_line(tokens)
@@ -150,25 +155,25 @@ def find_broken(tokens: Tokens, *, repaired: bool) -> tuple[list[Cause], Line | 
         cut, mirrored = (cut, None) if cut.mass <= mirrored.mass else (None, mirrored)
     if cut is not None or mirrored is not None:
         line = _line_beside(tokens, line, sampler_cut=cut is not None)
-    found = [] if declared is None else [declared]
+    causes = [] if declared is None else [declared]
     sampler = _sampler_is_right(tokens, line, cut, mirrored, repaired=repaired)
     if cut is not None:
-        found.append(_truncated(cut, len(tokens)))
+        causes.append(_truncated(cut, len(tokens)))
     if mirrored is not None and declared is None:
-        found.append(_raw_cut(mirrored, len(tokens)))
+        causes.append(_raw_cut(mirrored, len(tokens)))
     if line is not None and sampler:
-        found.append(_temperature(tokens, line))
+        causes.append(_temperature(tokens, line))
     elif line is not None and declared is None and mirrored is None:
-        found.append(_raw_line(tokens, line))
+        causes.append(_raw_line(tokens, line))
         if line.a < 1 and tokens.chunk.temperature is None:
-            found.append(_temperature(tokens, line, doubtful=True))
-    if not found and (hidden := undeclared(tokens)) is not None:
-        found.append(Cause("raw-logprobs", *hidden, FIX_RAW))
-    return found, line, cut or mirrored
+            causes.append(_temperature(tokens, line, doubtful=True))
+    if not causes and (hidden := undeclared(tokens)) is not None:
+        causes.append(Cause("raw-logprobs", *hidden, FIX_RAW))
+    return causes, line, cut or mirrored
 
 
 def _greedy(tokens: Tokens) -> Cause | None:
-    """A sampler that says every token was certain."""
+    """Returns a cause if the sampler reports log-prob 0 at nearly every token."""
     if share(tokens.behavior > -1e-6) < 0.99 or tokens.trainer.mean() > -0.01:
         return None
     evidence = (
@@ -179,18 +184,18 @@ def _greedy(tokens: Tokens) -> Cause | None:
 
 
 def _declared(tokens: Tokens) -> Cause | None:
-    """Log-probs the file itself calls raw, under sampling that was not."""
+    """Returns a cause if the file marks log-probs as raw although temperature or truncation changed the sampling."""
     chunk = tokens.chunk
     if chunk.raw is None:
         return None
-    bent = np.zeros(chunk.responses, dtype=bool)
+    processed = np.zeros(chunk.responses, dtype=bool)
     if chunk.temperature is not None:
-        bent |= (chunk.temperature != 1) & np.isfinite(chunk.temperature)
+        processed |= (chunk.temperature != 1) & np.isfinite(chunk.temperature)
     if chunk.top_p is not None:
-        bent |= chunk.top_p < 1
+        processed |= chunk.top_p < 1
     if chunk.top_k is not None:
-        bent |= chunk.top_k > 0
-    wrong = bent & chunk.raw.astype(bool)
+        processed |= chunk.top_k > 0
+    wrong = processed & chunk.raw.astype(bool)
     if not wrong.any():
         return None
     evidence = (
@@ -201,7 +206,7 @@ def _declared(tokens: Tokens) -> Cause | None:
 
 
 def _line_beside(tokens: Tokens, line: Line | None, *, sampler_cut: bool) -> Line | None:
-    """A line that truncation does not explain: truncation alone never moves a token the other way."""
+    """Returns the line if truncation does not explain it: truncation moves log-ratios in one direction only."""
     up = tokens.log_ratio if sampler_cut else -tokens.log_ratio
     rare = 0.5 * (tokens.behavior + tokens.trainer) < -1.5
     against = (up > 0.1) & rare
@@ -214,9 +219,9 @@ def _line_beside(tokens: Tokens, line: Line | None, *, sampler_cut: bool) -> Lin
 def _sampler_is_right(
     tokens: Tokens, line: Line | None, cut: Cut | None, mirrored: Cut | None, *, repaired: bool
 ) -> bool:
-    """Whether tokens follow the sampler's own log-probs rather than the trainer's.
+    """Whether tokens follow the sampler's log-probs rather than the trainer's.
 
-    The sum of log-ratios is the log-likelihood ratio of the two. Repaired pairs were chosen by it, and need more.
+    The sum of log-ratios is the log-likelihood ratio of the two. Repaired pairs were selected by it and need more.
     """
     if cut is not None or mirrored is not None or line is None:
         return mirrored is None
@@ -232,7 +237,7 @@ def _temperature(tokens: Tokens, line: Line, *, doubtful: bool = False) -> Cause
         f"{known}): logit differences lie on a line, {line.spread:.1f} logits left per unit of slope, z = {line.z:.0f} "
         f"on {line.tokens} tokens; mean ratio {ratio:.4f}"
     )
-    return Cause("temperature", 0.5 if doubtful else sureness(line.z, 8.0), evidence, FIX_TEMPERATURE)
+    return Cause("temperature", 0.5 if doubtful else confidence(line.z, 8.0), evidence, FIX_TEMPERATURE)
 
 
 def _raw_line(tokens: Tokens, line: Line) -> Cause:
@@ -242,13 +247,13 @@ def _raw_line(tokens: Tokens, line: Line) -> Cause:
         f"the mean ratio is {ratio:.4f} (z = {z:.1f}) and the mean inverse ratio {inverse:.4f}: tokens were drawn from "
         f"the trainer's distribution, which is the reported one at temperature {1 / line.a:.2f} or so"
     )
-    return Cause("raw-logprobs", 0.6 if line.a < 1 else sureness(z, 4.0), evidence, FIX_RAW)
+    return Cause("raw-logprobs", 0.6 if line.a < 1 else confidence(z, 4.0), evidence, FIX_RAW)
 
 
 def _truncated(cut: Cut, tokens: int) -> Cause:
     alone = f"; {cut.alone} tokens have sampler log-prob exactly 0, the trainer's is below -0.01" if cut.alone else ""
     evidence = f"the mean ratio is {cut.mass:.4f} (z = {cut.z:.1f}, {tokens} tokens), the mass kept{alone}"
-    return Cause("truncated-sampling", sureness(max(-cut.z / 6, cut.alone / 5), 1.0), evidence, FIX_CUT)
+    return Cause("truncated-sampling", confidence(max(-cut.z / 6, cut.alone / 5), 1.0), evidence, FIX_CUT)
 
 
 def _raw_cut(cut: Cut, tokens: int) -> Cause:
@@ -257,12 +262,12 @@ def _raw_cut(cut: Cut, tokens: int) -> Cause:
         f"the mean inverse ratio is {cut.mass:.4f} (z = {cut.z:.1f}, {tokens} tokens): the sampler reports the whole "
         f"distribution, tokens come from the trainer's truncated one{alone}"
     )
-    return Cause("raw-logprobs", sureness(max(-cut.z / 6, cut.alone / 5), 1.0), evidence, FIX_RAW)
+    return Cause("raw-logprobs", confidence(max(-cut.z / 6, cut.alone / 5), 1.0), evidence, FIX_RAW)
 
 
 def _known_temperature(tokens: Tokens) -> str:
-    given = tokens.chunk.temperature
-    if given is None or not np.isfinite(given).any():
+    temperature = tokens.chunk.temperature
+    if temperature is None or not np.isfinite(temperature).any():
         return ""
-    values = np.unique(given[np.isfinite(given)])
+    values = np.unique(temperature[np.isfinite(temperature)])
     return f"; sampling temperature {values[0]:g}" if len(values) == 1 else ""

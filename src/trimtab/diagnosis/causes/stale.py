@@ -1,10 +1,10 @@
 """Detects `stale`: the sampler used older weights.
 
-With versions: the shift of logits must grow with age (a ratio of at least `GROWTH` and `CLEAR` standard errors of the
-mean log size). Without them three traces are left. Updates raise what had positive advantage: the response's log-ratio
-goes with its advantage beyond what its log-prob explains; rounding does not know the reward. Rounding does not come and
-go between steps either, lag does. And drift is a change of mind about tokens, the same way at every place one appears;
-rounding errors are nearly independent between contexts (judged for vocabularies of words, not of characters).
+With versions, the shift of logits must grow with age (a ratio of at least `GROWTH` and `CLEAR` standard errors of the
+mean log size). Without them there are three indications. Updates raise the probability of what had positive advantage,
+so that a response's log-ratio correlates with its advantage beyond what its log-prob explains; rounding is independent
+of the reward. Lag varies between steps; rounding does not. Drift shifts a token the same way in every context; rounding
+errors are nearly independent between contexts (tested for vocabularies of words, not of characters).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import Tokens, sureness
+from trimtab.diagnosis.causes.evidence import Tokens, confidence
 from trimtab.diagnosis.causes.precision import LEAST, NUDGE, Noise
 from trimtab.diagnosis.records import Cause
 
@@ -30,14 +30,14 @@ FIX = (
 
 @dataclass(frozen=True)
 class Drift:
-    """cause, if found, and the tokens whose rest is not drift: of age 0 where there are some; None where none are."""
+    """cause: `stale`, if detected. fresh: tokens whose difference is not drift, those of age 0 if known, or None."""
 
     cause: Cause | None
     fresh: Tokens | None
 
 
 def find_drift(tokens: Tokens, noise: Noise, *, systematic: bool) -> Drift:
-    """Staleness. `noise` is that of all tokens; `systematic` says that other causes bend it."""
+    """Detects staleness. `noise` is that of all tokens; `systematic`: whether other causes distort it."""
     rewarded = None if systematic or noise.rms < LEAST else _rewarded(tokens)
     if tokens.age is not None and tokens.age.any():
         return _aged(tokens, noise, rewarded)
@@ -46,9 +46,9 @@ def find_drift(tokens: Tokens, noise: Noise, *, systematic: bool) -> Drift:
     if corr > needed and z > (STRONG_Z if corr > STRONG and noise.coarse > 0 else REWARDED_Z):
         says = "" if tokens.age is None else " although the file says age 0"
         evidence = f"responses' log-ratios go with their advantage{says}: correlation {corr:.2f}, z = {z:.1f}"
-        return Drift(Cause("stale", sureness(z, REWARDED_Z), evidence, FIX), None)
-    if tokens.age is None and not systematic and (found := _steps(tokens)) is not None:
-        return Drift(Cause("stale", 0.6, found, FIX), None)
+        return Drift(Cause("stale", confidence(z, REWARDED_Z), evidence, FIX), None)
+    if tokens.age is None and not systematic and (evidence := _steps(tokens)) is not None:
+        return Drift(Cause("stale", 0.6, evidence, FIX), None)
     fine = noise.rms >= LEAST and noise.coarse < FINE + NUDGE
     if tokens.age is None and not systematic and noise.other_weights and fine:
         evidence = (
@@ -76,12 +76,12 @@ def _aged(tokens: Tokens, noise: Noise, rewarded: tuple[float, float] | None) ->
                 f"logits of tokens older than {ages[0]} updates moved {times} as far as at age {ages[0]} "
                 f"(z = {clear:.1f}; {int(old.sum())} and {int(young.sum())} tokens){goes}"
             )
-            return Drift(Cause("stale", sureness(clear, CLEAR), evidence, FIX), fresh)
+            return Drift(Cause("stale", confidence(clear, CLEAR), evidence, FIX), fresh)
         if fresh is not None and not goes:
             return Drift(None, tokens)
     if noise.rms < LEAST:
         return Drift(None, tokens)
-    sure = sureness(z, 4.0) if goes else 0.6 if noise.coarse > 0 or noise.other_weights else 0.5
+    sure = confidence(z, 4.0) if goes else 0.6 if noise.coarse > 0 or noise.other_weights else 0.5
     size = f"logits move by {noise.rms:.2g}, " + ("more than" if noise.coarse > 0 else "within")
     evidence = (
         f"tokens are {float(age.mean()):.1f} updates old and {size} what 16-bit rounding gives{goes}; no tokens of "
@@ -95,7 +95,7 @@ def _size(shift: np.ndarray) -> float:
 
 
 def _growth(old: np.ndarray, young: np.ndarray) -> tuple[float, float]:
-    """Ratio of typical sizes (geometric), and the z of its logarithm."""
+    """Returns the ratio of the geometric mean sizes, and the z of its logarithm."""
     left, right = np.log(np.abs(old) + 1e-6), np.log(np.abs(young) + 1e-6)
     difference = float(left.mean() - right.mean())
     error = np.sqrt(left.var() / len(left) + right.var() / len(right))
@@ -103,7 +103,7 @@ def _growth(old: np.ndarray, young: np.ndarray) -> tuple[float, float]:
 
 
 def _rewarded(tokens: Tokens) -> tuple[float, float] | None:
-    """Partial correlation of a response's log-ratio with its advantage, given its log-prob and length; and its z."""
+    """Returns the partial correlation of log-ratio and advantage of responses, given log-prob and length, and its z."""
     advantage = _advantage(tokens)
     if advantage is None:
         return None
@@ -127,7 +127,7 @@ def _residual(values: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def _advantage(tokens: Tokens) -> np.ndarray | None:
-    """Advantages, or rewards less their group's mean."""
+    """Returns advantages, or rewards minus their group's mean; None without either."""
     chunk = tokens.chunk
     if chunk.advantage is not None:
         return chunk.advantage
@@ -145,7 +145,7 @@ def _advantage(tokens: Tokens) -> np.ndarray | None:
 
 
 def _steps(tokens: Tokens) -> str | None:
-    """Noise that comes and goes between steps."""
+    """Returns evidence of noise whose size differs between steps, or None."""
     step = tokens.of_response(tokens.chunk.step)
     if step is None:
         return None

@@ -1,10 +1,10 @@
 """Locates where a shift of log-probs begins: at the response, at a later turn, or elsewhere.
 
-A conversation that was decoded and encoded again between turns has other lengths from there on, so every later token is
-paired with a neighbor's log-prob while the first turn fits. For each response two hypotheses are compared by what the
-offset collects from a place to the end of the response (scores of `misaligned.py`): from its first token, and from the
-best beginning of a later turn. Over all shifted responses a turn must collect `AHEAD` nats more than the whole response
-does, and `REACHED` of what the best place anywhere would.
+A conversation that was decoded and encoded again between turns has other lengths from there on, so that every later
+token is paired with a neighbor's log-prob while the first turn fits. For each response two hypotheses are compared by
+the gain of the offset from a position to the end of the response (scores of `misaligned.py`): from its first token, and
+from the best start of a later turn. Over all shifted responses turns must gain `AHEAD` nats more than whole responses,
+and `REACHED` of the gain from the best position anywhere.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ AHEAD, REACHED = 12.0, 0.85
 
 @dataclass(frozen=True)
 class Begin:
-    """Where the shift of one response begins: a turn, counted from 1, and the position of its first token in the
-    response, masked tokens counted."""
+    """The start of the shift in one response: its turn, from 1, and the position of that turn's first token.
+
+    Positions include masked tokens.
+    """
 
     turn: int
     place: int
 
 
 def turn_numbers(tokens: Tokens) -> np.ndarray:
-    """The turn each token belongs to, counted from 1 in its response; a turn is a stretch without masked tokens."""
+    """Returns the turn of each token, from 1 in its response; a turn is a stretch without masked tokens."""
     begin = tokens.place - tokens.turn
     first = np.diff(tokens.row, prepend=-1) != 0
     new = first | (np.diff(begin, prepend=-1) != 0)
@@ -38,9 +40,9 @@ def turn_numbers(tokens: Tokens) -> np.ndarray:
 
 
 def begins_of(tokens: Tokens, score: np.ndarray, rows: np.ndarray) -> list[Begin]:
-    """The later turns at which the shift begins in the responses `rows`; empty where it begins with them or elsewhere.
+    """Returns the turns at which the shift begins in the responses `rows`; empty if it begins elsewhere.
 
-    score: of every token, how much closer its shifted partner is than its own value.
+    score: (tokens,), how much closer the shifted partner is than the token's own value.
     """
     turn = turn_numbers(tokens)
     whole = later = anywhere = 0.0
@@ -48,7 +50,7 @@ def begins_of(tokens: Tokens, score: np.ndarray, rows: np.ndarray) -> list[Begin
     starts = np.searchsorted(tokens.row, rows)
     stops = np.searchsorted(tokens.row, rows, side="right")
     for start, stop in zip(starts, stops, strict=True):
-        # What is collected from each token to the end of the response.
+        # Gain from each token to the end of the response.
         rest = np.cumsum(score[start:stop][::-1])[::-1]
         new = np.flatnonzero(np.diff(turn[start:stop], prepend=turn[start]))
         whole += float(rest[0])
@@ -63,7 +65,7 @@ def begins_of(tokens: Tokens, score: np.ndarray, rows: np.ndarray) -> list[Begin
 
 
 def begins_text(begins: Sequence[Begin], rows: int) -> str:
-    """The commonest turn among them and where that is, of so many shifted responses."""
+    """Describes the most common turn and its position; `rows`: number of shifted responses."""
     common = int(np.argmax(np.bincount([begin.turn for begin in begins])))
     places = [begin.place for begin in begins if begin.turn == common]
     of = "all" if len(places) == rows else f"{len(places)} of {rows}"

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from trimtab.diagnosis.measure.by_age import ByAge
-from trimtab.diagnosis.measure.by_length import ByLength
-from trimtab.diagnosis.measure.by_token_id import ById
-from trimtab.diagnosis.measure.drift_split import Drift
+from trimtab.diagnosis.measure.by_age import AgeView
+from trimtab.diagnosis.measure.by_length import LengthView
+from trimtab.diagnosis.measure.by_token_id import TokenIdView
+from trimtab.diagnosis.measure.drift_split import DriftSums
 from trimtab.diagnosis.measure.mismatch_size import Sizes
 from trimtab.diagnosis.measure.sample import Sample
 from trimtab.diagnosis.measure.trained_tokens import Trained
-from trimtab.diagnosis.measure.views import ByEntropy, ByPosition, ByProbability, ByTurn, ByTurnNumber, Part
+from trimtab.diagnosis.measure.views import EntropyView, Part, PositionView, ProbabilityView, TurnNumberView, TurnView
 from trimtab.diagnosis.records import Chunk, Measured, Origin
 from trimtab.diagnosis.token_statistics import plane
 from trimtab.errors import TrimtabError
@@ -22,15 +22,14 @@ SCATTER = 100
 
 
 def measure(chunks: Iterable[Chunk], origin: Callable[[], Origin], *, seed: int = 0) -> Measured:
-    """Everything `diagnose` says about size and place of the mismatch, from one pass; `origin` is asked after it.
+    """Measures size and location of the mismatch in one pass; `origin` is called after it.
 
-    How the data is cut into chunks changes nothing but the last digits of sums. `seed` draws the bootstrap.
-
-    Raises `TrimtabError` when there is no trained token, or when chunks have different columns.
+    The split into chunks affects only the last digits of sums. `seed` is that of the bootstrap. Raises `TrimtabError`
+    without a trained token, and for chunks with different columns.
     """
-    sizes, drift, sample, ids = Sizes(), Drift(), Sample(), ById()
-    places = (ByProbability(), ByPosition(), ByLength(), ByTurn(), ByTurnNumber())
-    parts: tuple[Part, ...] = (*places, ByAge(), ByEntropy())
+    sizes, drift, sample, ids = Sizes(), DriftSums(), Sample(), TokenIdView()
+    places = (ProbabilityView(), PositionView(), LengthView(), TurnView(), TurnNumberView())
+    parts: tuple[Part, ...] = (*places, AgeView(), EntropyView())
     scatter = np.zeros((SCATTER, SCATTER), dtype=np.int64)
     responses = trained = 0
     for chunk in chunks:
@@ -43,14 +42,14 @@ def measure(chunks: Iterable[Chunk], origin: Callable[[], Origin], *, seed: int 
         scatter += plane(tokens.q, tokens.p, SCATTER)
         for part in (sizes, drift, ids, *parts):
             part.add(tokens)
-    found = origin()
+    summary = origin()
     if not trained:
         raise TrimtabError("no response has a trained token: check loss_mask, at least one token must be True")
     drawn = sample.result()
     views = [ids.view(drawn), *(part.view() for part in parts)]
     return Measured(
-        origin=found,
-        size=sizes.size(found.anchor, seed),
+        origin=summary,
+        size=sizes.size(summary.anchor, seed),
         views={view.name: view for view in views if view is not None},
         split=drift.split(seed),
         scatter=scatter,

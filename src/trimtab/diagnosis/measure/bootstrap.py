@@ -17,11 +17,11 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
 FEWEST_CLUSTERS = len(_STUDENT) + 2
 
 Statistics = Callable[[Tensor], Mapping[str, Tensor]]
-"""Named statistics (any,) of sums (any, fields) that do not change when all sums are multiplied by one number."""
+"""Maps sums (any, fields) to named statistics (any,), invariant to a common factor of all sums."""
 
 
 def resampled(clusters: int, seed: int) -> np.ndarray:
-    """How often each cluster is drawn in each resample: (RESAMPLES, clusters) float64."""
+    """Returns how often each cluster is drawn in each resample: (RESAMPLES, clusters) float64."""
     drawn = np.random.default_rng(seed).integers(0, clusters, (RESAMPLES, clusters))
     drawn += clusters * np.arange(RESAMPLES)[:, None]
     counts = np.bincount(drawn.reshape(-1), minlength=RESAMPLES * clusters)
@@ -29,39 +29,39 @@ def resampled(clusters: int, seed: int) -> np.ndarray:
 
 
 def intervals(sums: np.ndarray, statistics: Statistics, seed: int) -> dict[str, Interval]:
-    """Studentised bootstrap intervals from sums of clusters (clusters, fields); NaN ends where there are too few.
+    """Returns studentized bootstrap intervals from sums of clusters (clusters, fields); NaN ends with too few.
 
-    The plain percentile interval of a mean ratio covers 88% instead of 95% with 8 clusters and 92% with 20, as ratios
-    have long tails; dividing each resample's deviation by its own standard error (Efron & Tibshirani 1993, ch. 12.5;
-    by the delta method here, clusters being independent) covers 94%.
+    The percentile interval of a mean ratio covers 88% instead of 95% with 8 clusters and 92% with 20, since ratios have
+    long tails. Dividing each resample's deviation by its own standard error (Efron & Tibshirani 1993, ch. 12.5; here by
+    the delta method over independent clusters) covers 94%.
     """
     clusters = len(sums)
     value, error = _with_errors(torch.from_numpy(sums.sum(axis=0)[None]), _squares(sums).sum(axis=0)[None], statistics)
     if clusters < 2:
         return {name: Interval(float(at[0]), float("nan"), float("nan")) for name, at in value.items()}
-    # Deviations sum to 0 over clusters, so a sample of n of them understates a variance by (n - 1) / n.
+    # Deviations from the mean of n clusters underestimate the variance by (n - 1) / n.
     scale = np.sqrt(clusters / (clusters - 1))
     if clusters < FEWEST_CLUSTERS:
         reach = dict.fromkeys(value, (-_STUDENT[clusters - 2], _STUDENT[clusters - 2]))
     else:
         reach = _reach(sums, statistics, value, resampled(clusters, seed), scale)
-    found: dict[str, Interval] = {}
+    result: dict[str, Interval] = {}
     for name, (low, high) in reach.items():
         at, by = float(value[name][0]), float(error[name][0]) * scale
-        # Where most resamples lack the few clusters a figure rests on, the reach is infinite and the end not known.
-        found[name] = Interval(at, *(at - end * by if np.isfinite(end) else float("nan") for end in (high, low)))
-    return found
+        # Where most resamples lack the few clusters that determine a statistic, the reach is infinite: the end is NaN.
+        result[name] = Interval(at, *(at - end * by if np.isfinite(end) else float("nan") for end in (high, low)))
+    return result
 
 
 def _reach(
     sums: np.ndarray, statistics: Statistics, value: Mapping[str, Tensor], draws: np.ndarray, scale: float
 ) -> dict[str, tuple[float, float]]:
-    """How many standard errors a resample lies off, at both ends of the middle 95%."""
+    """Returns the 2.5% and 97.5% quantile of the resamples' deviations, in standard errors."""
     drawn, errors = _with_errors(torch.from_numpy(draws @ sums), draws @ _squares(sums), statistics)
     reach: dict[str, tuple[float, float]] = {}
     for name, at in drawn.items():
         off = (at - value[name]) / (errors[name] * scale)
-        # 0 / 0 is a statistic that no resample moves; x / 0 stays infinite, and so may the quantiles.
+        # 0 / 0 is a statistic equal in all resamples; x / 0 stays infinite, and so may the quantiles.
         off = torch.where(off.isnan(), 0.0, off).sort().values
         low, high = (float(off[round(level * (len(off) - 1))]) for level in _LEVELS)
         reach[name] = (low, high)
@@ -69,14 +69,14 @@ def _reach(
 
 
 def _squares(sums: np.ndarray) -> np.ndarray:
-    """Products of all pairs of fields (clusters, fields * fields)."""
+    """Returns products of all pairs of fields (clusters, fields * fields)."""
     return (sums[:, :, None] * sums[:, None, :]).reshape(len(sums), -1)
 
 
 def _with_errors(
     sums: Tensor, squares: np.ndarray, statistics: Statistics
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Statistics of each row of sums and their standard errors: sqrt(sum over clusters of (gradient . sums)^2)."""
+    """Returns statistics of each row of sums and standard errors, sqrt(sum over clusters of (gradient . sums)^2)."""
     fields = sums.shape[1]
     products = torch.from_numpy(squares).reshape(-1, fields, fields)
     at = sums.detach().requires_grad_()

@@ -6,7 +6,7 @@ import numpy as np
 
 from trimtab.diagnosis.measure.ledger import KeyedSums
 from trimtab.diagnosis.measure.trained_tokens import Trained
-from trimtab.diagnosis.measure.views import Cut
+from trimtab.diagnosis.measure.views import BinnedSums
 from trimtab.diagnosis.records import View
 
 _AGES = np.array([0, 1, 2, 3, 4, 5, 9, 17, 33, 65, 129, 257])
@@ -14,12 +14,14 @@ _AGES = np.array([0, 1, 2, 3, 4, 5, 9, 17, 33, 65, 129, 257])
 _CELLS = 4096
 
 
-class ByAge:
-    """Age in updates: the trainer's version (`proximal_version`) less the token's; without the former, the newest
-    version of the token's step (of everything, where steps are unknown) less the token's."""
+class AgeView:
+    """The view by age in updates: the trainer's version (`proximal_version`) minus that of the token.
+
+    Without `proximal_version`, the newest version of the token's step (of all data, if steps are unknown) replaces it.
+    """
 
     def __init__(self) -> None:
-        self._cut = Cut(len(_AGES) + 1)
+        self._bins = BinnedSums(len(_AGES) + 1)
         self._cells = KeyedSums(_CELLS)
         self._note = ""
 
@@ -27,7 +29,7 @@ class ByAge:
         if tokens.chunk.version is None or not len(tokens):
             return
         if tokens.chunk.proximal_version is not None:
-            self._cut.add(_bin(ages(tokens)), tokens)
+            self._bins.add(_bin(ages(tokens)), tokens)
             return
         step = tokens.chunk.step
         version = tokens.at_tokens(tokens.chunk.version)
@@ -51,20 +53,20 @@ class ByAge:
             note += f" (of {self._cells.width} neighboring steps)"
         return cut.chosen(rows).view("version", [_LABELS[row] for row in rows], note=note)
 
-    def _gathered(self) -> Cut:
-        """The cells of all steps and versions, by age."""
+    def _gathered(self) -> BinnedSums:
+        """Adds the sums of all steps and versions to the bins of their ages."""
         newest: dict[int, int] = {}
         for (block, version), _ in self._cells.rows():
             newest[block] = max(version, newest.get(block, version))
         for (block, version), (sums, _, histogram) in self._cells.rows():
             row = _bin(np.array([newest[block] - version]))[0]
-            self._cut.sums[row] += sums
-            self._cut.histogram[row] += histogram
-        return self._cut
+            self._bins.sums[row] += sums
+            self._bins.histogram[row] += histogram
+        return self._bins
 
 
 def ages(tokens: Trained) -> np.ndarray:
-    """Updates between the version that sampled each trained token and the trainer's (tokens,)."""
+    """Returns the updates between the version that sampled each trained token and the trainer's (tokens,)."""
     assert tokens.chunk.version is not None
     assert tokens.chunk.proximal_version is not None
     return tokens.per_response(tokens.chunk.proximal_version)[tokens.rows] - tokens.at_tokens(tokens.chunk.version)
@@ -75,7 +77,7 @@ def _bin(age: np.ndarray) -> np.ndarray:
 
 
 def _runs(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of equal rows, each as one row, and the run of every row: neighbors mostly agree, so this nearly sorts."""
+    """Returns one row per run of equal rows, and the run of every row. It shortens the keys before they are sorted."""
     begins = np.append(True, (pairs[1:] != pairs[:-1]).any(axis=1))
     return pairs[begins], np.cumsum(begins) - 1
 

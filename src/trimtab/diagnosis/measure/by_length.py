@@ -9,7 +9,7 @@ import numpy as np
 
 from trimtab.diagnosis.measure.bins import octave, octave_edges
 from trimtab.diagnosis.measure.trained_tokens import FIELDS, Trained
-from trimtab.diagnosis.measure.views import Cut
+from trimtab.diagnosis.measure.views import BinnedSums
 from trimtab.diagnosis.records import View
 
 _OCTAVES = 24
@@ -22,7 +22,7 @@ def _outside(log: np.ndarray, low: float, high: float) -> np.ndarray:
 
 
 def rejected(log: np.ndarray, length: np.ndarray, k3: np.ndarray) -> dict[str, np.ndarray]:
-    """What each rule at its published bounds would reject, bool (responses,), from sums over trained tokens.
+    """Returns which responses each rule rejects at published bounds, bool (responses,), from sums over trained tokens.
 
     Sequence bounds: ALP (arXiv 2603.19470, Table 1) and verl; geometric: SkyRL and Miles; mean k3: verl's preset; mean
     log mu - log pi: OPSM (DeepSeek-V3.2) without its condition on the advantage.
@@ -38,17 +38,20 @@ def rejected(log: np.ndarray, length: np.ndarray, k3: np.ndarray) -> dict[str, n
     }
 
 
-class ByLength:
-    """Trained tokens of a response, in bins of about equally many responses made of fine ones at the end."""
+class LengthView:
+    """The view by number of trained tokens of the response, in bins with about equally many responses.
+
+    Fine bins are filled in one pass and merged at the end.
+    """
 
     def __init__(self) -> None:
-        self._cut = Cut(_FINE)
+        self._bins = BinnedSums(_FINE)
         self._responses = np.zeros(_FINE, dtype=np.int64)
         self._rejected: dict[str, np.ndarray] = {}
 
     def add(self, tokens: Trained) -> None:
         fine = np.minimum(octave(tokens.lengths.astype(np.float32), 0), _FINE - 1)
-        self._cut.add(np.repeat(fine, tokens.lengths), tokens)
+        self._bins.add(np.repeat(fine, tokens.lengths), tokens)
         self._responses += np.bincount(fine, minlength=_FINE)
         log, k3 = (tokens.sums[:, FIELDS.index(name)] for name in ("log", "k3"))
         for rule, gone in rejected(log, tokens.lengths, k3).items():
@@ -63,10 +66,10 @@ class ByLength:
         columns = {
             f"rejected/{rule}": np.add.reduceat(gone, starts) / responses for rule, gone in self._rejected.items()
         }
-        return self._cut.merged(starts).view("length", labels, edges, {"responses": responses, **columns})
+        return self._bins.merged(starts).view("length", labels, edges, {"responses": responses, **columns})
 
     def _starts(self) -> np.ndarray:
-        """First fine bin of each bin: a new one begins where a tenth of the responses more have gone by."""
+        """Returns the first fine bin of each bin; a new one begins after every tenth of the responses."""
         used = np.flatnonzero(self._responses)
         before = np.cumsum(self._responses[used]) - self._responses[used]
         tenth = before * _BINS // self._responses.sum()

@@ -11,11 +11,11 @@ from trimtab.diagnosis.token_statistics import FEWEST
 
 SHOWN = 20
 _LARGEST = 1 << 20
-"""Ids from here on, and negative ones, share one place: no vocabulary is that large."""
+"""Larger and negative ids share this one: no vocabulary is that large."""
 
 
-class ById:
-    """Sums for every id of the vocabulary; the percentiles of the few shown come from the sample."""
+class TokenIdView:
+    """Sums for every id of the vocabulary; the percentiles of the ids shown are computed from the sample."""
 
     def __init__(self) -> None:
         self._count = np.zeros(0, dtype=np.int64)
@@ -32,7 +32,7 @@ class ById:
             self._sums[:, column] += np.bincount(ids, weights=values, minlength=size)
 
     def view(self, sample: Chunk) -> View | None:
-        """The ids with the largest sums of k3, largest first, ties by id."""
+        """Returns the ids with the largest sums of k3, largest first, ties by id."""
         found = np.flatnonzero(self._count)
         if not len(found):
             return None
@@ -49,7 +49,7 @@ class ById:
 
 
 def known(ids: np.ndarray) -> np.ndarray:
-    """Ids with those no vocabulary has as `_LARGEST`."""
+    """Replaces negative and too large ids by `_LARGEST`."""
     return np.where((ids < 0) | (ids > _LARGEST), _LARGEST, ids)
 
 

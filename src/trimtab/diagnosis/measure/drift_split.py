@@ -1,15 +1,15 @@
 """Total drift split into train-inference mismatch and staleness.
 
-A token of age a was drawn from mu_v, the sampler's form of version v, and is judged by pi_P, the trainer's form of
-version P = v + a. Its log-ratio is a sum, log pi_P - log mu_v = (log pi_v - log mu_v) + (log pi_P - log pi_v): mismatch
+A token of age a was sampled from mu_v, version v on the sampler, and is scored by pi_P, version P = v + a on the
+trainer. Its log-ratio is a sum, log pi_P - log mu_v = (log pi_v - log mu_v) + (log pi_P - log pi_v): mismatch
 and staleness. At age 0 the second part is 0. Since k3 is unbiased for KL(mu_v || pi_P) on tokens of mu_v, and the KL is
-the mean of minus that sum, the mean of k3 splits into the same two parts without any cross term. The variance has
-one: there the split takes the two parts as uncorrelated.
+the mean of minus that sum, the mean of k3 splits into the same two parts without a cross term. The variance has one:
+there the split assumes that the two parts are uncorrelated.
 
-Mismatch depends strongly on the behavior probability, and tokens of age 0 need not be as probable as the others. So
-the mismatch of older tokens is read off tokens of age 0 in the same bin of behavior probability. Most tokens are nearly
-certain and mismatch grows with their -log p, so these bins are of equal ratio in -log p, four a factor of two: bins
-of a third of a decade in p would leave a fifth of the mismatch of rarer old tokens as staleness.
+Mismatch depends strongly on the behavior probability, whose distribution may differ between tokens of age 0 and others.
+Therefore the mismatch of older tokens is estimated by tokens of age 0 in the same bin of behavior probability. Most
+tokens are nearly certain and mismatch grows with -log p, so that bins have equal ratios in -log p, four per factor of
+two: bins of a third of a decade in p would count a fifth of the mismatch of rarer old tokens as staleness.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from trimtab.diagnosis.measure.trained_tokens import Trained
 from trimtab.diagnosis.records import Interval, Split
 
 _FEWEST = 100
-"""Tokens of age 0 that a bin of behavior probability needs; one with fewer joins its neighbor."""
+"""Fewest tokens of age 0 in a bin of behavior probability; bins with fewer are merged with their neighbor."""
 _NEAR = 5  # bins next to each other in which tokens of age 0 are sought before a bin counts as having none
 _LONELY = 0.05
-"""Share of all k3 that may lie where there are no tokens of age 0; it is compared with the nearest ones."""
+"""Largest share of k3 in bins without tokens of age 0, which are compared with the nearest bins that have some."""
 _SMALLEST, _LARGEST = -10, 4
-"""Factors of two of -log p that are told apart."""
+"""Range of -log p, as powers of two."""
 _COARSER = 3  # bits of `octave` given up: 4 bins a factor of two instead of 32
 _BINS = ((_LARGEST - _SMALLEST) << (5 - _COARSER)) + 1
 _NAMES = ("mismatch", "staleness", "variance_mismatch", "variance_staleness")
 
 
-class Drift:
+class DriftSums:
     """Sums per cluster, age (0 or older) and bin of behavior probability: tokens, k3, log-ratio, its square."""
 
     def __init__(self) -> None:
@@ -85,13 +85,13 @@ class Drift:
 
 
 def _surprise(logp: np.ndarray) -> np.ndarray:
-    """Bin of each -log p, certain tokens last."""
+    """Returns the bin of each -log p, certain tokens last."""
     index = octave(np.maximum(-logp, 0.0).astype(np.float32), _SMALLEST) >> _COARSER
     return _BINS - 1 - np.clip(index + 1, 0, _BINS - 1).astype(np.int64)
 
 
 def _starts(fresh: np.ndarray) -> np.ndarray:
-    """First bin of each run of bins with `_FEWEST` tokens of age 0, from likely tokens down; a short rest joins."""
+    """Returns the first bin of each group of bins with `_FEWEST` tokens of age 0, formed from likely tokens down."""
     starts, have = [], 0.0
     for bin_ in range(len(fresh))[::-1]:
         have += fresh[bin_]
@@ -107,8 +107,8 @@ def _parts(sums: np.ndarray) -> np.ndarray:
     whole, fresh = sums.sum(axis=2), sums[:, :, 0]
     tokens = whole[0].sum(axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):
-        # What all tokens would have summed to, had each the mean of age 0 in its bin.
-        # (A factor of exactly 1 where every token is of age 0: no staleness then, not one of 1e-19.)
+        # The mean over all tokens if each had the mean of age 0 in its bin. The factor is exactly 1 where every token
+        # is of age 0, so that staleness is then exactly 0.
         matched = np.where(whole[0] > 0, fresh * (whole[0] / fresh[0]), 0.0).sum(axis=-1) / tokens
         total = whole.sum(axis=-1) / tokens
     _, k3_fresh, log_fresh, square_fresh = matched
@@ -118,13 +118,13 @@ def _parts(sums: np.ndarray) -> np.ndarray:
 
 
 def _intervals(clusters: np.ndarray, value: np.ndarray, seed: int) -> dict[str, Interval]:
-    """Percentile intervals over clusters; too few clusters have none."""
+    """Returns percentile intervals over clusters; none with too few."""
     fields, count = clusters.shape[0], clusters.shape[1]
     if count < FEWEST_CLUSTERS:
         return {}
     draws = resampled(count, seed) @ np.moveaxis(clusters, 1, 0).reshape(count, -1)
     drawn = _parts(np.moveaxis(draws.reshape(-1, fields, *clusters.shape[2:]), 0, 1))
-    # A resample without a token of age 0 in some bin says nothing.
+    # A resample without a token of age 0 in some bin is NaN and skipped.
     low, high = np.nanquantile(drawn, (0.025, 0.975), axis=1)
     return {
         name: Interval(float(at), float(start), float(end))

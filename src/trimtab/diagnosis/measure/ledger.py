@@ -10,10 +10,10 @@ from trimtab.diagnosis.measure.bins import LOG_RATIO_BINS
 
 
 class KeyedSums:
-    """Rows under (step, other): sums, largest values and a histogram of log-ratios that merge when keys do.
+    """Sums, maxima and a histogram of log-ratios by key (step, other).
 
-    With more than `most` rows, neighboring steps become one: blocks of 2, 4, 8 ... steps, the fewest that fit. Which
-    steps share a block depends only on the keys, not on the order in which they came.
+    With more than `most` rows, neighboring steps are merged into blocks of 2, 4, 8, ... steps, the smallest that fit.
+    The blocks depend only on the keys, not on their order.
     """
 
     def __init__(self, most: int) -> None:
@@ -22,9 +22,9 @@ class KeyedSums:
         self._rows: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def add(self, keys: np.ndarray, sums: np.ndarray, largest: np.ndarray, flat: tuple[np.ndarray, np.ndarray]) -> None:
-        """keys (n, 2), sums (n, fields), largest (n, any), and tokens as (row in keys, log-ratio bin), each (tokens,).
+        """Adds rows. keys (n, 2), which may repeat; sums (n, fields); largest (n, any).
 
-        Keys may repeat.
+        flat: of each token its row in keys and its log-ratio bin, both (tokens,).
         """
         unique, place = np.unique(keys, axis=0, return_inverse=True)
         place, count = place.reshape(-1), len(unique)
@@ -39,13 +39,13 @@ class KeyedSums:
             self._widen()
 
     def rows(self) -> Iterator[tuple[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]]]:
-        """Keys (block of steps, other) in order, each with its sums, largest values and histogram."""
+        """Yields keys (block of steps, other) in order, each with its sums, maxima and histogram."""
         yield from sorted(self._rows.items(), key=lambda item: item[0])
 
     def _merge(self, key: tuple[int, int], row: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         known = self._rows.get(key)
         if known is None:
-            # A histogram of its own, not a view that keeps the whole chunk's alive.
+            # A copy: a view would keep the histograms of the whole chunk in memory.
             self._rows[key] = (row[0], row[1], row[2].astype(np.uint32))
             return
         histogram = known[2] + row[2].astype(np.uint32)

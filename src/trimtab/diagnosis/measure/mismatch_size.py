@@ -1,4 +1,4 @@
-"""The size of the mismatch: the figures of `trimtab.mismatch` with intervals, overall and per step."""
+"""The size of the mismatch: the statistics of `trimtab.mismatch` with intervals, overall and per step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from trimtab.objectives.metrics import Metrics
 from trimtab.runs.metric_ranges import k3_range
 
 CLUSTERS = 2048
-"""Clusters resampled at most; more are merged into so many, evenly."""
+"""Largest number of clusters that are resampled; more are merged evenly."""
 STEPS = 200
 _ENOUGH = 30.0
-"""Sequences that must effectively carry a mean of products before its interval means anything."""
+"""Smallest effective number of sequences for which the interval of a mean of products is given."""
 
 _SHARE = (torch.logit, torch.sigmoid)
 _POSITIVE = (torch.log, torch.exp)
@@ -39,11 +39,11 @@ _SCALES: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
     "abs_diff_mean": _POSITIVE,
     "ess_seq": _SHARE,
 }
-"""Scales on which a figure is nearer to normal and an interval cannot leave its range."""
+"""Transformations, and their inverses, that make a statistic nearly normal and keep intervals inside its range."""
 
 
 class Sizes:
-    """Gathers what `Size` is made of."""
+    """Accumulates the sums from which `Size` is computed."""
 
     def __init__(self) -> None:
         self._clusters = np.zeros((2 * CLUSTERS, len(FIELDS)))
@@ -70,7 +70,7 @@ class Sizes:
             self._steps.add(keys, tokens.sums, largest, (tokens.rows, tokens.log_ratio_bin))
 
     def size(self, anchor: str, seed: int) -> Size:
-        """`anchor`: which log-probs are the trainer's, proximal or current."""
+        """Returns the size of the mismatch. `anchor`: which log-probs are the trainer's, proximal or current."""
         clusters = self._clusters[self._clusters[:, 0] > 0]
         if len(clusters) > CLUSTERS:
             clusters = self._clusters[:CLUSTERS] + self._clusters[CLUSTERS:]
@@ -115,9 +115,9 @@ _TAILS = tuple(f"ratio_q{round(100 * level):02d}" for level in QUANTILES)
 
 
 def verdict(k3: float, floor: float, coarse: bool) -> str:
-    """Where k3 lies: `rounding`, or the name of its range (`exact`, `dense`, `small-dense`, `moe`, `beyond`).
+    """Returns `rounding`, or the name of the range of k3 (`exact`, `dense`, `small-dense`, `moe`, `beyond`).
 
-    Up to twice the floor is put down to rounding: the floor takes the errors of both columns as independent.
+    Up to twice the floor counts as rounding, since the floor assumes independent errors of both columns.
     """
     if coarse and k3 <= 2 * floor:
         return "rounding"
@@ -140,7 +140,7 @@ def _intervals(clusters: np.ndarray, figures: Mapping[str, float], seed: int) ->
 
 
 def _unscaled(name: str, value: float, scaled: Interval) -> Interval:
-    """A figure at the end of its range (a k3 of 0) is infinite on its scale: no token differs, in any resample."""
+    """Transforms an interval back. A statistic at the end of its range (k3 = 0) is infinite on its scale."""
     if np.isinf(scaled.value):
         return Interval(value, value, value)
     low, high = (float(_SCALES[name][1](torch.tensor(end, dtype=torch.float64))) for end in (scaled.low, scaled.high))
@@ -148,7 +148,7 @@ def _unscaled(name: str, value: float, scaled: Interval) -> Interval:
 
 
 def _statistics(sums: Tensor, largest: Tensor, histogram: Histogram) -> RatioStatistics:
-    """The statistics of `trimtab.mismatch` from sums (..., FIELDS); all but the quantiles are (...,)."""
+    """Returns the statistics of `trimtab.mismatch` from sums (..., FIELDS); all but the quantiles are (...,)."""
     columns = dict(zip(FIELDS, sums.unbind(-1), strict=True))
     return RatioStatistics(**columns, log_abs_max=largest[0], product_log_max=largest[1], histogram=histogram.counts)
 

@@ -6,23 +6,23 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from trimtab.diagnosis.measure.trained_tokens import scrambled
+from trimtab.diagnosis.measure.trained_tokens import hash_index
 from trimtab.diagnosis.records import Chunk
 from trimtab.errors import TrimtabError
 
 TOKENS = 400_000
 LONGEST = TOKENS // 8
-"""A longer response is cut to its first so many tokens, lest one fill the sample."""
+"""Longer responses are truncated to this many tokens, so that none fills the sample."""
 _PER_RESPONSE = frozenset(
     ("step", "group", "proximal_version", "reward", "advantage", "temperature", "top_p", "top_k", "raw")
 )
 
 
 class Sample:
-    """Responses by a fixed scramble of their index, smallest first, as many as fit into `tokens`.
+    """The responses with the smallest hash of their index, as many as fit into `tokens`.
 
-    What a stream leaves in the sample does not depend on how it is cut into chunks: a response once too many closes
-    the door for good to it and to all with a larger number.
+    The sample does not depend on the split of the stream into chunks: once a response does not fit, it and all with a
+    larger hash are excluded for good.
     """
 
     def __init__(self, tokens: int = TOKENS, longest: int = LONGEST) -> None:
@@ -30,12 +30,12 @@ class Sample:
         self._kept: list[Chunk] = []
         self._numbers: list[np.ndarray] = []
         self._tokens = 0
-        self._door = np.iinfo(np.uint64).max
+        self._limit_hash = np.iinfo(np.uint64).max
 
     def add(self, chunk: Chunk, first: int) -> None:
-        """`first`: responses that came before this chunk."""
-        numbers = scrambled(np.arange(first, first + chunk.responses, dtype=np.uint64))
-        keep = numbers < self._door
+        """Adds a chunk; `first`: number of responses before it. Raises `TrimtabError` for different columns."""
+        numbers = hash_index(np.arange(first, first + chunk.responses, dtype=np.uint64))
+        keep = numbers < self._limit_hash
         if self._kept and columns(chunk) != columns(self._kept[0]):
             raise TrimtabError(
                 f"the files have different columns ({_difference(chunk, self._kept[0])}): "
@@ -51,7 +51,7 @@ class Sample:
             self._trim()
 
     def result(self) -> Chunk:
-        """The sample, in the order of the stream."""
+        """Returns the sample, in the order of the stream."""
         self._trim()
         return self._kept[0]
 
@@ -60,19 +60,19 @@ class Sample:
         order = np.argsort(numbers)
         over = np.flatnonzero(np.cumsum(np.diff(merged.starts)[order]) > self._limit)
         if len(over):
-            self._door = numbers[order[over[0]]]
-        keep = numbers < self._door
+            self._limit_hash = numbers[order[over[0]]]
+        keep = numbers < self._limit_hash
         self._kept, self._numbers = [taken(merged, keep, self._longest)], [numbers[keep]]
         self._tokens = self._kept[0].tokens
 
 
 def columns(chunk: Chunk) -> frozenset[str]:
-    """Names of the arrays a chunk has."""
+    """Returns the names of the arrays that a chunk has."""
     return frozenset(item.name for item in fields(chunk) if getattr(chunk, item.name) is not None)
 
 
 def taken(chunk: Chunk, keep: np.ndarray, longest: int) -> Chunk:
-    """The responses where `keep` (responses,), each cut to at most `longest` tokens."""
+    """Returns the responses where `keep` (responses,) is True, each truncated to at most `longest` tokens."""
     lengths = np.where(keep, np.minimum(np.diff(chunk.starts), longest), 0)
     shift = chunk.starts[:-1] - (np.cumsum(lengths) - lengths)
     places = np.arange(lengths.sum()) + np.repeat(shift, lengths)
@@ -83,7 +83,7 @@ def taken(chunk: Chunk, keep: np.ndarray, longest: int) -> Chunk:
 
 
 def joined(chunks: list[Chunk]) -> Chunk:
-    """Chunks of the same columns as one."""
+    """Concatenates chunks with the same columns."""
     ends = np.cumsum([chunk.tokens for chunk in chunks])
     starts = [chunk.starts[1:] + end - chunk.tokens for chunk, end in zip(chunks, ends, strict=True)]
     arrays = {

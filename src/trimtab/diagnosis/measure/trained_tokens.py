@@ -19,10 +19,10 @@ _FAR = 1 << 40
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """Runs of trained tokens within a response, per token (tokens,) int64.
+    """The turns (runs of trained tokens within a response), per token (tokens,) int64.
 
-    number: of its turn, from 0. after: places behind the start of its turn, far for a first turn. before: places ahead
-    of the next turn, -1 for a turn's last token, far below for a last turn.
+    number: of its turn, from 0. after: position relative to the start of its turn, very large in a first turn. before:
+    position relative to the next turn, -1 for the last token of a turn, very negative in a last turn.
     """
 
     number: np.ndarray
@@ -32,12 +32,11 @@ class Turns:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """Trained tokens, flat, and the responses that have any. Arrays are (tokens,) float64 or, where marked, per
-    response.
+    """The trained tokens of a chunk in flat arrays (tokens,) float64, and the responses that have any.
 
-    places: where each token stands in its chunk. responses: which responses of the chunk have a trained token;
-    starts (responses + 1,) where each begins among the trained tokens; rows: the response of each token in that order.
-    log: the log-ratio. first: index of the chunk's first response in the whole stream.
+    places: index of each token in the chunk. responses: indices of the chunk's responses with a trained token.
+    starts: (responses + 1,), where each of them begins among the trained tokens. rows: position in `responses` of each
+    token's response. log: the log-ratio. first: index of the chunk's first response in the whole stream.
     """
 
     chunk: Chunk
@@ -51,7 +50,7 @@ class Trained:
 
     @classmethod
     def of(cls, chunk: Chunk, first: int) -> Trained:
-        """`first`: responses that came before this chunk. ValueError for a trained log-prob that is not finite."""
+        """Selects trained tokens; `first`: responses before this chunk. `ValueError` for a non-finite log-prob."""
         places = np.flatnonzero(chunk.mask)
         upto = np.append(0, np.cumsum(chunk.mask))[chunk.starts]
         responses = np.flatnonzero(np.diff(upto))
@@ -77,7 +76,7 @@ class Trained:
 
     @cached_property
     def excess(self) -> np.ndarray:
-        """Ratio - 1 inside the safety bound, by `expm1`, which keeps its digits near 1."""
+        """Ratio - 1, the exponent bounded; `expm1` keeps precision near 1."""
         return np.expm1(np.clip(self.log, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
     @cached_property
@@ -98,12 +97,12 @@ class Trained:
 
     @cached_property
     def q(self) -> np.ndarray:
-        """Probability the sampler gave to the token; above 1, and bounded, for a log-prob above 0 (a finding)."""
+        """Probability of the token under the sampler; above 1, and bounded, for a log-prob above 0 (a finding)."""
         return np.exp(np.minimum(self.behavior, LOG_RATIO_BOUND))
 
     @cached_property
     def p(self) -> np.ndarray:
-        """Probability the trainer gives to the token, as `q`."""
+        """Probability of the token under the trainer, as `q`."""
         return np.exp(np.minimum(self.trainer, LOG_RATIO_BOUND))
 
     @cached_property
@@ -139,15 +138,15 @@ class Trained:
         return np.stack([np.maximum.reduceat(self.size, self.starts[:-1]), self.sums[:, FIELDS.index("log")]], axis=1)
 
     def over(self, values: np.ndarray) -> np.ndarray:
-        """Sum over each response (responses,)."""
+        """Returns the sum over each response (responses,)."""
         return np.add.reduceat(values, self.starts[:-1])
 
     def per_response(self, column: np.ndarray) -> np.ndarray:
-        """A column of the chunk (its responses,) at the responses with a trained token."""
+        """Returns a per-response column of the chunk at the responses with a trained token."""
         return column[self.responses]
 
     def at_tokens(self, column: np.ndarray) -> np.ndarray:
-        """A column of the chunk (its tokens,) at the trained tokens."""
+        """Returns a per-token column of the chunk at the trained tokens."""
         return column[self.places]
 
     @cached_property
@@ -165,14 +164,14 @@ class Trained:
 
     @cached_property
     def cluster(self) -> np.ndarray:
-        """What is resampled as one, per response: a number for its group (of its step), or for itself. uint64."""
+        """The bootstrap cluster of each response, uint64: a hash of its group (and step), or of its own index."""
         chunk = self.chunk
         if chunk.group is None:
-            return scrambled((self.first + self.responses).astype(np.uint64))
+            return hash_index((self.first + self.responses).astype(np.uint64))
         group = self.per_response(chunk.group).astype(np.uint64)
         if chunk.step is None:
-            return scrambled(group)
-        return scrambled(scrambled(group) ^ self.per_response(chunk.step).astype(np.uint64))
+            return hash_index(group)
+        return hash_index(hash_index(group) ^ self.per_response(chunk.step).astype(np.uint64))
 
 
 FIELDS = (
@@ -196,8 +195,8 @@ FIELDS = (
 """The summed fields of `corrections.statistics.RatioStatistics`, in the order of `Trained.sums`."""
 
 
-def scrambled(numbers: np.ndarray) -> np.ndarray:
-    """Each uint64 as an evenly spread one, always the same (the SplitMix64 finaliser; Steele et al., OOPSLA 2014)."""
+def hash_index(numbers: np.ndarray) -> np.ndarray:
+    """Returns a uniform, fixed uint64 hash of each number (the SplitMix64 finalizer; Steele et al., OOPSLA 2014)."""
     mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

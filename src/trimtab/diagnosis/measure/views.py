@@ -16,15 +16,15 @@ from trimtab.diagnosis.token_statistics import DECILES, deciles
 ENVELOPE = (0.02, 0.50, 0.98)
 
 
-class Cut:
-    """Trained tokens cut into bins: per bin a histogram of the log-ratio and the sums that means are made of."""
+class BinnedSums:
+    """A histogram of the log-ratio and the sums behind the means of each bin."""
 
     def __init__(self, bins: int) -> None:
         self.histogram = np.zeros((bins, LOG_RATIO_BINS), dtype=np.int64)
         self.sums = np.zeros((bins, 4))  # of ratio - 1, log-ratio, k3, |log-ratio|
 
     def add(self, index: np.ndarray, tokens: Trained, where: np.ndarray | None = None) -> None:
-        """Count tokens in the bins `index`; with `where` (indices of tokens) only those, `index` being theirs."""
+        """Adds tokens to the bins `index`; with `where` (indices of tokens) only those, `index` being theirs."""
         bins, width = self.histogram.shape
         chosen = slice(None) if where is None else where
         flat = index * width + tokens.log_ratio_bin[chosen]
@@ -36,16 +36,16 @@ class Cut:
     def count(self) -> np.ndarray:
         return self.histogram.sum(axis=1)
 
-    def merged(self, starts: np.ndarray) -> Cut:
-        """Neighboring bins as one; each of `starts` is the first of its new bin."""
-        merged = Cut(0)
+    def merged(self, starts: np.ndarray) -> BinnedSums:
+        """Merges neighboring bins; `starts` are the first ones of the new bins."""
+        merged = BinnedSums(0)
         merged.histogram = np.add.reduceat(self.histogram, starts, axis=0)
         merged.sums = np.add.reduceat(self.sums, starts, axis=0)
         return merged
 
-    def chosen(self, rows: np.ndarray) -> Cut:
-        """Only these bins, in this order."""
-        chosen = Cut(0)
+    def chosen(self, rows: np.ndarray) -> BinnedSums:
+        """Selects bins, in this order."""
+        chosen = BinnedSums(0)
         chosen.histogram, chosen.sums = self.histogram[rows], self.sums[rows]
         return chosen
 
@@ -57,7 +57,7 @@ class Cut:
         columns: Mapping[str, np.ndarray] | None = None,
         note: str = "",
     ) -> View:
-        """The bins as a view; what has no token is NaN."""
+        """Returns the bins as a view, NaN in empty ones."""
         low, median, high = quantiles(self.histogram, ENVELOPE).T
         return view(name, labels, self.count, self.sums, (low, median, high), edges, columns, note)
 
@@ -72,7 +72,7 @@ def view(
     columns: Mapping[str, np.ndarray] | None = None,
     note: str = "",
 ) -> View:
-    """A view from counts (bins,), sums (bins, 4) as in `Cut` and the envelope's three percentiles."""
+    """Builds a view from counts (bins,), sums (bins, 4) as in `BinnedSums` and three percentiles."""
     with np.errstate(invalid="ignore"):
         excess, log, k3, size = (sums / count[:, None]).T
     low, median, high = envelope
@@ -87,46 +87,46 @@ _TURNS = 8
 
 
 class Part(Protocol):
-    """Something gathered chunk by chunk and shown at the end; None when the data has nothing to show."""
+    """Accumulates trained tokens chunk by chunk; `view` is None when the data lacks what it needs."""
 
     def add(self, tokens: Trained) -> None: ...
 
     def view(self) -> View | None: ...
 
 
-class ByProbability:
+class ProbabilityView:
     def __init__(self) -> None:
-        self._cut = Cut(PROBABILITY_BINS)
+        self._bins = BinnedSums(PROBABILITY_BINS)
 
     def add(self, tokens: Trained) -> None:
-        self._cut.add(tokens.probability_bin, tokens)
+        self._bins.add(tokens.probability_bin, tokens)
 
     def view(self) -> View:
         ends = [f"{edge:.2g}" for edge in PROBABILITY_EDGES]
         labels = [f"{low} - {high}" for low, high in itertools.pairwise(ends)]
         labels[0] = f"below {ends[1]}"
-        return self._cut.view("probability", labels, PROBABILITY_EDGES)
+        return self._bins.view("probability", labels, PROBABILITY_EDGES)
 
 
-class ByPosition:
-    """The tenth of its response a token lies in, untrained tokens included in the response."""
+class PositionView:
+    """The view by tenth of the response, untrained tokens included."""
 
     def __init__(self) -> None:
-        self._cut = Cut(DECILES)
+        self._bins = BinnedSums(DECILES)
 
     def add(self, tokens: Trained) -> None:
-        self._cut.add(deciles(tokens.chunk.starts)[tokens.places], tokens)
+        self._bins.add(deciles(tokens.chunk.starts)[tokens.places], tokens)
 
     def view(self) -> View:
         labels = [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(DECILES)]
-        return self._cut.view("position", labels, np.linspace(0.0, 1.0, DECILES + 1))
+        return self._bins.view("position", labels, np.linspace(0.0, 1.0, DECILES + 1))
 
 
-class ByEntropy:
-    """Entropy of the sampler, in nats. A token whose entropy is not known is left out, and counted."""
+class EntropyView:
+    """The view by entropy of the sampler, in nats. Tokens of unknown entropy are omitted and counted."""
 
     def __init__(self) -> None:
-        self._cut = Cut(len(_ENTROPY_EDGES))
+        self._bins = BinnedSums(len(_ENTROPY_EDGES))
         self._largest = 0.0
         self._unknown = 0
 
@@ -140,55 +140,55 @@ class ByEntropy:
             return
         entropy = np.maximum(entropy[known], 0.0)
         self._largest = max(self._largest, float(entropy.max()))
-        self._cut.add(np.searchsorted(_ENTROPY_EDGES, entropy, side="right") - 1, tokens, known)
+        self._bins.add(np.searchsorted(_ENTROPY_EDGES, entropy, side="right") - 1, tokens, known)
 
     def view(self) -> View | None:
-        used = np.flatnonzero(self._cut.count)
+        used = np.flatnonzero(self._bins.count)
         if not len(used):
             return None
         rows = np.arange(used[0], used[-1] + 1)
         edges = np.append(_ENTROPY_EDGES, max(self._largest, float(_ENTROPY_EDGES[-1])))[rows[0] : rows[-1] + 2]
         labels = [f"{low:g} - {high:.3g}" for low, high in itertools.pairwise(edges)]
         note = f"{self._unknown} tokens without an entropy are left out" if self._unknown else ""
-        return self._cut.chosen(rows).view("entropy", labels, edges, note=note)
+        return self._bins.chosen(rows).view("entropy", labels, edges, note=note)
 
 
-class ByTurn:
-    """Tokens around the boundaries of turns.
+class TurnView:
+    """The view by position around the boundaries of turns.
 
-    A turn is a run of trained tokens; a boundary is the first token of any but a response's first turn (place 0, the
-    last token of the turn before being at -1, whatever untrained tokens lie between). A token of a short turn that
-    stands near two boundaries counts at the one before it.
+    A turn is a run of trained tokens; a boundary is the first token of any turn but the first of a response. That token
+    has position 0 and the last trained token before it -1, regardless of the untrained tokens between them. A token
+    near two boundaries counts at the earlier one.
     """
 
     def __init__(self) -> None:
-        self._cut = Cut(2 * _REACH + 2)
+        self._bins = BinnedSums(2 * _REACH + 2)
 
     def add(self, tokens: Trained) -> None:
         after, before = tokens.turns.after, tokens.turns.before
         index = np.where(before >= -_REACH, before + _REACH, 2 * _REACH + 1)
-        self._cut.add(np.where(after <= _REACH, after + _REACH, index), tokens)
+        self._bins.add(np.where(after <= _REACH, after + _REACH, index), tokens)
 
     def view(self) -> View | None:
-        if self._cut.count[_REACH] == 0:
+        if self._bins.count[_REACH] == 0:
             return None
         labels = [f"{place:+d}" if place else "0" for place in range(-_REACH, _REACH + 1)]
         note = "0 is the first token of a turn that follows untrained tokens, -1 the last trained token before them"
-        return self._cut.view("turn", [*labels, "elsewhere"], note=note)
+        return self._bins.view("turn", [*labels, "elsewhere"], note=note)
 
 
-class ByTurnNumber:
-    """Tokens by the number of their turn; absent like `ByTurn` where no response has two."""
+class TurnNumberView:
+    """The view by number of the turn; absent, like `TurnView`, where no response has two."""
 
     def __init__(self) -> None:
-        self._cut = Cut(_TURNS)
+        self._bins = BinnedSums(_TURNS)
 
     def add(self, tokens: Trained) -> None:
-        self._cut.add(np.minimum(tokens.turns.number, _TURNS - 1), tokens)
+        self._bins.add(np.minimum(tokens.turns.number, _TURNS - 1), tokens)
 
     def view(self) -> View | None:
-        rows = np.flatnonzero(self._cut.count)
+        rows = np.flatnonzero(self._bins.count)
         if len(rows) < 2:
             return None
         labels = [f"{row + 1}" if row < _TURNS - 1 else f"{_TURNS} and later" for row in rows]
-        return self._cut.chosen(rows).view("turn-number", labels)
+        return self._bins.chosen(rows).view("turn-number", labels)

@@ -1,1 +1,1 @@
-"""A diagnosis as text, JSON and a page."""
+"""Renders a diagnosis as text, JSON and an HTML page."""

@@ -1,4 +1,4 @@
-"""A diagnosis as one JSON object with stable keys; docs/diagnose.md explains each."""
+"""Converts a diagnosis to one JSON object with stable keys; docs/diagnose.md explains each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.diagnosis.records import Diagnosis, Measured, View
 
 
 def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Plain lists, numbers and text; what JSON cannot hold (NaN, infinities) is None."""
+    """Converts to plain lists, numbers and strings; NaN and infinities become None."""
     measured, wanted = diagnosis.measured, diagnosis.recommendation
     size = measured.size
     found = {

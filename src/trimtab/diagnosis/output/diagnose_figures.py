@@ -43,7 +43,7 @@ _FAR = 30.0  # largest over smallest value from which an axis is logarithmic
 
 
 def range_svg(size: Size) -> str:
-    """k3 with its interval on a logarithmic strip, beside the published ranges and the rounding floor.
+    """Draws k3 with its interval on a logarithmic strip, with the published ranges and the rounding floor.
 
     The strip begins at 1e-8: what lies below stands at its left end.
     """
@@ -71,7 +71,7 @@ def range_svg(size: Size) -> str:
 
 
 def _k3_bands() -> list[tuple[float, float, str, str]]:
-    """Start, end, color and name of the ranges published for working setups."""
+    """Returns start, end, color and name of the ranges published for working setups."""
     dense, small, moe = (k3_ranges()[name] for name in ("dense", "small-dense", "moe"))
     return [
         (dense.low or 0.0, dense.high, GREEN, "dense"),
@@ -81,7 +81,7 @@ def _k3_bands() -> list[tuple[float, float, str, str]]:
 
 
 def _mark(axes: Axes, value: float, name: str, *, color: str, marker: str, height: float) -> None:
-    """A point on the strip with its name above it, at two heights so that names never touch."""
+    """Draws a point on the strip with its name above it, at one of two heights so that names do not overlap."""
     place = max(value, _LEAST)
     axes.plot([place, place], [0.36, height], color=color, linewidth=0.8, linestyle=":")
     axes.plot([place], [0.36], color=color, marker=marker, markersize=8, clip_on=False)
@@ -91,8 +91,7 @@ def _mark(axes: Axes, value: float, name: str, *, color: str, marker: str, heigh
 
 
 def scatter_svg(counts: np.ndarray) -> str:
-    """Trainer probability (rows) over sampler probability (columns), counts (bins, bins) of the unit square; shades are
-    logarithmic in the count."""
+    """Draws counts (bins, bins) of trainer probability (rows) over sampler probability (columns), log-shaded."""
     bins, most = len(counts), max(int(counts.max()), 1)
     level = np.ceil(np.log1p(counts) / math.log1p(most) * _SHADES).astype(np.int64)
 
@@ -114,8 +113,10 @@ def scatter_svg(counts: np.ndarray) -> str:
 
 
 def envelope_svg(view: View, unit: str, xlabel: str, *, log: bool) -> str:
-    """Median and 2nd to 98th percentile of the log-ratio over the bins of a view with edges; bins too thin for
-    percentiles are left out."""
+    """Draws median and 2nd to 98th percentile of the log-ratio over the bins of a view with edges.
+
+    Bins with too few tokens for percentiles are omitted.
+    """
     assert view.edges is not None
     there = thick(view)
     centers = _centers(view.edges, log=log)[there]
@@ -136,14 +137,14 @@ def envelope_svg(view: View, unit: str, xlabel: str, *, log: bool) -> str:
 
 
 def thick(view: View) -> np.ndarray:
-    """Bins with enough tokens for percentiles (bins,) bool; all that hold any where hardly one has."""
+    """Returns (bins,) bool: bins with enough tokens for percentiles, or all nonempty ones if hardly one has."""
     there = np.isfinite(view.median) & (view.count > 0)
     enough = there & (view.count >= FEWEST)
     return enough if enough.sum() > 1 else there
 
 
 def bins_svg(name: str, labels: Sequence[str], values: np.ndarray, overall: float, xlabel: str) -> str:
-    """k3 of each bin, as bars or, over a wide range, as points on a logarithmic axis; that of all tokens as a line."""
+    """Draws k3 of each bin, as bars or, over a wide range, points on a log axis; that of all tokens as a line."""
     there = np.isfinite(values)
     places = np.flatnonzero(there)
 
@@ -167,7 +168,7 @@ def bins_svg(name: str, labels: Sequence[str], values: np.ndarray, overall: floa
 
 
 def rejected_svg(view: View, rules: Mapping[str, np.ndarray]) -> str:
-    """Share of responses that each sequence rule rejects, over bins of response length."""
+    """Draws the share of responses that each sequence rule rejects, over bins of response length."""
 
     def paint(axes: Axes) -> None:
         places = np.arange(len(view.labels))
@@ -191,7 +192,7 @@ def rejected_svg(view: View, rules: Mapping[str, np.ndarray]) -> str:
 
 
 def k3_steps_svg(steps: np.ndarray, k3: np.ndarray, floor: float) -> str:
-    """k3 of each step, on a logarithmic axis where it varies much; published ranges shaded."""
+    """Draws k3 of each step, on a logarithmic axis if it varies much, with published ranges shaded."""
 
     def paint(axes: Axes) -> None:
         shown = np.maximum(k3, _LEAST)
@@ -211,7 +212,7 @@ def k3_steps_svg(steps: np.ndarray, k3: np.ndarray, floor: float) -> str:
 
 
 def ess_steps_svg(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> str:
-    """Effective sample size over steps, a curve for each kind of weight."""
+    """Draws the effective sample size over steps, one curve per kind of weight."""
 
     def paint(axes: Axes) -> None:
         for index, (name, values) in enumerate(curves.items()):
@@ -230,7 +231,7 @@ def ess_steps_svg(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> str:
 
 
 def tails_svg(steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> str:
-    """Quantiles 1, 5, 50, 95, 99 of the ratio over steps; 1 is neutral."""
+    """Draws the 1, 5, 50, 95 and 99% quantiles of the ratio over steps."""
     first, fifth, median, ninety, last = quantiles
 
     def paint(axes: Axes) -> None:
@@ -245,7 +246,7 @@ def tails_svg(steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> str:
 
 
 def _log_k3(axes: Axes) -> None:
-    """A logarithmic axis whose lowest place stands for everything up to `_LEAST`, which is no mismatch at all."""
+    """Sets a logarithmic axis whose lowest position represents everything up to `_LEAST`: no mismatch."""
     if axes.dataLim.y1 < 4 * axes.dataLim.y0:  # too narrow for labels at powers
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
         return
@@ -270,7 +271,7 @@ def _centers(edges: np.ndarray, *, log: bool) -> np.ndarray:
 
 
 def _name_bins(axes: Axes, labels: Sequence[str]) -> None:
-    """A label below each bin, or below every second or third where they would run into each other."""
+    """Labels every bin, or every second or third where labels would overlap."""
     labels = [_SHORT.get(label, label).replace(" and more", "+").replace(" and later", "+") for label in labels]
     width = max((len(label) for label in labels), default=1)
     every = max(math.ceil(len(labels) / _TICKS), math.ceil(len(labels) * width / 60))

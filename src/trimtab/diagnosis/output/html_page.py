@@ -1,4 +1,4 @@
-"""The page of a diagnosis: one self-contained HTML file."""
+"""Renders a diagnosis as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ LINES = {"trimtab": "Trimtab", "verl": "verl", "trl": "TRL", "miles": "Miles"}
 
 
 def write_page(diagnosis: Diagnosis, path: Path) -> Path:
-    """Write the page to `path` and return it. Raises `TrimtabError` when the place cannot be written."""
+    """Writes the page to `path` and returns the path. Raises `TrimtabError` if it cannot be written."""
     return write(path, page(diagnosis).encode())
 
 
 def page(diagnosis: Diagnosis) -> str:
-    """The HTML. All text is escaped: it comes from files."""
+    """Returns the HTML. All text is escaped, since it comes from files."""
     measured = diagnosis.measured
     size, origin = measured.size, measured.origin
     return render(
@@ -84,7 +84,7 @@ def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 def _tiles(size: Size) -> list[dict[str, str]]:
-    """The four figures a person asks for first."""
+    """Returns the four main statistics."""
     shown = (("k3", "k3, nats per token"), ("ratio_mean", "Mean ratio"), ("ess_token", "ESS, token weights"))
     tiles = [{"name": name, "value": _value(size, key), "note": _interval(size, key)} for key, name in shown]
     return [
@@ -130,7 +130,7 @@ def _lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 def _outcomes(diagnosis: Diagnosis) -> list[dict[str, Any]]:
-    """Rows of the table of presets, the recommended one marked; bias as a share of the largest."""
+    """Returns the rows of the table of presets, the recommended one marked; bias bars relative to the largest."""
     most = max((outcome.bias for outcome in diagnosis.outcomes if math.isfinite(outcome.bias)), default=0.0)
     best = words.chosen(diagnosis)
     return [_outcome(outcome, most, outcome is best) for outcome in diagnosis.outcomes]
@@ -153,5 +153,5 @@ def _outcome(outcome: Outcome, most: float, best: bool) -> dict[str, Any]:
 
 
 def _width(share: float) -> str:
-    """A bar's width in percent."""
+    """Returns the width of a bar in percent."""
     return f"{100 * min(max(share, 0.0), 1.0):.1f}" if math.isfinite(share) else "0"

@@ -1,4 +1,4 @@
-"""The figures of a diagnosis with their words: what to look for, and what this data shows."""
+"""The figures of the diagnosis page with their captions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAILS = ("ratio_q01", "ratio_q05", "ratio_q50", "ratio_q95", "ratio_q99")
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure for the template. look: what to look for; here: what this data shows."""
+    """One figure of the template. look: how to read it; here: what it shows for this data."""
 
     title: str
     now: str
@@ -30,14 +30,14 @@ class Panel:
 
 @dataclass(frozen=True)
 class Panels:
-    """The figures there are, and in a few words each what there is not."""
+    """The figures of a section, and short descriptions of those that the data does not allow."""
 
     shown: list[Panel]
     absent: list[str]
 
 
 def how_large(measured: Measured) -> Panels:
-    """Scatter, and the curves over steps."""
+    """Returns the scatter plot and the curves over steps."""
     rows = measured.size.by_step
     shown = [_range(measured), _scatter(measured)]
     if len(rows) < 2:
@@ -134,7 +134,7 @@ def _column(rows: tuple[Mapping[str, float], ...], key: str) -> np.ndarray:
 
 
 def where(measured: Measured) -> Panels:
-    """One figure for each way to cut the tokens that the files allow."""
+    """Returns one figure for each view of the data."""
     makers = {
         "probability": (_envelope, "log-ratio by sampler probability"),
         "position": (_position, "position in the response"),
@@ -158,7 +158,7 @@ def where(measured: Measured) -> Panels:
 
 
 def top_tokens(measured: Measured, texts: Mapping[int, str], most: int = 15) -> list[dict[str, str]]:
-    """Rows of the table of tokens with the largest share of k3, empty without token ids; `texts` by id, where known."""
+    """Returns table rows of the tokens with the largest share of k3; empty without ids. `texts`: by id, where known."""
     view = measured.views.get("token")
     if view is None:
         return []
@@ -199,7 +199,7 @@ def _envelope(view: View, measured: Measured) -> list[Panel]:
 
 
 def _most_likely(view: View) -> int:
-    """The bin of the highest probability that holds tokens."""
+    """Returns the nonempty bin of the highest probability."""
     assert view.edges is not None
     there = np.flatnonzero(figures.thick(view))
     return int(there[np.argmax(view.edges[there])])
@@ -283,7 +283,7 @@ def _bins(title: str, view: View, measured: Measured, xlabel: str, look: str, he
 
 
 def _solid(view: View, measured: Measured) -> np.ndarray:
-    """Bins with enough tokens to speak of, all bins that hold any where none has."""
+    """Returns the bins with enough tokens, or all nonempty bins if none has."""
     tokens, _ = shares(view, measured.size)
     there = (view.count > 0) & np.isfinite(view.k3)
     solid = there & (tokens >= FEWEST)

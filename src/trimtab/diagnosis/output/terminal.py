@@ -1,4 +1,4 @@
-"""The diagnosis for a terminal: about ten labelled lines."""
+"""Renders a diagnosis for the terminal, as about ten labeled lines."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from trimtab.pages.render import number
 
 LABEL = 10
 MISSING = 3
-"""Absent columns that are explained in the verdict; more would drown it."""
+"""Largest number of absent columns for which the verdict explains each."""
 
 
 def verdict(diagnosis: Diagnosis, page: Path | None = None, width: int | None = None) -> str:
-    """The whole verdict; `width` folds long lines under their label, None keeps each on one line."""
+    """Returns the whole verdict; `width`: columns at which lines are wrapped, None for no wrapping."""
     return "\n".join(line for label, text in rows(diagnosis, page) for line in _folded(label, text, width))
 
 
 def rows(diagnosis: Diagnosis, page: Path | None = None) -> list[tuple[str, str]]:
-    """Label and text of each line; a label "" continues the line above."""
+    """Returns label and text of each line; an empty label continues the line above."""
     measured, origin = diagnosis.measured, diagnosis.measured.origin
-    found = [("read", read_text(origin))]
-    found += [("", finding) for finding in origin.findings]
+    lines = [("read", read_text(origin))]
+    lines += [("", finding) for finding in origin.findings]
     if origin.missing:
-        found.append(("missing", _missing(origin.missing)))
-    found += _size(diagnosis)
+        lines.append(("missing", _missing(origin.missing)))
+    lines += _size(diagnosis)
     check = contract(measured.size)
-    found.append(("contract", check.text))
-    found.append(("where", where_text(measured, diagnosis.texts)))
+    lines.append(("contract", check.text))
+    lines.append(("where", where_text(measured, diagnosis.texts)))
     if split := split_text(measured):
-        found.append(("split", split))
-    found += _causes(diagnosis)
-    found += _advice(diagnosis)
+        lines.append(("split", split))
+    lines += _causes(diagnosis)
+    lines += _advice(diagnosis)
     if page is not None:
-        found.append(("page", str(page)))
-    return found
+        lines.append(("page", str(page)))
+    return lines
 
 
 def _missing(columns: Mapping[str, str]) -> str:
-    """Each absent column with what it costs; of many, their names."""
+    """Lists the absent columns, up to `MISSING` with the analysis that each would allow."""
     if len(columns) <= MISSING:
         return "; ".join(f"{column} ({cost})" for column, cost in columns.items())
     return f"{', '.join(columns)}; the page says what each costs"
@@ -88,19 +88,19 @@ def _causes(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 def _advice(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    wanted, found = diagnosis.recommendation, []
+    recommended, texts = diagnosis.recommendation, []
     for cause in diagnosis.causes:
         if cause.name in faults(diagnosis) and cause.fix:
-            found.append(f"first repair {cause.name}: {cause.fix}")
-    found.append(f"{method_text(wanted.preset, wanted.overrides)}: {wanted.why}")
+            texts.append(f"first repair {cause.name}: {cause.fix}")
+    texts.append(f"{method_text(recommended.preset, recommended.overrides)}: {recommended.why}")
     outcome = chosen(diagnosis)
     if outcome is not None:
-        found.append(f"on this data it {effect_text(outcome)}")
-    return [("do" if index == 0 else "", text) for index, text in enumerate(found)]
+        texts.append(f"on this data it {effect_text(outcome)}")
+    return [("do" if index == 0 else "", text) for index, text in enumerate(texts)]
 
 
 def _folded(label: str, text: str, width: int | None) -> list[str]:
-    # Text of files (column names, findings) may hold control characters.
+    # Text from files (column names, findings) may contain control characters.
     plain = "".join(sign if sign.isprintable() else " " for sign in text)
     head = f"{label:<{LABEL}}"
     if width is None:

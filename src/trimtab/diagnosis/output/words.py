@@ -1,4 +1,4 @@
-"""Sentences of a diagnosis, shared by the terminal and the page."""
+"""Sentences of a diagnosis, shared by terminal and HTML page."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.diagnosis.output.hotspots import places
+from trimtab.diagnosis.output.hotspots import hotspots
 from trimtab.diagnosis.records import Diagnosis, Interval, Measured, Origin, Outcome, Size
 from trimtab.pages.render import number, short
 from trimtab.runs.metric_ranges import K3, band_text, judge, k3_ranges
 
 FAULTS = frozenset({"temperature", "raw-logprobs", "truncated-sampling", "misaligned", "retokenized", "non-finite"})
-"""Causes that make the numbers wrong. No weight repairs them; the others are real drift, which a weight corrects."""
+"""Causes that invalidate the log-probs, which no weight repairs. The others are real drift, which a weight corrects."""
 
 CLOSE = 1e-3
-"""A mean ratio this near 1 is no broken contract, however narrow the interval is."""
+"""A mean ratio this close to 1 is accepted, however narrow its interval is."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """The mean ratio against 1. tone: good, warn or plain (nothing can be said)."""
+    """The result of comparing the mean ratio with 1. tone: good, warn or plain (undecided)."""
 
     tone: str
     text: str
 
 
 def brief(value: float) -> str:
-    """Two significant digits; 0 stays 0, what is not finite is a dash."""
+    """Formats a number with two significant digits; 0 as 0, values that are not finite as a dash."""
     if value == 0:
         return "0"
     return short(value) if math.isfinite(value) else "–"
 
 
 def percent(share: float) -> str:
-    """A share as people say it: 12%, 0.3%, never 0% of something that is there."""
+    """Formats a share: 12%, 0.3%; 0% and 100% only for exact values."""
     if not math.isfinite(share):
         return "–"
     hundred = 100 * share
@@ -47,30 +47,30 @@ def percent(share: float) -> str:
 
 
 def size_text(size: Size) -> str:
-    """Where k3 lies among published figures."""
+    """Returns the description of the published range that k3 lies in."""
     if size.verdict == "rounding":
         return "no more than the rounding of the stored log-probs makes"
-    found = k3_ranges()[size.verdict]
-    if found.low is not None and size.mismatch["k3"] < found.low:
-        return found.text.replace("within what", "less than")
-    return found.text
+    k3_range = k3_ranges()[size.verdict]
+    if k3_range.low is not None and size.mismatch["k3"] < k3_range.low:
+        return k3_range.text.replace("within what", "less than")
+    return k3_range.text
 
 
 def outside(size: Size) -> dict[str, str]:
-    """Figures outside their healthy bands, each with its band in numbers; report.html marks the same."""
+    """Returns the statistics outside their healthy range, with the range as text, as report.html marks them."""
     keys = (key for key, value in size.mismatch.items() if judge(f"mismatch/{key}", value) == "outside")
     return {key: band_text(f"mismatch/{key}") for key in keys}
 
 
 def outside_text(size: Size) -> str:
-    """Which figures lie outside their healthy bands."""
-    found = outside(size)
-    if not found:
+    """Lists the statistics outside their healthy range."""
+    bands = outside(size)
+    if not bands:
         return "every figure is within its healthy range"
-    # Near a bound of .99 two digits would hide on which side a value lies.
+    # Four digits, since two would hide on which side of a bound of .99 a value lies.
     values = {key: f"{value:.4g}" if abs(value) >= 0.1 else brief(value) for key, value in size.mismatch.items()}
-    said = [f"{key} {values[key]} ({band})" for key, band in found.items()]
-    return f"outside their healthy ranges: {', '.join(said)}"
+    items = [f"{key} {values[key]} ({band})" for key, band in bands.items()]
+    return f"outside their healthy ranges: {', '.join(items)}"
 
 
 def known(interval: Interval | None) -> bool:
@@ -78,7 +78,7 @@ def known(interval: Interval | None) -> bool:
 
 
 def with_interval(size: Size, key: str) -> str:
-    """`1.9e-4 (1.7e-4 to 2.1e-4)`, without brackets where there is no interval."""
+    """Formats a statistic as `1.9e-4 (1.7e-4 to 2.1e-4)`, without parentheses if there is no interval."""
     return f"{brief(size.mismatch.get(key, math.nan))}{bracket(size.intervals.get(key))}"
 
 
@@ -97,7 +97,7 @@ def method_text(preset: str, overrides: Mapping[str, Any]) -> str:
 
 
 def read_text(origin: Origin) -> str:
-    """What was read and what was left out, in one sentence."""
+    """Returns one sentence on what was read and what was dropped."""
     trained = "" if origin.trained == origin.tokens else f", {origin.trained:,} of them trained"
     text = f"{many(origin.files, 'file')} ({origin.framework}): {many(origin.responses, 'response')}"
     return f"{text}, {many(origin.tokens, 'token')}{trained}; {dropped_text(origin)}"
@@ -115,7 +115,7 @@ def dropped_text(origin: Origin) -> str:
 
 
 def contract(size: Size) -> Check:
-    """Whether the mean ratio is 1, as it is for log-probs of the very distribution that was sampled."""
+    """Tests whether the mean ratio is 1, as it is if the log-probs are those of the sampling distribution."""
     mean, interval = size.mismatch.get("ratio_mean", math.nan), size.intervals.get("ratio_mean")
     if not math.isfinite(mean):
         return Check("plain", "the mean ratio is not defined")
@@ -135,18 +135,18 @@ def contract(size: Size) -> Check:
 
 
 def where_text(measured: Measured, texts: Mapping[int, str], most: int = 3) -> str:
-    """Where most of the mismatch is, at most `most` places; `texts` of token ids, where known."""
+    """Lists the `most` largest hotspots of the mismatch; `texts`: of token ids, where known."""
     if not measured.size.mismatch.get("k3", math.nan) > 0:
         return "nowhere: there is no mismatch"
-    found = places(measured, texts)
-    if not found:
+    spots = hotspots(measured, texts)
+    if not spots:
         return "spread evenly: no part of any view holds much more k3 than its share of the tokens"
-    said = [f"{place.what} ({percent(place.tokens)} of the tokens, {percent(place.k3)} of all k3)" for place in found]
-    return "; ".join(said[:most])
+    items = [f"{spot.what} ({percent(spot.tokens)} of the tokens, {percent(spot.k3)} of all k3)" for spot in spots]
+    return "; ".join(items[:most])
 
 
 def split_text(measured: Measured) -> str:
-    """How much of the drift is mismatch and how much staleness, or why that is not known."""
+    """Describes the split of the drift into mismatch and staleness, or why it is unknown."""
     split = measured.split
     if not split.separable or split.mismatch is None or split.staleness is None:
         return f"mismatch and staleness are not separable: {split.why}"
@@ -160,15 +160,15 @@ def split_text(measured: Measured) -> str:
 
 
 def faults(diagnosis: Diagnosis) -> list[str]:
-    """Names of the causes that must be repaired before a correction means anything."""
+    """Returns the names of the causes that must be fixed before any correction."""
     return [cause.name for cause in diagnosis.causes if cause.name in FAULTS]
 
 
 def chosen(diagnosis: Diagnosis) -> Outcome | None:
-    """What the recommended preset does to this data at the recommended bounds."""
-    wanted = diagnosis.recommendation
-    same = [outcome for outcome in diagnosis.outcomes if outcome.preset == wanted.preset]
-    exact = [outcome for outcome in same if dict(outcome.overrides) == dict(wanted.overrides)]
+    """Returns the outcome of the recommended preset, at the recommended bounds if there is one."""
+    recommended = diagnosis.recommendation
+    same = [outcome for outcome in diagnosis.outcomes if outcome.preset == recommended.preset]
+    exact = [outcome for outcome in same if dict(outcome.overrides) == dict(recommended.overrides)]
     return (exact or same or [None])[0]
 
 
@@ -180,13 +180,13 @@ def effect_text(outcome: Outcome) -> str:
 
 
 def tone(diagnosis: Diagnosis) -> str:
-    """good where k3 is healthy and nothing but the precision of the arithmetic was found, else warn."""
+    """Returns good if k3 is healthy and the only cause, if any, is `precision`, else warn."""
     harmless = all(cause.name == "precision" for cause in diagnosis.causes)
     return "good" if harmless and judge(K3, diagnosis.measured.size.mismatch["k3"]) == "healthy" else "warn"
 
 
 def headline(diagnosis: Diagnosis) -> list[str]:
-    """The verdict in plain sentences: how large, why, what to do."""
+    """Returns the verdict in sentences: size, causes, recommendation."""
     size = diagnosis.measured.size
     k3 = with_interval(size, "k3")
     lines = [f"The mismatch is k3 = {k3} nats per token: {size_text(size)}."]

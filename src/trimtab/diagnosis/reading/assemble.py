@@ -54,22 +54,22 @@ def _version(flat: Flat, block: Block, rows: np.ndarray) -> np.ndarray | None:
 
 
 def _sampling(block: Block, rows: np.ndarray, roles: frozenset[str]) -> Mapping[str, np.ndarray]:
-    """Sampling parameters (responses,): NaN for an unknown temperature or top_p, 0 for an unknown top_k."""
-    wanted = SAMPLING if "sampling" in roles else tuple(name for name in SAMPLING if name in roles)
-    found: dict[str, np.ndarray] = {}
-    for name in wanted:
+    """Returns sampling parameters (responses,): NaN for an unknown temperature or top_p, 0 for an unknown top_k."""
+    names = SAMPLING if "sampling" in roles else tuple(name for name in SAMPLING if name in roles)
+    result: dict[str, np.ndarray] = {}
+    for name in names:
         values = block.scalars.get(name, np.full(block.rows, np.nan))
         if name == "logprobs":
-            found["raw"] = np.array([value == "raw" for value in values], dtype=np.bool_)[rows]
+            result["raw"] = np.array([value == "raw" for value in values], dtype=np.bool_)[rows]
         elif name == "top_k":
-            found[name] = as_integers(np.nan_to_num(numbers(values)[rows], nan=0))
+            result[name] = as_integers(np.nan_to_num(numbers(values)[rows], nan=0))
         else:
-            found[name] = numbers(values)[rows]
-    return found
+            result[name] = numbers(values)[rows]
+    return result
 
 
 def _groups(block: Block, rows: np.ndarray, tally: ReadCounts, file: int) -> np.ndarray:
-    """Numbers of prompt groups over all files (responses,): a group is a step's, or a file's without steps."""
+    """Returns numbers of prompt groups (responses,), unique over all files: per step, or per file without steps."""
     values = block.scalars["group"]
     steps = numbers(block.scalars["step"]).tolist() if "step" in block.scalars else None
     keys = ((steps[row] if steps else ("file", file), _key(values[row], row)) for row in rows.tolist())
@@ -77,16 +77,16 @@ def _groups(block: Block, rows: np.ndarray, tally: ReadCounts, file: int) -> np.
 
 
 def _key(value: object, row: int) -> Hashable:
-    """What tells a group from others. A response without one is a group by itself."""
+    """Returns the key of a group. A response without a group is one by itself."""
     if value is None or value != value:
         return ("alone", row, object())
     if isinstance(value, str | bytes):
-        return hash(value)  # prompts are long, and only told apart here
+        return hash(value)  # prompts are long, and only their equality matters
     return value if isinstance(value, Hashable) else hash(repr(value))
 
 
 def _advantage(flat: Flat) -> np.ndarray:
-    """The mean advantage of each response's trained tokens (responses,)."""
+    """Returns the mean advantage of each response's trained tokens (responses,)."""
     trained = flat.values["trained"]
     with np.errstate(over="ignore", invalid="ignore"):
         values = np.where(trained, flat.values["advantage"].astype(np.float64), 0)
@@ -104,17 +104,17 @@ def as_integers(values: np.ndarray) -> np.ndarray:
 
 
 _ABOVE_ZERO = 1e-4
-"""Log-probs up to this much above 0 are rounding of a logarithm of 1."""
+"""Largest log-prob above 0 that is attributed to rounding of log 1."""
 _FARTHEST = 1e6
-"""Nats beyond which a number stands for infinity: masks write the lowest float, or -1e9, where they mean -inf."""
+"""Magnitude in nats that counts as infinite: masks write the lowest float, or -1e9, for -inf."""
 _WHOLE_NUMBERS = ("response_ids", "policy_version", "loss_mask", "padding_mask")
 _ROW_NUMBERS = ("step", "proximal_version")
 
 
 def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: ReadCounts, file: int) -> Chunk | None:
-    """The usable responses of a block, or None when there is none. What is left out is counted in `tally`.
+    """Returns the usable responses of a block, or None without any. Dropped responses are counted in `tally`.
 
-    `roles` are the columns that every block of the source has; `file` tells prompt groups apart where no step does.
+    roles: the columns that every block of the source has. file: number that distinguishes prompt groups without steps.
     """
     roles = frozenset(roles)
     keep = _Keep(block.rows)
@@ -137,14 +137,14 @@ def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: ReadCoun
 
 
 class _Keep:
-    """Which rows are left, and the first reason against each of the others."""
+    """The rows kept so far, and the first reason against each dropped one."""
 
     def __init__(self, rows: int) -> None:
         self._reason = np.zeros(rows, dtype=np.int16)
         self._texts: list[str] = []
 
     def mark(self, bad: np.ndarray, reason: str, among: np.ndarray | None = None) -> None:
-        """Leave rows out. `bad` is (rows,), or (len(among),) of the rows `among`."""
+        """Drops rows. `bad` is (rows,), or (len(among),) for the rows `among`."""
         index = np.flatnonzero(bad) if among is None else among[bad]
         index = index[self._reason[index] == 0]
         if len(index):
@@ -155,7 +155,7 @@ class _Keep:
         return np.flatnonzero(self._reason == 0)
 
     def reasons(self) -> list[tuple[str, np.ndarray]]:
-        """Each reason with the rows it was the first against."""
+        """Returns each reason with the rows that were dropped for it."""
         return [(text, np.flatnonzero(self._reason == code)) for code, text in enumerate(self._texts, start=1)]
 
 
@@ -184,7 +184,7 @@ def _repeated(block: Block, tally: ReadCounts) -> np.ndarray:
 
 
 def _written_again(flat: Flat, tally: ReadCounts, file: int) -> np.ndarray:
-    """Rows (rows,) whose tokens and log-probs an earlier file had, bit for bit."""
+    """Returns rows (rows,) whose tokens and log-probs are bitwise equal to those of a row in an earlier file."""
     again = np.zeros(len(flat.lengths), dtype=np.bool_)
     names = sorted(flat.values.keys() & {"response_ids", *LOGPS})
     for index, (start, length) in enumerate(zip(flat.first.tolist(), flat.lengths.tolist(), strict=True)):
@@ -194,7 +194,7 @@ def _written_again(flat: Flat, tally: ReadCounts, file: int) -> np.ndarray:
 
 
 def _aligned(block: Block, keep: _Keep) -> Flat:
-    """The lists of the rows that are left, all as long as the sampler's log-probs."""
+    """Returns the lists of the kept rows, all as long as the sampler's log-probs."""
     lists = block.lists
     skip = {role: np.zeros(block.rows, dtype=np.int64) for role in lists}
     length = {role: column.lengths for role, column in lists.items()}
@@ -216,7 +216,7 @@ def _aligned(block: Block, keep: _Keep) -> Flat:
 
 
 def _taken(column: Lists, skip: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The entries of `rows` after the first `skip` of each."""
+    """Returns the entries of `rows` without the first `skip` of each."""
     if len(rows) == len(column.lengths) and not skip.any():
         return column.values
     kept = np.zeros(len(column.lengths), dtype=np.bool_)
@@ -226,7 +226,7 @@ def _taken(column: Lists, skip: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _trimmed(flat: Flat, layout: Layout, rows: np.ndarray, keep: _Keep) -> tuple[Flat, np.ndarray]:
-    """Without padding behind and prompts before, with the array `trained`; and the rows that are left."""
+    """Removes padding and prompts, adds the array `trained`, and returns the kept rows too."""
     for role in _WHOLE_NUMBERS:
         values = flat.values.get(role)
         if values is not None and values.dtype.kind == "f":
@@ -252,24 +252,23 @@ def _trimmed(flat: Flat, layout: Layout, rows: np.ndarray, keep: _Keep) -> tuple
 
 
 def _ends(flat: Flat, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First place inside and first place behind all inside, of each row; 0 and 0 where none is."""
+    """Returns the first index inside, and the index after the last one inside, of each row; 0 and 0 without any."""
     first = np.zeros(len(flat.lengths), dtype=np.int64)
     last = np.zeros(len(flat.lengths), dtype=np.int64)
     index = np.flatnonzero(inside)
     row = flat.row[index]
-    place = index - flat.first[row]
-    first[row[::-1]] = place[::-1]  # the last assignment to an index stays
-    last[row] = place + 1
+    position = index - flat.first[row]
+    first[row[::-1]] = position[::-1]  # reversed, since the last assignment to an index wins
+    last[row] = position + 1
     return first, last
 
 
 def _finite(flat: Flat, tally: ReadCounts) -> tuple[Flat, np.ndarray]:
-    """Without the trained tokens whose log-probs or entropy are not finite, and the rows (rows,) that have others left.
+    """Removes trained tokens with log-probs or entropy that are not finite; returns the rows (rows,) with others left.
 
-    The tokens are taken out altogether: an untrained token inside a response would read as the end of a turn. A trainer
-    has to drop such responses whole; here one bad token in each would leave nothing to look at. What stands at an
-    untrained token is a placeholder or padding and becomes 0, so that no later stage may depend on it. The columns
-    become float32, in place of whatever they were.
+    The tokens are removed rather than masked, since an untrained token inside a response would count as the end of a
+    turn. A trainer has to drop such responses whole; here one bad token in each would leave no data. Values at
+    untrained tokens (placeholders, padding) become 0, so that no later stage depends on them. Columns become float32.
     """
     trained = flat.values["trained"]
     bad = np.zeros(len(trained), dtype=np.bool_)

@@ -29,7 +29,11 @@ _SHOWN = 12
 
 @dataclass(frozen=True, eq=False)
 class Resolved:
-    """columns: names by role, in every file. checked: files whose columns are known to be those."""
+    """The layout and columns of the files.
+
+    columns: names by role, in every file. anchor: proximal or current. missing: absent columns, with the analysis that
+    each would allow. checked: files known to have these columns.
+    """
 
     framework: str
     layout: Layout
@@ -41,7 +45,7 @@ class Resolved:
 
 
 def resolve(tables: Sequence[Table], framework: str | None, given: Mapping[str, str]) -> Resolved:
-    """The roles of the columns. Torch files must be loaded to be looked into, so only the first usable one is."""
+    """Assigns columns to roles. Torch files have to be loaded for it, so only the first usable one is inspected."""
     for role in given:
         if role not in ROLES:
             raise TrimtabError(f"--columns: no role {role!r}{nearest(role, ROLES)}")
@@ -52,14 +56,14 @@ def resolve(tables: Sequence[Table], framework: str | None, given: Mapping[str, 
     for table in tables:
         try:
             return _resolved({table.path: table.names()}, framework, given)
-        except LacksTrainer as error:  # a rank of an earlier pipeline stage; another file may have them
+        except MissingTrainerLogps as error:  # a rank of an earlier pipeline stage; another file may have them
             fault = fault or error
             table.close()
     assert fault is not None, "there is at least one file"
     raise fault
 
 
-class LacksTrainer(TrimtabError):
+class MissingTrainerLogps(TrimtabError):
     """A file of Miles without the trainer's log-probs."""
 
 
@@ -100,7 +104,7 @@ def _detected(filled: Mapping[Path, frozenset[str]]) -> Layout | None:
 def _columns(
     filled: Mapping[Path, frozenset[str]], layout: Layout, given: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Names by role, present in every file, and a sentence for each that is in some files only."""
+    """Returns column names by role that every file has, and a sentence for each that only some files have."""
     columns, findings = {}, []
     for role in ROLES:
         name = given.get(role)
@@ -126,7 +130,7 @@ def _anchor(filled: Mapping[Path, frozenset[str]], layout: Layout, columns: Mapp
     for anchor in ("proximal", "current"):
         if f"logp_{anchor}" in columns:
             return anchor
-    # The sampler's own column, however alike its name is, is no candidate for the trainer's.
+    # The sampler's column is never suggested for the trainer's, however similar the names are.
     taken = frozenset({columns["logp_behavior"]})
     role = "logp_current" if layout.framework == "prime-rl" else "logp_proximal"
     raise _lacking(filled, role, layout, "the trainer's log-probs", taken)
@@ -140,7 +144,7 @@ def _lacking(
         ((path, names) for path, names in filled.items() if not names & set(wanted)), next(iter(filled.items()))
     )
     called = "" if wanted[0] == role else f" ({layout.framework} calls it {wanted[0]})"
-    kind = LacksTrainer if layout.framework == "miles" and role == "logp_proximal" else TrimtabError
+    kind = MissingTrainerLogps if layout.framework == "miles" and role == "logp_proximal" else TrimtabError
     return kind(
         f"{path} has no {role}, {use}{called}; {_shown(names, wanted, taken)}. Name it with --columns {role}=COLUMN, "
         f"or: {(taken and layout.trainer_advice) or layout.advice}"
@@ -148,7 +152,7 @@ def _lacking(
 
 
 def _shown(names: frozenset[str], wanted: Sequence[str], taken: frozenset[str] = frozenset()) -> str:
-    """The columns there are, in one line, the nearest to what was wanted first; `taken` have another role."""
+    """Lists the existing columns and suggests a similar name, except for `taken`, which have another role."""
     plain = sorted(" ".join(name.split())[:40] for name in names)
     free = [name for name in plain if name not in taken]
     close = [match for name in wanted for match in difflib.get_close_matches(name, free, n=1, cutoff=0.7)]

@@ -17,7 +17,7 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def csv_rows(path: Path, tally: ReadCounts) -> Rows:
-    """Every row as a dictionary; rows of another length than the header are left out and counted."""
+    """Yields every row as a dictionary; rows whose length differs from the header's are dropped and counted."""
     csv.field_size_limit(LONGEST)
     number = 0
     try:
@@ -42,7 +42,7 @@ def _header(path: Path, names: list[str]) -> list[str]:
 
 
 def cell(text: str) -> Any:
-    """A cell as it is meant: a list, an object, a number, nothing (None) or text."""
+    """Parses a cell: a list, an object, a number, None for an empty one, or text."""
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
         return _list(text)
@@ -55,7 +55,7 @@ def cell(text: str) -> Any:
 
 
 def _list(text: str) -> Any:
-    """Numbers, truth values and nothings, as JSON or Python write them; other text stays text."""
+    """Parses numbers, booleans and nulls as written by JSON or Python; other text stays text."""
     parts = text[1:-1].split(",")
     if parts == [""] or parts[0].isspace():
         return []
@@ -66,7 +66,7 @@ def _list(text: str) -> Any:
 
 
 def _number(text: str) -> int | float:
-    """Token ids stay whole numbers."""
+    """Parses a number; token ids stay integers."""
     return int(text) if text.lstrip("-").isdigit() and len(text) < 19 else float(text)
 
 

@@ -23,7 +23,7 @@ _OPENING, _BETWEEN, _CLOSING = re.compile(r"\s*\["), re.compile(r"[\s,]*"), re.c
 
 
 def json_lines(path: Path, tally: ReadCounts) -> Rows:
-    """One object a line. Lines that are not one are left out and counted."""
+    """Yields one object per line. Other lines are dropped and counted."""
     with opened(path) as file:
         for number, line in enumerate(_lines(path, file), start=1):
             if not line.strip():
@@ -55,7 +55,7 @@ def _fault(line: bytes, error: Exception) -> str:
 
 
 def json_array(path: Path, tally: ReadCounts) -> Rows:
-    """Objects of one array, decoded one at a time. `TrimtabError`, naming the row, where the array breaks off."""
+    """Yields the objects of one array, decoded one at a time. `TrimtabError`, naming the row, if the array is cut."""
     decoder = json.JSONDecoder()
     with opened(path) as file:
         text = _Text(path, file)
@@ -76,7 +76,7 @@ def json_array(path: Path, tally: ReadCounts) -> Rows:
 
 
 def _one(text: _Text, decoder: json.JSONDecoder, path: Path, number: int) -> Any:
-    """The next value; more of the file is read as long as it does not parse."""
+    """Returns the next value; more of the file is read until it parses."""
     while True:
         try:
             value, text.place = decoder.raw_decode(text.held, text.place)
@@ -91,9 +91,9 @@ def _one(text: _Text, decoder: json.JSONDecoder, path: Path, number: int) -> Any
 
 
 class _Text:
-    """The part of a file that is held, `held` from `place` on, and how to get more of it.
+    """A buffer of file text: `held` from `place` on is unread.
 
-    Each time at least as much again is read, so that time stays linear in the size of a row.
+    Every read at least doubles the buffer, so that time stays linear in the size of a row.
     """
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
@@ -103,11 +103,11 @@ class _Text:
 
     @property
     def left(self) -> int:
-        """Characters that are held and not yet used."""
+        """Number of unread characters in the buffer."""
         return len(self.held) - self.place
 
     def more(self) -> bool:
-        """Read on; False at the end of the file."""
+        """Reads more of the file; returns False at its end."""
         if self.left > LONGEST:
             raise TrimtabError(f"{self._path} has a row of over {LONGEST >> 20} MB: write one object per line")
         data = self._file.read(max(_PIECE, self.left))
@@ -119,7 +119,7 @@ class _Text:
         return bool(data)
 
     def skip(self, what: re.Pattern[str]) -> None:
-        """Leave out what is matched, until something else follows or the file ends."""
+        """Skips text that matches, until other text follows or the file ends."""
         while True:
             if found := what.match(self.held, self.place):
                 self.place = found.end()

@@ -34,13 +34,14 @@ EITHER_SHAPE = ("policy_version", "advantage")
 
 @dataclass(frozen=True)
 class Layout:
-    """columns: names by role, the preferred one first. signs: sets of names, any of which tells the framework.
+    """The file layout of a framework.
 
-    padded: responses are padded on the right to one length; masks tell where they end.
-    whole: lists span prompt and response, and the prompt is not trained.
-    repeats: the same responses may be written again, into a later file.
-    advice: the option that makes the framework write log-probs. trainer_advice: the same where only the trainer's are
-    absent; empty where that is no different.
+    columns: names by role, the preferred one first. signs: sets of names, any of which identifies the framework.
+    padded: whether responses are padded on the right to one length, with masks that mark their ends.
+    whole: whether lists span prompt and response, with an untrained prompt.
+    repeats: whether the same responses may be written again into a later file.
+    advice: the option that makes the framework write log-probs. trainer_advice: that for the trainer's only, if it
+    differs.
     """
 
     framework: str
@@ -160,7 +161,7 @@ LAYOUTS = {layout.framework: layout for layout in (TRIMTAB, PRIME_RL, TRL, MILES
 
 
 def named(framework: str) -> Layout:
-    """The layout of a framework. `slime` writes Miles' files."""
+    """Returns the layout of a framework. `slime` writes the files of Miles."""
     name = "miles" if framework == "slime" else framework
     if name not in LAYOUTS:
         raise TrimtabError(f"unknown framework {framework!r}{nearest(framework, [*LAYOUTS, 'slime'])}")
@@ -168,6 +169,6 @@ def named(framework: str) -> Layout:
 
 
 def detected(names: Iterable[str]) -> Layout | None:
-    """The first layout one of whose signs is among the columns, or None."""
+    """Returns the first layout with a sign among the columns, or None."""
     present = set(names)
     return next((layout for layout in LAYOUTS.values() if any(sign <= present for sign in layout.signs)), None)

@@ -1,4 +1,4 @@
-"""A stream of chunks from files of any known layout, with counts of what was read."""
+"""Reads files of any known layout as a stream of chunks, and counts what was read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RESPONSES = {
 
 
 class Source:
-    """Responses of one or many files. `chunks` is one pass; `origin` is complete after it."""
+    """The responses of one or several files. `chunks` reads them in one pass; `origin` is complete after it."""
 
     def __init__(self, tables: Sequence[Table], resolved: Resolved, tally: ReadCounts) -> None:
         self._tables = tables
@@ -35,18 +35,21 @@ class Source:
         return [table.path for table in self._tables]
 
     def chunks(self, tokens: int = 262_144) -> Iterator[Chunk]:
-        """Whole responses, about `tokens` at a time and in the order of the files. `TrimtabError` on a damaged file."""
-        held: list[Chunk] = []
+        """Yields whole responses, about `tokens` tokens at a time, in the order of the files.
+
+        Raises `TrimtabError` for a damaged file.
+        """
+        pending: list[Chunk] = []
         for piece in self._pieces(max(1, tokens // 2)):
-            held.append(piece)
-            if sum(chunk.tokens for chunk in held) >= tokens:
-                yield _together(held)
-                held = []
-        if held:
-            yield _together(held)
+            pending.append(piece)
+            if sum(chunk.tokens for chunk in pending) >= tokens:
+                yield _concatenate(pending)
+                pending = []
+        if pending:
+            yield _concatenate(pending)
 
     def origin(self) -> Origin:
-        """What was read. `TrimtabError` when no response was usable, or `chunks` has not been run."""
+        """Returns a summary of the data read. Raises `TrimtabError` without a usable response or before `chunks`."""
         tally, resolved = self._tally, self._resolved
         if not tally.responses:
             why = tally.reasons(5)
@@ -89,7 +92,7 @@ class Source:
                     yield from _split(chunk, tokens)
 
     def _columns(self, table: Table) -> Mapping[str, str] | None:
-        """The columns by role as this file has them; None for a file of a rank that holds no log-probs."""
+        """Returns the columns of a file by role; None for the file of a rank without log-probs (Miles)."""
         resolved = self._resolved
         if table.path in resolved.checked:
             return resolved.columns
@@ -109,11 +112,11 @@ class Source:
 def open_source(
     paths: Sequence[Path], *, framework: str | None = None, columns: Mapping[str, str] | None = None
 ) -> Source:
-    """The source behind files and directories.
+    """Opens files and directories as one source.
 
-    framework: a name of `layouts.LAYOUTS`; None detects it by the columns. columns: names by role where they differ
-    (`logp_behavior="rollout_lp"`); an empty name leaves the column out.
-    `TrimtabError`, one line, when a path leads nowhere, a file is of no known kind, or a needed column is absent.
+    framework: a name of `layouts.LAYOUTS`; None detects it by the columns. columns: column names by role where they
+    differ (`logp_behavior="rollout_lp"`); an empty name omits the column.
+    Raises `TrimtabError` for a missing path, an unsupported file, or a missing required column.
     """
     tally = ReadCounts()
     tables = []
@@ -129,7 +132,7 @@ def open_source(
 
 
 def _split(chunk: Chunk, tokens: int) -> Iterator[Chunk]:
-    """Parts of at most `tokens` tokens, or of one response."""
+    """Yields parts of at most `tokens` tokens, or of one response."""
     first = 0
     while first < chunk.responses:
         last = int(np.searchsorted(chunk.starts, chunk.starts[first] + tokens, side="right")) - 1
@@ -146,7 +149,7 @@ def _part(chunk: Chunk, first: int, last: int) -> Chunk:
     return Chunk(starts=chunk.starts[first : last + 1] - start, **parts)
 
 
-def _together(chunks: list[Chunk]) -> Chunk:
+def _concatenate(chunks: list[Chunk]) -> Chunk:
     if len(chunks) == 1:
         return chunks[0]
     lengths = np.concatenate([np.diff(chunk.starts) for chunk in chunks])

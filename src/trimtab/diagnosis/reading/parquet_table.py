@@ -18,7 +18,7 @@ _MAX_ROWS = 65_536
 
 
 class ParquetTable:
-    """Only the columns asked for are read."""
+    """A parquet file, of which only the requested columns are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,7 +31,7 @@ class ParquetTable:
         return frozenset(names)
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Does nothing: no data is kept between calls."""
 
     def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Block]:
         with _opened(self.path) as file:
@@ -56,7 +56,7 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def _rows(metadata: pq.FileMetaData, column: str, tokens: int) -> int:
-    """Rows that hold about `tokens` tokens in the row group of the longest responses."""
+    """Returns the number of rows with about `tokens` tokens, by the row group of the longest responses."""
     longest = 1.0
     for group in (metadata.row_group(index) for index in range(metadata.num_row_groups)):
         for leaf in (group.column(index) for index in range(group.num_columns)):

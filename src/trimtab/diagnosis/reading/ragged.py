@@ -1,4 +1,4 @@
-"""Rows as flat arrays by role, independent of the file format."""
+"""Rows of lists as flat arrays by role, independent of the file format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBERS = "fiub"
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """One list of numbers a row, end to end in `values`; `lengths` int64 (rows,), 0 where the row is at fault.
+    """One list of numbers per row, concatenated in `values`; `lengths` int64 (rows,), 0 where the row has a fault.
 
     fault: int8 (rows,), 0, ABSENT (no list) or WRONG (not a list of numbers).
     """
@@ -33,9 +33,9 @@ class Lists:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Rows by role: `lists` for what is per token, `scalars` for the rest, where None and NaN mean nothing there.
+    """A block of rows: `lists` of per-token columns and `scalars` by role, with None or NaN for a missing scalar.
 
-    numbers: of the rows in their file, counted from 1.
+    numbers: row numbers in the file, from 1.
     """
 
     rows: int
@@ -45,7 +45,7 @@ class Block:
 
 
 def numbers(values: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """Scalars as float64 (rows,), NaN for whatever is not a number."""
+    """Converts scalars to float64 (rows,), NaN where a value is not a number."""
     if isinstance(values, np.ndarray) and values.dtype.kind in _NUMBERS:
         return values.astype(np.float64)
     return np.array([_number(value) for value in values], dtype=np.float64).reshape(len(values))
@@ -158,7 +158,7 @@ def _none(rows: int, fault: int) -> Lists:
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """Rows end to end: every array has `lengths.sum()` entries."""
+    """Concatenated rows: every array has `lengths.sum()` entries."""
 
     lengths: np.ndarray
     values: dict[str, np.ndarray]
@@ -178,27 +178,27 @@ class Flat:
         return Flat(self.lengths[rows], {name: values[tokens] for name, values in self.values.items()})
 
     def cut(self, first: np.ndarray, last: np.ndarray) -> Flat:
-        """Only the entries first <= i < last of each row."""
+        """Returns the entries first <= i < last of each row."""
         if not first.any() and np.array_equal(last, self.lengths):
             return self
-        place = np.arange(int(self.lengths.sum())) - np.repeat(self.first, self.lengths)
-        tokens = (place >= np.repeat(first, self.lengths)) & (place < np.repeat(last, self.lengths))
+        position = np.arange(int(self.lengths.sum())) - np.repeat(self.first, self.lengths)
+        tokens = (position >= np.repeat(first, self.lengths)) & (position < np.repeat(last, self.lengths))
         return Flat(last - first, {name: values[tokens] for name, values in self.values.items()})
 
     def without(self, tokens: np.ndarray) -> Flat:
-        """All but the marked tokens; the rows stay, if only as empty ones."""
+        """Returns all but the marked tokens; rows may become empty but stay."""
         if not tokens.any():
             return self
         lengths = self.lengths - np.bincount(self.row[tokens], minlength=len(self.lengths))
         return Flat(lengths, {name: values[~tokens] for name, values in self.values.items()})
 
     def having(self, tokens: np.ndarray) -> np.ndarray:
-        """Rows (rows,) with at least one of the marked tokens."""
+        """Returns rows (rows,) with at least one marked token."""
         return np.bincount(self.row[tokens], minlength=len(self.lengths)) > 0
 
 
 class Table(Protocol):
-    """A file. `names` is cheap where the format allows; `blocks` takes column names by role."""
+    """A file of rows. `names` returns its columns; `blocks` reads columns, given by role, in blocks of rows."""
 
     path: Path
 

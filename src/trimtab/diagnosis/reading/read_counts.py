@@ -10,10 +10,10 @@ from pathlib import Path
 
 @dataclass(eq=False)
 class ReadCounts:
-    """Filled while files are read.
+    """Counts that are updated while files are read.
 
-    `file` is the one being read; `first` knows the first row left out for each reason. `groups` numbers prompt groups
-    over all files; `seen` knows the file of each response, by its id or its content.
+    file: the one being read. first: the first row dropped for each reason. groups: numbers of prompt groups over all
+    files. seen: the file of each response, by its id or a hash of its content.
     """
 
     responses: int = 0
@@ -37,22 +37,22 @@ class ReadCounts:
     seen: dict[Hashable, int] = field(default_factory=dict)
 
     def drop(self, reason: str, count: int = 1, row: int | None = None) -> None:
-        """Count responses that are left out; `row` is the number of the first of them in the file being read."""
+        """Counts dropped responses; `row`: number of the first of them in the current file."""
         if count:
             self.dropped[reason] += count
             if row is not None and self.file is not None:
                 self.first.setdefault(reason, f"row {row} of {self.file.name}")
 
     def reasons(self, most: int) -> str:
-        """The commonest reasons, each with the first row it was against."""
-        found = [
+        """Lists the most common reasons, each with the first row dropped for it."""
+        items = [
             f"{count} x {reason}" + (f" (first: {self.first[reason]})" if reason in self.first else "")
             for reason, count in self.dropped.most_common(most)
         ]
-        return "; ".join(found)
+        return "; ".join(items)
 
     def group(self, key: Hashable) -> int:
-        """The number of a prompt group, given out in the order of first sight."""
+        """Returns the number of a prompt group, assigned in the order of first occurrence."""
         return self.groups.setdefault(key, len(self.groups))
 
     def above_zero(self, name: str, count: int, largest: float) -> None:
@@ -60,11 +60,11 @@ class ReadCounts:
         self.largest[name] = max(largest, self.largest.get(name, largest))
 
     def no_logps(self) -> str | None:
-        """A column that cannot be what it is taken for: most of its values are above 0."""
+        """Returns a column that cannot hold log-probs, since most of its values are above 0, or None."""
         return next((name for name, count in self.positive.items() if 2 * count > self.trained), None)
 
     def findings(self, anchor: str) -> list[str]:
-        """What is odd about the data as a whole, a sentence each."""
+        """Returns anomalies of the data, one sentence each."""
         found = []
         for name, count in self.positive.items():
             found.append(

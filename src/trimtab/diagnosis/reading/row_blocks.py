@@ -12,26 +12,26 @@ from trimtab.diagnosis.reading.ragged import Block, python_fields, python_lists
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
-"""Numbers, counted from 1, and contents of the rows that can be used; the others go to the tally."""
+"""Numbers, from 1, and contents of the usable rows; the others are counted."""
 
-_LOOKED_AT = 16  # rows whose keys are taken for the columns
+_ROWS_FOR_NAMES = 16  # rows whose keys define the columns
 
 
 class RowTable:
-    """A file whose rows a function gives."""
+    """A file of Python rows, which the function `read` yields."""
 
     def __init__(self, path: Path, read: Callable[[Path, ReadCounts], Rows]) -> None:
         self.path = path
         self._read = read
 
     def names(self) -> frozenset[str]:
-        found: set[str] = set()
-        for _, row in islice(self._read(self.path, ReadCounts()), _LOOKED_AT):
-            found |= row.keys()
-        return frozenset(found)
+        names: set[str] = set()
+        for _, row in islice(self._read(self.path, ReadCounts()), _ROWS_FOR_NAMES):
+            names |= row.keys()
+        return frozenset(names)
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Does nothing: no data is kept between calls."""
 
     def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Block]:
         rows: list[dict[str, Any]] = []

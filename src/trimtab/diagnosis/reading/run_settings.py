@@ -14,7 +14,7 @@ _TRAJECTORIES = "trajectories"
 
 
 def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[str, ...]]:
-    """The settings of the runs the files belong to, and a sentence for each reason why they are not used.
+    """Returns the settings of the runs that the files belong to, and a sentence for each reason not to use them.
 
     None without a run's config.toml beside the files (or beside their `trajectories` folder), or when runs differ.
     """
@@ -35,13 +35,13 @@ def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[str, ...]
 
 
 def run_of(file: Path) -> Path | None:
-    """The run directory a file belongs to."""
+    """Returns the run directory that a file belongs to, or None."""
     recipe = _recipe_of(file)
     return None if recipe is None else recipe.parent
 
 
 def model_of(run: Path) -> str | None:
-    """The model a run's recipe names; None where it cannot be read."""
+    """Returns the model of a run's recipe; None if it cannot be read."""
     try:
         model = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("model")
     except (OSError, ValueError):
@@ -59,7 +59,7 @@ def _recipe_of(file: Path) -> Path | None:
 
 
 def _settings(recipe: Mapping[str, Any]) -> Settings | None:
-    """None for a file that is no resolved recipe."""
+    """Returns the settings of a resolved recipe, or None for another file."""
     engine, model = recipe.get("engine"), recipe.get("model")
     if not isinstance(engine, Mapping) or not isinstance(model, Mapping):
         return None
@@ -70,7 +70,7 @@ def _settings(recipe: Mapping[str, Any]) -> Settings | None:
 
 
 def _coarse(engine: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Keys that make the sampler's weights or cache coarser than its dtype; None for a server, whose own they are."""
+    """Returns the keys that quantize the sampler's weights or cache; None for a server, which has its own settings."""
     if engine.get("type") == "server":
         return None
     vllm = engine.get("vllm", {})

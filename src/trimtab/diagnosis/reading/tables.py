@@ -16,7 +16,7 @@ from trimtab.diagnosis.reading.torch_table import TorchTable
 from trimtab.errors import TrimtabError
 
 _FOLDERS = ("trajectories", "token_exports", "train_data", "completions")
-"""Where a run of Trimtab, prime-rl, Miles or TRL keeps its tokens."""
+"""Folders in which runs of Trimtab, prime-rl, Miles and TRL store their tokens."""
 _PARQUET, _JSONL, _TORCH = (".parquet",), (".jsonl", ".ndjson", ".json"), (".pt", ".pth")
 _CSV, _GZIP = (".csv",), ".gz"
 _READABLE = _PARQUET + _JSONL + _TORCH
@@ -24,11 +24,14 @@ _KINDS = "a parquet, a JSON, a CSV nor a torch file"
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
-    """The files that paths mean, a folder's in the order of the numbers in their names. `TrimtabError` when none."""
+    """Returns the files of the paths, those of a folder in the order of numbers in their names.
+
+    Raises `TrimtabError` when there is none.
+    """
     if not paths:
         raise TrimtabError("no file given: name trajectory files, or the directory of a run")
     files = [file for path in paths for file in ([path] if not path.is_dir() else _of_folder(path))]
-    # However a file is spelled, its rows count once.
+    # A file named twice, in whatever spelling, is read once.
     return list({file.resolve(): file for file in reversed(files)}.values())[::-1]
 
 
@@ -37,7 +40,7 @@ def _of_folder(folder: Path) -> list[Path]:
     if not known and (folder / "metrics.jsonl").is_file() and (folder / "config.toml").is_file():
         raise TrimtabError(f"{folder} is a run that kept no trajectories: nothing to diagnose")
     items = [item for root in known or [folder] for item in root.rglob("*") if not item.name.startswith((".", "_"))]
-    # Tables of metrics are often CSV: it is read from a folder only where there is nothing else.
+    # CSV files of a folder are read only if there is nothing else: they are often tables of metrics.
     for suffixes in (_READABLE, _CSV):
         if files := [item for item in items if _suffix(item) in suffixes and item.is_file()]:
             return sorted(files, key=_by_number)
@@ -45,7 +48,7 @@ def _of_folder(folder: Path) -> list[Path]:
 
 
 def _suffix(path: Path) -> str:
-    """The suffix that says what a file holds: of text files also below `.gz`."""
+    """Returns the suffix that determines the format: for gzipped text files the one before `.gz`."""
     suffix = path.suffix.lower()
     if suffix != _GZIP:
         return suffix
@@ -59,7 +62,10 @@ def _by_number(path: Path) -> list[tuple[bool, int, str]]:
 
 
 def open_table(path: Path) -> Table | None:
-    """The reader of a file, by its first bytes and name; None for an empty one. `TrimtabError` for anything else."""
+    """Returns the reader of a file by its first bytes and name, or None for an empty one.
+
+    Raises `TrimtabError` for an unsupported format.
+    """
     head, suffix = _head(path), _suffix(path)
     if not head.strip(b" \t\r\n" + BOM):
         return None

@@ -1,4 +1,4 @@
-"""Reads text files, plain or gzipped, in pieces."""
+"""Opens text files, plain or gzipped."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trimtab.errors import TrimtabError
 GZIP = b"\x1f\x8b"
 BOM = b"\xef\xbb\xbf"
 LONGEST = 256 * 1024 * 1024
-"""Bytes of one row beyond which a file is refused, so that memory stays bounded."""
+"""Largest size of a row in bytes, so that memory stays bounded; a file with a longer one is refused."""
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked where it is gzipped. Errors inside the block are those of reading."""
+    """Opens a file for reading, decompressed if gzipped. Errors of reading are raised as `TrimtabError`."""
     try:
         with path.open("rb") as file:
             packed = file.read(2) == GZIP

@@ -22,7 +22,7 @@ _LENGTHS = ("response_lengths", "response_length")
 
 
 class TorchTable:
-    """The whole file is in memory while it is read: a pickle cannot be read in parts."""
+    """A file of `torch.save`. It is held in memory while it is read, since a pickle cannot be read in parts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,7 +34,7 @@ class TorchTable:
         return frozenset(self._held)
 
     def close(self) -> None:
-        """Let go of the file's content; `names` and `blocks` read it again."""
+        """Releases the content of the file; `names` and `blocks` read it again."""
         self._held = None
 
     def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Block]:
@@ -129,7 +129,7 @@ def _is_column(value: Any, rows: int) -> bool:
 
 
 def _add_prompts(table: dict[str, Sequence[Any]]) -> None:
-    """The prompt's tokens as `prompt_key`: responses to one prompt form a group."""
+    """Adds the prompt's tokens as `prompt_key`: responses to one prompt form a group."""
     name = next((name for name in _LENGTHS if name in table), None)
     if name is None or "tokens" not in table:
         return
@@ -142,7 +142,7 @@ def _add_prompts(table: dict[str, Sequence[Any]]) -> None:
 
 
 def _add_versions(table: dict[str, Sequence[Any]]) -> None:
-    """One version a response: the oldest of those that wrote it, where all are numbers."""
+    """Returns one version per response, the oldest one that sampled it, if all are numbers."""
     if "weight_versions" in table:
         lists = [[str(v) for v in versions or ()] for versions in table["weight_versions"]]
         if all(versions and all(v.isdigit() for v in versions) for versions in lists):
@@ -173,7 +173,7 @@ def _block(columns: Mapping[str, Sequence[Any]], numbers: range) -> Block:
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """A tensor, array or list as an array; None for None. What is not numbers gets a type that is none."""
+    """Converts a tensor, array or list to an array; None stays None. Other values get a dtype that is not numeric."""
     if value is None or isinstance(value, np.ndarray):
         return value
     if hasattr(value, "detach"):
@@ -186,7 +186,7 @@ def _array(value: Any) -> np.ndarray | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value a row; None for an array, which is none."""
+    """Converts a scalar tensor or array to a plain value; returns None for one with dimensions."""
     dimensions = getattr(value, "ndim", None)
     if dimensions is None:
         return value

@@ -1,7 +1,7 @@
 """Token-by-token decoding of a batch: the interface, and the implementation for any causal model.
 
-A decoder is made for one batch: it runs each prompt and each distinct prefix once, in parallel, then grows all rows in
-lockstep. Rows start from the keys and values of their prompt and prefix; these are never run through the model again.
+A decoder serves one batch: it runs each prompt and each distinct prefix once, in parallel, then decodes all rows in
+lockstep from the cached keys and values.
 """
 
 from __future__ import annotations
@@ -17,29 +17,34 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from trimtab.engines.embedded.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 
-# Prompts run through the model together; more only costs memory.
+# Tokens of prompts that are run through the model together. More cost memory without being faster.
 PREFILL_TOKENS = 4096
 
 
 class Decoder(Protocol):
-    """`first` is (rows, vocabulary): the logits after each row's prompt and prefix; `prefilled` counts their tokens."""
+    """Decodes one batch of rows.
+
+    `first` holds the logits after each row's prompt and prefix, (rows, vocabulary); `prefilled` is the number of tokens
+    that were run for them.
+    """
 
     first: Tensor
     prefilled: int
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append one token to every row, (rows,) ids, and return the logits after it, (rows, vocabulary)."""
+        """Appends one token to every row, (rows,) ids, and returns the logits after it, (rows, vocabulary)."""
         ...
 
     def keep(self, index: Tensor) -> None:
-        """Let all rows but those of `index` leave the batch."""
+        """Removes all rows from the batch except those of `index`."""
         ...
 
 
 def prefill_blocks(lengths: Sequence[int], before: int = 0) -> list[list[int]]:
-    """Positions of texts in blocks of similar length, each padded to at most `PREFILL_TOKENS` tokens.
+    """Groups texts by similar length into blocks of at most `PREFILL_TOKENS` tokens after padding.
 
-    `before` tokens ahead of each text are attended to but not run; they take memory as well.
+    Returns the indices of the texts of each block. `before` counts the tokens ahead of each text that are attended to
+    but not run; they take memory as well.
     """
     blocks: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
@@ -51,10 +56,10 @@ def prefill_blocks(lengths: Sequence[int], before: int = 0) -> list[list[int]]:
 
 
 class CachedDecoder:
-    """Any transformers causal model with a key-value cache, through its own forward and a preallocated cache.
+    """Decodes with any transformers causal model through its own forward and a preallocated key-value cache.
 
-    A prompt and a prefix are run as one text. Texts are padded on the left, so that a sliding window sees true
-    distances. `capacity` bounds the steps; `recorder` is told what each pass but the steps has run.
+    A prompt and a prefix are run as one text. Texts are padded on the left, so that distances inside a sliding window
+    are correct. `capacity` is the largest number of steps; `recorder` receives the routed experts of the prefill.
     """
 
     def __init__(self, model: Any, starts: PrefillPlan, capacity: int, recorder: ExpertRecorder | None = None) -> None:
@@ -64,10 +69,10 @@ class CachedDecoder:
             for p, prefix in zip(starts.prompt.tolist(), starts.prefixes, strict=True)
         ]
         self.prefilled = sum(len(ids) for ids in texts)
-        width, owner = max(len(ids) for ids in texts), starts.row
+        width, start_of_row = max(len(ids) for ids in texts), starts.row
         mask = torch.stack([F.pad(torch.ones_like(ids), (width - len(ids), 0)) for ids in texts])
         tokens = torch.stack([F.pad(ids, (width - len(ids), 0)) for ids in texts])
-        # All layers keep everything: a layer that dropped what leaves its window could not be padded on the left.
+        # All layers keep all positions: a sliding-window layer that drops old ones does not support left padding.
         cache = Cache(layer_class_to_replicate=DynamicLayer)
         out = model(
             input_ids=tokens,
@@ -79,14 +84,14 @@ class CachedDecoder:
         )
         if recorder is not None:
             recorder.starts(range(len(texts)), mask.bool())
-        self.first = out.logits[owner, -1]
-        self._mask = F.pad(mask[owner], (0, capacity), value=1)
-        self._position = mask.sum(-1)[owner].unsqueeze(-1)
-        # A finished row that has not left yet may grow past the context, where learned positions end.
+        self.first = out.logits[start_of_row, -1]
+        self._mask = F.pad(mask[start_of_row], (0, capacity), value=1)
+        self._position = mask.sum(-1)[start_of_row].unsqueeze(-1)
+        # A finished row that is not removed yet may exceed the context, where learned positions end.
         self._last_position = (getattr(model.config, "max_position_embeddings", None) or width + capacity) - 1
         self._filled = width
         self._cache = DynamicCache()
-        self._cache.layers = list[Any](_Slab(layer, owner, capacity) for layer in cache.layers)
+        self._cache.layers = list[Any](_PreallocatedLayer(layer, start_of_row, capacity) for layer in cache.layers)
 
     def step(self, tokens: Tensor) -> Tensor:
         self._filled += 1
@@ -106,23 +111,25 @@ class CachedDecoder:
         self._cache.batch_select_indices(index)
 
 
-class _Slab(DynamicLayer):
-    """One layer's keys and values in storage allocated once, (rows, heads, prompt + capacity, head size)."""
+class _PreallocatedLayer(DynamicLayer):
+    """One layer's cache in storage that is allocated once, (rows, heads, prompt + capacity, head size)."""
 
-    def __init__(self, prompt: Any, owner: Tensor, capacity: int) -> None:
+    def __init__(self, prompt: Any, start_of_row: Tensor, capacity: int) -> None:
         super().__init__()
         self._length = prompt.keys.shape[-2]
-        self._keys, self._values = (self._spread(states, owner, capacity) for states in (prompt.keys, prompt.values))
+        self._keys, self._values = (
+            self._allocate(states, start_of_row, capacity) for states in (prompt.keys, prompt.values)
+        )
         self.keys, self.values = self._view()
         self.dtype, self.device = self._keys.dtype, self._keys.device
         self.is_initialized = True
 
     @staticmethod
-    def _spread(states: Tensor, owner: Tensor, capacity: int) -> Tensor:
+    def _allocate(states: Tensor, start_of_row: Tensor, capacity: int) -> Tensor:
         _, heads, length, size = states.shape
-        slab = states.new_empty(len(owner), heads, length + capacity, size)
-        slab[:, :, :length] = states[owner]
-        return slab
+        storage = states.new_empty(len(start_of_row), heads, length + capacity, size)
+        storage[:, :, :length] = states[start_of_row]
+        return storage
 
     def _view(self) -> tuple[Tensor, Tensor]:
         return self._keys[:, :, : self._length], self._values[:, :, : self._length]

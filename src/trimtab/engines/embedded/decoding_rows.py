@@ -1,4 +1,4 @@
-"""The rows of a decoding batch: tokens sampled so far, and prefixes that some rows begin with."""
+"""The rows of a decoding batch: prefixes, tokens sampled so far, and the validation of prefixes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trimtab.engines.embedded.sampling import SampledTokens, uniforms
+from trimtab.engines.embedded.sampling import SampledTokens, uniform_draws
 from trimtab.engines.stopping import StopChecker
 from trimtab.errors import TrimtabError
 from trimtab.models.routing import RouterInfo
@@ -21,10 +21,10 @@ Prefixes = Sequence[Sequence[Completion]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillPlan:
-    """Where the rows of a batch begin: distinct pairs of a prompt and the first tokens of a response to it.
+    """What a batch runs through the model before sampling: distinct pairs of a prompt and a response prefix ("starts").
 
-    `prompt` (starts,) names the prompt of each start, `row` (rows,) the start of each row. Rows of one prompt are
-    neighbors. A prefix may be empty.
+    `prompt` (starts,) holds the index of the prompt of each start, `row` (rows,) the index of the start of each row.
+    Rows of one prompt are adjacent. A prefix may be empty.
     """
 
     prompts: list[Tensor]
@@ -34,34 +34,37 @@ class PrefillPlan:
 
 
 @dataclass(slots=True)
-class Row:
-    """One response while it grows; `ids`, `logp`, `entropy` and `kept` begin with those of `prefix`.
+class DecodingRow:
+    """One response during decoding; `ids`, `logp`, `entropy` and `kept` begin with those of `prefix`.
 
-    `routes`, where experts are recorded, holds those of the prompt as well, once the row is decoded.
+    `routes` holds the routed experts of prompt and response, where they are recorded, from the first step on.
     """
 
     prompt: int
     sample: int
-    uniforms: NDArray[np.float64]
+    uniform_draws: NDArray[np.float64]
     prefix: Completion | None = None
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
     kept: list[NDArray[np.int64]] = field(default_factory=list)
-    routes: list[NDArray[np.int16]] = field(default_factory=list)  # of (tokens, layers, k), one after the other
+    routes: list[NDArray[np.int16]] = field(default_factory=list)  # each (tokens, layers, k), to be concatenated
     finish: FinishReason = "length"
     complete: bool = False  # nothing is left to sample
 
     @property
-    def begun(self) -> int:
-        """Tokens that were there before anything was sampled."""
+    def prefix_length(self) -> int:
+        """The number of tokens of the prefix."""
         return 0 if self.prefix is None else len(self.prefix.response_ids)
 
     def completion(self, version: int, stop: StopChecker) -> Completion:
-        """The whole response; tokens after the prefix carry `version`. What a prefix lacks, the whole lacks."""
+        """Returns the whole response; tokens after the prefix carry `version`.
+
+        Without entropies of the prefix there are none of the whole.
+        """
         old = () if self.prefix is None else self.prefix.policy_version
-        new = np.full(len(self.ids) - self.begun, version, dtype=np.int64)
-        lacking = self.prefix is not None and self.prefix.entropy is None
+        new = np.full(len(self.ids) - self.prefix_length, version, dtype=np.int64)
+        no_entropy = self.prefix is not None and self.prefix.entropy is None
         routes = np.concatenate(self.routes) if self.routes else None
         if self.prefix is not None and len(new) == 0:
             routes = self.prefix.routes
@@ -71,21 +74,23 @@ class Row:
             policy_version=np.concatenate([np.asarray(old, dtype=np.int64), new]),
             finish=self.finish,
             text=stop.text(self.ids),
-            entropy=None if lacking else np.array(self.entropy, dtype=np.float32),
+            entropy=None if no_entropy else np.array(self.entropy, dtype=np.float32),
             kept=tuple(self.kept) if self.kept else None,
             routes=routes,
         )
 
 
-def complete(prefix: Completion, max_tokens: int) -> bool:
-    """Whether this prefix is a whole response, as those of an interrupted call that had ended before it are."""
+def is_complete(prefix: Completion, max_tokens: int) -> bool:
+    """Returns whether this prefix is a whole response, as an aborted call returns those that had already ended."""
     n = len(prefix.response_ids)
     return n > 0 and (prefix.finish == "stop" or n == max_tokens)
 
 
-def build_rows(count: int, samples: int, sampling: Sampling, seed: int, prefixes: Prefixes | None) -> list[Row]:
-    """`samples` rows for each of `count` prompts, prompt by prompt."""
-    rows = [Row(p, s, uniforms(seed, p, s, sampling.max_tokens)) for p in range(count) for s in range(samples)]
+def build_rows(count: int, samples: int, sampling: Sampling, seed: int, prefixes: Prefixes | None) -> list[DecodingRow]:
+    """Returns `samples` rows for each of `count` prompts, prompt by prompt."""
+    rows = [
+        DecodingRow(p, s, uniform_draws(seed, p, s, sampling.max_tokens)) for p in range(count) for s in range(samples)
+    ]
     if prefixes is None:
         return rows
     for row in rows:
@@ -93,7 +98,7 @@ def build_rows(count: int, samples: int, sampling: Sampling, seed: int, prefixes
         if len(prefix.response_ids) == 0:
             continue
         row.prefix = prefix
-        row.complete = complete(prefix, sampling.max_tokens)
+        row.complete = is_complete(prefix, sampling.max_tokens)
         row.finish = "stop" if row.complete and prefix.finish == "stop" else "length"
         row.ids, row.logp = prefix.response_ids.tolist(), prefix.logp_behavior.tolist()
         row.entropy = [] if prefix.entropy is None else prefix.entropy.tolist()
@@ -101,38 +106,42 @@ def build_rows(count: int, samples: int, sampling: Sampling, seed: int, prefixes
     return rows
 
 
-def record(rows: list[Row], grown: list[int], drawn: SampledTokens) -> None:
-    ids, logp, entropy = drawn.ids.tolist(), drawn.logp.tolist(), drawn.entropy.tolist()
-    for i in grown:
+def append_sampled(rows: list[DecodingRow], live: list[int], sampled: SampledTokens) -> None:
+    """Appends the sampled tokens to the rows of the indices `live`."""
+    ids, logp, entropy = sampled.ids.tolist(), sampled.logp.tolist(), sampled.entropy.tolist()
+    for i in live:
         row = rows[i]
         row.ids.append(ids[i])
         row.logp.append(logp[i])
         row.entropy.append(entropy[i])
-        if drawn.kept is not None:
-            row.kept.append(drawn.kept[i])
+        if sampled.kept is not None:
+            row.kept.append(sampled.kept[i])
 
 
-def abort(rows: Iterable[Row]) -> None:
-    """They end here for now, with the tokens they have."""
+def abort(rows: Iterable[DecodingRow]) -> None:
+    """Marks rows as aborted; they keep the tokens sampled so far."""
     for row in rows:
         row.finish = "abort"
 
 
-def plan_prefill(rows: Sequence[Row], prompts: Sequence[Prompt], device: torch.device) -> PrefillPlan:
-    """Distinct pairs of prompt and prefix among rows that have not grown yet; rows of a prompt must be neighbors."""
+def plan_prefill(rows: Sequence[DecodingRow], prompts: Sequence[Prompt], device: torch.device) -> PrefillPlan:
+    """Returns the distinct pairs of prompt and prefix among rows before their first step.
+
+    Rows of one prompt must be adjacent.
+    """
     used = {p: i for i, p in enumerate(dict.fromkeys(row.prompt for row in rows))}
-    found: dict[tuple[int, tuple[int, ...]], int] = {}
-    place = [found.setdefault((used[row.prompt], tuple(row.ids)), len(found)) for row in rows]
+    starts: dict[tuple[int, tuple[int, ...]], int] = {}
+    start_of_row = [starts.setdefault((used[row.prompt], tuple(row.ids)), len(starts)) for row in rows]
     return PrefillPlan(
         prompts=[torch.as_tensor(prompts[p].ids, dtype=torch.int64, device=device) for p in used],
-        prefixes=[torch.tensor(ids, dtype=torch.int64, device=device) for _, ids in found],
-        prompt=torch.tensor([prompt for prompt, _ in found], device=device),
-        row=torch.tensor(place, device=device),
+        prefixes=[torch.tensor(ids, dtype=torch.int64, device=device) for _, ids in starts],
+        prompt=torch.tensor([prompt for prompt, _ in starts], device=device),
+        row=torch.tensor(start_of_row, device=device),
     )
 
 
 def check_prefixes(prefixes: Prefixes | None, prompts: Sequence[Prompt], samples: int, sampling: Sampling) -> None:
-    """Refuse prefixes that cannot begin these responses.
+    """Validates that prefixes fit the prompts, the number of samples and the sampling parameters.
 
     Raises:
         TrimtabError: not one prefix for each sample of each prompt; per-token fields of another length than the ids;
@@ -146,7 +155,7 @@ def check_prefixes(prefixes: Prefixes | None, prompts: Sequence[Prompt], samples
             f"prefixes for {len(prefixes)} prompts with {sorted({len(group) for group in prefixes})} samples do not "
             f"fit {len(prompts)} prompts with {samples}: give one prefix, possibly empty, for each response"
         )
-    for name, prompt, prefix in _begun(prefixes, prompts):
+    for name, prompt, prefix in _distinct_prefixes(prefixes, prompts):
         length = len(prefix.response_ids)
         fields = (prefix.logp_behavior, prefix.policy_version, prefix.entropy, prefix.kept)
         if any(len(values) != length for values in fields if values is not None):
@@ -167,24 +176,24 @@ def check_prefixes(prefixes: Prefixes | None, prompts: Sequence[Prompt], samples
 
 
 def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: StopChecker, vocabulary: int) -> None:
-    """Refuse prefixes that hold a foreign id, or that have ended and do not say so.
+    """Validates that prefixes hold ids of the vocabulary only, and no stop unless they are marked as finished.
 
     Raises:
         TrimtabError: an id outside the vocabulary; a stop id or stop string, unless `finish` is "stop".
     """
     if prefixes is None:
         return
-    for name, _, prefix in _begun(prefixes, prompts):
+    for name, _, prefix in _distinct_prefixes(prefixes, prompts):
         ids = prefix.response_ids
         if np.min(ids) < 0 or np.max(ids) >= vocabulary:
             raise TrimtabError(f"{name} has token ids outside the model's vocabulary of {vocabulary}")
-        if prefix.finish != "stop" and stop.inside(ids.tolist()):
-            raise TrimtabError(f"{name} contains a stop, so it is already complete: cut it before its last token")
+        if prefix.finish != "stop" and stop.contains_stop(ids.tolist()):
+            raise TrimtabError(f"{name} contains a stop, so it is already is_complete: cut it before its last token")
 
 
 def check_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: RouterInfo) -> None:
-    """Refuse prefixes whose record of experts is another model's (`TrimtabError`)."""
-    for name, _, prefix in _begun(prefixes or [], prompts if prefixes else []):
+    """Raises `TrimtabError` for prefixes whose routed experts do not exist in this model."""
+    for name, _, prefix in _distinct_prefixes(prefixes or [], prompts if prefixes else []):
         routes = prefix.routes
         if routes is None or not routes.size:
             continue
@@ -195,8 +204,8 @@ def check_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: 
             )
 
 
-def _begun(prefixes: Prefixes, prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt, Completion]]:
-    """Prefixes that are not empty, each object once, what to call them in errors, and their prompts."""
+def _distinct_prefixes(prefixes: Prefixes, prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt, Completion]]:
+    """Yields each prefix object that is not empty once, as (name for error messages, prompt, prefix)."""
     seen: set[int] = set()
     for prompt, group in zip(prompts, prefixes, strict=True):
         for sample, prefix in enumerate(group):

@@ -1,4 +1,4 @@
-"""The embedded engine: batched sampling in this process, in its own numerics."""
+"""The embedded engine: batched sampling in this process with PyTorch and transformers."""
 
 from __future__ import annotations
 
@@ -13,46 +13,51 @@ from torch import Tensor
 
 from trimtab.engines.embedded.decoder import CachedDecoder, Decoder
 from trimtab.engines.embedded.decoding_rows import (
+    DecodingRow,
     Prefixes,
-    Row,
     abort,
+    append_sampled,
     build_rows,
     check_prefixes,
     check_routes,
     check_tokens,
     plan_prefill,
-    record,
 )
 from trimtab.engines.embedded.expert_recorder import ExpertRecorder, Tape
 from trimtab.engines.embedded.fused_llama import FusedLlama, supports
-from trimtab.engines.embedded.invariant_decoder import InvariantDecoder, scored
-from trimtab.engines.embedded.sampling import draw
+from trimtab.engines.embedded.invariant_decoder import InvariantDecoder, with_trainer_logps
+from trimtab.engines.embedded.sampling import sample_tokens
 from trimtab.engines.embedded.shared_prompt_decoder import SharedPromptDecoder
-from trimtab.engines.embedded.weight_quantization import EXACT, WeightQuantization, matrices
+from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
 from trimtab.engines.request import validate_request
 from trimtab.engines.stopping import StopChecker, eos_ids
 from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import TrimtabError, nearest
 from trimtab.models.invariant import is_invariant
-from trimtab.models.invariant.invariant_attention import KEYS, up
-from trimtab.models.routing import recorded, routers
+from trimtab.models.invariant.invariant_attention import KEYS, round_up
+from trimtab.models.routing import record_routing, routers
 from trimtab.types import AbortSignal, Completion, Prompt, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Keys and values of one batch; more rows are split into several batches, by arguments alone, so that results repeat.
+# Limit of the keys and values of one batch. The split into batches depends on the arguments alone, so results repeat.
 CACHE_BYTES = 2 << 30
-# Finished rows leave once they are more than this share of the batch. Any share up to a quarter takes the same time on
-# responses of mixed length; moving no rows at all takes 2.6 times as long.
+# Finished rows are removed once they exceed this share of the batch. Any share up to a quarter takes the same
+# time on responses of mixed length; never removing rows takes 2.6 times as long.
 COMPACT_SHARE = 1 / 16
 
 
 class EmbeddedEngine:
     """Samples from its own copy of a transformers causal model (`types.Engine`).
 
-    The copy lives in `dtype` ("float32" or "bfloat16", or the torch dtype), so that bfloat16 rollouts really differ
-    from a float32 trainer; it shares no storage with the model it was made from. `rounding` makes it differ more.
-    `routes`: completions hold the experts each token was sent to (`types.Completion.routes`); the model must be a
-    mixture of experts whose routers are known (`TrimtabError`). `policy_version` starts at 0.
+    The copy shares no storage with the original model. `policy_version` starts at 0.
+
+    Args:
+        dtype: of the copy: "float32", "bfloat16" or a torch dtype. Rollouts in bfloat16 differ from a float32 trainer.
+        rounding: quantization and noise applied to every published weight, a controlled additional mismatch.
+        routes: completions hold the routed experts of each token (`types.Completion.routes`).
+
+    Raises:
+        TrimtabError: an unknown dtype; `routes` for a model without known routers.
     """
 
     def __init__(
@@ -61,7 +66,7 @@ class EmbeddedEngine:
         tokenizer: Any,
         dtype: str | torch.dtype = torch.bfloat16,
         *,
-        rounding: WeightQuantization = EXACT,
+        rounding: WeightQuantization = NO_QUANTIZATION,
         routes: bool = False,
     ) -> None:
         if isinstance(dtype, str):
@@ -73,16 +78,16 @@ class EmbeddedEngine:
         self.prefilled = 0
         self._tokenizer = tokenizer
         self._eos = eos_ids(model, tokenizer)
-        self._model = _own_copy(model, dtype)
+        self._model = _copy_model(model, dtype)
         self._invariant = is_invariant(self._model)
-        self._lean = FusedLlama(self._model) if supports(self._model) else None
-        self._inventory = WeightManifest.of(self._model)
+        self._fused = FusedLlama(self._model) if supports(self._model) else None
+        self._manifest = WeightManifest.of(self._model)
         self._rounding = rounding
-        self._rounded = matrices(self._model) if rounding.active else ()
+        self._quantized_names = matrices(self._model) if rounding.active else ()
         self._routes = routes
         if routes and routers(self._model).layers == 0:
-            raise TrimtabError("the engine's model has no experts whose choice could be recorded: it is dense")
-        self._round()
+            raise TrimtabError("the engine's model has no experts whose choice could be record_routing: it is dense")
+        self._quantize()
 
     @torch.inference_mode()
     def generate(
@@ -95,20 +100,21 @@ class EmbeddedEngine:
         prefixes: Prefixes | None = None,
         interrupt: AbortSignal | None = None,
     ) -> list[list[Completion]]:
-        """`samples` completions for each prompt, in order.
+        """Returns `samples` completions for each prompt, in order.
 
-        Equal arguments and weights give equal tokens: every draw depends on (seed, position of the prompt, sample,
+        Equal arguments and weights give equal tokens: every draw depends on (seed, index of the prompt, sample,
         position of the token) alone. `prefixes[p][s]` holds the first tokens of a response, of any origin; equal
-        prefixes of one prompt are run through the model once, and a whole response comes back as it is.
+        prefixes of one prompt are run through the model once, and a complete response is returned unchanged.
 
-        `interrupt` is looked at before every token. What an interrupted call returned, given back as `prefixes` with
-        the same seed, leads under the same weights to the tokens of the uninterrupted call (in float32, and with
-        invariant numerics; else keys and values of a prefix are rounded a little differently in bfloat16).
+        `interrupt` is checked before every token. The completions of an aborted call, given as `prefixes` of a call
+        with the same seed and weights, are continued with the tokens of the call without abort. This holds in float32
+        and with invariant numerics; otherwise the keys and values of a prefix are rounded slightly differently in
+        bfloat16.
 
         Raises:
             TrimtabError: a prompt is empty or does not fit the context with `max_tokens`; a prefix is longer than
-                `max_tokens`, has ended unnoticed, or does not fit the rest; the sampling contract cannot be met; the
-                model's logits are not finite.
+                `max_tokens`, contains a stop, or does not fit the other arguments; log-probs other than "processed"
+                are requested; the model's logits are not finite.
         """
         vocabulary = self._model.get_input_embeddings().num_embeddings
         context = getattr(self._model.config, "max_position_embeddings", None)
@@ -119,7 +125,7 @@ class EmbeddedEngine:
         if self._routes:
             check_routes(prefixes, prompts, routers(self._model))
         rows = build_rows(len(prompts), samples, sampling, seed, prefixes)
-        with recorded(self._model) if self._routes else contextlib.nullcontext() as tape:
+        with record_routing(self._model) if self._routes else contextlib.nullcontext() as tape:
             for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
                 if interrupt is not None and interrupt.is_set():
                     abort(batch)
@@ -130,67 +136,74 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
-        """Take over named weights; tokens sampled from now on carry `version`.
+        """Copies named weights into the model; tokens sampled from now on carry `version`.
 
         Names are those of `model.named_parameters()` or `model.state_dict()`; a tied head may be named or left out.
-        Everything is checked before anything is copied. The engine's own rounding is applied, unless `exact`.
+        All weights are validated before any is copied. The engine's quantization is applied unless `exact`.
 
         Raises:
             TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, or two names
                 of one tied weight carry different values.
         """
-        given = self._inventory.check(weights)
+        given = self._manifest.check(weights)
         state = self._model.state_dict(keep_vars=True)
         for name, tensor in given.items():
             state[name].data.copy_(tensor)
         self.policy_version = version
         if not exact:
-            self._round()
+            self._quantize()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights in use (not copies), by the names `publish` takes; publishing them `exact` changes no bit."""
+        """Returns the weights in use (not copies), by the names `publish` takes.
+
+        Publishing them with `exact` changes no bit.
+        """
         return self._model.named_parameters()
 
     def recover(self) -> None:
-        """Nothing to do: it lives and dies with its process."""
+        """Does nothing: the engine has no process of its own to restart."""
 
     def close(self) -> None:
-        """Nothing to do: it started no process."""
+        """Does nothing: the engine has no process of its own."""
 
     @torch.no_grad()
-    def _round(self) -> None:
-        """After the copy, so that what is rounded is what this dtype holds."""
-        for name in self._rounded:
+    def _quantize(self) -> None:
+        """Quantizes the weights after they were cast to the engine's dtype."""
+        for name in self._quantized_names:
             weight = self._model.get_parameter(name)
             weight.copy_(self._rounding.apply(name, weight, self.policy_version))
 
-    def _batches(self, rows: list[Row], prompts: Sequence[Prompt], max_tokens: int) -> list[list[Row]]:
-        """Rows in batches whose cache stays within `CACHE_BYTES`, prompts of similar length together."""
+    def _batches(self, rows: list[DecodingRow], prompts: Sequence[Prompt], max_tokens: int) -> list[list[DecodingRow]]:
+        """Splits rows into batches whose cache stays within `CACHE_BYTES`, prompts of similar length together."""
         if not rows:
             return []
         rows = sorted(rows, key=lambda row: (len(prompts[row.prompt].ids), row.prompt))
         config, longest = self._model.config, len(prompts[rows[-1].prompt].ids)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        places, itemsize = longest + max_tokens, self._model.dtype.itemsize
+        positions, itemsize = longest + max_tokens, self._model.dtype.itemsize
         if self._invariant:
-            places, itemsize = up(longest, KEYS) + up(max_tokens, KEYS), 4
+            positions, itemsize = round_up(longest, KEYS) + round_up(max_tokens, KEYS), 4
         width = 2 * config.num_hidden_layers * heads * size * itemsize
-        most = max(1, CACHE_BYTES // (width * places))
-        count = -(-len(rows) // most)
+        max_rows = max(1, CACHE_BYTES // (width * positions))
+        count = -(-len(rows) // max_rows)
         edges = [len(rows) * i // count for i in range(count + 1)]
         return [rows[start:stop] for start, stop in itertools.pairwise(edges)]
 
     def _decoder(
-        self, rows: list[Row], prompts: Sequence[Prompt], max_tokens: int, recorder: ExpertRecorder | None = None
+        self,
+        rows: list[DecodingRow],
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        recorder: ExpertRecorder | None = None,
     ) -> Decoder:
         starts = plan_prefill(rows, prompts, self._model.device)
         if self._invariant:
             return InvariantDecoder(self._model, starts)
-        steps = max_tokens - min(row.begun for row in rows)
-        window = self._lean.window if self._lean else None
-        if self._lean and (window is None or max(len(ids) for ids in starts.prompts) + max_tokens <= window):
-            decoder = SharedPromptDecoder(self._lean, starts, steps, recorder)
+        steps = max_tokens - min(row.prefix_length for row in rows)
+        window = self._fused.window if self._fused else None
+        if self._fused and (window is None or max(len(ids) for ids in starts.prompts) + max_tokens <= window):
+            decoder = SharedPromptDecoder(self._fused, starts, steps, recorder)
         else:
             decoder = CachedDecoder(self._model, starts, steps, recorder)
         if recorder is not None:
@@ -199,56 +212,59 @@ class EmbeddedEngine:
 
     def _decode(
         self,
-        rows: list[Row],
+        rows: list[DecodingRow],
         prompts: Sequence[Prompt],
         sampling: Sampling,
         stop: StopChecker,
         interrupt: AbortSignal | None,
         tape: Tape | None,
     ) -> None:
-        """Grow all rows in lockstep; `live` holds, for each row of the decoder's batch, whether it is still growing."""
+        """Decodes all rows in lockstep.
+
+        `live` holds, for each row of the decoder's batch, whether it is still unfinished.
+        """
         recorder = None if tape is None else ExpertRecorder(tape)
         decoder, last = self._decoder(rows, prompts, sampling.max_tokens, recorder), sampling.max_tokens - 1
         self.prefilled += decoder.prefilled
         logits, live = decoder.first, [True] * len(rows)
         while True:
-            uniform = [row.uniforms[min(len(row.ids), last)] for row in rows]
-            drawn = draw(logits, torch.tensor(uniform, dtype=torch.float64, device=logits.device), sampling)
+            uniform = [row.uniform_draws[min(len(row.ids), last)] for row in rows]
+            sampled = sample_tokens(logits, torch.tensor(uniform, dtype=torch.float64, device=logits.device), sampling)
             if self._invariant:
-                drawn = scored(drawn, logits, sampling.temperature)
-            grown = [i for i, growing in enumerate(live) if growing]
-            record(rows, grown, drawn)
-            for i, ended in zip(grown, stop.ended([rows[i].ids for i in grown]), strict=True):
+                sampled = with_trainer_logps(sampled, logits, sampling.temperature)
+            live_index = [i for i, alive in enumerate(live) if alive]
+            append_sampled(rows, live_index, sampled)
+            for i, ended in zip(live_index, stop.ended([rows[i].ids for i in live_index]), strict=True):
                 if ended:
                     rows[i].finish = "stop"
                 live[i] = not ended and len(rows[i].ids) <= last
-            growing = live.count(True)
-            if not growing:
+            live_count = live.count(True)
+            if not live_count:
                 return
             if interrupt is not None and interrupt.is_set():
                 abort(row for row, alive in zip(rows, live, strict=True) if alive)
                 return
-            tokens = drawn.ids
-            if len(live) - growing > COMPACT_SHARE * len(live):
+            tokens = sampled.ids
+            if len(live) - live_count > COMPACT_SHARE * len(live):
                 index = torch.tensor([i for i, alive in enumerate(live) if alive], device=tokens.device)
                 decoder.keep(index)
                 rows, live, tokens = (
                     [row for row, alive in zip(rows, live, strict=True) if alive],
-                    [True] * growing,
+                    [True] * live_count,
                     tokens[index],
                 )
             logits = decoder.step(tokens)
             if recorder is not None:
                 recorder.step(rows, live)
-            self.decoded += growing
+            self.decoded += live_count
 
 
-def _own_copy(model: Any, dtype: torch.dtype) -> Any:
-    """A copy in `dtype` that shares no storage. Buffers keep their dtype: rotary frequencies must not be rounded."""
+def _copy_model(model: Any, dtype: torch.dtype) -> Any:
+    """Returns a copy in `dtype` without shared storage. Buffers keep their dtype: rotary frequencies stay float32."""
     cast = {id(p): torch.nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False) for p in model.parameters()}
-    own = copy.deepcopy(model, memo=dict(cast)).eval()
+    result = copy.deepcopy(model, memo=dict(cast)).eval()
     if is_invariant(model):
-        return own
-    # SDPA has no soft cap on attention scores (Gemma 2) and would leave it out without a word.
-    own.set_attn_implementation("eager" if getattr(own.config, "attn_logit_softcapping", None) else "sdpa")
-    return own
+        return result
+    # SDPA has no soft cap on attention scores (Gemma 2) and would silently omit it.
+    result.set_attn_implementation("eager" if getattr(result.config, "attn_logit_softcapping", None) else "sdpa")
+    return result

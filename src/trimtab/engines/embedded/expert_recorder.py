@@ -1,7 +1,7 @@
-"""Collects the experts of each token while responses grow (METHODS 8.1, R3).
+"""Collects the routed experts of each token during decoding (METHODS 8.1, R3).
 
-The model's tape holds choices in the order its passes ran them, padding included; a decoder says whose tokens these
-were. The last token of a response is never run, so a response of n tokens has an entry for each token of its prompt
+The model's routing tape holds choices in the order of the forward passes, padding included; the decoder assigns them to
+tokens. The last token of a response is never run, so a response of n tokens has an entry for each token of its prompt
 and n - 1 more.
 """
 
@@ -16,19 +16,19 @@ from torch import Tensor
 from trimtab.types import ExpertArray
 
 if TYPE_CHECKING:
-    from trimtab.engines.embedded.decoding_rows import Row
+    from trimtab.engines.embedded.decoding_rows import DecodingRow
 
 
 class Tape(Protocol):
-    """See `models.routing.recorded`."""
+    """The tape of `models.routing.record_routing`."""
 
     def take(self) -> Tensor:
-        """Choices since the last call, (tokens, layers, k)."""
+        """Returns the choices since the last call, (tokens, layers, k)."""
         ...
 
 
 class ExpertRecorder:
-    """The choices of one batch of rows. `prompts` and `starts` are for the decoder, after each of its passes."""
+    """Collects the routed experts of one batch. A decoder calls `prompts` and `starts` after its prefill passes."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -36,39 +36,39 @@ class ExpertRecorder:
         self._starts: dict[int, ExpertArray] = {}
 
     def prompts(self, index: Sequence[int], real: Tensor) -> None:
-        """The pass ran these prompts; `real` (prompts, time) tells their tokens from padding."""
+        """Records a pass over the prompts of these indices; `real` (prompts, time) is False at padding."""
         self._prompts |= zip(index, self._split(real), strict=True)
 
     def starts(self, index: Sequence[int], real: Tensor) -> None:
-        """The pass ran the prefixes of these starts, or prompt and prefix where prompts had no pass of their own."""
+        """Records a pass over the prefixes of these starts, or over prompt and prefix where they run as one text."""
         self._starts |= zip(index, self._split(real), strict=True)
 
-    def begin(self, rows: Sequence[Row], prompt: Sequence[int], start: Sequence[int]) -> None:
-        """Everything before the first step was run; `start` names the start of each row, `prompt` that of each start.
+    def begin(self, rows: Sequence[DecodingRow], prompt: Sequence[int], start: Sequence[int]) -> None:
+        """Assigns the recorded prefill to rows; `start` holds each row's start, `prompt` each start's prompt.
 
-        What an older policy's record says of a prefix stays: it is what those tokens were sampled under. The prefix's
-        last token is not in it, as it was not run before now.
+        Experts that a prefix already carries are kept, because its tokens were sampled under them. Its last token has
+        no entry yet, as it was not run before.
         """
-        for row, place in zip(rows, start, strict=True):
-            # Either prompts and prefixes had passes of their own, or each start had one.
-            parts = [self._prompts[prompt[place]]] if self._prompts else []
-            if row.begun or not parts:
-                parts.append(self._starts[place])
-            old = None if row.prefix is None else row.prefix.routes
-            if old is not None:
-                parts = [old, np.concatenate(parts)[len(old) :]]
+        for row, index_of_start in zip(rows, start, strict=True):
+            # Prompts and prefixes were run in separate passes, or as one text per start.
+            parts = [self._prompts[prompt[index_of_start]]] if self._prompts else []
+            if row.prefix_length or not parts:
+                parts.append(self._starts[index_of_start])
+            previous = None if row.prefix is None else row.prefix.routes
+            if previous is not None:
+                parts = [previous, np.concatenate(parts)[len(previous) :]]
             row.routes = parts
 
-    def step(self, rows: Sequence[Row], live: Sequence[bool]) -> None:
-        """A step ran the last token of each row; rows that have ended are left as they are."""
-        taken = self._taken()
-        for row, growing, choice in zip(rows, live, taken, strict=True):
-            if growing:
-                row.routes.append(choice[None])
+    def step(self, rows: Sequence[DecodingRow], live: Sequence[bool]) -> None:
+        """Records a step, which ran the last token of each row; finished rows are skipped."""
+        choices = self._take_choices()
+        for row, alive, experts in zip(rows, live, choices, strict=True):
+            if alive:
+                row.routes.append(experts[None])
 
     def _split(self, real: Tensor) -> list[ExpertArray]:
         counts = real.sum(-1).cumsum(0).tolist()
-        return np.split(self._taken()[real.flatten().cpu().numpy()], counts[:-1])
+        return np.split(self._take_choices()[real.flatten().cpu().numpy()], counts[:-1])
 
-    def _taken(self) -> ExpertArray:
+    def _take_choices(self) -> ExpertArray:
         return self._tape.take().cpu().numpy()

@@ -1,7 +1,7 @@
 """The Llama family (Llama, Mistral, Qwen2, Qwen3) with fewer matrix products, on the model's own weights.
 
-Query, key and value projections are one product, and so are the two input projections of the gated MLP; a mixture of
-experts runs as the model has it. Attention is left to the caller (`shared_prompt_decoder.py`).
+Query, key and value projections are one product, and so are the two input projections of the gated MLP. A mixture of
+experts runs through the model's own module. The caller supplies attention (`shared_prompt_decoder.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trimtab.models.matmul import Linear, linear
 
 # Exact classes: a subclass may compute something else.
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM)
-# Rotary kinds whose angles depend on the position alone, not on the longest text seen so far.
+# Rotary types whose angles depend on the position alone and not on the length of the longest sequence so far.
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 
 # (scaled queries, keys, values) of one layer -> its attention output, (tokens, heads * head size)
@@ -32,7 +32,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One transformer block's parts; `qkv` is storage that the model's own parameters are views of."""
+    """The modules of one transformer block; the model's own parameters are views of `qkv`."""
 
     norm_in: nn.Module
     qkv: Tensor
@@ -48,7 +48,7 @@ def supports(model: Any) -> bool:
     """Whether `FusedLlama` computes exactly what this model's own forward computes."""
     if type(model) not in FAMILY or model.config.rope_parameters["rope_type"] not in FIXED_ROTARY:
         return False
-    # Adapters and quantization replace the linear maps by modules that compute more than their weight says.
+    # Adapters and quantization replace the linear layers by modules that compute more than a product with `weight`.
     return all(
         type(part) in (nn.Linear, Linear)
         for block in model.model.layers
@@ -58,9 +58,9 @@ def supports(model: Any) -> bool:
 
 
 class FusedLlama:
-    """The blocks of a model whose parameters were moved, in place, into fused storage.
+    """Runs the blocks of a model whose parameters are moved, in place, into fused storage.
 
-    The model itself keeps working, and writing to its parameters changes what is computed here.
+    The model itself keeps working, and both use the same storage.
     """
 
     def __init__(self, model: Any) -> None:
@@ -74,12 +74,12 @@ class FusedLlama:
         self.window: int | None = _window(config)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines, and sines signed for `_rotate`: (tokens, heads + kv heads, head size).
+        """Returns cosines, and sines signed for `_rotate`, both (tokens, heads + kv heads, head size).
 
-        Those of the queries carry the attention scale, which then costs nothing.
+        Those of the queries are multiplied by the attention scale, so that it needs no product of its own.
         """
         embedding = self.model.model.embed_tokens.weight
-        # Float32 until the scale is in: rounding twice would be one error more than the model's own forward makes.
+        # Float32 until the scale is applied: the model's own forward rounds once, too.
         cos, sin = (
             x[0]
             for x in self.model.model.rotary_emb(embedding.new_empty(0, dtype=torch.float32), positions.unsqueeze(0))
@@ -91,7 +91,7 @@ class FusedLlama:
         return (cos.unsqueeze(1) * scale).to(embedding.dtype), (signed.unsqueeze(1) * scale).to(embedding.dtype)
 
     def run(self, tokens: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Hidden states after the last block, (tokens, width), not yet normalised."""
+        """Returns the hidden states after the last block and before the final norm, (tokens, width)."""
         heads = self.kv_heads * self.group
         hidden = F.embedding(tokens, self.model.model.embed_tokens.weight)
         for i, layer in enumerate(self.layers):
@@ -109,13 +109,13 @@ class FusedLlama:
 
 
 def _rotate(states: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of (tokens, heads, head size): the half-swap is a roll, its minus sign sits in the sines."""
+    """Applies rotary embedding to (tokens, heads, head size). The half-swap is a roll; its sign is in the sines."""
     cos, signed_sin = rotary
     return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), signed_sin)
 
 
 def _window(config: Any) -> int | None:
-    """The sliding window of any layer, beyond which full attention is not what the model computes."""
+    """Returns the sliding window of the model in tokens, or None if all its layers use full attention."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and set(kinds) == {"full_attention"}:
         return None
@@ -138,7 +138,7 @@ def _fuse_layer(block: Any) -> _Layer:
 
 
 def _gated(mlp: Any) -> Callable[[Tensor], Tensor]:
-    """The dense MLP, its two input projections fused."""
+    """Returns the dense MLP with its two input projections fused."""
     weight, bias = _fuse(mlp.gate_proj, mlp.up_proj)
 
     def feed(hidden: Tensor) -> Tensor:
@@ -149,12 +149,12 @@ def _gated(mlp: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _mixture(block: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Router and experts as the model has them, which wants a batch dimension."""
+    """Returns the model's own mixture module, which needs a batch dimension."""
     return lambda hidden: block(hidden.unsqueeze(0)).squeeze(0)
 
 
 def _fuse(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Join linear maps of one input; the modules' own parameters become views of the joint storage."""
+    """Concatenates linear layers of one input; the modules' own parameters become views of the result."""
     weight = torch.cat([part.weight.detach() for part in parts])
     bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
     start = 0

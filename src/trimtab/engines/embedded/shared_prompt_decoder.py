@@ -1,9 +1,8 @@
 """Batched decoding that stores and attends each prompt's keys once for all its samples.
 
-The keys and values of a prompt are stored once and attended by all its rows as one matrix product, instead of being
-read again for every row. Rows grow in lockstep, so their own keys and values form a rectangle that needs no mask. Where
-rows begin with prefixes of different lengths, the prefixes lie right-aligned in that rectangle, and only then does its
-left edge need one.
+All rows of a prompt attend to its keys in one matrix product, instead of reading them again for every row. Rows are
+decoded in lockstep, so the keys and values of their responses form a rectangle without a mask. Prefixes of different
+lengths are right-aligned in that rectangle; only then does its left edge need a mask.
 """
 
 from __future__ import annotations
@@ -19,35 +18,38 @@ from trimtab.engines.embedded.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 from trimtab.engines.embedded.fused_llama import FusedLlama
 
-# Own keys and values are allocated for this many tokens at a time: a product with a contiguous block of keys, its
-# unwritten end included, is two to four times as fast as one with a strided part of a large allocation.
+# Keys and values of responses are allocated for this many tokens at a time: a product with a contiguous block of keys,
+# its unwritten end included, is two to four times as fast as one with a strided part of a large allocation.
 BLOCK = 32
 
 
 class SharedPromptDecoder:
-    """See `decoder.Decoder`. `capacity` bounds the steps; `recorder` is told what each pass but the steps has run."""
+    """Decodes one batch with a `FusedLlama` (see `decoder.Decoder`).
+
+    `capacity` is the largest number of steps; `recorder` receives the routed experts of the prefill.
+    """
 
     def __init__(
-        self, lean: FusedLlama, starts: PrefillPlan, capacity: int, recorder: ExpertRecorder | None = None
+        self, model: FusedLlama, starts: PrefillPlan, capacity: int, recorder: ExpertRecorder | None = None
     ) -> None:
-        self._lean, self._recorder = lean, recorder
+        self._model, self._recorder = model, recorder
         self._lengths = torch.tensor([len(ids) for ids in starts.prompts], device=starts.row.device)
-        own = torch.tensor([len(ids) for ids in starts.prefixes], device=starts.row.device)
-        self._filled = int(own.max())
+        prefix_lengths = torch.tensor([len(ids) for ids in starts.prefixes], device=starts.row.device)
+        self._filled = int(prefix_lengths.max())
         self._capacity = self._filled + capacity
-        self.prefilled = int(self._lengths.sum()) + int(own.sum())
+        self.prefilled = int(self._lengths.sum()) + int(prefix_lengths.sum())
         last = self._prefill(starts.prompts)[starts.prompt]
-        self._own = self._prefill_prefixes(starts, own, last)
-        self.first = lean.logits(last)[starts.row]
-        self._edge(own[starts.row])
-        self._place(starts.prompt[starts.row])
+        self._responses = self._prefill_prefixes(starts, prefix_lengths, last)
+        self.first = model.logits(last)[starts.row]
+        self._set_left_edge(prefix_lengths[starts.row])
+        self._group_by_prompt(starts.prompt[starts.row])
 
     def _prefill(self, prompts: Sequence[Tensor]) -> Tensor:
-        """Store the prompts' keys and values; the hidden state after each prompt, (prompts, width)."""
-        lean = self._lean
-        weight = lean.model.model.embed_tokens.weight
-        shape = (len(lean.layers), len(prompts), lean.kv_heads, int(self._lengths.max()), lean.size)
-        # Zeros, not empty: padded places get no attention, but 0 * NaN would still be NaN.
+        """Stores the prompts' keys and values; returns the hidden state after each prompt, (prompts, width)."""
+        model = self._model
+        weight = model.model.model.embed_tokens.weight
+        shape = (len(model.layers), len(prompts), model.kv_heads, int(self._lengths.max()), model.size)
+        # Zeros, not empty: padding gets no attention, but 0 * NaN would still be NaN.
         keys, values = weight.new_zeros(shape), weight.new_zeros(shape)
         last = weight.new_empty(len(prompts), weight.shape[1])
         for block in prefill_blocks(self._lengths.tolist()):
@@ -57,50 +59,50 @@ class SharedPromptDecoder:
             rows = len(block)
 
             def attend(i: int, q: Tensor, k: Tensor, v: Tensor, index=index, rows=rows, width=width) -> Tensor:
-                q, k, v = (x.view(rows, width, -1, lean.size).transpose(1, 2) for x in (q, k, v))
+                q, k, v = (x.view(rows, width, -1, model.size).transpose(1, 2) for x in (q, k, v))
                 keys[i, index, :, :width], values[i, index, :, :width] = k, v
-                # Padding is on the right, behind everything a real token may attend.
+                # Padding is on the right, where causal attention of real tokens does not reach.
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
                 return out.transpose(1, 2).reshape(rows * width, -1)
 
             positions = torch.arange(width, device=weight.device).repeat(rows)
-            hidden = lean.run(tokens.view(-1), lean.rotary(positions), attend).view(rows, width, -1)
+            hidden = model.run(tokens.view(-1), model.rotary(positions), attend).view(rows, width, -1)
             last[index] = hidden[torch.arange(rows, device=weight.device), self._lengths[index] - 1]
             if self._recorder is not None:
-                places = torch.arange(width, device=weight.device)
-                self._recorder.prompts(block, places < self._lengths[index].unsqueeze(-1))
+                columns = torch.arange(width, device=weight.device)
+                self._recorder.prompts(block, columns < self._lengths[index].unsqueeze(-1))
         self._prompts = (keys, values)
         return last
 
-    def _prefill_prefixes(self, starts: PrefillPlan, own: Tensor, last: Tensor) -> list[Tensor]:
-        """The rows' own keys and values so far, prefixes right-aligned. `last` takes the hidden states after them."""
-        lean, width = self._lean, self._filled
+    def _prefill_prefixes(self, starts: PrefillPlan, prefix_lengths: Tensor, last: Tensor) -> list[Tensor]:
+        """Returns keys and values of the right-aligned prefixes by row; writes the last hidden states to `last`."""
+        model, width = self._model, self._filled
         like = self._prompts[0]
-        shape = (len(lean.layers), len(own), lean.kv_heads, width, lean.size)
+        shape = (len(model.layers), len(prefix_lengths), model.kv_heads, width, model.size)
         slabs = [like.new_zeros(shape), like.new_zeros(shape)]
         longest = int(self._lengths.max())
-        began = own.nonzero().squeeze(-1)
-        for block in prefill_blocks(own[began].tolist(), before=longest):
-            index = began[block]
-            last[index] = self._prefill_block(starts, index, own[index], slabs)
+        nonempty = prefix_lengths.nonzero().squeeze(-1)
+        for block in prefill_blocks(prefix_lengths[nonempty].tolist(), before=longest):
+            index = nonempty[block]
+            last[index] = self._prefill_block(starts, index, prefix_lengths[index], slabs)
         return [slab[:, starts.row] for slab in slabs]
 
-    def _prefill_block(self, starts: PrefillPlan, index: Tensor, own: Tensor, slabs: list[Tensor]) -> Tensor:
-        """Run the prefixes of `index`, each attending to its prompt and to itself."""
-        lean, prompt, rows, width = self._lean, starts.prompt[index], len(index), int(own.max())
+    def _prefill_block(self, starts: PrefillPlan, index: Tensor, prefix_lengths: Tensor, slabs: list[Tensor]) -> Tensor:
+        """Runs the prefixes of `index`, each attending to its prompt and to itself; returns their last states."""
+        model, prompt, rows, width = self._model, starts.prompt[index], len(index), int(prefix_lengths.max())
         lengths = self._lengths[prompt]
         before, edge = int(lengths.max()), slabs[0].shape[-2] - width
         texts = [starts.prefixes[i] for i in index.tolist()]
         tokens = torch.stack([F.pad(ids, (width - len(ids), 0)) for ids in texts])
-        place = torch.arange(width, device=own.device)
-        padding = (width - own).unsqueeze(-1)
-        # Padding is on the left; it attends to the prompt alone, so that nothing of it is NaN.
-        real = (place >= padding)[:, None] & (place <= place.unsqueeze(-1))
-        prompted = torch.arange(before, device=own.device) < lengths.unsqueeze(-1)
-        mask = torch.cat([prompted[:, None].expand(-1, width, -1), real], -1).unsqueeze(1)
+        position = torch.arange(width, device=prefix_lengths.device)
+        padding = (width - prefix_lengths).unsqueeze(-1)
+        # Padding is on the left; it attends to the prompt alone, so that its outputs are not NaN.
+        own_mask = (position >= padding)[:, None] & (position <= position.unsqueeze(-1))
+        prompt_mask = torch.arange(before, device=prefix_lengths.device) < lengths.unsqueeze(-1)
+        mask = torch.cat([prompt_mask[:, None].expand(-1, width, -1), own_mask], -1).unsqueeze(1)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.view(rows, width, -1, lean.size).transpose(1, 2) for x in (q, k, v))
+            q, k, v = (x.view(rows, width, -1, model.size).transpose(1, 2) for x in (q, k, v))
             slabs[0][i, index, :, edge:], slabs[1][i, index, :, edge:] = k, v
             k, v = (
                 torch.cat([stored[i, prompt, :, :before], x], -2)
@@ -109,22 +111,22 @@ class SharedPromptDecoder:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0, enable_gqa=True)
             return out.transpose(1, 2).reshape(rows * width, -1)
 
-        positions = (lengths.unsqueeze(-1) + (place - padding).clamp(min=0)).view(-1)
-        last = lean.run(tokens.view(-1), lean.rotary(positions), attend).view(rows, width, -1)[:, -1]
+        positions = (lengths.unsqueeze(-1) + (position - padding).clamp(min=0)).view(-1)
+        last = model.run(tokens.view(-1), model.rotary(positions), attend).view(rows, width, -1)[:, -1]
         if self._recorder is not None:
-            self._recorder.starts(index.tolist(), place >= padding)
+            self._recorder.starts(index.tolist(), position >= padding)
         return last
 
-    def _edge(self, own: Tensor) -> None:
-        """What a ragged left edge takes: positions shifted by it, and a mask over the places before it."""
-        edge = self._filled - own
+    def _set_left_edge(self, prefix_lengths: Tensor) -> None:
+        """Sets the position shift and the mask of a ragged left edge; both None where all prefixes are equally long."""
+        edge = self._filled - prefix_lengths
         ragged = bool(edge.any())
-        self._shift = edge if ragged else None
-        places = torch.arange(self._filled, device=own.device)
-        self._own_padding = (places < edge.unsqueeze(-1))[:, None, None] if ragged else None
+        self._position_shift = edge if ragged else None
+        columns = torch.arange(self._filled, device=prefix_lengths.device)
+        self._prefix_padding = (columns < edge.unsqueeze(-1))[:, None, None] if ragged else None
 
-    def _place(self, owner: Tensor) -> None:
-        """Lay the rows out as (prompts still needed, most rows of one prompt), for attention to the prompts."""
+    def _group_by_prompt(self, owner: Tensor) -> None:
+        """Arranges the rows as (prompts in use, largest number of rows of a prompt), for attention to the prompts."""
         used, owner, counts = owner.unique(return_inverse=True, return_counts=True)
         if len(used) < len(self._lengths):
             self._lengths = self._lengths[used]
@@ -134,61 +136,61 @@ class SharedPromptDecoder:
         nth = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
         slot = owner * self._grid[1] + nth
         self._slot = None if len(owner) == self._grid[0] * self._grid[1] else slot
-        places = torch.arange(self._prompts[0].shape[-2], device=owner.device)
-        padding = places >= self._lengths.unsqueeze(-1)
+        columns = torch.arange(self._prompts[0].shape[-2], device=owner.device)
+        padding = columns >= self._lengths.unsqueeze(-1)
         self._padding = padding[:, None, None] if bool(padding.any()) else None
 
     def keep(self, index: Tensor) -> None:
-        """`index` must be ascending: rows of one prompt stay neighbors."""
-        self._own = [slab[:, index] for slab in self._own]
-        if self._shift is not None and self._own_padding is not None:
-            self._shift, self._own_padding = self._shift[index], self._own_padding[index]
-        self._place(self._owner[index])
+        """Removes all rows except those of `index`, which must be ascending: rows of a prompt stay adjacent."""
+        self._responses = [slab[:, index] for slab in self._responses]
+        if self._position_shift is not None and self._prefix_padding is not None:
+            self._position_shift, self._prefix_padding = self._position_shift[index], self._prefix_padding[index]
+        self._group_by_prompt(self._owner[index])
 
     def _grow(self) -> None:
-        room = min(self._filled + BLOCK, self._capacity)
-        for i, slab in enumerate(self._own):
-            self._own[i] = slab.new_empty(*slab.shape[:3], room, slab.shape[-1])
-            self._own[i][..., : self._filled, :] = slab
+        size = min(self._filled + BLOCK, self._capacity)
+        for i, slab in enumerate(self._responses):
+            self._responses[i] = slab.new_empty(*slab.shape[:3], size, slab.shape[-1])
+            self._responses[i][..., : self._filled, :] = slab
 
     def step(self, tokens: Tensor) -> Tensor:
-        if self._filled == self._own[0].shape[-2]:
+        if self._filled == self._responses[0].shape[-2]:
             self._grow()
         positions = self._lengths[self._owner] + self._filled
-        if self._shift is not None:
-            positions = positions - self._shift
-        hidden = self._lean.run(tokens, self._lean.rotary(positions), self._attend)
+        if self._position_shift is not None:
+            positions = positions - self._position_shift
+        hidden = self._model.run(tokens, self._model.rotary(positions), self._attend)
         self._filled += 1
-        return self._lean.logits(hidden)
+        return self._model.logits(hidden)
 
     def _attend(self, i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        lean, end = self._lean, self._filled + 1
-        keys, values = self._own[0][i], self._own[1][i]
+        model, end = self._model, self._filled + 1
+        keys, values = self._responses[0][i], self._responses[1][i]
         keys[:, :, self._filled], values[:, :, self._filled] = key, value
         rows = len(query)
-        query = query.reshape(rows, lean.kv_heads, lean.group, lean.size)
-        shared = self._to_grid(query) @ self._prompts[0][i].transpose(-1, -2)
+        query = query.reshape(rows, model.kv_heads, model.group, model.size)
+        prompt_scores = self._to_grid(query) @ self._prompts[0][i].transpose(-1, -2)
         if self._padding is not None:
-            shared.masked_fill_(self._padding, float("-inf"))
-        own = query @ keys.transpose(-1, -2)
-        if self._own_padding is not None:
-            own[..., : self._own_padding.shape[-1]].masked_fill_(self._own_padding, float("-inf"))
-        # Softmax computes in float32 whatever the dtype, and rounds once.
-        weights = torch.cat([self._to_rows(shared), own[..., :end]], -1).softmax(-1)
-        split = shared.shape[-1]
+            prompt_scores.masked_fill_(self._padding, float("-inf"))
+        own_scores = query @ keys.transpose(-1, -2)
+        if self._prefix_padding is not None:
+            own_scores[..., : self._prefix_padding.shape[-1]].masked_fill_(self._prefix_padding, float("-inf"))
+        # Softmax computes in float32 whatever the dtype and rounds once.
+        weights = torch.cat([self._to_rows(prompt_scores), own_scores[..., :end]], -1).softmax(-1)
+        split = prompt_scores.shape[-1]
         attended = self._to_rows(self._to_grid(weights[..., :split]) @ self._prompts[1][i])
         return (attended + weights[..., split:] @ values[:, :, :end]).reshape(rows, -1)
 
     def _to_grid(self, rows: Tensor) -> Tensor:
-        """(rows, kv heads, group, x) -> (prompts, kv heads, most rows of a prompt * group, x)."""
-        prompts, most = self._grid
+        """Rearranges (rows, kv heads, group, x) as (prompts, kv heads, rows of a prompt * group, x), with padding."""
+        prompts, max_rows = self._grid
         if self._slot is not None:
-            grid = rows.new_zeros(prompts * most, *rows.shape[1:])
+            grid = rows.new_zeros(prompts * max_rows, *rows.shape[1:])
             grid[self._slot] = rows
             rows = grid
-        return rows.view(prompts, most, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
+        return rows.view(prompts, max_rows, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
 
     def _to_rows(self, grid: Tensor) -> Tensor:
         """The inverse of `_to_grid`."""
-        rows = grid.unflatten(2, (self._grid[1], self._lean.group)).transpose(1, 2).flatten(0, 1)
+        rows = grid.unflatten(2, (self._grid[1], self._model.group)).transpose(1, 2).flatten(0, 1)
         return rows if self._slot is None else rows[self._slot]

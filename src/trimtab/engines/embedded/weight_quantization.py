@@ -1,8 +1,8 @@
-"""Controlled mismatch: rounds or perturbs a sampler's weights, exactly repeatable.
+"""Quantizes or perturbs a sampler's weights, exactly repeatable: a controlled mismatch.
 
-Rounded are the matrices of the linear layers inside the decoder, one symmetric scale for each output row, as engines
-with weight-only quantisation have them. Embedding, head, norms, biases and the routers of mixtures of experts stay as
-they are: engines leave them out as well, because little is gained and much is lost there.
+Quantized are the matrices of the linear layers inside the decoder, with one symmetric scale for each output row, as in
+engines with weight-only quantization. Embedding, head, norms, biases and the routers of mixtures of experts stay
+unchanged, as in those engines: quantizing them saves little memory and costs much accuracy.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ BITS = {"none": None, "int8": 8, "int4": 4, "int3": 3}
 
 @dataclass(frozen=True, slots=True)
 class WeightQuantization:
-    """`bits` of every weight (None: as they are), then Gaussian noise of `noise` x the RMS of each matrix.
+    """Rounds weights to `bits` (None: unchanged), then adds Gaussian noise of `noise` x the RMS of each matrix.
 
-    The noise is a function of (seed, name of the matrix, policy version): drawn anew at every publication, as rounding
-    errors of activations are not the same under other weights, and drawn again when a version is published again.
+    The noise is a function of (seed, name of the matrix, policy version): new noise for each version, because rounding
+    errors of activations differ under other weights, and the same noise when a version is published again.
     """
 
     bits: int | None = None
@@ -42,28 +42,28 @@ class WeightQuantization:
 
     @property
     def active(self) -> bool:
-        """Whether it changes anything."""
+        """Whether any weight changes."""
         return self.bits is not None or self.noise > 0
 
     def apply(
         self, name: str, weight: Float[Tensor, "... rows columns"], version: int
     ) -> Float[Tensor, "... rows columns"]:
-        """The weight the sampler uses for `weight`, in its dtype."""
+        """Returns the weight that the sampler uses in place of `weight`, in the same dtype."""
         used = weight if self.bits is None else quantize(weight, self.bits)
         if self.noise == 0:
             return used
         wide = used.float()
-        drawn = normals(
+        noise_values = normals(
             tuple(wide.shape), self.seed, (crc32(name.encode()), version), device=wide.device, dtype=torch.float32
         )
-        return (wide + self.noise * wide.square().mean().sqrt() * drawn).to(weight.dtype)
+        return (wide + self.noise * wide.square().mean().sqrt() * noise_values).to(weight.dtype)
 
 
-EXACT = WeightQuantization()
+NO_QUANTIZATION = WeightQuantization()
 
 
 def quantize(weight: Float[Tensor, "... rows columns"], bits: int) -> Float[Tensor, "... rows columns"]:
-    """Round every row to the 2^bits - 1 levels -n..n times its scale, max |w| / n, in the dtype of `weight`.
+    """Rounds every row to the 2^bits - 1 levels -n..n times its scale, max |w| / n; returns the dtype of `weight`.
 
     Quantizing the result again changes no bit: products are formed in float64, so the largest weight of a row, and
     with it the scale, comes back exactly. Half-way values go to the even level.
@@ -77,15 +77,15 @@ def quantize(weight: Float[Tensor, "... rows columns"], bits: int) -> Float[Tens
 
 
 def matrices(model: Any) -> tuple[str, ...]:
-    """Names of the parameters that are rounded, in the order of `model.named_parameters()`.
+    """Returns the names of the parameters that are quantized, in the order of `model.named_parameters()`.
 
     Raises:
         TrimtabError: the decoder has a matrix whose rows are not known to be its outputs (GPT-2, adapters).
     """
     owners = {
-        id(p): part for layer in decoder(model).layers for part in layer.modules() for p in part.parameters(False)
+        id(p): module for layer in decoder(model).layers for module in layer.modules() for p in module.parameters(False)
     }
-    found = []
+    names = []
     for name, parameter in model.named_parameters():
         owner = owners.get(id(parameter))
         if owner is None or parameter.ndim < 2 or _is_router(owner):
@@ -95,15 +95,15 @@ def matrices(model: Any) -> tuple[str, ...]:
                 f"weight {name!r} belongs to a {type(owner).__name__}, whose rows cannot be rounded one by one; "
                 'set engine.quantize = "none" and engine.noise = 0 for this model'
             )
-        found.append(name)
-    return tuple(found)
+        names.append(name)
+    return tuple(names)
 
 
-def _is_router(part: nn.Module) -> bool:
-    """It chooses the experts of a token: transformers names these classes `...Router`."""
-    return type(part).__name__.endswith("Router")
+def _is_router(module: nn.Module) -> bool:
+    """Whether the module chooses the experts of a token: transformers names these classes `...Router`."""
+    return type(module).__name__.endswith("Router")
 
 
-def _is_experts(part: nn.Module, parameter: Tensor) -> bool:
-    """Stacked matrices (experts, outputs, inputs), as transformers keeps them unless it says they are transposed."""
-    return parameter.ndim == 3 and hasattr(part, "num_experts") and not getattr(part, "is_transposed", False)
+def _is_experts(module: nn.Module, parameter: Tensor) -> bool:
+    """Whether the parameter is a stack (experts, outputs, inputs) of matrices, transformers' layout by default."""
+    return parameter.ndim == 3 and hasattr(module, "num_experts") and not getattr(module, "is_transposed", False)

@@ -1,9 +1,9 @@
 """The process that hosts one engine for another process: `python -m trimtab.engines.remote.engine_host SOCKET PARENT`.
 
-The first frame describes the engine (`engine_spec.py`); every other one is a request, answered in order by the main
-thread. A second thread reads the connection, so that an interruption arrives while tokens are sampled, and gives a sign
-of life every second to a caller that waits for an answer. The process ends, with everything the engine started, once
-the connection is closed or its parent is gone, however the parent ended.
+The first frame is the specification of the engine (`engine_spec.py`); every other one is a request, answered in order
+by the main thread. A second thread reads the connection, so that an abort arrives while tokens are sampled, and sends a
+heartbeat every second to a caller that waits for an answer. The process exits, with everything the engine started, when
+the connection is closed or its parent has exited for any reason.
 """
 
 from __future__ import annotations
@@ -23,44 +23,45 @@ from trimtab.engines.remote import wire
 from trimtab.errors import TrimtabError
 from trimtab.types import Engine
 
-LOOK = 1.0  # seconds between looks at the parent, and between signs of life
-GRACE = 5.0  # seconds for the engine to end in good order
+HEARTBEAT_INTERVAL = 1.0  # seconds between heartbeats, and between checks of the parent
+SHUTDOWN_TIMEOUT = 5.0  # seconds for the engine to close
 
 
 class Request:
-    """A frame to answer, and the wish that it be answered soon (`types.AbortSignal`)."""
+    """A frame to answer, and its abort signal (`types.AbortSignal`)."""
 
     def __init__(self, frame: wire.Frame) -> None:
         self.frame = frame
-        self.answered = "do" not in frame.head  # the description is not answered
-        self._wish = threading.Event()
-        self._looked = False
+        self.answered = "do" not in frame.head  # the specification gets no answer
+        self._abort = threading.Event()
+        self._checked = False
 
     def interrupt(self) -> None:
-        self._wish.set()
+        self._abort.set()
 
     def is_set(self) -> bool:
-        self._looked = True
-        return self._wish.is_set()
+        self._checked = True
+        return self._abort.is_set()
 
-    def progress(self) -> bool:
-        """Whether the engine was seen at work since the last call, which is known only while it generates.
+    def made_progress(self) -> bool:
+        """Returns whether the engine has checked the abort signal since the last call.
 
-        It looks at the wish before every token: one that no longer does is stuck, though its process lives.
+        Engines check it before every token while they generate; one that no longer does hangs, although its process
+        is alive. Other requests always count as progress.
         """
-        looked, self._looked = self._looked, False
-        return looked or self.frame.head.get("do") != "generate"
+        checked, self._checked = self._checked, False
+        return checked or self.frame.head.get("do") != "generate"
 
 
-class Host:
-    """The engine and the two ends of its work: requests that wait, and the connection that answers go to."""
+class EngineHost:
+    """Hosts one engine: a thread that reads requests, and the main thread that answers them."""
 
     def __init__(self, connection: socket.socket, parent: int) -> None:
         self._connection, self._parent = connection, parent
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._latest: Request | None = None
         self._engine: Engine | None = None
-        self._refusal: dict[str, str] = {}
+        self._start_error: dict[str, str] = {}
         self._closed = threading.Event()
         self._sending = threading.Lock()
 
@@ -79,25 +80,25 @@ class Host:
     def _listen(self) -> None:
         try:
             while self._parent_lives():
-                if select.select([self._connection], [], [], LOOK)[0]:
-                    self._take(wire.receive(self._connection))
+                if select.select([self._connection], [], [], HEARTBEAT_INTERVAL)[0]:
+                    self._receive(wire.receive(self._connection))
                 else:
-                    self._give_sign()
+                    self._send_heartbeat()
         except OSError:
-            pass  # closed by the parent, or with it
+            pass  # the parent closed the connection or exited
         except Exception:
             traceback.print_exc()
         finally:
-            self._leave()
+            self._exit()
 
     def _parent_lives(self) -> bool:
-        """A connection outlives the parent where a process forked from it still holds its end."""
+        """Checks the parent itself: a process forked from it may hold the connection open after its exit."""
         return os.getppid() == self._parent
 
-    def _give_sign(self) -> None:
+    def _send_heartbeat(self) -> None:
         request = self._latest
-        # While an answer is on its way no sign is needed, and this thread must stay free to see the parent die.
-        if request is None or not request.progress() or not self._sending.acquire(blocking=False):
+        # While an answer is being sent no heartbeat is needed, and this thread must not block: it watches the parent.
+        if request is None or not request.made_progress() or not self._sending.acquire(blocking=False):
             return
         try:
             if not request.answered:
@@ -105,20 +106,20 @@ class Host:
         finally:
             self._sending.release()
 
-    def _take(self, frame: wire.Frame) -> None:
+    def _receive(self, frame: wire.Frame) -> None:
         if frame.head.get("do") != "interrupt":
             self._latest = Request(frame)
             self._requests.put(self._latest)
         elif self._latest is not None and self._latest.frame.head.get("call") == frame.head["call"]:
             self._latest.interrupt()
 
-    def _leave(self) -> None:
+    def _exit(self) -> None:
         self._requests.put(None)
         if self._latest is not None:
             self._latest.interrupt()
         if self._engine is not None:
-            self._closed.wait(GRACE)
-        os.killpg(0, signal.SIGKILL)  # this process leads a group of its own, of whatever the engine started
+            self._closed.wait(SHUTDOWN_TIMEOUT)
+        os.killpg(0, signal.SIGKILL)  # this process leads a process group of everything the engine started
 
     def _start(self, spec: dict[str, Any]) -> None:
         try:
@@ -128,10 +129,10 @@ class Host:
                 _use_threads(spec["threads"])
             self._engine = build(spec)
         except Exception as error:  # raised at the first request
-            self._refusal = _described(error)
+            self._start_error = _describe_error(error)
 
     def _answer(self, request: Request) -> None:
-        head: dict[str, Any] = {"error": self._refusal}
+        head: dict[str, Any] = {"error": self._start_error}
         arrays: wire.Arrays = {}
         with contextlib.ExitStack() as cleanup:
             files: list[int] = []
@@ -139,7 +140,7 @@ class Host:
                 try:
                     head, arrays, files = self._perform(self._engine, request, cleanup)
                 except Exception as error:
-                    head = {"error": _described(error)}
+                    head = {"error": _describe_error(error)}
                 engine = self._engine
                 head["state"] = [engine.policy_version, engine.decoded, engine.prefilled]
             with self._sending:
@@ -160,8 +161,8 @@ class Host:
                 prefixes=prefixes,
                 interrupt=request,
             )
-            described, found = wire.pack_completions(groups)
-            return {"groups": described}, found, []
+            described, packed = wire.pack_completions(groups)
+            return {"groups": described}, packed, []
         from trimtab.engines.remote.shared_weights import SharedWeights, share
 
         if head["do"] == "publish":
@@ -180,8 +181,8 @@ def _use_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def _described(error: Exception) -> dict[str, str]:
-    """A user's mistake travels as its type and its line; a defect as its traceback."""
+def _describe_error(error: Exception) -> dict[str, str]:
+    """Returns a `TrimtabError` as its type and message, any other exception as its traceback."""
     if isinstance(error, TrimtabError):
         return {"type": type(error).__name__, "text": str(error)}
     return {"type": "defect", "text": traceback.format_exc().rstrip()}
@@ -190,11 +191,11 @@ def _described(error: Exception) -> dict[str, str]:
 def main() -> None:
     connection, parent = sys.argv[1:]
     try:
-        Host(socket.socket(fileno=int(connection)), int(parent)).serve()
+        EngineHost(socket.socket(fileno=int(connection)), int(parent)).serve()
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # at once: what the engine started could keep an orderly exit, and so the parent, waiting
+        os._exit(1)  # immediately: threads of the engine could delay a normal exit, for which the parent waits
 
 
 if __name__ == "__main__":

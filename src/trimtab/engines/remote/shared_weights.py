@@ -1,8 +1,8 @@
 """Weights in an unnamed memory file that other processes of this machine map.
 
-The file has no name. It lives in memory (`memfd`) or, where the system has no such thing, as a temporary file that is
-already deleted; its open descriptor is what travels. The system frees it with the last process that has it open, so
-none is left behind by a crash, and the size limit of /dev/shm (64 MB in a container) does not apply.
+The file has no name: it is in memory (`memfd`) or, on systems without memfd, an already deleted temporary file. Its
+descriptor is sent to the other processes. The system frees it when the last descriptor is closed, so a crash leaves no
+file behind, and the size limit of /dev/shm (64 MB in a container) does not apply.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor
 
 from trimtab.errors import TrimtabError
 
-ALIGN = 64  # bytes: a cache line, and more than any number type asks for
+ALIGN = 64  # bytes: a cache line, and more than any dtype requires
 
 # (name, dtype without "torch.", shape, first byte)
 Entry = Sequence[Any]
 
 
 class SharedWeights:
-    """Named weights in a nameless file; iterating yields (name, tensor), each time from the start.
+    """Named weights in an unnamed file; each iteration yields all (name, tensor) pairs.
 
-    The tensors are views of a private mapping on the CPU: writing to them reaches no one else, and they outlive
-    `close`, which happens by itself when the object is forgotten. Published to several `ProcessEngine`s, one object
-    hands the weights to all of them.
+    The tensors are views of a private mapping on the CPU: writing to them does not change the file, and they stay valid
+    after `close`, which is called when the object is garbage collected. One object may be published to several
+    `ProcessEngine`s.
     """
 
     def __init__(self, descriptor: int, entries: Sequence[Entry]) -> None:
@@ -49,12 +49,12 @@ class SharedWeights:
 
 
 def share(weights: Iterable[tuple[str, Any]]) -> SharedWeights:
-    """A copy of `weights` that other processes can map. Tied weights are stored once.
+    """Returns a copy of `weights` that other processes can map. Tied weights are stored once.
 
     Raises:
-        TrimtabError: there is no room for it.
+        TrimtabError: there is not enough memory.
     """
-    descriptor = os.memfd_create("trimtab-weights") if hasattr(os, "memfd_create") else _temporary()
+    descriptor = os.memfd_create("trimtab-weights") if hasattr(os, "memfd_create") else _temporary_file()
     try:
         return SharedWeights(descriptor, _write(descriptor, weights))
     except BaseException as error:
@@ -64,7 +64,7 @@ def share(weights: Iterable[tuple[str, Any]]) -> SharedWeights:
         raise
 
 
-def _temporary() -> int:
+def _temporary_file() -> int:
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
@@ -76,22 +76,22 @@ def _write(descriptor: int, weights: Iterable[tuple[str, Any]]) -> list[Entry]:
     for name, given in weights:
         tensor: Tensor = given.detach()
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        # Only a tensor that is still alive proves that equal addresses mean equal weights: others are temporaries
-        # (merged adapters) whose memory has been used again.
-        twin = stored.get(key)
-        if twin is not None and twin[0]() is not None:
-            start = twin[1]
+        # Equal addresses mean equal weights only while the first tensor is alive: otherwise it was a temporary (a
+        # merged adapter) whose memory was reused.
+        earlier = stored.get(key)
+        if earlier is not None and earlier[0]() is not None:
+            start = earlier[1]
         else:
             start = -(-end // ALIGN) * ALIGN
-            end = start + _put(descriptor, tensor, start)
+            end = start + _write_tensor(descriptor, tensor, start)
             stored[key] = (weakref.ref(given), start)
         entries.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start])
-    os.truncate(descriptor, max(end, 1))  # nothing cannot be mapped
+    os.truncate(descriptor, max(end, 1))  # an empty file cannot be mapped
     return entries
 
 
-def _put(descriptor: int, tensor: Tensor, start: int) -> int:
-    """Write the tensor's numbers from byte `start` on; how many bytes they are."""
+def _write_tensor(descriptor: int, tensor: Tensor, start: int) -> int:
+    """Writes the tensor from byte `start` on; returns its size in bytes."""
     data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     size = len(data)
     while data:  # one call writes 2 GiB at most

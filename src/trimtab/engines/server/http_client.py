@@ -1,7 +1,7 @@
 """An HTTP/1.1 connection to an inference server: JSON in, JSON out, errors classified.
 
-A connection belongs to one thread; only `cancel` may be called from another. It is kept open between calls, and opens
-itself again when it is used after an error.
+A connection belongs to one thread; only `cancel` may be called from another. It stays open between calls and is opened
+again when it is used after an error.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from urllib.parse import urlsplit
 
 from trimtab.errors import TrimtabError
 
-# Answers that say "not now": too many requests, a gateway without its server, a server that starts or stops.
+# Status codes of temporary failures: too many requests, a gateway without its server, a server that starts or stops.
 TRANSIENT = frozenset((408, 425, 429, 502, 503, 504))
-# Seconds. A machine that is gone without a word delays the end of a call by as much.
+# Seconds. A machine that has crashed delays the end of a call by as much.
 CONNECT_TIMEOUT = 4.0
-# Seconds of silence after which the kernel asks whether the other machine is still there, between questions, and how
-# often: a machine that vanished without a word is noticed in a minute, not when the request times out.
+# Seconds without data before the kernel's first probe, seconds between probes, and number of probes: a machine that has
+# crashed is noticed in a minute, rather than when the request times out.
 KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
-EXCERPT = 300
+EXCERPT_LENGTH = 300
 
 
 class ServerUnavailable(Exception):
-    """The server did not answer, or answered that it cannot now; asking again later, or elsewhere, may succeed."""
+    """The server did not answer or reported a temporary failure; a retry later or on another server may succeed."""
 
 
 class RequestRejected(TrimtabError):
-    """The server understood the request and refuses it; asking again does not help."""
+    """The server refuses the request; a retry would fail again."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class RequestRejected(TrimtabError):
 
 
 class Connection:
-    """`url` is the server's base URL; `timeout` is in seconds and covers one call."""
+    """A connection to the base URL `url`; `timeout` is in seconds and covers one call."""
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url = url
@@ -50,7 +50,7 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the next call goes to the process that answered the last one."""
+        """Whether the next call reaches the same server process as the last one."""
         return self._http is not None and self._http.sock is not None
 
     def get(self, path: str) -> dict[str, Any]:
@@ -60,12 +60,12 @@ class Connection:
         return self._call("POST", path, {} if body is None else body)
 
     def cancel(self) -> None:
-        """From another thread, for good: end the call in progress; it and all later ones are `ServerUnavailable`."""
+        """Cancels the connection from another thread: the current and all later calls raise `ServerUnavailable`."""
         self._canceled = True
-        held = self._http
-        sock = None if held is None else held.sock
+        connection = self._http
+        sock = None if connection is None else connection.sock
         if sock is not None:
-            with contextlib.suppress(OSError):  # the other side was faster
+            with contextlib.suppress(OSError):  # the connection is closed already
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -80,19 +80,19 @@ class Connection:
             connection = self._open()
             connection.request(method, path, body=data, headers=headers)
             response = connection.getresponse()
-            found = response.read()
+            content = response.read()
         except (OSError, http.client.HTTPException) as error:
             self.close()
             raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         if response.status >= 300:
-            message = f"{self.url}{path} answered {response.status}: {_message(found)}"
+            message = f"{self.url}{path} answered {response.status}: {_message(content)}"
             raise (
                 ServerUnavailable(message)
                 if response.status in TRANSIENT
                 else RequestRejected(message, response.status)
             )
-        # Some control routes answer with nothing, or with a bare word.
-        return _decode(found) if found[:1] == b"{" else {}
+        # Some control routes return an empty body or plain text.
+        return _decode(content) if content[:1] == b"{" else {}
 
     def _open(self) -> http.client.HTTPConnection:
         if self._http is None:
@@ -110,25 +110,25 @@ class Connection:
             sock: socket.socket = self._http.sock  # pyright: ignore[reportAssignmentType]  # unknown to its stub
             _keep_alive(sock)
             sock.settimeout(self._timeout)
-        if self._canceled:  # looked at after the socket is there: `cancel` sees the one, or this the other
+        if self._canceled:  # checked after the socket exists: either `cancel` sees the socket, or this sees the flag
             raise ConnectionAbortedError("canceled")
         return self._http
 
 
 def check_url(url: str) -> str:
-    """`url` without a trailing slash.
+    """Returns `url` without a trailing slash.
 
     Raises:
         TrimtabError: it is not `http(s)://host[:port]`.
     """
     try:
         parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
     except ValueError:
-        good = False
+        valid = False
     else:
-        good = good and parts.path in ("", "/") and not parts.query and not parts.fragment
-    if not good:
+        valid = valid and parts.path in ("", "/") and not parts.query and not parts.fragment
+    if not valid:
         raise TrimtabError(f"{url!r} is not the base URL of a server: write it like http://127.0.0.1:8000")
     return url.rstrip("/")
 
@@ -142,21 +142,21 @@ def _keep_alive(sock: socket.socket) -> None:
 
 def _decode(data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        content = json.loads(data)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ServerUnavailable(f"the answer is not a JSON object: {data[:EXCERPT]!r}")
-    return found
+        content = None
+    if not isinstance(content, dict):
+        raise ServerUnavailable(f"the answer is not a JSON object: {data[:EXCERPT_LENGTH]!r}")
+    return content
 
 
 def _message(data: bytes) -> str:
-    """What a server says about an error, in one line, however it wraps it."""
+    """Returns the error message in a response body, JSON or text, as one line."""
     try:
-        found: Any = json.loads(data)
+        content: Any = json.loads(data)
     except ValueError:
-        found = data.decode(errors="replace")
+        content = data.decode(errors="replace")
     for key in ("error", "detail", "message"):
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-    return " ".join(str(found).split())[:EXCERPT]
+        if isinstance(content, dict) and key in content:
+            content = content[key]
+    return " ".join(str(content).split())[:EXCERPT_LENGTH]

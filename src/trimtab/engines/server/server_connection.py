@@ -8,81 +8,85 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable
-from trimtab.engines.server.server_protocol import Answer, CompletionRequest, Model, Wire
+from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, ServerProtocol
 from trimtab.errors import TrimtabError
 
-# Seconds an answer about itself may take: a server full of work answers late, one that hangs never.
+# Seconds for answers to health and weight queries and to aborts: a busy server answers late, one that hangs never.
 CONTROL_TIMEOUT = 30.0
-# Seconds between two looks at a server that does not answer: the first, doubled up to the longest.
-FIRST_WAIT, LONGEST_WAIT = 0.25, 5.0
-# Seconds after which a wait that lasts is told again.
-AGAIN = 5.0
-# Looks before a server counts as lost: what passes in these four seconds was a hiccup.
-LOOKS = 5
-# How often in a row a server is given weights that it then does not answer with.
+# Seconds between two checks of a server that does not answer: the first, doubled up to the maximum.
+INITIAL_BACKOFF, MAX_BACKOFF = 0.25, 5.0
+# Seconds between two messages about a wait.
+NOTIFY_INTERVAL = 5.0
+# Failed checks after which a server counts as lost; four seconds in all, so that short failures do not count.
+MAX_FAILED_CHECKS = 5
+# How often in a row a server is given weights that it then does not report as its own.
 MAX_WEIGHT_UPLOADS = 5
-# How a server whose model process is dying answers a request. To a command it means that the command failed.
-INTERNAL = 500
+# Status of a completion request to a server whose model process is dying. For a control route: the command failed.
+INTERNAL_SERVER_ERROR = 500
 
 
 class WrongWeights(ServerUnavailable):
-    """The server was found lost before the request was sent."""
+    """The server does not hold the expected weights; the request was not sent."""
 
 
-class Server:
-    """`model` and `label` are what it must serve; both are learned when it is met for the first time."""
+class ServerConnection:
+    """The client of one server. `model` and `label` (of the weights) must not change after the first check."""
 
-    def __init__(self, url: str, wire: Wire, timeout: float, vocabulary: int) -> None:
+    def __init__(self, url: str, protocol: ServerProtocol, timeout: float, vocabulary: int) -> None:
         self.url = url
-        self.wire = wire
+        self.protocol = protocol
         self.lost_at: float | None = None  # on the monotonic clock
         self.model: Model | None = None
         self.label: str | None = None
         self._timeout = timeout
-        self._looking = threading.Lock()
-        self._meetings = 0
-        self._in_vain = 0  # meetings in a row that gave it weights it did not answer with
+        self._check_lock = threading.Lock()
+        self._checks = 0
+        self._failed_uploads = 0  # consecutive uploads after which the server did not report the uploaded weights
         self._vocabulary = vocabulary
-        self._asking = threading.Lock()
+        self._probe_lock = threading.Lock()
         self._processed = False
 
     @property
     def alive(self) -> bool:
-        """Not known to be lost."""
+        """Whether the server does not count as lost."""
         return self.lost_at is None
 
     def connect(self) -> Connection:
         return Connection(self.url, self._timeout)
 
-    def ask(self, connection: Connection, ask: CompletionRequest) -> Answer:
-        """One response over a connection of `connect`.
+    def request(self, connection: Connection, request: CompletionRequest) -> CompletionResult:
+        """Returns one response over a connection of `connect`.
 
-        A connection ends in one process. So the weights are asked for whenever it was opened anew: a server that was
-        restarted in between answers, and with the weights it started from.
+        A connection ends in one server process, so the label of the weights is read whenever it was opened again: a
+        server that was restarted in between would answer with the weights it started from.
         """
         assert self.model is not None
         if not connection.is_open:
             try:
-                found = self.wire.label(connection)
+                label = self.protocol.label(connection)
             except ServerUnavailable as error:
                 raise WrongWeights(str(error)) from error
-            if found != self.label:
+            if label != self.label:
                 connection.close()
-                raise WrongWeights(f"{self.url} was restarted: its weights are {found!r}, not {self.label!r}")
-            self._in_vain = 0
+                raise WrongWeights(f"{self.url} was restarted: its weights are {label!r}, not {self.label!r}")
+            self._failed_uploads = 0
         try:
-            if ask.sampling.temperature not in (0.0, 1.0):
-                self._check_processed(connection, ask.ids, self.model)
-            return self.wire.ask(connection, ask, self.model)
+            if request.sampling.temperature not in (0.0, 1.0):
+                self._check_processed(connection, request.ids, self.model)
+            return self.protocol.request(connection, request, self.model)
         except RequestRejected as error:
-            if error.status == INTERNAL:
+            if error.status == INTERNAL_SERVER_ERROR:
                 raise ServerUnavailable(str(error)) from error
             raise
 
     def _check_processed(self, connection: Connection, ids: list[int], model: Model) -> None:
-        """Once per start of the server, where it makes a difference."""
-        with self._asking:
-            self._processed = self._processed or self.wire.processed(connection, ids, model, self._vocabulary)
+        """Checks, once after each health check, that log-probs are those of the distribution that is sampled.
+
+        Raises:
+            TrimtabError: they are not.
+        """
+        with self._probe_lock:
+            self._processed = self._processed or self.protocol.processed(connection, ids, model, self._vocabulary)
         if not self._processed:
             raise TrimtabError(
                 f"{self.url} returns log-probs from before the temperature: start vLLM with --logprobs-mode "
@@ -90,26 +94,26 @@ class Server:
             )
 
     def abort(self) -> None:
-        """End what it is working on; a server that does not answer has ended it."""
+        """Aborts all requests of the server; a server that does not answer counts as aborted."""
         connection = Connection(self.url, CONTROL_TIMEOUT)
         try:
-            self.wire.abort(connection)
+            self.protocol.abort(connection)
         except ServerUnavailable:
             return
         finally:
             connection.close()
 
-    def meet(self, weights: Path | None) -> None:
-        """Make sure that it works, with the right model and the weights it was given last.
+    def check_and_update(self, weights: Path | None) -> None:
+        """Checks health and model, and loads `weights` where the server reports others.
 
         Raises:
-            Unreachable: it does not, for now.
-            TrimtabError: it serves another model, or does not take the weights, or never answers with them.
+            ServerUnavailable: the server does not answer now.
+            TrimtabError: it serves another model, does not load the weights, or never reports them as its own.
         """
         connection = Connection(self.url, CONTROL_TIMEOUT)
         try:
             connection.get("/health")
-            model, label = self.wire.model(connection), self.wire.label(connection)
+            model, label = self.protocol.model(connection), self.protocol.label(connection)
         finally:
             connection.close()
         if self.model is not None and model != self.model:
@@ -118,8 +122,8 @@ class Server:
                 f"(context {self.model.context}): start it as it was"
             )
         if self.label is not None and label != self.label and weights is not None:
-            self._in_vain += 1
-            if self._in_vain > MAX_WEIGHT_UPLOADS:
+            self._failed_uploads += 1
+            if self._failed_uploads > MAX_WEIGHT_UPLOADS:
                 raise TrimtabError(
                     f"{self.url} was given the weights {self.label!r} {MAX_WEIGHT_UPLOADS} times and still says that "
                     f"it holds {label!r}: name every server by a URL of its own, without a balancer in front"
@@ -128,90 +132,96 @@ class Server:
         elif weights is None:
             self.label = label
         self.model, self.lost_at, self._processed = model, None, False
-        self._meetings += 1
+        self._checks += 1
 
     def load(self, weights: Path, label: str) -> None:
-        """Give it the weights in a folder. `ServerUnavailable` if it dies of them."""
+        """Loads the weights in a folder into the server. Raises `ServerUnavailable` if it fails meanwhile."""
         self.label = label
         connection = self.connect()
         try:
-            self.wire.load(connection, weights, label)
+            self.protocol.load(connection, weights, label)
         except ServerUnavailable:
-            self._lose()
+            self._mark_lost()
             raise
         finally:
             connection.close()
 
-    def await_return(
-        self, weights: Path | None, pause: Callable[[float], bool], lost: Callable[[ServerUnavailable], None]
+    def wait_until_healthy(
+        self, weights: Path | None, pause: Callable[[float], bool], on_lost: Callable[[ServerUnavailable], None]
     ) -> bool:
-        """Look after it until it works (True) or `pause` says that no call waits any more (False).
+        """Checks the server repeatedly until it works; returns False if the call ends first.
 
-        One thread looks; others that come here wait for what it finds. `lost` is told of every look in vain once the
-        server counts as lost.
+        One thread checks while others wait for its result. `pause` waits for a number of seconds and returns whether
+        the call has ended. `on_lost` is called for every failed check once the server counts as lost.
         """
-        before = self._meetings
-        with self._looking:
-            looks, wait = 0, FIRST_WAIT
+        before = self._checks
+        with self._check_lock:
+            failed_checks, backoff = 0, INITIAL_BACKOFF
             while not pause(0.0):
-                if self._meetings != before:
+                if self._checks != before:
                     return True
                 try:
-                    self.meet(weights)
+                    self.check_and_update(weights)
                     return True
                 except ServerUnavailable as error:
-                    looks += 1
-                    if looks >= LOOKS:
-                        self._lose()
-                        lost(error)
-                pause(wait)
-                wait = min(2 * wait, LONGEST_WAIT)
+                    failed_checks += 1
+                    if failed_checks >= MAX_FAILED_CHECKS:
+                        self._mark_lost()
+                        on_lost(error)
+                pause(backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF)
             return False
 
-    def _lose(self) -> None:
+    def _mark_lost(self) -> None:
         self.lost_at = time.monotonic() if self.lost_at is None else self.lost_at
 
 
-class Teller:
-    """Says through `notify` what lasts: at once, and again every few seconds. Any thread may call it."""
+class RateLimitedNotifier:
+    """Calls `notify` at most every `NOTIFY_INTERVAL` seconds. Any thread may use it."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
         self._next = 0.0
-        self._telling = threading.Lock()
+        self._lock = threading.Lock()
 
-    def tell(self, line: str) -> None:
-        with self._telling:
+    def notify(self, line: str) -> None:
+        with self._lock:
             if time.monotonic() < self._next:
                 return
-            self._next = time.monotonic() + AGAIN
+            self._next = time.monotonic() + NOTIFY_INTERVAL
         self._notify(line)
 
 
-def await_any(
-    servers: list[Server], weights: Path | None, patience: float, notify: Callable[[str], None], *, everyone: bool
+def wait_for_servers(
+    servers: list[ServerConnection],
+    weights: Path | None,
+    patience: float,
+    notify: Callable[[str], None],
+    *,
+    everyone: bool,
 ) -> None:
-    """Wait until one server, or everyone, works; `notify` gets a line for people every few seconds.
+    """Waits until one server works, or all of them with `everyone`; `notify` gets a line every few seconds.
 
     Raises:
-        TrimtabError: not within `patience` seconds.
+        TrimtabError: they do not within `patience` seconds.
     """
-    deadline, wait, teller = time.monotonic() + patience, FIRST_WAIT, Teller(notify)
+    deadline, backoff, notifier = time.monotonic() + patience, INITIAL_BACKOFF, RateLimitedNotifier(notify)
     while True:
-        silent: list[ServerUnavailable] = []
+        unavailable: list[ServerUnavailable] = []
         for server in servers:
             try:
-                server.meet(weights)
+                server.check_and_update(weights)
             except ServerUnavailable as error:
-                silent.append(error)
-        if not silent or (not everyone and len(silent) < len(servers)):
+                unavailable.append(error)
+        if not unavailable or (not everyone and len(unavailable) < len(servers)):
             return
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             raise TrimtabError(
-                f"{len(silent)} of {len(servers)} inference servers did not answer within {patience:g} s "
-                f"({silent[0]}): start them, or raise engine.server.patience (docs/servers.md)"
+                f"{len(unavailable)} of {len(servers)} inference servers did not answer within {patience:g} s "
+                f"({unavailable[0]}): start them, or raise engine.server.patience (docs/servers.md)"
             )
-        teller.tell(f"waiting up to {left:.0f} s for {len(silent)} of {len(servers)} inference servers ({silent[0]})")
-        time.sleep(min(wait, left))
-        wait = min(2 * wait, LONGEST_WAIT)
+        count = f"{len(unavailable)} of {len(servers)}"
+        notifier.notify(f"waiting up to {remaining:.0f} s for {count} inference servers ({unavailable[0]})")
+        time.sleep(min(backoff, remaining))
+        backoff = min(2 * backoff, MAX_BACKOFF)

@@ -17,12 +17,17 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from trimtab.config import EngineConfig
-from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes, check_tokens, complete
+from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes, check_tokens, is_complete
 from trimtab.engines.request import check_vllm_temperature, validate_request
 from trimtab.engines.server.http_client import Connection, ServerUnavailable, check_url
-from trimtab.engines.server.request_queue import Batch, Job
-from trimtab.engines.server.server_connection import Server, Teller, WrongWeights, await_any
-from trimtab.engines.server.server_protocol import Answer, CompletionRequest, Model, Wire
+from trimtab.engines.server.request_queue import QueuedRequest, RequestQueue
+from trimtab.engines.server.server_connection import (
+    RateLimitedNotifier,
+    ServerConnection,
+    WrongWeights,
+    wait_for_servers,
+)
+from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, ServerProtocol
 from trimtab.engines.server.sglang_protocol import SglangProtocol
 from trimtab.engines.server.vllm_protocol import VllmProtocol
 from trimtab.engines.server.weight_folder import WeightFolder
@@ -31,21 +36,20 @@ from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
 from trimtab.types import AbortSignal, Completion, FinishReason, Prompt, Sampling
 
-# Seconds between two looks at `interrupt`, and between two tries to end requests that may not have arrived yet.
-LOOK, AGAIN = 0.02, 1.0
+# Seconds between two checks of `interrupt`, and between two attempts to abort requests that may not have arrived yet.
+POLL_INTERVAL, ABORT_RETRY_INTERVAL = 0.02, 1.0
 
 
 class ServerEngine:
-    """Samples from every server of `config.server.urls` at once (`types.Engine`); each response is one request.
+    """Samples from all servers of `config.server.urls` together (`types.Engine`); each response is one request.
 
-    A server that fails gives its unanswered responses to the others and works on once it is back, with the weights it
-    had been given. Where all are lost the call waits `patience` seconds for the first to return, then it raises
-    `EngineDeadError`. An answer is kept, whatever happens to servers after it: only what was not answered is asked for
-    again, from its beginning and with its seed; that holds for a call that is repeated after `EngineDeadError` under
-    the same weights, too.
+    Unfinished requests of a failed server move to the others. A server that returns gets the current weights and takes
+    requests again. If all servers are lost, a call waits `patience` seconds for the first to return, then raises
+    `EngineDeadError`. Completed responses are kept: only the others are requested again, from their beginning and with
+    the same seed. This also holds for a call that is repeated after `EngineDeadError` under the same weights.
 
-    Equal arguments and weights give equal tokens as far as the servers' own arithmetic does: it depends on what else
-    they compute at the moment, and SGLang uses seeds only if it is told to. `policy_version` starts at 0.
+    Equal arguments and weights give equal tokens only as far as the servers' numerics allow: results depend on the
+    other requests in their batches, and SGLang uses seeds only with an option. `policy_version` starts at 0.
     """
 
     def __init__(
@@ -60,8 +64,8 @@ class ServerEngine:
 
         Args:
             model_folder: config files of the model the servers were started with; no weights are read.
-            notify: gets a line for people at once and every few seconds where servers are waited for, from any thread;
-                default: a `TrimtabWarning`. It may be exchanged later.
+            notify: called with a line of text, from any thread, when servers are waited for and every few seconds while
+                the wait lasts; default: a `TrimtabWarning`. The attribute may be replaced later.
         """
         self.notify = notify or _warn
         settings = config.server
@@ -72,19 +76,21 @@ class ServerEngine:
         self._settings = settings
         model = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
         self._vocabulary: int = model.vocab_size
-        self._eos = eos_ids(SimpleNamespace(config=model, generation_config=_generation(Path(model_folder))), tokenizer)
-        self._inventory = WeightManifest.read(model_folder)
-        wire: Wire = VllmProtocol(settings.model) if settings.kind == "vllm" else SglangProtocol()
-        self._servers = [Server(check_url(url), wire, settings.timeout, self._vocabulary) for url in urls]
-        self._published = WeightFolder(settings.folder, getattr(torch, config.dtype))
-        self._unclaimed: tuple[int, list[CompletionRequest], dict[int, Answer]] | None = None
+        self._eos = eos_ids(
+            SimpleNamespace(config=model, generation_config=_generation_config(Path(model_folder))), tokenizer
+        )
+        self._manifest = WeightManifest.read(model_folder)
+        protocol: ServerProtocol = VllmProtocol(settings.model) if settings.kind == "vllm" else SglangProtocol()
+        self._servers = [ServerConnection(check_url(url), protocol, settings.timeout, self._vocabulary) for url in urls]
+        self._folder = WeightFolder(settings.folder, getattr(torch, config.dtype))
+        self._finished_before_failure: tuple[int, list[CompletionRequest], dict[int, CompletionResult]] | None = None
         self._calls = 0
-        await_any(self._servers, None, settings.patience, self.notify, everyone=True)
-        self._model = self._one_model()
+        wait_for_servers(self._servers, None, settings.patience, self.notify, everyone=True)
+        self._model = self._common_model()
 
     @property
     def context(self) -> int | None:
-        """Tokens of the longest sequence the servers take, as far as they say."""
+        """The longest sequence of the servers in tokens; None where they do not report it."""
         return self._model.context
 
     def generate(
@@ -97,10 +103,10 @@ class ServerEngine:
         prefixes: Prefixes | None = None,
         interrupt: AbortSignal | None = None,
     ) -> list[list[Completion]]:
-        """`samples` completions for each prompt, in order; see `types.Engine`.
+        """Returns `samples` completions for each prompt, in order; see `types.Engine`.
 
         Raises:
-            EngineLost: no server is left, and none came back.
+            EngineDeadError: all servers were lost and none came back.
             TrimtabError: the arguments cannot be met; a server refuses a request or returns a token without its
                 log-prob; a response was not answered after many attempts.
         """
@@ -110,50 +116,52 @@ class ServerEngine:
         check_prefixes(prefixes, prompts, samples, sampling)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
         check_tokens(prefixes, prompts, stop, self._vocabulary)
-        begun = [None if prefixes is None else prefixes[p][s] for p in range(len(prompts)) for s in range(samples)]
-        jobs = self._jobs(prompts, samples, sampling, seed, begun)
-        answers = self._answers(jobs, interrupt)
-        asked = {job.index for job in jobs}
-        done = [
+        starts = [None if prefixes is None else prefixes[p][s] for p in range(len(prompts)) for s in range(samples)]
+        requests = self._requests(prompts, samples, sampling, seed, starts)
+        results = self._run_requests(requests, interrupt)
+        requested = {request.index for request in requests}
+        completions = [
             prefix
-            if prefix is not None and index not in asked
-            else _completion(prefix, answers.get(index), stop, sampling, self.policy_version)
-            for index, prefix in enumerate(begun)
+            if prefix is not None and index not in requested
+            else _completion(prefix, results.get(index), stop, sampling, self.policy_version)
+            for index, prefix in enumerate(starts)
         ]
-        self.decoded += sum(len(answer.ids) for answer in answers.values())
-        self.prefilled += sum(len(job.ask.ids) for job in jobs if job.index in answers)
-        return [done[p * samples : (p + 1) * samples] for p in range(len(prompts))]
+        self.decoded += sum(len(result.ids) for result in results.values())
+        self.prefilled += sum(len(request.request.ids) for request in requests if request.index in results)
+        return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
 
     def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:  # noqa: ARG002
-        """Hand over named weights to every server that is alive; one that is not gets them when it is back.
+        """Loads named weights into every server that is alive; others get them when they are back.
 
-        Nothing is done to weights on purpose here, so `exact` changes nothing.
+        `exact` has no effect, because weights are never quantized here.
 
         Raises:
-            EngineLost: no server is left.
-            TrimtabError: the weights do not fit the model, or a server does not take them.
+            EngineDeadError: no server is left.
+            TrimtabError: the weights do not fit the model, or a server does not load them.
         """
-        tensors = self._inventory.check(weights)
-        folder, label = self._published.write(tensors, version)
+        tensors = self._manifest.check(weights)
+        folder, label = self._folder.write(tensors, version)
         with ThreadPoolExecutor(len(self._servers)) as pool:
-            lost = [error for error in pool.map(lambda server: _give(server, folder, label), self._servers) if error]
-        if len(lost) == len(self._servers):
-            raise EngineDeadError(f"no inference server is left: {lost[0]}")
+            errors = [
+                error for error in pool.map(lambda server: _load_weights(server, folder, label), self._servers) if error
+            ]
+        if len(errors) == len(self._servers):
+            raise EngineDeadError(f"no inference server is left: {errors[0]}")
         self.policy_version = version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What was published last, as it was handed over."""
-        return self._published.read()
+        """Returns the weights as last published, in the servers' dtype."""
+        return self._folder.read()
 
     def recover(self) -> None:
-        """Wait up to `patience` for the first server that is back; it must serve the model it served before."""
-        await_any(self._servers, self._published.current, self._settings.patience, self.notify, everyone=False)
+        """Waits up to `patience` for the first server that is back; it must serve the same model as before."""
+        wait_for_servers(self._servers, self._folder.current, self._settings.patience, self.notify, everyone=False)
 
     def close(self) -> None:
-        """Remove the weights that were handed over; the servers are not ours to end."""
-        self._published.remove()
+        """Removes the published weights; the servers keep running, because they were started by someone else."""
+        self._folder.remove()
 
-    def _one_model(self) -> Model:
+    def _common_model(self) -> Model:
         first = self._servers[0]
         assert first.model is not None
         for server in self._servers[1:]:
@@ -174,113 +182,121 @@ class ServerEngine:
                 '= 1 and top_k = 0, or use engine.type = "vllm"'
             )
 
-    def _jobs(
+    def _requests(
         self,
         prompts: Sequence[Prompt],
         samples: int,
         sampling: Sampling,
         seed: int,
-        begun: Sequence[Completion | None],
-    ) -> list[Job]:
-        """What is to be asked: nothing where a response is complete already."""
+        starts: Sequence[Completion | None],
+    ) -> list[QueuedRequest]:
+        """Returns a request for each response that is not complete already."""
         stop_ids = () if sampling.ignore_stop else tuple(sorted({*self._eos, *sampling.stop_ids}))
         self._calls += 1
-        call, jobs = f"{self._published.token}-{self._calls}", []
-        for index, prefix in enumerate(begun):
+        call, requests = f"{self._folder.token}-{self._calls}", []
+        for index, prefix in enumerate(starts):
             p, s = divmod(index, samples)
-            if prefix is not None and complete(prefix, sampling.max_tokens):
+            if prefix is not None and is_complete(prefix, sampling.max_tokens):
                 continue
-            old = [] if prefix is None else prefix.response_ids.tolist()
-            ask = CompletionRequest(
+            prefix_ids = [] if prefix is None else prefix.response_ids.tolist()
+            request = CompletionRequest(
                 name=f"{call}-{index}",
-                ids=prompts[p].ids.tolist() + old,
-                max_tokens=sampling.max_tokens - len(old),
-                seed=_seed(seed, p, s, len(old)),
+                ids=prompts[p].ids.tolist() + prefix_ids,
+                max_tokens=sampling.max_tokens - len(prefix_ids),
+                seed=_seed(seed, p, s, len(prefix_ids)),
                 sampling=sampling,
                 stop_ids=stop_ids,
             )
-            jobs.append(Job(index, ask))
-        return jobs
+            requests.append(QueuedRequest(index, request))
+        return requests
 
-    def _answers(self, jobs: list[Job], interrupt: AbortSignal | None) -> dict[int, Answer]:
-        """By the jobs' indices; only an interrupted call leaves some out."""
-        asks, found = [job.ask for job in jobs], dict[int, Answer]()
-        if self._unclaimed is not None and self._unclaimed[:2] == (self.policy_version, asks):
-            found = self._unclaimed[2]
-        self._unclaimed = None
-        batch = Batch([job for job in jobs if job.index not in found], len(self._servers))
-        batch.answers |= found
+    def _run_requests(
+        self, requests: list[QueuedRequest], interrupt: AbortSignal | None
+    ) -> dict[int, CompletionResult]:
+        """Returns the results by the indices of the requests; only an aborted call lacks some."""
+        contents, finished = [queued.request for queued in requests], dict[int, CompletionResult]()
+        previous = self._finished_before_failure
+        if previous is not None and previous[:2] == (self.policy_version, contents):
+            finished = previous[2]
+        self._finished_before_failure = None
+        queue = RequestQueue([request for request in requests if request.index not in finished], len(self._servers))
+        queue.results |= finished
         try:
-            self._run(batch, interrupt, threads=-(-len(jobs) // len(self._servers)))
+            self._run_workers(queue, interrupt, threads=-(-len(requests) // len(self._servers)))
         except EngineDeadError:
-            self._unclaimed = (self.policy_version, asks, batch.answers)
+            self._finished_before_failure = (self.policy_version, contents, queue.results)
             raise
-        return batch.answers
+        return queue.results
 
-    def _run(self, batch: Batch, interrupt: AbortSignal | None, threads: int) -> None:
+    def _run_workers(self, queue: RequestQueue, interrupt: AbortSignal | None, threads: int) -> None:
         connections = [
             (index, server.connect())
             for index, server in enumerate(self._servers)
             for _ in range(min(threads, self._settings.concurrency))
         ]
-        teller = Teller(self.notify)
-        workers = [threading.Thread(target=self._work, args=(*one, batch, teller), daemon=True) for one in connections]
+        notifier = RateLimitedNotifier(self.notify)
+        workers = [
+            threading.Thread(target=self._run_connection, args=(*pair, queue, notifier), daemon=True)
+            for pair in connections
+        ]
         for worker in workers:
             worker.start()
         try:
-            self._watch(batch, interrupt)
+            self._wait_for_end(queue, interrupt)
         except BaseException as error:
-            batch.fail(error)
+            queue.fail(error)
             raise
         finally:
-            # Only after an error is anybody still asking.
+            # Requests are still in progress only after an error.
             for _, connection in connections:
                 connection.cancel()
             for worker in workers:
                 worker.join()
-        if batch.error is not None:
-            raise batch.error
+        if queue.error is not None:
+            raise queue.error
 
-    def _watch(self, batch: Batch, interrupt: AbortSignal | None) -> None:
-        """Until the end. An abort is repeated: a request may not have reached its server when the first one did."""
-        while not batch.wait(None if interrupt is None else LOOK):
+    def _wait_for_end(self, queue: RequestQueue, interrupt: AbortSignal | None) -> None:
+        """Waits for the end of the call. Aborts are repeated: a request may reach its server after the first abort."""
+        while not queue.wait(None if interrupt is None else POLL_INTERVAL):
             if interrupt is not None and interrupt.is_set():
-                batch.interrupt()
+                queue.interrupt()
                 for server in self._servers:
                     server.abort()
-                batch.wait(AGAIN)
+                queue.wait(ABORT_RETRY_INTERVAL)
 
-    def _work(self, index: int, connection: Connection, batch: Batch, teller: Teller) -> None:
-        """One connection's life: ask for one job after the other until the end of the batch."""
+    def _run_connection(
+        self, index: int, connection: Connection, queue: RequestQueue, notifier: RateLimitedNotifier
+    ) -> None:
+        """Runs one connection: sends one request after the other until the end of the call."""
         server = self._servers[index]
 
-        def lost(error: ServerUnavailable) -> None:
+        def on_lost(error: ServerUnavailable) -> None:
             since = [other.lost_at for other in self._servers if other.lost_at is not None]
             if len(since) < len(self._servers):
                 return
             patience = self._settings.patience
             if time.monotonic() - max(since) > patience:
-                batch.fail(EngineDeadError(f"no inference server is left: {error}"))
+                queue.fail(EngineDeadError(f"no inference server is left: {error}"))
             else:
-                teller.tell(f"no inference server is left ({error}); waiting {patience:g} s for one to come back")
+                notifier.notify(f"no inference server is left ({error}); waiting {patience:g} s for one to come back")
 
-        def back() -> bool:
-            return server.await_return(self._published.current, batch.wait, lost)
+        def wait_until_healthy() -> bool:
+            return server.wait_until_healthy(self._folder.current, queue.wait, on_lost)
 
         try:
-            works = server.alive or back()
-            while works and (job := batch.take(index, connection.close)) is not None:
+            healthy = server.alive or wait_until_healthy()
+            while healthy and (request := queue.take(index, connection.close)) is not None:
                 try:
-                    answer = server.ask(connection, job.ask)
-                    if answer.finish == "abort" and not batch.interrupted:
+                    result = server.request(connection, request.request)
+                    if result.finish == "abort" and not queue.interrupted:
                         raise ServerUnavailable(f"{server.url} aborted a response that was not to be aborted")
                 except ServerUnavailable as error:
-                    batch.give_back(job, index, error, asked=not isinstance(error, WrongWeights))
-                    works = back()
+                    queue.requeue(request, index, error, asked=not isinstance(error, WrongWeights))
+                    healthy = wait_until_healthy()
                 else:
-                    batch.finish(job, answer)
+                    queue.finish(request, result)
         except BaseException as error:
-            batch.fail(error)
+            queue.fail(error)
         finally:
             connection.close()
 
@@ -289,8 +305,8 @@ def _warn(line: str) -> None:
     warnings.warn(line, TrimtabWarning, stacklevel=3)
 
 
-def _give(server: Server, folder: Path, label: str) -> ServerUnavailable | None:
-    """Weights for one server; what keeps it from taking them, if it may take them later."""
+def _load_weights(server: ServerConnection, folder: Path, label: str) -> ServerUnavailable | None:
+    """Loads weights into one server; returns the error of a server that may load them later."""
     server.label = label
     if not server.alive:
         return ServerUnavailable(f"{server.url} is lost")
@@ -302,21 +318,24 @@ def _give(server: Server, folder: Path, label: str) -> ServerUnavailable | None:
 
 
 def _completion(
-    prefix: Completion | None, answer: Answer | None, stop: StopChecker, sampling: Sampling, version: int
+    prefix: Completion | None, result: CompletionResult | None, stop: StopChecker, sampling: Sampling, version: int
 ) -> Completion:
-    """The whole response. Servers see a prefix as part of the prompt, so a stop may begin in it that they overlook."""
-    old = [] if prefix is None else prefix.response_ids.tolist()
-    answer = Answer([], [], "abort") if answer is None else answer
-    ids = old + answer.ids
-    end = stop.end(ids, len(old))
-    finish: FinishReason = "stop" if end is not None else answer.finish
-    new = len(answer.ids) if end is None else end - len(old)
+    """Returns the whole response.
+
+    Servers treat a prefix as part of the prompt and miss a stop string that begins in it, so stops are checked again.
+    """
+    prefix_ids = [] if prefix is None else prefix.response_ids.tolist()
+    result = CompletionResult([], [], "abort") if result is None else result
+    ids = prefix_ids + result.ids
+    end = stop.end(ids, len(prefix_ids))
+    finish: FinishReason = "stop" if end is not None else result.finish
+    new = len(result.ids) if end is None else end - len(prefix_ids)
     if finish == "abort" and len(ids) >= sampling.max_tokens:
         finish = "length"
-    # Greedy decoding puts all mass on one token, whatever distribution a server reports.
-    logp = np.array([0.0] * new if sampling.temperature == 0 else answer.logp[:new], dtype=np.float32)
+    # At temperature 0 the log-prob is 0 by definition, whatever a server reports.
+    logp = np.array([0.0] * new if sampling.temperature == 0 else result.logp[:new], dtype=np.float32)
     versions = np.full(new, version, dtype=np.int64)
-    ids = ids[: len(old) + new]
+    ids = ids[: len(prefix_ids) + new]
     return Completion(
         response_ids=np.array(ids, dtype=np.int64),
         logp_behavior=logp if prefix is None else np.concatenate([prefix.logp_behavior, logp]),
@@ -326,11 +345,14 @@ def _completion(
     )
 
 
-def _seed(seed: int, prompt: int, sample: int, begun: int) -> int:
-    """A seed per response, and another one for its rest: a server draws from the beginning of a seed's numbers."""
-    key = np.random.SeedSequence(entropy=seed, spawn_key=(prompt, sample, begun))
+def _seed(seed: int, prompt: int, sample: int, prefix_length: int) -> int:
+    """Returns the seed of one request.
+
+    It depends on the length of the prefix, because a server uses the numbers of a seed from the first one on.
+    """
+    key = np.random.SeedSequence(entropy=seed, spawn_key=(prompt, sample, prefix_length))
     return int(key.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def _generation(folder: Path) -> GenerationConfig | None:
+def _generation_config(folder: Path) -> GenerationConfig | None:
     return GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None

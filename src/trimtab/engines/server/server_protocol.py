@@ -1,4 +1,4 @@
-"""The interface of a server protocol: what Trimtab asks of an inference server, and what it answers."""
+"""The interface of a server protocol: requests and results that every inference server supports."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trimtab.engines.server.http_client import Connection
 from trimtab.errors import TrimtabError
 from trimtab.types import FinishReason, Sampling
 
-# What vLLM writes where a log-prob is minus infinity or missing: JSON has no word for either.
+# vLLM's substitute for a log-prob that is minus infinity or missing, which JSON cannot express.
 PLACEHOLDER = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One response to be sampled. `ids` are the prompt's tokens and those the response already begins with."""
+    """A request for one response. `ids` are the tokens of the prompt and of the prefix of the response."""
 
     name: str = field(compare=False)  # unique among all requests of all trainers
     ids: list[int]
@@ -29,8 +29,8 @@ class CompletionRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """New tokens, one log-prob (nats) each; a server that was interrupted finishes with "abort"."""
+class CompletionResult:
+    """New tokens with one log-prob (nats) each; `finish` is "abort" if the server was told to abort."""
 
     ids: list[int]
     logp: list[float]
@@ -39,43 +39,48 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a server says it serves; equal for two servers of one model. `context` in tokens, where it says."""
+    """The model a server reports; equal for two servers of one model. `context` in tokens, None if not reported."""
 
     name: str
     context: int | None
 
 
-class Wire(Protocol):
-    """A server's dialect. `label` names weights: the publisher gives one, a restarted server has another."""
+class ServerProtocol(Protocol):
+    """The HTTP routes of one kind of server.
+
+    A label names weights: each update sets one, and a restarted server reports a different one.
+    """
 
     def model(self, connection: Connection) -> Model: ...
 
     def label(self, connection: Connection) -> str:
-        """The name of the weights in use."""
+        """Returns the label of the weights in use."""
         ...
 
-    def ask(self, connection: Connection, ask: CompletionRequest, model: Model) -> Answer:
-        """Sample one response."""
+    def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:
+        """Returns one sampled response."""
         ...
 
     def processed(self, connection: Connection, ids: list[int], model: Model, vocabulary: int) -> bool:
-        """Whether log-probs are those of the distribution sampled from, found by sampling a few tokens after `ids`."""
+        """Returns whether log-probs are those of the sampled distribution, by sampling a few tokens after `ids`."""
         ...
 
     def abort(self, connection: Connection) -> None:
-        """End all requests the server is working on; each answers with the tokens it has."""
+        """Aborts all requests of the server; each returns the tokens sampled so far."""
         ...
 
     def load(self, connection: Connection, folder: Path, label: str) -> None:
-        """Take over the weights in `folder`, forget every cached prefix, and go by `label` from now on."""
+        """Loads the weights in `folder`, resets the prefix cache and sets `label`."""
         ...
 
 
-def checked(where: str, ids: Sequence[int], logp: Sequence[float | None], finish: FinishReason) -> Answer:
-    """An answer that can be trained on.
+def validate_result(
+    where: str, ids: Sequence[int], logp: Sequence[float | None], finish: FinishReason
+) -> CompletionResult:
+    """Returns a result whose tokens all have a finite log-prob.
 
     Raises:
-        TrimtabError: a token without a log-prob, which must never become a made-up number.
+        TrimtabError: a token has no log-prob; a substitute would corrupt the ratios.
     """
     if len(ids) != len(logp):
         raise TrimtabError(
@@ -87,4 +92,4 @@ def checked(where: str, ids: Sequence[int], logp: Sequence[float | None], finish
                 f"{where} returned no log-prob for token {index} of {len(ids)} (it says {value}): its weights are not "
                 "finite, or it hides log-probs"
             )
-    return Answer(list(ids), [float(value) for value in logp if value is not None], finish)
+    return CompletionResult(list(ids), [float(value) for value in logp if value is not None], finish)

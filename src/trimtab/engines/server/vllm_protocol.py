@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.engines.server.http_client import Connection, RequestRejected
-from trimtab.engines.server.server_protocol import Answer, CompletionRequest, Model, checked
+from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, validate_result
 from trimtab.engines.server.weight_folder import entries
 from trimtab.errors import TrimtabError
 
 EXTENSION = "trimtab.engines.vllm.worker_extension.WeightLoading"
 START = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
-
-
 PROBE_TOKENS = 8
 _COMMON = {
-    # Left out, these are filled in by the model's own generation config.
+    # Set explicitly, because the server would otherwise take them from the model's generation config.
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
@@ -37,7 +35,7 @@ _COMMON = {
 
 
 class VllmProtocol:
-    """`name`: what the model is served under; None: whatever the server serves first."""
+    """The protocol of `vllm serve`. `name`: the served model name; None: the first one the server lists."""
 
     def __init__(self, name: str | None) -> None:
         self._name = name
@@ -54,45 +52,45 @@ class VllmProtocol:
     def label(self, connection: Connection) -> str:
         return str(_control(connection, "GET", "/weight_info")["weight_version"])
 
-    def ask(self, connection: Connection, ask: CompletionRequest, model: Model) -> Answer:
-        sampling = ask.sampling
+    def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:
+        sampling = request.sampling
         body = {
-            "prompt": ask.ids,
-            "request_id": ask.name,
-            "max_tokens": ask.max_tokens,
+            "prompt": request.ids,
+            "request_id": request.name,
+            "max_tokens": request.max_tokens,
             "temperature": sampling.temperature,
-            "seed": ask.seed,
+            "seed": request.seed,
             "stop": [] if sampling.ignore_stop else list(sampling.stop),
-            "stop_token_ids": list(ask.stop_ids),
+            "stop_token_ids": list(request.stop_ids),
             "ignore_eos": sampling.ignore_stop,
         }
-        return _complete(connection, model, body)
+        return _request_completion(connection, model, body)
 
     def processed(self, connection: Connection, ids: list[int], model: Model, vocabulary: int) -> bool:  # noqa: ARG002
-        # Of one possible token the log-prob is 0; temperatures above 2, which would tell as well, are refused.
+        # With top_k = 1 the processed log-prob is 0. Temperatures above 2, another test, are refused by vLLM.
         body = {"prompt": ids, "max_tokens": PROBE_TOKENS, "temperature": 1.0, "top_k": 1, "ignore_eos": True}
-        return all(logp == 0 for logp in _complete(connection, model, body).logp)
+        return all(logp == 0 for logp in _request_completion(connection, model, body).logp)
 
     def abort(self, connection: Connection) -> None:
         _control(connection, "POST", "/abort_requests", {})
 
     def load(self, connection: Connection, folder: Path, label: str) -> None:
-        # Nothing may run while weights change, and no call waits any more for what runs at a publication.
+        # No request may run while weights change, and no call waits for a request that still runs at an update.
         _control(connection, "POST", "/pause?mode=abort")
         try:
             path, table = entries(folder)
             body = {"method": "load_published", "args": [str(path), table]}
-            seen = f"{folder} must be seen by the server (engine.server.folder); {START}"
-            _control(connection, "POST", "/collective_rpc", body, advice=seen)
+            advice = f"{folder} must be seen by the server (engine.server.folder); {START}"
+            _control(connection, "POST", "/collective_rpc", body, advice=advice)
             if _control(connection, "POST", "/reset_prefix_cache").get("success") is not True:
                 raise TrimtabError(f"{connection.url} did not reset its prefix cache: requests are still running")
             _control(connection, "POST", "/update_weight_version", {"new_version": label})
         finally:
-            connection.close()  # after an error it may be half dead
+            connection.close()  # after an error it may be unusable
             _control(connection, "POST", "/resume")
 
 
-def _complete(connection: Connection, model: Model, body: dict[str, Any]) -> Answer:
+def _request_completion(connection: Connection, model: Model, body: dict[str, Any]) -> CompletionResult:
     where = f"{connection.url}/v1/completions"
     [choice] = connection.post("/v1/completions", {**_COMMON, "model": model.name, **body})["choices"]
     ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
@@ -101,13 +99,13 @@ def _complete(connection: Connection, model: Model, body: dict[str, Any]) -> Ans
     finish = choice["finish_reason"]
     if finish not in ("stop", "length", "abort"):
         raise TrimtabError(f"{where} finished for an unknown reason: {finish!r}")
-    return checked(where, ids, logprobs["token_logprobs"], finish)
+    return validate_result(where, ids, logprobs["token_logprobs"], finish)
 
 
 def _control(
     connection: Connection, method: str, path: str, body: dict[str, Any] | None = None, *, advice: str = START
 ) -> dict[str, Any]:
-    """A route that only servers in development mode have."""
+    """Calls a route that vLLM has in development mode only."""
     try:
         return connection.get(path) if method == "GET" else connection.post(path, body)
     except RequestRejected as error:

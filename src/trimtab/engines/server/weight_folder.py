@@ -26,11 +26,10 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64
 
 
 class WeightFolder:
-    """The newest published weights. They stay until the next are there: a server that restarts needs them again, and
-    nothing else remembers what the servers were given.
+    """The last published weights in a folder. They stay until the next update: a server that restarts needs them again.
 
-    The folder bears the names of this machine and process, so that the next engine on this machine removes what a
-    killed one left. `dtype` is the one the servers compute in; rounding here is rounding there.
+    The folder name contains machine and process id, so that the next engine on this machine removes the folders of a
+    killed one. `dtype` is the servers' dtype; weights are cast to it before they are written.
     """
 
     def __init__(self, folder: str | None, dtype: torch.dtype) -> None:
@@ -41,31 +40,31 @@ class WeightFolder:
             )
         self.token = secrets.token_hex(4)
         self._dtype = dtype
-        self._home = root / f"{_machine()}{os.getpid()}-{self.token}"
+        self._base = root / f"{_machine_prefix()}{os.getpid()}-{self.token}"
         self._count = 0
         self.current: Path | None = None
-        self._end = weakref.finalize(self, _remove, self._home, os.getpid())
-        _sweep(root)
+        self._finalizer = weakref.finalize(self, _remove, self._base, os.getpid())
+        _remove_leftovers(root)
 
     def write(self, tensors: Mapping[str, Tensor], version: int) -> tuple[Path, str]:
-        """A new folder with these weights, complete when it is returned, and a label no other weights ever have."""
+        """Writes these weights to a new folder; returns the complete folder and a label that is unique to them."""
         self._count += 1
-        folder = self._home / str(self._count)
+        folder = self._base / str(self._count)
         temporary = folder.with_name(f".{folder.name}")
         try:
             temporary.mkdir(parents=True, mode=0o755)
-            save_file({name: self._own(tensor) for name, tensor in tensors.items()}, temporary / FILE)
-            # safetensors makes it 0600; the servers may be another user's.
+            save_file({name: self._cast(tensor) for name, tensor in tensors.items()}, temporary / FILE)
+            # safetensors creates it with mode 0600; the servers may run as another user.
             (temporary / FILE).chmod(temporary.stat().st_mode & 0o666)
             for path in (temporary / FILE, temporary):
                 _sync(path)
             temporary.rename(folder)
-            _sync(self._home)
+            _sync(self._base)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            said = getattr(error, "strerror", None) or error
+            message = getattr(error, "strerror", None) or error
             raise TrimtabError(
-                f"cannot write weights to {folder}: {said}; free space there or set engine.server.folder"
+                f"cannot write weights to {folder}: {message}; free space there or set engine.server.folder"
             ) from error
         if self.current is not None:
             shutil.rmtree(self.current, ignore_errors=True)
@@ -73,7 +72,7 @@ class WeightFolder:
         return folder, f"{self.token}-{self._count}-v{version}"
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights written last."""
+        """Yields the weights written last."""
         if self.current is None:
             raise TrimtabError("the servers have not been given any weights yet: publish first")
         with safe_open(self.current / FILE, framework="pt") as file:
@@ -81,16 +80,16 @@ class WeightFolder:
                 yield name, file.get_tensor(name)
 
     def remove(self) -> None:
-        self._end()
+        self._finalizer()
         self.current = None
 
-    def _own(self, tensor: Tensor) -> Tensor:
+    def _cast(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach().to("cpu")
         return (tensor.to(self._dtype) if tensor.is_floating_point() else tensor).contiguous()
 
 
 def entries(folder: Path) -> tuple[Path, list[Entry]]:
-    """The file in a published folder, and where each weight lies in it (`handover.SharedWeights`)."""
+    """Returns the file in a published folder and the entries of its weights (`shared_weights.SharedWeights`)."""
     path = folder / FILE
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -104,19 +103,22 @@ def entries(folder: Path) -> tuple[Path, list[Entry]]:
 
 
 def _remove(home: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a forked copy of the owner must not take its weights away
+    if os.getpid() == owner:  # a forked copy of the process must not remove its weights
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _machine() -> str:
-    """How folders of this machine begin. Containers may share name and folder, but not the numbers of processes."""
+def _machine_prefix() -> str:
+    """Returns the name prefix of this machine's folders.
+
+    It contains the process-id namespace, because containers may share host name and folder, but not process ids.
+    """
     space = Path("/proc/self/ns/pid")
     return f"{PREFIX}{socket.gethostname()}-{space.stat().st_ino if space.exists() else 0}-"
 
 
-def _sweep(root: Path) -> None:
-    """Remove what engines of this machine left whose process is gone."""
-    start = _machine()
+def _remove_leftovers(root: Path) -> None:
+    """Removes the folders of engines of this machine whose process has exited."""
+    start = _machine_prefix()
     for item in root.glob(f"{start}*-*"):
         owner = item.name.removeprefix(start).partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():

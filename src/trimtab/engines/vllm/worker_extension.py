@@ -1,8 +1,8 @@
 """The extension inside vLLM's workers that loads weight updates.
 
-vLLM mixes this class into its worker by name (`worker_extension_cls`). Three things that its own reload leaves out each
-end in wrong log-probs and a report of success: a tied head that keeps its own packed copy (CPU), weights that no
-parameter took, and keys and values computed under the old weights (the engine resets those).
+vLLM mixes this class into its worker by name (`worker_extension_cls`). vLLM's own reload ignores three things, each of
+which gives wrong log-probs without an error: a tied head that keeps a packed copy (CPU), weights that no parameter
+loaded, and keys and values computed under the old weights (`VllmEngine` resets those).
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from trimtab.engines.remote.shared_weights import Entry, SharedWeights
 
 
 class WeightLoading:
-    """Mixed into a vLLM worker: `self.model_runner` is the worker's."""
+    """The mixin of a vLLM worker; `self.model_runner` is the worker's."""
 
     model_runner: Any
 
     def load_published(self, path: str, entries: list[Entry]) -> list[str]:
-        """Replace every weight by those of the shared file `path`, under the names of the checkpoint.
+        """Loads all weights from the shared file `path`, under the names of the checkpoint.
 
-        Returns the names of parameters of vLLM's model that took nothing: there must be none.
+        Returns the names of parameters of vLLM's model that were not loaded; the caller must treat any as an error.
         """
         model = self.model_runner.get_model()
-        wanted = {name for name, _ in model.named_parameters()}
+        expected = {name for name, _ in model.named_parameters()}
         loaded: set[str] = set()
         load = model.load_weights
 
-        def remember(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        def load_and_record(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
             loaded.update(load(weights))
             return loaded
 
         shared = SharedWeights(os.open(path, os.O_RDONLY), entries)
-        # What was left out is only logged by the reload, which does not hand the names on.
-        model.load_weights = remember
+        # The reload only logs which weights were not loaded and does not return their names.
+        model.load_weights = load_and_record
         try:
             self.model_runner.reload_weights(weights_iterator=iter(shared), is_checkpoint_format=True)
         finally:
@@ -47,15 +47,15 @@ class WeightLoading:
             shared.close()
         self._repack_tied_head(model)
         # Quantized layers have parameters that no checkpoint holds.
-        return sorted(wanted - loaded) if self.model_runner.model_config.quantization is None else []
+        return sorted(expected - loaded) if self.model_runner.model_config.quantization is None else []
 
     def end_with(self, pid: int) -> None:
-        """Die with process `pid`: vLLM's own processes outlive one that is killed, and hold its memory."""
+        """Exits when process `pid` ends: vLLM's processes would otherwise survive it and hold memory."""
         descriptor = os.pidfd_open(pid)
-        threading.Thread(target=_end_with, args=(descriptor,), name="end with the trainer", daemon=True).start()
+        threading.Thread(target=_exit_after, args=(descriptor,), name="end with the trainer", daemon=True).start()
 
     def _repack_tied_head(self, model: Any) -> None:
-        """On a CPU a head packs its weight when it is loaded; a tied one is never loaded again, its twin is."""
+        """Packs the weight of a tied head again: on a CPU a head packs it on loading, and a tied one never loads."""
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # pyright: ignore[reportMissingImports]
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
@@ -63,6 +63,6 @@ class WeightLoading:
             dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
 
 
-def _end_with(descriptor: int) -> None:
+def _exit_after(descriptor: int) -> None:
     select.select([descriptor], [], [])
     os._exit(1)

@@ -22,7 +22,7 @@ from trimtab.models.invariant.invariant_layers import (
 from trimtab.models.matmul import Linear
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-# Angles that change with the length of the longest text in the batch.
+# Rotary types whose angles depend on the longest text in the batch.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 # Exact classes: a subclass may compute something else.
@@ -39,9 +39,10 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def use_in(model: Any) -> None:
-    """Give `model`, a transformers causal language model of `FAMILIES`, invariant numerics, in place.
+    """Makes `model`, a transformers causal language model of `FAMILIES`, batch-invariant in place.
 
-    Rotary embeddings stay as they are: their product has one term, and `cos` and `sin` treat all numbers alike.
+    Rotary embeddings are not replaced: their product has one term, and `cos` and `sin` run the same code for all
+    numbers.
 
     Raises:
         TrimtabError: another family, a sliding window, angles that depend on the batch, a head with a bias, or a module

@@ -1,14 +1,14 @@
 """Batch-invariant attention: a fixed order of keys, for packed rows and for decoding.
 
-The keys of a token are those of its prompt and those of its own response before it. Both are cut into blocks of
-`KEYS`, counted from the prompt's and from the response's first token: how a text splits into the two is part of a
-trajectory, so sampler and trainer cut alike. Then, in float32:
+A token attends to its prompt and to its response up to itself. Keys of both are split into blocks of `KEYS`, starting
+at the first token of the prompt and of the response: the boundary between the two is part of a trajectory, so sampler
+and trainer split alike. Then, in float32:
 
     scores     one product for each (query, key), over the width of a head: padded to a multiple of `query_rows`
     maximum    over all keys: exact in any order
-    sum, out   block by block, prompt first; keys that a query may not see, and padding, add exact zeros
+    sum, out   block by block, prompt first; masked keys and padding add exact zeros
 
-Queries, keys and values are rounded to the type of the model's products first, as a cache would hold them.
+Queries, keys and values are first rounded to the dtype of the model's products, as in a cache.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ KEYS = 64
 
 @runtime_checkable
 class Attends(Protocol):
-    """Where a forward finds keys and values of earlier tokens: a cache (`engines/embedded/invariant_decoder.py`)."""
+    """Attention to keys and values in a cache, in place of a layout (`engines/embedded/invariant_decoder.py`)."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Token-major (tokens, heads x width) queries, keys and values of one layer -> output of the same shape."""
+        """Returns the output of one layer for queries, keys and values of shape (tokens, heads x width)."""
         ...
 
 
@@ -62,12 +62,12 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls: query (1, heads, tokens, width), key and value (1, key heads, ...)."""
-    del attention_mask  # the layout knows
+    del attention_mask  # the layout determines it
     if layout is None or kwargs.get("dropout"):
         raise TrimtabError("invariant attention is for scoring and for the embedded engine alone, without dropout")
     heads, width = query.shape[1], query.shape[3]
     scale = width**-0.5 if scaling is None else scaling
-    # Rotated queries and keys are wider than the products that made them; values have the products' own type.
+    # Rotated queries and keys have a wider dtype than the products; values have the dtype of the products.
     dtype = value.dtype
     with torch.autocast(query.device.type, enabled=False):
         if isinstance(layout, Layout):
@@ -81,22 +81,22 @@ AttentionInterface.register(IMPLEMENTATION, attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
-def up(count: int, multiple: int) -> int:
+def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
 def query_rows(width: int) -> int:
-    """How many rows a product over heads of `width` channels must have: those of fewer rows run other kernels.
+    """Returns the minimum number of rows of products over heads of `width` channels; fewer rows use other kernels.
 
     MKL on a CPU with AVX-512 needs 4 rows up to a width of 80, 8 up to 128 and 12 up to 256; with
-    `MKL_CBWR=COMPATIBLE` 8 for all of them. More than needed cost time: 8 rows 1.2 to 1.4 times that of 4 while a
-    response is sampled, 16 rows 1.7 to 2.1 times.
+    `MKL_CBWR=COMPATIBLE` 8 for all of them. More rows cost time: in decoding, 8 rows take 1.2 to 1.4 times as long as
+    4, and 16 rows 1.7 to 2.1 times.
     """
     return 8 if width <= 128 else 16
 
 
 def pad(states: Float[Tensor, "*batch time width"], multiple: int) -> Float[Tensor, "*batch more width"]:
-    """Zeros after the last time, up to a multiple; where nothing is missing, no copy."""
+    """Pads the time dimension with zeros to a multiple; returns the tensor itself where it is one already."""
     missing = -states.shape[-2] % multiple
     return F.pad(states, (0, 0, 0, missing)) if missing else states
 
@@ -104,7 +104,7 @@ def pad(states: Float[Tensor, "*batch time width"], multiple: int) -> Float[Tens
 def scores(
     query: Float[Tensor, "batch queries width"], key: Float[Tensor, "batch keys width"], scaling: float
 ) -> Float[Tensor, "batch queries keys"]:
-    """Scores of every pair. `queries` is a multiple of `query_rows`, `keys` of `KEYS`; both float32 or wider."""
+    """Returns all scores. `queries` is a multiple of `query_rows`, `keys` of `KEYS`; both are float32 or wider."""
     return torch.bmm(query, key.transpose(1, 2)).mul_(scaling)
 
 
@@ -113,17 +113,17 @@ def accumulate(
     value: Float[Tensor, "batch keys width"],
     before: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Float[Tensor, "batch queries"], Float[Tensor, "batch queries width"]]:
-    """Sums and weighted values of each block of keys added up in order, to those of the blocks `before` them."""
+    """Adds sums and weighted values block by block, in order, to those of the blocks `before`; returns both."""
     for start in range(0, value.shape[1], KEYS):
         part = exponentials[..., start : start + KEYS]
         sums, values = part.sum(-1), torch.bmm(part, value[:, start : start + KEYS])
         before = (sums, values) if before is None else (before[0].add_(sums), before[1].add_(values))
-    assert before is not None  # there is always a key: the query's own
+    assert before is not None  # there is at least one key: the query's own
     return before
 
 
 class _Keys(NamedTuple):
-    """Keys and values that some rows of queries look at, (rows, a multiple of `KEYS`, channels)."""
+    """Keys and values that rows of queries attend to, (rows, a multiple of `KEYS`, channels)."""
 
     keys: Tensor
     values: Tensor
@@ -138,12 +138,12 @@ class _Keys(NamedTuple):
         return (places <= own[:, None])[None, None]
 
     def seen(self, last: int) -> int:
-        """How many keys, in whole blocks, queries up to `last` can see."""
-        return self.keys.shape[1] if self.lengths is not None else min(up(last, KEYS), self.keys.shape[1])
+        """Returns the number of keys, in whole blocks, that queries up to `last` attend to."""
+        return self.keys.shape[1] if self.lengths is not None else min(round_up(last, KEYS), self.keys.shape[1])
 
 
 class _Packed(PackedAttention):
-    """A packed micro-batch. The backward is the native one: a sampler has no gradients to compare with."""
+    """Attention of a packed micro-batch. The backward is the native one: a sampler computes no gradients."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, options: Options) -> Tensor:
@@ -162,12 +162,12 @@ def packed(
     options: Options,
     sizes: tuple[int, int],
 ) -> tuple[Float[Tensor, "tokens channels"], list[list[Tensor]]]:
-    """Attention over a packed row, and the probabilities that its backward wants. `sizes`: key heads, head width."""
+    """Returns attention over a packed row, and the probabilities for its backward. `sizes`: key heads, head width."""
     if uses_kernels(q):
         from trimtab.models.invariant.kernels import attention_kernel
 
         found = attention_kernel.packed(q, k, v, layout, sizes[1], options.scaling)
-        # No probabilities of either kind of row: the backward makes them again.
+        # No probabilities of either kind of row: the backward recomputes them.
         return found, [[]] * (2 if layout.responses.width else 1)
     out, kept = torch.empty_like(q), []
     out[layout.responses.stop :] = 0  # fillers
@@ -196,7 +196,7 @@ def _own(rows: Rows, k: Tensor, v: Tensor) -> _Keys:
 def _attend(
     rows: Rows, parts: Sequence[_Keys], q: Tensor, options: Options, sizes: tuple[int, int]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Output rows, and the probabilities of every block in the form that the native backward takes."""
+    """Returns the output rows, and the probabilities of every block as the native backward expects them."""
     out, kept = torch.empty_like(q), []
     heads, keys = q.shape[2] // sizes[1], sum(part.width for part in parts)
     for block in working_blocks(rows.batch, heads, rows.width, keys):
@@ -214,7 +214,7 @@ def _attend(
 def _block(
     q: Tensor, start: int, rows: slice, parts: Sequence[_Keys], options: Options, sizes: tuple[int, int]
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Exponentials of each part's scores, their sum, and the values weighted with them, for some rows and queries."""
+    """Returns the exponentials of each part's scores, their sum, and the weighted values of some rows and queries."""
     exact = torch.promote_types(options.dtype, torch.float32)
     queries = range(start, start + q.shape[1])
     folded, found = fold(q, *sizes).to(exact), []

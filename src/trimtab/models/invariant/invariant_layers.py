@@ -1,10 +1,10 @@
-"""Norms and activations whose bits do not depend on a number's position in a tensor.
+"""Batch-invariant layers: each row has the same bits whatever its position and the batch size.
 
-Elementwise kernels on a CPU treat the last few numbers of a tensor, and of each thread's share, one by one, with other
-code than the vectors before them. Sums, products, quotients and roots are exact to the last bit in both; `exp`, `log`,
+Elementwise CPU kernels compute the last few numbers of a tensor, and of each thread's share, one by one, with different
+code than the vectors before them. Sums, products, quotients and roots are correctly rounded in both; `exp`, `log`,
 `sin` and `cos` run the same code for all. `sigmoid`, `silu` and `logaddexp` do not, nor does `rsqrt` in bfloat16, so
-nothing here uses them (`benchmarks/invariant_rows.py`). A sum over the last dimension has an order of its own for each
-row, whatever the number of rows.
+they are not used here (`benchmarks/invariant_rows.py`). The order of a sum over the last dimension does not depend on
+the number of rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trimtab.models.matmul import TILE, padded, tiled_linear, tiled_product
 
 
 def computing(weight: Tensor) -> torch.dtype:
-    """The type products are computed in: autocast's where it is on, else the weights' own."""
+    """Returns the dtype of products: autocast's where it is enabled, else that of the weights."""
     device = weight.device.type
     if torch.is_autocast_enabled(device) and weight.dtype == torch.float32:
         return torch.get_autocast_dtype(device)
@@ -28,7 +28,7 @@ def computing(weight: Tensor) -> torch.dtype:
 
 
 def rows_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
-    """`a @ b.T`, each row with the same bits whatever the others. No gradient of its own."""
+    """Returns `a @ b.T`; the bits of each row do not depend on the other rows. It has no gradient."""
     if uses_kernels(a):
         from trimtab.models.invariant.kernels import matmul_kernel
 
@@ -45,7 +45,7 @@ def _linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> 
 
 
 class InvariantLinear(nn.Linear):
-    """`nn.Linear` through products of a fixed number of rows, weights rounded to `computing`'s type."""
+    """`nn.Linear` with products of a fixed number of rows, and weights rounded to the dtype of `computing`."""
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = computing(self.weight)
@@ -60,7 +60,7 @@ class InvariantLinear(nn.Linear):
 
 
 class InvariantEmbedding(nn.Embedding):
-    """`nn.Embedding` with rows rounded to `computing`'s type. The residual stream it begins is float32 or wider."""
+    """`nn.Embedding` with rows rounded to the dtype of `computing`. Its output is float32 or wider."""
 
     def forward(self, input: Tensor) -> Tensor:
         rows = super().forward(input).to(computing(self.weight))
@@ -68,7 +68,7 @@ class InvariantEmbedding(nn.Embedding):
 
 
 def add_exponentials(total: Float[Tensor, " tokens"], logits: Float[Tensor, "tokens words"]) -> Tensor:
-    """`logaddexp(total, logsumexp(logits))` from functions without a scalar tail."""
+    """Returns `logaddexp(total, logsumexp(logits))`, from functions that compute all elements by the same code."""
     if uses_kernels(logits):
         from trimtab.models.invariant.kernels import head_kernel
 
@@ -78,7 +78,7 @@ def add_exponentials(total: Float[Tensor, " tokens"], logits: Float[Tensor, "tok
     return peak + mass.log()
 
 
-PART = 1 << 18  # numbers: temporaries of that size stay in a core's cache
+PART = 1 << 18  # elements: temporaries of this size stay in a core's cache
 
 
 class InvariantRMSNorm(nn.Module):

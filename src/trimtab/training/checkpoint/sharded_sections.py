@@ -1,10 +1,10 @@
 """Checkpoint sections that each rank writes in part and any number of ranks can read.
 
-    model/shard-00001-model-00001-of-00001.safetensors     rank 0's part of every tensor, and its place in the whole
+    model/shard-00001-model-00001-of-00001.safetensors     rank 0's part of every tensor, and its offsets
 
 The files are those of `torch.distributed.checkpoint`'s Hugging Face storage: safetensors, with offsets in the header.
-Its own `save` and `load` would pickle plans from rank to rank. None are needed: ranks of one mesh own disjoint parts,
-and a reader finds all offsets in the headers, so every rank plans for itself.
+Its `save` and `load` would send pickled plans between ranks. No plans are needed: ranks of one mesh own disjoint parts,
+and a reader finds all offsets in the headers, so every rank makes its own plan.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from trimtab.models.sharding import is_sharded, local
 
 
 def write(folder: Path, named: Mapping[str, Tensor], rank: int) -> Path | None:
-    """Write this rank's part of `named` into the new `folder`; returns the file, None where it has no part.
+    """Writes this rank's part of `named` into the new `folder`; returns the file, or None if it has no part.
 
-    Of a DTensor that is the local shard; tensors that every rank has whole are written by rank 0. `OSError` when the
-    disk is full.
+    That is the local shard of a DTensor; rank 0 writes tensors that are not sharded. Raises `OSError` if the disk is
+    full.
     """
-    mine = {name: tensor for name, tensor in named.items() if _has_part(tensor, rank)}
-    if not mine:
+    part = {name: tensor for name, tensor in named.items() if _has_part(tensor, rank)}
+    if not part:
         return None
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(mine), is_coordinator=True)
+    planner.set_up_planner(dict(part), is_coordinator=True)
     plan = replace(planner.create_local_plan(), storage_data={"shard_index": rank + 1})
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     (written, *_) = writer.write_data(planner.finish_plan(plan), planner).wait()
@@ -43,9 +43,9 @@ def write(folder: Path, named: Mapping[str, Tensor], rank: int) -> Path | None:
 
 
 class Shards(Mapping[str, Tensor]):
-    """The tensors of a section that several ranks wrote. Indexing puts one together; `fill` reads parts in place.
+    """The tensors of a section that several ranks wrote.
 
-    Raises `TrimtabError` for a section whose headers cannot be read.
+    Indexing returns a whole tensor; `fill` reads into existing tensors. Raises `TrimtabError` for unreadable headers.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,12 +59,12 @@ class Shards(Mapping[str, Tensor]):
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def described(self, name: str) -> tuple[Size, torch.dtype]:
-        """Shape and type of a whole tensor, without reading it."""
-        found: Any = self._metadata.state_dict_metadata[name]
-        return found.size, found.properties.dtype
+        """Shape and dtype of a whole tensor, without reading it."""
+        metadata: Any = self._metadata.state_dict_metadata[name]
+        return metadata.size, metadata.properties.dtype
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy into every target its value, or of a DTensor this rank's part of it; shapes and types must agree."""
+        """Copy values into `targets`, for a DTensor this rank's part; shapes and dtypes must match."""
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
         parts = {name: target for name, target in targets.items() if local(target).numel() or target.ndim == 0}
@@ -87,7 +87,7 @@ class Shards(Mapping[str, Tensor]):
 
 
 def described(tensors: Mapping[str, Tensor], name: str) -> tuple[Size, torch.dtype]:
-    """Shape and type of a tensor of a section, sharded or not."""
+    """Shape and dtype of a tensor in a section, sharded or not."""
     if isinstance(tensors, Shards):
         return tensors.described(name)
     return tensors[name].shape, tensors[name].dtype
@@ -95,7 +95,7 @@ def described(tensors: Mapping[str, Tensor], name: str) -> tuple[Size, torch.dty
 
 @torch.no_grad()
 def fill(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of a section into targets of the same names, shapes and types; either side may be sharded."""
+    """Copy tensors of a section into targets of the same names, shapes and dtypes; either side may be sharded."""
     if isinstance(tensors, Shards):
         tensors.fill(targets)
         return

@@ -16,52 +16,59 @@ from trimtab.runs.directory import RunDirectory
 from trimtab.runs.layout import CONFIG
 from trimtab.training.checkpoint import state_tensors, store
 from trimtab.training.custom_objective import refuse_other
-from trimtab.training.features.calibration import adopt
+from trimtab.training.features.calibration import set_bounds
 from trimtab.training.features.length_surge import LengthSurge
-from trimtab.training.idle import Idle
+from trimtab.training.idle import IdleSteps
 from trimtab.training.learner import Learner
 from trimtab.training.observer import Observer
 from trimtab.training.refusals import is_async
 
-FREE = ("out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare")
-FREE += ("placement", "ray", "sharding")
+KEYS_FREE_TO_CHANGE = ("out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare")
+KEYS_FREE_TO_CHANGE += ("placement", "ray", "sharding")
 
 
 class Resumable(Protocol):
-    """What of a trainer a checkpoint holds, and what a resumed one must do."""
+    """The state of a trainer that a checkpoint holds, and the methods that resuming calls."""
 
     config: Config
-    feed: RolloutSource
+    source: RolloutSource
     learner: Learner
     run: RunDirectory
     observer: Observer
     surge: LengthSurge | None
     canary: Canary | None
-    idle: Idle
+    idle: IdleSteps
     step: int
 
     def publish_now(self) -> None: ...
 
-    def mark_best(self, measured: Mapping[str, float]) -> None: ...
+    def mark_best(self, evaluated: Mapping[str, float]) -> None: ...
 
 
-def take(trainer: Resumable, measured: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
-    """Tensors by section, JSON, and files; `measured` is what was evaluated at this step."""
+def capture(
+    trainer: Resumable, evaluated: Mapping[str, float]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
+    """Returns the state of a run: tensors by section, JSON, and files. `evaluated`: this step's evaluation."""
     learner = trainer.learner
     optimizer, groups = state_tensors.optimizer_state(learner.optimizer, learner.trained)
-    generators, generator_data = state_tensors.pack(state_tensors.rng_state())
-    fed, feed_data, files = trainer.feed.state(learner.updates)
-    tensors = {"model": state_tensors.model_state(learner.model), "optimizer": optimizer, "random": generators, **fed}
+    generators, generator_data = state_tensors.flatten_state(state_tensors.rng_state())
+    source_tensors, source_data, files = trainer.source.state(learner.updates)
+    tensors = {
+        "model": state_tensors.model_state(learner.model),
+        "optimizer": optimizer,
+        "random": generators,
+        **source_tensors,
+    }
     if learner.perturbation is not None:
         tensors["perturbation"] = state_tensors.model_state(learner.perturbation)
     meta = {
         "step": trainer.step,
-        "measured": dict(measured),
+        "measured": dict(evaluated),
         "updates": learner.updates,
         "bad_in_a_row": learner.bad_in_a_row,
         "idle": trainer.idle.steps,
-        "feed": feed_data,
-        "prompts": trainer.feed.collector.stream.state(),
+        "feed": source_data,
+        "prompts": trainer.source.collector.stream.state(),
         "optimizer": groups,
         "random": generator_data,
     }
@@ -78,52 +85,52 @@ def resume(trainer: Resumable) -> None:
     """Continue from the newest intact checkpoint; a run killed before its first one starts over in its directory."""
     run = trainer.run
     _check_same_recipe(run, trainer.config)
-    found = store.latest(run.checkpoint_root, notify=trainer.observer.message)
-    if found is None:
+    checkpoint = store.latest(run.checkpoint_root, notify=trainer.observer.message)
+    if checkpoint is None:
         run.truncate_after(-1)
         trainer.observer.message(f"no checkpoint in {run.path} yet: starting from the beginning")
         return
-    run.truncate_after(found.step)
-    _restore(trainer, found)
-    trainer.mark_best(found.meta["measured"])  # a kill between saving and marking would otherwise lose the mark
-    trainer.observer.message(f"resumed from {found.folder}")
+    run.truncate_after(checkpoint.step)
+    _restore(trainer, checkpoint)
+    trainer.mark_best(checkpoint.meta["measured"])  # in case the run was killed between saving and marking
+    trainer.observer.message(f"resumed from {checkpoint.folder}")
 
 
-def _restore(trainer: Resumable, found: store.LoadedCheckpoint) -> None:
-    learner, meta = trainer.learner, found.meta
-    state_tensors.load_model_state(learner.model, found.tensors["model"])
+def _restore(trainer: Resumable, checkpoint: store.LoadedCheckpoint) -> None:
+    learner, meta = trainer.learner, checkpoint.meta
+    state_tensors.load_model_state(learner.model, checkpoint.tensors["model"])
     if learner.perturbation is not None:
-        state_tensors.load_model_state(learner.perturbation, found.tensors["perturbation"])
+        state_tensors.load_model_state(learner.perturbation, checkpoint.tensors["perturbation"])
     state_tensors.load_optimizer_state(
-        learner.optimizer, learner.trained, found.tensors["optimizer"], meta["optimizer"]
+        learner.optimizer, learner.trained, checkpoint.tensors["optimizer"], meta["optimizer"]
     )
-    state_tensors.set_rng_state(state_tensors.unpack(found.tensors["random"], meta["random"]))
+    state_tensors.set_rng_state(state_tensors.unflatten_state(checkpoint.tensors["random"], meta["random"]))
     trainer.step = meta["step"]
     learner.updates = meta["updates"]
     learner.bad_in_a_row = meta["bad_in_a_row"]
-    trainer.idle.steps = meta.get("idle", 0)  # checkpoints of before it was counted have none
+    trainer.idle.steps = meta.get("idle", 0)  # absent in checkpoints of older versions
     if "bounds" in meta:
-        adopt(learner, meta["bounds"])
+        set_bounds(learner, meta["bounds"])
     if trainer.surge is not None:
         trainer.surge.restore(meta["surge"])
     if trainer.canary is not None:
         trainer.canary.noise = meta["canary"]
-    trainer.feed.collector.stream.restore(meta["prompts"])
-    if "engine" not in found.tensors:
+    trainer.source.collector.stream.restore(meta["prompts"])
+    if "engine" not in checkpoint.tensors:
         trainer.publish_now()
-    trainer.feed.restore(found.tensors, meta["feed"], found.files)
+    trainer.source.restore(checkpoint.tensors, meta["feed"], checkpoint.files)
 
 
 def _check_same_recipe(run: RunDirectory, config: Config) -> None:
-    """What decides the numbers must be as it was; how long to train and what to log may change, and is written down."""
+    """Raise `TrimtabError` if keys that affect results have changed; record the new values of the others."""
     saved = parse_config(tomllib.loads(run.config_toml), str(run.path / CONFIG))
-    if saved.placement != config.placement and not _movable(saved, config):
+    if saved.placement != config.placement and not _can_change_placement(saved, config):
         raise TrimtabError(
             f"{run.path} cannot go on elsewhere (docs/ray.md says which runs can): resume it with placement = "
             f"{saved.placement!r}"
         )
     refuse_other(saved, config, run.path)
-    old, new = _deciding(saved), _deciding(config)
+    old, new = _result_affecting_keys(saved), _result_affecting_keys(config)
     changed = [f"{key} = {new.get(key)!r}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     if changed:
         raise TrimtabError(
@@ -134,17 +141,17 @@ def _check_same_recipe(run: RunDirectory, config: Config) -> None:
         atomic.write_text(run.path / CONFIG, config.dump())
 
 
-def _movable(saved: Config, config: Config) -> bool:
-    """Whether the checkpoints of one placement hold what the other needs."""
+def _can_change_placement(saved: Config, config: Config) -> bool:
+    """Whether checkpoints of one placement can be resumed with the other."""
     if is_async(saved) == is_async(config):
         return True
-    # Engines in step save their weights as they round them: engines beside the trainer would round them again.
+    # A synchronous source saves the engine's weights, already quantized; an asynchronous one would quantize them again.
     return is_async(config) and not weight_quantization(config).active
 
 
-def _deciding(config: Config) -> dict[str, Any]:
-    """Dotted keys that decide a run's numbers: not where it runs, and how long only where the schedule asks."""
-    free: dict[str, Any] = dict.fromkeys(FREE, True)
+def _result_affecting_keys(config: Config) -> dict[str, Any]:
+    """Dotted keys and values that affect results; `trainer.steps` is one of them only for the cosine schedule."""
+    free: dict[str, Any] = dict.fromkeys(KEYS_FREE_TO_CHANGE, True)
     free["engine"] = {"patience": True, "server": {"urls", "timeout", "patience", "concurrency", "folder"}}
     data = config.model_dump(mode="json", exclude=free)
     del data["trainer"]["max_idle_steps"]
@@ -153,9 +160,9 @@ def _deciding(config: Config) -> dict[str, Any]:
     return dict(_flat(data, ""))
 
 
-def _flat(data: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
+def _flat(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{place}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{place}{key}", value
+            yield f"{prefix}{key}", value

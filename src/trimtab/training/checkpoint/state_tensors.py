@@ -1,6 +1,6 @@
 """Modules, optimizers and random generators as named tensors plus JSON, restored bit for bit.
 
-Checkpoints hold nothing that could run code when it is read, so everything stateful passes through here.
+Checkpoints contain no pickles, which could run code on loading, so all state is converted here.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import Tensor, nn
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.models.sharding import is_sharded, shared_parameters
 from trimtab.training.checkpoint.sharded_sections import described, fill
-from trimtab.training.ranks import here
+from trimtab.training.ranks import current_ranks
 
 _TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$dict"
 
 
-def pack(tree: Any) -> tuple[dict[str, Tensor], Any]:
+def flatten_state(tree: Any) -> tuple[dict[str, Tensor], Any]:
     """Split nested dicts, lists, tuples, numbers, strings, tensors and numpy arrays into named tensors and JSON.
 
-    Keeps what JSON alone loses: tuples, integer keys, dtypes. Anything else raises `TypeError` naming its place.
+    Keeps what JSON alone loses: tuples, integer keys, dtypes. Raises `TypeError` with the path of any other value.
     """
     tensors: dict[str, Tensor] = {}
-    return tensors, _pack(tree, "", tensors)
+    return tensors, _flatten(tree, "", tensors)
 
 
-def unpack(tensors: Mapping[str, Tensor], data: Any) -> Any:
-    """The inverse of `pack`. Tensors are not copied."""
+def unflatten_state(tensors: Mapping[str, Tensor], data: Any) -> Any:
+    """Inverse of `flatten_state`. Tensors are not copied."""
     if isinstance(data, list):
-        return [unpack(tensors, item) for item in data]
+        return [unflatten_state(tensors, item) for item in data]
     if not isinstance(data, dict):
         return data
     if _TENSOR in data:
@@ -42,36 +42,36 @@ def unpack(tensors: Mapping[str, Tensor], data: Any) -> Any:
     if _ARRAY in data:
         return tensors[data[_ARRAY]].numpy()
     if _TUPLE in data:
-        return tuple(unpack(tensors, item) for item in data[_TUPLE])
+        return tuple(unflatten_state(tensors, item) for item in data[_TUPLE])
     if _DICT in data:
-        return {key: unpack(tensors, value) for key, value in data[_DICT]}
-    return {key: unpack(tensors, value) for key, value in data.items()}
+        return {key: unflatten_state(tensors, value) for key, value in data[_DICT]}
+    return {key: unflatten_state(tensors, value) for key, value in data.items()}
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, tied ones once, under their first name (as HF files have it)."""
+    """Parameters and persistent buffers by name; tied ones once, under their first name, as in Hugging Face files."""
     state: dict[str, Tensor] = {}
-    seen: set[tuple[Any, ...]] = set()
-    again = shared_parameters(model)
+    storages: set[tuple[Any, ...]] = set()
+    tied = shared_parameters(model)
     for name, tensor in model.state_dict().items():
         if is_sharded(tensor):
-            # A part may be empty on this rank, and all ranks must agree: memory does not tell what is tied.
-            if name not in again:
+            # By name, not by memory: a shard may be empty on this rank, and all ranks must agree.
+            if name not in tied:
                 state[name] = tensor
             continue
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and place in seen:
+        storage = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and storage in storages:
             continue
-        seen.add(place)
+        storages.add(storage)
         state[name] = tensor
     return state
 
 
 @torch.no_grad()
 def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy `tensors` into `model` in place, ties kept. Names, shapes and dtypes must match exactly (`TrimtabError`).
+    """Copy `tensors` into `model` in place, keeping ties.
 
-    Either side may be sharded: a rank takes its part of what one process or any other number of ranks saved.
+    Either side may be sharded, over any number of ranks. Raises `TrimtabError` unless names, shapes and dtypes match.
     """
     state = model_state(model)
     _same_names(set(state), set(tensors), "weights")
@@ -86,24 +86,24 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
-    """`optimizer.state_dict()` with every parameter under its name in `model`, so that no order is trusted later."""
+    """`optimizer.state_dict()` with parameters under their names in `model` instead of their positions."""
     names = _parameter_names(optimizer, model)
     plain = optimizer.state_dict()
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in plain["param_groups"]]
-    return pack({"state": {names[i]: value for i, value in plain["state"].items()}, "param_groups": groups})
+    return flatten_state({"state": {names[i]: value for i, value in plain["state"].items()}, "param_groups": groups})
 
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], data: Any
 ) -> None:
-    """The inverse of `optimizer_state`; the groups must hold the same parameters in the same order (`TrimtabError`)."""
+    """Inverse of `optimizer_state`. Raises `TrimtabError` unless groups hold the same parameters in the same order."""
     names = _parameter_names(optimizer, model)
     index_of = {name: index for index, name in names.items()}
-    saved = unpack(_like_parameters(tensors, dict(model.named_parameters())), data)
-    here = [[names[index] for index in group["params"]] for group in optimizer.state_dict()["param_groups"]]
-    there = [group["params"] for group in saved["param_groups"]]
-    _same_names({n for group in here for n in group}, {n for group in there for n in group}, "optimizer state")
-    if here != there:
+    saved = unflatten_state(_like_parameters(tensors, dict(model.named_parameters())), data)
+    current = [[names[index] for index in group["params"]] for group in optimizer.state_dict()["param_groups"]]
+    stored = [group["params"] for group in saved["param_groups"]]
+    _same_names({n for group in current for n in group}, {n for group in stored for n in group}, "optimizer state")
+    if current != stored:
         raise TrimtabError("the checkpoint's optimizer groups its parameters differently: use the recipe of the run")
     groups = [{**group, "params": [index_of[name] for name in group["params"]]} for group in saved["param_groups"]]
     state = {index_of[name]: value for name, value in saved["state"].items()}
@@ -111,7 +111,7 @@ def load_optimizer_state(
 
 
 def rng_state() -> dict[str, Any]:
-    """The global random generators (python, numpy, torch, every CUDA device of this process) as a tree for `pack`."""
+    """The global random generators (python, numpy, torch, every CUDA device of this process) for `flatten_state`."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002 - a user's reward may draw from the global generator
@@ -121,7 +121,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the global generators back. Another number of CUDA devices is a warning: their draws will differ."""
+    """Restore the global random generators. Warns if the number of CUDA devices differs: their draws change."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])
@@ -139,35 +139,35 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _cuda_devices() -> list[int]:
-    """All of them, or of several ranks each its own: touching a device costs memory there."""
+    """All devices of a single process; with several ranks only this one's, as using a device allocates memory on it."""
     if not torch.cuda.is_available():
         return []
-    return [torch.cuda.current_device()] if here().size > 1 else list(range(torch.cuda.device_count()))
+    return [torch.cuda.current_device()] if current_ranks().size > 1 else list(range(torch.cuda.device_count()))
 
 
-def _pack(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor | np.ndarray):
-        while place in tensors:  # {"a/b": x, "a": {"b": y}} or {1: x, "1": y}
-            place += "'"
-        tensors[place] = value.detach() if isinstance(value, Tensor) else torch.from_numpy(value.copy())
-        return {_TENSOR if isinstance(value, Tensor) else _ARRAY: place}
+        while path in tensors:  # two values may have one path: {"a/b": x, "a": {"b": y}} or {1: x, "1": y}
+            path += "'"
+        tensors[path] = value.detach() if isinstance(value, Tensor) else torch.from_numpy(value.copy())
+        return {_TENSOR if isinstance(value, Tensor) else _ARRAY: path}
     if isinstance(value, list | tuple):
-        items = [_pack(item, f"{place}/{index}", tensors) for index, item in enumerate(value)]
+        items = [_flatten(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
         return {_TUPLE: items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
-        items = {key: _pack(item, f"{place}/{key}".lstrip("/"), tensors) for key, item in value.items()}
+        items = {key: _flatten(item, f"{path}/{key}".lstrip("/"), tensors) for key, item in value.items()}
         if all(isinstance(key, str) and not key.startswith("$") for key in items):
             return items
         return {_DICT: [[key, item] for key, item in items.items()]}
-    raise TypeError(f"cannot store {place or 'the value'}: {type(value).__name__} is neither data nor a tensor")
+    raise TypeError(f"cannot store {path or 'the value'}: {type(value).__name__} is neither data nor a tensor")
 
 
 def _like_parameters(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Copies of saved optimizer state, each shared among ranks as the parameter it belongs to.
+    """Copies of saved optimizer state, each sharded like the parameter it belongs to.
 
-    Loaded tensors are mapped from the checkpoint's files, which pruning may delete while the run goes on.
+    Copies, because loaded tensors are memory-mapped from files that `store.delete_old` may delete later in the run.
     """
     targets: dict[str, Tensor] = {}
     for name in tensors:
@@ -182,12 +182,12 @@ def _like_parameters(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
-    """Position in `optimizer.state_dict()` -> name in `model`."""
+    """Maps positions in `optimizer.state_dict()` to names in `model`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = sum(id(parameter) not in names for parameter in ordered)
-    if strangers:
-        raise ValueError(f"{strangers} parameters of the optimizer do not belong to the model")
+    unknown = sum(id(parameter) not in names for parameter in ordered)
+    if unknown:
+        raise ValueError(f"{unknown} parameters of the optimizer do not belong to the model")
     return {index: names[id(parameter)] for index, parameter in enumerate(ordered)}
 
 

@@ -3,10 +3,10 @@
     manifest.json            format, step, and size + sha256 of every other file
     meta.json                counters and everything that is not a tensor
     <section>.safetensors    named tensors: model, optimizer, ...
-    <section>/*.safetensors  the same, a part from every rank (`sharded_sections.py`), where tensors are sharded
+    <section>/*.safetensors  sharded tensors, a file from every rank (`sharded_sections.py`)
     <anything else>          files of the caller, e.g. pending.parquet
 
-`checkpoints/best.json` points at the best one; it and its folder survive `prune`.
+`checkpoints/best.json` names the best checkpoint, which `delete_old` keeps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from trimtab.runs.layout import (
     list_checkpoints,
 )
 from trimtab.training.checkpoint.sharded_sections import Shards, write
-from trimtab.training.ranks import SINGLE, Ranks, here
+from trimtab.training.ranks import SINGLE, Ranks, current_ranks
 
 FORMAT = 1
 MANIFEST, META = "manifest.json", "meta.json"
@@ -45,10 +45,11 @@ _SECTION = ".safetensors"
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A verified checkpoint. CPU tensors are mapped from its files: copy them into place, do not keep them.
+    """A verified checkpoint.
 
-    Sections that ranks wrote together are `sharded.Shards`, which read what is asked for.
-    `skipped` says, newest first and one line each, which newer checkpoints were damaged.
+    CPU tensors are memory-mapped from its files: copy them, do not keep them. Sharded sections are
+    `sharded_sections.Shards`, which read on access. `skipped` has one message for each newer checkpoint that was
+    damaged, newest first.
     """
 
     step: int
@@ -66,23 +67,28 @@ def save(
     meta: Any,
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write `root/step-<step>` in one rename and return it; a checkpoint of the same step is replaced.
+    """Writes `root/step-<step>` atomically and returns it; a checkpoint of the same step is replaced.
 
-    Where there are several ranks, all must call; `meta`, `files` and what is not sharded are the leader's. `tensors`:
-    section -> name -> tensor (no two may share memory, see `state_tensors.model_state`). `meta`: JSON values;
-    non-finite floats are allowed here, as only `load` reads them. Raises `TrimtabError` when the disk is full; every
-    checkpoint that was there before is still there.
+    All ranks must call it; `meta`, `files` and unsharded tensors are the leader's.
+
+    Args:
+        tensors: section -> name -> tensor. No two may share memory, see `state_tensors.model_state`.
+        meta: JSON values; non-finite floats are allowed, as only `load` reads them.
+        files: further files by name.
+
+    Raises:
+        TrimtabError: the disk is full; earlier checkpoints are unchanged.
     """
-    folder, ranks = checkpoint_folder(root, step), here()
-    spread = {section for section, named in tensors.items() if any(map(is_sharded, named.values()))}
+    folder, ranks = checkpoint_folder(root, step), current_ranks()
+    sharded = {section for section, named in tensors.items() if any(map(is_sharded, named.values()))}
     with _new_folder(folder, ranks) as temporary:
         described: dict[str, Any] = {}
-        if spread:
-            parts = {section: tensors[section] for section in sorted(spread)}
-            mine = ranks.together(partial(_write_shards, folder, temporary, parts, ranks.rank))
-            for part in ranks.gather(json.dumps(mine).encode()):
+        if sharded:
+            parts = {section: tensors[section] for section in sorted(sharded)}
+            local = ranks.run_on_all_ranks(partial(_write_shards, folder, temporary, parts, ranks.rank))
+            for part in ranks.gather(json.dumps(local).encode()):
                 described |= json.loads(part)
-        whole = {section: named for section, named in tensors.items() if section not in spread}
+        whole = {section: named for section, named in tensors.items() if section not in sharded}
 
         @atomic.explained(folder)
         def finish() -> None:
@@ -95,20 +101,20 @@ def save(
             manifest = {"format": FORMAT, "step": step, "files": items | described}
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
-        ranks.together(finish if ranks.leads else _nothing)
+        ranks.run_on_all_ranks(finish if ranks.is_leader else lambda: None)
     return folder
 
 
 def load(folder: Path, sections: Collection[str] | None = None) -> LoadedCheckpoint:
-    """Check and read one checkpoint; `sections` limits both to these tensors (and to `meta`).
+    """Verifies and reads one checkpoint, or only `sections` of its tensors and `meta`.
 
-    Raises `TrimtabError` naming the file that is missing, cut, changed or unreadable.
+    Raises `TrimtabError` naming the file that is missing, truncated, changed or unreadable.
     """
     return _read(folder, _verified(folder, sections, SINGLE), sections)
 
 
 def _verified(folder: Path, sections: Collection[str] | None, ranks: Ranks) -> list[str]:
-    """The names of the files that are wanted; of several ranks each has checked its share of them."""
+    """Names of the files of `sections`, after verifying them; each of several ranks verifies a part."""
     files = _manifest(folder)["files"]
     wanted = [name for name in files if _is_wanted(name, sections)]
     for name in wanted[ranks.rank :: ranks.size]:
@@ -117,7 +123,7 @@ def _verified(folder: Path, sections: Collection[str] | None, ranks: Ranks) -> l
 
 
 def _read(folder: Path, wanted: Sequence[str], sections: Collection[str] | None) -> LoadedCheckpoint:
-    """Only after all of `wanted` were verified: a damaged header may make the reader do anything."""
+    """Reads the files `wanted`, which must be verified: a damaged header may crash the reader."""
     tensors: dict[str, Mapping[str, Tensor]] = {}
     others: dict[str, bytes] = {}
     for name in wanted:
@@ -128,9 +134,9 @@ def _read(folder: Path, wanted: Sequence[str], sections: Collection[str] | None)
             tensors[name.removesuffix(_SECTION)] = load_file(folder / name)
         elif name != META:
             others[name] = (folder / name).read_bytes()
-    absent = sorted(set(sections or ()) - set(tensors))
-    if absent:
-        raise TrimtabError(f"checkpoint {folder} has no {absent[0]!r} tensors")
+    missing = sorted(set(sections or ()) - set(tensors))
+    if missing:
+        raise TrimtabError(f"checkpoint {folder} has no {missing[0]!r} tensors")
     meta = json.loads((folder / META).read_text())
     return LoadedCheckpoint(checkpoint_step(folder), folder, tensors, meta, others)
 
@@ -138,51 +144,51 @@ def _read(folder: Path, wanted: Sequence[str], sections: Collection[str] | None)
 def latest(
     root: Path, sections: Collection[str] | None = None, notify: Callable[[str], None] | None = None
 ) -> LoadedCheckpoint | None:
-    """The newest checkpoint that is intact, or None when there never was one.
+    """Returns the newest intact checkpoint, or None if there are no checkpoints. Changes nothing on disk.
 
-    Each damaged one on the way is reported through `notify` (default: a `TrimtabWarning`). Raises `TrimtabError` when
-    there are checkpoints and none is intact, so that no run silently starts over. Changes nothing on the disk.
-    Where there are several ranks, all must call, and all find the same one.
+    Newer damaged checkpoints are reported through `notify` (default: a `TrimtabWarning`). All ranks must call it, and
+    get the same checkpoint. Raises `TrimtabError` if there are checkpoints but none is intact, so that no run silently
+    starts over.
     """
     skipped: list[str] = []
-    ranks = here()
+    ranks = current_ranks()
     listed = json.loads(ranks.broadcast(json.dumps([folder.name for folder in list_checkpoints(root)]).encode()))
     for folder in (root / name for name in reversed(listed)):
         try:
-            wanted = ranks.together(partial(_verified, folder, sections, ranks))
-            found = ranks.together(partial(_read, folder, wanted, sections))
-        except (TrimtabError, OSError) as error:  # whichever of them it is here, all ranks have one
+            wanted = ranks.run_on_all_ranks(partial(_verified, folder, sections, ranks))
+            checkpoint = ranks.run_on_all_ranks(partial(_read, folder, wanted, sections))
+        except (TrimtabError, OSError) as error:  # if one rank has an error, all have
             skipped.append(str(error))
             continue
         for line in skipped:
             (notify or _warn)(f"{line}; using {folder.name} instead")
-        return LoadedCheckpoint(found.step, folder, found.tensors, found.meta, found.files, tuple(skipped))
+        return replace(checkpoint, skipped=tuple(skipped))
     if skipped:
         raise TrimtabError(f"no intact checkpoint in {root}: {skipped[0]}; start again with another --out")
     return None
 
 
-def prune(root: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
-    """Delete all but the newest `keep` checkpoints, the best one and the steps in `protect`; returns what went."""
+def delete_old(root: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
+    """Deletes checkpoints except the newest `keep`, the best and those of steps in `protect`; returns the folders."""
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
-    if not here().leads:
+    if not current_ranks().is_leader:
         return []
     marked = best_checkpoint(root)
     protected = {*protect} | ({marked.step} if marked else set())
-    doomed = [folder for folder in list_checkpoints(root)[:-keep] if checkpoint_step(folder) not in protected]
-    for folder in doomed:
+    deleted = [folder for folder in list_checkpoints(root)[:-keep] if checkpoint_step(folder) not in protected]
+    for folder in deleted:
         atomic.remove_folder(folder)
-    return doomed
+    return deleted
 
 
 def mark_best(root: Path, step: int, metric: str, value: float) -> bool:
-    """Remember the checkpoint of `step` if `value` beats the best so far; returns whether it did.
+    """Marks the checkpoint of `step` as best if `value` is higher than the best so far; returns whether it is.
 
-    Higher is better, a tie keeps the older one, NaN never wins, another metric starts afresh. Calling it again with
-    the same arguments changes nothing, so a resumed run may repeat the call that a kill cut off.
+    A tie keeps the older checkpoint, NaN is never best, and another metric replaces the mark. Idempotent, so that a
+    resumed run may repeat the call.
     """
-    if not here().leads:
+    if not current_ranks().is_leader:
         return False
     if not checkpoint_folder(root, step).is_dir():
         raise ValueError(f"there is no checkpoint of step {step} in {root}")
@@ -199,24 +205,20 @@ def _is_wanted(name: str, sections: Collection[str] | None) -> bool:
 
 @contextmanager
 def _new_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
-    """`atomic.new_folder` of the leader, for all ranks to fill; it is renamed when the last one is done."""
+    """The leader's `atomic.new_folder`, which all ranks write to; it is renamed when all are done."""
     with ExitStack() as stack:
 
         def start() -> str:
-            return str(stack.enter_context(atomic.new_folder(folder, replace=True))) if ranks.leads else ""
+            return str(stack.enter_context(atomic.new_folder(folder, replace=True))) if ranks.is_leader else ""
 
-        yield Path(ranks.broadcast(ranks.together(start).encode()).decode())
-        ranks.together(stack.close)
-
-
-def _nothing() -> None:
-    """What the others do while the leader writes."""
+        yield Path(ranks.broadcast(ranks.run_on_all_ranks(start).encode()).decode())
+        ranks.run_on_all_ranks(stack.close)
 
 
 def _write_shards(
     folder: Path, temporary: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: int
 ) -> dict[str, Any]:
-    """This rank's part of every sharded section; the files' descriptions by their names in the checkpoint."""
+    """Writes this rank's part of every sharded section; returns size and digest of its files by name."""
     described: dict[str, Any] = {}
     with atomic.explained(folder):
         for section, named in parts.items():
@@ -256,12 +258,12 @@ def _manifest(folder: Path) -> dict[str, Any]:
 def _verify(path: Path, entry: Mapping[str, Any]) -> None:
     broken = f"checkpoint {path.parent} is damaged: {path.name}"
     try:
-        found = _describe(path)
+        described = _describe(path)
     except OSError as error:
         raise TrimtabError(f"{broken} cannot be read ({error.strerror})") from None
-    if found["size"] != entry["size"]:
-        raise TrimtabError(f"{broken} has {found['size']} bytes instead of {entry['size']}")
-    if found["sha256"] != entry["sha256"]:
+    if described["size"] != entry["size"]:
+        raise TrimtabError(f"{broken} has {described['size']} bytes instead of {entry['size']}")
+    if described["sha256"] != entry["sha256"]:
         raise TrimtabError(f"{broken} was changed (its sha256 differs)")
 
 

@@ -1,7 +1,4 @@
-"""Checks each step that sampler and trainer log-probs are bitwise equal where `numerics = "invariant"` promises it.
-
-A recipe that cannot keep the promise is refused before a model is loaded; in a run every step is held to it.
-"""
+"""Checks of `numerics = "invariant"`: of the recipe before a model is loaded, and of the log-probs in every step."""
 
 from __future__ import annotations
 
@@ -16,9 +13,14 @@ from trimtab.errors import TrimtabError
 from trimtab.training.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 
+NOT_CONFIRMED_MESSAGE = (
+    "caution: no token of this batch was sampled under the weights it is trained with, so numerics = "
+    '"invariant" was not confirmed (mismatch/confirmed)'
+)
+
 
 def check(config: Config) -> None:
-    """Raise `TrimtabError` where sampler and trainer could not agree."""
+    """Raise `TrimtabError` for a recipe whose sampler and trainer cannot agree bit for bit."""
     if config.numerics != "invariant":
         return
     engine = config.engine
@@ -27,11 +29,12 @@ def check(config: Config) -> None:
             f'numerics = "invariant" needs engine.type = "embedded": kernels of {engine.type!r} choose their order of '
             "summation by the batch, and are not the trainer's"
         )
-    computes = "bfloat16" if config.model.autocast == "bfloat16" else config.model.dtype
-    if engine.dtype != computes:
+    compute_dtype = "bfloat16" if config.model.autocast == "bfloat16" else config.model.dtype
+    if engine.dtype != compute_dtype:
         raise TrimtabError(
             f'numerics = "invariant" needs one type on both sides: engine.dtype = "{engine.dtype}", and the trainer '
-            f'computes in {computes}; set engine.dtype = "{computes}", or model.dtype and model.autocast to match'
+            f'computes in {compute_dtype}; set engine.dtype = "{compute_dtype}", or model.dtype and model.autocast to '
+            "match"
         )
     if weight_quantization(config).active:
         raise TrimtabError('numerics = "invariant" has nothing to keep equal with engine.quantize or engine.noise')
@@ -42,21 +45,21 @@ def check(config: Config) -> None:
         )
 
 
-def confirm(trajectories: Sequence[Trajectory], stats: StepStatistics) -> int:
-    """How many log-probs were sampled and trained under the same weights; all of them are equal.
+def check_bitwise_equal(trajectories: Sequence[Trajectory], stats: StepStatistics) -> int:
+    """Returns the number of log-probs that were sampled and trained under the same weights.
 
     Raises:
-        TrimtabError: one is not.
+        TrimtabError: one of them differs between sampler and trainer.
     """
     compared, unequal, worst = 0, 0, 0.0
-    for row, anchor in stats.anchors.items():
-        written = trajectories[row].completion
-        same = written.policy_version == stats.versions[row]
+    for row, logps in stats.mismatch_logps.items():
+        completion = trajectories[row].completion
+        same = completion.policy_version == stats.versions[row]
         compared += int(same.sum())
-        differing = same & (written.logp_behavior != anchor)
+        differing = same & (completion.logp_behavior != logps)
         if differing.any():
             unequal += int(differing.sum())
-            worst = max(worst, float(np.abs(written.logp_behavior - anchor)[differing].max()))
+            worst = max(worst, float(np.abs(completion.logp_behavior - logps)[differing].max()))
     if unequal:
         raise TrimtabError(
             f"{unequal} of {compared} log-probs are not the sampler's bit for bit (largest difference {worst:.3g}): "

@@ -1,4 +1,4 @@
-"""`objective.calibrate = true`: bounds from the first batch, kept for the whole run."""
+"""`objective.calibrate = true`: takes the objective's bounds from the first batch and keeps them for the whole run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from trimtab.objectives.calibrate import Observed, calibrated, from_section
 from trimtab.training.batching import MicroBatch
 from trimtab.training.learner import Learner, MiniBatch
 
+LAG_MESSAGE = (
+    "caution: this first batch is fresh, later ones are up to {} updates older and will be rejected far more often; "
+    "take bounds from a run's own trajectories instead (trimtab diagnose)"
+)
+
 
 @dataclass(frozen=True)
 class Calibration:
-    """The bounds found, on how many responses, and the share of tokens kept with them and with the published ones."""
+    """Calibrated bounds, the number of responses they come from, and the shares of tokens kept by them and by the
+    published bounds."""
 
     bounds: Mapping[str, float]
     responses: int
@@ -27,9 +33,9 @@ class Calibration:
 
     @property
     def line(self) -> str:
-        found = ", ".join(f"{name} = {value:g}" for name, value in self.bounds.items())
+        bounds = ", ".join(f"{name} = {value:g}" for name, value in self.bounds.items())
         return (
-            f"calibrated at step 0 on {self.responses} responses: {found} (keeps {self.kept:.1%} of their tokens; the "
+            f"calibrated at step 0 on {self.responses} responses: {bounds} (keeps {self.kept:.1%} of their tokens; the "
             f"published bounds {self.kept_published:.1%})"
         )
 
@@ -37,35 +43,38 @@ class Calibration:
         return {"calibrate/kept": self.kept, "calibrate/kept_published": self.kept_published}
 
 
-def adopt(learner: Learner, bounds: Mapping[str, float]) -> None:
-    """From now on the learner trains with these bounds."""
+def set_bounds(learner: Learner, bounds: Mapping[str, float]) -> None:
+    """Replace the bounds of the learner's objective."""
     learner.objective = from_section(learner.config.objective.model_dump(), bounds)
     learner.bounds = dict(bounds)
 
 
 @torch.no_grad()
 def calibrate(learner: Learner, batches: Sequence[MiniBatch]) -> Calibration:
-    """Find the bounds on the first batch and adopt them. `TrimtabError` when the batch is too small to say."""
+    """Calibrate bounds on the first batch and set them. Raises `TrimtabError` if the batch is too small."""
     scored = list(_scored(learner, batches))
     if not scored:
         raise TrimtabError("calibrate: the first batch has no usable response to take bounds from")
     published = learner.objective
     observed = reduce(add, (Observed.of(proximal, m.behavior, m.on_policy) for m, proximal in scored))
-    adopt(learner, calibrated(published.name, observed))
+    set_bounds(learner, calibrated(published.name, observed))
     assert learner.bounds is not None
     return Calibration(
-        learner.bounds, len(observed.sequence), _kept(learner.objective, scored), _kept(published, scored)
+        learner.bounds, len(observed.sequence), _kept_share(learner.objective, scored), _kept_share(published, scored)
     )
 
 
 def _scored(learner: Learner, batches: Sequence[MiniBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-    """With one update a batch there is no proximal pass: the current policy, not yet updated, is the proximal one."""
+    """Yield micro-batches with their proximal log-probs.
+
+    With one update per batch these are the current policy's, which is not updated yet.
+    """
     for micro in (micro for batch in batches for micro in batch):
         yield micro, micro.proximal if micro.proximal is not None else learner.logp(micro)
 
 
-def _kept(built: Objective, scored: Sequence[tuple[MicroBatch, torch.Tensor]]) -> float:
-    """Share of trained tokens that the objective's weight and masks leave in, at the first look at the batch."""
+def _kept_share(objective: Objective, scored: Sequence[tuple[MicroBatch, torch.Tensor]]) -> float:
+    """Share of trained tokens that the objective's weight and masks keep before the first update."""
     metrics = reduce(
         add,
         (
@@ -73,8 +82,8 @@ def _kept(built: Objective, scored: Sequence[tuple[MicroBatch, torch.Tensor]]) -
                 proximal,
                 micro.behavior,
                 micro.on_policy,
-                weight=built.weight,
-                masks=built.masks,
+                weight=objective.weight,
+                masks=objective.masks,
                 current=proximal,
                 advantage=micro.advantage,
             ).metrics

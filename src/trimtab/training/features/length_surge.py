@@ -1,8 +1,8 @@
 """Detects a length surge: the step at which responses grow long, an early sign of growing mismatch.
 
-Trainer and sampler drift apart as updates get noisy, and smaller updates hold the drift (arXiv 2602.01826); the surge
-of the mean response length says when to begin. Factor, window and baseline are choices of a reproduction of that work,
-so all of them, and the step itself, can be set. The rate that follows is `optim.surge_share`.
+Trainer and sampler drift apart as updates get noisier, and smaller updates limit the drift (arXiv 2602.01826). The
+learning rate is lowered from the step of the surge on (`optim.surge_share`). Factor, window and baseline are choices of
+a reproduction of that work; all of them, and the step itself, can be set in the recipe.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from trimtab.training.optim import first_halving
 
 @dataclass
 class LengthSurge:
-    """Watches mean response lengths, in tokens, one a step. `step` is the step of the surge (from 1), None until then.
+    """Detector over the mean response length of each step, in tokens.
 
-    Detected: the mean of the last `window` steps exceeds `factor` times the mean of the first `baseline` ones. A single
-    long step moves that mean by a `window`-th of its length only. Steps without a response of the policy do not count.
+    A surge is detected when the mean of the last `window` steps exceeds `factor` times the mean of the first `baseline`
+    steps. Steps without a sampled response do not count. `step` is the step of the surge (from 1), None before it.
     """
 
     config: SurgeConfig
@@ -29,35 +29,35 @@ class LengthSurge:
     recent: list[float] = field(default_factory=list)
 
     def observe(self, step: int, length: float | None) -> str | None:
-        """Take the length of a finished step; a line for people if this is the step of the surge."""
+        """Record the mean length of a finished step; returns a message if this is the step of the surge."""
         if self.step is not None:
             return None
         if self.config.at is not None:
-            return self._found(step, "as optim.surge.at says") if step >= self.config.at else None
+            return self._set_step(step, "as optim.surge.at says") if step >= self.config.at else None
         if length is None:
             return None
         self.recent = [*self.recent, length][-self.config.window :]
         if len(self.baseline) < self.config.baseline:
             self.baseline.append(length)
             return None
-        mean, before = sum(self.recent) / len(self.recent), sum(self.baseline) / len(self.baseline)
-        if len(self.recent) < self.config.window or mean <= self.config.factor * before:
+        mean, baseline = sum(self.recent) / len(self.recent), sum(self.baseline) / len(self.baseline)
+        if len(self.recent) < self.config.window or mean <= self.config.factor * baseline:
             return None
         why = (
             f"{mean:.4g} tokens a response over the last {len(self.recent)} steps, above {self.config.factor:g} times "
-            f"the {before:.4g} of the first {len(self.baseline)}"
+            f"the {baseline:.4g} of the first {len(self.baseline)}"
         )
-        return self._found(step, why)
+        return self._set_step(step, why)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold: JSON keeps every bit of a float."""
+        """State for a checkpoint, as JSON, which keeps every bit of a float."""
         return {"step": self.step, "baseline": self.baseline, "recent": self.recent}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Restore `state()`."""
         self.step, self.baseline, self.recent = state["step"], list(state["baseline"]), list(state["recent"])
 
-    def _found(self, step: int, why: str) -> str:
+    def _set_step(self, step: int, why: str) -> str:
         self.step = step
         return (
             f"length surge at step {step} ({why}): the learning rate halves every {self.config.period * step:g} steps, "

@@ -1,4 +1,4 @@
-"""Routing replay in a run (METHODS 8.1): checks, and the engine's record as tensors."""
+"""Routing replay (METHODS 8.1): checks of recipes, and the engine's routed experts as tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trimtab.models.routing import FREE, RouterInfo, Routes, routers
 from trimtab.objectives import Objective
 from trimtab.types import ExpertArray, Trajectory
 
-_SILENT = {
+_NO_EXPERTS = {
     "server": "servers return none here",
     "vllm": "vLLM returns them on GPUs only, where they are not read here",
 }
 
 
 def refuse(config: Config, built: Objective) -> None:
-    """Raise `TrimtabError` for replay that cannot be had, or would change nothing. No model is needed."""
+    """Raise `TrimtabError` for replay that is impossible or without effect. Needs no model."""
     trainer, engine, replay = config.trainer, config.engine, config.routing.replay
     if replay == "proximal" and "proximal" not in built.needs:
         raise TrimtabError(
@@ -29,16 +29,16 @@ def refuse(config: Config, built: Objective) -> None:
             f'{built.name!r} has none: use "rollout"'
         )
     if replay == "proximal" and trainer.minibatches * trainer.epochs == 1:
-        # The proximal pass of a single update is the update's own forward: it would be given its own choice.
+        # The proximal pass of a single update is its own forward, which would replay its own choice.
         raise TrimtabError(
             'routing.replay = "proximal" has no effect with one update per batch, whose proximal policy is the current '
             'one: raise trainer.minibatches or trainer.epochs, or use "rollout"'
         )
     if replay != "rollout":
         return
-    if engine.type in _SILENT:
+    if engine.type in _NO_EXPERTS:
         raise TrimtabError(
-            f'routing.replay = "rollout" needs an engine that returns experts, and {_SILENT[engine.type]}: use '
+            f'routing.replay = "rollout" needs an engine that returns experts, and {_NO_EXPERTS[engine.type]}: use '
             'engine.type = "embedded", or replay = "proximal"'
         )
     if config.expert is not None:
@@ -49,28 +49,28 @@ def refuse(config: Config, built: Objective) -> None:
 
 
 def experts(config: Config, model: Any) -> RouterInfo | None:
-    """What there is to replay in the trained model; None where nothing is replayed.
+    """Returns the routers of the trained model, or None if nothing is replayed.
 
     Raises:
-        TrimtabError: the model is dense, or a mixture whose routers are not known.
+        TrimtabError: the model is dense, or a mixture of experts of an unknown architecture.
     """
     if config.routing.replay == "none":
         return None
-    found = routers(model)
-    if found.layers == 0:
+    info = routers(model)
+    if info.layers == 0:
         raise TrimtabError(
             f'routing.replay = "{config.routing.replay}" needs a mixture of experts, and {config.model.path!r} is a '
             "dense model: leave [routing] out"
         )
-    return found
+    return info
 
 
 def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
-    """The record of one response, complete and of this model.
+    """Returns the routed experts of one response, validated against this model.
 
     Raises:
-        TrimtabError: none was made, it is of another number of tokens, layers or experts, or an index is no expert of
-            this model. The line names the response.
+        TrimtabError: there are none, their shape is wrong, or an index is no expert of this model. The message names
+            the response.
     """
     completion, name = trajectory.completion, f"a response to problem {trajectory.prompt.problem.id!r}"
     routes = completion.routes
@@ -93,24 +93,25 @@ def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
 
 
 def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int, routers: RouterInfo) -> Routes:
-    """The records of a micro-batch, padded as its tokens are: prompts on the left, responses on the right.
+    """Routed experts of a micro-batch, padded like its tokens: prompts on the left, responses on the right.
 
     Args:
-        prompt_of: which prompt each response continues. Samples share one pass over their prompt, so the first one's
-            record of it counts.
-        time: padded length of the responses. Their last tokens are not run: `FREE`, as padding is.
+        prompt_of: index of the prompt of each response. Samples share one pass over their prompt; the experts of the
+            first sample are replayed there.
+        time: padded length of the responses. Their last tokens are not run through the model and are `FREE`, like
+            padding.
 
     Raises:
         TrimtabError: see `check`.
     """
     records = [check(trajectory, routers) for trajectory in trajectories]
-    before = [len(trajectory.prompt.ids) for trajectory in trajectories]
+    prompt_lengths = [len(trajectory.prompt.ids) for trajectory in trajectories]
     first = {prompt: row for row, prompt in reversed(list(enumerate(prompt_of)))}
     shape = (routers.layers, routers.chosen)
-    prompts = np.full((len(first), max(before), *shape), FREE, dtype=np.int16)
+    prompts = np.full((len(first), max(prompt_lengths), *shape), FREE, dtype=np.int16)
     responses = np.full((len(records), time, *shape), FREE, dtype=np.int16)
     for prompt, row in first.items():
-        prompts[prompt, prompts.shape[1] - before[row] :] = records[row][: before[row]]
-    for row, (record, start) in enumerate(zip(records, before, strict=True)):
+        prompts[prompt, prompts.shape[1] - prompt_lengths[row] :] = records[row][: prompt_lengths[row]]
+    for row, (record, start) in enumerate(zip(records, prompt_lengths, strict=True)):
         responses[row, : len(record) - start] = record[start:]
     return Routes(torch.from_numpy(prompts), torch.from_numpy(responses))

@@ -15,13 +15,13 @@ from trimtab.adapters.config_lines import NEAREST, lines
 from trimtab.config import load_config
 from trimtab.corrections.protocols import FRAMEWORKS
 from trimtab.diagnosis.advice import advise
-from trimtab.diagnosis.advice.rules import FAULTS, RULES, Case, choose
+from trimtab.diagnosis.advice.rules import MUST_FIX, RULES, Findings, choose
 from trimtab.diagnosis.records import Cause, Chunk, Measured, Origin, Outcome, Size, Split
 from trimtab.objectives import objectives
 from trimtab.objectives.calibrate import from_section
 
 
-def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float = 0.9, tokens: int = 5000) -> Case:
+def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float = 0.9, tokens: int = 5000) -> Findings:
     table = (
         Outcome("seq-bypass", seq_kept, 0.0, 0.5, 0.1),
         Outcome("geo-mask", 0.3, 0.0, 0.3, 0.1),
@@ -29,7 +29,7 @@ def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float
         Outcome("icepop", 0.998, 0.0, 0.9, 0.1, {"weight_min": 0.3, "weight_max": 3.0}, calibrated=True),
         Outcome("geo-mask-token-tis", 0.9, 0.0, 0.9, 0.1, {"keep_min": 0.97, "keep_max": 1.03}, calibrated=True),
     )
-    return Case([Cause(name, 0.9, "seen") for name in causes], verdict, k3, table, tokens)
+    return Findings([Cause(name, 0.9, "seen") for name in causes], verdict, k3, table, tokens)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float
         (case(verdict="exact", k3=0.0, tokens=1), "floor", "grpo", {}),
     ],
 )
-def test_the_first_row_that_holds_decides(given: Case, rule: str, preset: str, overrides: dict[str, float]) -> None:
+def test_the_first_row_that_holds_decides(given: Findings, rule: str, preset: str, overrides: dict[str, float]) -> None:
     chosen, found, why = choose(given)
     assert (chosen.name, chosen.preset) == (rule, preset)
     assert overrides.items() <= dict(found).items()
@@ -60,7 +60,7 @@ def test_the_first_row_that_holds_decides(given: Case, rule: str, preset: str, o
     assert "\n" not in why
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", MUST_FIX)
 def test_a_fault_comes_first_and_no_bound_is_taken_from_it(fault: str) -> None:
     chosen, overrides, why = choose(case(fault, "precision"))
     assert chosen.name == "fault"
@@ -73,9 +73,9 @@ def test_faults_are_named_worst_first() -> None:
 
 
 def test_the_last_row_holds_for_everything_and_every_preset_exists() -> None:
-    assert RULES[-1].holds(Case([], "nonsense", float("nan"), (), 1000))
+    assert RULES[-1].holds(Findings([], "nonsense", float("nan"), (), 1000))
     assert {rule.preset for rule in RULES} <= set(objectives())
-    _, overrides, why = choose(Case([], "beyond", float("nan"), (), 1000))
+    _, overrides, why = choose(Findings([], "beyond", float("nan"), (), 1000))
     assert not overrides
     assert why.endswith("these are the published ones.")
 

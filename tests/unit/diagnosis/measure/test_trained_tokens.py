@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.support.token_chunks import chunk, trained
 
-from trimtab.diagnosis.measure.trained_tokens import FIELDS, scrambled
+from trimtab.diagnosis.measure.trained_tokens import FIELDS, hash_index
 from trimtab.diagnosis.token_statistics import plane
 
 
@@ -80,7 +80,7 @@ def test_turns_by_hand() -> None:
 
 
 def test_scrambled_numbers_are_even_and_fixed() -> None:
-    found = scrambled(np.arange(100_000, dtype=np.uint64))
+    found = hash_index(np.arange(100_000, dtype=np.uint64))
     assert len(np.unique(found)) == 100_000
     share = np.bincount((found >> np.uint64(60)).astype(int), minlength=16) / 100_000
     assert share == pytest.approx(np.full(16, 1 / 16), rel=0.05)

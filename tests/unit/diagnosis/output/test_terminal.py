@@ -10,7 +10,7 @@ import pytest
 from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
 
 from trimtab.diagnosis.output import words as words
-from trimtab.diagnosis.output.hotspots import places, shares
+from trimtab.diagnosis.output.hotspots import hotspots, shares
 from trimtab.diagnosis.output.terminal import verdict
 from trimtab.diagnosis.records import Cause, Interval, Outcome, Size, Split, View
 
@@ -105,7 +105,7 @@ def located(*cuts: View) -> list[tuple[str, float, float]]:
     """Places in views whose tokens are all there are."""
     count, k3 = cuts[0].count.sum(), (cuts[0].count * cuts[0].k3).sum()
     size = {"mismatch": {**MISMATCH, "tokens": float(count), "k3": k3 / count}}
-    found = places(example(only={cut.name: cut for cut in cuts}, size=size).measured, {})
+    found = hotspots(example(only={cut.name: cut for cut in cuts}, size=size).measured, {})
     return [(place.what, round(place.tokens, 3), round(place.k3, 3)) for place in found]
 
 

@@ -10,7 +10,7 @@ import torch
 from tests.support.engines import CONFIGS, EOS, PIECES, SIZE, processed, prompt, prompts, tiny, tokenizer, tokens
 
 from trimtab.engines.embedded import decoder, embedded_engine
-from trimtab.engines.embedded.decoding_rows import Row
+from trimtab.engines.embedded.decoding_rows import DecodingRow
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
 from trimtab.types import Sampling
@@ -52,7 +52,7 @@ def test_log_probs_and_entropy_equal_a_full_forward(name: str, sampling: Samplin
 def test_the_lean_path_is_used_where_it_is_exact() -> None:
     def path(name: str, length: int) -> str:
         engine, [one] = make(name), prompts([length])
-        row = Row(0, 0, np.zeros(4))
+        row = DecodingRow(0, 0, np.zeros(4))
         return type(engine._decoder([row], [one], 4)).__name__
 
     assert (
@@ -144,7 +144,7 @@ def test_who_shares_the_batch_does_not_change_a_row(name: str, monkeypatch: pyte
         assert tokens(engine.generate(asked, 6, sampling, seed=5)) == whole
     with monkeypatch.context() as patch:
         patch.setattr(embedded_engine, "CACHE_BYTES", 1 << 17)
-        rows = [Row(p, s, np.zeros(1)) for p in range(4) for s in range(6)]
+        rows = [DecodingRow(p, s, np.zeros(1)) for p in range(4) for s in range(6)]
         assert len(engine._batches(rows, asked, 24)) > 2
         assert tokens(engine.generate(asked, 6, sampling, seed=5)) == whole
 

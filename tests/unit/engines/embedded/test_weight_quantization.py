@@ -11,7 +11,7 @@ from tests.support.engines import prompts, tiny, tokenizer, tokens
 
 from trimtab.config import load_config
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.embedded.weight_quantization import EXACT, WeightQuantization, matrices, quantize
+from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices, quantize
 from trimtab.errors import TrimtabError
 from trimtab.models.load import load
 from trimtab.training.run import check
@@ -94,7 +94,7 @@ def test_embedding_head_norms_and_routers_are_left_alone() -> None:
 def test_a_layout_that_is_not_known_is_refused() -> None:
     with pytest.raises(TrimtabError, match=r"Conv1D.*engine\.quantize"):
         engine_of(tiny("gpt2"), INT3)
-    engine_of(tiny("gpt2"), EXACT)
+    engine_of(tiny("gpt2"), NO_QUANTIZATION)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -124,10 +124,10 @@ def test_what_is_sampled_has_the_probabilities_of_the_rounded_weights() -> None:
     with torch.no_grad():
         for name in matrices(copy):
             copy.get_parameter(name).copy_(quantize(copy.get_parameter(name), 3))
-    engine, exact = engine_of(model, INT3), engine_of(copy, EXACT)
+    engine, exact = engine_of(model, INT3), engine_of(copy, NO_QUANTIZATION)
     ours, theirs = (x.generate(asked, 4, FORCED, seed=0) for x in (engine, exact))
     assert tokens(ours) == tokens(theirs)
-    assert tokens(ours) != tokens(engine_of(model, EXACT).generate(asked, 4, FORCED, seed=0))
+    assert tokens(ours) != tokens(engine_of(model, NO_QUANTIZATION).generate(asked, 4, FORCED, seed=0))
 
 
 @pytest.mark.parametrize("rounding", [INT3, NOISY], ids=["int3", "int4-noise"])

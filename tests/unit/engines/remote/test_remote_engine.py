@@ -7,12 +7,12 @@ import socket
 import pytest
 
 from trimtab.engines.remote import wire
-from trimtab.engines.remote.remote_engine import _Child
+from trimtab.engines.remote.remote_engine import WorkerProcess
 
 
 def test_closed_by_another_thread_between_two_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """An `OSError`, which the caller turns into the engine's end; a closed socket cannot be waited for."""
-    child = object.__new__(_Child)
+    child = object.__new__(WorkerProcess)
     child.connection, theirs = socket.socketpair()
     child.connection.settimeout(5)
     receive = wire.receive
@@ -26,4 +26,4 @@ def test_closed_by_another_thread_between_two_frames(monkeypatch: pytest.MonkeyP
     with theirs:
         wire.send(theirs, {"alive": True})
         with pytest.raises(ConnectionError):
-            child.answer(None, 1)
+            child.wait_for_answer(None, 1)

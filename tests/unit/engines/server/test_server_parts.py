@@ -23,10 +23,10 @@ from trimtab.config import EngineConfig
 from trimtab.engines.remote.shared_weights import SharedWeights
 from trimtab.engines.request import check_vllm_temperature
 from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, check_url
-from trimtab.engines.server.request_queue import ATTEMPTS, Batch, Job
-from trimtab.engines.server.server_connection import MAX_WEIGHT_UPLOADS, Server, WrongWeights
+from trimtab.engines.server.request_queue import MAX_ATTEMPTS, QueuedRequest, RequestQueue
+from trimtab.engines.server.server_connection import MAX_WEIGHT_UPLOADS, ServerConnection, WrongWeights
 from trimtab.engines.server.server_engine import _completion, _seed
-from trimtab.engines.server.server_protocol import Answer, CompletionRequest, Model, checked
+from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, validate_result
 from trimtab.engines.server.sglang_protocol import SglangProtocol
 from trimtab.engines.server.vllm_protocol import VllmProtocol
 from trimtab.engines.server.weight_folder import PREFIX, WeightFolder, entries
@@ -41,8 +41,8 @@ ASK = CompletionRequest(
 MODEL = Model("m", 64)
 
 
-def jobs(count: int) -> list[Job]:
-    return [Job(index, ASK) for index in range(count)]
+def jobs(count: int) -> list[QueuedRequest]:
+    return [QueuedRequest(index, ASK) for index in range(count)]
 
 
 def never() -> None:
@@ -53,61 +53,61 @@ def never() -> None:
 @given(st.integers(0, 40), st.integers(1, 4), st.data())
 def test_whatever_fails_every_job_is_answered_once(count: int, servers: int, data: st.DataObject) -> None:
     """Workers in a random order; each attempt fails or not; failing servers are seen by nobody but themselves."""
-    batch, held = Batch(jobs(count), servers), dict[int, Job]()
+    batch, held = RequestQueue(jobs(count), servers), dict[int, QueuedRequest]()
     while not batch.over:
         server = data.draw(st.integers(0, servers - 1))
         if server in held:
             job = held.pop(server)
-            if job.failures < ATTEMPTS - 2 and data.draw(st.booleans()):
-                batch.give_back(job, server, ServerUnavailable("gone"))
+            if job.failures < MAX_ATTEMPTS - 2 and data.draw(st.booleans()):
+                batch.requeue(job, server, ServerUnavailable("gone"))
             else:
-                batch.finish(job, Answer([job.index], [0.0], "stop"))
+                batch.finish(job, CompletionResult([job.index], [0.0], "stop"))
         elif any(batch._waiting):
             job = batch.take(server, never)
             assert job is not None
             held[server] = job
     assert batch.error is None
-    assert {index: answer.ids for index, answer in batch.answers.items()} == {i: [i] for i in range(count)}
+    assert {index: answer.ids for index, answer in batch.results.items()} == {i: [i] for i in range(count)}
     assert all(batch.take(server, never) is None for server in range(servers))
 
 
 def test_samples_of_a_prompt_stay_together_until_somebody_is_idle() -> None:
-    batch = Batch(jobs(8), 2)
+    batch = RequestQueue(jobs(8), 2)
     order = [batch.take(server, never) for server in (0, 1, 0, 1, 0, 0, 0)]
     assert [job.index for job in order if job] == [0, 4, 1, 5, 2, 3, 7]  # the last one is the other's farthest
 
 
 def test_a_job_that_always_fails_ends_the_call() -> None:
-    batch = Batch(jobs(1), 1)
-    for _ in range(ATTEMPTS):
+    batch = RequestQueue(jobs(1), 1)
+    for _ in range(MAX_ATTEMPTS):
         job = batch.take(0, never)
         assert job is not None
-        batch.give_back(job, 0, ServerUnavailable("http://x: boom"))
+        batch.requeue(job, 0, ServerUnavailable("http://x: boom"))
     with pytest.raises(TrimtabError, match="8 times without an answer; http://x: boom"):
         raise batch.error or AssertionError
 
 
 def test_an_interrupt_drops_what_did_not_begin_and_waits_for_what_did() -> None:
-    batch = Batch(jobs(3), 1)
+    batch = RequestQueue(jobs(3), 1)
     job = batch.take(0, never)
     assert job is not None
     batch.interrupt()
     assert not batch.over
-    batch.give_back(job, 0, ServerUnavailable("gone"))  # not asked again
+    batch.requeue(job, 0, ServerUnavailable("gone"))  # not asked again
     assert batch.over
     assert batch.take(0, never) is None
-    assert batch.answers == {}
+    assert batch.results == {}
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("-inf"), -9999.0])
 def test_a_missing_log_prob_is_never_a_number(value: float | None) -> None:
     with pytest.raises(TrimtabError, match="no log-prob for token 1 of 2"):
-        checked("http://x", [5, 6], [-0.5, value], "stop")
+        validate_result("http://x", [5, 6], [-0.5, value], "stop")
     with pytest.raises(TrimtabError, match="2 tokens with 1 log-probs"):
-        checked("http://x", [5, 6], [-0.5], "stop")
+        validate_result("http://x", [5, 6], [-0.5], "stop")
 
 
-def finished(answer: Answer, prefix: Completion | None = None, sampling: Sampling = SAMPLING) -> Completion:
+def finished(answer: CompletionResult, prefix: Completion | None = None, sampling: Sampling = SAMPLING) -> Completion:
     return _completion(prefix, answer, StopChecker(tokenizer(), {EOS}, sampling), sampling, 9)
 
 
@@ -118,7 +118,7 @@ def ids(*pieces: str) -> list[int]:
 def test_a_stop_that_begins_in_the_prefix_ends_the_response() -> None:
     """The server takes the prefix for a part of the prompt and goes on; its later tokens were never needed."""
     old = Completion(np.array(ids("c", "a")), np.float32([-1, -2]), np.array([4, 4]), "abort", "ca")
-    one = finished(Answer(ids("b", "c", "c"), [-0.1, -0.2, -0.3], "length"), old)
+    one = finished(CompletionResult(ids("b", "c", "c"), [-0.1, -0.2, -0.3], "length"), old)
     assert one.response_ids.tolist() == ids("c", "a", "b")
     np.testing.assert_array_equal(one.logp_behavior, np.float32([-1, -2, -0.1]))
     assert one.policy_version.tolist() == [4, 4, 9]
@@ -127,7 +127,7 @@ def test_a_stop_that_begins_in_the_prefix_ends_the_response() -> None:
 
 def test_how_a_response_ended() -> None:
     def ended(pieces: list[str], finish: Any) -> tuple[str, int]:
-        one = finished(Answer(ids(*pieces), [-0.5] * len(pieces), finish))
+        one = finished(CompletionResult(ids(*pieces), [-0.5] * len(pieces), finish))
         return one.finish, len(one.response_ids)
 
     assert ended(["c", "<eos>"], "stop") == ("stop", 2)
@@ -136,7 +136,7 @@ def test_how_a_response_ended() -> None:
     assert ended(["c", "c"], "abort") == ("abort", 2)
     assert ended(["c"] * 6, "abort") == ("length", 6)  # there was nothing left to end
     assert ended(["c", "c"], "stop") == ("stop", 2)  # an end that only the server knows
-    assert finished(Answer([], [], "abort")).finish == "abort"
+    assert finished(CompletionResult([], [], "abort")).finish == "abort"
 
 
 def test_seeds_are_of_a_response_and_another_one_for_its_rest() -> None:
@@ -215,7 +215,7 @@ class Scripted:
     """A real socket that answers every request with what it is told, and remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, tuple[int, Any]] = {}
+        self.results: dict[str, tuple[int, Any]] = {}
         self.asked: list[tuple[str, Any]] = []
         scripted = self
 
@@ -225,7 +225,7 @@ class Scripted:
             def do_POST(self) -> None:
                 data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 scripted.asked.append((self.path, json.loads(data) if data else None))
-                status, body = scripted.answers[self.path]
+                status, body = scripted.results[self.path]
                 found = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(found)))
@@ -263,7 +263,7 @@ def scripted() -> Any:
     ],
 )
 def test_errors_are_told_apart(scripted: Scripted, status: int, body: Any, kind: type[Exception], said: str) -> None:
-    scripted.answers["/x"] = (status, body)
+    scripted.results["/x"] = (status, body)
     connection = Connection(scripted.url, 5.0)
     with pytest.raises(kind, match=said):
         connection.post("/x")
@@ -275,7 +275,7 @@ def test_nobody_there_is_unreachable_and_so_is_a_canceled_connection(scripted: S
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(ServerUnavailable, match="ConnectionRefusedError"):
             Connection(f"http://127.0.0.1:{unused.getsockname()[1]}", 5.0).get("/health")
-    scripted.answers["/health"] = (200, b"")
+    scripted.results["/health"] = (200, b"")
     connection = Connection(scripted.url, 5.0)
     assert connection.get("/health") == {}
     assert connection.is_open
@@ -287,46 +287,46 @@ def test_nobody_there_is_unreachable_and_so_is_a_canceled_connection(scripted: S
 
 
 def test_a_server_that_fails_inside_is_asked_again_but_a_refusal_is_final(scripted: Scripted) -> None:
-    server = Server(scripted.url, VllmProtocol(None), 5.0, 91)
+    server = ServerConnection(scripted.url, VllmProtocol(None), 5.0, 91)
     server.model, server.label = MODEL, "a"
-    scripted.answers |= {
+    scripted.results |= {
         "/weight_info": (200, {"weight_version": "a"}),
         "/v1/completions": (500, {"error": "EngineDead"}),
     }
     with pytest.raises(ServerUnavailable, match="EngineDead"):
-        server.ask(server.connect(), ASK)
-    scripted.answers["/v1/completions"] = (400, {"error": "temperature must be in [0, 2]"})
+        server.request(server.connect(), ASK)
+    scripted.results["/v1/completions"] = (400, {"error": "temperature must be in [0, 2]"})
     with pytest.raises(RequestRejected, match="temperature"):
-        server.ask(server.connect(), ASK)
-    scripted.answers["/weight_info"] = (200, {"weight_version": "default"})
+        server.request(server.connect(), ASK)
+    scripted.results["/weight_info"] = (200, {"weight_version": "default"})
     with pytest.raises(ServerUnavailable, match="was restarted: its weights are 'default', not 'a'"):
-        server.ask(server.connect(), ASK)
+        server.request(server.connect(), ASK)
 
 
 def test_a_server_that_never_answers_with_its_weights_is_not_given_them_forever(
     scripted: Scripted, tmp_path: Path
 ) -> None:
     info = {"tokenizer_path": MODEL.name, "weight_version": "default"}
-    scripted.answers |= {
+    scripted.results |= {
         "/health": (200, {}),
         "/model_info": (200, info),
         "/update_weights_from_disk": (200, {"success": True}),
         "/generate": (500, {"error": "asked"}),
     }
-    server = Server(scripted.url, SglangProtocol(), 5.0, 91)
+    server = ServerConnection(scripted.url, SglangProtocol(), 5.0, 91)
     server.model, server.label = Model(MODEL.name, None), "a"
     for _ in range(MAX_WEIGHT_UPLOADS - 1):
-        server.meet(tmp_path)
+        server.check_and_update(tmp_path)
         with pytest.raises(WrongWeights):
-            server.ask(server.connect(), ASK)
+            server.request(server.connect(), ASK)
     info["weight_version"] = "a"  # once: what was in vain before no longer counts
     with pytest.raises(ServerUnavailable, match="asked"):
-        server.ask(server.connect(), ASK)
+        server.request(server.connect(), ASK)
     info["weight_version"] = "default"
     for _ in range(MAX_WEIGHT_UPLOADS):
-        server.meet(tmp_path)
+        server.check_and_update(tmp_path)
     with pytest.raises(TrimtabError, match="the weights 'a' 5 times and still says that it holds 'default'"):
-        server.meet(tmp_path)
+        server.check_and_update(tmp_path)
 
 
 def vllm_reply(**changes: Any) -> dict[str, Any]:
@@ -335,9 +335,9 @@ def vllm_reply(**changes: Any) -> dict[str, Any]:
 
 
 def test_what_vllm_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
-    scripted.answers["/v1/completions"] = (200, vllm_reply())
-    answer = VllmProtocol(None).ask(Connection(scripted.url, 5.0), ASK, MODEL)
-    assert answer == Answer([5, 6], [-0.25, -0.5], "stop")
+    scripted.results["/v1/completions"] = (200, vllm_reply())
+    answer = VllmProtocol(None).request(Connection(scripted.url, 5.0), ASK, MODEL)
+    assert answer == CompletionResult([5, 6], [-0.25, -0.5], "stop")
     [(_, body)] = scripted.asked
     assert body["prompt"] == [3, 4]
     assert (body["max_tokens"], body["seed"], body["stop"], body["stop_token_ids"]) == (4, ASK.seed, ["ab"], [EOS])
@@ -345,7 +345,7 @@ def test_what_vllm_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
     assert [body[k] for k in ("top_p", "top_k", "min_p", "repetition_penalty")] == [1.0, 0, 0.0, 1.0]
     assert (body["logprobs"], body["return_token_ids"], body["skip_special_tokens"]) == (0, True, False)
     forced = CompletionRequest("n", [3], 4, 1, Sampling(ignore_stop=True, stop=("ab",)), ())
-    VllmProtocol(None).ask(Connection(scripted.url, 5.0), forced, MODEL)
+    VllmProtocol(None).request(Connection(scripted.url, 5.0), forced, MODEL)
     assert (scripted.asked[1][1]["ignore_eos"], scripted.asked[1][1]["stop"]) == (True, [])
     for changes, said in [
         ({"token_ids": None}, "no token ids or no log-probs"),
@@ -353,13 +353,13 @@ def test_what_vllm_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
         ({"finish_reason": "error"}, "unknown reason: 'error'"),
         ({"logprobs": {"token_logprobs": [-0.25, None]}}, "no log-prob for token 1"),
     ]:
-        scripted.answers["/v1/completions"] = (200, vllm_reply(**changes))
+        scripted.results["/v1/completions"] = (200, vllm_reply(**changes))
         with pytest.raises(TrimtabError, match=said):
-            VllmProtocol(None).ask(Connection(scripted.url, 5.0), ASK, MODEL)
+            VllmProtocol(None).request(Connection(scripted.url, 5.0), ASK, MODEL)
 
 
 def test_a_server_without_the_routes_says_how_to_start_it(scripted: Scripted, tmp_path: Path) -> None:
-    scripted.answers |= {path: (404, {"detail": "Not Found"}) for path in ("/weight_info", "/pause?mode=abort")}
+    scripted.results |= {path: (404, {"detail": "Not Found"}) for path in ("/weight_info", "/pause?mode=abort")}
     connection = Connection(scripted.url, 5.0)
     for call in (
         lambda: VllmProtocol(None).label(connection),
@@ -371,7 +371,7 @@ def test_a_server_without_the_routes_says_how_to_start_it(scripted: Scripted, tm
 
 def test_the_served_name_is_found_or_asked_for(scripted: Scripted) -> None:
     cards = [{"id": "base", "max_model_len": 512}, {"id": "other", "max_model_len": 128}]
-    scripted.answers["/v1/models"] = (200, {"data": cards})
+    scripted.results["/v1/models"] = (200, {"data": cards})
     connection = Connection(scripted.url, 5.0)
     assert VllmProtocol(None).model(connection) == Model("base", 512)
     assert VllmProtocol("other").model(connection) == Model("other", 128)
@@ -386,9 +386,9 @@ def sglang_reply(**changes: Any) -> dict[str, Any]:
 
 
 def test_what_sglang_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
-    wire, ask = SglangProtocol(), lambda: wire.ask(Connection(scripted.url, 5.0), ASK, MODEL)
-    scripted.answers["/generate"] = (200, sglang_reply())
-    assert ask() == Answer([5, 6], [-0.25, -0.5], "stop")
+    protocol, request = SglangProtocol(), lambda: protocol.request(Connection(scripted.url, 5.0), ASK, MODEL)
+    scripted.results["/generate"] = (200, sglang_reply())
+    assert request() == CompletionResult([5, 6], [-0.25, -0.5], "stop")
     [(_, body)] = scripted.asked
     params = body["sampling_params"]
     assert (body["input_ids"], body["return_logprob"]) == ([3, 4], True)
@@ -396,8 +396,8 @@ def test_what_sglang_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
     assert (params["no_stop_trim"], params["top_k"], params["repetition_penalty"]) == (True, -1, 1.0)
     # Aborted before it began: neither tokens nor log-probs.
     early = {"finish_reason": {"type": "abort", "message": "Abort before prefill"}, "completion_tokens": 0}
-    scripted.answers["/generate"] = (200, {"text": "", "meta_info": early})
-    assert ask() == Answer([], [], "abort")
+    scripted.results["/generate"] = (200, {"text": "", "meta_info": early})
+    assert request() == CompletionResult([], [], "abort")
     crashed = {"finish_reason": {"type": "abort", "status_code": 503, "message": "scheduler"}}
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         (crashed, ServerUnavailable, "gave up: scheduler"),
@@ -405,14 +405,14 @@ def test_what_sglang_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
         ({"finish_reason": {"type": "odd"}}, TrimtabError, "unknown reason"),
     ]
     for changes, kind, said in wrong:
-        scripted.answers["/generate"] = (200, sglang_reply(**changes))
+        scripted.results["/generate"] = (200, sglang_reply(**changes))
         with pytest.raises(kind, match=said):
-            ask()
+            request()
 
 
 def test_sglang_says_why_it_did_not_take_weights(scripted: Scripted, tmp_path: Path) -> None:
     for status in (200, 400):  # it answers 400; a proxy may not
-        scripted.answers["/update_weights_from_disk"] = (status, {"success": False, "message": "no such folder"})
+        scripted.results["/update_weights_from_disk"] = (status, {"success": False, "message": "no such folder"})
         with pytest.raises(TrimtabError, match=r"no such folder.*engine\.server\.folder"):
             SglangProtocol().load(Connection(scripted.url, 5.0), tmp_path, "label")
     assert scripted.asked[0][1]["weight_version"] == "label"

@@ -49,20 +49,20 @@ def same(a: Any, b: Any) -> bool:
 @given(trees)
 @settings(max_examples=60, deadline=None)
 def test_any_tree_comes_back(tree: Any) -> None:
-    tensors, data = state_tensors.pack(tree)
-    assert same(state_tensors.unpack(tensors, json.loads(json.dumps(data))), tree)
+    tensors, data = state_tensors.flatten_state(tree)
+    assert same(state_tensors.unflatten_state(tensors, json.loads(json.dumps(data))), tree)
 
 
 def test_names_that_collide_stay_apart() -> None:
     tree = {"a/b": torch.tensor(1), "a": {"b": torch.tensor(2)}, 1: np.array(3), "1": np.array(4)}
-    tensors, data = state_tensors.pack(tree)
+    tensors, data = state_tensors.flatten_state(tree)
     assert len(tensors) == 4
-    assert same(state_tensors.unpack(tensors, data), tree)
+    assert same(state_tensors.unflatten_state(tensors, data), tree)
 
 
 def test_what_is_not_data_is_refused_with_its_place() -> None:
     with pytest.raises(TypeError, match="cannot store a/1/f: function is neither data nor a tensor"):
-        state_tensors.pack({"a": [0, {"f": lambda: None}]})
+        state_tensors.flatten_state({"a": [0, {"f": lambda: None}]})
 
 
 class Tied(nn.Module):
@@ -207,11 +207,13 @@ def draw(generator: np.random.Generator) -> list[Any]:
 def test_random_generators_go_on_where_they_were(tmp_path: Path, kind: Any) -> None:
     generator = np.random.Generator(kind(3))
     draw(generator)  # leaves half-used state behind: a cached normal, a spare 32-bit word
-    tensors, data = state_tensors.pack({"global": state_tensors.rng_state(), "own": generator.bit_generator.state})
+    tensors, data = state_tensors.flatten_state(
+        {"global": state_tensors.rng_state(), "own": generator.bit_generator.state}
+    )
     expected = [draw(generator) for _ in range(2)]
     found = store.load(store.save(tmp_path, 1, {"random": tensors}, data))
     draw(generator)
-    state = state_tensors.unpack(found.tensors["random"], found.meta)
+    state = state_tensors.unflatten_state(found.tensors["random"], found.meta)
     state_tensors.set_rng_state(state["global"])
     generator.bit_generator.state = state["own"]
     assert [draw(generator) for _ in range(2)] == expected

@@ -187,12 +187,12 @@ def test_death_between_the_two_renames_of_a_replacement(tmp_path: Path) -> None:
 def test_prune_keeps_the_newest_the_best_and_the_protected(tmp_path: Path) -> None:
     save(tmp_path, *range(10, 80, 10))
     assert store.mark_best(tmp_path, 20, "eval/arithmetic/greedy", 0.5)
-    gone = store.prune(tmp_path, keep=2, protect=[40])
+    gone = store.delete_old(tmp_path, keep=2, protect=[40])
     assert [folder.name for folder in gone] == ["step-000010", "step-000030", "step-000050"]
     assert steps(tmp_path) == [20, 40, 60, 70]
-    assert store.prune(tmp_path, keep=9) == []
+    assert store.delete_old(tmp_path, keep=9) == []
     with pytest.raises(ValueError, match="at least 1"):
-        store.prune(tmp_path, keep=0)
+        store.delete_old(tmp_path, keep=0)
 
 
 def test_best_is_the_highest_the_earliest_and_never_nan(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_later_checkpoints_are_set_aside_and_do_not_count(tmp_path: Path) -> Non
     move_aside_after(tmp_path, 10)  # a second time: the older one makes room
     assert sorted(item.name for item in tmp_path.iterdir()) == ["step-000010", "step-000020.aside", "step-000030.aside"]
     save(tmp_path, 15)
-    store.prune(tmp_path, keep=1)
+    store.delete_old(tmp_path, keep=1)
     assert steps(tmp_path) == [15]
 
 

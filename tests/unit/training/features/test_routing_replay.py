@@ -208,7 +208,7 @@ def test_every_pass_of_the_trained_policy_is_replayed_and_none_of_the_reference(
     rows = record(of.model, ROWS, 1)
     [[free]] = batches(rows, learner("none"))[:1]
     plain = of.logp(free)
-    for [micro] in of.score_constants(batches(rows, of))[:1]:
+    for [micro] in of.score_fixed_policies(batches(rows, of))[:1]:
         kept = of.logp(micro)
         assert not torch.allclose(kept, plain, atol=1e-3)
         assert torch.equal(micro.proximal, kept)
@@ -225,7 +225,7 @@ def test_agreement_is_measured_at_the_first_look(epochs: int, shift: int, agreem
     layer is known: after it, tokens went elsewhere."""
     of = learner("rollout", f"trainer.epochs={epochs}")
     rows = record(of.model, ROWS[:1], shift)
-    stats = of.update(of.score_constants(batches(rows, of)), lambda *_: None)
+    stats = of.update(of.score_fixed_policies(batches(rows, of)), lambda *_: None)
     assert stats.routed == 2 * (4 + 2)
     assert share(stats) == agreement if shift == 0 else share(stats) <= 0.75
 
@@ -234,7 +234,7 @@ def test_the_update_replays_what_the_proximal_pass_chose() -> None:
     """Between two updates the routers move: in the second epoch the trained policy would choose others."""
     of = learner("proximal", "trainer.epochs=2")
     chosen = score(of.model, batches(ROWS, of)[0][0].tokens, record=True).routes
-    scored = of.score_constants(batches(ROWS, of))
+    scored = of.score_fixed_policies(batches(ROWS, of))
     assert chosen is not None
     settled = scored[0][0].routes
     assert settled is not None
