@@ -107,7 +107,7 @@ def test_a_level_is_the_mean_over_the_steps_that_measured_one() -> None:
     found = MismatchLevel.of(rows)
     assert found.k3 == pytest.approx(0.2)
     assert found.tail == pytest.approx((0.6931472 + 1.3862944) / 2)
-    with pytest.raises(TrimtabError, match="no step says how large"):
+    with pytest.raises(TrimtabError, match="no step has a measured mismatch"):
         MismatchLevel.of(rows[2:])
 
 

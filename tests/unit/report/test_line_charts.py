@@ -22,7 +22,7 @@ def _curve(values: list[float], label: str = "a") -> Curve:
 
 def test_long_runs_keep_their_raw_points_beneath_the_average() -> None:
     axes = Figure().add_subplot()
-    line_charts._curves(axes, [_curve([0.1, 0.9] * 202)], log=False, points=False, top=None)
+    line_charts._draw_curves(axes, [_curve([0.1, 0.9] * 202)], log=False, points=False, top=None)
     raw, average = axes.lines
     assert np.ptp(np.asarray(raw.get_ydata())) == pytest.approx(0.8)
     assert np.ptp(np.asarray(average.get_ydata())[19:]) == pytest.approx(0.0, abs=1e-9), "means of twenty, ten of each"
@@ -32,17 +32,17 @@ def test_long_runs_keep_their_raw_points_beneath_the_average() -> None:
 def test_what_happens_at_a_step_is_drawn_there() -> None:
     """A collapse at step 201 of 400; on a logarithmic axis the drop of a single step is seen whole."""
     axes = Figure().add_subplot()
-    line_charts._curves(axes, [_curve([0.5] * 200 + [0.0] * 200)], log=False, points=False, top=None)
+    line_charts._draw_curves(axes, [_curve([0.5] * 200 + [0.0] * 200)], log=False, points=False, top=None)
     assert np.asarray(axes.lines[1].get_ydata())[:200] == pytest.approx(0.5)
     axes = Figure().add_subplot()
-    line_charts._curves(axes, [_curve([1.0] * 200 + [1e-13] + [1.0] * 199)], log=True, points=False, top=None)
+    line_charts._draw_curves(axes, [_curve([1.0] * 200 + [1e-13] + [1.0] * 199)], log=True, points=False, top=None)
     (line,) = axes.lines
     assert np.asarray(line.get_ydata())[200] == 1e-13
 
 
 def test_a_curve_lying_on_zero_is_seen() -> None:
     axes = Figure().add_subplot()
-    line_charts._curves(axes, [_curve([0.0, 0.0, 0.0])], log=True, points=False, top=0.2)
+    line_charts._draw_curves(axes, [_curve([0.0, 0.0, 0.0])], log=True, points=False, top=0.2)
     low, high = axes.get_ylim()
     assert low < 0 < high == pytest.approx(0.216)
     assert axes.get_yscale() == "linear", "a logarithmic axis has no place for zeros"
@@ -51,7 +51,7 @@ def test_a_curve_lying_on_zero_is_seen() -> None:
 def test_healthy_band_is_drawn_inside_the_axis_only() -> None:
     axes = Figure().add_subplot()
     axes.set_ylim(0.5, 1.2)
-    line_charts._shade(axes, Metric("k", "", "", "", "", "", low=0.95, high=2.0))
+    line_charts._shade_healthy(axes, Metric("k", "", "", "", "", "", low=0.95, high=2.0))
     (band,) = axes.patches
     assert band.get_extents().transformed(axes.transData.inverted()).intervaly == pytest.approx([0.95, 1.2])
     assert axes.get_ylim() == (0.5, 1.2)
@@ -60,7 +60,7 @@ def test_healthy_band_is_drawn_inside_the_axis_only() -> None:
 def test_no_band_where_the_whole_axis_is_unhealthy() -> None:
     axes = Figure().add_subplot()
     axes.set_ylim(3, 4)
-    line_charts._shade(axes, Metric("k", "", "", "", "", "", high=1.0))
+    line_charts._shade_healthy(axes, Metric("k", "", "", "", "", "", high=1.0))
     assert list(axes.patches) == []
 
 
@@ -112,7 +112,7 @@ def test_a_negative_estimate_is_drawn_below_zero() -> None:
     """chi2 of a few tokens may be negative; the page showed its magnitude."""
     axes = Figure().add_subplot()
     values = [1e-3, -2e-4, 30.0, -1e-2, 0.0]
-    line_charts._curves(axes, [_curve(values)], log=True, points=False, top=None)
+    line_charts._draw_curves(axes, [_curve(values)], log=True, points=False, top=None)
     (line,) = axes.lines
     assert np.asarray(line.get_ydata()).tolist() == values
     assert axes.get_yscale() == "symlog"
@@ -128,7 +128,7 @@ def test_a_negative_estimate_is_drawn_below_zero() -> None:
 def test_the_bound_of_the_gradient_norm_is_drawn() -> None:
     axes = Figure().add_subplot()
     axes.set_ylim(1.9, 6.5)
-    line_charts._bound(axes, "optim.grad_clip", Run(Path("run"), {"optim": {"grad_clip": 1.0}}, []))
+    line_charts._draw_bound(axes, "optim.grad_clip", Run(Path("run"), {"optim": {"grad_clip": 1.0}}, []))
     (line,) = axes.lines
     assert set(np.asarray(line.get_ydata())) == {1.0}
     assert axes.get_ylim()[0] < 1.0, "norms of 1.9 to 6.5 are seen to be above it"

@@ -188,7 +188,7 @@ def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: Sto
         if np.min(ids) < 0 or np.max(ids) >= vocabulary:
             raise TrimtabError(f"{name} has token ids outside the model's vocabulary of {vocabulary}")
         if prefix.finish != "stop" and stop.contains_stop(ids.tolist()):
-            raise TrimtabError(f"{name} contains a stop, so it is already is_complete: cut it before its last token")
+            raise TrimtabError(f"{name} contains a stop, so it is already complete: cut it before its last token")
 
 
 def check_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: RouterInfo) -> None:
