@@ -4,7 +4,7 @@ Every rank runs the same `Trainer`. Rank 0 leads: it has the engines, the reward
 observer. The others have stand-ins with the same interface, which receive what rank 0 found out and write nothing.
 
     with join():
-        run = run_directory(folder, partial(RunDir.create, folder, recipe))
+        run = run_directory(folder, partial(RunDirectory.create, folder, recipe))
         model = spread(model, config)
         feed = shared_feed(collector, <makes the feed of one process>)
 """

@@ -93,7 +93,7 @@ class ProcessEngine:
         """See `types.Engine`. `interrupt` is looked at every 10 ms and takes effect at the next token.
 
         Raises:
-            EngineLost: the process died, or gives no sign of life.
+            EngineDeadError: the process died, or gives no sign of life.
             TrimtabError: what the hosted engine refuses; no weights were published yet.
         """
         check_prefixes(prefixes, prompts, samples, sampling)
@@ -118,7 +118,8 @@ class ProcessEngine:
         """See `types.Engine`. `SharedWeights` are handed over as they are; anything else is written for this call.
 
         Raises:
-            EngineLost: the process died or gives no sign of life; whether it had taken the weights does not matter, a
+            EngineDeadError: the process died or gives no sign of life; whether it had taken the weights does not
+            matter, a
                 new one has none.
             TrimtabError: what the hosted engine refuses; there is no memory for the handover.
         """

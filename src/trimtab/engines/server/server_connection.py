@@ -103,7 +103,7 @@ class Server:
         """Make sure that it works, with the right model and the weights it was given last.
 
         Raises:
-            Unreachable: it does not, for now.
+            ServerUnavailable: it does not, for now.
             TrimtabError: it serves another model, or does not take the weights, or never answers with them.
         """
         connection = Connection(self.url, CONTROL_TIMEOUT)

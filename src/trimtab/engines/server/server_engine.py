@@ -100,7 +100,7 @@ class ServerEngine:
         """`samples` completions for each prompt, in order; see `types.Engine`.
 
         Raises:
-            EngineLost: no server is left, and none came back.
+            EngineDeadError: no server is left, and none came back.
             TrimtabError: the arguments cannot be met; a server refuses a request or returns a token without its
                 log-prob; a response was not answered after many attempts.
         """
@@ -130,7 +130,7 @@ class ServerEngine:
         Nothing is done to weights on purpose here, so `exact` changes nothing.
 
         Raises:
-            EngineLost: no server is left.
+            EngineDeadError: no server is left.
             TrimtabError: the weights do not fit the model, or a server does not take them.
         """
         tensors = self._inventory.check(weights)

@@ -137,13 +137,13 @@ class OwnCore:
         return llm
 
     def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError  # pyright: ignore[reportMissingImports]
 
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         while True:
             try:
                 return future.result(timeout=ALIVE)
-            except EngineDeadError as error:
+            except VllmDeadError as error:
                 raise EngineDeadError(f"vLLM's process died ({error}); its own output says why") from error
             except TimeoutError:
                 # vLLM answers no more requests after SIGTERM, which ends its process in good order.

@@ -79,7 +79,7 @@ class VllmEngine:
         Raises:
             TrimtabError: as the embedded engine; nothing was published yet; truncated sampling without
                 `engine.vllm.keep_sets`; a token came without its log-prob.
-            EngineLost: vLLM's process died.
+            EngineDeadError: vLLM's process died.
         """
         self._check(prompts, samples, sampling, seed)
         check_prefixes(prefixes, prompts, samples, sampling)
@@ -111,7 +111,7 @@ class VllmEngine:
         Raises:
             TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, two names of
                 one tied weight carry different values, or vLLM left a weight out.
-            EngineLost: vLLM's process died.
+            EngineDeadError: vLLM's process died.
         """
         del exact
         dtype = getattr(torch, self._config.dtype)
