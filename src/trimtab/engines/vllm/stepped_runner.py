@@ -17,7 +17,7 @@ from multiprocessing import resource_tracker
 from typing import Any, Protocol
 
 from trimtab.engines.remote.shared_weights import SharedWeights
-from trimtab.errors import TrimtabError
+from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.types import AbortSignal
 
 POLL = 0.02  # seconds between looks at an interrupt
