@@ -19,10 +19,10 @@ LOCKER = """
 import os, sys
 from pathlib import Path
 from trimtab.errors import TrimtabError
-from trimtab.runs.directory import RunDir
+from trimtab.runs.directory import RunDirectory
 
 try:
-    run = RunDir.open(Path(sys.argv[1]))
+    run = RunDirectory.open(Path(sys.argv[1]))
 except TrimtabError as error:
     print(error)
     sys.exit()

@@ -108,7 +108,7 @@ class RayEngine:
         """A new actor in the seat of the dead one, without weights; where it lives, nothing.
 
         Raises:
-            EngineLost: the new actor was lost too, or did not start within `ray.patience` seconds.
+            EngineDeadError: the new actor was lost too, or did not start within `ray.patience` seconds.
             TrimtabError: the engine was closed.
         """
         if self._host is None:

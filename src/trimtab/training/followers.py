@@ -4,7 +4,7 @@ Rank 0 is the leader: it has the engines, the rewards, the run directory and the
 stand-ins with the same interface, which receive the leader's data and write nothing.
 
     with join():
-        run = run_directory(folder, partial(RunDir.create, folder, recipe))
+        run = run_directory(folder, partial(RunDirectory.create, folder, recipe))
         model = shard_model(model, config)
         source = shared_source(collector, <builds the source of one process>)
 """
