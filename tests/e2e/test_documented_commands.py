@@ -23,7 +23,7 @@ from trimtab import tasks
 from trimtab.cli.main import app
 from trimtab.models import bundled
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PAGES = "\n".join(

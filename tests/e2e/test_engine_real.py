@@ -10,7 +10,7 @@ from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import BUNDLED, load
 from trimtab.types import Problem, Prompt, Sampling
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 SHOTS = "Question: What is 12 + 35?\nAnswer: 47\n\nQuestion: What is 81 + 11?\nAnswer: 92\n\n"
 

@@ -24,7 +24,7 @@ from trimtab.training.run import train
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Sampling
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 KILLER = Path(__file__).with_name("eval_killed.py")
 WORDS = ["eval", "laboratory", "--task", "sort:holdout=100", "--samples", "32", "--greedy", "--dtype", "float32"]
 PARTS = 2 + 4  # 100 problems: 64 a greedy batch, 32 of 32 samples

@@ -14,7 +14,7 @@ import pytest
 
 from trimtab.runs.directory import read_metrics
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRATCH = "grpo_from_scratch.py"  # has a test of its own, which runs it once

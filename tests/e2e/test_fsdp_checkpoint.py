@@ -15,7 +15,7 @@ from tests.e2e.shards_worker import DAMAGES, whole
 
 from trimtab.training.checkpoint import state_tensors, store
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.timeout(300)

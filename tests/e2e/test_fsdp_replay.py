@@ -23,7 +23,7 @@ from trimtab.training import run
 from trimtab.training.checkpoint import store
 from trimtab.training.sft import laboratory_folder
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 # 12 groups of about 55 tokens in micro-batches of at most 250: three micro-batches, so that 2 ranks need one that is

@@ -19,7 +19,7 @@ from trimtab.training.checkpoint import store
 from trimtab.training.export import restore
 from trimtab.training.run import train
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 SETS = [
     "trainer.prompts=8",

@@ -19,7 +19,7 @@ from trimtab.models import bundled
 from trimtab.models.load import BUNDLED, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 CONVERT = "from trimtab.models import bundled; print(bundled.folder())"
 TEXTS = [

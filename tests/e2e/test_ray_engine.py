@@ -36,7 +36,7 @@ from trimtab.rollout.collector import PromptStream
 from trimtab.training.export import save_model_files
 from trimtab.types import Problem, Prompt, Sampling
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SAMPLING = Sampling(max_tokens=12, stop=(".",))
 

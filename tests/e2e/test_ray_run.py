@@ -29,7 +29,7 @@ from trimtab.runs.layout import list_checkpoints
 from trimtab.training.export import restore
 from trimtab.training.observer import NullObserver
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS, PROMPTS, SAMPLES, MAX_LAG = 8, 4, 4, 2
 SMALL = [

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from trimtab.models.logprobs import TokenScores, score
 from trimtab.models.sharding import full, shard
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

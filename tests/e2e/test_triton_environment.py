@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from tests.e2e.test_vllm_environment import PYTHON, ROOT
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 UNITS = "tests/unit/models/test_triton"
 

@@ -17,7 +17,7 @@ from trimtab.engines.vllm import setup, stepped_runner
 from trimtab.errors import TrimtabError
 from trimtab.types import EMPTY, Completion, Sampling, cut
 
-pytestmark = [pytest.mark.e2e, needs_vllm]
+pytestmark = [pytest.mark.slow, needs_vllm]
 
 FORCED = Sampling(max_tokens=12, ignore_stop=True)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / os.environ.get("VLLM", ".venv-vllm") / "bin" / "python"

@@ -22,7 +22,7 @@ from tests.support.vllm_support import needs_vllm, policy, prompts, start, updat
 from trimtab.errors import EngineDeadError
 from trimtab.types import Completion, Sampling
 
-pytestmark = [pytest.mark.e2e, needs_vllm]
+pytestmark = [pytest.mark.slow, needs_vllm]
 
 FORCED = Sampling(max_tokens=12, ignore_stop=True)
 

@@ -11,7 +11,7 @@ from trimtab.engines.vllm import setup
 from trimtab.models import laboratory
 from trimtab.training.export import save_model_files
 
-pytestmark = [pytest.mark.e2e, needs_vllm]
+pytestmark = [pytest.mark.slow, needs_vllm]
 
 
 @pytest.mark.parametrize(("newer", "said"), [("0", "requires Model Runner V2"), ("1", "Triton")])

@@ -14,7 +14,7 @@ from trimtab.cli.doctor_vllm import diagnose
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.metric_catalog import undocumented
 
-pytestmark = [pytest.mark.e2e, needs_vllm]
+pytestmark = [pytest.mark.slow, needs_vllm]
 
 SETS = ["engine.type=vllm", "engine.vllm.memory=0.05", "eval.problems=16", "eval.every=0", "checkpoint.every=2"]
 

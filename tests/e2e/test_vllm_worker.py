@@ -21,7 +21,7 @@ from trimtab.errors import EngineDeadError
 from trimtab.training.export import save_model_files
 from trimtab.types import Completion, Sampling
 
-pytestmark = [pytest.mark.e2e, needs_vllm]
+pytestmark = [pytest.mark.slow, needs_vllm]
 
 # Long enough that an interruption, which crosses two processes, always comes before the end.
 LENGTH = 200

@@ -18,7 +18,7 @@ from trimtab.runs.layout import METRICS
 from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 ENGINE = "trimtab.engines.remote.engine_host"
 # What the clock and the system say, and what is measured of lanes only.
