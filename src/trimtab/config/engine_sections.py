@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from trimtab.config.section import TIME, Count, Dtype, NotNegative, Positive, Processes, Seconds, Section, Whole
 
@@ -42,17 +41,6 @@ class ServerConfig(Section):
     folder: str | None = Field(
         default=None, description="where weights are handed over, seen by trainer and servers; default: /dev/shm"
     )
-
-    @model_validator(mode="after")
-    def _nothing_idle(self) -> ServerConfig:
-        if self.model is not None and self.kind != "vllm":
-            raise ValueError(
-                f"model has no effect with kind = {self.kind!r}, whose servers have one model: leave it out"
-            )
-        twice = [url for url, count in Counter(url.rstrip("/") for url in self.urls).items() if count > 1]
-        if twice:
-            raise ValueError(f"urls names {twice[0]} twice: name each server once and raise concurrency")
-        return self
 
 
 class CanaryConfig(Section):
@@ -103,15 +91,10 @@ class EngineConfig(Section):
     server: ServerConfig = ServerConfig()
     canary: CanaryConfig = CanaryConfig()
 
-    @model_validator(mode="after")
-    def _nothing_idle(self) -> EngineConfig:
-        parts: dict[str, tuple[Any, Any]] = {"vllm": (self.vllm, VllmConfig()), "server": (self.server, ServerConfig())}
-        for name, (given, default) in parts.items():
-            if self.type != name and given != default:
-                raise ValueError(f'{name} has no effect with type = {self.type!r}: leave it out or set type = "{name}"')
-        if self.type == "server" and not self.server.urls:
-            raise ValueError('server.urls is empty: name at least one server, e.g. ["http://127.0.0.1:8000"]')
-        return self
+    @property
+    def changes_weights(self) -> bool:
+        """Whether the sampler's weights are quantized or noisy."""
+        return self.quantize != "none" or self.noise > 0
 
 
 Placement = Literal["local", "ray"]
@@ -137,13 +120,6 @@ class RayConfig(Section):
     rewards: Whole = Field(default=0, description="actors that score; 0: the trainer's first rank scores")
     reward_cpus: Positive = Field(default=1.0, description="of one actor that scores")
     shard_mib: Count = Field(default=256, description="size of one object of a publication of weights")
-
-    @model_validator(mode="after")
-    def _something(self) -> RayConfig:
-        for kind in ("engine", "trainer"):
-            if not getattr(self, f"{kind}_cpus") and not getattr(self, f"{kind}_gpus"):
-                raise ValueError(f"{kind}_cpus and {kind}_gpus are both 0: Ray cannot reserve nothing, set one")
-        return self
 
 
 class RoutingConfig(Section):

@@ -11,8 +11,10 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from trimtab.config.paths import located, located_at
+from trimtab.config.rule import Facts
 from trimtab.config.schema import NAMES, Config
 from trimtab.config.section import PluginSection
+from trimtab.config.validation import validate
 from trimtab.errors import TrimtabError, nearest
 
 
@@ -41,11 +43,15 @@ def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def parse_config(data: Mapping[str, Any], where: str) -> Config:
-    """Validate already parsed data; `where` names its origin in error messages."""
+    """Validates parsed data as a recipe; `where` names its origin in error messages."""
     try:
-        return Config.model_validate(data)
+        config = Config.model_validate(data)
+        validate(Facts(config), "config")
     except ValidationError as error:
         raise TrimtabError(f"{where}: {_explain(error)}") from None
+    except TrimtabError as error:
+        raise TrimtabError(f"{where}: {error}") from None
+    return config
 
 
 def _swapped_base(overrides: Sequence[str]) -> tuple[Any, list[str]]:

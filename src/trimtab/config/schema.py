@@ -116,13 +116,6 @@ class SurgeConfig(Section):
     period: Positive = Field(default=1.8, description="the rate halves every period x (step of the surge) steps")
     floor: float = Field(default=0.1, ge=0, le=1, description="smallest share of the rate")
 
-    @model_validator(mode="after")
-    def _nothing_idle(self) -> SurgeConfig:
-        for key in ("factor", "baseline", "window") if self.at is not None else ():
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} has no effect with at = {self.at}: leave it out")
-        return self
-
 
 class OptimConfig(Section):
     """AdamW and its learning rate."""
@@ -140,12 +133,6 @@ class OptimConfig(Section):
     warmup: Whole = Field(default=0, description="updates of linear warm-up")
     min_lr: NotNegative = Field(default=0.0, description="where cosine ends")
     surge: SurgeConfig = SurgeConfig()
-
-    @model_validator(mode="after")
-    def _nothing_idle(self) -> OptimConfig:
-        if self.schedule != "surge" and self.surge != SurgeConfig():
-            raise ValueError(f'surge has no effect with schedule = {self.schedule!r}: leave it out or set "surge"')
-        return self
 
 
 class TrainerConfig(Section):
@@ -175,14 +162,10 @@ class TrainerConfig(Section):
         default=10, description="steps in a row in which no advantage differs from 0 before the run stops; 0: never"
     )
 
-    @model_validator(mode="after")
-    def _lag_is_possible(self) -> TrainerConfig:
-        if self.max_lag is not None and (self.sync_every or 1) - 1 > self.max_lag:
-            raise ValueError(
-                f"sync_every = {self.sync_every} makes tokens up to {(self.sync_every or 1) - 1} updates old, "
-                f"max_lag allows {self.max_lag}: lower sync_every or raise max_lag"
-            )
-        return self
+    @property
+    def updates_per_step(self) -> int:
+        """Number of optimizer updates on one batch."""
+        return self.minibatches * self.epochs
 
 
 class PerturbationConfig(Section):
@@ -203,21 +186,15 @@ class PrefixConfig(Section):
     share: Count = Field(default=1, description="responses of a group that continue the same prefix")
     whole: bool = Field(default=False, description="sample whole historical responses and cut them, as the paper did")
 
-    @model_validator(mode="after")
-    def _nothing_idle(self) -> PrefixConfig:
-        used = {"length": {"ratio", "whole"}, "entropy": {"top"}}.get(self.rule, set())
-        for key in sorted({"ratio", "top", "whole"} - used):
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} has no effect with rule = {self.rule!r}: leave it out")
-        return self
+
+GOLD = "gold"
+"""Value of `expert.path` for the task's own answers."""
 
 
 class DemonstrationConfig(Section):
     """External traces in every group (LUFFY)."""
 
-    path: str = Field(
-        default="gold", description="JSONL file of prompt and response, or `gold`: the task's own answers"
-    )
+    path: str = Field(default=GOLD, description="JSONL file of prompt and response, or `gold`: the task's own answers")
     per_group: Count = Field(default=1, description="traces in a group; they count among `trainer.samples`")
 
 
@@ -322,7 +299,7 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _companion(cls, data: Any) -> Any:
+    def _add_required_section(cls, data: Any) -> Any:
         """An objective that cannot work without a section gets it with its defaults, visible in the resolved copy."""
         if isinstance(data, Mapping) and isinstance(data.get("objective"), Mapping):
             section = REQUIRED_SECTIONS.get(str(data["objective"].get("name")))
@@ -330,22 +307,26 @@ class Config(Section):
                 return {**data, section: {}}
         return data
 
-    @model_validator(mode="after")
-    def _placed(self) -> Config:
-        if self.placement == "local" and self.ray != RayConfig():
-            raise ValueError('ray has no effect with placement = "local": leave it out or set placement = "ray"')
-        if self.placement == "ray":
-            if self.compare is not None:
-                raise ValueError('compare runs on one machine: leave it out or set placement = "local"')
-            if self.engine.workers is not None:
-                raise ValueError('engine.workers has no effect with placement = "ray": use ray.engines')
-            if (self.prefix or self.expert) and self.ray.engines > 1:
-                raise ValueError(
-                    f"[prefix] and [expert] work with one engine: leave out ray.engines = {self.ray.engines}"
-                )
-            if self.engine.type == "server" and self.ray.engines != RayConfig().engines:
-                raise ValueError('ray.engines has no effect with engine.type = "server": leave it out')
-        return self
+    @property
+    def engine_processes(self) -> int:
+        """Number of worker processes for engines.
+
+        By default one where generation runs beside training, unless the engine already has a process of its own.
+        """
+        if self.engine.type == "server":
+            return 0
+        if self.engine.workers is not None:
+            return self.engine.workers
+        has_processes = self.engine.type == "vllm" and self.engine.vllm.process == "own"
+        return 1 if self.trainer.max_lag and not has_processes else 0
+
+    @property
+    def is_async(self) -> bool:
+        """Whether each engine has a thread of its own; otherwise one engine generates in the trainer's thread."""
+        if self.prefix is not None or self.expert is not None:
+            return False
+        remote = self.engine.workers or self.engine.type == "server" or self.placement == "ray"
+        return bool(self.trainer.max_lag or remote)
 
     def dump(self) -> str:
         """The resolved recipe as TOML (absent options are left out, as TOML has no null)."""

@@ -27,7 +27,7 @@ def response(n: int, finish: FinishReason = "stop", entropy: list[float] | None 
 
 
 def rule(name: str, ratio: float = 0.5, top: int = 32, whole: bool = True) -> Rule:
-    return build(name, ratio=ratio, top=top, whole=whole)
+    return build(PrefixConfig(rule=name, ratio=ratio, top=top, whole=whole))
 
 
 @pytest.mark.parametrize(
