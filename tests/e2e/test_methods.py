@@ -40,7 +40,7 @@ METHODS = {
     "soup": ("prefix.refresh=3",),
     "oapl": ("trainer.sync_every=2", "trainer.dynamic_sampling=true", "trainer.oversample=2.0"),
     "m2po": ("trainer.sync_every=2", "trainer.minibatches=2"),
-    "luffy": ("expert.per_group=1",),
+    "luffy": ("demonstrations.per_group=1",),
 }
 TIMED = ("time/", "tokens_per_second/", "memory/")
 

@@ -22,7 +22,7 @@ class VllmConfig(Section):
     tensor_parallel: Processes = Field(default=1, description="devices one copy of the model is split over")
     quantization: str | None = Field(default=None, description="vLLM's name of a quantization of the weights")
     kv_cache_dtype: str = Field(default="auto", description="vLLM's name of the cache's type; auto: that of the engine")
-    keep_sets: bool = Field(
+    sampling_mask: bool = Field(
         default=False, description="return the set each token was drawn from, which top_k (and top_p with it) needs"
     )
 
@@ -36,7 +36,7 @@ class ServerConfig(Section):
         default=None, description="the name they serve the model under (vllm); default: what they serve first"
     )
     timeout: Seconds = Field(default=600.0, description="seconds one request may take")
-    patience: Seconds = Field(default=120.0, description="seconds to wait for a server to come back")
+    reconnect_timeout: Seconds = Field(default=120.0, description="seconds to wait for a server to come back")
     concurrency: int = Field(default=64, ge=1, le=65536, description="requests in flight at one server")
     folder: str | None = Field(
         default=None, description="where weights are handed over, seen by trainer and servers; default: /dev/shm"
@@ -73,7 +73,7 @@ class EngineConfig(Section):
         description="engines in processes of their own (embedded, vllm); default: 1 where max_lag is above 0 "
         "(0 for vllm.process = own), else 0",
     )
-    patience: float = Field(
+    hang_timeout: float = Field(
         default=900.0,
         ge=3,
         le=TIME,
@@ -110,7 +110,7 @@ class RayConfig(Section):
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         default="PACK", description="how Ray lays the actors over its nodes"
     )
-    patience: Seconds = Field(default=300.0, description="seconds to wait for resources and for an actor to start")
+    start_timeout: Seconds = Field(default=300.0, description="seconds to wait for resources and for an actor to start")
     engines: Count = Field(default=1, description="actors that sample")
     engine_cpus: NotNegative = Field(default=1.0, description="of one engine")
     engine_gpus: NotNegative = Field(default=0.0, description="of one engine, on one node")

@@ -11,7 +11,7 @@ from trimtab.errors import TrimtabError
 
 # Keys of paths, each with words that are names instead. Not `out`, which like `--out` is relative to the current
 # folder.
-FILES = {"task.path": (), "task.test_path": (), "expert.path": ("gold",), "engine.server.folder": ()}
+FILES = {"task.path": (), "task.test_path": (), "demonstrations.path": ("gold",), "engine.server.folder": ()}
 # Keys that hold a name (of a shipped model, or on the hub) or a folder.
 NAMES_OR_FOLDERS = {
     "model.path": ("smollm2-135m-instruct", "laboratory", "laboratory-moe", "laboratory-switch"),

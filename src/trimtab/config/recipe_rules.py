@@ -48,7 +48,7 @@ def _actor_without_resources(facts: Facts) -> str | None:
 
 def _single_engine_section(facts: Facts) -> str | None:
     """Returns the section that makes batches in step with training and so works with one engine."""
-    return next((name for name in ("prefix", "expert") if getattr(facts.config, name) is not None), None)
+    return next((name for name in ("prefix", "demonstrations") if getattr(facts.config, name) is not None), None)
 
 
 def _truncates(facts: Facts) -> bool:
@@ -179,14 +179,14 @@ RECIPE_RULES = (
     ),
     Rule(
         "sampling-mask-needs-top-k",
-        lambda f: f.config.engine.vllm.keep_sets and not f.config.sampling.top_k,
-        "engine.vllm.keep_sets without sampling.top_k: vLLM would return the whole vocabulary with every token; set "
-        "sampling.top_k, or leave keep_sets out",
+        lambda f: f.config.engine.vllm.sampling_mask and not f.config.sampling.top_k,
+        "engine.vllm.sampling_mask without sampling.top_k: vLLM would return the whole vocabulary with every token; "
+        "set sampling.top_k, or leave sampling_mask out",
     ),
     Rule(
         "hang-timeout-unused",
-        lambda f: f.config.engine.patience != EngineConfig().patience and not _has_engine_processes(f),
-        "engine.patience = {engine.patience:g} has no effect without engines in processes of their own: leave "
+        lambda f: f.config.engine.hang_timeout != EngineConfig().hang_timeout and not _has_engine_processes(f),
+        "engine.hang_timeout = {engine.hang_timeout:g} has no effect without engines in processes of their own: leave "
         "it out, or set engine.workers",
     ),
     Rule(
@@ -197,9 +197,9 @@ RECIPE_RULES = (
     ),
     Rule(
         "truncation-vllm",
-        lambda f: _truncates(f) and f.config.engine.type == "vllm" and not f.config.engine.vllm.keep_sets,
-        f"sampling.top_p and top_k need engine.vllm.keep_sets = true (vLLM on a GPU): {_MASS}; or set top_p = 1 and "
-        "top_k = 0",
+        lambda f: _truncates(f) and f.config.engine.type == "vllm" and not f.config.engine.vllm.sampling_mask,
+        f"sampling.top_p and top_k need engine.vllm.sampling_mask = true (vLLM on a GPU): {_MASS}; or set top_p = 1 "
+        "and top_k = 0",
     ),
     Rule(
         "workers-one-engine",
@@ -231,14 +231,15 @@ RECIPE_RULES = (
     ),
     Rule(
         "demonstrations-fill-group",
-        lambda f: f.config.expert and f.config.expert.per_group >= f.config.trainer.samples,
-        "expert.per_group = {expert.per_group} leaves no sampled response among {trainer.samples}: lower it",
+        lambda f: f.config.demonstrations and f.config.demonstrations.per_group >= f.config.trainer.samples,
+        "demonstrations.per_group = {demonstrations.per_group} leaves no sampled response among {trainer.samples}: "
+        "lower it",
     ),
     Rule(
         "demonstrations-truncation",
-        lambda f: f.config.expert and _truncates(f),
-        "[expert]: traces were not drawn from the sampler's top-p or top-k sets and could not be scored over them: set "
-        "sampling.top_p = 1 and sampling.top_k = 0",
+        lambda f: f.config.demonstrations and _truncates(f),
+        "[demonstrations]: traces were not drawn from the sampler's top-p or top-k sets and could not be scored over "
+        "them: set sampling.top_p = 1 and sampling.top_k = 0",
     ),
     Rule(
         "prefix-share-divides",
@@ -298,9 +299,9 @@ RECIPE_RULES = (
     ),
     Rule(
         "replay-demonstrations",
-        lambda f: f.config.routing.replay == "rollout" and f.config.expert,
-        'routing.replay = "rollout" needs the experts of every token, and no engine ran the traces of [expert]: leave '
-        'one of them out, or use replay = "proximal"',
+        lambda f: f.config.routing.replay == "rollout" and f.config.demonstrations,
+        'routing.replay = "rollout" needs the experts of every token, and no engine ran the traces of '
+        '[demonstrations]: leave one of them out, or use replay = "proximal"',
     ),
     Rule(
         "minibatches-exceed-prompts",

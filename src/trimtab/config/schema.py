@@ -29,7 +29,12 @@ from trimtab.config.section import (
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 # Objectives whose data or model the trainer makes from a section of its own.
-REQUIRED_SECTIONS = {"token-alp": "perturbation", "seq-alp": "perturbation", "soup": "prefix", "luffy": "expert"}
+REQUIRED_SECTIONS = {
+    "token-alp": "perturbation",
+    "seq-alp": "perturbation",
+    "soup": "prefix",
+    "luffy": "demonstrations",
+}
 
 # The keys that choose a part, each with the sections that belong to the part.
 NAMES = {"objective.name": ("objective", "advantage", *sorted({*REQUIRED_SECTIONS.values()})), "task.name": ("task",)}
@@ -188,7 +193,7 @@ class PrefixConfig(Section):
 
 
 GOLD = "gold"
-"""Value of `expert.path` for the task's own answers."""
+"""Value of `demonstrations.path` for the task's own answers."""
 
 
 class DemonstrationConfig(Section):
@@ -281,7 +286,7 @@ class Config(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     perturbation: PerturbationConfig | None = None
     prefix: PrefixConfig | None = None
-    expert: DemonstrationConfig | None = None
+    demonstrations: DemonstrationConfig | None = None
     engine: EngineConfig = EngineConfig()
     routing: RoutingConfig = RoutingConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -323,7 +328,7 @@ class Config(Section):
     @property
     def is_async(self) -> bool:
         """Whether each engine has a thread of its own; otherwise one engine generates in the trainer's thread."""
-        if self.prefix is not None or self.expert is not None:
+        if self.prefix is not None or self.demonstrations is not None:
             return False
         remote = self.engine.workers or self.engine.type == "server" or self.placement == "ray"
         return bool(self.trainer.max_lag or remote)

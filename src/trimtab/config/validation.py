@@ -22,7 +22,7 @@ def _is_one_process(facts: Facts) -> bool:
 
 
 def _is_missing_file(facts: Facts) -> bool:
-    section = facts.config.expert
+    section = facts.config.demonstrations
     return section is not None and section.path != GOLD and not Path(section.path).is_file()
 
 
@@ -49,7 +49,7 @@ _OBJECTIVE_RULES = (
     Rule(
         "demonstrations-file",
         _is_missing_file,
-        "expert.path = {expert.path!r}: there is no such file",
+        "demonstrations.path = {demonstrations.path!r}: there is no such file",
     ),
     Rule(
         "perturbation-needs-behavior",
@@ -63,8 +63,8 @@ _OBJECTIVE_RULES = (
     ),
     Rule(
         "demonstrations-need-off-policy",
-        lambda f: f.config.expert and "off_policy" not in f.objective.needs,
-        "[expert] needs an objective for tokens without a behavior policy (luffy), not {objective.name!r}",
+        lambda f: f.config.demonstrations and "off_policy" not in f.objective.needs,
+        "[demonstrations] needs an objective for tokens without a behavior policy (luffy), not {objective.name!r}",
     ),
     Rule(
         "prefix-single-behavior",

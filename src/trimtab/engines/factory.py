@@ -76,7 +76,7 @@ def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
         trainer_threads, threads = split_threads(torch.get_num_threads(), count, beside=bool(config.trainer.max_lag))
         torch.set_num_threads(trainer_threads)
     spec = engine_spec(config, folder)
-    patience = config.engine.patience
+    patience = config.engine.hang_timeout
     return [ProcessEngine(spec, threads=threads, devices=names, patience=patience) for names in devices]
 
 

@@ -49,7 +49,8 @@ class Demonstrations:
         """
         if not sampling.stop and tokenizer.eos_token_id is None:
             raise TrimtabError(
-                f"[expert]: task {task.name!r} has no stop string and the tokenizer no end token: give the task a stop"
+                f"[demonstrations]: task {task.name!r} has no stop string and the tokenizer no end token: give the "
+                "task a stop"
             )
         if config.path == GOLD:
             return cls(lambda problem: (task.gold(problem),) if problem.answer else (), tokenizer, sampling, context)

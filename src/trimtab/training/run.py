@@ -280,7 +280,7 @@ def _build_learner(
 
 
 def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engine: Engine) -> Collector:
-    sampling, prefix, expert = sampling_params(config, parts.task), config.prefix, config.expert
+    sampling, prefix, expert = sampling_params(config, parts.task), config.prefix, config.demonstrations
     context = getattr(loaded.model.config, "max_position_embeddings", None)
     contexts = (context, config.engine.vllm.context, getattr(engine, "context", None))
     samples, room = config.trainer.samples, prompt_room(config, sampling, contexts)

@@ -14,7 +14,7 @@ from trimtab.training.run import check
 
 SERVER = "engine.type=server engine.server.urls=['http://a:1']"
 VLLM = "engine.type=vllm"
-SETS = f"{VLLM} engine.vllm.keep_sets=true"
+SETS = f"{VLLM} engine.vllm.sampling_mask=true"
 SOUP, LUFFY, RAY = "objective.name=soup", "objective.name=luffy objective.length_max=11", "placement=ray"
 INVARIANT, REPLAY = "numerics=invariant", "routing.replay=rollout"
 
@@ -70,20 +70,23 @@ BROKEN = {
         (f"{SETS} sampling.top_p=0.9", "set sampling.top_k"),
     ],
     "hang-timeout-unused": [
-        ("engine.patience=60.0", "engine.patience = 60 has no effect without engines in processes of their own"),
-        (f"{SERVER} engine.patience=60.0 trainer.max_lag=2", "engine.patience = 60"),
+        (
+            "engine.hang_timeout=60.0",
+            "engine.hang_timeout = 60 has no effect without engines in processes of their own",
+        ),
+        (f"{SERVER} engine.hang_timeout=60.0 trainer.max_lag=2", "engine.hang_timeout = 60"),
     ],
     "truncation-servers": [
         (f"{SERVER} sampling.top_p=0.9", "servers, which do not return keep sets (without the sets each token"),
         (f"{SERVER} sampling.top_k=20", "by the mass that was cut): set top_p = 1"),
     ],
     "truncation-vllm": [
-        (f"{VLLM} sampling.top_p=0.9", "engine.vllm.keep_sets = true"),
+        (f"{VLLM} sampling.top_p=0.9", "engine.vllm.sampling_mask = true"),
         (f"{VLLM} sampling.top_k=20", "by the mass that was cut; or set top_p = 1"),
     ],
     "workers-one-engine": [
         (f"{SOUP} engine.workers=2", "[prefix] works with one engine: leave engine.workers out"),
-        (f"{LUFFY} engine.workers=2", "[expert] works with one engine"),
+        (f"{LUFFY} engine.workers=2", "[demonstrations] works with one engine"),
     ],
     "invariant-embedded-only": [
         (f"{INVARIANT} {VLLM}", "needs engine.type = \"embedded\": kernels of 'vllm'"),
@@ -95,7 +98,9 @@ BROKEN = {
     ],
     "invariant-no-quantization": [(f"{INVARIANT} engine.quantize=int4", "nothing to keep equal")],
     "invariant-no-lora": [(f"{INVARIANT} model.lora.rank=4", "trains whole weights")],
-    "demonstrations-fill-group": [(f"{LUFFY} expert.per_group=8", "per_group = 8 leaves no sampled response among 8")],
+    "demonstrations-fill-group": [
+        (f"{LUFFY} demonstrations.per_group=8", "per_group = 8 leaves no sampled response among 8")
+    ],
     "demonstrations-truncation": [
         (f"{LUFFY} sampling.top_p=0.9", "set sampling.top_p = 1 and sampling.top_k = 0"),
         (f"{LUFFY} sampling.top_k=5", "could not be scored over them"),
@@ -119,7 +124,7 @@ BROKEN = {
     ],
     "lag-sync-only": [
         (f"{SOUP} prefix.refresh=2 trainer.max_lag=2", "[prefix] makes its batches in step with training"),
-        (f"{LUFFY} trainer.max_lag=2", "[expert] makes its batches in step"),
+        (f"{LUFFY} trainer.max_lag=2", "[demonstrations] makes its batches in step"),
     ],
     "lag-below-one-step": [
         ("trainer.max_lag=3 trainer.minibatches=2 trainer.epochs=2", "less than the 4 updates of a step"),
@@ -129,13 +134,13 @@ BROKEN = {
         (f"{REPLAY} {SERVER}", "servers return none"),
         (f"{REPLAY} {VLLM}", "vLLM returns them on GPUs only"),
     ],
-    "replay-demonstrations": [(f"{REPLAY} {LUFFY}", "no engine ran the traces of [expert]")],
+    "replay-demonstrations": [(f"{REPLAY} {LUFFY}", "no engine ran the traces of [demonstrations]")],
     "minibatches-exceed-prompts": [("trainer.minibatches=17", "minibatches = 17 is more than trainer.prompts = 16")],
     "sharding-one-process": [
         ("sharding.offload=true", "[sharding] has no effect with one process: start several"),
         (f"{RAY} sharding.reshard=false", "or set ray.trainers"),
     ],
-    "demonstrations-file": [(f"{LUFFY} expert.path=absent.jsonl", "absent.jsonl': there is no such file")],
+    "demonstrations-file": [(f"{LUFFY} demonstrations.path=absent.jsonl", "absent.jsonl': there is no such file")],
     "perturbation-needs-behavior": [
         ("objective.name=dapo perturbation.std=0.1", "[perturbation] needs an objective over the behavior policy"),
     ],
@@ -144,7 +149,7 @@ BROKEN = {
         ("objective.name=another prefix.share=1 objective.name=token-tis", "not 'token-tis'"),
     ],
     "demonstrations-need-off-policy": [
-        ("objective.name=grpo expert.path=gold", "[expert] needs an objective for tokens")
+        ("objective.name=grpo demonstrations.path=gold", "[demonstrations] needs an objective for tokens")
     ],
     "prefix-single-behavior": [("objective.name=oapl prefix.share=1", "'oapl' needs one behavior policy per sample")],
     "value-beta-unused": [("advantage.value_beta=1.0", "value_beta has no effect on objective 'token-tis'")],
@@ -182,10 +187,10 @@ ACCEPTED = [
     f"{SOUP} prefix.rule=entropy prefix.top=4",
     f"{SOUP} prefix.refresh=1 engine.workers=1",
     f"{SOUP} trainer.sync_every=1",
-    f"{LUFFY} engine.workers=0 expert.per_group=7",
-    "engine.patience=60.0 engine.workers=1",
-    "engine.patience=60.0 trainer.max_lag=2",
-    f"engine.patience=60.0 {RAY}",
+    f"{LUFFY} engine.workers=0 demonstrations.per_group=7",
+    "engine.hang_timeout=60.0 engine.workers=1",
+    "engine.hang_timeout=60.0 trainer.max_lag=2",
+    f"engine.hang_timeout=60.0 {RAY}",
     f"{RAY} ray.trainers=2 sharding.offload=true",
     "sampling.top_p=0.9 sampling.top_k=20",
     "sampling.top_p=0.9 engine.workers=1",

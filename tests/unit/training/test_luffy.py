@@ -51,7 +51,7 @@ def recipe(**trainer: object) -> Config:
 
 def feed(scorer: rewards.Scorer, config: Config) -> SyncSource:
     """Sampled responses are always "99." (two digits: wrong), traces are gold answers."""
-    experts = Demonstrations.load(config.expert, TASK, TOKENIZER, SAMPLING, 64)
+    experts = Demonstrations.load(config.demonstrations, TASK, TOKENIZER, SAMPLING, 64)
     stream = PromptStream(TASK, TOKENIZER, seed=0)
     script = {item.problem.id: ["99."] for item in PromptStream(TASK, TOKENIZER, seed=0).take(64)}
     engine = FakeEngine(script, tokenizer=TOKENIZER)

@@ -150,7 +150,7 @@ def _can_change_placement(saved: Config, config: Config) -> bool:
 def _result_affecting_keys(config: Config) -> dict[str, Any]:
     """Dotted keys and values that affect results; `trainer.steps` is one of them only for the cosine schedule."""
     free: dict[str, Any] = dict.fromkeys(KEYS_FREE_TO_CHANGE, True)
-    free["engine"] = {"patience": True, "server": {"urls", "timeout", "patience", "concurrency", "folder"}}
+    free["engine"] = {"hang_timeout": True, "server": {"urls", "timeout", "reconnect_timeout", "concurrency", "folder"}}
     data = config.model_dump(mode="json", exclude=free)
     del data["trainer"]["max_idle_steps"]
     if config.optim.schedule != "cosine":
