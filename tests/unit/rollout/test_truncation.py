@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.config import PrefixConfig
 from trimtab.errors import TrimtabError
 from trimtab.rollout.truncation import Rule, before_high_entropy, build, prefix_tokens
 from trimtab.types import Completion, FinishReason, cut
