@@ -1,7 +1,7 @@
-"""All recipe sections with keys, defaults and validators, as frozen pydantic models. Imports no torch.
+"""All recipe sections with keys, defaults and ranges, as frozen pydantic models. Imports no torch.
 
-Sections that belong to a named part (`[objective]`, `[task]`, `[[reward]]`) carry that part's own keywords; the
-part checks them when it is built, which happens before any model is loaded. Every other unknown key is refused here.
+Sections of a named part (`[objective]`, `[task]`, `[[reward]]`) contain that part's keywords; the part checks them when
+it is built, before any model is loaded. Every other unknown key is an error.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ REQUIRED_SECTIONS = {
     "luffy": "demonstrations",
 }
 
-# The keys that choose a part, each with the sections that belong to the part.
-NAMES = {"objective.name": ("objective", "advantage", *sorted({*REQUIRED_SECTIONS.values()})), "task.name": ("task",)}
+# Keys that name a part, each with the sections that belong to the part.
+DEPENDENT_SECTIONS = {
+    "objective.name": ("objective", "advantage", *sorted({*REQUIRED_SECTIONS.values()})),
+    "task.name": ("task",),
+}
 
 
 class LoraConfig(Section):
@@ -148,14 +151,16 @@ class TrainerConfig(Section):
     samples: Count = Field(default=8, description="responses to a prompt; together they are a group")
     minibatches: Count = Field(default=1, description="optimizer updates per epoch of a batch")
     epochs: Count = Field(default=1, description="passes over a batch")
-    sync_every: Count | None = Field(default=None, description="updates between publications; default: every step")
+    sync_every: Count | None = Field(
+        default=None, description="updates between weight updates of the engine; default: every step"
+    )
     max_lag: Whole | None = Field(
         default=None,
-        description="largest allowed age of a consumed token, in updates; above 0 generation runs beside training",
+        description="largest allowed age of a consumed token, in updates; above 0 generation is asynchronous",
     )
     in_flight: Literal["finish", "discard", "continue"] = Field(
         default="finish",
-        description="what becomes of responses still being written when new weights come (max_lag above 0)",
+        description="what happens to unfinished responses when new weights come (max_lag above 0)",
     )
     micro_batch_tokens: Count = Field(default=2048, description="token budget of one forward and backward")
     dynamic_sampling: bool = Field(default=False, description="replace groups whose rewards are all equal (DAPO)")
@@ -182,7 +187,7 @@ class PerturbationConfig(Section):
 
 
 class PrefixConfig(Section):
-    """Responses that an older policy begins and the current one completes (SOUP)."""
+    """Responses whose prefix is from an older policy and the rest from the current one (SOUP)."""
 
     rule: str = Field(default="length", description="`length`, `entropy`, or a user's own `module:function`")
     ratio: float = Field(default=0.5, ge=0, lt=1, description="share of the response the prefix keeps (length rule)")
@@ -210,7 +215,7 @@ class DiagnoseConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """From the rewards of a group to advantages."""
+    """How the rewards of a group become advantages."""
 
     kind: Literal["grpo", "dr-grpo", "rloo", "optimal"] | None = Field(
         default=None, description="default: the kind the objective expects"
@@ -234,7 +239,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """What a run writes beside metrics.jsonl."""
+    """What a run writes in addition to metrics.jsonl."""
 
     trajectories_every: Whole = Field(default=1, description="steps between trajectory files; 0: none")
     tensorboard: bool = Field(
@@ -253,7 +258,7 @@ class SftConfig(Section):
 
 
 class ShardingConfig(Section):
-    """How the trained model is spread over the ranks of torchrun (FSDP2); one process shards nothing."""
+    """How the trained model is sharded over the ranks (FSDP2); not for one process."""
 
     offload: bool = Field(
         default=False, description="parameters, gradients and optimizer state wait in CPU memory (several ranks)"
@@ -262,7 +267,7 @@ class ShardingConfig(Section):
 
 
 class CompareConfig(Section):
-    """When present, `trimtab train` runs every objective with every seed and draws them side by side."""
+    """If present, `trimtab train` trains every objective with every seed and compares them on one page."""
 
     objectives: list[str] = Field(min_length=1, description="names of objectives, each with its own defaults")
     seeds: list[int] = Field(min_length=1, description="seeds of the runs of each objective")
@@ -272,7 +277,7 @@ class CompareConfig(Section):
 class Config(Section):
     """A whole run. The resolved copy is saved as `config.toml` in the run directory."""
 
-    seed: int = Field(default=0, ge=0, lt=2**63, description="of everything that is drawn")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="of all random numbers")
     out: str | None = Field(default=None, description="run directory; default: runs/<recipe>")
     description: str = Field(default="", description="one line, shown by `trimtab recipes`")
     numerics: Literal["native", "invariant"] = Field(
@@ -305,7 +310,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _add_required_section(cls, data: Any) -> Any:
-        """An objective that cannot work without a section gets it with its defaults, visible in the resolved copy."""
+        """Adds the section that the objective needs, with its defaults, so that the resolved copy shows it."""
         if isinstance(data, Mapping) and isinstance(data.get("objective"), Mapping):
             section = REQUIRED_SECTIONS.get(str(data["objective"].get("name")))
             if section is not None and data.get(section) is None:
