@@ -14,7 +14,6 @@ import pytest
 from tests.support.processes import words
 
 from trimtab.config import Config, load_config
-from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
@@ -130,24 +129,3 @@ def test_killed_trainers_and_engines_lose_nothing_and_use_nothing_twice(tmp_path
     assert (state["consumed"], state["drawn"]) == (STEPS * PROMPTS, STEPS * PROMPTS)
     assert not state["dropped"]
     assert not state["unfinished"]
-
-
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("objective.name=dapo", "never reads their log-probs"),
-        ("trainer.minibatches=4 trainer.epochs=2", "less than the 8 updates"),
-        ("trainer.oversample=1.5", "oversample has no effect"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_before_anything_is_loaded(override: str, named: str, tmp_path: Path) -> None:
-    words = override.split()
-    config = load_config("laboratory", (*SMALL, *words)) if "dapo" not in override else _dapo()
-    with pytest.raises(TrimtabError, match=named):
-        train(config, out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def _dapo() -> Config:
-    data = recipe().model_dump(exclude_none=True)
-    return load_config(data | {"objective": {"name": "dapo"}})

@@ -225,7 +225,7 @@ def test_a_run_is_evaluated_from_anywhere(place: Path, tmp_path: Path) -> None:
 
 
 def test_a_server_that_does_not_answer_is_waited_for_aloud(place: Path) -> None:
-    words = ["engine.type=server", 'engine.server.urls=["http://127.0.0.1:9"]', "engine.server.patience=1"]
+    words = ["engine.type=server", 'engine.server.urls=["http://127.0.0.1:9"]', "engine.server.reconnect_timeout=1"]
     sets = [word for change in words for word in ("--set", change)]
     done = trimtab("train", "small.toml", *sets, "--out", "runs/alone", cwd=place)
     assert done.returncode == 2

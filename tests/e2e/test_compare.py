@@ -137,7 +137,7 @@ def test_more_seeds_are_added_and_a_changed_setting_is_refused(whole: Path) -> N
 
 def test_a_diverged_run_is_a_result_and_a_failed_one_does_not_stop_the_others(tmp_path: Path) -> None:
     (tmp_path / "gone.jsonl").write_text(json.dumps({"prompt": "1=", "response": "1."}) + "\n")
-    methods = ("dapo", f"luffy:expert.path={tmp_path / 'gone.jsonl'}", "token-bypass:optim.lr=1e30")
+    methods = ("dapo", f"luffy:demonstrations.path={tmp_path / 'gone.jsonl'}", "token-bypass:optim.lr=1e30")
     done = run(tmp_path / "out", "--methods", *methods, "--seeds", "1", "--regimes", "on-policy", *TINY, "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 1

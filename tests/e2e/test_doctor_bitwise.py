@@ -45,7 +45,7 @@ def test_the_bundled_model_is_equal_in_every_operation() -> None:
 
 
 def test_a_recipe_in_other_numerics_and_a_worker_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer(capsys, 0, *INVARIANT, "--set", "engine.workers=1", "--set", "engine.patience=60")["ok"]
+    assert answer(capsys, 0, *INVARIANT, "--set", "engine.workers=1", "--set", "engine.hang_timeout=60")["ok"]
     found = answer(capsys, 1, "laboratory")["difference"]
     assert (found["kind"], found["layer"], found["half"]) == ("attention", 0, "output")
 

@@ -79,7 +79,7 @@ PLANS = {
     "trimtab train token-alp --set perturbation.layers=0-9 --set perturbation.std=1e-3 --out runs/alp-low-layers": Plan(
         f"{LABORATORY} --set perturbation.layers=0-1", leaves=("runs/alp-low-layers/report.html",)
     ),
-    "trimtab train luffy --set expert.path=traces.jsonl": Plan(
+    "trimtab train luffy --set demonstrations.path=traces.jsonl": Plan(
         LABORATORY, needs=("traces",), leaves=("runs/luffy/report.html",)
     ),
     "trimtab train oapl --set base=laboratory --set trainer.steps=400 --set trainer.sync_every=32": Plan(

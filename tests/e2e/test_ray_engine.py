@@ -43,7 +43,7 @@ SAMPLING = Sampling(max_tokens=12, stop=(".",))
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    places = ["placement=ray", "ray.engines=2", "ray.rewards=2", "ray.shard_mib=1", "ray.patience=60"]
+    places = ["placement=ray", "ray.engines=2", "ray.rewards=2", "ray.shard_mib=1", "ray.start_timeout=60"]
     return load_config("laboratory", places)
 
 
@@ -85,7 +85,7 @@ def prompts(config: Config, model: tuple[Any, Path]) -> list[Prompt]:
 
 
 def test_resources_that_are_not_there_are_named(seats: ActorSlots, config: Config) -> None:  # noqa: ARG001  # connected
-    large = config.model_copy(update={"ray": config.ray.model_copy(update={"trainers": 9, "patience": 0.5})})
+    large = config.model_copy(update={"ray": config.ray.model_copy(update={"trainers": 9, "start_timeout": 0.5})})
     told = r"9 trainers of 1 CPU, 0 GPU; 2 engines of 1 CPU, 0 GPU; 2 rewards of 1 CPU.*it has 8 CPU, 0 GPU in all"
     with pytest.raises(TrimtabError, match=told), reserved(large):
         pass
@@ -235,7 +235,7 @@ def test_a_stopped_actor_is_given_up_and_its_successor_takes_its_seat(
         "generate": lambda: engine.generate(prompts, 256, long, seed=9, interrupt=Stop(pid)),
         "publish": lambda: engine.publish(published, 2),
     }
-    with pytest.raises(EngineDeadError, match=rf"^process {pid} on .*no sign of life for 3 s \(engine.patience\)$"):
+    with pytest.raises(EngineDeadError, match=rf"^process {pid} on .*no sign of life for 3 s \(engine.hang_timeout\)$"):
         calls[doing]()
     monkeypatch.undo()
     engine.recover()

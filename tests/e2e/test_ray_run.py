@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS, PROMPTS, SAMPLES, MAX_LAG = 8, 4, 4, 2
 SMALL = [
-    *("placement=ray", "ray.patience=90", f"trainer.steps={STEPS}", f"trainer.prompts={PROMPTS}"),
+    *("placement=ray", "ray.start_timeout=90", f"trainer.steps={STEPS}", f"trainer.prompts={PROMPTS}"),
     *(f"trainer.samples={SAMPLES}", f"trainer.max_lag={MAX_LAG}", "eval.problems=4", "eval.every=0"),
     *("checkpoint.every=1", "checkpoint.keep=99", "log.trajectories_every=1"),
 ]

@@ -67,7 +67,7 @@ def engine_over(
     laboratory: LoadedModel, served: Sequence[Served], folder: Path | None = None, **options: Any
 ) -> ServerEngine:
     """With the laboratory's own weights, published as version 0."""
-    settings = {"urls": [one.url for one in served], "kind": served[0].kind, "patience": 30.0, "timeout": 60.0}
+    settings = {"urls": [one.url for one in served], "kind": served[0].kind, "reconnect_timeout": 30.0, "timeout": 60.0}
     settings |= {"folder": None if folder is None else str(folder)}
     config = EngineConfig.model_validate({"type": "server", "dtype": "float32", "server": settings | options})
     engine = ServerEngine(config.server.urls, laboratory.tokenizer, config, laboratory_folder())
@@ -300,7 +300,7 @@ class TestKills:
         self, laboratory: LoadedModel, servers: list[Served], prompts: list[Prompt], newer: bool
     ) -> None:
         alone = servers[0]
-        engine = engine_over(laboratory, [alone], concurrency=2, patience=1.0)
+        engine = engine_over(laboratory, [alone], concurrency=2, reconnect_timeout=1.0)
         alone.behave(after=6)
         with ThreadPoolExecutor() as pool:
             call = self.call(engine, prompts, pool)
@@ -358,12 +358,12 @@ class TestKills:
 
     @pytest.mark.filterwarnings("ignore:waiting up to")
     def test_patience_ends(self, laboratory: LoadedModel, servers: list[Served]) -> None:
-        engine = engine_over(laboratory, servers[:1], patience=0.3)
+        engine = engine_over(laboratory, servers[:1], reconnect_timeout=0.3)
         servers[0].kill()
         with pytest.raises(TrimtabError, match=r"1 of 1 inference servers did not answer within 0\.3 s"):
             engine.recover()
         with pytest.raises(TrimtabError, match="start them, or raise"):
-            engine_over(laboratory, servers[:1], patience=0.3)
+            engine_over(laboratory, servers[:1], reconnect_timeout=0.3)
 
 
 def test_truncated_sampling_is_refused(laboratory: LoadedModel, servers: list[Served], prompts: list[Prompt]) -> None:

@@ -42,7 +42,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
 
 def recipe(servers: list[Served], *overrides: str) -> Config:
     urls = ", ".join(f'"{one.url}"' for one in servers)
-    engine = ("engine.type=server", f"engine.server.urls=[{urls}]", "engine.server.patience=30.0")
+    engine = ("engine.type=server", f"engine.server.urls=[{urls}]", "engine.server.reconnect_timeout=30.0")
     return load_config("laboratory", (*SMALL, *engine, *overrides))
 
 

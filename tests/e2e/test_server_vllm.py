@@ -93,7 +93,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
 @pytest.fixture(scope="module")
 def engine(process: tuple[subprocess.Popen[bytes], str], smollm: LoadedModel) -> Iterator[ServerEngine]:
     config = EngineConfig.model_validate(
-        {"type": "server", "dtype": "float32", "server": {"urls": [process[1]], "patience": 400.0}}
+        {"type": "server", "dtype": "float32", "server": {"urls": [process[1]], "reconnect_timeout": 400.0}}
     )
     engine = ServerEngine(config.server.urls, smollm.tokenizer, config, bundled.folder(), notify=print)
     yield engine
@@ -190,7 +190,7 @@ def test_an_interrupted_call_goes_on_under_new_weights(
 def test_a_killed_server_is_lost(
     process: tuple[subprocess.Popen[bytes], str], engine: ServerEngine, prompts: list[Prompt]
 ) -> None:
-    engine._settings = engine._settings.model_copy(update={"patience": 1.0})  # nobody starts it again
+    engine._settings = engine._settings.model_copy(update={"reconnect_timeout": 1.0})  # nobody starts it again
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(engine.generate, prompts, 2, replace(FORCED, max_tokens=400), seed=9)
         wait_for_tokens(process[1], 40)

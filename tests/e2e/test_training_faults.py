@@ -139,20 +139,6 @@ def test_the_best_checkpoint_is_saved_when_it_is_measured(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("eval.best=eval/typo/greedy", "eval/typo/greedy"),
-        ("advantage.kind=optimal", "optimal"),
-        ("trainer.minibatches=99", "minibatches = 99"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_is_loaded(override: str, named: str, tmp_path: Path) -> None:
-    with pytest.raises(TrimtabError, match=named):
-        train(recipe(override), out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
     "override", ["optim.betas=[1.5,2]", "optim.lr=inf", "trainer.steps=true", "advantage.kind=foo"]
 )
 def test_values_of_a_wrong_kind_are_refused(override: str) -> None:

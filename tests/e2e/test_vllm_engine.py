@@ -216,7 +216,7 @@ def test_keep_sets_travel_with_their_tokens(engine: Any, monkeypatch: pytest.Mon
         found = real(output)
         return dataclasses.replace(found, kept=[[90, int(token), 2] for token in found.ids])
 
-    wanted = engine._config.vllm.model_copy(update={"keep_sets": True})
+    wanted = engine._config.vllm.model_copy(update={"sampling_mask": True})
     monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"vllm": wanted}))
     with pytest.raises(TrimtabError, match="without the set it was drawn from"):
         engine.generate(prompts([5]), 1, sampling, seed=0)
@@ -228,7 +228,7 @@ def test_keep_sets_travel_with_their_tokens(engine: Any, monkeypatch: pytest.Mon
 
 
 def test_keep_sets_need_a_gpu(engine: Any) -> None:
-    wanted = engine._config.vllm.model_copy(update={"keep_sets": True})
+    wanted = engine._config.vllm.model_copy(update={"sampling_mask": True})
     with pytest.raises(TrimtabError, match="needs a GPU"):
         setup.arguments("anywhere", engine._config.model_copy(update={"vllm": wanted}))
 

@@ -79,12 +79,6 @@ def test_a_recipe_that_trains_several_runs_is_for_the_command_line(tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-def test_one_response_to_a_prompt_teaches_nothing_and_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TrimtabError, match=r"trainer.samples = 1 .*'grpo' compares the responses"):
-        train(load_config("laboratory", [*SMALL, "trainer.samples=1"]), out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_run_that_learns_nothing_stops_and_resuming_it_goes_on_counting(tmp_path: Path) -> None:
     changes = [*SMALL, "sampling.max_tokens=1", "trainer.steps=9", "trainer.max_idle_steps=3"]
     notes, run = Notes(), tmp_path / "run"

@@ -204,7 +204,9 @@ def test_a_stopped_process_is_given_up(engine: ProcessEngine, monkeypatch: pytes
         "generate": lambda: engine.generate(ASKED, 64, FREE, seed=3, interrupt=Stop(pid)),
         "publish": lambda: engine.publish(laboratory.build(1)[0].named_parameters(), version=6),
     }
-    with pytest.raises(EngineDeadError, match=rf"gave no sign of life for 2 s \(engine.patience\).* during {doing}$"):
+    with pytest.raises(
+        EngineDeadError, match=rf"gave no sign of life for 2 s \(engine.hang_timeout\).* during {doing}$"
+    ):
         calls[doing]()
     assert gone(pid)
     monkeypatch.undo()  # a new process needs its time to start

@@ -43,7 +43,7 @@ class Killer(NullObserver):
 
 def numbers(out: Path, workers: int, observer: NullObserver | None = None) -> list[dict[str, Any]]:
     overrides = [f"engine.workers={workers}", "trainer.steps=3", "trainer.prompts=4", "trainer.samples=4"]
-    overrides += ["engine.patience=8"] * workers
+    overrides += ["engine.hang_timeout=8"] * workers
     config = load_config("laboratory", [*overrides, "eval.problems=16", "checkpoint.every=0"])
     train(config, out=out, observer=observer)
     return [

@@ -42,7 +42,7 @@ def train(
     check(config).scorer.close()
     stop = Stop()
     with stop.signals(), connected(config.ray), reserved(config) as seats, _started(seats) as ranks:
-        meeting = _meeting(ranks[0], config.ray.patience)
+        meeting = _meeting(ranks[0], config.ray.start_timeout)
         arguments = (config.dump(), str(Path.cwd()), str(run), resume, meeting, seats, provenance.command())
         runs = [rank.train.remote(*arguments) for rank in ranks]
         with stop.finishing():

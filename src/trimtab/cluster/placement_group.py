@@ -75,20 +75,20 @@ def reserved(config: Config) -> Iterator[ActorSlots]:
     """The seats of a run, all or none; removing the group at the end also ends every actor still in it.
 
     Raises:
-        TrimtabError: the cluster does not have the resources within `ray.patience` seconds.
+        TrimtabError: the cluster does not have the resources within `ray.start_timeout` seconds.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
     group = placement_group(bundles(config), strategy=config.ray.strategy)
     try:
-        if not group.wait(config.ray.patience):
+        if not group.wait(config.ray.start_timeout):
             wanted = [
                 f"{count} {kind} of {cpus:g} CPU, {gpus:g} GPU" for kind, (count, cpus, gpus) in _kinds(config).items()
             ]
             cpus, gpus = (ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU"))
             raise TrimtabError(
-                f"the cluster did not give {'; '.join(wanted)} within {config.ray.patience:g} s "
+                f"the cluster did not give {'; '.join(wanted)} within {config.ray.start_timeout:g} s "
                 f"({config.ray.strategy}); it has {cpus:g} CPU, {gpus:g} GPU in all: lower [ray], add nodes, or wait "
                 "for other jobs"
             )

@@ -45,7 +45,7 @@ class RayEngine:
         self._seat = seat
         self._publisher = publisher
         self.patience = patience
-        self._start_patience = config.patience
+        self._start_patience = config.start_timeout
         self._limit = config.shard_mib << 20
         self._calls = 0
         self._host: Any = None
@@ -108,7 +108,7 @@ class RayEngine:
         """A new actor in the seat of the dead one, without weights; where it lives, nothing.
 
         Raises:
-            EngineDeadError: the new actor was lost too, or did not start within `ray.patience` seconds.
+            EngineDeadError: the new actor was lost too, or did not start within `ray.start_timeout` seconds.
             TrimtabError: the engine was closed.
         """
         if self._host is None:
@@ -165,7 +165,7 @@ class RayEngine:
                 sign, asked = host.sign.remote(), now
             if now - since > self.patience:
                 end(host)
-                raise ActorLost(f"it gave no sign of life for {self.patience:g} s (engine.patience)")
+                raise ActorLost(f"it gave no sign of life for {self.patience:g} s (engine.hang_timeout)")
         return ask(answer)
 
     @contextlib.contextmanager
@@ -187,10 +187,10 @@ def build_engines(config: Config, spec: Mapping[str, Any], seats: Sequence[Actor
     """One engine in each seat, all started.
 
     Raises:
-        TrimtabError: an engine cannot be built there, or its actor did not start within `ray.patience` seconds.
+        TrimtabError: an engine cannot be built there, or its actor did not start within `ray.start_timeout` seconds.
     """
     publisher = Publisher(getattr(torch, config.engine.dtype), config.ray.shard_mib << 20)
-    engines = [RayEngine(spec, seat, publisher, config.ray, config.engine.patience) for seat in seats]
+    engines = [RayEngine(spec, seat, publisher, config.ray, config.engine.hang_timeout) for seat in seats]
     for engine in engines:
         engine.wait()
     return engines

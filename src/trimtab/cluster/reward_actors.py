@@ -50,7 +50,7 @@ class RayScorer(Scorer):
         self.rewards = tuple(weighted)
         self._recipe = config.dump()
         self._folder = folder
-        self._patience = config.ray.patience
+        self._patience = config.ray.start_timeout
         self._seats = list(seats)
         self._hosts: list[Any] = [seat.start(RewardHost) for seat in seats]
         self._begin(*range(len(self._hosts)))

@@ -3,6 +3,7 @@
 from trimtab.config.engine_sections import CanaryConfig, EngineConfig, RayConfig, ServerConfig, VllmConfig
 from trimtab.config.recipes import load_config, parse_config, parse_override, recipe_names
 from trimtab.config.schema import (
+    GOLD,
     REQUIRED_SECTIONS,
     Config,
     DemonstrationConfig,
@@ -16,6 +17,7 @@ from trimtab.config.schema import (
 )
 
 __all__ = [
+    "GOLD",
     "REQUIRED_SECTIONS",
     "CanaryConfig",
     "Config",

@@ -9,9 +9,9 @@ from typing import Any
 
 from trimtab.errors import TrimtabError
 
-# Keys of paths, each with words that are names instead. Not `out`, which like `--out` is relative to the current
-# folder.
-FILES = {"task.path": (), "task.test_path": (), "expert.path": ("gold",), "engine.server.folder": ()}
+# Keys of paths, each with values that are names instead. `out` is missing because it is relative to the current folder,
+# like `--out`.
+PATH_KEYS = {"task.path": (), "task.test_path": (), "demonstrations.path": ("gold",), "engine.server.folder": ()}
 # Keys that hold a name (of a shipped model, or on the hub) or a folder.
 NAMES_OR_FOLDERS = {
     "model.path": ("smollm2-135m-instruct", "laboratory", "laboratory-moe", "laboratory-switch"),
@@ -19,7 +19,7 @@ NAMES_OR_FOLDERS = {
 }
 
 
-def located(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def resolve_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Returns a recipe's `data` with absolute paths; relative ones are resolved against `folder`.
 
     A model or data set is a folder if it begins with `/`, `.` or `~`, has more than one `/`, or exists as a folder; any
@@ -27,20 +27,20 @@ def located(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     because tasks other than `hf` have data sets that are no files.
     """
     resolved = dict(data)
-    for key, names in {**FILES, **NAMES_OR_FOLDERS}.items():
-        value = _at(resolved, key.split("."))
-        if isinstance(value, str) and value not in names and (key in FILES or _is_folder(key, value, folder)):
-            resolved = _with(resolved, key.split("."), str(_absolute(value, folder)))
+    for key, names in {**PATH_KEYS, **NAMES_OR_FOLDERS}.items():
+        value = _value_at(resolved, key.split("."))
+        if isinstance(value, str) and value not in names and (key in PATH_KEYS or _is_folder(key, value, folder)):
+            resolved = _with_value(resolved, key.split("."), str(_absolute(value, folder)))
     return resolved
 
 
-def located_at(key: str, value: Any, folder: Path) -> Any:
-    """Returns the value of one dotted key with an absolute path, as `located` does."""
+def resolve_path(key: str, value: Any, folder: Path) -> Any:
+    """Returns the value of one dotted key with an absolute path, as `resolve_paths` does."""
     words = key.split(".")
     data = value
     for word in reversed(words):
         data = {word: data}
-    return _at(located(data, folder), words)
+    return _value_at(resolve_paths(data, folder), words)
 
 
 def is_written_as_path(value: str) -> bool:
@@ -49,8 +49,8 @@ def is_written_as_path(value: str) -> bool:
 
 
 def _is_folder(key: str, value: str, folder: Path) -> bool:
-    bare = key == "task.dataset" and "/" not in value
-    return is_written_as_path(value) or (not bare and _absolute(value, folder).is_dir())
+    is_one_word = key == "task.dataset" and "/" not in value
+    return is_written_as_path(value) or (not is_one_word and _absolute(value, folder).is_dir())
 
 
 def _absolute(value: str, folder: Path) -> Path:
@@ -62,12 +62,12 @@ def _absolute(value: str, folder: Path) -> Path:
     return Path(os.path.normpath(folder.resolve() / expanded))
 
 
-def _at(data: Any, words: list[str]) -> Any:
+def _value_at(data: Any, words: list[str]) -> Any:
     for word in words:
         data = data.get(word) if isinstance(data, Mapping) else None
     return data
 
 
-def _with(data: Mapping[str, Any], words: list[str], value: Any) -> dict[str, Any]:
+def _with_value(data: Mapping[str, Any], words: list[str], value: Any) -> dict[str, Any]:
     first, *rest = words
-    return {**data, first: _with(data[first], rest, value) if rest else value}
+    return {**data, first: _with_value(data[first], rest, value) if rest else value}

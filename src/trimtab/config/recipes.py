@@ -1,4 +1,4 @@
-"""Reads recipes: bases, overrides and validation. Errors are messages of one line."""
+"""Loads recipes: reads TOML, applies `base` and overrides, validates, and explains errors in one line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from trimtab.config.paths import located, located_at
-from trimtab.config.schema import NAMES, Config
+from trimtab.config.paths import resolve_path, resolve_paths
+from trimtab.config.rule import Facts
+from trimtab.config.schema import DEPENDENT_SECTIONS, Config
 from trimtab.config.section import PluginSection
+from trimtab.config.validation import validate
 from trimtab.errors import TrimtabError, nearest
 
 
@@ -28,28 +30,33 @@ def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
     Overrides are `section.key=value`. Paths become absolute: those in a file are relative to its folder, all others to
     the current one (see paths.py). Raises `TrimtabError` that names the wrong key or value and what to do.
     """
-    base, changes = _swapped_base(overrides)
+    base, changes = _split_base(overrides)
     if isinstance(recipe, Mapping):
-        data, where = _based(located(_mutable_copy(recipe), Path()), base, Path(), ()), "config"
+        data = resolve_paths(_mutable_copy(recipe), Path())
+        data, where = _apply_base(data, base, Path(), ()), "config"
     else:
-        data, where = _with_base(recipe, base), str(recipe)
+        data, where = _read_with_base(recipe, base), str(recipe)
         data.setdefault("out", f"runs/{Path(recipe).stem}")
-    # Names first: what a part is decides which of its keywords are left to be changed.
-    for override in sorted(changes, key=lambda change: parse_override(change)[0] not in NAMES):
+    # Names first: a part of another name starts without the keywords of its predecessor.
+    for override in sorted(changes, key=lambda change: parse_override(change)[0] not in DEPENDENT_SECTIONS):
         _override(data, override)
     return parse_config(data, where)
 
 
 def parse_config(data: Mapping[str, Any], where: str) -> Config:
-    """Validate already parsed data; `where` names its origin in error messages."""
+    """Validates parsed data as a recipe; `where` names its origin in error messages."""
     try:
-        return Config.model_validate(data)
+        config = Config.model_validate(data)
+        validate(Facts(config), "config")
     except ValidationError as error:
         raise TrimtabError(f"{where}: {_explain(error)}") from None
+    except TrimtabError as error:
+        raise TrimtabError(f"{where}: {error}") from None
+    return config
 
 
-def _swapped_base(overrides: Sequence[str]) -> tuple[Any, list[str]]:
-    """The base that an override names, and the other overrides."""
+def _split_base(overrides: Sequence[str]) -> tuple[Any, list[str]]:
+    """Returns the value of the override `base` (None without one), and the other overrides."""
     base, rest = None, []
     for override in overrides:
         key, value = parse_override(override)
@@ -60,29 +67,38 @@ def _swapped_base(overrides: Sequence[str]) -> tuple[Any, list[str]]:
     return base, rest
 
 
-def _with_base(recipe: str | Path, swapped: Any = None, seen: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A recipe with everything it is built on; `swapped` takes the place of its own base. `seen`: what led here."""
-    shipped = Path(recipe).suffix != ".toml"
-    name = str(recipe) if shipped else str(Path(recipe).resolve())
-    if name in seen:
-        raise TrimtabError(f"base: {' -> '.join((*seen, name))} is a circle: leave one of them out")
+def _read_with_base(recipe: str | Path, override: Any = None, chain: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Returns the keys of a recipe and of all its bases.
+
+    Args:
+        override: a base that replaces the recipe's own.
+        chain: names of the recipes that are built on this one.
+    """
+    is_shipped = Path(recipe).suffix != ".toml"
+    name = str(recipe) if is_shipped else str(Path(recipe).resolve())
+    if name in chain:
+        raise TrimtabError(f"base: {' -> '.join((*chain, name))} is a circle: leave one of them out")
     data, folder = _read(recipe), Path(recipe).parent
-    # Shipped recipes hold names, no paths.
-    return _based(data if shipped else located(data, folder), swapped, folder, (*seen, name))
+    # Shipped recipes contain no paths.
+    return _apply_base(data if is_shipped else resolve_paths(data, folder), override, folder, (*chain, name))
 
 
-def _based(data: dict[str, Any], swapped: Any, folder: Path, seen: tuple[str, ...]) -> dict[str, Any]:
-    """`data` over its base: a shipped recipe's name, or a file relative to `folder` (that of an override: to here)."""
-    own = data.pop("base", None)
-    base = own if swapped is None else swapped
+def _apply_base(data: dict[str, Any], override: Any, folder: Path, chain: tuple[str, ...]) -> dict[str, Any]:
+    """Returns `data` merged over its base.
+
+    A base is a shipped recipe's name or a file. The file's path is relative to `folder`, in an override to the current
+    folder.
+    """
+    base = data.pop("base", None)
+    base = base if override is None else override
     if base is None:
         return data
     if not isinstance(base, str):
         raise TrimtabError(f"base = {base!r}: name a recipe, or a .toml file")
-    if base.endswith(".toml") and swapped is None:
+    if base.endswith(".toml") and override is None:
         base = str(folder / base)
-    # One that was swapped in begins a chain of its own: `laboratory` over `laboratory` is no circle.
-    return _merge(_with_base(base, seen=seen if swapped is None else ()), data)
+    # The base of an override starts a new chain: `laboratory` over `laboratory` is no circle.
+    return _merge(_read_with_base(base, chain=chain if override is None else ()), data)
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,9 +109,9 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _extends(old: Any, new: Any) -> bool:
-    """Whether both are sections; a named part of another name starts from its own defaults instead."""
-    both = isinstance(old, Mapping) and isinstance(new, Mapping)
-    return both and new.get("name", old.get("name")) == old.get("name")
+    """Whether both are sections, and of the same part if they name one; another part starts from its own defaults."""
+    are_sections = isinstance(old, Mapping) and isinstance(new, Mapping)
+    return are_sections and new.get("name", old.get("name")) == old.get("name")
 
 
 def _read(recipe: str | Path) -> dict[str, Any]:
@@ -119,7 +135,10 @@ def _read(recipe: str | Path) -> dict[str, Any]:
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """`section.key=value` as its dotted key and a TOML value; what is no TOML is text, so names need no quotes."""
+    """Returns the dotted key and the value of `section.key=value`.
+
+    A value that is no TOML is text, so that names need no quotes.
+    """
     key, equals, raw = override.partition("=")
     if not equals or not key.strip():
         raise TrimtabError(f"--set {override!r}: write it as section.key=value")
@@ -138,17 +157,17 @@ def parse_override(override: str) -> tuple[str, Any]:
 def _override(data: dict[str, Any], override: str) -> None:
     key, value = parse_override(override)
     *parents, leaf = key.split(".")
-    part = data.get(parents[0], {}) if key in NAMES else None
+    part = data.get(parents[0], {}) if key in DEPENDENT_SECTIONS else None
     if isinstance(part, Mapping) and part.get("name") != value:
-        # Another part starts from its own defaults, not from its predecessor's keywords and sections.
-        for section in NAMES[key]:
-            data.pop(section, None)
-    place = data
+        # Another part starts from its own defaults, without its predecessor's keywords and sections.
+        for name in DEPENDENT_SECTIONS[key]:
+            data.pop(name, None)
+    section = data
     for depth, parent in enumerate(parents, start=1):
-        place = place.setdefault(parent, {})
-        if not isinstance(place, dict):
-            raise TrimtabError(f"--set {override!r}: {_not_a_section('.'.join(parents[:depth]), place)}")
-    place[leaf] = located_at(key, value, Path())
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise TrimtabError(f"--set {override!r}: {_not_a_section('.'.join(parents[:depth]), section)}")
+    section[leaf] = resolve_path(key, value, Path())
 
 
 def _mutable_copy(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,25 +175,26 @@ def _mutable_copy(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(error: ValidationError) -> str:
+    """Returns the first problem that pydantic reports, and the number of the others, in one line."""
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
+    key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         *parents, word = first["loc"]
-        return f"unknown key {place!r}{nearest(str(word), _known_keys(parents))}"
+        return f"unknown key {key!r}{nearest(str(word), _known_keys(parents))}"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    if first["type"] == "model_type" or place == "reward":
-        return f"{_not_a_section(place, first['input'])}{more}"
+    if first["type"] == "model_type" or key == "reward":
+        return f"{_not_a_section(key, first['input'])}{more}"
     message = first["msg"].removeprefix("Value error, ")
     return (
-        f"{place}: {message}, got {first['input']!r}{more}"
+        f"{key}: {message}, got {first['input']!r}{more}"
         if first["type"] != "value_error"
-        else f"{place}: {message}{more}"
+        else f"{key}: {message}{more}"
     )
 
 
-def _not_a_section(place: str, value: Any) -> str:
-    """What to say of `value` where a section's keys belong."""
-    first, *_ = place.split(".")
+def _not_a_section(key: str, value: Any) -> str:
+    """Returns the message for a `value` at a key where a section belongs."""
+    first, *_ = key.split(".")
     if first == "reward":
         name = value.get("name") if isinstance(value, Mapping) else value
         word = name if isinstance(name, str) else "exact"
@@ -182,26 +202,26 @@ def _not_a_section(place: str, value: Any) -> str:
             f'reward is a list, because rewards add up: write [[reward]] and below it name = "{word}", or '
             f"--set 'reward=[{{name = \"{word}\"}}]'"
         )
-    section = _section(place.split("."))
+    section = _section(key.split("."))
     if section is None:
-        return f"{place!r} is not a section"
+        return f"{key!r} is not a section"
     if issubclass(section, PluginSection) and isinstance(value, str):
-        return f'{place} is a section: write {place}.name = "{value}"'
-    return f"{place} is a section, not {value!r}: set its keys ({', '.join(section.model_fields)})"
+        return f'{key} is a section: write {key}.name = "{value}"'
+    return f"{key} is a section, not {value!r}: set its keys ({', '.join(section.model_fields)})"
 
 
 def _known_keys(parents: Iterable[int | str]) -> list[str]:
     return list((_section(parents) or Config).model_fields)
 
 
-def _section(place: Iterable[int | str]) -> type[BaseModel] | None:
-    """The model of a section; None where there is none."""
+def _section(path: Iterable[int | str]) -> type[BaseModel] | None:
+    """Returns the pydantic model of a section, None if there is no such section."""
     model: type[BaseModel] = Config
-    for word in place:
+    for word in path:
         field = model.model_fields.get(str(word))
         kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
-        found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if not found:
+        models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not models:
             return None
-        model = found[0]
+        model = models[0]
     return model

@@ -1,7 +1,7 @@
-"""All recipe sections with keys, defaults and validators, as frozen pydantic models. Imports no torch.
+"""All recipe sections with keys, defaults and ranges, as frozen pydantic models. Imports no torch.
 
-Sections that belong to a named part (`[objective]`, `[task]`, `[[reward]]`) carry that part's own keywords; the
-part checks them when it is built, which happens before any model is loaded. Every other unknown key is refused here.
+Sections of a named part (`[objective]`, `[task]`, `[[reward]]`) contain that part's keywords; the part checks them when
+it is built, before any model is loaded. Every other unknown key is an error.
 """
 
 from __future__ import annotations
@@ -29,10 +29,18 @@ from trimtab.config.section import (
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 # Objectives whose data or model the trainer makes from a section of its own.
-REQUIRED_SECTIONS = {"token-alp": "perturbation", "seq-alp": "perturbation", "soup": "prefix", "luffy": "expert"}
+REQUIRED_SECTIONS = {
+    "token-alp": "perturbation",
+    "seq-alp": "perturbation",
+    "soup": "prefix",
+    "luffy": "demonstrations",
+}
 
-# The keys that choose a part, each with the sections that belong to the part.
-NAMES = {"objective.name": ("objective", "advantage", *sorted({*REQUIRED_SECTIONS.values()})), "task.name": ("task",)}
+# Keys that name a part, each with the sections that belong to the part.
+DEPENDENT_SECTIONS = {
+    "objective.name": ("objective", "advantage", *sorted({*REQUIRED_SECTIONS.values()})),
+    "task.name": ("task",),
+}
 
 
 class LoraConfig(Section):
@@ -116,13 +124,6 @@ class SurgeConfig(Section):
     period: Positive = Field(default=1.8, description="the rate halves every period x (step of the surge) steps")
     floor: float = Field(default=0.1, ge=0, le=1, description="smallest share of the rate")
 
-    @model_validator(mode="after")
-    def _nothing_idle(self) -> SurgeConfig:
-        for key in ("factor", "baseline", "window") if self.at is not None else ():
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} has no effect with at = {self.at}: leave it out")
-        return self
-
 
 class OptimConfig(Section):
     """AdamW and its learning rate."""
@@ -141,12 +142,6 @@ class OptimConfig(Section):
     min_lr: NotNegative = Field(default=0.0, description="where cosine ends")
     surge: SurgeConfig = SurgeConfig()
 
-    @model_validator(mode="after")
-    def _nothing_idle(self) -> OptimConfig:
-        if self.schedule != "surge" and self.surge != SurgeConfig():
-            raise ValueError(f'surge has no effect with schedule = {self.schedule!r}: leave it out or set "surge"')
-        return self
-
 
 class TrainerConfig(Section):
     """Steps, batches, and how old their data may be."""
@@ -156,14 +151,16 @@ class TrainerConfig(Section):
     samples: Count = Field(default=8, description="responses to a prompt; together they are a group")
     minibatches: Count = Field(default=1, description="optimizer updates per epoch of a batch")
     epochs: Count = Field(default=1, description="passes over a batch")
-    sync_every: Count | None = Field(default=None, description="updates between publications; default: every step")
+    sync_every: Count | None = Field(
+        default=None, description="updates between weight updates of the engine; default: every step"
+    )
     max_lag: Whole | None = Field(
         default=None,
-        description="largest allowed age of a consumed token, in updates; above 0 generation runs beside training",
+        description="largest allowed age of a consumed token, in updates; above 0 generation is asynchronous",
     )
     in_flight: Literal["finish", "discard", "continue"] = Field(
         default="finish",
-        description="what becomes of responses still being written when new weights come (max_lag above 0)",
+        description="what happens to unfinished responses when new weights come (max_lag above 0)",
     )
     micro_batch_tokens: Count = Field(default=2048, description="token budget of one forward and backward")
     dynamic_sampling: bool = Field(default=False, description="replace groups whose rewards are all equal (DAPO)")
@@ -175,14 +172,10 @@ class TrainerConfig(Section):
         default=10, description="steps in a row in which no advantage differs from 0 before the run stops; 0: never"
     )
 
-    @model_validator(mode="after")
-    def _lag_is_possible(self) -> TrainerConfig:
-        if self.max_lag is not None and (self.sync_every or 1) - 1 > self.max_lag:
-            raise ValueError(
-                f"sync_every = {self.sync_every} makes tokens up to {(self.sync_every or 1) - 1} updates old, "
-                f"max_lag allows {self.max_lag}: lower sync_every or raise max_lag"
-            )
-        return self
+    @property
+    def updates_per_step(self) -> int:
+        """Number of optimizer updates on one batch."""
+        return self.minibatches * self.epochs
 
 
 class PerturbationConfig(Section):
@@ -194,7 +187,7 @@ class PerturbationConfig(Section):
 
 
 class PrefixConfig(Section):
-    """Responses that an older policy begins and the current one completes (SOUP)."""
+    """Responses whose prefix is from an older policy and the rest from the current one (SOUP)."""
 
     rule: str = Field(default="length", description="`length`, `entropy`, or a user's own `module:function`")
     ratio: float = Field(default=0.5, ge=0, lt=1, description="share of the response the prefix keeps (length rule)")
@@ -203,21 +196,15 @@ class PrefixConfig(Section):
     share: Count = Field(default=1, description="responses of a group that continue the same prefix")
     whole: bool = Field(default=False, description="sample whole historical responses and cut them, as the paper did")
 
-    @model_validator(mode="after")
-    def _nothing_idle(self) -> PrefixConfig:
-        used = {"length": {"ratio", "whole"}, "entropy": {"top"}}.get(self.rule, set())
-        for key in sorted({"ratio", "top", "whole"} - used):
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} has no effect with rule = {self.rule!r}: leave it out")
-        return self
+
+GOLD = "gold"
+"""Value of `demonstrations.path` for the task's own answers."""
 
 
 class DemonstrationConfig(Section):
     """External traces in every group (LUFFY)."""
 
-    path: str = Field(
-        default="gold", description="JSONL file of prompt and response, or `gold`: the task's own answers"
-    )
+    path: str = Field(default=GOLD, description="JSONL file of prompt and response, or `gold`: the task's own answers")
     per_group: Count = Field(default=1, description="traces in a group; they count among `trainer.samples`")
 
 
@@ -228,7 +215,7 @@ class DiagnoseConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """From the rewards of a group to advantages."""
+    """How the rewards of a group become advantages."""
 
     kind: Literal["grpo", "dr-grpo", "rloo", "optimal"] | None = Field(
         default=None, description="default: the kind the objective expects"
@@ -252,7 +239,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """What a run writes beside metrics.jsonl."""
+    """What a run writes in addition to metrics.jsonl."""
 
     trajectories_every: Whole = Field(default=1, description="steps between trajectory files; 0: none")
     tensorboard: bool = Field(
@@ -271,7 +258,7 @@ class SftConfig(Section):
 
 
 class ShardingConfig(Section):
-    """How the trained model is spread over the ranks of torchrun (FSDP2); one process shards nothing."""
+    """How the trained model is sharded over the ranks (FSDP2); not for one process."""
 
     offload: bool = Field(
         default=False, description="parameters, gradients and optimizer state wait in CPU memory (several ranks)"
@@ -280,7 +267,7 @@ class ShardingConfig(Section):
 
 
 class CompareConfig(Section):
-    """When present, `trimtab train` runs every objective with every seed and draws them side by side."""
+    """If present, `trimtab train` trains every objective with every seed and compares them on one page."""
 
     objectives: list[str] = Field(min_length=1, description="names of objectives, each with its own defaults")
     seeds: list[int] = Field(min_length=1, description="seeds of the runs of each objective")
@@ -290,7 +277,7 @@ class CompareConfig(Section):
 class Config(Section):
     """A whole run. The resolved copy is saved as `config.toml` in the run directory."""
 
-    seed: int = Field(default=0, ge=0, lt=2**63, description="of everything that is drawn")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="of all random numbers")
     out: str | None = Field(default=None, description="run directory; default: runs/<recipe>")
     description: str = Field(default="", description="one line, shown by `trimtab recipes`")
     numerics: Literal["native", "invariant"] = Field(
@@ -304,7 +291,7 @@ class Config(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     perturbation: PerturbationConfig | None = None
     prefix: PrefixConfig | None = None
-    expert: DemonstrationConfig | None = None
+    demonstrations: DemonstrationConfig | None = None
     engine: EngineConfig = EngineConfig()
     routing: RoutingConfig = RoutingConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -322,30 +309,34 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _companion(cls, data: Any) -> Any:
-        """An objective that cannot work without a section gets it with its defaults, visible in the resolved copy."""
+    def _add_required_section(cls, data: Any) -> Any:
+        """Adds the section that the objective needs, with its defaults, so that the resolved copy shows it."""
         if isinstance(data, Mapping) and isinstance(data.get("objective"), Mapping):
             section = REQUIRED_SECTIONS.get(str(data["objective"].get("name")))
             if section is not None and data.get(section) is None:
                 return {**data, section: {}}
         return data
 
-    @model_validator(mode="after")
-    def _placed(self) -> Config:
-        if self.placement == "local" and self.ray != RayConfig():
-            raise ValueError('ray has no effect with placement = "local": leave it out or set placement = "ray"')
-        if self.placement == "ray":
-            if self.compare is not None:
-                raise ValueError('compare runs on one machine: leave it out or set placement = "local"')
-            if self.engine.workers is not None:
-                raise ValueError('engine.workers has no effect with placement = "ray": use ray.engines')
-            if (self.prefix or self.expert) and self.ray.engines > 1:
-                raise ValueError(
-                    f"[prefix] and [expert] work with one engine: leave out ray.engines = {self.ray.engines}"
-                )
-            if self.engine.type == "server" and self.ray.engines != RayConfig().engines:
-                raise ValueError('ray.engines has no effect with engine.type = "server": leave it out')
-        return self
+    @property
+    def engine_processes(self) -> int:
+        """Number of worker processes for engines.
+
+        By default one where generation runs beside training, unless the engine already has a process of its own.
+        """
+        if self.engine.type == "server":
+            return 0
+        if self.engine.workers is not None:
+            return self.engine.workers
+        has_processes = self.engine.type == "vllm" and self.engine.vllm.process == "own"
+        return 1 if self.trainer.max_lag and not has_processes else 0
+
+    @property
+    def is_async(self) -> bool:
+        """Whether each engine has a thread of its own; otherwise one engine generates in the trainer's thread."""
+        if self.prefix is not None or self.demonstrations is not None:
+            return False
+        remote = self.engine.workers or self.engine.type == "server" or self.placement == "ray"
+        return bool(self.trainer.max_lag or remote)
 
     def dump(self) -> str:
         """The resolved recipe as TOML (absent options are left out, as TOML has no null)."""

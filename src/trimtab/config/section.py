@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["float32", "bfloat16"]
 
-# What numbers end up in: 32-bit integers, float32 tensors, and the clocks of operating systems, which count
+# Limits of what numbers are stored in: 32-bit integers, float32 tensors, and clocks of operating systems, which count
 # milliseconds in 32 bits.
 INTEGER, REAL, TIME = 2**31 - 1, 1e30, 1e6
 Count = Annotated[int, Field(gt=0, le=INTEGER)]
@@ -21,24 +21,24 @@ Seconds = Annotated[float, Field(gt=0, le=TIME)]
 
 
 class Section(BaseModel):
-    """A closed section: unknown keys are errors, values cannot change after the check."""
+    """A section: unknown keys are errors, and values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class PluginSection(BaseModel):
-    """A section that names a part and carries that part's own keywords."""
+    """A section that names a part and contains the keywords of that part."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
     name: str
 
     @model_validator(mode="after")
-    def _numbers_that_fit(self) -> PluginSection:
-        """The part checks its keywords itself, but for what no part can compute with."""
+    def _check_magnitudes(self) -> PluginSection:
+        """Refuses numbers that no part can compute with; everything else is checked by the part."""
         for key, value in self.keywords.items():
-            whole = isinstance(value, int) and abs(value) > INTEGER
-            real = isinstance(value, float) and math.isfinite(value) and abs(value) > REAL
-            if whole or real:
+            is_large_integer = isinstance(value, int) and abs(value) > INTEGER
+            is_large_real = isinstance(value, float) and math.isfinite(value) and abs(value) > REAL
+            if is_large_integer or is_large_real:
                 raise ValueError(f"{key} = {str(value)[:20]} is too large to compute with: lower it")
         return self
 

@@ -19,67 +19,6 @@ from trimtab.seeds import derive
 from trimtab.types import Engine
 
 
-def check_engines(config: Config) -> None:
-    """Raises `TrimtabError` for engine settings that cannot work together, before any model is loaded."""
-    engine, kind = config.engine, config.engine.type
-    if kind != "embedded" and weight_quantization(config).active:
-        raise TrimtabError(
-            f'engine.quantize and engine.noise need engine.type = "embedded"; {kind!r} has options of its own for '
-            "quantized weights"
-        )
-    if kind == "server" and engine.workers:
-        raise TrimtabError(
-            f"engine.workers = {engine.workers} has no effect on servers, which are processes already: leave it out, "
-            "or name more engine.server.urls"
-        )
-    if engine.vllm.keep_sets and not config.sampling.top_k:
-        raise TrimtabError(
-            "engine.vllm.keep_sets without sampling.top_k: vLLM would return the whole vocabulary with every token; "
-            "set sampling.top_k, or leave keep_sets out"
-        )
-    has_processes = engine_process_count(config) or (config.placement == "ray" and kind != "server")
-    if engine.patience != type(engine)().patience and not has_processes:
-        raise TrimtabError(
-            f"engine.patience = {engine.patience:g} has no effect without engines in processes of their own: leave it "
-            "out, or set engine.workers"
-        )
-    _check_truncation(config)
-    single_engine = [name for name in ("prefix", "expert") if getattr(config, name) is not None]
-    if single_engine and (engine.workers or 0) > 1:
-        raise TrimtabError(f"[{single_engine[0]}] works with one engine: leave engine.workers out, or set it to 1 or 0")
-
-
-def _check_truncation(config: Config) -> None:
-    """Raises `TrimtabError` for top-p or top-k with an engine that returns no sampling masks (`Completion.kept`)."""
-    sampling = config.sampling
-    if sampling.top_p == 1 and sampling.top_k == 0:
-        return
-    why = "without the sets each token was drawn from every ratio would be too small by the mass that was cut"
-    if config.engine.type == "server":
-        raise TrimtabError(
-            f"sampling.top_p and top_k do not work with servers, which do not return keep sets ({why}): set top_p = 1 "
-            'and top_k = 0, or use engine.type = "embedded"'
-        )
-    if config.engine.type == "vllm" and not config.engine.vllm.keep_sets:
-        raise TrimtabError(
-            f"sampling.top_p and top_k need engine.vllm.keep_sets = true (vLLM on a GPU): {why}; or set top_p = 1 and "
-            "top_k = 0"
-        )
-
-
-def engine_process_count(config: Config) -> int:
-    """Returns the number of worker processes.
-
-    By default one where generation runs beside training, unless the engine already has a process of its own.
-    """
-    if config.engine.type == "server":
-        return 0
-    if config.engine.workers is not None:
-        return config.engine.workers
-    has_processes = config.engine.type == "vllm" and config.engine.vllm.process == "own"
-    return 1 if config.trainer.max_lag and not has_processes else 0
-
-
 def build_engines(
     config: Config, loaded: LoadedModel, folder: Path, notify: Callable[[str], None] | None = None
 ) -> list[Engine]:
@@ -94,15 +33,14 @@ def build_engines(
         notify: called with a line of text while servers are waited for.
 
     Raises:
-        TrimtabError: what `check_engines` refuses; more GPUs are needed than there are.
+        TrimtabError: more GPUs are needed than there are.
     """
-    check_engines(config)
     if config.engine.type == "server":
         from trimtab.engines.server.server_engine import ServerEngine
 
         # One engine for all servers: unfinished requests of a lost server move to the others.
         return [ServerEngine(config.engine.server.urls, loaded.tokenizer, config.engine, folder, notify)]
-    if count := engine_process_count(config):
+    if count := config.engine_processes:
         return _workers(config, folder, count)
     if config.engine.type == "vllm":
         from trimtab.engines.vllm.vllm_engine import VllmEngine
@@ -138,7 +76,7 @@ def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
         trainer_threads, threads = split_threads(torch.get_num_threads(), count, beside=bool(config.trainer.max_lag))
         torch.set_num_threads(trainer_threads)
     spec = engine_spec(config, folder)
-    patience = config.engine.patience
+    patience = config.engine.hang_timeout
     return [ProcessEngine(spec, threads=threads, devices=names, patience=patience) for names in devices]
 
 

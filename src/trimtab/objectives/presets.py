@@ -354,7 +354,7 @@ def m2po(*, tau: float = 0.04, form: str = "cap") -> Objective:
 def luffy(*, gamma: float = 0.1) -> Objective:
     """r A on sampled tokens, unclipped, and pi / (pi + gamma) A on tokens of external traces.
 
-    Use it with `[expert]`, which adds demonstrations to the groups.
+    Use it with `[demonstrations]`, which adds demonstrations to the groups.
     LUFFY, arXiv 2504.14945.
     """
     return Objective("luffy", Ratio(), Shaped(gamma), aggregation=FIXED_LENGTH, advantage="dr-grpo")

@@ -48,7 +48,7 @@ def read(run: Path) -> Measured:
     return Measured(
         _phases(rows),
         steps=len(rows),
-        updates=config.trainer.minibatches * config.trainer.epochs,
+        updates=config.trainer.updates_per_step,
         generated=_median(rows, "tokens/rollout"),
         trained=_median(rows, "tokens/train"),
     )

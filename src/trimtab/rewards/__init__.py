@@ -33,17 +33,17 @@ Spec = RewardSpec | tuple[str | Callable[..., Any], float, float, Mapping[str, A
 
 
 def names() -> list[str]:
-    """The built-in rewards."""
+    """Returns the names of the built-in rewards."""
     return sorted(_BUILT_IN)
 
 
 def options(name: str) -> dict[str, FieldInfo]:
-    """Option name -> its type, default and description; `name` is one of `names()`."""
+    """Returns type, default and description of every option of the reward `name`, one of `names()`."""
     return _class_of(name).model_fields
 
 
 def build(specs: Sequence[Spec], task: Task) -> Scorer:
-    """A scorer for these rewards, or for the task's own when `specs` is empty.
+    """Returns a scorer for these rewards, or for the task's rewards if `specs` is empty.
 
     Each spec is `(name or callable, weight, timeout in seconds, options)`. The first is by convention the one that says
     "correct". Build it before torch and models are loaded: it forks the process that will run untrusted rewards.
@@ -54,17 +54,17 @@ def build(specs: Sequence[Spec], task: Task) -> Scorer:
 
 
 def weighted(specs: Sequence[Spec], task: Task) -> list[Weighted]:
-    """The rewards of `build`, without the processes that run them. Raises what `build` raises."""
-    found: list[Weighted] = []
+    """Returns the rewards of `build` without the processes that run them. Raises what `build` raises."""
+    entries: list[Weighted] = []
     for spec in specs or task.rewards:
         given = RewardSpec(*spec)
         label = given.name if isinstance(given.name, str) else getattr(given.name, "__name__", "reward")
-        same = sum(other.name == label or other.name.startswith(f"{label}-") for other in found)
+        same = sum(other.name == label or other.name.startswith(f"{label}-") for other in entries)
         _check_numbers(label, given)
-        found.append(
+        entries.append(
             Weighted(f"{label}-{same + 1}" if same else label, given.weight, given.timeout, _built(given, task))
         )
-    return found
+    return entries
 
 
 def _check_numbers(label: str, spec: RewardSpec) -> None:
@@ -83,7 +83,7 @@ def _built(spec: RewardSpec, task: Task) -> Built:
         return build_user_reward(load_function(spec.name, "reward"), spec.name)
     if spec.name not in _BUILT_IN:
         raise TrimtabError(
-            f"unknown reward {spec.name!r}{nearest(spec.name, names())}; your own is written module:function"
+            f"unknown reward {spec.name!r}{nearest(spec.name, names())}; write your own as module:function"
         )
     kind = _class_of(spec.name)
     try:

@@ -1,6 +1,6 @@
-"""The `reasoning-gym` reward: the scorer of the dataset itself.
+"""The `reasoning-gym` reward: the scorer of the dataset.
 
-It runs in a worker: several scorers hand the model's words to a symbolic parser, which can hang.
+It runs in a worker: several scorers pass the model's text to a symbolic parser, which can hang.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import Field
 from trimtab.rewards.reward import Built, Response, Reward
 from trimtab.types import Problem, Task
 
-PLACE = ("dataset", "config", "seed", "size", "index")
+ENTRY_KEYS = ("dataset", "config", "seed", "size", "index")
 
 
 class GymScore(Reward):
@@ -32,7 +32,7 @@ class GymScore(Reward):
             if self.tag is not None:
                 answer = _between(answer, self.tag)
             try:
-                name, config, seed, size, index = (problem.extra[key] for key in PLACE)
+                name, config, seed, size, index = (problem.extra[key] for key in ENTRY_KEYS)
             except KeyError:
                 raise ValueError("the problem does not come from a reasoning-gym task") from None
             source, entry = _entry(name, json.dumps(config, sort_keys=True), seed, size, index)
@@ -46,7 +46,7 @@ class GymScore(Reward):
 
 
 def _between(text: str, tag: str) -> str | None:
-    """What the last complete <tag>...</tag> holds, None without one."""
+    """Returns the content of the last complete <tag>...</tag>, None without one."""
     head, closing, _ = text.rpartition(f"</{tag}>")
     _, opening, inside = head.rpartition(f"<{tag}>")
     return inside.strip() if closing and opening else None

@@ -1,6 +1,6 @@
 """The `math` reward: mathematical equality by math-verify.
 
-It runs in a worker, whose timeout is the only one: math-verify's own rests on signal.alarm, which fails outside the
+It runs in a worker, whose timeout is the only one: that of math-verify uses signal.alarm, which fails outside the
 main thread, and by default it turns its timeouts and errors into "wrong", which here would be a silent 0.
 """
 
@@ -28,7 +28,7 @@ class MathEqual(Reward):
 
     where: Literal["boxed", "whole", "anywhere"] = Field(
         "boxed",
-        description="boxed: only \\boxed{} counts; whole: the whole text is the answer; anywhere: what is found",
+        description="boxed: only \\boxed{} counts; whole: the whole text is the answer; anywhere: any expression",
     )
 
     def build(self, task: Task) -> Built:
@@ -50,17 +50,17 @@ class MathEqual(Reward):
             gold = read_gold(problem.answer)
             answer = readable(response.body(stops))
             if self.where == "anywhere":
-                found = read(answer, [*wanted, ExprExtractionConfig()])
+                expressions = read(answer, [*wanted, ExprExtractionConfig()])
             elif "\\boxed" in answer:
-                found = read(answer, wanted)
+                expressions = read(answer, wanted)
             else:
-                found = read(f"\\boxed{{{answer}}}", wanted) if self.where == "whole" else []
-            return float(verify(gold, found, timeout_seconds=None, raise_on_error=True))
+                expressions = read(f"\\boxed{{{answer}}}", wanted) if self.where == "whole" else []
+            return float(verify(gold, expressions, timeout_seconds=None, raise_on_error=True))
 
         return Built(equal, isolated=True)
 
 
 def readable(text: str) -> str:
-    """Ways of writing numbers that math-verify misreads, in LaTeX: 4.5e33 -> 4.5 \\times 10^{33}."""
+    """Returns `text` with numbers that math-verify misreads written in LaTeX: 4.5e33 -> 4.5 \\times 10^{33}."""
     text = _SCIENTIFIC.sub(lambda match: f"{match[1].rstrip('.')} \\times 10^{{{int(match[2])}}}", text)
     return _NUMPY.sub(r"\\", _BARE_POINT.sub("", text))

@@ -1,4 +1,4 @@
-"""The `numeric` reward: the right number however written (1,200 and $1200.00 are 1200, 1/2 is 0.5)."""
+"""The `numeric` reward: the right number in any notation (1,200 and $1200.00 are 1200, 1/2 is 0.5)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Numeric(Reward):
     """1 if the chosen number of the answer equals the gold number, else 0; a gold answer must be one number."""
 
     which: Literal["first", "last", "only"] = Field("last", description="which number counts if there are several")
-    tolerance: float = Field(1e-4, ge=0, lt=1, description="relative; whole numbers must always be hit exactly")
+    tolerance: float = Field(1e-4, ge=0, lt=1, description="relative; whole numbers must be exact")
     require_stop: bool = Field(True, description="0 for a response cut by the length limit")
 
     def build(self, task: Task) -> Built:
@@ -34,22 +34,22 @@ class Numeric(Reward):
                 raise ValueError(f"the right answer {problem.answer[:40]!r} is not one number; use another reward")
             if self.require_stop and response.finish != "stop":
                 return 0.0
-            found = numbers(response.body(stops))
-            if not found or (self.which == "only" and len(found) > 1):
+            values = numbers(response.body(stops))
+            if not values or (self.which == "only" and len(values) > 1):
                 return 0.0
-            return float(close(found[0 if self.which == "first" else -1], gold[0], self.tolerance))
+            return float(close(values[0 if self.which == "first" else -1], gold[0], self.tolerance))
 
         return Built(numeric, isolated=False)
 
 
 def numbers(text: str) -> list[Fraction]:
-    """Every number written in `text`, exactly, in order."""
+    """Returns every number in `text` exactly, in order."""
     values = (_value(match) for match in _NUMBER.finditer(text.replace("−", "-")))
     return [value for value in values if value is not None]
 
 
 def close(value: Fraction, gold: Fraction, tolerance: float) -> bool:
-    """Equal, or for a gold that is not whole within `tolerance` of it (data sets round 10/3 to 3.33333)."""
+    """Whether the numbers are equal, within `tolerance` if `gold` is not whole (data sets round 10/3 to 3.33333)."""
     if gold.denominator == 1:
         return value == gold
     return abs(value - gold) <= Fraction(tolerance) * abs(gold)

@@ -1,4 +1,4 @@
-"""What a reward is: a function of a response and its problem, with options."""
+"""The base class of rewards: a function of a response and its problem, with options."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Response:
         return cls(completion.text, completion.finish, len(completion.response_ids))
 
     def body(self, stops: Iterable[str]) -> str:
-        """The text before the first stop string, without surrounding blanks.
+        """Returns the text before the first stop string, without surrounding blanks.
 
-        A stop string can sit inside a longer token ("\\n\\n"), so text after it is no part of the answer.
+        A stop string can lie inside a longer token ("\\n\\n"), so that text follows it that is no part of the answer.
         """
         text = self.text
         for stop in stops:
@@ -41,7 +41,7 @@ RewardFunction = Callable[[Response, Problem], Any]
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A reward function and whether it may only run in a worker process (it can hang, or is not ours)."""
+    """A reward function, and whether it must run in a worker process (it can hang, or is a user's)."""
 
     function: RewardFunction
     isolated: bool
@@ -54,13 +54,13 @@ class Reward(BaseModel, ABC):
 
     @abstractmethod
     def build(self, task: Task) -> Built:
-        """The function that scores responses of `task`."""
+        """Returns the function that scores responses of `task`."""
 
 
 def build_user_reward(function: Callable[..., Any], name: str) -> Built:
-    """A user's own reward, `(completion: str, problem: Problem) -> float`, to run in a worker process.
+    """Returns a user's reward, `(completion: str, problem: Problem) -> float`, to run in a worker process.
 
-    Raises `TrimtabError` when it takes other arguments.
+    Raises `TrimtabError` if it takes other arguments.
     """
     check_arguments(function, f"reward {name!r}", {"completion": "str", "problem": "Problem"})
 

@@ -24,7 +24,7 @@ class Buffer:
         self.changed = threading.Condition()
         self.schedule = Schedule(
             prompts=trainer.prompts,
-            updates=trainer.minibatches * trainer.epochs,
+            updates=trainer.updates_per_step,
             max_lag=trainer.max_lag,
             in_order=trainer.in_flight != "discard",
             max_no_signal=trainer.prompts * trainer.refill_rounds if trainer.dynamic_sampling else None,

@@ -210,8 +210,8 @@ class Collector:
         self, experts: Demonstrations, request: GroupRange, prompts: Sequence[Prompt], stats: RolloutStats
     ) -> list[list[Completion]]:
         """Responses where demonstrations replace samples, so that every group has `trainer.samples` members."""
-        assert self.config.expert is not None
-        samples, per_group = self.config.trainer.samples, self.config.expert.per_group
+        assert self.config.demonstrations is not None
+        samples, per_group = self.config.trainer.samples, self.config.demonstrations.per_group
         before = experts.dropped, experts.missing
         epoch = len(self.stream.task.train)
         traces = [

@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.config import DemonstrationConfig
+from trimtab.config import GOLD, DemonstrationConfig
 from trimtab.engines.stopping import StopChecker
 from trimtab.errors import TrimtabError, nearest
 from trimtab.tasks.file import read_rows
 from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, Sampling, Task
-
-GOLD = "gold"
 
 
 @dataclass
@@ -46,17 +44,13 @@ class Demonstrations:
         A row's prompt is the id of a problem or its question; several rows may share one. `context` is the number of
         positions of the model, None for no limit.
 
-        Raises `TrimtabError` naming file and row for one that cannot be used, and when no row fits the task, a
-        response has no ending, or sampling is truncated (a trace was drawn from no keep set).
+        Raises `TrimtabError` naming file and row for one that cannot be used, and when no row fits the task
+        or a response has no ending.
         """
-        if sampling.truncated:
-            raise TrimtabError(
-                "[expert]: traces were not drawn from the sampler's top-p or top-k sets and could not be scored over "
-                "them: set sampling.top_p = 1 and sampling.top_k = 0"
-            )
         if not sampling.stop and tokenizer.eos_token_id is None:
             raise TrimtabError(
-                f"[expert]: task {task.name!r} has no stop string and the tokenizer no end token: give the task a stop"
+                f"[demonstrations]: task {task.name!r} has no stop string and the tokenizer no end token: give the "
+                "task a stop"
             )
         if config.path == GOLD:
             return cls(lambda problem: (task.gold(problem),) if problem.answer else (), tokenizer, sampling, context)

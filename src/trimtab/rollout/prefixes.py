@@ -21,18 +21,6 @@ from trimtab.seeds import derive
 from trimtab.types import EMPTY, Completion, Engine, Prompt, Sampling, Trajectory, cut
 
 
-def check(config: PrefixConfig, samples: int) -> Rule:
-    """Returns the truncation rule of a recipe.
-
-    Raises `TrimtabError` for an unknown rule, or if `share` does not divide `samples`.
-    """
-    if samples % config.share:
-        raise TrimtabError(
-            f"prefix.share = {config.share} does not divide {samples} samples per prompt: choose a divisor"
-        )
-    return build(config.rule, ratio=config.ratio, top=config.top, whole=config.whole)
-
-
 @dataclass
 class PrefixPool:
     """Prompts of the next batches with prefixes for their responses.
@@ -54,7 +42,7 @@ class PrefixPool:
     _observed_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._rule = check(self.config, self.samples)
+        self._rule = build(self.config)
 
     @property
     def batches(self) -> int:

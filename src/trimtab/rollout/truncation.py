@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.config import PrefixConfig
 from trimtab.errors import TrimtabError, nearest
 from trimtab.plugins import check_arguments, load_function
 from trimtab.types import Completion, FloatArray, IntArray, cut
@@ -45,19 +46,15 @@ class Rule:
         return cut(completion, int(kept))
 
 
-def build(rule: str, *, ratio: float, top: int, whole: bool) -> Rule:
-    """Returns the rule `length`, `entropy`, or a user's `module:function` with `Truncation`'s arguments.
-
-    Args:
-        ratio: share of the response that `length` keeps.
-        top: how many positions of highest entropy `entropy` chooses from (the paper's K = 32).
-        whole: `length` truncates whole responses, instead of sampling a budget of tokens only.
+def build(config: PrefixConfig) -> Rule:
+    """Returns the rule of a recipe: `length`, `entropy`, or a user's `module:function` with `Truncation`'s arguments.
 
     Raises:
         TrimtabError: an unknown rule, or a function that cannot be loaded or takes other arguments.
     """
+    rule, ratio, top = config.rule, config.ratio, config.top
     if rule == "length":
-        return Rule(rule, lambda ids, _entropy, _uniform: prefix_tokens(ratio, len(ids)), whole)
+        return Rule(rule, lambda ids, _entropy, _uniform: prefix_tokens(ratio, len(ids)), config.whole)
     if rule == "entropy":
         return Rule(rule, lambda _ids, entropy, uniform: before_high_entropy(entropy, uniform, top), True)
     if ":" not in rule:

@@ -41,14 +41,14 @@ from trimtab.errors import TrimtabError
 
 Function = Callable[..., Any]
 MEMORY = 1 << 30  # bytes a worker may allocate beyond what it inherits
-GRACE = 30.0  # seconds of patience with the supervisor itself, on top of all timeouts
+GRACE = 30.0  # seconds the supervisor may take in addition to all timeouts
 LONGEST = 2e6  # seconds: the operating system counts the milliseconds of a wait in 32 bits
 HEADER = struct.Struct("!Q")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One function call: which function, its JSON-able keyword arguments, and how many seconds it may take."""
+    """A function call: index of the function, JSON keyword arguments, and the seconds it may take."""
 
     function: int
     arguments: Mapping[str, Any]
@@ -57,14 +57,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Either a finite value or what went wrong."""
+    """A finite value, or an error message."""
 
     value: float | None = None
     error: str | None = None
 
 
 def checked(value: Any) -> Outcome:
-    """A reward must be a finite number; anything else is an error that says what came instead."""
+    """Returns the outcome of a returned value: a finite number, or the error that says what it is instead."""
     if not isinstance(value, Real | np.bool_):
         return Outcome(error=f"returned {type(value).__name__}, not a number")
     number = float(value)
@@ -72,13 +72,13 @@ def checked(value: Any) -> Outcome:
 
 
 def describe(error: BaseException) -> str:
-    """First line of an exception, short enough for a log."""
+    """Returns the type and the first line of an exception, short enough for a log."""
     lines = str(error).strip().splitlines()
     return f"raised {type(error).__name__}{': ' + lines[0][:200] if lines else ''}"
 
 
 class Isolated:
-    """Calls `functions` in worker processes. `close()` it, or let it be collected: its processes end with it."""
+    """Calls `functions` in worker processes, which end with `close()` or garbage collection."""
 
     def __init__(self, functions: Sequence[Function], *, workers: int | None = None, memory: int = MEMORY) -> None:
         self._functions = list(functions)
@@ -89,7 +89,7 @@ class Isolated:
         self._start()
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """The outcome of every call, in order. Never raises for what a function does."""
+        """Returns the outcome of every call, in order. Never raises for what a function does."""
         encoded, outcomes = _encode(calls)
         if not encoded:
             return outcomes
@@ -107,9 +107,9 @@ class Isolated:
             _send(self._socket, requests)
             answers = _receive(self._socket)
         except OSError:
-            pass  # the supervisor was killed or stopped: told to the caller sample by sample below
+            pass  # the supervisor was killed or stopped: every sample gets an error below
         except BaseException:
-            self.close()  # an interrupt between question and answer would pair the next batch with these answers
+            self.close()  # an interrupt between request and answer would pair the next batch with these answers
             raise
         if answers is None:
             self.close()
@@ -122,20 +122,20 @@ class Isolated:
         self._socket = None
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
+        connection, remote = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
         pid = _fork()
         if pid == 0:
-            ours.close()
-            _never_return(lambda: _Supervisor(theirs, self._functions, self._workers, self._memory).serve())
-        theirs.close()
-        self._socket = ours
-        self._stop = weakref.finalize(self, _end, ours, pid, os.getpid())
+            connection.close()
+            _never_return(lambda: _Supervisor(remote, self._functions, self._workers, self._memory).serve())
+        remote.close()
+        self._socket = connection
+        self._stop = weakref.finalize(self, _end, connection, pid, os.getpid())
 
 
 def _encode(calls: Sequence[Call]) -> tuple[list[dict[str, Any]], list[Outcome]]:
-    """Requests that travel, and an outcome for each call (already an error where its arguments are not JSON)."""
+    """Returns the requests to send, and an outcome for each call (an error where its arguments are not JSON)."""
     requests: list[dict[str, Any]] = []
     outcomes = [Outcome(error="not run")] * len(calls)
     for index, call in enumerate(calls):
@@ -159,7 +159,7 @@ def _end(connection: socket.socket, pid: int, owner: int) -> None:
 
 
 class _Supervisor:
-    """Deals calls to workers and watches the clock. Exits, killing its workers, as soon as the trainer is gone."""
+    """Distributes calls to workers and enforces timeouts. Exits with its workers as soon as the trainer is gone."""
 
     def __init__(self, trainer: socket.socket, functions: list[Function], count: int, memory: int) -> None:
         self.trainer = trainer
@@ -170,7 +170,7 @@ class _Supervisor:
 
     def serve(self) -> None:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle; it then closes us
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C and then ends this process
         signal.signal(signal.SIGTERM, lambda *_: self._leave())
         gc.freeze()  # collecting inherited objects would copy the trainer's memory page by page
         if torch := sys.modules.get("torch"):
@@ -203,12 +203,12 @@ class _Supervisor:
 
     def _finished(self) -> list[tuple[int, dict[str, Any]]]:
         busy = [worker for worker in self.workers if worker.position is not None]
-        patience = min(LONGEST, max(0.0, min(worker.deadline for worker in busy) - time.monotonic()))
+        timeout = min(LONGEST, max(0.0, min(worker.deadline for worker in busy) - time.monotonic()))
         with selectors.DefaultSelector() as selector:
             selector.register(self.trainer, selectors.EVENT_READ)
             for worker in busy:
                 selector.register(worker.pipe, selectors.EVENT_READ)
-            ready = {key.fileobj for key, _ in selector.select(patience)}
+            ready = {key.fileobj for key, _ in selector.select(timeout)}
         if self.trainer in ready:
             self._leave()  # the trainer is silent during a batch: readable means it is gone
         results = []
@@ -233,10 +233,10 @@ class _Supervisor:
 
 
 class _Worker:
-    """One forked process that answers one call at a time, seen from the supervisor."""
+    """The supervisor's handle of a forked process that answers one call at a time."""
 
     def __init__(self, functions: list[Function], memory: int, foreign: list[socket.socket]) -> None:
-        self.pipe, theirs = socket.socketpair()
+        self.pipe, remote = socket.socketpair()
         self.position: int | None = None
         self.deadline = math.inf
         self.timeout = math.inf
@@ -246,8 +246,8 @@ class _Worker:
         if self.pid == 0:
             for inherited in [self.pipe, *foreign]:
                 inherited.close()
-            _never_return(lambda: _work(theirs, functions, memory, parent))
-        theirs.close()
+            _never_return(lambda: _work(remote, functions, memory, parent))
+        remote.close()
 
     def begin(self, position: int, request: dict[str, Any]) -> None:
         self.position, self.timeout = position, request["timeout"]
@@ -268,15 +268,15 @@ class _Worker:
 
     def kill(self) -> None:
         self.pipe.close()
-        for end in (os.killpg, os.kill):  # the group first: whatever the function itself started goes too
+        for end in (os.killpg, os.kill):  # the group first, with all processes the function started
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 end(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
     def _ending(self) -> str:
-        patience = time.monotonic() + 1.0
-        while time.monotonic() < patience:
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
             reaped, status = os.waitpid(self.pid, os.WNOHANG)
             if reaped:
                 code = os.waitstatus_to_exitcode(status)
@@ -309,7 +309,7 @@ def _call(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bind_to(parent: int) -> None:
-    """Die with the supervisor, also when it is killed in a way that leaves it no time to say so."""
+    """Ends this process with the supervisor, even if that is killed."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
@@ -332,7 +332,7 @@ def _limit(memory: int) -> None:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # Python 3.12 warns about threads of the parent; what the child may not touch is in the module's docstring.
+        # Python 3.12 warns about threads of the parent; the module docstring says why this fork is safe.
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             return os.fork()
@@ -341,7 +341,7 @@ def _fork() -> int:
 
 
 def _never_return(body: Callable[[], None]) -> None:
-    """Run `body` in a forked child and leave without the parent's exit handlers, whatever happens."""
+    """Runs `body` in a forked child and always exits without the parent's exit handlers."""
     try:
         body()
     except BaseException:
@@ -355,15 +355,15 @@ def _send(pipe: socket.socket, message: Any) -> None:
 
 
 def _receive(pipe: socket.socket) -> Any:
-    """The next message, or None when the other end is gone."""
-    header = _exactly(pipe, HEADER.size)
+    """Returns the next message, or None if the other end is closed."""
+    header = _receive_exactly(pipe, HEADER.size)
     if header is None:
         return None
-    data = _exactly(pipe, HEADER.unpack(header)[0])
+    data = _receive_exactly(pipe, HEADER.unpack(header)[0])
     return None if data is None else json.loads(data)
 
 
-def _exactly(pipe: socket.socket, size: int) -> bytes | None:
+def _receive_exactly(pipe: socket.socket, size: int) -> bytes | None:
     data = bytearray()
     while len(data) < size:
         chunk = pipe.recv(min(size - len(data), 1 << 20))

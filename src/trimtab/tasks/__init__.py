@@ -22,12 +22,12 @@ _KINDS = {
 
 
 def names() -> list[str]:
-    """Every kind of task, for help texts and error messages."""
+    """Returns the names of all kinds of tasks."""
     return sorted(_KINDS)
 
 
 def build(name: str, **options: Any) -> Task:
-    """The task of this name; `options` are the keywords of its file's `Options`.
+    """Returns the task `name`; `options` are the fields of `Options` in its file.
 
     Raises `TrimtabError`: an unknown name or option (naming the nearest), a bad value, unusable data.
     """
@@ -42,7 +42,7 @@ def build(name: str, **options: Any) -> Task:
 
 
 def encode(task: Task, problem: Problem, tokenizer: Any) -> Prompt:
-    """The prompt token for token. Special tokens are part of the task's text, never added by the tokenizer.
+    """Returns the encoded prompt. Special tokens are part of the task's text, never added by the tokenizer.
 
     Raises `TrimtabError` for a prompt without tokens.
     """
@@ -54,7 +54,7 @@ def encode(task: Task, problem: Problem, tokenizer: Any) -> Prompt:
 
 
 def options(name: str) -> dict[str, FieldInfo]:
-    """Option name -> its type, default and description, for help texts and docs/recipes.md."""
+    """Returns type, default and description of every option, for help texts and docs/recipes.md."""
     if name not in _KINDS:
         raise TrimtabError(f"unknown task {name!r}{nearest(name, names())}")
     return _fields(importlib.import_module(_KINDS[name]))

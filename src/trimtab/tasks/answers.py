@@ -16,8 +16,12 @@ _BOX = re.compile(r"\\(boxed|fbox|framebox)\s*\{")
 
 
 def extract(value: Any, form: AnswerFormat, pattern: str | None = None) -> str:
-    """The gold answer as text. With `pattern`, a regular expression with one group, only what that group holds at the
-    first match is read. Raises `ValueError` saying what is wrong with `value` and which format may fit.
+    """Returns the gold answer as text.
+
+    With `pattern`, a regular expression with one group, only that group of the first match is read.
+
+    Raises:
+        ValueError: `value` has no answer in this format; the message says which format may fit.
     """
     if value is None or (isinstance(value, str) and not value.strip()):
         raise ValueError("there is no answer; fill it in or remove the row")
@@ -25,14 +29,16 @@ def extract(value: Any, form: AnswerFormat, pattern: str | None = None) -> str:
 
 
 def _matched(stored: str, pattern: str) -> str:
-    found = re.search(pattern, stored)
-    if found is None or not (found[1] or "").strip():
-        raise ValueError(f"answer_pattern {pattern!r} finds no answer in {_short(stored)}; mend the pattern or the row")
-    return found[1]
+    match = re.search(pattern, stored)
+    if match is None or not (match[1] or "").strip():
+        raise ValueError(
+            f"answer_pattern {pattern!r} finds no answer in {_short(stored)}; correct the pattern or the row"
+        )
+    return match[1]
 
 
 def text(value: Any) -> str:
-    """Text as it stands; numbers as they are written in the file."""
+    """Returns text unchanged but for surrounding blanks, and numbers in their shortest plain form."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
@@ -41,7 +47,10 @@ def text(value: Any) -> str:
 
 
 def number(value: Any) -> str:
-    """A number in its shortest plain form: 14.0 -> "14", "025" -> "25", "1,200" -> "1200", 3.33333 stays; 1/2 too."""
+    """Returns a number in its shortest plain form: 14.0 -> "14", "025" -> "25", "1,200" -> "1200".
+
+    3.33333 and 1/2 stay as they are.
+    """
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise ValueError(f"the answer is a {type(value).__name__}, not a number")
     if isinstance(value, float) and not math.isfinite(value):
@@ -59,7 +68,7 @@ def number(value: Any) -> str:
 
 
 def gsm8k(value: Any) -> str:
-    """The number after the last "####" of a GSM8K solution."""
+    """Returns the number after the last "####" of a GSM8K solution."""
     _, mark, tail = str(value).rpartition("####")
     if not mark:
         raise ValueError(f"no '#### <number>' in {_short(str(value))}; choose another answer_format, e.g. 'number'")
@@ -67,16 +76,16 @@ def gsm8k(value: Any) -> str:
 
 
 def boxed(value: Any) -> str:
-    """The content of the last \\boxed{...} of a LaTeX solution, braces balanced."""
+    """Returns the content of the last \\boxed{...} of a LaTeX solution, with balanced braces."""
     solution = str(value)
     starts = list(_BOX.finditer(solution))
     if not starts:
         raise ValueError(f"no \\boxed{{...}} in {_short(solution)}; choose another answer_format, e.g. 'text'")
     content = _balanced(solution, starts[-1].end())
     if content is None:
-        raise ValueError(f"the last \\boxed{{ of {_short(solution)} is never closed; mend the row")
+        raise ValueError(f"the last \\boxed{{ of {_short(solution)} is never closed; correct the row")
     if not content.strip():
-        raise ValueError("the last \\boxed{} is empty; mend the row")
+        raise ValueError("the last \\boxed{} is empty; correct the row")
     return content.strip()
 
 

@@ -17,13 +17,13 @@ from trimtab.tasks.templates import FewShot
 from trimtab.types import Problem, RewardSpec
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-POOL = 16_384  # problems drawn for training at most; two digits have 8100 in all
+POOL = 16_384  # largest number of problems that are drawn; two digits have 8100 in all
 SHOT_POOL = 16  # problems set aside as worked examples, in neither split
 
 
 class Options(TaskOptions):
     digits: int = Field(2, ge=1, le=9, description="digits of both numbers; no leading zero")
-    operation: Literal["+", "-", "*"] = Field("+", description="what is asked of the two numbers")
+    operation: Literal["+", "-", "*"] = Field("+", description="operation on the two numbers")
     examples: int = Field(2, ge=0, le=SHOT_POOL, description="worked examples before the question")
     holdout: int = Field(256, ge=1, description="test problems")
     seed: int = Field(0, description="draws the problems and the worked examples")
@@ -31,7 +31,7 @@ class Options(TaskOptions):
 
 def build(options: Options) -> BuiltTask:
     pairs = _pairs(options)
-    # a + b and b + a are one problem to anyone who learned the other: both go to the same side.
+    # Both orders of a sum or product belong to the same split: who learned one knows the other.
     key = (lambda pair: tuple(sorted(pair))) if options.operation in "+*" else (lambda pair: pair)
     shots = pairs[:SHOT_POOL]
     used = {key(pair) for pair in shots}
@@ -62,7 +62,7 @@ def _bounds(options: Options) -> tuple[int, int]:
 
 
 def _pairs(options: Options) -> list[tuple[int, int]]:
-    """Ordered pairs in a random order that depends on the seed alone."""
+    """Returns ordered pairs of numbers in a random order that depends on the seed alone."""
     low, high = _bounds(options)
     span = high - low + 1
     codes = random.Random(f"arithmetic/{options.seed}").sample(range(span * span), min(span * span, POOL))

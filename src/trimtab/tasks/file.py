@@ -20,7 +20,7 @@ JSONL = (".jsonl", ".ndjson", ".json")
 
 class Options(RowOptions):
     path: Path = Field(description="JSONL (.jsonl, .ndjson, .json), a JSON array (.json) or .parquet file")
-    test_path: Path | None = Field(None, description="a file of its own for the test split; then holdout is not used")
+    test_path: Path | None = Field(None, description="another file for the test split; then holdout is not used")
 
 
 def build(options: Options) -> BuiltTask:
@@ -32,7 +32,7 @@ def build(options: Options) -> BuiltTask:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Numbered rows (from 1; for JSONL the line number). Raises `TrimtabError` naming the file and the row."""
+    """Returns numbered rows (from 1; for JSONL the line number). Raises `TrimtabError` naming the file and the row."""
     if path.is_dir():
         raise TrimtabError(f"{path} is a folder; give a file in it, or task 'hf' with dataset = {str(path)!r}")
     if path.suffix in JSONL:
@@ -43,7 +43,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """JSONL; in a .json file also one array of objects, over as many lines as it likes."""
+    """Yields the rows of JSONL; a .json file may also be one array of objects over any number of lines."""
     number = 0
     try:
         with path.open(encoding="utf-8-sig") as lines:
@@ -54,8 +54,8 @@ def _json(path: Path) -> Iterator[Row]:
             lines.seek(0)
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    place = f"{path}, row {number}"
-                    yield number, _object(_parsed(line, place, "write one object a line"), place)
+                    location = f"{path}, row {number}"
+                    yield number, _object(_parse(line, location, "write one object a line"), location)
     except OSError as error:
         raise TrimtabError(f"cannot read {path}: {error.strerror}; check the path") from None
     except UnicodeDecodeError:
@@ -63,24 +63,26 @@ def _json(path: Path) -> Iterator[Row]:
 
 
 def _array(text: str, path: Path) -> Iterator[Row]:
-    for number, value in enumerate(_parsed(text, str(path), "write one array of objects"), start=1):
+    for number, value in enumerate(_parse(text, str(path), "write one array of objects"), start=1):
         yield number, _object(value, f"{path}, row {number}")
 
 
-def _parsed(text: str, place: str, advice: str) -> Any:
+def _parse(text: str, location: str, advice: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         where = f"{error.msg} at character {error.pos + 1}" if error.lineno == 1 else str(error)
-        raise TrimtabError(f"{place}: broken JSON ({where}); {advice}") from None
+        raise TrimtabError(f"{location}: broken JSON ({where}); {advice}") from None
     except (ValueError, RecursionError):  # a number of thousands of digits, or brackets inside brackets
-        raise TrimtabError(f"{place}: JSON that cannot be read, a number or nesting is too large; {advice}") from None
+        raise TrimtabError(
+            f"{location}: JSON that cannot be read, a number or nesting is too large; {advice}"
+        ) from None
 
 
-def _object(value: Any, place: str) -> dict[str, Any]:
+def _object(value: Any, location: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TrimtabError(
-            f"{place}: a JSON {type(value).__name__}, not an object; write one {{...}} with named columns a row"
+            f"{location}: a JSON {type(value).__name__}, not an object; write one {{...}} with named columns a row"
         )
     return value
 

@@ -16,7 +16,7 @@ class Options(RowOptions):
     dataset: str = Field(description="hub name, e.g. openai/gsm8k, or a local folder")
     config: str | None = Field(None, description="its configuration, e.g. main")
     split: str = Field("train", description="the split that is trained on")
-    test_split: str | None = Field(None, description="a split of its own for testing; then holdout is not used")
+    test_split: str | None = Field(None, description="another split for testing; then holdout is not used")
 
 
 def build(options: Options) -> BuiltTask:

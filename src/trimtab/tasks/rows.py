@@ -20,7 +20,7 @@ from trimtab.tasks.templates import Chat, Template
 from trimtab.types import Problem, RewardSpec
 
 Row = tuple[int, Mapping[str, Any]]  # its number in the file, counted from 1, and its columns
-COLUMN = re.compile(r"\{([^{}]+)\}")  # a column in a question that is put together from several
+COLUMN = re.compile(r"\{([^{}]+)\}")  # a column in a question of several columns
 BOXED = Chat("{question}\n\nReason step by step and write the final answer in \\boxed{}.", answer="\\boxed{{answer}}")
 
 SchemaName = Literal["gsm8k", "mawps", "aime", "amc", "minerva"]
@@ -28,7 +28,7 @@ SchemaName = Literal["gsm8k", "mawps", "aime", "amc", "minerva"]
 
 @dataclass(frozen=True)
 class Schema:
-    """`worked` takes the place of rows as worked examples; with `rows_first` only where no row is left to show."""
+    """The columns of a known data set. `worked` are its worked examples; with `rows_first` only if no row is left."""
 
     question: str = "question"
     answer: str = "answer"
@@ -40,7 +40,7 @@ class Schema:
     def with_columns(
         self, question: str | None, answer: str | None, answer_format: AnswerFormat | None, id_: str | None
     ) -> Schema:
-        """The same with the user's own words where there are any."""
+        """Returns this layout with the columns that the user names."""
         return replace(
             self,
             question=question or self.question,
@@ -104,7 +104,7 @@ class RowOptions(StyleOptions):
         None, description="regular expression with one group: the part of the stored answer that is read"
     )
     id: str | None = Field(None, description="column with a unique id (default: the row number)")
-    extra: tuple[str, ...] = Field((), description="columns handed to rewards as problem.extra")
+    extra: tuple[str, ...] = Field((), description="columns that rewards get as problem.extra")
     holdout: float = Field(
         0.1, ge=0, le=1, description="share of the questions kept for testing; 1: all, and none for worked examples"
     )
@@ -133,29 +133,31 @@ class RowOptions(StyleOptions):
 
     @property
     def columns(self) -> Schema:
-        """The named layout with the user's own words over it."""
+        """The named layout, changed by the columns that the user names."""
         schema = Schema() if self.schema_ is None else SCHEMAS[self.schema_]
         return schema.with_columns(self.question, self.answer, self.answer_format, self.id)
 
 
 def read_problems(rows: Iterable[Row], options: RowOptions, where: str, prefix: str) -> list[Problem]:
-    """Every row as a problem. Raises `TrimtabError` naming file and row: nothing is skipped."""
+    """Returns every row as a problem. Raises `TrimtabError` naming file and row: nothing is skipped."""
     columns = options.columns
     problems: list[Problem] = []
     seen: dict[str, int] = {}
     for number, row in rows:
-        place = f"{where}, row {number}"
-        question = _question(row, columns.question, place)
-        stored = _column(row, columns.answer, "answer", place)
+        location = f"{where}, row {number}"
+        question = _question(row, columns.question, location)
+        stored = _column(row, columns.answer, "answer", location)
         try:
             answer = extract(stored, columns.answer_format, options.answer_pattern)
         except ValueError as error:
-            raise TrimtabError(f"{place}, column {columns.answer!r}: {error}") from None
-        name = f"{prefix}-{number}" if columns.id is None else str(_column(row, columns.id, "id", place))
+            raise TrimtabError(f"{location}, column {columns.answer!r}: {error}") from None
+        name = f"{prefix}-{number}" if columns.id is None else str(_column(row, columns.id, "id", location))
         if name in seen:
-            raise TrimtabError(f"{place}: id {name!r} is also that of row {seen[name]}; use another id column, or none")
+            raise TrimtabError(
+                f"{location}: id {name!r} is also that of row {seen[name]}; use another id column, or none"
+            )
         seen[name] = number
-        extra = {column: _json(_column(row, column, "extra", place), column, place) for column in options.extra}
+        extra = {column: _json(_column(row, column, "extra", location), column, location) for column in options.extra}
         problems.append(Problem(id=name, question=question, answer=answer, extra=extra))
     if not problems:
         raise TrimtabError(f"{where}: no rows; give a file with at least one problem")
@@ -165,13 +167,13 @@ def read_problems(rows: Iterable[Row], options: RowOptions, where: str, prefix: 
 def build_task(
     name: str, options: RowOptions, problems: Sequence[Problem], held_out: Sequence[Problem] | None, where: str
 ) -> BuiltTask:
-    """A task over these problems; `held_out` is the test split if it has a source of its own."""
+    """Returns a task over these problems; `held_out` is the test split if it has another source."""
     if held_out is None:
         train, test = _split(problems, options.holdout, options.seed)
     else:
         train, test = _without_overlap(problems, held_out, where), list(held_out)
     worked = () if options.columns.rows_first and train else options.columns.worked
-    options, notes = _asked(options, worked, train, where)
+    options, notes = _choose_style(options, worked, train, where)
     shots, train = split_shots(options, worked, train, where)
     template = build_template(options, shots, BOXED)
     stop, max_tokens = limits(options, template, shots, [problem.answer for problem in (*train, *test)], where)
@@ -187,11 +189,13 @@ def build_task(
     )
 
 
-def _asked(
+def _choose_style(
     options: RowOptions, worked: Sequence[Problem], train: Sequence[Problem], where: str
 ) -> tuple[RowOptions, tuple[str, ...]]:
-    """The options as they are, or a chat in place of a few-shot prompt that was not asked for and has nothing to show;
-    with a sentence about what was chosen."""
+    """Returns the options and notes about them.
+
+    A few-shot prompt by default becomes a chat if there is no row for an example.
+    """
     if train or options.model_fields_set & {"style", "template", "examples"}:
         return options, ()
     reason = f"{where}: every row is a test row and none is left for worked examples"
@@ -210,36 +214,38 @@ def _reward(options: RowOptions, template: Template) -> RewardSpec:
     return RewardSpec("exact" if form == "text" else "numeric")
 
 
-def _question(row: Mapping[str, Any], source: str, place: str) -> str:
-    """The text of the column `source`, or `source` with every `{column}` in it replaced, in one pass."""
+def _question(row: Mapping[str, Any], source: str, location: str) -> str:
+    """Returns the text of the column `source`, or `source` with every `{column}` replaced in one pass."""
     texts: dict[str, str] = {}
     for name in COLUMN.findall(source) or [source]:
-        text = _column(row, name, "question", place)
+        text = _column(row, name, "question", location)
         if not isinstance(text, str) or not text.strip():
-            raise TrimtabError(f"{place}: column {name!r} has no question text; fill it in or remove the row")
+            raise TrimtabError(f"{location}: column {name!r} has no question text; fill it in or remove the row")
         texts[name] = text.strip()
     return texts[source] if source in texts else COLUMN.sub(lambda match: texts[match[1]], source).strip()
 
 
-def _column(row: Mapping[str, Any], column: str, option: str, place: str) -> Any:
+def _column(row: Mapping[str, Any], column: str, option: str, location: str) -> Any:
     if column not in row:
-        raise TrimtabError(f'{place}: no column {column!r}{nearest(column, row)}; set {option} = "<column>" to name it')
+        raise TrimtabError(
+            f'{location}: no column {column!r}{nearest(column, row)}; set {option} = "<column>" to name it'
+        )
     return row[column]
 
 
-def _json(value: Any, column: str, place: str) -> Any:
+def _json(value: Any, column: str, location: str) -> Any:
     try:
         json.dumps(value)
     except (TypeError, ValueError):
         raise TrimtabError(
-            f"{place}: column {column!r} holds a {type(value).__name__}; extra columns reach rewards as JSON: "
+            f"{location}: column {column!r} holds a {type(value).__name__}; extra columns reach rewards as JSON: "
             "store text, numbers, lists or objects"
         ) from None
     return value
 
 
 def _split(problems: Sequence[Problem], share: float, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Split by question, so that rows that repeat one are never on both sides."""
+    """Returns training and test problems, split by question: rows with the same question are in the same split."""
     questions = list(dict.fromkeys(problem.question for problem in problems))
     random.Random(f"split/{seed}").shuffle(questions)
     tested = frozenset(questions[: round(share * len(questions))])

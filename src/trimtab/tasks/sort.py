@@ -58,12 +58,12 @@ def _draw(split: str, index: int, width: int, seed: int) -> str:
 
 
 def _distinct(count: int, width: int, seed: int) -> list[str]:
-    found: dict[str, None] = {}
+    texts: dict[str, None] = {}
     index = 0
-    while len(found) < count:
-        found[_draw("test", index, width, seed)] = None
+    while len(texts) < count:
+        texts[_draw("test", index, width, seed)] = None
         index += 1
-    return list(found)
+    return list(texts)
 
 
 def _problem(text: str, name: str) -> Problem:

@@ -1,4 +1,4 @@
-"""The prompt options shared by tasks with external questions, and the template they make."""
+"""The prompt options shared by tasks with external questions, and the template built from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StyleOptions(TaskOptions):
 def split_shots(
     options: StyleOptions, worked: Sequence[Problem], train: Sequence[Problem], where: str
 ) -> tuple[list[Problem], list[Problem]]:
-    """Worked examples (those `worked` brings, else drawn from the training split) and what is left to train on.
+    """Returns worked examples (`worked`, else drawn from the training split) and the remaining training problems.
 
     Raises `TrimtabError` when there are fewer than `options.examples`.
     """
@@ -57,8 +57,10 @@ def split_shots(
 
 
 def build_template(options: StyleOptions, shots: Sequence[Problem], chat: Chat) -> Template:
-    """The template of these options. A chat asks for what `chat` says; with a `template` of the user's own, the answer
-    is in the form of `chat.answer` only if that template asks for it.
+    """Returns the template of these options.
+
+    A chat asks as `chat` does; with a template from the user, the answer has the form `chat.answer` only if that
+    template asks for it.
     """
     if options.system is not None and options.style != "chat":
         raise TrimtabError(f"system: only style = 'chat' has a system turn, not {options.style!r}")
@@ -67,17 +69,19 @@ def build_template(options: StyleOptions, shots: Sequence[Problem], chat: Chat) 
     if options.style == "plain":
         return Plain(options.template or "{question}")
     text = options.template or chat.text
-    asked = chat.answer.partition("{answer}")[0] in text
-    return Chat(text, options.system or chat.system, chat.answer if asked else "{answer}")
+    asks_for_form = chat.answer.partition("{answer}")[0] in text
+    return Chat(text, options.system or chat.system, chat.answer if asks_for_form else "{answer}")
 
 
 def limits(
     options: StyleOptions, template: Template, shots: Sequence[Problem], answers: Sequence[str], where: str
 ) -> tuple[tuple[str, ...], int]:
-    """Stop strings and response tokens. Raises `TrimtabError` if an answer contains what would end it.
+    """Returns stop strings and the response limit in tokens.
 
-    A few-shot response may be as long as the longest worked example followed by the longest answer, counting a token
-    for every character.
+    Raises `TrimtabError` if an answer contains a stop string.
+
+    A few-shot response may be as long as the longest worked example followed by the longest answer, with one token
+    for each character.
     """
     stop = options.stop
     if stop is None:

@@ -13,7 +13,7 @@ from trimtab.types import Problem, RewardSpec
 
 
 class TaskOptions(BaseModel):
-    """Keywords of a kind of task: unknown ones are errors, values cannot change after the check."""
+    """Keywords of a kind of task: unknown ones are errors, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -44,7 +44,7 @@ class BuiltTask:
 
 
 class Procedural(Sequence[Problem]):
-    """`size` problems that are computed when asked for; `make(index)` is a pure function."""
+    """A sequence of `size` problems computed on access by the pure function `make(index)`."""
 
     def __init__(self, size: int, make: Callable[[int], Problem]) -> None:
         self._size = size

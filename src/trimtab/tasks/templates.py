@@ -19,21 +19,21 @@ FEW_SHOT = "Question: {question}\nAnswer: {answer}\n\n"
 
 class Template(Protocol):
     def prompt(self, problem: Problem, tokenizer: Any) -> str:
-        """Everything the model sees, special tokens included."""
+        """Returns the whole prompt, special tokens included."""
         ...
 
     def target(self, answer: str) -> str:
-        """The continuation that states `answer`, without what ends it."""
+        """Returns the continuation that states `answer`, without its ending."""
         ...
 
     def style(self, problem: Problem) -> str:
-        """What the prompt of this problem is, for people."""
+        """Returns a description of the prompt's style for reports."""
         ...
 
 
 @dataclass(frozen=True)
 class Plain:
-    """The template around the question, and nothing else."""
+    """A template with the question only."""
 
     text: str = "{question}"
 
@@ -52,9 +52,9 @@ class Plain:
 
 @dataclass(frozen=True)
 class FewShot:
-    """Worked examples, then the same form up to where the answer belongs.
+    """Worked examples, then the same text for the question up to the answer.
 
-    Blanks before `{answer}` are left to the model: a prompt that ends in a blank cuts the token " 12" apart.
+    Blanks before `{answer}` are not in the prompt: one that ends in a blank would split the token " 12".
     """
 
     examples: Callable[[Problem], Sequence[Problem]]
@@ -68,7 +68,7 @@ class FewShot:
 
     @property
     def ending(self) -> str:
-        """The character that follows an answer: what a response stops at."""
+        """The character that follows an answer, at which a response stops."""
         after = self.text.partition("{answer}")[2]
         if not after:
             raise TrimtabError(f"template {self.text!r}: let a line break or another mark follow {{answer}}")
@@ -91,7 +91,7 @@ class FewShot:
 
 @dataclass(frozen=True)
 class Chat:
-    """One user turn (and an optional system turn) through the tokenizer's own chat template."""
+    """One user turn, and an optional system turn, in the tokenizer's chat template."""
 
     text: str = "{question}"
     system: str | None = None
@@ -119,7 +119,7 @@ class Chat:
 
 
 def fill(template: str, **values: str) -> str:
-    """Replace `{name}` for the given names only, in one pass (a value is never searched again)."""
+    """Returns `template` with `{name}` replaced for the given names only, in one pass (values are not searched)."""
     names = "|".join(values)
     return re.sub(rf"\{{({names})\}}", lambda match: values[match.group(1)], template)
 
@@ -130,9 +130,9 @@ def require(template: str, name: str) -> None:
 
 
 def beginning(tokenizer: Any) -> str:
-    """The token this tokenizer starts every text with (Llama's <s>), or nothing (GPT-2, SmolLM2, Qwen).
+    """Returns the token this tokenizer puts before every text (Llama's <s>), or "" (GPT-2, SmolLM2, Qwen).
 
-    Prompts are tokenized without special tokens because a chat template brings its own; plain text must too.
+    Prompts are tokenized without special tokens because a chat template contains its own; plain text needs it.
     """
     bos = getattr(tokenizer, "bos_token", None)
     if bos is None:

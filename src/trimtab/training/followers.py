@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.config import Config, ShardingConfig
-from trimtab.errors import TrimtabError
+from trimtab.config import Config
 from trimtab.models.sharding import shard
 from trimtab.rollout.canary import Expected
 from trimtab.rollout.collector import Collector, Group, RolloutStats
@@ -31,16 +30,6 @@ from trimtab.training.ranks import Ranks, current_ranks
 from trimtab.types import Engine
 
 _WEIGHTS_NEEDED, _WEIGHTS_NOT_NEEDED = b"needed", b"not needed"
-
-
-def check_sharding(config: Config) -> None:
-    """Refuse `[sharding]` in a run of one process: `offload` would silently save no memory."""
-    ranks = config.ray.trainers if config.placement == "ray" else current_ranks().size
-    if ranks == 1 and config.sharding != ShardingConfig():
-        raise TrimtabError(
-            "[sharding] has no effect with one process: start several with torchrun (or set ray.trainers), or leave it "
-            "out"
-        )
 
 
 def shard_model(model: nn.Module, config: Config) -> nn.Module:

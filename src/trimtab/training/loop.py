@@ -48,7 +48,6 @@ from trimtab.training.learner import Learner, MiniBatch, NonFiniteUpdateError
 from trimtab.training.observer import Moment, Observer
 from trimtab.training.optim import surge_share
 from trimtab.training.ranks import current_ranks
-from trimtab.training.refusals import is_async
 from trimtab.training.sinks import Sink
 from trimtab.training.step_statistics import StepStatistics
 from trimtab.training.stop import Stop
@@ -323,7 +322,7 @@ class Trainer:
             metrics |= step_metrics.perturbation_metrics(self.learner.perturbation, stats)
         if self.learner.experts is not None:
             metrics |= step_metrics.routing_metrics(batch.trajectories, stats)
-        if is_async(self.config):
+        if self.config.is_async:
             metrics |= step_metrics.async_metrics(batch.trajectories, rollout, version)
         if self.canary is not None:
             metrics |= self.canary.metrics()

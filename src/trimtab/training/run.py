@@ -15,7 +15,9 @@ from torch import nn
 
 from trimtab import rewards, tasks
 from trimtab.config import Config
-from trimtab.engines.factory import build_engines, check_engines
+from trimtab.config.rule import Facts
+from trimtab.config.validation import validate
+from trimtab.engines.factory import build_engines
 from trimtab.errors import TrimtabError
 from trimtab.models import invariant
 from trimtab.models.laboratory import NAMES as LABORATORY_MODELS
@@ -25,23 +27,23 @@ from trimtab.models.perturbation import Perturbation
 from trimtab.models.routing import RouterInfo
 from trimtab.objectives import Objective
 from trimtab.rewards import Scorer
-from trimtab.rollout import prefixes
+from trimtab.rollout import prefixes, truncation
 from trimtab.rollout.async_source import AsyncSource
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary
 from trimtab.rollout.collector import Collector, PromptStream
-from trimtab.rollout.demonstrations import GOLD, Demonstrations
+from trimtab.rollout.demonstrations import Demonstrations
 from trimtab.rollout.prompt_lengths import Survey, prompt_room
 from trimtab.rollout.source import RolloutSource, SyncSource
 from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
-from trimtab.training import custom_objective, refusals
+from trimtab.training import custom_objective
 from trimtab.training.backends import LOCAL_BACKENDS, Backends
 from trimtab.training.checkpoint import snapshot
 from trimtab.training.export import save_model_files
-from trimtab.training.features import bitwise_check, routing_replay
+from trimtab.training.features import routing_replay
 from trimtab.training.features.length_surge import LengthSurge
-from trimtab.training.followers import AbsentEngine, check_sharding, run_directory, shard_model, shared_source
+from trimtab.training.followers import AbsentEngine, run_directory, shard_model, shared_source
 from trimtab.training.learner import Learner
 from trimtab.training.loop import Trainer
 from trimtab.training.observer import NullObserver, Observer
@@ -175,84 +177,20 @@ def check(
 
     Raises `TrimtabError` for a recipe whose sections contradict each other. Loads no model.
     """
-    check_engines(config)
-    bitwise_check.check(config)
-    check_sharding(config)
+    validate(Facts(config), "config")  # again: the caller may have built or changed the recipe in Python
     built = objective or custom_objective.resolve(config)[1]
-    _check_sections(config, built)
-    refusals.check(config, built)
-    routing_replay.refuse(config, built)
-    kind, expected = config.advantage.kind, built.advantage
-    if kind not in (None, expected) and (expected != "grpo" or kind == "optimal"):
-        raise TrimtabError(
-            f"advantage.kind = {kind!r} does not fit objective {built.name!r}, which expects {expected!r}"
-        )
-    if config.trainer.samples == 1:
-        raise TrimtabError(
-            f"trainer.samples = 1 teaches nothing: advantage {kind or expected!r} compares the responses to one prompt "
-            "with each other; set it to 2 or more"
-        )
-    if config.trainer.minibatches > config.trainer.prompts:
-        raise TrimtabError(
-            f"trainer.minibatches = {config.trainer.minibatches} is more than trainer.prompts = "
-            f"{config.trainer.prompts}; a prompt's samples stay together"
-        )
+    facts = Facts(config, built, current_ranks().size)
+    validate(facts, "objective")
+    if config.prefix is not None:
+        truncation.build(config.prefix)  # loads a user's function
     task = tasks.build(config.task.name, **config.task.keywords)
-    if len(task.train) == 0:
-        raise TrimtabError(f"task {task.name!r} has no problems to train on: lower its holdout or give it more rows")
-    best = f"eval/{task.name}/greedy"
-    if config.eval.best not in (None, best):
-        raise TrimtabError(f"eval.best = {config.eval.best!r} is not measured in this run: use {best!r}")
     specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
     if reward is not None:
         specs = [RewardSpec(reward)]
-    scorer = rewards.build(specs, task) if makers.scorer is None else makers.scorer(config, specs, task)
-    reserved = [entry.name for entry in scorer.rewards if entry.name in ("mean", "std", "failed")]
-    if reserved:
-        raise TrimtabError(f"a reward cannot be named {reserved[0]!r}, a metric has that name: rename the function")
+    entries = rewards.weighted(specs, task)
+    validate(facts._replace(task=task, rewards=[entry.name for entry in entries]), "task")
+    scorer = Scorer(entries) if makers.scorer is None else makers.scorer(config, specs, task)
     return RunParts(built, task, scorer)
-
-
-def _check_sections(config: Config, built: Objective) -> None:
-    """Refuse sections about data or model that the objective does not support: it would train something else."""
-    trainer, name = config.trainer, built.name
-    corrects_behavior = "proximal" not in built.policy_needs and "behavior" in built.policy_needs
-    for section in ("perturbation", "prefix"):
-        if getattr(config, section) is not None and not corrects_behavior:
-            raise TrimtabError(
-                f"[{section}] needs an objective over the behavior policy (current/behavior), not {name!r}"
-            )
-    if config.expert is not None and "off_policy" not in built.needs:
-        raise TrimtabError(f"[expert] needs an objective for tokens without a behavior policy (luffy), not {name!r}")
-    if config.expert is not None and config.expert.per_group >= trainer.samples:
-        raise TrimtabError(
-            f"expert.per_group = {config.expert.per_group} leaves no sampled response among {trainer.samples}: lower it"
-        )
-    if config.expert is not None and config.expert.path != GOLD and not Path(config.expert.path).is_file():
-        raise TrimtabError(f"expert.path = {config.expert.path!r}: there is no such file")
-    if config.prefix is not None:
-        _check_prefix(config, built)
-    if config.advantage.value_beta is not None and built.advantage != "optimal":
-        raise TrimtabError(f"advantage.value_beta has no effect on objective {name!r}: leave it out")
-
-
-def _check_prefix(config: Config, built: Objective) -> None:
-    assert config.prefix is not None
-    trainer, age = config.trainer, config.prefix.refresh - 1
-    prefixes.check(config.prefix, trainer.samples)
-    if built.single_behavior:
-        raise TrimtabError(f"objective {built.name!r} needs one behavior policy per sample: leave [prefix] out")
-    if trainer.sync_every not in (None, 1) or trainer.dynamic_sampling:
-        raise TrimtabError(
-            "[prefix] completes responses under the current policy, batch by batch: leave trainer.sync_every and "
-            "trainer.dynamic_sampling out"
-        )
-    oldest = age * trainer.minibatches * trainer.epochs
-    if trainer.max_lag is not None and oldest > trainer.max_lag:
-        raise TrimtabError(
-            f"prefix.refresh = {age + 1} makes prefixes up to {oldest} updates old, max_lag allows {trainer.max_lag}: "
-            "lower refresh or leave max_lag out"
-        )
 
 
 def load_model(config: Config) -> LoadedModel:
@@ -312,10 +250,8 @@ def _build_source(
     collector, buffer = _build_collector(config, parts, loaded, engines[0]), Buffer(config.trainer)
 
     def build() -> RolloutSource:
-        if refusals.is_async(config):
+        if config.is_async:
             return AsyncSource(collector, buffer, engines, observer.message, canary)
-        if len(engines) > 1:
-            raise TrimtabError(f"[prefix] and [expert] work with one engine, the recipe names {len(engines)}: name one")
         return SyncSource(collector, buffer, canary, single=parts.objective.single_behavior)
 
     return shared_source(collector, build)
@@ -336,7 +272,7 @@ def _build_learner(
             0.0 if noise is None else noise.lr,
         ),
         objective=built,
-        total_updates=trainer.steps * trainer.minibatches * trainer.epochs,
+        total_updates=trainer.steps * trainer.updates_per_step,
         reference=_load_reference(config, built, device),
         perturbation=perturbation,
         experts=experts,
@@ -344,7 +280,7 @@ def _build_learner(
 
 
 def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engine: Engine) -> Collector:
-    sampling, prefix, expert = sampling_params(config, parts.task), config.prefix, config.expert
+    sampling, prefix, expert = sampling_params(config, parts.task), config.prefix, config.demonstrations
     context = getattr(loaded.model.config, "max_position_embeddings", None)
     contexts = (context, config.engine.vllm.context, getattr(engine, "context", None))
     samples, room = config.trainer.samples, prompt_room(config, sampling, contexts)

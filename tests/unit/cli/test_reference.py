@@ -19,7 +19,7 @@ from trimtab.objectives import keywords_of, objectives
 DOCS = Path(__file__).parents[3] / "docs" / "recipes.md"
 PAGE = recipe_reference.markdown()
 # Sections that are absent by default, each with what it takes to be there.
-OPTIONAL = {"perturbation": "token-alp", "prefix": "soup", "expert": "luffy"}
+OPTIONAL = {"perturbation": "token-alp", "prefix": "soup", "demonstrations": "luffy"}
 
 
 def rows(section: str) -> dict[str, list[str]]:

@@ -12,11 +12,7 @@ from trimtab.errors import TrimtabError
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["ray.engines=2"], 'no effect with placement = "local"'),
-        (["placement=ray", "engine.workers=2"], "use ray.engines"),
-        (["placement=ray", "ray.engine_cpus=0"], "engine_cpus and engine_gpus are both 0"),
         (["placement=ray", "ray.trainer_gpus=2"], "ray.trainer_gpus"),
-        (["placement=ray", "objective.name=soup", "ray.engines=2"], "work with one engine"),
         (["placement=rya"], "placement"),
     ],
 )

@@ -95,24 +95,24 @@ def test_paths_of_a_recipe_are_relative_to_its_file(tmp_path: Path, monkeypatch:
         '[model]\npath = "warm"\n[task]\nname = "file"\npath = "data/a.jsonl"\n[engine]\ntype = "server"\n'
         '[engine.server]\nfolder = "handed"\nurls = ["http://localhost:1"]\n'
     )
-    (here / "mine.toml").write_text('base = "../home/base.toml"\n[expert]\npath = "traces.jsonl"\n')
+    (here / "mine.toml").write_text('base = "../home/base.toml"\n[demonstrations]\npath = "traces.jsonl"\n')
     config = load_config("mine.toml", ["task.test_path=b.jsonl"])
     assert Path(config.model.path) == home / "warm"
     assert {key: Path(value) for key, value in config.task.keywords.items()} == {
         "path": home / "data" / "a.jsonl",
         "test_path": here / "b.jsonl",
     }
-    assert config.expert is not None
-    assert Path(config.expert.path) == here / "traces.jsonl"
+    assert config.demonstrations is not None
+    assert Path(config.demonstrations.path) == here / "traces.jsonl"
     assert Path(str(config.engine.server.folder)) == home / "handed"
     # The resolved copy means the same wherever it lies.
     (home / "config.toml").write_text(config.dump())
     monkeypatch.chdir(tmp_path)
     again = load_config(home / "config.toml")
-    assert (again.model, again.task, again.expert, again.engine) == (
+    assert (again.model, again.task, again.demonstrations, again.engine) == (
         config.model,
         config.task,
-        config.expert,
+        config.demonstrations,
         config.engine,
     )
 
@@ -232,7 +232,7 @@ def test_an_objective_brings_the_section_it_cannot_work_without(objective: str, 
         "engine.server.timeout=1e9",
         "trainer.samples=0",
         "trainer.prompts=-1",
-        "ray.patience=1e300",
+        "ray.start_timeout=1e300",
         'reward=[{name="exact", weight=1e39}]',
         'reward=[{name="exact", timeout=1e9}]',
     ],

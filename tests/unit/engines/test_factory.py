@@ -10,13 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.config import Config, EngineConfig
+from trimtab.config import Config
 from trimtab.engines import engine_spec as hosted
-from trimtab.engines import factory
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.factory import (
     build_engines,
-    check_engines,
     engine_spec,
     split_devices,
     split_threads,
@@ -35,66 +33,6 @@ def config(engine: dict, **trainer: int) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("engine", "trainer", "words"),
-    [
-        ({"type": "vllm", "quantize": "int8"}, {}, ["engine.quantize", "'vllm'"]),
-        ({**SERVER, "noise": 0.1}, {}, ["engine.noise", "'server'"]),
-        ({**SERVER, "workers": 2}, {}, ["engine.workers = 2", "server.urls"]),
-        ({"patience": 60}, {}, ["engine.patience = 60", "engine.workers"]),
-        ({**SERVER, "patience": 60}, {"max_lag": 2}, ["engine.patience = 60"]),
-        ({"type": "vllm", "vllm": {"keep_sets": True}}, {}, ["whole vocabulary", "sampling.top_k"]),
-    ],
-)
-def test_what_cannot_work_is_refused(engine: dict, trainer: dict, words: list[str]) -> None:
-    with pytest.raises(TrimtabError) as caught:
-        check_engines(config(engine, **trainer))
-    assert all(word in str(caught.value) for word in words)
-    assert "\n" not in str(caught.value)
-
-
-VLLM = {"type": "vllm"}
-SETS = {"type": "vllm", "vllm": {"keep_sets": True}}
-
-
-@pytest.mark.parametrize(
-    ("engine", "sampling", "words"),
-    [
-        (SERVER, {"top_p": 0.9}, ["servers, which do not return keep sets", "mass that was cut", "top_p = 1"]),
-        (SERVER, {"top_k": 20}, ["servers, which do not return keep sets"]),
-        (VLLM, {"top_p": 0.9}, ["engine.vllm.keep_sets = true", "mass that was cut"]),
-        (VLLM, {"top_k": 20}, ["engine.vllm.keep_sets = true"]),
-        (SETS, {"top_p": 0.9}, ["sampling.top_k"]),
-    ],
-)
-def test_truncated_sampling_without_sets_is_refused(engine: dict, sampling: dict, words: list[str]) -> None:
-    with pytest.raises(TrimtabError) as caught:
-        check_engines(Config.model_validate({"engine": engine, "sampling": sampling}))
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_truncated_sampling_with_sets_is_welcome() -> None:
-    for engine in ({}, {"workers": 1}):
-        check_engines(Config.model_validate({"engine": engine, "sampling": {"top_p": 0.9, "top_k": 20}}))
-    check_engines(Config.model_validate({"engine": SETS, "sampling": {"top_p": 0.9, "top_k": 20}}))
-
-
-def test_patience_is_for_engines_apart() -> None:
-    check_engines(config({"patience": 60, "workers": 1}))
-    check_engines(config({"patience": 60}, max_lag=2))
-    check_engines(Config.model_validate({"engine": {"patience": 60}, "placement": "ray"}))
-
-
-@pytest.mark.parametrize("section", ["prefix", "expert"])
-def test_what_makes_its_batches_in_step_has_one_engine(section: str) -> None:
-    objective = {"prefix": "soup", "expert": "luffy"}[section]
-    recipe = Config.model_validate({"engine": {"workers": 2}, "objective": {"name": objective}, section: {}})
-    with pytest.raises(TrimtabError, match=rf"\[{section}\] works with one engine"):
-        check_engines(recipe)
-    check_engines(recipe.model_copy(update={"engine": EngineConfig(workers=1)}))
-
-
-@pytest.mark.parametrize(
     ("engine", "trainer", "count"),
     [
         ({}, {}, 0),
@@ -110,9 +48,7 @@ def test_what_makes_its_batches_in_step_has_one_engine(section: str) -> None:
     ],
 )
 def test_processes_of_their_own(engine: dict, trainer: dict, count: int) -> None:
-    recipe = config(engine, **trainer)
-    check_engines(recipe)
-    assert factory.engine_process_count(recipe) == count
+    assert config(engine, **trainer).engine_processes == count
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from trimtab.config import Config, load_config
-from trimtab.engines.factory import check_engines
+from trimtab.config.rule import Facts
+from trimtab.config.validation import validate
 from trimtab.objectives.calibrate import from_section
 from trimtab.planning.assumptions import DEVICES, Assumptions
 from trimtab.planning.planner import Plan, Question, plan
 from trimtab.planning.rates import Workload
 from trimtab.planning.shapes import find
-from trimtab.training.refusals import check as refuse
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "scale.md"
 GPUS = {"7b-8gpu": 8, "32b-64gpu": 64}
@@ -82,8 +82,7 @@ def test_its_objective_reads_what_the_engines_say(name: str) -> None:
     assert config.trainer.max_lag
     built = from_section(config.objective.model_dump())
     assert "behavior" in built.needs
-    refuse(config, built)
-    check_engines(config)
+    validate(Facts(config, built, config.ray.trainers), "objective")
 
 
 @pytest.mark.parametrize("name", GPUS)

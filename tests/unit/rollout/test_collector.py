@@ -94,7 +94,7 @@ def test_surplus_of_oversampling_waits_for_the_next_step(scorer: rewards.Scorer)
 
 
 def test_leftovers_older_than_max_lag_are_dropped_and_counted(scorer: rewards.Scorer) -> None:
-    made = feed(scorer, script_for([True] * 8), dynamic_sampling=True, oversample=2.0, max_lag=1)
+    made = feed(scorer, script_for([True] * 8), dynamic_sampling=True, oversample=2.0, max_lag=0)
     made.take(UPDATES, batches_left=1)
     made.publish([], UPDATES + 2)
     groups, stats = made.take(UPDATES + 2, batches_left=1)

@@ -214,11 +214,7 @@ def test_a_missing_file_is_named(tmp_path):
         experts(DemonstrationConfig(path="golden"), task(problem("x")))
 
 
-def test_truncated_sampling_and_responses_without_an_end_are_refused():
-    known = task(problem("x"))
-    for truncated in (Sampling(top_p=0.9, stop=("\n",)), Sampling(top_k=5, stop=("\n",))):
-        with pytest.raises(TrimtabError, match=r"sampling\.top_p = 1"):
-            Demonstrations.load(DemonstrationConfig(), known, PIECE_TOKENIZER, truncated, None)
+def test_responses_without_an_end_are_refused():
     endless = tokenizer(None)
     with pytest.raises(TrimtabError, match="no stop string and the tokenizer no end token"):
         Demonstrations.load(DemonstrationConfig(), task(problem("x"), stop=()), endless, Sampling(), None)

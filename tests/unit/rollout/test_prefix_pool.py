@@ -107,12 +107,6 @@ def test_shared_prefixes_are_drawn_once_and_given_to_neighbors() -> None:
         assert group[0] is not group[2]
 
 
-@pytest.mark.parametrize("samples", [4, 9])
-def test_a_share_that_does_not_divide_is_named(samples: int) -> None:
-    with pytest.raises(TrimtabError, match=f"share = 6 does not divide {samples}"):
-        make(samples=samples, share=6)
-
-
 def test_whole_responses_are_cut_by_their_own_length() -> None:
     pool, asked = make(samples=8, refresh=2, ratio=0.5, whole=True), ask(6)
     pool.refill(asked)  # needs no mean

@@ -51,7 +51,7 @@ def recipe(**trainer: object) -> Config:
 
 def feed(scorer: rewards.Scorer, config: Config) -> SyncSource:
     """Sampled responses are always "99." (two digits: wrong), traces are gold answers."""
-    experts = Demonstrations.load(config.expert, TASK, TOKENIZER, SAMPLING, 64)
+    experts = Demonstrations.load(config.demonstrations, TASK, TOKENIZER, SAMPLING, 64)
     stream = PromptStream(TASK, TOKENIZER, seed=0)
     script = {item.problem.id: ["99."] for item in PromptStream(TASK, TOKENIZER, seed=0).take(64)}
     engine = FakeEngine(script, tokenizer=TOKENIZER)
@@ -113,10 +113,10 @@ def test_a_prompt_without_a_trace_is_sampled_once_more(scorer):
 
 def test_a_trace_does_not_age_the_group_that_waits_with_it(scorer):
     """Its policy version is no version: under max_lag a leftover group would otherwise always be too old."""
-    made = feed(scorer, recipe(dynamic_sampling=True, oversample=2.0, max_lag=1))
+    made = feed(scorer, recipe(dynamic_sampling=True, oversample=2.0, max_lag=0))
     _, first = made.take(UPDATES, batches_left=1)
     assert first.generated == 8  # four groups of two sampled responses, two of them left over
-    _, second = made.take(UPDATES + 1, batches_left=1)
+    _, second = made.take(UPDATES, batches_left=1)
     assert (second.stale, second.generated) == (0, 0)
 
 

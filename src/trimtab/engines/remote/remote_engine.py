@@ -207,7 +207,7 @@ class ProcessEngine:
     def _lose(self, child: WorkerProcess, action: str, *, silent: bool = False) -> NoReturn:
         self._child = None
         child.end()
-        how = f"gave no sign of life for {self.patience:g} s (engine.patience)" if silent else child.exit_reason()
+        how = f"gave no sign of life for {self.patience:g} s (engine.hang_timeout)" if silent else child.exit_reason()
         raise EngineDeadError(f"the engine's process {how}{child.last_output()} during {action}")
 
 

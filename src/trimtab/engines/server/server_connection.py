@@ -219,7 +219,7 @@ def wait_for_servers(
         if remaining <= 0:
             raise TrimtabError(
                 f"{len(unavailable)} of {len(servers)} inference servers did not answer within {patience:g} s "
-                f"({unavailable[0]}): start them, or raise engine.server.patience (docs/servers.md)"
+                f"({unavailable[0]}): start them, or raise engine.server.reconnect_timeout (docs/servers.md)"
             )
         count = f"{len(unavailable)} of {len(servers)}"
         notifier.notify(f"waiting up to {remaining:.0f} s for {count} inference servers ({unavailable[0]})")

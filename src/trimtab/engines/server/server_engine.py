@@ -44,9 +44,9 @@ class ServerEngine:
     """Samples from all servers of `config.server.urls` together (`types.Engine`); each response is one request.
 
     Unfinished requests of a failed server move to the others. A server that returns gets the current weights and takes
-    requests again. If all servers are lost, a call waits `patience` seconds for the first to return, then raises
-    `EngineDeadError`. Completed responses are kept: only the others are requested again, from their beginning and with
-    the same seed. This also holds for a call that is repeated after `EngineDeadError` under the same weights.
+    requests again. If all servers are lost, a call waits `reconnect_timeout` seconds for the first to return, then
+    raises `EngineDeadError`. Completed responses are kept: only the others are requested again, from their beginning
+    and with the same seed. This also holds for a call that is repeated after `EngineDeadError` under the same weights.
 
     Equal arguments and weights give equal tokens only as far as the servers' numerics allow: results depend on the
     other requests in their batches, and SGLang uses seeds only with an option. `policy_version` starts at 0.
@@ -60,7 +60,7 @@ class ServerEngine:
         model_folder: Path | str,
         notify: Callable[[str], None] | None = None,
     ) -> None:
-        """Waits up to `patience` for all servers.
+        """Waits up to `reconnect_timeout` for all servers.
 
         Args:
             model_folder: config files of the model the servers were started with; no weights are read.
@@ -85,7 +85,7 @@ class ServerEngine:
         self._folder = WeightFolder(settings.folder, getattr(torch, config.dtype))
         self._finished_before_failure: tuple[int, list[CompletionRequest], dict[int, CompletionResult]] | None = None
         self._calls = 0
-        wait_for_servers(self._servers, None, settings.patience, self.notify, everyone=True)
+        wait_for_servers(self._servers, None, settings.reconnect_timeout, self.notify, everyone=True)
         self._model = self._common_model()
 
     @property
@@ -154,8 +154,10 @@ class ServerEngine:
         return self._folder.read()
 
     def recover(self) -> None:
-        """Waits up to `patience` for the first server that is back; it must serve the same model as before."""
-        wait_for_servers(self._servers, self._folder.current, self._settings.patience, self.notify, everyone=False)
+        """Waits up to `reconnect_timeout` for the first server that is back; it must serve the same model as before."""
+        wait_for_servers(
+            self._servers, self._folder.current, self._settings.reconnect_timeout, self.notify, everyone=False
+        )
 
     def close(self) -> None:
         """Removes the published weights; the servers keep running, because they were started by someone else."""
@@ -274,7 +276,7 @@ class ServerEngine:
             since = [other.lost_at for other in self._servers if other.lost_at is not None]
             if len(since) < len(self._servers):
                 return
-            patience = self._settings.patience
+            patience = self._settings.reconnect_timeout
             if time.monotonic() - max(since) > patience:
                 queue.fail(EngineDeadError(f"no inference server is left: {error}"))
             else:

@@ -74,11 +74,11 @@ def arguments(folder: Path | str, config: EngineConfig) -> dict[str, Any]:
         "disable_log_stats": True,
         "trust_remote_code": False,
     }
-    if settings.keep_sets and current_platform.is_cpu():
+    if settings.sampling_mask and current_platform.is_cpu():
         raise TrimtabError(
-            "engine.vllm.keep_sets needs a GPU: vLLM cannot return the sets on a CPU; set top_p = 1 and top_k = 0"
+            "engine.vllm.sampling_mask needs a GPU: vLLM cannot return the sets on a CPU; set top_p = 1 and top_k = 0"
         )
-    if settings.keep_sets:
+    if settings.sampling_mask:
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the first version does not support them
         options["return_sampling_mask"] = True
     if current_platform.is_cpu():

@@ -78,7 +78,7 @@ class VllmEngine:
 
         Raises:
             TrimtabError: as the embedded engine; nothing was published yet; truncated sampling without
-                `engine.vllm.keep_sets`; vLLM returned a token without its log-prob.
+                `engine.vllm.sampling_mask`; vLLM returned a token without its log-prob.
             EngineDeadError: vLLM's process died.
         """
         self._check(prompts, samples, sampling, seed)
@@ -151,9 +151,9 @@ class VllmEngine:
             raise TrimtabError("the engine has no weights yet: publish before generating")
         check_vllm_temperature(sampling)
         if sampling.truncated and sampling.temperature > 0:
-            if not self._config.vllm.keep_sets:
+            if not self._config.vllm.sampling_mask:
                 raise TrimtabError(
-                    "top_p and top_k need the sets each token was drawn from: set engine.vllm.keep_sets = true "
+                    "top_p and top_k need the sets each token was drawn from: set engine.vllm.sampling_mask = true "
                     "(vLLM on a GPU), or top_p = 1 and top_k = 0"
                 )
             if sampling.top_k == 0:
@@ -165,7 +165,7 @@ class VllmEngine:
         key = (row.prompt, row.sample, row.prefix_length) if row.prefix_length else (row.prompt, row.sample)
         row_seed = int(np.random.SeedSequence(entropy=seed, spawn_key=key).generate_state(1, np.uint64)[0] >> 1)
         temperature, top_k = sampling.temperature, sampling.top_k
-        if self._config.vllm.keep_sets:
+        if self._config.vllm.sampling_mask:
             # vLLM then returns masks for every request, and refuses greedy requests and those without top_k.
             temperature, top_k = (temperature, top_k or self._vocabulary) if temperature > 0 else (1.0, 1)
         params = SamplingParams(

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from trimtab.config import Config, parse_config
-from trimtab.engines.factory import weight_quantization
 from trimtab.errors import TrimtabError
 from trimtab.rollout.canary import Canary
 from trimtab.rollout.source import RolloutSource
@@ -21,7 +20,6 @@ from trimtab.training.features.length_surge import LengthSurge
 from trimtab.training.idle import IdleSteps
 from trimtab.training.learner import Learner
 from trimtab.training.observer import Observer
-from trimtab.training.refusals import is_async
 
 KEYS_FREE_TO_CHANGE = ("out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare")
 KEYS_FREE_TO_CHANGE += ("placement", "ray", "sharding")
@@ -143,16 +141,16 @@ def _check_same_recipe(run: RunDirectory, config: Config) -> None:
 
 def _can_change_placement(saved: Config, config: Config) -> bool:
     """Whether checkpoints of one placement can be resumed with the other."""
-    if is_async(saved) == is_async(config):
+    if saved.is_async == config.is_async:
         return True
     # A synchronous source saves the engine's weights, already quantized; an asynchronous one would quantize them again.
-    return is_async(config) and not weight_quantization(config).active
+    return config.is_async and not config.engine.changes_weights
 
 
 def _result_affecting_keys(config: Config) -> dict[str, Any]:
     """Dotted keys and values that affect results; `trainer.steps` is one of them only for the cosine schedule."""
     free: dict[str, Any] = dict.fromkeys(KEYS_FREE_TO_CHANGE, True)
-    free["engine"] = {"patience": True, "server": {"urls", "timeout", "patience", "concurrency", "folder"}}
+    free["engine"] = {"hang_timeout": True, "server": {"urls", "timeout", "reconnect_timeout", "concurrency", "folder"}}
     data = config.model_dump(mode="json", exclude=free)
     del data["trainer"]["max_idle_steps"]
     if config.optim.schedule != "cosine":

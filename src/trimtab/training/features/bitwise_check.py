@@ -1,4 +1,4 @@
-"""Checks of `numerics = "invariant"`: of the recipe before a model is loaded, and of the log-probs in every step."""
+"""Checks in every step that `numerics = "invariant"` holds: log-probs of sampler and trainer are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trimtab.config import Config
-from trimtab.engines.factory import weight_quantization
 from trimtab.errors import TrimtabError
 from trimtab.training.step_statistics import StepStatistics
 from trimtab.types import Trajectory
@@ -17,32 +15,6 @@ NOT_CONFIRMED_MESSAGE = (
     "caution: no token of this batch was sampled under the weights it is trained with, so numerics = "
     '"invariant" was not confirmed (mismatch/confirmed)'
 )
-
-
-def check(config: Config) -> None:
-    """Raise `TrimtabError` for a recipe whose sampler and trainer cannot agree bit for bit."""
-    if config.numerics != "invariant":
-        return
-    engine = config.engine
-    if engine.type != "embedded":
-        raise TrimtabError(
-            f'numerics = "invariant" needs engine.type = "embedded": kernels of {engine.type!r} choose their order of '
-            "summation by the batch, and are not the trainer's"
-        )
-    compute_dtype = "bfloat16" if config.model.autocast == "bfloat16" else config.model.dtype
-    if engine.dtype != compute_dtype:
-        raise TrimtabError(
-            f'numerics = "invariant" needs one type on both sides: engine.dtype = "{engine.dtype}", and the trainer '
-            f'computes in {compute_dtype}; set engine.dtype = "{compute_dtype}", or model.dtype and model.autocast to '
-            "match"
-        )
-    if weight_quantization(config).active:
-        raise TrimtabError('numerics = "invariant" has nothing to keep equal with engine.quantize or engine.noise')
-    if config.model.lora.rank:
-        raise TrimtabError(
-            'numerics = "invariant" trains whole weights: adapters are merged for the sampler and not for the trainer; '
-            "set model.lora.rank = 0"
-        )
 
 
 def check_bitwise_equal(trajectories: Sequence[Trajectory], stats: StepStatistics) -> int:

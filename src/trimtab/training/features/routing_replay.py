@@ -1,4 +1,4 @@
-"""Routing replay (METHODS 8.1): checks of recipes, and the engine's routed experts as tensors."""
+"""Routing replay (METHODS 8.1): the routers of the trained model, and the engine's routed experts as tensors."""
 
 from __future__ import annotations
 
@@ -11,41 +11,7 @@ import torch
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.models.routing import FREE, RouterInfo, Routes, routers
-from trimtab.objectives import Objective
 from trimtab.types import ExpertArray, Trajectory
-
-_NO_EXPERTS = {
-    "server": "servers return none here",
-    "vllm": "vLLM returns them on GPUs only, where they are not read here",
-}
-
-
-def refuse(config: Config, built: Objective) -> None:
-    """Raise `TrimtabError` for replay that is impossible or without effect. Needs no model."""
-    trainer, engine, replay = config.trainer, config.engine, config.routing.replay
-    if replay == "proximal" and "proximal" not in built.needs:
-        raise TrimtabError(
-            'routing.replay = "proximal" records experts in the proximal pass, and objective '
-            f'{built.name!r} has none: use "rollout"'
-        )
-    if replay == "proximal" and trainer.minibatches * trainer.epochs == 1:
-        # The proximal pass of a single update is its own forward, which would replay its own choice.
-        raise TrimtabError(
-            'routing.replay = "proximal" has no effect with one update per batch, whose proximal policy is the current '
-            'one: raise trainer.minibatches or trainer.epochs, or use "rollout"'
-        )
-    if replay != "rollout":
-        return
-    if engine.type in _NO_EXPERTS:
-        raise TrimtabError(
-            f'routing.replay = "rollout" needs an engine that returns experts, and {_NO_EXPERTS[engine.type]}: use '
-            'engine.type = "embedded", or replay = "proximal"'
-        )
-    if config.expert is not None:
-        raise TrimtabError(
-            'routing.replay = "rollout" needs the experts of every token, and no engine ran the traces of [expert]: '
-            'leave one of them out, or use replay = "proximal"'
-        )
 
 
 def experts(config: Config, model: Any) -> RouterInfo | None:

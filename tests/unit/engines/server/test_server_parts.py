@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.engines import EOS, PIECES, tokenizer
 
-from trimtab.config import EngineConfig
 from trimtab.engines.remote.shared_weights import SharedWeights
 from trimtab.engines.request import check_vllm_temperature
 from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, check_url
@@ -426,16 +425,3 @@ def test_stops_are_found_as_tokens_come() -> None:
     assert rule.end(ids("c", "a", "c", "b")) is None
     assert rule.end(ids("c", "<eos>", "c")) == 2
     assert rule.end([]) is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"kind": "sglang", "model": "m"}, "model has no effect with kind = 'sglang'"),
-        ({"urls": ["http://a:1", "http://b:1", "http://a:1/"]}, "names http://a:1 twice"),
-        ({"urls": []}, "server.urls is empty"),
-    ],
-)
-def test_settings_that_cannot_be_meant(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        EngineConfig.model_validate({"type": "server", "server": {"urls": ["http://a:1"]} | settings})

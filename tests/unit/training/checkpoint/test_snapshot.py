@@ -33,7 +33,7 @@ def resume(folder: Path, saved: Config, config: Config) -> None:
     ("saved", "config"),
     [
         (["trainer.steps=5"], ["trainer.steps=9", "eval.every=2"]),
-        ([LAG], [LAG, "engine.patience=60"]),
+        ([LAG], [LAG, "engine.hang_timeout=60"]),
         ([], ["sharding.offload=true"]),
         ([*SERVERS, LAG], [SERVERS[0], 'engine.server.urls=["http://other:2"]', "engine.server.timeout=9", LAG]),
         ([], [RAY]),

@@ -6,12 +6,10 @@ import json
 import math
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.config import OptimConfig, SurgeConfig, load_config
-from trimtab.errors import TrimtabError
+from trimtab.config import OptimConfig, SurgeConfig
 from trimtab.training.features.length_surge import LengthSurge
 from trimtab.training.optim import first_halving, learning_rate, surge_share
 
@@ -133,12 +131,3 @@ def test_a_restored_watch_goes_on_as_if_never_stopped(
     for step, length in enumerate(lengths[cut:], start=min(cut, len(lengths)) + 1):
         second.observe(step, length)
     assert second == whole
-
-
-def test_idle_keys_are_refused() -> None:
-    with pytest.raises(TrimtabError, match="surge has no effect with schedule = 'cosine'"):
-        load_config("laboratory", ["optim.schedule=cosine", "optim.surge.factor=2.0"])
-    with pytest.raises(TrimtabError, match="window has no effect with at = 5"):
-        load_config("laboratory", ["optim.schedule=surge", "optim.surge.at=5", "optim.surge.window=2"])
-    resolved = load_config("laboratory").dump()
-    assert "[optim.surge]" in resolved, "the defaults written in a resolved copy are not idle keys"

@@ -31,7 +31,6 @@ from trimtab.training.batching import MicroBatch, to_tensors
 from trimtab.training.features import routing_replay
 from trimtab.training.learner import Learner
 from trimtab.training.optim import build_optimizer
-from trimtab.training.run import train
 from trimtab.training.step_metrics import routing_metrics
 from trimtab.training.step_statistics import StepStatistics
 from trimtab.types import Trajectory
@@ -127,26 +126,9 @@ def test_a_damaged_record_is_an_error() -> None:
         trajectories.from_bytes(sink.getvalue().to_pybytes())
 
 
-@pytest.mark.parametrize(
-    ("sets", "line"),
-    [
-        (["routing.replay=proximal"], "has no effect with one update per batch"),
-        (["routing.replay=proximal", "trainer.epochs=2", "objective.name=token-bypass"], "'token-bypass' has none"),
-        (["routing.replay=rollout", "engine.type=server", "engine.server.urls=['http://a']"], "servers return none"),
-        (["routing.replay=rollout", "engine.type=vllm"], "vLLM returns them on GPUs only"),
-        (["routing.replay=rollout", "objective.name=luffy"], r"no engine ran the traces of \[expert\]"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_a_model_is_loaded(sets: list[str], line: str, tmp_path: Path) -> None:
-    # A model that is not there: loading it would be another error.
-    config = load_config("laboratory", ["model.path=/nowhere", *sets])
-    with pytest.raises(TrimtabError, match=line):
-        train(config, out=tmp_path / "run")
-
-
 @pytest.mark.parametrize("replay", ["proximal", "rollout"])
 def test_a_dense_model_is_refused(replay: str) -> None:
-    config = load_config("laboratory", [f"routing.replay={replay}"])
+    config = load_config("laboratory", [f"routing.replay={replay}", "trainer.epochs=2"])
     dense, _ = laboratory.build(0)
     with pytest.raises(TrimtabError, match="'laboratory' is a dense model"):
         routing_replay.experts(config, dense)

@@ -1,0 +1,143 @@
+"""Refuses recipes whose settings contradict each other, by one table of rules. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trimtab.config.recipe_rules import RECIPE_RULES
+from trimtab.config.rule import Facts, Rule, Stage
+from trimtab.config.schema import GOLD, ShardingConfig
+from trimtab.errors import TrimtabError
+
+
+def _corrects_behavior(facts: Facts) -> bool:
+    """Whether the policy term is over the behavior policy alone (current/behavior)."""
+    assert facts.objective is not None
+    return "behavior" in facts.objective.policy_needs and "proximal" not in facts.objective.policy_needs
+
+
+def _is_one_process(facts: Facts) -> bool:
+    config = facts.config
+    return (config.ray.trainers if config.placement == "ray" else facts.world_size) == 1
+
+
+def _is_missing_file(facts: Facts) -> bool:
+    section = facts.config.demonstrations
+    return section is not None and section.path != GOLD and not Path(section.path).is_file()
+
+
+def _other_advantage(facts: Facts) -> bool:
+    """Whether the recipe names an advantage that the objective does not support."""
+    assert facts.objective is not None
+    kind, expected = facts.config.advantage.kind, facts.objective.advantage
+    return kind not in (None, expected) and (expected != "grpo" or kind == "optimal")
+
+
+def _unmeasured_metric(facts: Facts) -> str | None:
+    """Returns the metric to name instead of `eval.best`, if that is not measured."""
+    assert facts.task is not None
+    measured = f"eval/{facts.task.name}/greedy"
+    return None if facts.config.eval.best in (None, measured) else measured
+
+
+_OBJECTIVE_RULES = (
+    Rule(
+        "sharding-one-process",
+        lambda f: _is_one_process(f) and f.config.sharding != ShardingConfig(),
+        "[sharding] has no effect with one process: start several with torchrun (or set ray.trainers), or leave it out",
+    ),
+    Rule(
+        "demonstrations-file",
+        _is_missing_file,
+        "demonstrations.path = {demonstrations.path!r}: there is no such file",
+    ),
+    Rule(
+        "perturbation-needs-behavior",
+        lambda f: f.config.perturbation and not _corrects_behavior(f),
+        "[perturbation] needs an objective over the behavior policy (current/behavior), not {objective.name!r}",
+    ),
+    Rule(
+        "prefix-needs-behavior",
+        lambda f: f.config.prefix and not _corrects_behavior(f),
+        "[prefix] needs an objective over the behavior policy (current/behavior), not {objective.name!r}",
+    ),
+    Rule(
+        "demonstrations-need-off-policy",
+        lambda f: f.config.demonstrations and "off_policy" not in f.objective.needs,
+        "[demonstrations] needs an objective for tokens without a behavior policy (luffy), not {objective.name!r}",
+    ),
+    Rule(
+        "prefix-single-behavior",
+        lambda f: f.config.prefix and f.objective.single_behavior,
+        "objective {objective.name!r} needs one behavior policy per sample: leave [prefix] out",
+    ),
+    Rule(
+        "value-beta-unused",
+        lambda f: f.config.advantage.value_beta is not None and f.objective.advantage != "optimal",
+        "advantage.value_beta has no effect on objective {objective.name!r}: leave it out",
+    ),
+    Rule(
+        "lag-needs-correction",
+        lambda f: f.config.trainer.max_lag and "behavior" not in f.objective.policy_needs,
+        "trainer.max_lag = {trainer.max_lag} gives objective {objective.name!r} tokens of older policies, but it "
+        "never reads their log-probs and would anchor to the trainer's own: choose one that corrects (token-tis, "
+        "icepop, token-bypass, m2po, ...), or set max_lag = 0",
+    ),
+    Rule(
+        "continue-single-behavior",
+        lambda f: f.config.trainer.in_flight == "continue" and f.objective.single_behavior,
+        'objective {objective.name!r} needs one behavior policy per response, trainer.in_flight = "continue" makes '
+        'several: use "finish" or "discard"',
+    ),
+    Rule(
+        "replay-proximal-needs-pass",
+        lambda f: f.config.routing.replay == "proximal" and "proximal" not in f.objective.needs,
+        'routing.replay = "proximal" records experts in the proximal pass, and objective {objective.name!r} has none: '
+        'use "rollout"',
+    ),
+    Rule(
+        "advantage-mismatch",
+        _other_advantage,
+        "advantage.kind = {advantage.kind!r} does not fit objective {objective.name!r}, which expects "
+        "{objective.advantage!r}",
+    ),
+    Rule(
+        "single-sample",
+        lambda f: f.config.trainer.samples == 1 and (f.config.advantage.kind or f.objective.advantage),
+        "trainer.samples = 1 teaches nothing: advantage {value!r} compares the responses to one prompt with each "
+        "other; set it to 2 or more",
+    ),
+)
+
+_TASK_RULES = (
+    Rule(
+        "task-empty",
+        lambda f: not len(f.task.train),
+        "task {task.name!r} has no problems to train on: lower its holdout or give it more rows",
+    ),
+    Rule(
+        "best-metric-unknown",
+        _unmeasured_metric,
+        "eval.best = {eval.best!r} is not measured in this run: use {value!r}",
+    ),
+    Rule(
+        "reward-name-taken",
+        lambda f: next((name for name in f.rewards if name in ("mean", "std", "failed")), None),
+        "a reward cannot be named {value!r}, a metric has that name: rename the function",
+    ),
+)
+
+RULES: dict[Stage, tuple[Rule, ...]] = {"config": RECIPE_RULES, "objective": _OBJECTIVE_RULES, "task": _TASK_RULES}
+"""All refused combinations, by the stage at which they can be decided."""
+
+
+def validate(facts: Facts, *stages: Stage) -> None:
+    """Checks the rules of `stages` in the order of their tables.
+
+    Raises:
+        TrimtabError: the message of the first broken rule.
+    """
+    for stage in stages:
+        for rule in RULES[stage]:
+            if (message := rule.check(facts)) is not None:
+                raise TrimtabError(message)
