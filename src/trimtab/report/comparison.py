@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from trimtab.intervals import Interval, interval_method
+from trimtab.intervals import SeedMean, interval_method
 from trimtab.pages.render import render, short, write
 from trimtab.report.cautions import cautions, same_measure
 from trimtab.report.comparison_figures import BANDS_UP_TO, THIN_UP_TO, draw_panels, picture, swatch
@@ -293,7 +293,7 @@ def _link(report: Path, folder: Path) -> str:
     return f"./{quote(os.path.relpath(report, folder))}" if report.exists() else ""
 
 
-def _interval_data(interval: Interval | None) -> dict[str, Any] | None:
+def _interval_data(interval: SeedMean | None) -> dict[str, Any] | None:
     if interval is None:
         return None
     return {

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
-from trimtab.intervals import UNBOUNDED, Interval, interval, interval_method
+from trimtab.intervals import UNBOUNDED, SeedMean, interval_method, seed_interval
 
 FILE = "results.parquet"
 COLLAPSED = 0.5  # a run has collapsed if it ends below this share of its initial accuracy
@@ -43,9 +43,9 @@ class MethodScore:
 
     seeds: tuple[int, ...]
     values: tuple[float, ...]
-    accuracy: Interval
+    accuracy: SeedMean
     rank: int
-    behind: Interval
+    behind: SeedMean
     collapsed: int
     diverged: int
     rows: tuple[Mapping[str, Any], ...] = field(repr=False)
@@ -142,14 +142,14 @@ def _value(row: Mapping[str, Any]) -> float:
     return 0.0 if row["accuracy"] is None else float(row["accuracy"])
 
 
-def _paired_lead(best: Mapping[int, float], other: Mapping[int, float]) -> Interval:
+def _paired_lead(best: Mapping[int, float], other: Mapping[int, float]) -> SeedMean:
     """Returns the lead of the best method paired by seed: runs of one seed see the same prompts in the same order."""
     differences = [best[seed] - other[seed] for seed in best if seed in other]
-    return _interval(differences) if differences else Interval(math.nan, -math.inf, math.inf, 0)
+    return _interval(differences) if differences else SeedMean(math.nan, -math.inf, math.inf, 0)
 
 
-def _interval(values: Sequence[float], limits: tuple[float, float] = UNBOUNDED) -> Interval:
-    result = interval(values, limits)
+def _interval(values: Sequence[float], limits: tuple[float, float] = UNBOUNDED) -> SeedMean:
+    result = seed_interval(values, limits)
     assert result is not None
     return result
 
