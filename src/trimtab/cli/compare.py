@@ -157,10 +157,11 @@ def _train(plan: ExperimentPlan, out: Path, workers: int, keep: bool, as_json: b
 
 
 def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, advice: Advice | None) -> None:
-    from trimtab.report.comparison_table import legend, markdown, read_table
+    from trimtab.report.comparison_table import legend, markdown, summarize
     from trimtab.report.experiment_page import write_experiment_page
+    from trimtab.runs.summary import read_table
 
-    grid = read_table(out)
+    grid = summarize(read_table(out))
     if advice is None:
         report, order, verdict = write_experiment_page(grid, out / "report.html"), None, None
     else:

@@ -9,10 +9,10 @@ from typing import Any
 
 from trimtab.config import REQUIRED_SECTIONS, Config, parse_config
 from trimtab.errors import TrimtabError
-from trimtab.lab.results import RunSummary
 from trimtab.lab.runner import NullExperimentObserver, lock_folder, run_cells
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
+from trimtab.runs.summary import RunSummary
 from trimtab.training.observer import Observer
 from trimtab.training.run import check
 

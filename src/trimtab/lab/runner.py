@@ -24,8 +24,9 @@ from trimtab.config import Config
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.lab import results as results
 from trimtab.lab.experiment import ExperimentPlan
-from trimtab.lab.results import RunSummary, write_results
+from trimtab.lab.results import write_results
 from trimtab.runs import provenance
+from trimtab.runs.summary import RunSummary
 from trimtab.training.stop import Stop
 
 POLL_INTERVAL = 0.5  # seconds between checks for a stop signal

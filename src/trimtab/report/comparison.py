@@ -13,7 +13,7 @@ from urllib.parse import quote
 import numpy as np
 
 from trimtab.intervals import SeedMean, interval_method
-from trimtab.pages.render import render, short, write
+from trimtab.pages.render import render, short
 from trimtab.report.cautions import cautions, same_measure
 from trimtab.report.comparison_figures import BANDS_UP_TO, THIN_UP_TO, draw_panels, picture, swatch
 from trimtab.report.curves import AVERAGED_FROM
@@ -30,6 +30,7 @@ from trimtab.report.summary_columns import (
     process_columns,
     result_columns,
 )
+from trimtab.runs.atomic import write_output
 from trimtab.runs.reader import read_run
 
 PICTURE = "comparison.png"
@@ -83,8 +84,8 @@ def write_comparison(runs: Mapping[str, Sequence[Path]], path: Path) -> Path:
 
 def write_page(comparison: Comparison, path: Path) -> Path:
     """Write the page `path` and, beside it, a picture for documents that cannot include HTML."""
-    write(path.parent / PICTURE, picture(comparison.groups))
-    return write(path, render("comparison.html.j2", _template_values(comparison, path.parent)).encode())
+    write_output(path.parent / PICTURE, picture(comparison.groups))
+    return write_output(path, render("comparison.html.j2", _template_values(comparison, path.parent)).encode())
 
 
 def as_data(comparison: Comparison) -> dict[str, Any]:

@@ -1,33 +1,17 @@
-"""Reads the results of an experiment (methods x regimes x seeds) and computes means, intervals and ranks."""
+"""The table of an experiment (methods x regimes x seeds): means, intervals and ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from trimtab.errors import TrimtabError
 from trimtab.intervals import UNBOUNDED, SeedMean, interval_method, seed_interval
 
-FILE = "results.parquet"
 COLLAPSED = 0.5  # a run has collapsed if it ends below this share of its initial accuracy
-_REQUIRED_COLUMNS = (
-    "method",
-    "regime",
-    "seed",
-    "status",
-    "error",
-    "accuracy_before",
-    "accuracy",
-    "curve_steps",
-    "curve",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,27 +59,6 @@ class ComparisonTable:
     refused: Mapping[tuple[str, str], str]
     failed: tuple[Mapping[str, Any], ...]
     before: float | None
-
-
-def read_table(path: Path) -> ComparisonTable:
-    """Reads the table from `path`, a results.parquet or its folder.
-
-    Raises `TrimtabError` when the file is missing, damaged, of another kind, or has no rows.
-    """
-    file = path / FILE if path.is_dir() else path
-    try:
-        table = pq.read_table(file)
-    except FileNotFoundError:
-        raise TrimtabError(f"no {file}: `trimtab compare --out {path}` writes it") from None
-    except (pa.ArrowException, OSError) as error:
-        raise TrimtabError(f"{file} is damaged ({' '.join(str(error).split())}): run `trimtab compare` again") from None
-    missing = [name for name in _REQUIRED_COLUMNS if name not in table.schema.names]
-    if missing:
-        raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not the result of an experiment")
-    rows = table.to_pylist()
-    if not rows:
-        raise TrimtabError(f"{file} holds no finished run yet: wait for the first one")
-    return summarize(rows)
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> ComparisonTable:

@@ -13,9 +13,10 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trimtab.pages.render import render, short, write
+from trimtab.pages.render import render, short
 from trimtab.pages.svg import BLUE, CYCLE, INK, RC, STYLES, finish, to_svg
 from trimtab.report.comparison_table import ComparisonTable, MethodScore, cell_text, legend
+from trimtab.runs.atomic import write_output
 
 TITLE = "Methods under controlled mismatch"
 # Up to this number of methods all curves share one figure; more methods get a figure each.
@@ -55,7 +56,7 @@ def write_experiment_page(
         "refused": [f"{regime}, {method}: {reason}" for (method, regime), reason in grid.refused.items()],
         "failed": [f"{row['regime']}, {row['method']}, seed {row['seed']}: {row['error']}" for row in grid.failed],
     }
-    return write(path, render("grid.html.j2", values).encode())
+    return write_output(path, render("grid.html.j2", values).encode())
 
 
 def _facts(grid: ComparisonTable) -> list[tuple[str, str]]:

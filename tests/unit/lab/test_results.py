@@ -13,7 +13,8 @@ from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.lab.experiment import plan
 from trimtab.lab.regimes import regime
-from trimtab.lab.results import SCHEMA, RunSummary, read, summarize, write, write_results
+from trimtab.lab.results import read, write, write_results
+from trimtab.runs.summary import SCHEMA, RunSummary, summarize
 
 K3, CHI2, ESS, LARGEST = "mismatch/k3", "mismatch/chi2_token", "mismatch/ess_token", "mismatch/log_ratio_seq_max"
 
