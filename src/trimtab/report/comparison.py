@@ -145,11 +145,7 @@ def _equations(groups: Sequence[Group]) -> tuple[dict[str, str], list[str]]:
 def _template_values(comparison: Comparison, folder: Path) -> dict[str, Any]:
     groups, figures = comparison.groups, draw_panels(comparison.groups)
     names = [group.name for group in groups]
-    return {
-        "title": " against ".join(names) if len(names) <= 4 else f"{len(names)} groups of runs",
-        "description": plain(_shared(groups, "description") or ""),
-        "facts": _facts(groups),
-        "cautions": comparison.cautions,
+    runs = {
         "legend": [(swatch(index), group.name, _seed_list(group)) for index, group in enumerate(groups)],
         "panels": [(title, svg, listed(missing)) for title, svg, missing in figures.drawn],
         "absent": figures.absent,
@@ -169,6 +165,17 @@ def _template_values(comparison: Comparison, folder: Path) -> dict[str, Any]:
             for part in align(comparison.equations)
         ],
         "each": _run_table(comparison, folder),
+    }
+    description = plain(_shared(groups, "description") or "")
+    return {
+        "over": "Trimtab comparison",
+        "title": " against ".join(names) if len(names) <= 4 else f"{len(names)} groups of runs",
+        "notes": [description] if description else [],
+        "facts": _facts(groups),
+        "verdict": "",
+        "cautions": comparison.cautions,
+        "scores": None,
+        "runs": runs,
     }
 
 
