@@ -103,12 +103,14 @@ def compare(
     if advise is None:
         chosen, advice = [regime(name) for name in regimes or lab.REGIMES], None
     else:
-        lab.plan(methods or lab.METHODS, [regime("on-policy")], 1, Path("unused"), sets=sets or ())  # before the probes
+        lab.plan_experiment(
+            methods or lab.METHODS, [regime("on-policy")], 1, Path("unused"), sets=sets or ()
+        )  # before the probes
         advice = _advice(advise, as_json)
         chosen = advice.regimes
     folder = out or Path("runs/compare" if advise is None else "runs/advise")
     count = seeds or (lab.SEEDS if advise is None else ADVICE_SEEDS)
-    plan = lab.plan(methods or lab.METHODS, chosen, count, folder, model=model, sets=sets or ())
+    plan = lab.plan_experiment(methods or lab.METHODS, chosen, count, folder, model=model, sets=sets or ())
     _train(plan, folder, workers or _cores(), keep, as_json)
     _show(plan, folder, page, as_json, advice)
 
@@ -178,7 +180,7 @@ def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, adv
         print_json(_json(grid, out, report) | ({} if advice is None else {"advice": advice.values}) | recommendation)
     else:
         typer.echo(text)
-        for item in plan.refused:
+        for item in plan.skipped:
             typer.echo(f"not trained: {item.method.spec} in {item.regime.name}: {item.reason}")
         typer.echo(f"report: {report}\nresults: {out / 'results.parquet'}")
         if verdict is not None:

@@ -88,7 +88,7 @@ def write_results(folder: Path, plan: ExperimentPlan, results: Mapping[str, RunS
     The column `status` is `done`, `diverged`, `failed`, or `refused` for a method that is impossible in its regime (no
     seed, the reason in `error`).
     """
-    rows = [_row(cell, results[cell.name], folder) for cell in plan.cells if cell.name in results]
+    rows = [_row(run, results[run.name]) for run in plan.runs if run.name in results]
     rows += [
         {
             "method": item.method.spec,
@@ -99,20 +99,20 @@ def write_results(folder: Path, plan: ExperimentPlan, results: Mapping[str, RunS
             "status": REFUSED,
             "error": item.reason,
         }
-        for item in plan.refused
+        for item in plan.skipped
     ]
     return write_table(folder, rows)
 
 
-def _row(cell: PlannedRun, result: RunSummary, folder: Path) -> dict[str, Any]:
+def _row(run: PlannedRun, result: RunSummary) -> dict[str, Any]:
     return {
-        "method": cell.method.spec,
-        "objective": cell.method.objective,
-        "keywords": " ".join(cell.method.overrides),
-        "regime": cell.regime.name,
-        "regime_description": cell.regime.description,
-        "seed": cell.seed,
-        "run": str(Path(str(cell.config.out)).relative_to(folder)),
-        "planned_steps": cell.config.trainer.steps,
+        "method": run.method.spec,
+        "objective": run.method.objective,
+        "keywords": " ".join(run.method.overrides),
+        "regime": run.regime.name,
+        "regime_description": run.regime.description,
+        "seed": run.seed,
+        "run": run.name,
+        "planned_steps": run.config.trainer.steps,
         **asdict(result),
     }

@@ -220,7 +220,7 @@ def run_experiment(
     plan: ExperimentPlan, out: Path, *, workers: int, observer: ExperimentObserver | None = None, keep: bool = False
 ) -> dict[str, RunSummary]:
     """Train all runs of the plan and return the results by name; updates `out/results.parquet` after every run."""
-    cells = {cell.name: cell.config for cell in plan.cells}
+    cells = {run.name: run.config for run in plan.runs}
     with lock_folder(out):
         results = run_cells(
             cells, workers=workers, observer=_TableWriter(plan, out, observer or NullExperimentObserver()), keep=keep
