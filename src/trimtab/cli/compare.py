@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from trimtab.lab.experiment import ExperimentPlan
     from trimtab.lab.regimes import Regime
     from trimtab.report.comparison_table import ComparisonTable
-    from trimtab.report.recommendation import Recommendation
 
 EXIT_RUNS_FAILED = 1
 ADVICE_SEEDS = 3
@@ -161,13 +160,16 @@ def _train(plan: ExperimentPlan, out: Path, workers: int, keep: bool, as_json: b
 def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, advice: Advice | None) -> None:
     from trimtab.report.comparison_table import legend, markdown, summarize
     from trimtab.report.experiment_page import write_experiment_page
+    from trimtab.report.recommendation import Recommendation, ordered, recommend
     from trimtab.runs.summary import read_table
 
-    grid = summarize(read_table(out))
-    if advice is None:
-        report, order, verdict = write_experiment_page(grid, out / "report.html"), None, None
-    else:
-        report, order, verdict = _write_advised_page(grid, out / "report.html", advice)
+    grid, order, verdict = summarize(read_table(out)), None, None
+    page_texts: dict[str, Any] = {}
+    if advice is not None:
+        order, found = ordered(grid), recommend(grid)
+        verdict = Recommendation(found.method, " ".join(filter(None, [found.text, advice.caution])))
+        page_texts = {"title": "Methods at the mismatch of a run", "notes": advice.lines, "verdict": verdict.text}
+    report = write_experiment_page(grid, out / "report.html", methods=order, **page_texts)
     text = f"{markdown(grid, order)}\n\n{legend(grid)}\n"
     if page is not None:
         try:
@@ -189,18 +191,6 @@ def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, adv
         typer.echo(f"failed: {line}", err=True)
     if failed:
         raise typer.Exit(EXIT_RUNS_FAILED)
-
-
-def _write_advised_page(grid: ComparisonTable, path: Path, advice: Advice) -> tuple[Path, list[str], Recommendation]:
-    """Write the page with a recommendation; returns its path, the order of its rows, and the recommendation."""
-    from trimtab.report.experiment_page import write_experiment_page
-    from trimtab.report.recommendation import Recommendation, ordered, recommend
-
-    order, recommendation = ordered(grid), recommend(grid)
-    verdict = Recommendation(recommendation.method, " ".join(filter(None, [recommendation.text, advice.caution])))
-    title = "Methods at the mismatch of a run"
-    report = write_experiment_page(grid, path, title=title, notes=advice.lines, methods=order, verdict=verdict.text)
-    return report, order, verdict
 
 
 def _json(grid: ComparisonTable, out: Path, report: Path) -> dict[str, Any]:

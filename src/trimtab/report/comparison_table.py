@@ -40,6 +40,16 @@ class MethodScore:
         return 2 * self.collapsed > len(self.values)
 
     @property
+    def interval_text(self) -> str:
+        """`[0.836, 0.867]`; empty for a single seed."""
+        return f"[{self.accuracy.low:.3f}, {self.accuracy.high:.3f}]" if len(self.values) > 1 else ""
+
+    @property
+    def rank_text(self) -> str:
+        """`#1`, or `#2=` for a method that the seeds do not separate from the best one."""
+        return f"#{self.rank}{'=' if self.is_best and self.rank > 1 else ''}"
+
+    @property
     def is_best(self) -> bool:
         """Whether the seeds do not separate it from the best method of the regime."""
         return self.behind.low <= 0
@@ -135,10 +145,8 @@ def cell_text(grid: ComparisonTable, method: str, regime: str) -> str:
     score = grid.scores.get((method, regime))
     if score is None:
         return "–"
-    best = "=" if score.is_best and score.rank > 1 else ""
-    mark = " †" if score.collapsed_mostly else ""
-    interval = f"[{score.accuracy.low:.3f}, {score.accuracy.high:.3f}]" if len(score.values) > 1 else ""
-    return " ".join(filter(None, [f"{score.accuracy.mean:.3f}", interval, f"#{score.rank}{best}"])) + mark
+    mark = "†" if score.collapsed_mostly else ""
+    return " ".join(filter(None, [f"{score.accuracy.mean:.3f}", score.interval_text, score.rank_text, mark]))
 
 
 def legend(grid: ComparisonTable) -> str:

@@ -75,13 +75,11 @@ def _cell(grid: ComparisonTable, method: str, regime: str) -> dict[str, str]:
     score = grid.scores.get((method, regime))
     if score is None:
         return {"text": "–", "interval": "", "rank": "", "style": "", "hint": grid.refused.get((method, regime), "")}
-    interval = f"[{score.accuracy.low:.3f}, {score.accuracy.high:.3f}]" if len(score.values) > 1 else ""
-    rank_mark = "=" if score.is_best and score.rank > 1 else ""
     each = "  ".join(f"{seed}: {value:.3f}" for seed, value in zip(score.seeds, score.values, strict=True))
     return {
         "text": f"{score.accuracy.mean:.3f}{' †' if score.collapsed_mostly else ''}",
-        "interval": interval,
-        "rank": f"#{score.rank}{rank_mark}",
+        "interval": score.interval_text,
+        "rank": score.rank_text,
         "style": _shade(score.accuracy.mean, grid.before),
         "hint": f"by seed {each}" + (f"; {score.diverged} diverged" if score.diverged else ""),
     }
