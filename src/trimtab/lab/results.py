@@ -13,6 +13,7 @@ from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
 from trimtab.lab.experiment import ExperimentPlan, PlannedRun
 from trimtab.runs import atomic
+from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import CONFIG
 from trimtab.runs.summary import RunSummary, write_table
 
@@ -60,7 +61,7 @@ def _check_settings(folder: Path, config: Config) -> None:
         saved = parse_config(tomllib.loads(file.read_text()), str(file))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise TrimtabError(f"{file} cannot be read ({error}): delete {folder}, and it is trained again") from None
-    old, new = _flatten(saved.model_dump(mode="json")), _flatten(config.model_dump(mode="json"))
+    old, new = flatten(saved.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
     for key in sorted(old.keys() | new.keys()):
         # The run adds the equation of an objective that is a user function.
         if key == "objective.equation" and new.get(key) is None:
@@ -70,13 +71,6 @@ def _check_settings(folder: Path, config: Config) -> None:
                 f"{folder} was trained with {key} = {old.get(key)}, now it is {new.get(key)}: "
                 "give the same settings to continue, or choose another --out"
             )
-
-
-def _flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 REFUSED = "refused"
