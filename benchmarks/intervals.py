@@ -23,7 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.evaluation.pass_estimates import Estimate, difference, estimate, pass_at_k
+from trimtab.evaluation import pass_at_k
+from trimtab.intervals import Interval, paired_difference, problem_interval
 
 Array = NDArray[np.float64]
 RESAMPLES = 1000
@@ -60,7 +61,7 @@ def draw(case: Case, trials: int, rng: np.random.Generator) -> Array:
 
 def accuracy(case: Case, trials: int, rng: np.random.Generator) -> Found:
     rates = rng.binomial(case.samples, draw(case, trials, rng)) / case.samples
-    found = [estimate(row, case.problems * case.samples) for row in rates]
+    found = [problem_interval(row, case.problems * case.samples) for row in rates]
     return judged(found, case.mean, rates, rng)
 
 
@@ -71,7 +72,7 @@ def passes(case: Case, trials: int, rng: np.random.Generator) -> Found:
     size = 1 / case.alike - 1
     wrong = (1 - case.mean) * size + np.arange(k)  # E (1 - p)^k of a beta distribution is a product
     truth = 1 - float(np.prod(wrong / (size + np.arange(k))))
-    found = [estimate(row, case.problems * case.samples / k) for row in values]
+    found = [problem_interval(row, case.problems * case.samples / k) for row in values]
     return judged(found, truth, values, rng)
 
 
@@ -80,11 +81,11 @@ def relay(case: Case, trials: int, rng: np.random.Generator) -> Found:
     alone = rng.binomial(case.samples, easy) / case.samples
     begun = rng.binomial(case.samples, 0.9 * easy + 0.1) / case.samples
     size = case.problems * case.samples
-    found = [difference(one, two, size) for one, two in zip(begun, alone, strict=True)]
+    found = [paired_difference(one, two, size) for one, two in zip(begun, alone, strict=True)]
     return judged(found, 0.1 * (1 - case.mean), begun - alone, rng)
 
 
-def judged(found: list[Estimate], truth: float, values: Array, rng: np.random.Generator) -> Found:
+def judged(found: list[Interval], truth: float, values: Array, rng: np.random.Generator) -> Found:
     ends = np.array([[one.low, one.high] for one in found])
     boot = bootstrap(values, rng)
     return Found(*held(ends, truth), *held(boot, truth))

@@ -1,31 +1,77 @@
-"""Means over the seeds of one recipe, with intervals.
+"""95% intervals: of means over seeds, of means over problems, and of statistics over clusters of responses.
 
-With five or more seeds the interval is the 95% confidence interval of the mean by Student's t. With fewer seeds it is
-the range from the lowest to the highest value, which is not a confidence interval.
+Seeds: from five on Student's t interval of the mean; of fewer the range, which is not a confidence interval (the
+percentile bootstrap of five seeds covers 84%).
+
+Problems: Wilson's score interval (Wilson 1927) at the effective number of problems, as for proportions in complex
+samples (Kish 1965; Korn and Graubard 1998; Franco, Little, Louis and Slud 2019); sums and differences of intervals are
+combined by squares (Newcombe 1998; Zou and Donner 2008). Unlike the bootstrap's, these intervals have a width where
+every answer is right or every answer is wrong. benchmarks/intervals.py measures their coverage.
+
+Clusters: the studentized bootstrap (Efron and Tibshirani 1993, ch. 12.5).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Z = NormalDist().inv_cdf(0.975)
 STUDENT_FROM = 5  # seeds
 # Seeds. Two ranges of two values each are disjoint by chance in one of three cases, of three values in one of ten.
 SEPARABLE_FROM = 3
 UNBOUNDED = (-math.inf, math.inf)
+RESAMPLES = 1000
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
+FEWEST_CLUSTERS = len(_STUDENT) + 2
+
+Statistics = Callable[["Tensor"], Mapping[str, "Tensor"]]
+"""Maps sums (any, fields) to named statistics (any,), invariant to a common factor of all sums."""
+
+
+class Interval(NamedTuple):
+    """A statistic over problems or clusters with its 95% interval. The ends are NaN with too few clusters."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
-class Interval:
+class SeedMean:
     """The mean of `count` seeds and its interval. For a single seed `low` and `high` equal the mean."""
 
     mean: float
     low: float
     high: float
     count: int
+
+
+def student_quantile(degrees: int) -> float:
+    """Returns the 97.5% quantile of Student's t distribution, with an error below 1e-3.
+
+    A table for few degrees of freedom, where the expansion around the normal quantile (Abramowitz and Stegun 26.7.5)
+    is not exact enough.
+    """
+    if degrees <= len(_STUDENT):
+        return _STUDENT[degrees - 1]
+    terms = (
+        Z,
+        (Z**3 + Z) / 4,
+        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
+        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
+        (79 * Z**9 + 776 * Z**7 + 1482 * Z**5 - 1920 * Z**3 - 945 * Z) / 92160,
+    )
+    return sum(term / degrees**power for power, term in enumerate(terms))
 
 
 def interval_method(seeds: int) -> str:
@@ -35,7 +81,7 @@ def interval_method(seeds: int) -> str:
     return "95% interval of the mean (Student's t)" if seeds >= STUDENT_FROM else f"range of {seeds} seeds"
 
 
-def interval(values: Sequence[float], limits: tuple[float, float] = UNBOUNDED) -> Interval | None:
+def seed_interval(values: Sequence[float], limits: tuple[float, float] = UNBOUNDED) -> SeedMean | None:
     """Returns the mean of one value per seed with its interval, or None for no values.
 
     The interval is cut to `limits`, the range of possible values.
@@ -45,12 +91,12 @@ def interval(values: Sequence[float], limits: tuple[float, float] = UNBOUNDED) -
     array = np.asarray(values, dtype=np.float64)
     mean, low, high = float(array.mean()), float(array.min()), float(array.max())
     if len(array) >= STUDENT_FROM and high > low:  # rounding must not give equal seeds an interval
-        half = _student_quantile(len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
+        half = student_quantile(len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
         low, high = max(mean - half, limits[0]), min(mean + half, limits[1])
-    return Interval(mean, low, high, len(values))
+    return SeedMean(mean, low, high, len(values))
 
 
-def best(intervals: Sequence[Interval | None], *, highest: bool) -> int | None:
+def best(intervals: Sequence[SeedMean | None], *, highest: bool) -> int | None:
     """Returns the index of the interval that is disjoint from all others and better, or None.
 
     Returns None as well when any interval comes from fewer than three seeds.
@@ -65,17 +111,135 @@ def best(intervals: Sequence[Interval | None], *, highest: bool) -> int | None:
     return index if disjoint else None
 
 
-def _student_quantile(degrees: int) -> float:
-    """Returns the 97.5% quantile of Student's t distribution with `degrees` degrees of freedom.
+def problem_interval(values: ArrayLike, independent: float) -> Interval:
+    """Mean over problems of values in [0, 1] with its 95% interval, for problems drawn at random.
 
-    The error is below 1e-3 for four or more degrees: expansion around the normal quantile (Abramowitz and Stegun
-    26.7.5).
+    Args:
+        values: one for each problem: right or wrong, or the share of its samples that are right, or its pass@k.
+        independent: how many yes-or-no observations they would be at most, were no two samples of a problem alike.
     """
-    z = 1.959964
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
+    data = np.asarray(values, dtype=np.float64)
+    mean = float(data.mean())
+    return Interval(mean, *wilson(mean, _effective(data, mean, independent)))
+
+
+def wilson(share: float, count: float) -> tuple[float, float]:
+    """Wilson's 95% score interval of a share seen in `count` independent observations."""
+    scale = 1 + Z * Z / count
+    center = (share + Z * Z / (2 * count)) / scale
+    half = Z / scale * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
+    return min(max(0.0, center - half), share), max(min(1.0, center + half), share)  # rounding must not pass the ends
+
+
+def macro_average(parts: Sequence[Interval]) -> Interval:
+    """Mean of independent estimates, each with the same weight (macro mean)."""
+    count = len(parts)
+    value = sum(part.value for part in parts) / count
+    below = math.sqrt(sum((part.value - part.low) ** 2 for part in parts)) / count
+    above = math.sqrt(sum((part.high - part.value) ** 2 for part in parts)) / count
+    return Interval(value, value - below, value + above)
+
+
+def paired_difference(first: ArrayLike, second: ArrayLike, independent: float) -> Interval:
+    """Mean of first - second on the same problems; `independent` as for `problem_interval`, on either side.
+
+    The correlation of the two sides over problems narrows it. It is taken (problems - 1) / problems of what was seen,
+    so that some doubt is left where both sides have equal counts.
+    """
+    sides = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    one, two = (problem_interval(side, independent) for side in sides)
+    a, b = (side - side.mean() for side in sides)
+    spread, count = math.sqrt(float(a @ a) * float(b @ b)), len(a)
+    alike = float(a @ b) / spread * (count - 1) / count if spread > 0 else 0.0
+    value = one.value - two.value
+    down, up = (one.value - one.low, two.high - two.value), (one.high - one.value, two.value - two.low)
+    return Interval(value, value - _joined(*down, alike), value + _joined(*up, alike))
+
+
+def _joined(one: float, two: float, alike: float) -> float:
+    return math.sqrt(max(0.0, one * one - 2 * alike * one * two + two * two))
+
+
+def _effective(data: np.ndarray, mean: float, independent: float) -> float:
+    """As many independent yes-or-no observations as have the variance of this mean: never fewer than problems.
+
+    Scaled for a variance estimated from few problems, as in Korn and Graubard. Where all values are equal, all right
+    or all wrong say nothing about how alike samples of a problem are: then each problem counts once.
+    """
+    count = len(data)
+    if count == 1 or mean <= 0 or mean >= 1:
+        return float(count)
+    variance = float(data.var(ddof=1)) / count
+    seen = mean * (1 - mean) / variance if variance > 0 else independent
+    return min(max(seen * (Z / student_quantile(count - 1)) ** 2, float(count)), max(independent, float(count)))
+
+
+def resampled(clusters: int, seed: int) -> np.ndarray:
+    """Returns how often each cluster is drawn in each resample: (RESAMPLES, clusters) float64."""
+    drawn = np.random.default_rng(seed).integers(0, clusters, (RESAMPLES, clusters))
+    drawn += clusters * np.arange(RESAMPLES)[:, None]
+    counts = np.bincount(drawn.reshape(-1), minlength=RESAMPLES * clusters)
+    return counts.reshape(RESAMPLES, clusters).astype(np.float64)
+
+
+def cluster_intervals(sums: np.ndarray, statistics: Statistics, seed: int) -> dict[str, Interval]:
+    """Returns studentized bootstrap intervals from sums of clusters (clusters, fields); NaN ends with too few.
+
+    The percentile interval of a mean ratio covers 88% instead of 95% with 8 clusters and 92% with 20, since ratios have
+    long tails. Dividing each resample's deviation by its own standard error (Efron & Tibshirani 1993, ch. 12.5; here by
+    the delta method over independent clusters) covers 94%.
+    """
+    clusters = len(sums)
+    value, error = _with_errors(sums.sum(axis=0)[None], _squares(sums).sum(axis=0)[None], statistics)
+    if clusters < 2:
+        return {name: Interval(float(at[0]), float("nan"), float("nan")) for name, at in value.items()}
+    # Deviations from the mean of n clusters underestimate the variance by (n - 1) / n.
+    scale = np.sqrt(clusters / (clusters - 1))
+    if clusters < FEWEST_CLUSTERS:
+        quantile = student_quantile(clusters - 1)
+        reach = dict.fromkeys(value, (-quantile, quantile))
+    else:
+        reach = _reach(sums, statistics, value, resampled(clusters, seed), scale)
+    result: dict[str, Interval] = {}
+    for name, (low, high) in reach.items():
+        at, by = float(value[name][0]), float(error[name][0]) * scale
+        # Where most resamples lack the few clusters that determine a statistic, the reach is infinite: the end is NaN.
+        result[name] = Interval(at, *(at - end * by if np.isfinite(end) else float("nan") for end in (high, low)))
+    return result
+
+
+def _reach(
+    sums: np.ndarray, statistics: Statistics, value: Mapping[str, Tensor], draws: np.ndarray, scale: float
+) -> dict[str, tuple[float, float]]:
+    """Returns the 2.5% and 97.5% quantile of the resamples' deviations, in standard errors."""
+    drawn, errors = _with_errors(draws @ sums, draws @ _squares(sums), statistics)
+    reach: dict[str, tuple[float, float]] = {}
+    for name, at in drawn.items():
+        off = (at - value[name]) / (errors[name] * scale)
+        # 0 / 0 is a statistic equal in all resamples; x / 0 stays infinite, and so may the quantiles.
+        off = off.masked_fill(off.isnan(), 0.0).sort().values
+        low, high = (float(off[round(level * (len(off) - 1))]) for level in (0.025, 0.975))
+        reach[name] = (low, high)
+    return reach
+
+
+def _squares(sums: np.ndarray) -> np.ndarray:
+    """Returns products of all pairs of fields (clusters, fields * fields)."""
+    return (sums[:, :, None] * sums[:, None, :]).reshape(len(sums), -1)
+
+
+def _with_errors(
+    sums: np.ndarray, squares: np.ndarray, statistics: Statistics
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns statistics of each row of sums and standard errors, sqrt(sum over clusters of (gradient . sums)^2)."""
+    import torch  # imported here: intervals over seeds and problems do not need it
+
+    fields = sums.shape[1]
+    products = torch.from_numpy(squares).reshape(-1, fields, fields)
+    at = torch.from_numpy(sums).requires_grad_()
+    values = statistics(at)
+    errors: dict[str, Tensor] = {}
+    for name, value in values.items():
+        (slope,) = torch.autograd.grad(value.sum(), at, retain_graph=True)
+        errors[name] = torch.einsum("bf,bfg,bg->b", slope, products, slope).clamp(min=0).sqrt()
+    return {name: value.detach() for name, value in values.items()}, errors

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.evaluation.pass_estimates import wilson
+from trimtab.intervals import wilson
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.metric_catalog import undocumented
 from trimtab.runs.reader import read_run

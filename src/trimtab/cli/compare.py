@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from trimtab.lab.experiment import ExperimentPlan
     from trimtab.lab.regimes import Regime
     from trimtab.report.comparison_table import ComparisonTable
-    from trimtab.report.recommendation import Recommendation
 
 EXIT_RUNS_FAILED = 1
 ADVICE_SEEDS = 3
@@ -103,12 +102,14 @@ def compare(
     if advise is None:
         chosen, advice = [regime(name) for name in regimes or lab.REGIMES], None
     else:
-        lab.plan(methods or lab.METHODS, [regime("on-policy")], 1, Path("unused"), sets=sets or ())  # before the probes
+        lab.plan_experiment(
+            methods or lab.METHODS, [regime("on-policy")], 1, Path("unused"), sets=sets or ()
+        )  # before the probes
         advice = _advice(advise, as_json)
         chosen = advice.regimes
     folder = out or Path("runs/compare" if advise is None else "runs/advise")
     count = seeds or (lab.SEEDS if advise is None else ADVICE_SEEDS)
-    plan = lab.plan(methods or lab.METHODS, chosen, count, folder, model=model, sets=sets or ())
+    plan = lab.plan_experiment(methods or lab.METHODS, chosen, count, folder, model=model, sets=sets or ())
     _train(plan, folder, workers or _cores(), keep, as_json)
     _show(plan, folder, page, as_json, advice)
 
@@ -157,14 +158,18 @@ def _train(plan: ExperimentPlan, out: Path, workers: int, keep: bool, as_json: b
 
 
 def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, advice: Advice | None) -> None:
-    from trimtab.report.comparison_table import legend, markdown, read_table
+    from trimtab.report.comparison_table import legend, markdown, summarize
     from trimtab.report.experiment_page import write_experiment_page
+    from trimtab.report.recommendation import Recommendation, ordered, recommend
+    from trimtab.runs.summary import read_table
 
-    grid = read_table(out)
-    if advice is None:
-        report, order, verdict = write_experiment_page(grid, out / "report.html"), None, None
-    else:
-        report, order, verdict = _write_advised_page(grid, out / "report.html", advice)
+    grid, order, verdict = summarize(read_table(out)), None, None
+    page_texts: dict[str, Any] = {}
+    if advice is not None:
+        order, found = ordered(grid), recommend(grid)
+        verdict = Recommendation(found.method, " ".join(filter(None, [found.text, advice.caution])))
+        page_texts = {"title": "Methods at the mismatch of a run", "notes": advice.lines, "verdict": verdict.text}
+    report = write_experiment_page(grid, out / "report.html", methods=order, **page_texts)
     text = f"{markdown(grid, order)}\n\n{legend(grid)}\n"
     if page is not None:
         try:
@@ -177,7 +182,7 @@ def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, adv
         print_json(_json(grid, out, report) | ({} if advice is None else {"advice": advice.values}) | recommendation)
     else:
         typer.echo(text)
-        for item in plan.refused:
+        for item in plan.skipped:
             typer.echo(f"not trained: {item.method.spec} in {item.regime.name}: {item.reason}")
         typer.echo(f"report: {report}\nresults: {out / 'results.parquet'}")
         if verdict is not None:
@@ -186,18 +191,6 @@ def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, adv
         typer.echo(f"failed: {line}", err=True)
     if failed:
         raise typer.Exit(EXIT_RUNS_FAILED)
-
-
-def _write_advised_page(grid: ComparisonTable, path: Path, advice: Advice) -> tuple[Path, list[str], Recommendation]:
-    """Write the page with a recommendation; returns its path, the order of its rows, and the recommendation."""
-    from trimtab.report.experiment_page import write_experiment_page
-    from trimtab.report.recommendation import Recommendation, ordered, recommend
-
-    order, recommendation = ordered(grid), recommend(grid)
-    verdict = Recommendation(recommendation.method, " ".join(filter(None, [recommendation.text, advice.caution])))
-    title = "Methods at the mismatch of a run"
-    report = write_experiment_page(grid, path, title=title, notes=advice.lines, methods=order, verdict=verdict.text)
-    return report, order, verdict
 
 
 def _json(grid: ComparisonTable, out: Path, report: Path) -> dict[str, Any]:

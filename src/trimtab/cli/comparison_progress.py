@@ -19,7 +19,7 @@ from trimtab.cli.display import duration
 
 if TYPE_CHECKING:
     from trimtab.config import Config
-    from trimtab.lab.results import RunSummary
+    from trimtab.runs.summary import RunSummary
 
 RECENT = 6
 MIN_SHARE = 0.02  # of the work that must be done before an estimate is shown

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.config import Config
-from trimtab.evaluation.pass_estimates import wilson
+from trimtab.intervals import wilson
 from trimtab.training.observer import Moment, Observer
 
 BARS = "▁▂▃▄▅▆▇█"

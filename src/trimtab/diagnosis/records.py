@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.intervals import Interval
+
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
@@ -110,18 +112,6 @@ class Origin:
     missing: Mapping[str, str] = field(default_factory=dict)
     findings: tuple[str, ...] = ()
     settings: Settings | None = None
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A statistic with its 95% bootstrap interval over responses (prompt groups, where known).
-
-    The ends are NaN with too few responses or groups.
-    """
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,12 @@
 """Evaluation without a trainer: avg@n, pass@k and relay sampling on tasks."""
 
-from trimtab.evaluation.eval_result import EvalResult, ProblemResult
+from trimtab.evaluation.eval_result import EvalResult, ProblemResult, pass_at_k
 from trimtab.evaluation.eval_tables import Results
 from trimtab.evaluation.evaluator import evaluate
-from trimtab.evaluation.pass_estimates import Estimate, pass_at_k
 from trimtab.evaluation.settings import ModelSpec, Settings, TaskSpec
 from trimtab.evaluation.suite import Watch, compare, run
 
 __all__ = [
-    "Estimate",
     "EvalResult",
     "ModelSpec",
     "ProblemResult",

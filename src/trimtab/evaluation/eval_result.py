@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.errors import TrimtabError
-from trimtab.evaluation.pass_estimates import Estimate, estimate, pass_at_k
+from trimtab.intervals import Interval, problem_interval
 
 ERRORS_KEPT = 5
+
+
+@lru_cache(maxsize=1 << 16)
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of P(at least one of k samples is right) from n samples of which c are (Chen et al. 2021).
+
+    1 - C(n-c, k) / C(n, k). Raises `TrimtabError` unless 0 <= c <= n and 1 <= k <= n: for k > n it is undefined.
+    """
+    if not 0 <= c <= n:
+        raise TrimtabError(f"pass@k: {c} correct of {n} samples is impossible")
+    if not 1 <= k <= n:
+        raise TrimtabError(
+            f"pass@{k} needs at least {k} samples per problem and k >= 1, there are {n}; draw more samples"
+        )
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 @dataclass(frozen=True)
@@ -105,8 +121,8 @@ class EvalResult:
         return self.accuracy_estimate.low, self.accuracy_estimate.high
 
     @cached_property
-    def accuracy_estimate(self) -> Estimate:
-        return estimate([problem.correct / problem.scored for problem in self.problems], self.scored)
+    def accuracy_estimate(self) -> Interval:
+        return problem_interval([problem.correct / problem.scored for problem in self.problems], self.scored)
 
     @property
     def scored(self) -> int:
@@ -137,12 +153,12 @@ class EvalResult:
         return tuple(1 << power for power in range(most.bit_length())) if most > 1 else ()
 
     @cached_property
-    def pass_estimates(self) -> dict[int, Estimate]:
+    def pass_estimates(self) -> dict[int, Interval]:
         """pass@k with its interval for every k of `pass_ks`."""
         if not self.pass_ks:
             return {}
         columns = self.passes(self.pass_ks).T
-        return {k: estimate(column, self.scored / k) for k, column in zip(self.pass_ks, columns, strict=True)}
+        return {k: problem_interval(column, self.scored / k) for k, column in zip(self.pass_ks, columns, strict=True)}
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import EvalResult
-from trimtab.evaluation.pass_estimates import Estimate, average, difference
+from trimtab.intervals import Interval, macro_average, paired_difference
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Grid:
         return Group(Text(self.title, style="bold"), table)
 
 
-def percent(estimate: Estimate) -> str:
+def percent(estimate: Interval) -> str:
     """`37.9 [33.1, 42.6]`, as the papers write accuracies."""
     return f"{100 * estimate.value:.1f} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
 
 
-def points(estimate: Estimate) -> str:
+def points(estimate: Interval) -> str:
     """A difference in percentage points, `+2.8 [-0.5, 6.1]`."""
     return f"{100 * estimate.value:+.1f} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
 
@@ -85,21 +85,21 @@ class Results:
         sampled = [result.pass_ks for (_, _, mode), result in self.found.items() if mode != "greedy"]
         return min(sampled, key=len, default=())
 
-    def accuracy(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> Estimate:
+    def accuracy(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> Interval:
         """Mean over these tasks (default: all) of avg@n."""
-        return average([self.found[model, task, mode].accuracy_estimate for task in tasks or self.tasks])
+        return macro_average([self.found[model, task, mode].accuracy_estimate for task in tasks or self.tasks])
 
-    def passes(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> dict[int, Estimate]:
+    def passes(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> dict[int, Interval]:
         """Mean over these tasks (default: all) of pass@k, for every k of `ks`."""
         found = [self.found[model, task, mode].pass_estimates for task in tasks or self.tasks]
-        return {k: average([estimates[k] for estimates in found]) for k in self.ks}
+        return {k: macro_average([estimates[k] for estimates in found]) for k in self.ks}
 
-    def gains(self, model: str, tasks: Sequence[str] | None = None) -> dict[int, Estimate]:
+    def gains(self, model: str, tasks: Sequence[str] | None = None) -> dict[int, Interval]:
         """pass@k of the relay minus that of the model alone, with the paired interval over problems."""
         found = [self._gains(model, task) for task in tasks or self.tasks]
-        return {k: average([differences[k] for differences in found]) for k in self.ks}
+        return {k: macro_average([differences[k] for differences in found]) for k in self.ks}
 
-    def _gains(self, model: str, task: str) -> dict[int, Estimate]:
+    def _gains(self, model: str, task: str) -> dict[int, Interval]:
         relay, alone = self.found[model, task, "relay"], self.found[model, task, "sampled"]
         # A problem whose reward failed on every sample of one side has no partner.
         both = {p.id for p in relay.problems} & {p.id for p in alone.problems}
@@ -109,7 +109,8 @@ class Results:
             result.passes(self.ks)[[problem.id in both for problem in result.problems]].T for result in (relay, alone)
         ]
         return {
-            k: difference(one, two, alone.samples * len(both) / k) for k, one, two in zip(self.ks, *sides, strict=True)
+            k: paired_difference(one, two, alone.samples * len(both) / k)
+            for k, one, two in zip(self.ks, *sides, strict=True)
         }
 
     def grids(self) -> list[Grid]:
@@ -209,9 +210,9 @@ class Results:
         return Grid("Details", [*names, "cut by the limit", "failed rewards", "seconds"], rows, labels=4)
 
 
-def _spread(name: str, estimate: Estimate) -> dict[str, float]:
+def _spread(name: str, estimate: Interval) -> dict[str, float]:
     return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
-def _by_k(found: Mapping[int, Estimate]) -> dict[str, dict[str, float]]:
+def _by_k(found: Mapping[int, Interval]) -> dict[str, dict[str, float]]:
     return {str(k): estimate._asdict() for k, estimate in found.items()}

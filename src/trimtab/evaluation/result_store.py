@@ -11,8 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +21,8 @@ from filelock import FileLock, Timeout
 
 from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import Part, ProblemResult
+from trimtab.runs import atomic
+from trimtab.runs.dotted_keys import flatten
 
 SETTINGS, PARTS, LOCK = "settings.json", "parts", ".lock"
 FORMAT = 1
@@ -36,7 +37,7 @@ class Store:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = folder
-        with _explained(folder):
+        with atomic.explained(folder):
             (folder / PARTS).mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(folder / LOCK)
             try:
@@ -59,7 +60,7 @@ class Store:
 
     def write(self, name: str, text: str) -> None:
         """Replace a file of the folder in one step."""
-        _write(self.folder / name, text)
+        atomic.write_text(self.folder / name, text)
 
     def __enter__(self) -> Store:
         return self
@@ -74,7 +75,7 @@ class Store:
         if path.exists() and any((self.folder / PARTS).iterdir()):
             _require_equal(_read(path), settings, self.folder)
         else:  # a command that failed before it measured anything leaves no settings
-            _write(path, json.dumps(settings, indent=1))
+            atomic.write_text(path, json.dumps(settings, indent=1))
 
 
 class PartFile:
@@ -86,7 +87,7 @@ class PartFile:
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self.path = path
         self._parts: dict[int, Part] = {}
-        with _explained(path):
+        with atomic.explained(path, "read"):
             data = path.read_bytes() if path.exists() else b""
             whole = data[: data.rfind(b"\n") + 1]
             if len(whole) < len(data):
@@ -112,7 +113,7 @@ class PartFile:
         self._parts[number] = part
 
     def _append(self, data: bytes) -> None:
-        with _explained(self.path), self.path.open("ab", buffering=0) as file:
+        with atomic.explained(self.path), self.path.open("ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             try:
                 while data:  # a nearly full disk takes a part of it
@@ -133,7 +134,7 @@ def _part(record: dict[str, Any], path: Path) -> tuple[int, Part]:
 
 
 def _require_equal(kept: Mapping[str, Any], asked: Mapping[str, Any], place: Path) -> None:
-    old, new = dict(_leaves(kept)), dict(_leaves(json.loads(json.dumps(asked))))
+    old, new = flatten(kept), flatten(json.loads(json.dumps(asked)))
     for key in [*new, *(key for key in old if key not in new)]:
         if old.get(key) != new.get(key):
             raise TrimtabError(
@@ -142,21 +143,13 @@ def _require_equal(kept: Mapping[str, Any], asked: Mapping[str, Any], place: Pat
             )
 
 
-def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _leaves(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", item
-
-
 def _short(value: Any) -> str:
     text = "nothing" if value is None else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with _explained(path):
+    with atomic.explained(path, "read"):
         return _parsed(path.read_text(), path)
 
 
@@ -172,21 +165,3 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
 
 def _damaged(path: Path) -> TrimtabError:
     return TrimtabError(f"{path} is damaged: delete it, its batches will be measured again")
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with _explained(path):
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise TrimtabError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error

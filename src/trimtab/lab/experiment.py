@@ -65,16 +65,13 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """One run of the experiment. `config.out` is its run directory."""
+    """One run of the experiment. `config.out` is its run directory, `name` that below the experiment's."""
 
+    name: str
     method: Method
     regime: Regime
     seed: int
     config: Config
-
-    @property
-    def name(self) -> str:
-        return f"{self.regime.name}/{self.method.folder}/seed{self.seed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +87,8 @@ class SkippedRun:
 class ExperimentPlan:
     """All runs of an experiment in training order: seed by seed, so that partial results have equal seeds."""
 
-    cells: tuple[PlannedRun, ...]
-    refused: tuple[SkippedRun, ...]
+    runs: tuple[PlannedRun, ...]
+    skipped: tuple[SkippedRun, ...] = ()
 
 
 def parse_method(spec: str) -> Method:
@@ -110,7 +107,7 @@ def parse_method(spec: str) -> Method:
     return Method(spec, name, overrides)
 
 
-def plan(
+def plan_experiment(
     methods: Sequence[str],
     regimes: Sequence[Regime],
     seeds: int,
@@ -128,7 +125,7 @@ def plan(
     _check_unique("method", [method.folder for method in parsed])
     _check_unique("regime", [regime.name for regime in regimes])
     _check_sets(sets, regimes, model)
-    refused: list[SkippedRun] = []
+    skipped: list[SkippedRun] = []
     pairs: list[tuple[Method, Regime]] = []
     for method in parsed:
         reasons = []
@@ -140,18 +137,21 @@ def plan(
                 reasons.append(SkippedRun(method, regime, str(error)))
         if len(reasons) == len(regimes):
             raise TrimtabError(f"method {method.spec!r}: {reasons[0].reason}")
-        refused += reasons
-    cells = [
-        PlannedRun(method, regime, seed, _config(method, regime, seed, out, model, sets))
+        skipped += reasons
+    runs = [
+        PlannedRun(_name(method, regime, seed), method, regime, seed, _config(method, regime, seed, out, model, sets))
         for seed in range(seeds)
         for method, regime in pairs
     ]
-    return ExperimentPlan(tuple(cells), tuple(refused))
+    return ExperimentPlan(tuple(runs), tuple(skipped))
+
+
+def _name(method: Method, regime: Regime, seed: int) -> str:
+    return f"{regime.name}/{method.folder}/seed{seed}"
 
 
 def _config(method: Method, regime: Regime, seed: int, out: Path, model: str | None, sets: Sequence[str]) -> Config:
     is_real_model = model is not None and not model.startswith(RECIPE)
-    path = out / regime.name / method.folder / f"seed{seed}"
     changes = [
         # Set twice: setting the recipe's objective to the same name would keep the recipe's keywords for it.
         "objective.name=another",
@@ -169,7 +169,7 @@ def _config(method: Method, regime: Regime, seed: int, out: Path, model: str | N
     if not any(parse_override(change)[0] == "eval.every" for change in sets):
         every = max(1, config.trainer.steps // EVALUATIONS)
         config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": every})})
-    return config.model_copy(update={"out": str(path)})
+    return config.model_copy(update={"out": str(out / _name(method, regime, seed))})
 
 
 def _check_sets(sets: Sequence[str], regimes: Sequence[Regime], model: str | None) -> None:

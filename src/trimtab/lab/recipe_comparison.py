@@ -9,10 +9,12 @@ from typing import Any
 
 from trimtab.config import REQUIRED_SECTIONS, Config, parse_config
 from trimtab.errors import TrimtabError
-from trimtab.lab.results import RunSummary
-from trimtab.lab.runner import NullExperimentObserver, lock_folder, run_cells
+from trimtab.lab.experiment import ExperimentPlan, Method, PlannedRun
+from trimtab.lab.regimes import Regime
+from trimtab.lab.runner import NullExperimentObserver, run_experiment
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
+from trimtab.runs.summary import RunSummary
 from trimtab.training.observer import Observer
 from trimtab.training.run import check
 
@@ -40,17 +42,17 @@ def run_recipe_comparison(config: Config, out: Path, observer: Observer, *, resu
         raise TrimtabError(f"{out} holds no comparison: check --out, or start without --resume")
     if has_runs and not resume:
         raise TrimtabError(f"{out} is not empty: continue it with --resume, or choose another --out")
-    cells = _recipes(config, out)
-    for cell in cells.values():
-        check(cell).scorer.close()
+    plan = plan_from_recipe(config, out)
+    for run in plan.runs:
+        check(run.config).scorer.close()
     assert config.compare is not None
-    observer.started(config, " | ".join(config.compare.objectives), len(cells), out)
-    with lock_folder(out):
-        results = run_cells(cells, workers=config.compare.workers, observer=_ProgressObserver(observer), keep=True)
+    observer.started(config, " | ".join(config.compare.objectives), len(plan.runs), out)
+    progress = _ProgressObserver(observer)
+    results = run_experiment(plan, out, workers=config.compare.workers, observer=progress, keep=True)
     for name, result in results.items():
         if result.status != "done":
             raise TrimtabError(f"{name}: {result.error}")
-    metrics = {name: read_metrics(Path(str(cell.out)) / METRICS)[-1] for name, cell in cells.items()}
+    metrics = {run.name: read_metrics(out / run.name / METRICS)[-1] for run in plan.runs}
     runs = {name: [out / name / f"seed{seed}" for seed in config.compare.seeds] for name in config.compare.objectives}
     return RecipeComparison(out, runs, metrics)
 
@@ -79,16 +81,19 @@ def summary_line(result: RunSummary) -> str:
     return ", ".join([*reward, *([] if result.accuracy is None else [f"held-out {result.accuracy:.2f}"])])
 
 
-def _recipes(config: Config, out: Path) -> dict[str, Config]:
-    """Returns a validated recipe for each objective and seed."""
+def plan_from_recipe(config: Config, out: Path) -> ExperimentPlan:
+    """Returns every objective and seed of `[compare]`, each with a validated recipe, as an experiment in one regime."""
     assert config.compare is not None
-    cells = {}
-    for name in config.compare.objectives:
+    regime = Regime("recipe", config.description, {})
+    runs = []
+    for objective in config.compare.objectives:
         for seed in config.compare.seeds:
-            data = _for_objective(config, name) | {"seed": seed, "out": str(out / name / f"seed{seed}")}
+            name = f"{objective}/seed{seed}"
+            data = _for_objective(config, objective) | {"seed": seed, "out": str(out / name)}
             data["trainer"] = data["trainer"] | {"max_idle_steps": 0}  # a collapsing method is a result, not an error
-            cells[f"{name}/seed{seed}"] = parse_config(data, f"{name}, seed {seed}")
-    return cells
+            recipe = parse_config(data, f"{objective}, seed {seed}")
+            runs.append(PlannedRun(name, Method(objective, objective, ()), regime, seed, recipe))
+    return ExperimentPlan(tuple(runs))
 
 
 def _for_objective(config: Config, name: str) -> dict[str, Any]:

@@ -24,8 +24,9 @@ from trimtab.config import Config
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.lab import results as results
 from trimtab.lab.experiment import ExperimentPlan
-from trimtab.lab.results import RunSummary, write_results
+from trimtab.lab.results import write_results
 from trimtab.runs import provenance
+from trimtab.runs.summary import RunSummary
 from trimtab.training.stop import Stop
 
 POLL_INTERVAL = 0.5  # seconds between checks for a stop signal
@@ -219,7 +220,7 @@ def run_experiment(
     plan: ExperimentPlan, out: Path, *, workers: int, observer: ExperimentObserver | None = None, keep: bool = False
 ) -> dict[str, RunSummary]:
     """Train all runs of the plan and return the results by name; updates `out/results.parquet` after every run."""
-    cells = {cell.name: cell.config for cell in plan.cells}
+    cells = {run.name: run.config for run in plan.runs}
     with lock_folder(out):
         results = run_cells(
             cells, workers=workers, observer=_TableWriter(plan, out, observer or NullExperimentObserver()), keep=keep

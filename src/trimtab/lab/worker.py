@@ -20,10 +20,11 @@ from typing import Any, TextIO
 
 from trimtab.config import Config, parse_config
 from trimtab.errors import DivergedError, Stopped, TrimtabError
-from trimtab.lab.results import RunSummary, Status, summarize, write
+from trimtab.lab.results import write
 from trimtab.runs import atomic
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import CONFIG, METRICS, MODEL
+from trimtab.runs.summary import RunSummary, Status, summarize
 from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 from trimtab.training.stop import Stop

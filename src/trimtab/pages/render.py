@@ -1,19 +1,14 @@
-"""Renders templates, writes pages atomically, and formats numbers."""
+"""Renders templates and formats numbers."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import math
-import os
 import re
-import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-
-from trimtab.errors import TrimtabError
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
@@ -30,24 +25,6 @@ def render(template: str, values: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template(template).render(version=importlib.metadata.version("trimtab"), **values)
-
-
-def write(path: Path, content: bytes) -> Path:
-    """Write the file atomically and return `path`. Raises `TrimtabError` when it cannot be written."""
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise TrimtabError(f"cannot write {path}: {error.strerror}; choose another folder or free space") from None
-    return path
 
 
 def number(value: Any) -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.config import Config, parse_config
+from trimtab.config import parse_config
 from trimtab.errors import TrimtabError
 from trimtab.planning.pipeline_schedule import Phases
+from trimtab.runs.layout import CONFIG
 
 # Share of the steps left out at the start, where a run compiles, allocates and fills caches.
 _WARMUP_SHARE = 0.2
@@ -35,13 +34,15 @@ def read(run: Path) -> Measured:
 
     Raises `TrimtabError` if the run does not exist, is not synchronous, or has too few steps.
     """
-    config, logged = _read_files(run)
+    from trimtab.runs.reader import read_config, read_steps  # imported here: needs pyarrow
+
+    config = parse_config(read_config(run), str(run / CONFIG))
     if config.trainer.max_lag:
         raise TrimtabError(
             f"{run} ran with trainer.max_lag = {config.trainer.max_lag}, where waiting hides what a phase takes: "
             "predict from a run without max_lag"
         )
-    rows = [row for row in logged if all(row.get(key) is not None for key in _PHASE_KEYS)]
+    rows = [row for row in read_steps(run) if all(row.get(key) is not None for key in _PHASE_KEYS)]
     rows = rows[int(len(rows) * _WARMUP_SHARE) :]
     if len(rows) < 3:
         raise TrimtabError(f"{run} has {len(rows)} steps to measure by after the first: let it run for 5 or more")
@@ -52,23 +53,6 @@ def read(run: Path) -> Measured:
         generated=_median(rows, "tokens/rollout"),
         trained=_median(rows, "tokens/train"),
     )
-
-
-def _read_files(run: Path) -> tuple[Config, list[dict[str, Any]]]:
-    path, number = run / "config.toml", 0
-    try:
-        config = parse_config(tomllib.loads(path.read_text()), str(path))
-        path = run / "metrics.jsonl"
-        rows = []
-        for number, line in enumerate(path.read_text().splitlines(), 1):  # noqa: B007  # used in the error message
-            rows.append(json.loads(line))
-    except OSError as error:
-        raise TrimtabError(f"{path}: {error.strerror}; give a run directory") from None
-    except tomllib.TOMLDecodeError as error:
-        raise TrimtabError(f"{path}: {error}") from None
-    except json.JSONDecodeError:
-        raise TrimtabError(f"{path}, line {number} is not JSON: cut the file before it") from None
-    return config, rows
 
 
 def _phases(rows: Sequence[Mapping[str, Any]]) -> Phases:

@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 import numpy as np
 
-from trimtab.intervals import Interval, interval_method
-from trimtab.pages.render import render, short, write
+from trimtab.intervals import SeedMean, interval_method
+from trimtab.pages.render import render, short
 from trimtab.report.cautions import cautions, same_measure
 from trimtab.report.comparison_figures import BANDS_UP_TO, THIN_UP_TO, draw_panels, picture, swatch
 from trimtab.report.curves import AVERAGED_FROM
@@ -30,6 +30,7 @@ from trimtab.report.summary_columns import (
     process_columns,
     result_columns,
 )
+from trimtab.runs.atomic import write_output
 from trimtab.runs.reader import read_run
 
 PICTURE = "comparison.png"
@@ -83,8 +84,8 @@ def write_comparison(runs: Mapping[str, Sequence[Path]], path: Path) -> Path:
 
 def write_page(comparison: Comparison, path: Path) -> Path:
     """Write the page `path` and, beside it, a picture for documents that cannot include HTML."""
-    write(path.parent / PICTURE, picture(comparison.groups))
-    return write(path, render("comparison.html.j2", _template_values(comparison, path.parent)).encode())
+    write_output(path.parent / PICTURE, picture(comparison.groups))
+    return write_output(path, render("comparison.html.j2", _template_values(comparison, path.parent)).encode())
 
 
 def as_data(comparison: Comparison) -> dict[str, Any]:
@@ -144,11 +145,7 @@ def _equations(groups: Sequence[Group]) -> tuple[dict[str, str], list[str]]:
 def _template_values(comparison: Comparison, folder: Path) -> dict[str, Any]:
     groups, figures = comparison.groups, draw_panels(comparison.groups)
     names = [group.name for group in groups]
-    return {
-        "title": " against ".join(names) if len(names) <= 4 else f"{len(names)} groups of runs",
-        "description": plain(_shared(groups, "description") or ""),
-        "facts": _facts(groups),
-        "cautions": comparison.cautions,
+    runs = {
         "legend": [(swatch(index), group.name, _seed_list(group)) for index, group in enumerate(groups)],
         "panels": [(title, svg, listed(missing)) for title, svg, missing in figures.drawn],
         "absent": figures.absent,
@@ -168,6 +165,17 @@ def _template_values(comparison: Comparison, folder: Path) -> dict[str, Any]:
             for part in align(comparison.equations)
         ],
         "each": _run_table(comparison, folder),
+    }
+    description = plain(_shared(groups, "description") or "")
+    return {
+        "over": "Trimtab comparison",
+        "title": " against ".join(names) if len(names) <= 4 else f"{len(names)} groups of runs",
+        "notes": [description] if description else [],
+        "facts": _facts(groups),
+        "verdict": "",
+        "cautions": comparison.cautions,
+        "scores": None,
+        "runs": runs,
     }
 
 
@@ -293,7 +301,7 @@ def _link(report: Path, folder: Path) -> str:
     return f"./{quote(os.path.relpath(report, folder))}" if report.exists() else ""
 
 
-def _interval_data(interval: Interval | None) -> dict[str, Any] | None:
+def _interval_data(interval: SeedMean | None) -> dict[str, Any] | None:
     if interval is None:
         return None
     return {

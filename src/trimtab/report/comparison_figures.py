@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from trimtab.pages.svg import CYCLE, RC, STYLES, THEME, finish, log_scale_with_zero, to_svg
+from trimtab.pages.svg import CYCLE, INK, RC, STYLES, THEME, finish, log_scale_with_zero, to_svg
 from trimtab.report.curves import AVERAGED_FROM, Series, band, thinned, trailing
 from trimtab.report.groups import Group
 from trimtab.report.summary_columns import accuracy_of, clipped
@@ -24,6 +24,8 @@ from trimtab.runs.reader import Run
 
 # Groups up to which bands are drawn (more would hide each other), and seeds up to which single curves are drawn.
 BANDS_UP_TO, THIN_UP_TO = 8, 3
+# Methods of an experiment that share one figure; more get a figure each.
+MAX_SHARED_FIGURE = len(CYCLE)
 _DASHES = {0: "", 1: "7 3", 2: "8 3 2 3", 3: "2 3", 4: "8 2 2 2", 5: "2 2"}
 
 
@@ -125,16 +127,49 @@ def draw_panels(groups: Sequence[Group]) -> Figures:
         if not panel.unit and not any(values.any() for seeds in series for _, values in seeds):
             zero.append(panel.title.lower())
             continue
-        with mpl.rc_context(RC):
-            figure = Figure(figsize=(4.2, 2.7), layout="constrained")
-            axes = figure.add_subplot()
-            _draw_panel(axes, panel, series)
-            finish(figure, axes)
-            # Not escaped: the SVG is made by matplotlib and contains no text from the runs.
-            svg = Markup(to_svg(figure, panel.title))
+        svg = _panel_svg(panel.title, panel, series)
         missing = [group.name for group, present in zip(groups, has_data, strict=True) if not present]
         drawn.append((panel.title, svg, missing))
     return Figures(drawn, absent, zero)
+
+
+def accuracy_figures(
+    regime: str, curves: Mapping[str, Sequence[Series]], best: str, before: float | None
+) -> list[tuple[str, Markup]]:
+    """Returns held-out accuracy over steps: one figure for a few methods, otherwise a small one with a name for each.
+
+    Small figures also show the mean of the method `best`, dotted. `before` is drawn as a level line.
+    """
+    panel = PANELS[0]
+    if len(curves) <= MAX_SHARED_FIGURE:
+        title = f"{regime}: held-out accuracy"
+        return [("", _panel_svg(title, panel, list(curves.values()), level=before))] if curves else []
+    return [
+        (method, _panel_svg(f"{method} in {regime}", panel, [seeds], size=(3, 2), level=before, dotted=curves[best]))
+        for method, seeds in curves.items()
+    ]
+
+
+def _panel_svg(
+    name: str,
+    panel: Panel,
+    series: Sequence[Sequence[Series]],
+    *,
+    size: tuple[float, float] = (4.2, 2.7),
+    level: float | None = None,
+    dotted: Sequence[Series] = (),
+) -> Markup:
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.add_subplot()
+        if (reference := band(dotted)) is not None:
+            axes.plot(reference.steps, reference.mean, color=INK, linewidth=1, linestyle=":", alpha=0.7)
+        _draw_panel(axes, panel, series)
+        if level is not None:
+            axes.axhline(level, color=INK, linewidth=0.5, alpha=0.5)
+        finish(figure, axes)
+        # Not escaped: matplotlib escapes every text that it draws.
+        return Markup(to_svg(figure, name))
 
 
 def swatch(index: int) -> Markup:

@@ -1,33 +1,17 @@
-"""Reads the results of an experiment (methods x regimes x seeds) and computes means, intervals and ranks."""
+"""The table of an experiment (methods x regimes x seeds): means, intervals and ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from trimtab.errors import TrimtabError
-from trimtab.intervals import UNBOUNDED, Interval, interval, interval_method
+from trimtab.intervals import UNBOUNDED, SeedMean, interval_method, seed_interval
 
-FILE = "results.parquet"
 COLLAPSED = 0.5  # a run has collapsed if it ends below this share of its initial accuracy
-_REQUIRED_COLUMNS = (
-    "method",
-    "regime",
-    "seed",
-    "status",
-    "error",
-    "accuracy_before",
-    "accuracy",
-    "curve_steps",
-    "curve",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +27,9 @@ class MethodScore:
 
     seeds: tuple[int, ...]
     values: tuple[float, ...]
-    accuracy: Interval
+    accuracy: SeedMean
     rank: int
-    behind: Interval
+    behind: SeedMean
     collapsed: int
     diverged: int
     rows: tuple[Mapping[str, Any], ...] = field(repr=False)
@@ -54,6 +38,16 @@ class MethodScore:
     def collapsed_mostly(self) -> bool:
         """Whether most of its runs collapsed."""
         return 2 * self.collapsed > len(self.values)
+
+    @property
+    def interval_text(self) -> str:
+        """`[0.836, 0.867]`; empty for a single seed."""
+        return f"[{self.accuracy.low:.3f}, {self.accuracy.high:.3f}]" if len(self.values) > 1 else ""
+
+    @property
+    def rank_text(self) -> str:
+        """`#1`, or `#2=` for a method that the seeds do not separate from the best one."""
+        return f"#{self.rank}{'=' if self.is_best and self.rank > 1 else ''}"
 
     @property
     def is_best(self) -> bool:
@@ -75,27 +69,6 @@ class ComparisonTable:
     refused: Mapping[tuple[str, str], str]
     failed: tuple[Mapping[str, Any], ...]
     before: float | None
-
-
-def read_table(path: Path) -> ComparisonTable:
-    """Reads the table from `path`, a results.parquet or its folder.
-
-    Raises `TrimtabError` when the file is missing, damaged, of another kind, or has no rows.
-    """
-    file = path / FILE if path.is_dir() else path
-    try:
-        table = pq.read_table(file)
-    except FileNotFoundError:
-        raise TrimtabError(f"no {file}: `trimtab compare --out {path}` writes it") from None
-    except (pa.ArrowException, OSError) as error:
-        raise TrimtabError(f"{file} is damaged ({' '.join(str(error).split())}): run `trimtab compare` again") from None
-    missing = [name for name in _REQUIRED_COLUMNS if name not in table.schema.names]
-    if missing:
-        raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not the result of an experiment")
-    rows = table.to_pylist()
-    if not rows:
-        raise TrimtabError(f"{file} holds no finished run yet: wait for the first one")
-    return summarize(rows)
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> ComparisonTable:
@@ -142,14 +115,14 @@ def _value(row: Mapping[str, Any]) -> float:
     return 0.0 if row["accuracy"] is None else float(row["accuracy"])
 
 
-def _paired_lead(best: Mapping[int, float], other: Mapping[int, float]) -> Interval:
+def _paired_lead(best: Mapping[int, float], other: Mapping[int, float]) -> SeedMean:
     """Returns the lead of the best method paired by seed: runs of one seed see the same prompts in the same order."""
     differences = [best[seed] - other[seed] for seed in best if seed in other]
-    return _interval(differences) if differences else Interval(math.nan, -math.inf, math.inf, 0)
+    return _interval(differences) if differences else SeedMean(math.nan, -math.inf, math.inf, 0)
 
 
-def _interval(values: Sequence[float], limits: tuple[float, float] = UNBOUNDED) -> Interval:
-    result = interval(values, limits)
+def _interval(values: Sequence[float], limits: tuple[float, float] = UNBOUNDED) -> SeedMean:
+    result = seed_interval(values, limits)
     assert result is not None
     return result
 
@@ -172,10 +145,8 @@ def cell_text(grid: ComparisonTable, method: str, regime: str) -> str:
     score = grid.scores.get((method, regime))
     if score is None:
         return "–"
-    best = "=" if score.is_best and score.rank > 1 else ""
-    mark = " †" if score.collapsed_mostly else ""
-    interval = f"[{score.accuracy.low:.3f}, {score.accuracy.high:.3f}]" if len(score.values) > 1 else ""
-    return " ".join(filter(None, [f"{score.accuracy.mean:.3f}", interval, f"#{score.rank}{best}"])) + mark
+    mark = "†" if score.collapsed_mostly else ""
+    return " ".join(filter(None, [f"{score.accuracy.mean:.3f}", score.interval_text, score.rank_text, mark]))
 
 
 def legend(grid: ComparisonTable) -> str:

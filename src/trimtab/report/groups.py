@@ -11,6 +11,7 @@ from typing import Any
 
 from trimtab.config import parse_config
 from trimtab.errors import TrimtabError
+from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.reader import Run, read_run
 
 # Keys that may differ within a group.
@@ -105,7 +106,7 @@ def recipe_of(run: Run, notes: list[str]) -> dict[str, Any]:
         config = parse_config(config, str(run.path)).model_dump(mode="json", exclude_none=True)
     except TrimtabError as error:
         notes.append(f"The recipe is of another version of trimtab and compared as it is written. {error}")
-    return dict(_flatten({key: value for key, value in config.items() if key not in IGNORED_KEYS}, ""))
+    return flatten({key: value for key, value in config.items() if key not in IGNORED_KEYS})
 
 
 def plain(text: str) -> str:
@@ -136,17 +137,6 @@ def _has_step(path: Path) -> bool:
     if not (path / "config.toml").is_file():
         return True  # `read_run` raises the error that says what is missing
     return file.is_file() and b"\n" in file.read_bytes()
-
-
-def _flatten(value: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Returns pairs of dotted key and value; the tables of a list are numbered."""
-    if isinstance(value, Mapping):
-        items = [(f"{prefix}.{key}" if prefix else str(key), item) for key, item in value.items()]
-    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        items = [(f"{prefix}.{index}", item) for index, item in enumerate(value)]
-    else:
-        return [(prefix, value)]
-    return [pair for key, item in items for pair in _flatten(item, key)]
 
 
 def _names(recipes: Sequence[Mapping[str, Any]], members: Sequence[list[Run]]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trimtab.intervals import SEPARABLE_FROM, STUDENT_FROM, interval
+from trimtab.intervals import SEPARABLE_FROM, STUDENT_FROM, seed_interval
 from trimtab.report.comparison_table import ComparisonTable
 
 
@@ -67,7 +67,7 @@ def _lead_text(grid: ComparisonTable, complete: Sequence[str], ties: Sequence[st
 def _indistinguishable(grid: ComparisonTable, best: str, other: str) -> bool:
     """Whether the seeds cannot distinguish two methods by their mean accuracy over the regimes."""
     first, second = _by_seed(grid, best), _by_seed(grid, other)
-    difference = interval([first[seed] - second[seed] for seed in first.keys() & second.keys()])
+    difference = seed_interval([first[seed] - second[seed] for seed in first.keys() & second.keys()])
     return difference is None or difference.count < SEPARABLE_FROM or difference.low <= 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from trimtab.pages.render import number, render, short, write
+from trimtab.pages.render import number, render, short
 from trimtab.report.chart_layout import METHOD_CHARTS, RUN_CHARTS
 from trimtab.report.chart_specs import Chart, ResolvedChart, resolve
 from trimtab.report.differences import equation_of
@@ -18,6 +18,7 @@ from trimtab.report.health import Finding, clipped_share, health
 from trimtab.report.line_charts import draw
 from trimtab.report.perturbation_verdict import verdict
 from trimtab.report.token_section import token_section
+from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_catalog import Metric, metric
 from trimtab.runs.origins import described, duration
 from trimtab.runs.reader import Run, Sample, evenly_spaced, read_run, read_samples, sample_steps
@@ -50,7 +51,7 @@ def write_report(path: Path, out: Path | None = None) -> Path:
     """
     run = read_run(path)
     page = render("report.html.j2", _template_values(run))
-    return write((out or path) / "report.html", page.encode())
+    return write_output((out or path) / "report.html", page.encode())
 
 
 def _template_values(run: Run) -> dict[str, Any]:

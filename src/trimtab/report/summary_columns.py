@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from trimtab.intervals import UNBOUNDED, Interval, best, interval
+from trimtab.intervals import UNBOUNDED, SeedMean, best, seed_interval
 from trimtab.report.groups import Group
 from trimtab.runs.reader import Accuracy, Run
 
@@ -53,7 +53,7 @@ class Outcome:
 
     column: Column
     values: list[list[float | None]]
-    intervals: list[Interval | None]
+    intervals: list[SeedMean | None]
     winner: int | None
 
 
@@ -110,7 +110,7 @@ def outcome(column: Column, groups: Sequence[Group], *, judged: bool = True) -> 
     A winner is determined only if every seed of every group was measured and `judged`, for comparable groups, is set.
     """
     values = [[column.pick(run) for run in group.runs] for group in groups]
-    intervals = [interval([value for value in seeds if value is not None], column.limits) for seeds in values]
+    intervals = [seed_interval([value for value in seeds if value is not None], column.limits) for seeds in values]
     if not any(intervals):
         return None
     complete = all(value is not None for seeds in values for value in seeds)

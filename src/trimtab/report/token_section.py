@@ -13,6 +13,7 @@ from markupsafe import Markup
 from trimtab.diagnosis import token_statistics
 from trimtab.diagnosis.token_statistics import Frequent
 from trimtab.diagnosis.token_texts import token_texts
+from trimtab.pages import charts
 from trimtab.pages.render import number, short
 from trimtab.report import token_figures
 from trimtab.report.clipping import Clipping, clipping
@@ -192,7 +193,7 @@ def _scatter(data: TokenSectionData) -> Panel:
         f"{len(trainer):,} tokens; darker squares hold more. Off the dotted line the two disagree. "
         "Healthy: Pearson r above 0.99."
     )
-    svg = token_figures.scatter_svg(token_statistics.plane(sampler, trainer, SCATTER_BINS))
+    svg = charts.scatter_svg(token_statistics.plane(sampler, trainer, SCATTER_BINS))
     r = token_statistics.pearson(sampler, trainer)
     return _panel("Trainer against sampler", f"r = {r:.5f}" if np.isfinite(r) else "r not defined", svg, what)
 

@@ -37,6 +37,14 @@ def write_bytes(path: Path, data: bytes) -> None:
         sync(path.parent)
 
 
+def write_output(path: Path, data: bytes) -> Path:
+    """Write a file that a command produces, with its folder if that is missing, and return `path`."""
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, data)
+    return path
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace the file `path` by `text` (UTF-8) atomically."""
     write_bytes(path, text.encode())

@@ -178,7 +178,7 @@ class RunDirectory:
             complete = _whole_lines(path.read_bytes()) if path.exists() else b""
             self._metrics = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             os.ftruncate(self._metrics, len(complete))
-            lines = _parse(complete, path)
+            lines = parse_metrics(complete, path)
             self._last_step = lines[-1]["step"] if lines else None
         return self._metrics
 
@@ -191,7 +191,7 @@ class RunDirectory:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Reads a metrics.jsonl, also while it is being written: an incomplete last line is left out."""
     try:
-        return _parse(_whole_lines(path.read_bytes()), path)
+        return parse_metrics(path.read_bytes(), path)
     except OSError as error:
         raise TrimtabError(f"cannot read {path}: {error.strerror}") from None
 
@@ -201,14 +201,16 @@ def _whole_lines(data: bytes) -> bytes:
     return data[: data.rfind(b"\n") + 1]
 
 
-def _parse(data: bytes, path: Path) -> list[dict[str, Any]]:
+def parse_metrics(data: bytes, path: Path) -> list[dict[str, Any]]:
+    """Returns the steps in the content of a metrics.jsonl; `path` is named in errors."""
     lines = []
-    for number, line in enumerate(data.splitlines(), start=1):
+    for number, line in enumerate(_whole_lines(data).splitlines(), start=1):
         try:
             value = json.loads(line)
-            value["step"]
-        except (ValueError, KeyError, TypeError):
-            raise TrimtabError(f"{path}: line {number} is not a step's metrics; delete the line") from None
+        except ValueError:
+            value = None
+        if not isinstance(value, dict) or not isinstance(value.get("step"), int | float):
+            raise TrimtabError(f"{path}, line {number} is not a step's metrics: delete the line")
         lines.append(value)
     return lines
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError
+from trimtab.runs.layout import PROVENANCE
 
-FILE = "provenance.json"
 GIB = 1024**3
 
 
@@ -19,17 +19,17 @@ def read_origins(run: Path) -> list[dict[str, Any]]:
 
     Raises `TrimtabError` when the file is damaged.
     """
-    file = run / FILE
+    file = run / PROVENANCE
     try:
         starts = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise TrimtabError(f"{file} is damaged ({error}): delete it, the report can do without") from None
+        raise TrimtabError(f"{file} is damaged ({error}): delete it, the run does not need it") from None
     if not isinstance(starts, list) or not all(isinstance(part, dict) for part in starts):
-        raise TrimtabError(f"{file} is no list of starts: delete it, the report can do without")
+        raise TrimtabError(f"{file} is no list of starts: delete it, the run does not need it")
     if not all(_well_formed(part) for part in starts):
-        raise TrimtabError(f"{file} holds values of unknown types: delete it, the report can do without")
+        raise TrimtabError(f"{file} holds values of unknown types: delete it, the run does not need it")
     return starts
 
 

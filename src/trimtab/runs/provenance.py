@@ -26,6 +26,7 @@ from trimtab.errors import Stopped, TrimtabError
 from trimtab.runs import atomic
 from trimtab.runs.directory import RunDirectory
 from trimtab.runs.layout import PROVENANCE
+from trimtab.runs.origins import read_origins
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GIT_TIMEOUT = 10.0
@@ -49,7 +50,7 @@ def recorded(
     `command_line` is the command that started the run. `outcome` is `finished`, `stopped` (by a signal or the caller)
     or `failed`, with the message in `error`. A killed process leaves `ended`, `outcome` and `last_step` null.
     """
-    earlier = read(run.path)
+    earlier = read_origins(run.path)
     start = {
         "command": command_line,
         "started": started.isoformat(timespec="seconds"),
@@ -84,20 +85,6 @@ def _ending(run: RunDirectory, started: datetime, first_step: int, outcome: str)
         "outcome": outcome,
         "last_step": logged[-1]["step"] if logged and logged[-1]["step"] >= first_step else None,
     }
-
-
-def read(run: Path) -> list[dict[str, Any]]:
-    """Returns all starts of a run so far; empty for a new run."""
-    file = run / PROVENANCE
-    try:
-        starts = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise TrimtabError(f"{file} is damaged ({error}): delete it, the run does not need it") from None
-    if not isinstance(starts, list):
-        raise TrimtabError(f"{file} is no list of starts: delete it, the run does not need it")
-    return starts
 
 
 def versions(config: Config) -> dict[str, str]:

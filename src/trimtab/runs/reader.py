@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
+from trimtab.runs.directory import parse_metrics
+from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.origins import read_origins
 
 T = TypeVar("T")
@@ -110,23 +111,21 @@ def read_run(path: Path) -> Run:
     """Reads a run directory. An incomplete last line of metrics.jsonl (a running or killed run) is left out."""
     if not path.is_dir():
         raise TrimtabError(f"no run directory {path}: check the path (`trimtab train` prints it)")
-    return Run(path, read_config(path), read_metrics(path), read_origins(path))
+    return Run(path, read_config(path), read_steps(path), read_origins(path))
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.toml"
+    file = path / CONFIG
     try:
         return tomllib.loads(_read_bytes(file).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TrimtabError(f"{file} is damaged ({error}): restore it from the recipe") from None
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_steps(path: Path) -> list[dict[str, Any]]:
     """Reads all finished steps of a run, oldest first. Raises `TrimtabError` if there is none."""
-    file = path / "metrics.jsonl"
-    data = _read_bytes(file)
-    complete = data[: data.rfind(b"\n") + 1]
-    rows = [_row(file, number, line) for number, line in enumerate(complete.splitlines(), start=1)]
+    file = path / METRICS
+    rows = parse_metrics(_read_bytes(file), file)
     if not rows:
         raise TrimtabError(f"{file} holds no finished step yet: wait for the first one, or train again")
     return rows
@@ -185,21 +184,11 @@ def _sample(row: Mapping[str, Any]) -> Sample:
     )
 
 
-def _row(file: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict) or not _is_number(row.get("step")):
-        raise TrimtabError(f"{file}, line {number} is not a step's metrics: delete that line")
-    return row
-
-
 def _read_bytes(file: Path) -> bytes:
     try:
         data = file.read_bytes()
     except FileNotFoundError:
-        raise TrimtabError(f"{file.parent} holds no run ({file.name} is missing): check the path") from None
+        raise TrimtabError(f"{file.parent} holds no run ({file.name} is missing): give a run directory") from None
     except OSError as error:
         raise TrimtabError(f"cannot read {file}: {error.strerror}") from None
     if not data.strip():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from tests.unit.evaluation.test_pass_estimates import result
+from tests.unit.evaluation.test_eval_result import result
 
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import Results, Settings

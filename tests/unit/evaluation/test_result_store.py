@@ -141,5 +141,5 @@ def test_one_process_at_a_time(tmp_path):
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrimtabError, match=r"cannot write .*file.*choose another --out"):
+    with pytest.raises(TrimtabError, match=r"cannot write .*file.*choose another folder"):
         Store(tmp_path / "file", SETTINGS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.lab.experiment import METHODS, REGIMES, SEEDS, ExperimentPlan, PlannedRun, parse_method, plan
+from trimtab.lab.experiment import METHODS, REGIMES, SEEDS, ExperimentPlan, PlannedRun, parse_method, plan_experiment
 from trimtab.lab.regimes import regime
 from trimtab.lab.runner import cost
 
@@ -15,11 +15,11 @@ OUT = Path("out")
 
 
 def planned(methods: list[str], regimes: list[str], seeds: int = 1, **more: object) -> ExperimentPlan:
-    return plan(methods, [regime(name) for name in regimes], seeds, OUT, **more)  # pyright: ignore[reportArgumentType]
+    return plan_experiment(methods, [regime(name) for name in regimes], seeds, OUT, **more)  # pyright: ignore[reportArgumentType]
 
 
 def by_name(found: ExperimentPlan) -> dict[str, PlannedRun]:
-    return {cell.name: cell for cell in found.cells}
+    return {cell.name: cell for cell in found.runs}
 
 
 def test_every_method_meets_every_regime_with_every_seed() -> None:
@@ -42,12 +42,12 @@ def test_every_method_meets_every_regime_with_every_seed() -> None:
 
 
 def test_a_method_starts_from_its_own_defaults_even_where_the_recipe_has_the_same_one() -> None:
-    (cell,) = planned(["token-tis"], ["on-policy"]).cells
+    (cell,) = planned(["token-tis"], ["on-policy"]).runs
     assert cell.config.objective.keywords == {}, "the laboratory recipe has a wider clip for its own token-tis"
 
 
 def test_methods_of_a_regime_have_equal_updates_and_rate() -> None:
-    cells = planned(list(METHODS), list(REGIMES)).cells
+    cells = planned(list(METHODS), list(REGIMES)).runs
     for name in REGIMES:
         here = [cell.config for cell in cells if cell.regime.name == name]
         assert len(here) == len(METHODS)
@@ -55,7 +55,7 @@ def test_methods_of_a_regime_have_equal_updates_and_rate() -> None:
 
 
 def test_the_default_grid_fits_into_forty_five_minutes_of_two_threads() -> None:
-    cells = planned(list(METHODS), list(REGIMES), seeds=SEEDS).cells
+    cells = planned(list(METHODS), list(REGIMES), seeds=SEEDS).runs
     assert len(METHODS) >= 10
     assert len(cells) == len(METHODS) * 4 * 5
     assert sum(cost(cell.config) for cell in cells) / 2 < 45 * 60
@@ -89,9 +89,9 @@ def test_a_changed_key_that_is_not_free_is_refused_by_name(sets: list[str], line
 
 
 def test_budgets_may_be_changed_and_evaluations_follow() -> None:
-    (cell,) = planned(["dapo"], ["stale-32"], sets=["trainer.steps=40", "optim.lr=1e-3"]).cells
+    (cell,) = planned(["dapo"], ["stale-32"], sets=["trainer.steps=40", "optim.lr=1e-3"]).runs
     assert (cell.config.trainer.steps, cell.config.optim.lr, cell.config.eval.every) == (40, 1e-3, 8)
-    (cell,) = planned(["dapo"], ["stale-32"], sets=["eval.every=3"]).cells
+    (cell,) = planned(["dapo"], ["stale-32"], sets=["eval.every=3"]).runs
     assert cell.config.eval.every == 3
 
 
@@ -104,12 +104,12 @@ def test_words_named_twice_are_refused() -> None:
 
 def test_a_regime_without_room_for_a_method_leaves_that_pair_out_and_says_why() -> None:
     found = planned(["soup", "dapo"], ["on-policy", "stale-32"])
-    assert [cell.name for cell in found.cells] == [
+    assert [cell.name for cell in found.runs] == [
         "on-policy/soup/seed0",
         "on-policy/dapo/seed0",
         "stale-32/dapo/seed0",
     ]
-    (refused,) = found.refused
+    (refused,) = found.skipped
     assert (refused.method.spec, refused.regime.name) == ("soup", "stale-32")
     assert "trainer.sync_every" in refused.reason
 
@@ -120,7 +120,7 @@ def test_a_method_that_fits_nowhere_is_a_mistake() -> None:
 
 
 def test_a_real_model_keeps_its_recipe_s_budget_and_task() -> None:
-    (cell,) = planned(["dapo"], ["int3+stale-8"], model="some/model").cells
+    (cell,) = planned(["dapo"], ["int3+stale-8"], model="some/model").runs
     config = cell.config
     assert (config.model.path, config.task.name, config.trainer.steps, config.optim.lr) == (
         "some/model",

@@ -8,14 +8,14 @@ import pytest
 
 from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError
-from trimtab.lab.recipe_comparison import _recipes
+from trimtab.lab.recipe_comparison import plan_from_recipe
 from trimtab.training.run import check
 
 
 def cells(recipe: str, *objectives: str, overrides: tuple[str, ...] = ()) -> dict[str, Config]:
     compare = [f"compare.objectives={list(objectives)}", "compare.seeds=[3]"]
     config = load_config(recipe, ["base=laboratory", *overrides, *compare])
-    return {name.partition("/")[0]: cell for name, cell in _recipes(config, Path("out")).items()}
+    return {run.method.objective: run.config for run in plan_from_recipe(config, Path("out")).runs}
 
 
 def test_a_section_stays_with_the_objective_it_belongs_to() -> None:

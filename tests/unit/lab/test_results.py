@@ -11,15 +11,16 @@ import pytest
 
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
-from trimtab.lab.experiment import plan
+from trimtab.lab.experiment import plan_experiment
 from trimtab.lab.regimes import regime
-from trimtab.lab.results import SCHEMA, RunSummary, read, summarize, write, write_results
+from trimtab.lab.results import read, write, write_results
+from trimtab.runs.summary import SCHEMA, RunSummary, summarize
 
 K3, CHI2, ESS, LARGEST = "mismatch/k3", "mismatch/chi2_token", "mismatch/ess_token", "mismatch/log_ratio_seq_max"
 
 
 def config(out: Path, *sets: str) -> Config:
-    return plan(["dapo"], [regime("on-policy")], 1, out, sets=("trainer.steps=3", *sets)).cells[0].config
+    return plan_experiment(["dapo"], [regime("on-policy")], 1, out, sets=("trainer.steps=3", *sets)).runs[0].config
 
 
 def rows() -> list[dict[str, Any]]:
@@ -120,8 +121,8 @@ def test_a_damaged_result_names_its_file(tmp_path: Path, content: str) -> None:
 
 
 def test_the_table_has_a_row_for_every_cell_that_ended_and_every_pair_left_out(tmp_path: Path) -> None:
-    found = plan(["soup", "dapo"], [regime("on-policy"), regime("stale-32")], 2, tmp_path)
-    first = found.cells[0]
+    found = plan_experiment(["soup", "dapo"], [regime("on-policy"), regime("stale-32")], 2, tmp_path)
+    first = found.runs[0]
     file = write_results(tmp_path, found, {first.name: summarize(rows(), first.config, "done", 2.0)})
     table = pq.read_table(file)
     assert table.schema.equals(SCHEMA)

@@ -14,6 +14,7 @@ from trimtab.planning.measured import read
 from trimtab.planning.pipeline_schedule import Phases
 
 STEP = {
+    "step": 1,
     "time/collect": 3.0,
     "time/score": 0.5,
     "time/proximal": 0.25,
@@ -52,7 +53,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         read(tmp_path / "nothing")
     with pytest.raises(TrimtabError, match="has 2 steps"):
         read(run(tmp_path, [STEP] * 2))
-    (tmp_path / "metrics.jsonl").write_text("{")
+    (tmp_path / "metrics.jsonl").write_text("{\n")
     with pytest.raises(TrimtabError, match=r"metrics.jsonl.*line 1"):
         read(tmp_path)
     (tmp_path / "config.toml").write_text("[")

@@ -156,7 +156,7 @@ def test_damage_in_the_middle_names_the_line(tmp_path: Path, line: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     before = (tmp_path / "metrics.jsonl").read_bytes()
     for _ in range(2):  # the failed open holds no lock
-        with pytest.raises(TrimtabError, match=r"metrics.jsonl: line 2 is not a step's metrics"):
+        with pytest.raises(TrimtabError, match=r"metrics.jsonl, line 2 is not a step's metrics"):
             RunDirectory.open(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 

@@ -19,6 +19,7 @@ from trimtab.config import load_config
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
+from trimtab.runs.origins import read_origins
 
 CONFIG = load_config("laboratory")
 
@@ -27,11 +28,11 @@ def test_a_start_is_there_while_it_runs_and_complete_when_it_ends(tmp_path: Path
     started = datetime.now(UTC) - timedelta(seconds=90)
     with RunDirectory.create(tmp_path, CONFIG.dump()) as run:
         with provenance.recorded(run, CONFIG, "trimtab train it", started, first_step=1, ranks=1):
-            (begun,) = provenance.read(tmp_path)
+            (begun,) = read_origins(tmp_path)
             assert (begun["ended"], begun["seconds"], begun["last_step"]) == (None, None, None)
             run.log({"step": 1})
             run.log({"step": 2})
-        (part,) = provenance.read(tmp_path)
+        (part,) = read_origins(tmp_path)
     assert (part["command"], part["first_step"], part["last_step"], part["ranks"]) == ("trimtab train it", 1, 2, 1)
     assert part["started"] == started.isoformat(timespec="seconds")
     assert datetime.fromisoformat(part["ended"]) >= started + timedelta(seconds=89)
@@ -63,7 +64,7 @@ def test_every_start_of_a_run_is_kept_also_one_that_failed_or_was_killed(tmp_pat
         with pytest.raises(TrimtabError, match="no"):
             start(run, 2, "fails")
         start(run, 3, "ends")
-    found = provenance.read(tmp_path)
+    found = read_origins(tmp_path)
     assert [part["command"] for part in found] == ["killed", "fails", "ends"]
     assert [part["last_step"] for part in found] == [None, 2, 3]
     assert [part["ended"] is None for part in found] == [True, False, False]
@@ -94,7 +95,7 @@ def test_why_a_start_ended(tmp_path: Path, error: BaseException, outcome: str, m
             provenance.recorded(run, CONFIG, "x", datetime.now(UTC), first_step=1, ranks=1),
         ):
             raise error
-    (part,) = provenance.read(tmp_path)
+    (part,) = read_origins(tmp_path)
     assert (part["outcome"], part["error"]) == (outcome, message)
 
 
@@ -103,7 +104,7 @@ def test_a_start_that_failed_before_its_first_step_has_no_last_one(tmp_path: Pat
         run.log({"step": 1})
         with provenance.recorded(run, CONFIG, "resumed", datetime.now(UTC), first_step=2, ranks=1):
             pass
-    assert provenance.read(tmp_path)[0]["last_step"] is None
+    assert read_origins(tmp_path)[0]["last_step"] is None
 
 
 def test_a_new_run_that_came_to_nothing_leaves_no_provenance(tmp_path: Path) -> None:
@@ -169,11 +170,3 @@ def test_the_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert provenance.commit(package) == {"id": head, "modified": True}
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance.commit(package) is None, "no git"
-
-
-def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
-    for text in ("[{", "{}"):
-        (tmp_path / "provenance.json").write_text(text)
-        with pytest.raises(TrimtabError, match="delete it") as error:
-            provenance.read(tmp_path)
-        assert "\n" not in str(error.value)

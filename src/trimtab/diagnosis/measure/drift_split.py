@@ -17,11 +17,11 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.diagnosis.measure.bins import octave
-from trimtab.diagnosis.measure.bootstrap import FEWEST_CLUSTERS, resampled
 from trimtab.diagnosis.measure.by_age import ages
 from trimtab.diagnosis.measure.mismatch_size import CLUSTERS
 from trimtab.diagnosis.measure.trained_tokens import Trained
-from trimtab.diagnosis.records import Interval, Split
+from trimtab.diagnosis.records import Split
+from trimtab.intervals import FEWEST_CLUSTERS, Interval, resampled
 
 _FEWEST = 100
 """Fewest tokens of age 0 in a bin of behavior probability; bins with fewer are merged with their neighbor."""

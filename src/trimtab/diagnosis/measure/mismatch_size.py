@@ -11,11 +11,11 @@ from torch import Tensor
 from trimtab.corrections.reduce import Selection
 from trimtab.corrections.statistics import QUANTILES, Histogram, RatioStatistics
 from trimtab.diagnosis.measure.bins import quantiles
-from trimtab.diagnosis.measure.bootstrap import intervals
 from trimtab.diagnosis.measure.ledger import KeyedSums
 from trimtab.diagnosis.measure.storage_rounding import Column, coarse, floor
 from trimtab.diagnosis.measure.trained_tokens import FIELDS, Trained
-from trimtab.diagnosis.records import Interval, Size
+from trimtab.diagnosis.records import Size
+from trimtab.intervals import Interval, cluster_intervals
 from trimtab.objectives.metrics import Metrics
 from trimtab.runs.metric_ranges import k3_range
 
@@ -135,7 +135,7 @@ def _intervals(clusters: np.ndarray, figures: Mapping[str, float], seed: int) ->
         values = _statistics(sums, torch.zeros(2), _EMPTY).summary()
         return {name: _SCALES[name][0](values[name]) for name in names}
 
-    found = intervals(clusters, statistics, seed)
+    found = cluster_intervals(clusters, statistics, seed)
     return {name: _unscaled(name, figures[name], found[name]) for name in names}
 
 

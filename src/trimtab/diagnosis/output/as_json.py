@@ -31,7 +31,8 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
             "lines": dict(wanted.lines),
         },
         "outcomes": [asdict(outcome) for outcome in diagnosis.outcomes],
-        "split": asdict(measured.split),
+        "split": asdict(measured.split)
+        | {"intervals": {name: part._asdict() for name, part in measured.split.intervals.items()}},
         "views": {name: _view(view) for name, view in measured.views.items()},
         "token_texts": dict(diagnosis.texts),
         "by_step": [dict(row) for row in size.by_step],

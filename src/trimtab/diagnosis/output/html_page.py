@@ -9,7 +9,8 @@ from typing import Any
 from trimtab.diagnosis.output import panels
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.records import Diagnosis, Outcome, Size
-from trimtab.pages.render import number, render, write
+from trimtab.pages.render import number, render
+from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_ranges import band_text, judge
 
 # Key, name, what it says; in reading order.
@@ -32,7 +33,7 @@ LINES = {"trimtab": "Trimtab", "verl": "verl", "trl": "TRL", "miles": "Miles"}
 
 def write_page(diagnosis: Diagnosis, path: Path) -> Path:
     """Writes the page to `path` and returns the path. Raises `TrimtabError` if it cannot be written."""
-    return write(path, page(diagnosis).encode())
+    return write_output(path, page(diagnosis).encode())
 
 
 def page(diagnosis: Diagnosis) -> str:

@@ -13,6 +13,7 @@ from trimtab.diagnosis.output import diagnose_figures as figures
 from trimtab.diagnosis.output.hotspots import FEWEST, SHOWN, pretty, shares
 from trimtab.diagnosis.output.words import brief, percent, size_text
 from trimtab.diagnosis.records import Measured, View
+from trimtab.pages import charts
 
 TAILS = ("ratio_q01", "ratio_q05", "ratio_q50", "ratio_q95", "ratio_q99")
 
@@ -79,7 +80,7 @@ def _scatter(measured: Measured) -> Panel:
     now = f"r = {r:.5f}" if math.isfinite(r) else "r not defined"
     look = "Off the dotted line trainer and sampler disagree about a token; healthy is r above 0.99."
     here = f"{total:,} tokens, {percent(off)} of them more than 0.05 away from the line."
-    return panel("Trainer against sampler", now, figures.scatter_svg(counts), look, here)
+    return panel("Trainer against sampler", now, charts.scatter_svg(counts), look, here)
 
 
 def _over_steps(measured: Measured) -> list[Panel]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.diagnosis.output.hotspots import hotspots
-from trimtab.diagnosis.records import Diagnosis, Interval, Measured, Origin, Outcome, Size
+from trimtab.diagnosis.records import Diagnosis, Measured, Origin, Outcome, Size
+from trimtab.intervals import Interval
 from trimtab.pages.render import number, short
 from trimtab.runs.metric_ranges import K3, band_text, judge, k3_ranges
 

@@ -12,7 +12,8 @@ from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.hotspots import hotspots, shares
 from trimtab.diagnosis.output.terminal import verdict
-from trimtab.diagnosis.records import Cause, Interval, Outcome, Size, Split, View
+from trimtab.diagnosis.records import Cause, Outcome, Size, Split, View
+from trimtab.intervals import Interval
 
 # Shares by hand, of 91,000 tokens and 91,000 * 0.0048 = 436.8 nats. Probability below 0.1: the three rarest bins,
 # 15,000 tokens and 120 + 120 + 90 = 330 nats. Token 1234: 800 tokens and 160 nats. Age 2 or more: 45,000 tokens and

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import pass_at_k
 from trimtab.evaluation.eval_result import EvalResult, Part, ProblemResult
-from trimtab.evaluation.pass_estimates import Estimate, _student, average, difference, estimate, wilson
+from trimtab.intervals import Interval, macro_average, paired_difference, problem_interval, student_quantile, wilson
 
 
 def result(counts, seed=0, task="t"):
@@ -86,8 +86,8 @@ def test_all_wrong_and_all_right_are_not_certain():
 
 def test_two_proportions_have_the_published_interval():
     """Newcombe 1998, Statistics in Medicine 17, 873-890, table II, method 10: 56/70 - 48/80 in [.0524, .3339]."""
-    first, second = (estimate([1] * right + [0] * (n - right), n) for right, n in ((56, 70), (32, 80)))
-    found = average([first, second])  # of p and 1 - q: (p - q + 1) / 2
+    first, second = (problem_interval([1] * right + [0] * (n - right), n) for right, n in ((56, 70), (32, 80)))
+    found = macro_average([first, second])  # of p and 1 - q: (p - q + 1) / 2
     assert [2 * value - 1 for value in found] == pytest.approx([0.2, 0.0524, 0.3339], abs=6e-5)
 
 
@@ -96,16 +96,19 @@ def test_samples_count_as_far_as_they_differ_within_problems():
 
     The 40 are scaled by (1.960 / 2.262)^2: how alike they are was estimated from ten problems.
     """
-    assert estimate([0.5] * 10, 40)[1:] == pytest.approx(wilson(0.5, 40 * (1.959964 / 2.26216) ** 2), abs=1e-4)
-    assert estimate([0.0, 1.0] * 5, 40)[1:] == pytest.approx(wilson(0.5, 10))
-    some = estimate([0.25, 0.75] * 5, 40)  # variance of the mean: (.0625 * 10 / 9) / 10
+    assert problem_interval([0.5] * 10, 40)[1:] == pytest.approx(wilson(0.5, 40 * (1.959964 / 2.26216) ** 2), abs=1e-4)
+    assert problem_interval([0.0, 1.0] * 5, 40)[1:] == pytest.approx(wilson(0.5, 10))
+    some = problem_interval([0.25, 0.75] * 5, 40)  # variance of the mean: (.0625 * 10 / 9) / 10
     assert some[1:] == pytest.approx(wilson(0.5, 0.25 / (0.0625 / 9) * (1.959964 / 2.26216) ** 2), abs=1e-4)
     assert wilson(0.5, 40)[0] > some.low > wilson(0.5, 10)[0]
 
 
-@pytest.mark.parametrize(("freedom", "quantile"), [(3, 3.1824), (5, 2.5706), (9, 2.2622), (30, 2.0423), (120, 1.9799)])
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [(1, 12.7062), (3, 3.1824), (5, 2.5706), (7, 2.3646), (9, 2.2622), (30, 2.0423), (120, 1.9799)],
+)
 def test_students_quantile(freedom, quantile):
-    assert _student(freedom) == pytest.approx(quantile, rel=0.01 if freedom < 5 else 2e-3)
+    assert student_quantile(freedom) == pytest.approx(quantile, abs=1e-3)
 
 
 COUNTS = st.integers(1, 8).flatmap(
@@ -118,15 +121,15 @@ def test_intervals_hold_their_value_have_a_width_and_mirror(case):
     n, pairs = case
     first, second = (np.array(side) / n for side in zip(*pairs, strict=True))
     size = n * len(pairs)
-    one, mirrored = estimate(first, size), estimate(1 - first, size)
+    one, mirrored = problem_interval(first, size), problem_interval(1 - first, size)
     assert 0 <= one.low <= one.value <= one.high <= 1
     assert one.high - one.low > 0.01, "at most 96 observations"
     assert mirrored == pytest.approx((1 - one.value, 1 - one.high, 1 - one.low), abs=1e-9)
-    found, back = difference(first, second, size), difference(second, first, size)
+    found, back = paired_difference(first, second, size), paired_difference(second, first, size)
     assert -1 - 1e-12 <= found.low <= found.value <= found.high <= 1 + 1e-12
     assert found.high - found.low > 1e-3
     assert back == pytest.approx((-found.value, -found.high, -found.low), abs=1e-9)
-    both = average([one, estimate(second, size)])
+    both = macro_average([one, problem_interval(second, size)])
     assert 0 <= both.low <= both.value <= both.high <= 1
 
 
@@ -172,7 +175,7 @@ def test_several_samples_a_problem_hold_the_truth(problems, samples, mean, alike
         rng.beta(mean * size, (1 - mean) * size, (TRIALS, problems)) if size else rng.random((TRIALS, problems)) < mean
     )
     rates = rng.binomial(samples, easy) / samples
-    found = [estimate(row, problems * samples) for row in rates]
+    found = [problem_interval(row, problems * samples) for row in rates]
     assert np.mean([one.low <= mean <= one.high for one in found]) > 0.89
     widths = np.mean([one.high - one.low for one in found])
     design = (1 + (samples - 1) * alike) / (problems * samples)  # the textbook's variance over p (1 - p)
@@ -187,14 +190,14 @@ def test_pairs_hold_the_truth_and_pairing_helps():
     rng = np.random.default_rng(5)
     easy = rng.beta(0.3, 0.7, (TRIALS, 30))
     alone, relay = rng.binomial(8, easy) / 8, rng.binomial(8, 0.9 * easy + 0.1) / 8
-    found = [difference(one, two, 240) for one, two in zip(relay, alone, strict=True)]
+    found = [paired_difference(one, two, 240) for one, two in zip(relay, alone, strict=True)]
     assert np.mean([one.low <= 0.07 <= one.high for one in found]) > 0.93
-    apart = [difference(one, two, 240) for one, two in zip(relay, np.roll(alone, 1, axis=0), strict=True)]
+    apart = [paired_difference(one, two, 240) for one, two in zip(relay, np.roll(alone, 1, axis=0), strict=True)]
     assert np.mean([one.high - one.low for one in found]) < 0.6 * np.mean([one.high - one.low for one in apart])
 
 
 def test_equal_counts_problem_by_problem_leave_some_doubt():
-    found = difference([0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0], 4)
+    found = paired_difference([0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0], 4)
     assert found.value == 0
     assert -0.6 < found.low < -0.2
     assert found.high == pytest.approx(-found.low)
@@ -210,14 +213,14 @@ def test_pass_at_k_has_an_interval_for_every_k():
 
 
 def test_the_macro_mean_weighs_tasks_not_problems():
-    few, many = estimate([1.0] * 2, 2), estimate([0.0] * 6, 6)
-    found = average([few, many])
+    few, many = problem_interval([1.0] * 2, 2), problem_interval([0.0] * 6, 6)
+    found = macro_average([few, many])
     assert found.value == 0.5, "pooled it would be .25"
     assert found.low == pytest.approx(0.5 - (1 - few.low) / 2)
     assert found.high == pytest.approx(0.5 + many.high / 2)
 
 
 def test_two_tasks_have_the_interval_of_their_sum():
-    one = Estimate(0.5, 0.4, 0.65)
-    assert average([one]) == pytest.approx(one)
-    assert average([one, one]) == pytest.approx((0.5, 0.5 - 0.1 / 2**0.5, 0.5 + 0.15 / 2**0.5))
+    one = Interval(0.5, 0.4, 0.65)
+    assert macro_average([one]) == pytest.approx(one)
+    assert macro_average([one, one]) == pytest.approx((0.5, 0.5 - 0.1 / 2**0.5, 0.5 + 0.15 / 2**0.5))

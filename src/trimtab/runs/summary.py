@@ -1,0 +1,173 @@
+"""One run in a few numbers, and the table of an experiment that holds them (`results.parquet`)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trimtab.config import Config
+from trimtab.errors import TrimtabError
+from trimtab.runs import atomic
+from trimtab.runs.reader import Accuracy, Run
+
+Status = Literal["done", "diverged", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """The summary of one run; None means not measured.
+
+    status: `done`; `diverged` if training stopped because updates were no longer finite, which is a valid result;
+    `failed` for any other error (`error` has the message).
+    curve: held-out greedy accuracy by step, step 0 before training. accuracy: its last value, None unless done.
+    reward: mean over the last tenth of the steps. k3 .. log_ratio_seq: mismatch at the last step that measured it, and
+    its worst value over the run (the lowest ESS). clipped, rejected: mean share of tokens. seconds: wall-clock time
+    including start and evaluations.
+    """
+
+    status: Status
+    error: str = ""
+    steps: int = 0
+    updates: int = 0
+    seconds: float = 0.0
+    accuracy_before: float | None = None
+    accuracy: float | None = None
+    accuracy_best: float | None = None
+    curve_steps: tuple[int, ...] = ()
+    curve: tuple[float, ...] = ()
+    reward: float | None = None
+    k3: float | None = None
+    k3_worst: float | None = None
+    chi2: float | None = None
+    chi2_worst: float | None = None
+    ess: float | None = None
+    ess_worst: float | None = None
+    log_ratio_seq: float | None = None
+    log_ratio_seq_worst: float | None = None
+    grad_norm_max: float | None = None
+    clipped: float | None = None
+    rejected: float | None = None
+    skipped: int = 0
+
+
+_MISMATCH = (
+    ("k3", "mismatch/k3", max),
+    ("chi2", "mismatch/chi2_token", max),
+    ("ess", "mismatch/ess_token", min),
+    ("log_ratio_seq", "mismatch/log_ratio_seq_max", max),
+)
+
+
+def summarize(
+    rows: Sequence[Mapping[str, Any]], config: Config, status: Status, seconds: float, error: str = ""
+) -> RunSummary:
+    """Returns the summary of a run from the rows of its metrics.jsonl, in order."""
+    run = Run(Path(str(config.out)), config.model_dump(mode="json"), [dict(row) for row in rows])
+    curve = run.accuracy().get(config.task.name, Accuracy(np.empty(0), np.empty(0)))
+    values = curve.values.tolist()
+
+    def series(key: str) -> list[float]:
+        return run.series(key)[1].tolist()
+
+    mismatch: dict[str, Any] = {}
+    for name, key, worst in _MISMATCH:
+        if measured := series(key):
+            mismatch |= {name: measured[-1], f"{name}_worst": worst(measured)}
+    rewards = series("reward/mean")
+    clips = [[value for key, value in row.items() if key.startswith("clip/")] for row in rows]
+    return RunSummary(
+        status=status,
+        error=error,
+        steps=len(rows),
+        updates=int(rows[-1].get("updates", 0)) if rows else 0,
+        seconds=seconds,
+        accuracy_before=curve.before,
+        accuracy=values[-1] if values and status == "done" else None,
+        accuracy_best=max(values, default=None),
+        curve_steps=tuple(int(step) for step in curve.steps),
+        curve=tuple(values),
+        reward=_mean(rewards[-max(1, len(rewards) // 10) :]),
+        grad_norm_max=max(series("optim/grad_norm"), default=None),
+        clipped=_mean([sum(share for share in shares if share is not None) for shares in clips if shares]),
+        rejected=_mean(series("reject/tokens")),
+        skipped=int(sum(series("optim/skipped"))),
+        **mismatch,
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+TABLE = "results.parquet"
+_TYPES = {
+    "str": pa.string(),
+    "Status": pa.string(),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "float | None": pa.float64(),
+    "tuple[int, ...]": pa.list_(pa.int64()),
+    "tuple[float, ...]": pa.list_(pa.float64()),
+}
+SCHEMA = pa.schema(
+    [
+        ("method", pa.string()),
+        ("objective", pa.string()),
+        ("keywords", pa.string()),
+        ("regime", pa.string()),
+        ("regime_description", pa.string()),
+        ("seed", pa.int64()),
+        ("run", pa.string()),
+        ("planned_steps", pa.int64()),
+        *((field.name, _TYPES[str(field.type)]) for field in fields(RunSummary)),
+    ]
+)
+
+
+REQUIRED_COLUMNS = (
+    "method",
+    "regime",
+    "seed",
+    "status",
+    "error",
+    "accuracy_before",
+    "accuracy",
+    "curve_steps",
+    "curve",
+)
+
+
+def write_table(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Replace `results.parquet` in `folder` atomically and return its path."""
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist([dict(row) for row in rows], SCHEMA), buffer)
+    atomic.write_bytes(folder / TABLE, buffer.getvalue())
+    return folder / TABLE
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of `path`, a results.parquet or its folder.
+
+    Raises `TrimtabError` when the file is missing, damaged, of another kind, or has no rows.
+    """
+    file = path / TABLE if path.is_dir() else path
+    try:
+        table = pq.read_table(file)
+    except FileNotFoundError:
+        raise TrimtabError(f"no {file}: `trimtab compare --out {path}` writes it") from None
+    except (pa.ArrowException, OSError) as error:
+        raise TrimtabError(f"{file} is damaged ({' '.join(str(error).split())}): run `trimtab compare` again") from None
+    missing = [name for name in REQUIRED_COLUMNS if name not in table.schema.names]
+    if missing:
+        raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not the result of an experiment")
+    rows = table.to_pylist()
+    if not rows:
+        raise TrimtabError(f"{file} holds no finished run yet: wait for the first one")
+    return rows
