@@ -24,7 +24,8 @@ import torch
 from tests.e2e.worker_parent import Announced
 from tests.support.engines import prompt
 
-from trimtab.engines.remote.remote_engine import ProcessEngine
+from trimtab.engines.remote.process_transport import ProcessTransport
+from trimtab.engines.remote.remote_engine import RemoteEngine
 from trimtab.models import laboratory
 from trimtab.types import AbortSignal, Sampling
 
@@ -69,7 +70,7 @@ def main() -> None:
     with actor(spec, settings["address"]) if settings["address"] else worker(spec) as engine:
         engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
         call(engine, None)
-        engine.patience = settings["patience"]
+        engine.hang_timeout = settings["patience"]
         for interruptible in settings["calls"]:
             begun = Announced(str(process(engine)))
             if not interruptible:
@@ -79,7 +80,7 @@ def main() -> None:
 
 @contextmanager
 def worker(spec: dict[str, Any]) -> Iterator[Any]:
-    engine = ProcessEngine(spec, threads=1)
+    engine = RemoteEngine(ProcessTransport(spec, threads=1))
     yield engine
     engine.close()
 
@@ -98,7 +99,7 @@ def actor(spec: dict[str, Any], address: str) -> Iterator[Any]:
 
 
 def process(engine: Any) -> int:
-    return engine.place["pid"] if hasattr(engine, "place") else engine.pid
+    return engine.place["pid"] if hasattr(engine, "place") else engine.transport.pid
 
 
 def call(engine: Any, interrupt: AbortSignal | None) -> None:

@@ -227,7 +227,7 @@ def test_a_stopped_actor_is_given_up_and_its_successor_takes_its_seat(
     engine, published = engines[0], share(weights(model))
     engine.publish(published, 1)
     expected, pid = rows(engine.generate(prompts, 2, SAMPLING, seed=9)), engine.place["pid"]
-    monkeypatch.setattr(engine, "patience", 3.0)
+    monkeypatch.setattr(engine, "hang_timeout", 3.0)
     if doing == "publish":
         os.kill(pid, signal.SIGSTOP)
     long = Sampling(max_tokens=50, ignore_stop=True)

@@ -16,7 +16,8 @@ from tests.support.engines import interrupted, processed, tokenizer
 from tests.support.processes import gone
 from tests.support.vllm_support import engine_config, needs_vllm, policy, prompts
 
-from trimtab.engines.remote.remote_engine import ProcessEngine
+from trimtab.engines.remote.process_transport import ProcessTransport
+from trimtab.engines.remote.remote_engine import RemoteEngine
 from trimtab.errors import EngineDeadError
 from trimtab.training.export import save_model_files
 from trimtab.types import Completion, Sampling
@@ -39,7 +40,9 @@ def assert_written_by(model: Any, groups: list[list[Completion]], begun: list[li
 def test_vllm_is_hosted_interrupted_killed_and_started_again(tmp_path: Path) -> None:
     save_model_files(policy(), tokenizer(), tmp_path / "model")
     section = engine_config("float32").model_dump(mode="json")
-    engine = ProcessEngine({"type": "vllm", "model": str(tmp_path / "model"), "engine": section}, threads=1)
+    engine = RemoteEngine(
+        ProcessTransport({"type": "vllm", "model": str(tmp_path / "model"), "engine": section}, threads=1)
+    )
     engine.publish(policy().named_parameters(), version=1)
     part = interrupted(lambda stop: engine.generate(ASKED, 2, LONG, seed=0, interrupt=stop))
     assert {one.finish for one in chain(*part)} == {"abort"}
@@ -49,9 +52,8 @@ def test_vllm_is_hosted_interrupted_killed_and_started_again(tmp_path: Path) -> 
     for begun, one in zip(chain(*part), chain(*whole), strict=True):
         k = len(begun.response_ids)
         assert one.policy_version.tolist() == [1] * k + [2] * (LENGTH - k)
-    assert engine.pid is not None
-    family = psutil.Process(engine.pid).children(recursive=True)
-    os.kill(engine.pid, signal.SIGKILL)
+    family = psutil.Process(engine.transport.pid).children(recursive=True)
+    os.kill(engine.transport.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError):
         engine.generate(ASKED, 2, LONG, seed=0)
     engine.close()

@@ -44,7 +44,7 @@ class RayEngine:
         self._files = _files(Path(spec["model"]))
         self._seat = seat
         self._publisher = publisher
-        self.patience = patience
+        self.hang_timeout = patience
         self._start_patience = config.patience
         self._limit = config.shard_mib << 20
         self._calls = 0
@@ -163,9 +163,9 @@ class RayEngine:
                 seen, since = (seen, since) if found == seen else (found, now)
             if sign is None and now - asked >= SIGNS:
                 sign, asked = host.sign.remote(), now
-            if now - since > self.patience:
+            if now - since > self.hang_timeout:
                 end(host)
-                raise ActorLost(f"it gave no sign of life for {self.patience:g} s (engine.patience)")
+                raise ActorLost(f"it gave no sign of life for {self.hang_timeout:g} s (engine.patience)")
         return ask(answer)
 
     @contextlib.contextmanager
