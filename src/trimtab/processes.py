@@ -74,7 +74,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=_environment() | (environment or {}),
+                env={**_environment(), **(environment or {})},
                 start_new_session=True,
             )
         self.kill = weakref.finalize(self, _kill, self._connection, self.process, os.getpid())

@@ -72,7 +72,7 @@ def main() -> None:
         call(engine, None)
         engine.hang_timeout = settings["patience"]
         for interruptible in settings["calls"]:
-            begun = Announced(str(process(engine)))
+            begun = Announced(str(engine.transport.pid))
             if not interruptible:
                 begun.is_set()
             call(engine, begun if interruptible else None)
@@ -88,7 +88,7 @@ def worker(spec: dict[str, Any]) -> Iterator[Any]:
 @contextmanager
 def actor(spec: dict[str, Any], address: str) -> Iterator[Any]:
     from trimtab.cluster.placement_group import connected, reserved
-    from trimtab.cluster.ray_engine import build_engines
+    from trimtab.cluster.ray_transport import build_engines
     from trimtab.config import load_config
 
     config = load_config("laboratory", ["placement=ray", f"ray.address={address}"])
@@ -98,16 +98,12 @@ def actor(spec: dict[str, Any], address: str) -> Iterator[Any]:
         engine.close()
 
 
-def process(engine: Any) -> int:
-    return engine.place["pid"] if hasattr(engine, "place") else engine.transport.pid
-
-
 def call(engine: Any, interrupt: AbortSignal | None) -> None:
     long = Sampling(max_tokens=40, ignore_stop=True)
     found = engine.generate([prompt([1, 2, 3])] * 16, 16, long, seed=0, interrupt=interrupt)
     rows = [(one.response_ids.tolist(), one.logp_behavior.tolist()) for one in chain(*found)]
     # More than a pipe holds would keep it waiting here, where it must not be stopped, and be cut short by the signal.
-    print(process(engine), hashlib.sha256(json.dumps(rows).encode()).hexdigest(), flush=True)
+    print(engine.transport.pid, hashlib.sha256(json.dumps(rows).encode()).hexdigest(), flush=True)
 
 
 if __name__ == "__main__":

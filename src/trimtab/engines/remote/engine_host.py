@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError
 from trimtab.processes import Message, Parent
-from trimtab.types import Engine
+from trimtab.types import Completion, Engine
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds without a heartbeat
     from trimtab.engines.remote.remote_engine import Answer
@@ -28,7 +28,7 @@ SHUTDOWN_TIMEOUT = 5.0  # seconds for the engine to close
 class EngineHost:
     """Answers one call at a time; `abort` and `progress` may be called beside it, from other threads.
 
-    Subclasses define `publish` and `weights`, because weights travel in different ways.
+    Subclasses define `publish` and `weights`, because how weights arrive depends on the transport.
     """
 
     def __init__(self) -> None:
@@ -37,37 +37,39 @@ class EngineHost:
         self.steps = 0  # checks of the abort signal
         self.aborted = 0  # number of the last call that was
         self._generating = False
+        self._call = 0
 
     def start(self, spec: Mapping[str, Any]) -> None:
         """Builds the engine; an error is the answer to every call."""
         try:
-            import torch
-
-            from trimtab.engines.engine_spec import build
-
-            torch.set_num_threads(spec["threads"])
-            self.engine = build(spec)
+            self.build(spec)
         except Exception as error:
             self._error = _to_send(error)
+
+    def build(self, spec: Mapping[str, Any]) -> None:
+        import torch
+
+        from trimtab.engines.engine_spec import build
+
+        torch.set_num_threads(spec["threads"])
+        self.engine = build(spec)
 
     def answer(self, call: int, method: str, arguments: tuple[Any, ...]) -> Answer:
         """Performs call number `call`."""
         value, error = None, self._error
         if self.engine is None:
             return value, error, (0, 0, 0)
+        self._call = call
         try:
-            if method == "generate":
-                value = self._generate(self.engine, call, *arguments)
-            else:
-                value = getattr(self, method)(self.engine, *arguments)
+            value = getattr(self, method)(self.engine, *arguments)
         except Exception as raised:
             error = _to_send(raised)
         return value, error, (self.engine.policy_version, self.engine.decoded, self.engine.prefilled)
 
-    def _generate(
-        self, engine: Engine, call: int, prompts: Any, samples: int, sampling: Any, seed: int, prefixes: Any
-    ) -> Any:
-        signal = _AbortSignal(self, call)
+    def generate(
+        self, engine: Engine, prompts: Any, samples: int, sampling: Any, seed: int, prefixes: Any
+    ) -> list[list[Completion]]:
+        signal = _AbortSignal(self, self._call)
         self._generating = True
         try:
             return engine.generate(prompts, samples, sampling, seed=seed, prefixes=prefixes, interrupt=signal)

@@ -22,6 +22,11 @@ class TransportLost(Exception):
 class Transport(Protocol):
     """A connection to an `EngineHost` in another process. One call at a time is in progress."""
 
+    @property
+    def pid(self) -> int:
+        """The other side's process, on its machine."""
+        ...
+
     def submit(self, method: str, *arguments: Any) -> None:
         """Begins a call of the hosted engine. Raises `TransportLost`, or `TrimtabError` if nothing was sent."""
         ...
@@ -139,8 +144,9 @@ class RemoteEngine:
 
     def close(self) -> None:
         """Ends the process and everything it started. A call in progress in another thread raises `EngineDeadError`."""
-        self._closed = True
-        self.transport.close()
+        if not self._closed:
+            self._closed = True
+            self.transport.close()
 
     def _call(self, method: str, *arguments: Any, interrupt: AbortSignal | None = None) -> Any:
         if self._closed or not self._alive:

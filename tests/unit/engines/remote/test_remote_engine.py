@@ -27,6 +27,8 @@ class Clock:
 class Scripted:
     """A transport whose answers, and waits before them, are planned. A wait returns True at the end of the plan."""
 
+    pid = 0
+
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.beats = 0
@@ -174,7 +176,7 @@ class Hosted:
         self.host, self.seen = host, list[tuple[int, int, bool]]()
 
     def generate(self, *_: Any, interrupt: Any, **__: Any) -> list[Any]:
-        for _ in range(3):
+        for _check in range(3):
             before = self.host.progress()
             assert self.host.progress() == before
             self.seen.append((before, self.host.progress(), interrupt.is_set()))
