@@ -2,8 +2,8 @@
 
     python benchmarks/worker.py [--models laboratory smollm2-135m-instruct] [--threads 1] [--rounds 9]
 
-Both sample the same tokens (checked, bit for bit), so what differs is frames and their packing; a publication adds the
-copy that is handed over. One of the two processes waits while the other works: no core is shared.
+Both sample the same tokens (checked, bit for bit), so what differs is messages and their pickling; a publication adds
+the copy that is handed over. One of the two processes waits while the other works: no core is shared.
 """
 
 from __future__ import annotations

@@ -69,16 +69,12 @@ def _check_truncation(config: Config) -> None:
 
 
 def engine_process_count(config: Config) -> int:
-    """Returns the number of worker processes.
-
-    By default one where generation runs beside training, unless the engine already has a process of its own.
-    """
+    """Returns the number of worker processes; by default one where generation runs beside training."""
     if config.engine.type == "server":
         return 0
     if config.engine.workers is not None:
         return config.engine.workers
-    has_processes = config.engine.type == "vllm" and config.engine.vllm.process == "own"
-    return 1 if config.trainer.max_lag and not has_processes else 0
+    return 1 if config.trainer.max_lag else 0
 
 
 def build_engines(

@@ -105,7 +105,6 @@ def test_what_makes_its_batches_in_step_has_one_engine(section: str) -> None:
         ({"workers": 2}, {}, 2),
         ({"workers": 3}, {"max_lag": 2}, 3),
         ({"type": "vllm"}, {"max_lag": 2}, 1),
-        ({"type": "vllm", "vllm": {"process": "own"}}, {"max_lag": 2}, 0),
         (SERVER, {"max_lag": 2}, 0),
     ],
 )
