@@ -1,6 +1,6 @@
 """Tokens per second of vLLM beside the embedded engine, interleaved in one run; and what a publication costs.
 
-    .venv-vllm/bin/python benchmarks/engines.py [--threads 2] [--rounds 5] [--process own] [--compiled]
+    .venv-vllm/bin/python benchmarks/engines.py [--threads 2] [--rounds 5] [--compiled]
 
 Both sample at temperature 1 from the same bfloat16 weights and prompts, 8 samples each, with forced length, and do all
 of their usual work: seeds for each response, log-probs, text. No ratio is wanted: the embedded engine is made for this
@@ -36,16 +36,13 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--process", choices=("shared", "own"), default="shared")
     parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     torch.set_num_threads(options.threads)
     loaded = load(options.model, dtype=torch.float32)
     eager = str(not options.compiled).lower()
-    config = load_config(
-        "quickstart-vllm", [f"engine.vllm.process={options.process}", f"engine.vllm.eager={eager}"]
-    ).engine
+    config = load_config("quickstart-vllm", [f"engine.vllm.eager={eager}"]).engine
     from trimtab.engines.vllm.vllm_engine import VllmEngine
 
     with tempfile.TemporaryDirectory() as folder:
@@ -53,10 +50,10 @@ def main() -> None:
         save_model_files(loaded.model, loaded.tokenizer, files)
         start = time.perf_counter()
         vllm = VllmEngine(files, loaded.tokenizer, config)
-        print(f"vLLM ({options.process}) starts in {time.perf_counter() - start:.1f} s, {options.threads} threads")
+        print(f"vLLM starts in {time.perf_counter() - start:.1f} s, {options.threads} threads")
         engines: dict[str, Engine] = {
             "embedded": EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16),
-            f"vLLM, {options.process}": vllm,
+            "vLLM": vllm,
         }
         try:
             publications(engines, loaded.model, options.rounds)

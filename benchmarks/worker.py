@@ -2,8 +2,8 @@
 
     python benchmarks/worker.py [--models laboratory smollm2-135m-instruct] [--threads 1] [--rounds 9]
 
-Both sample the same tokens (checked, bit for bit), so what differs is frames and their packing; a publication adds the
-copy that is handed over. One of the two processes waits while the other works: no core is shared.
+Both sample the same tokens (checked, bit for bit), so what differs is messages and their pickling; a publication adds
+the copy that is handed over. One of the two processes waits while the other works: no core is shared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 
 from trimtab import tasks
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.remote.remote_engine import ProcessEngine
+from trimtab.engines.remote.process_transport import ProcessTransport
+from trimtab.engines.remote.remote_engine import RemoteEngine
 from trimtab.engines.remote.shared_weights import share
 from trimtab.models.load import LABORATORY, LoadedModel, load
 from trimtab.rollout.collector import PromptStream
@@ -68,7 +69,7 @@ def compare(name: str, loaded: LoadedModel, threads: int, rounds: int) -> None:
         save_model_files(loaded.model, loaded.tokenizer, Path(folder) / "model")
         spec = {"type": "embedded", "model": f"{folder}/model", "dtype": "bfloat16", "rounding": {}}
         start = time.perf_counter()
-        worker = ProcessEngine(spec, threads=threads)
+        worker = RemoteEngine(ProcessTransport(spec, threads=threads))
         worker.publish(iter(weights), 0)
         started = time.perf_counter() - start
         own = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16)

@@ -24,7 +24,8 @@ import torch
 from tests.e2e.worker_parent import Announced
 from tests.support.engines import prompt
 
-from trimtab.engines.remote.remote_engine import ProcessEngine
+from trimtab.engines.remote.process_transport import ProcessTransport
+from trimtab.engines.remote.remote_engine import RemoteEngine
 from trimtab.models import laboratory
 from trimtab.types import AbortSignal, Sampling
 
@@ -69,9 +70,9 @@ def main() -> None:
     with actor(spec, settings["address"]) if settings["address"] else worker(spec) as engine:
         engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
         call(engine, None)
-        engine.patience = settings["patience"]
+        engine.hang_timeout = settings["patience"]
         for interruptible in settings["calls"]:
-            begun = Announced(str(process(engine)))
+            begun = Announced(str(engine.transport.pid))
             if not interruptible:
                 begun.is_set()
             call(engine, begun if interruptible else None)
@@ -79,7 +80,7 @@ def main() -> None:
 
 @contextmanager
 def worker(spec: dict[str, Any]) -> Iterator[Any]:
-    engine = ProcessEngine(spec, threads=1)
+    engine = RemoteEngine(ProcessTransport(spec, threads=1))
     yield engine
     engine.close()
 
@@ -87,7 +88,7 @@ def worker(spec: dict[str, Any]) -> Iterator[Any]:
 @contextmanager
 def actor(spec: dict[str, Any], address: str) -> Iterator[Any]:
     from trimtab.cluster.placement_group import connected, reserved
-    from trimtab.cluster.ray_engine import build_engines
+    from trimtab.cluster.ray_transport import build_engines
     from trimtab.config import load_config
 
     config = load_config("laboratory", ["placement=ray", f"ray.address={address}"])
@@ -97,16 +98,12 @@ def actor(spec: dict[str, Any], address: str) -> Iterator[Any]:
         engine.close()
 
 
-def process(engine: Any) -> int:
-    return engine.place["pid"] if hasattr(engine, "place") else engine.pid
-
-
 def call(engine: Any, interrupt: AbortSignal | None) -> None:
     long = Sampling(max_tokens=40, ignore_stop=True)
     found = engine.generate([prompt([1, 2, 3])] * 16, 16, long, seed=0, interrupt=interrupt)
     rows = [(one.response_ids.tolist(), one.logp_behavior.tolist()) for one in chain(*found)]
     # More than a pipe holds would keep it waiting here, where it must not be stopped, and be cut short by the signal.
-    print(process(engine), hashlib.sha256(json.dumps(rows).encode()).hexdigest(), flush=True)
+    print(engine.transport.pid, hashlib.sha256(json.dumps(rows).encode()).hexdigest(), flush=True)
 
 
 if __name__ == "__main__":

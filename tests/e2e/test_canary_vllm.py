@@ -48,7 +48,7 @@ def look(watch: Canary, engine: Any, model: Any, version: int) -> float:
 
 
 def worker_of(engine: Any) -> Any:
-    return engine._core._engine.model_executor.driver_worker.worker
+    return engine._runner._engine.model_executor.driver_worker.worker
 
 
 def test_a_healthy_engine_is_never_accused(engine: Any, watch: Canary) -> None:
@@ -83,7 +83,7 @@ def test_a_stale_prefix_cache_is_caught(engine: Any, watch: Canary, monkeypatch:
     model = policy()
     look(watch, engine, model, 0)
     update(model, 0.2, seed=1)
-    monkeypatch.setattr(engine._core._engine, "reset_prefix_cache", lambda: True)
+    monkeypatch.setattr(engine._runner._engine, "reset_prefix_cache", lambda: True)
     with pytest.raises(TrimtabError, match=r"only contexts it had seen before are wrong.*prefix cache"):
         look(watch, engine, model, 1)
 
@@ -97,7 +97,7 @@ def test_what_falls_behind_slowly_is_caught(
     if fault == "head":
         monkeypatch.setattr(type(worker_of(engine)), "_repack_tied_head", lambda *_: None)
     else:
-        monkeypatch.setattr(engine._core._engine, "reset_prefix_cache", lambda: True)
+        monkeypatch.setattr(engine._runner._engine, "reset_prefix_cache", lambda: True)
 
     def train() -> None:
         for version in range(1, 80):
@@ -113,7 +113,7 @@ def test_a_skipped_update_is_caught(engine: Any, watch: Canary, monkeypatch: pyt
     model = policy()
     look(watch, engine, model, 0)
     update(model, size, seed=1)
-    monkeypatch.setattr(engine._core, "load", lambda _: [])
+    monkeypatch.setattr(engine._runner, "load", lambda _: [])
     with pytest.raises(TrimtabError, match=r"version 1.*version 0.*the update was skipped"):
         look(watch, engine, model, 1)
 

@@ -22,7 +22,7 @@ pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ra
 from trimtab import rewards, tasks
 from trimtab.cluster.object_store_weights import Publisher
 from trimtab.cluster.placement_group import ActorSlots, connected, reserved
-from trimtab.cluster.ray_engine import SIGNS, RayEngine, build_engines
+from trimtab.cluster.ray_transport import HEARTBEAT_INTERVAL, build_engines
 from trimtab.cluster.reward_actors import RayScorer
 from trimtab.config import Config, load_config
 from trimtab.config.schema import RewardConfig
@@ -70,11 +70,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 @pytest.fixture(scope="module")
-def engines(config: Config, seats: ActorSlots, model: tuple[Any, Path]) -> Iterator[list[RayEngine]]:
+def engines(config: Config, seats: ActorSlots, model: tuple[Any, Path]) -> Iterator[list[Any]]:
     engines = build_engines(config, engine_spec(config, model[1]), seats.engines)
     yield engines
     for engine in engines:
-        pid = engine.place["pid"]
+        pid = engine.transport.pid
         engine.close()
         assert gone(pid)
 
@@ -142,15 +142,15 @@ def test_a_stale_object_is_refused_and_the_engine_keeps_its_weights(engines, pro
     engine = engines[0]
     engine.publish(weights(model), 1)
     before = rows(engine.generate(prompts, 2, SAMPLING, seed=1))
-    old = engine._publisher.put(weights(model, 0.5), 2)
-    new = engine._publisher.put(weights(model, 2.0), 3)
+    old = engine.transport._publisher.put(weights(model, 0.5), 2)
+    new = engine.transport._publisher.put(weights(model, 2.0), 3)
     mixed = type(new)(new.key, new.version, (*new.references[:-1], old.references[-1]))
-    engine._publisher = type("Planted", (), {"put": lambda *_: mixed})()
+    engine.transport._publisher = type("Planted", (), {"put": lambda *_: mixed})()
     try:
         with pytest.raises(TrimtabError, match="mixed them up"):
             engine.publish([], 3)
     finally:
-        engine._publisher = engines[1]._publisher
+        engine.transport._publisher = engines[1].transport._publisher
     assert rows(engine.generate(prompts, 2, SAMPLING, seed=1)) == before
 
 
@@ -181,7 +181,7 @@ def test_a_killed_actor_is_lost_and_its_successor_takes_its_seat(engines, prompt
     published = share(weights(model))
     engine.publish(published, 1)
     expected, done = rows(engine.generate(prompts, 2, SAMPLING, seed=9)), engine.decoded
-    pid, lost = engine.place["pid"], []
+    pid, lost = engine.transport.pid, []
 
     class Kill:
         """Looked at while the actor works: kills it then, and interrupts nothing."""
@@ -192,21 +192,21 @@ def test_a_killed_actor_is_lost_and_its_successor_takes_its_seat(engines, prompt
                 os.kill(pid, signal.SIGKILL)
             return False
 
-    with pytest.raises(EngineDeadError, match=f"^process {pid} on .*died$"):
+    with pytest.raises(EngineDeadError, match=rf"^process {pid} on .*died\) during generate$"):
         engine.generate(prompts, 256, Sampling(max_tokens=50, ignore_stop=True), seed=9, interrupt=Kill())
     with pytest.raises(EngineDeadError):
         engine.publish(published, 1)
     other.publish(published, 1)  # the neighbor does not notice
     engine.recover()
-    assert engine.place["pid"] not in (pid, other.place["pid"])
+    assert engine.transport.pid not in (pid, other.transport.pid)
     with pytest.raises(TrimtabError, match="publish before generating"):
         engine.generate(prompts, 2, SAMPLING, seed=9)
     engine.publish(published, 1)
     assert rows(engine.generate(prompts, 2, SAMPLING, seed=9)) == expected
     assert engine.decoded > done
-    again = engine.place["pid"]
+    again = engine.transport.pid
     engine.recover()  # alive: nothing happens
-    assert engine.place["pid"] == again
+    assert engine.transport.pid == again
 
 
 class Stop:
@@ -226,8 +226,8 @@ def test_a_stopped_actor_is_given_up_and_its_successor_takes_its_seat(
 ) -> None:
     engine, published = engines[0], share(weights(model))
     engine.publish(published, 1)
-    expected, pid = rows(engine.generate(prompts, 2, SAMPLING, seed=9)), engine.place["pid"]
-    monkeypatch.setattr(engine, "patience", 3.0)
+    expected, pid = rows(engine.generate(prompts, 2, SAMPLING, seed=9)), engine.transport.pid
+    monkeypatch.setattr(engine, "hang_timeout", 3.0)
     if doing == "publish":
         os.kill(pid, signal.SIGSTOP)
     long = Sampling(max_tokens=50, ignore_stop=True)
@@ -235,18 +235,20 @@ def test_a_stopped_actor_is_given_up_and_its_successor_takes_its_seat(
         "generate": lambda: engine.generate(prompts, 256, long, seed=9, interrupt=Stop(pid)),
         "publish": lambda: engine.publish(published, 2),
     }
-    with pytest.raises(EngineDeadError, match=rf"^process {pid} on .*no sign of life for 3 s \(engine.hang_timeout\)$"):
+    with pytest.raises(
+        EngineDeadError, match=rf"^process {pid} on .*no sign of life for 3 s \(engine.hang_timeout\) during {doing}$"
+    ):
         calls[doing]()
     monkeypatch.undo()
     engine.recover()
-    assert engine.place["pid"] != pid
+    assert engine.transport.pid != pid
     engine.publish(published, 1)
     assert rows(engine.generate(prompts, 2, SAMPLING, seed=9)) == expected
 
 
 def test_a_trainer_that_stood_still_together_with_its_actor_keeps_it(cluster: Cluster, model: tuple[Any, Path]) -> None:
     """As in a frozen container, for longer than its patience, and than its longest look at an actor."""
-    patience = 3 * SIGNS + 2
+    patience = 3 * HEARTBEAT_INTERVAL + 2
     with stopped_trainer.started(model[1], [True], patience, address=cluster.address) as trainer:
         assert trainer.stdout is not None
         expected, pid = trainer.stdout.readline(), int(trainer.stdout.readline())

@@ -55,7 +55,7 @@ class Killer(NullObserver):
 
     def step(self, metrics: Mapping[str, float | str]) -> None:
         if metrics["step"] == 2:
-            self.victims = [process.pid for process in self.cluster.actors("EngineHost")]
+            self.victims = [process.pid for process in self.cluster.actors("EngineActor")]
             os.kill(self.victims[0], signal.SIGKILL)
         if metrics["step"] == 4:
             os.kill(self.victims[1], signal.SIGKILL)
@@ -145,7 +145,7 @@ def begin(cluster: Cluster, out: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def everyone(cluster: Cluster) -> list[psutil.Process]:
-    return [process for kind in ("TrainerRank", "EngineHost", "RewardHost") for process in cluster.actors(kind)]
+    return [process for kind in ("TrainerRank", "EngineActor", "RewardHost") for process in cluster.actors(kind)]
 
 
 def test_however_a_run_ends_no_actor_stays_and_the_next_command_goes_on(cluster: Cluster, tmp_path: Path) -> None:

@@ -199,8 +199,8 @@ def test_bad_weights_are_refused_and_change_nothing(engine: Any) -> None:
 
 def test_what_cannot_be_sampled_is_refused(engine: Any) -> None:
     for sampling, message in [
-        (Sampling(top_p=0.9, max_tokens=4), r"engine\.vllm\.keep_sets"),
-        (Sampling(top_k=5, max_tokens=4), r"engine\.vllm\.keep_sets"),
+        (Sampling(top_p=0.9, max_tokens=4), r"engine\.vllm\.sampling_mask"),
+        (Sampling(top_k=5, max_tokens=4), r"engine\.vllm\.sampling_mask"),
         (Sampling(temperature=0.001, max_tokens=4), r"samples at 0\.01 to 2"),
         (Sampling(max_tokens=300), "context holds 256"),
     ]:

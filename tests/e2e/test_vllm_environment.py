@@ -22,7 +22,6 @@ PYTHON = ROOT / os.environ.get("VLLM", ".venv-vllm") / "bin" / "python"
     [
         "test_vllm_engine",
         "test_canary_vllm",
-        "test_vllm_process",
         "test_vllm_train",
         "test_vllm_worker",
         "test_vllm_routing",

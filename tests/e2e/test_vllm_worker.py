@@ -1,9 +1,13 @@
-"""Real vLLM hosted in a process of its own by the trainer's side: one more engine behind the same connection."""
+"""Real vLLM in a process of its own (`engine.workers = 1`): one more engine behind the same connection."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,11 +16,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests.support.engines import interrupted, processed, tokenizer
+from tests.support.engines import After, interrupted, processed, tokenizer
 from tests.support.processes import gone
-from tests.support.vllm_support import engine_config, needs_vllm, policy, prompts
+from tests.support.vllm_support import engine_config, needs_vllm, policy, prompts, update
 
-from trimtab.engines.remote.remote_engine import ProcessEngine
+from trimtab.engines.remote import process_transport
+from trimtab.engines.remote.process_transport import ProcessTransport
+from trimtab.engines.remote.remote_engine import RemoteEngine
 from trimtab.errors import EngineDeadError
 from trimtab.training.export import save_model_files
 from trimtab.types import Completion, Sampling
@@ -26,33 +32,130 @@ pytestmark = [pytest.mark.slow, needs_vllm]
 # Long enough that an interruption, which crosses two processes, always comes before the end.
 LENGTH = 200
 ASKED, LONG = prompts([5, 40]), Sampling(max_tokens=LENGTH, ignore_stop=True)
+FORCED = Sampling(max_tokens=12, ignore_stop=True)
 
 
-def assert_written_by(model: Any, groups: list[list[Completion]], begun: list[list[Completion]]) -> None:
-    for asked, group, before in zip(ASKED, groups, begun, strict=True):
-        for one, start in zip(group, before, strict=True):
-            k, n = len(start.response_ids), len(one.response_ids)
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("engine") / "model"
+    save_model_files(policy(), tokenizer(), folder)
+    return {"type": "vllm", "model": str(folder), "engine": engine_config("float32").model_dump(mode="json")}
+
+
+@pytest.fixture(scope="module")
+def engine(spec: dict[str, Any]) -> Iterator[RemoteEngine]:
+    started = RemoteEngine(ProcessTransport(spec, threads=1))
+    started.publish(policy().named_parameters(), 0)
+    yield started
+    family = psutil.Process(started.transport.pid).children(recursive=True)
+    started.close()
+    assert all(gone(process.pid) for process in family)
+
+
+def check_exact(
+    model: Any, groups: list[list[Completion]], version: int, begun: list[list[Completion]] | None = None
+) -> None:
+    """Log-probs after the prefixes are those of `model`, which is `version`."""
+    for asked, group, before in zip(ASKED, groups, begun or [[]] * len(ASKED), strict=True):
+        for index, one in enumerate(group):
+            k, n = len(before[index].response_ids) if before else 0, len(one.response_ids)
             exact = processed(model, asked, one, LONG)[torch.arange(n), torch.from_numpy(one.response_ids)]
             np.testing.assert_allclose(one.logp_behavior[k:], exact[k:].numpy(), atol=1e-4)
+            assert one.policy_version[k:].tolist() == [version] * (n - k)
 
 
-def test_vllm_is_hosted_interrupted_killed_and_started_again(tmp_path: Path) -> None:
-    save_model_files(policy(), tokenizer(), tmp_path / "model")
-    section = engine_config("float32").model_dump(mode="json")
-    engine = ProcessEngine({"type": "vllm", "model": str(tmp_path / "model"), "engine": section}, threads=1)
-    engine.publish(policy().named_parameters(), version=1)
+def test_it_samples_publishes_and_is_interrupted(engine: RemoteEngine) -> None:
+    model = policy()
+    whole = engine.generate(ASKED, 3, FORCED, seed=0)
+    check_exact(model, whole, 0)
+    update(model, 0.3, seed=0)
+    engine.publish(model.named_parameters(), 1)
+    check_exact(model, engine.generate(ASKED, 3, FORCED, seed=0), 1)
     part = interrupted(lambda stop: engine.generate(ASKED, 2, LONG, seed=0, interrupt=stop))
     assert {one.finish for one in chain(*part)} == {"abort"}
-    engine.publish(policy(seed=1).named_parameters(), version=2)
-    whole = engine.generate(ASKED, 2, LONG, seed=0, prefixes=part)
-    assert_written_by(policy(seed=1), whole, part)
-    for begun, one in zip(chain(*part), chain(*whole), strict=True):
+    check_exact(model, part, 1)
+    engine.publish(policy(seed=1).named_parameters(), 2)  # needs an empty engine
+    done = engine.generate(ASKED, 2, LONG, seed=0, prefixes=part)
+    check_exact(policy(seed=1), done, 2, begun=part)
+    for begun, one in zip(chain(*part), chain(*done), strict=True):
         k = len(begun.response_ids)
         assert one.policy_version.tolist() == [1] * k + [2] * (LENGTH - k)
-    assert engine.pid is not None
-    family = psutil.Process(engine.pid).children(recursive=True)
-    os.kill(engine.pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError):
-        engine.generate(ASKED, 2, LONG, seed=0)
-    engine.close()
+        assert one.response_ids[:k].tolist() == begun.response_ids.tolist()
+    held = dict(engine.weights())
+    assert all(torch.equal(held[name], tensor) for name, tensor in policy(seed=1).named_parameters())
+
+
+def family_of(engine: RemoteEngine) -> list[psutil.Process]:
+    """The engine's process and everything it started, which is in one process group, and not in this one.
+
+    So Ctrl-C in a terminal does not reach it, and one signal ends all of it.
+    """
+    process = psutil.Process(engine.transport.pid)
+    family = [process, *process.children(recursive=True)]
+    assert {os.getpgid(one.pid) for one in family} == {process.pid} != {os.getpgid(0)}
+    return family
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_process_is_lost_and_comes_back(engine: RemoteEngine, number: signal.Signals) -> None:
+    """SIGTERM is what a cluster sends to every process of a job."""
+    engine.publish(policy().named_parameters(), 4)
+    family = family_of(engine)
+    kill = After(2, then=lambda: os.kill(engine.transport.pid, number))
+    with pytest.raises(EngineDeadError, match=r"was killed .*during generate"):
+        engine.generate(ASKED, 3, LONG, seed=0, interrupt=kill)
+    assert all(gone(process.pid) for process in family)  # with the memory they held
+    engine.recover()
+    engine.publish(policy(seed=2).named_parameters(), 5)
+    check_exact(policy(seed=2), engine.generate(ASKED, 3, FORCED, seed=0), 5)
+    engine.recover()  # alive: nothing to do, and nothing is forgotten
+    check_exact(policy(seed=2), engine.generate(ASKED, 3, FORCED, seed=0), 5)
+
+
+ORPHAN = """
+import json, sys
+from tests.support.vllm_support import policy
+from trimtab.engines.remote.process_transport import ProcessTransport
+from trimtab.engines.remote.remote_engine import RemoteEngine
+
+if __name__ == "__main__":
+    engine = RemoteEngine(ProcessTransport(json.loads(sys.argv[1]), threads=1))
+    engine.publish(policy().named_parameters(), 0)
+    print(engine.transport.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_it_ends_with_its_parent(spec: dict[str, Any], tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(ORPHAN)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(script), json.dumps(spec)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        family = [child, *child.children(recursive=True)]
+        parent.kill()
     assert all(gone(process.pid) for process in family)
+
+
+def test_a_process_of_vllm_itself_that_dies_is_an_engine_that_died(
+    spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tensor parallelism vLLM starts processes itself: the engine's process can start them and outlives them."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setattr(process_transport, "WORKER", "tests.e2e.vllm_split_worker")
+    engine = RemoteEngine(ProcessTransport(spec, threads=1))
+    engine.publish(policy().named_parameters(), 1)
+    check_exact(policy(), engine.generate(ASKED, 3, FORCED, seed=0), 1)
+    host, *own = family_of(engine)
+    [worker] = [process for process in own if "Worker" in process.name()]
+    worker.kill()
+    with pytest.raises(EngineDeadError, match="one of vLLM's processes died"):
+        engine.generate(ASKED, 3, LONG, seed=0)
+    assert all(gone(process.pid) for process in (host, *own))
+    engine.recover()
+    engine.publish(policy(seed=2).named_parameters(), 2)
+    check_exact(policy(seed=2), engine.generate(ASKED, 3, FORCED, seed=0), 2)
+    engine.close()

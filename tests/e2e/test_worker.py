@@ -22,8 +22,9 @@ from tests.support.processes import gone
 
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.embedded.weight_quantization import WeightQuantization
-from trimtab.engines.remote import remote_engine
-from trimtab.engines.remote.remote_engine import ProcessEngine
+from trimtab.engines.remote import process_transport, remote_engine
+from trimtab.engines.remote.process_transport import ProcessTransport
+from trimtab.engines.remote.remote_engine import RemoteEngine
 from trimtab.engines.remote.shared_weights import SharedWeights, share
 from trimtab.errors import DivergedError, EngineDeadError, TrimtabError
 from trimtab.models import laboratory
@@ -53,15 +54,15 @@ def spec_of(folder: Path, dtype: str = "float32", **rounding: float) -> dict:
 
 
 @pytest.fixture(scope="module")
-def shared(folder: Path) -> Iterator[ProcessEngine]:
+def shared(folder: Path) -> Iterator[RemoteEngine]:
     torch.set_num_threads(1)
-    engine = ProcessEngine(spec_of(folder), threads=1)
+    engine = RemoteEngine(ProcessTransport(spec_of(folder), threads=1))
     yield engine
     engine.close()
 
 
 @pytest.fixture
-def engine(shared: ProcessEngine) -> ProcessEngine:
+def engine(shared: RemoteEngine) -> RemoteEngine:
     """The one process of this module, or its successor, with the weights of seed 1 as version 5."""
     shared.recover()
     shared.publish(laboratory.build(1)[0].named_parameters(), version=5)
@@ -98,7 +99,7 @@ def assert_same(found: list[list[Completion]], expected: list[list[Completion]])
         assert all(np.array_equal(a, b) for a, b in zip(one.kept or (), other.kept or (), strict=True))
 
 
-def test_tokens_and_log_probs_have_the_bits_of_this_process(engine: ProcessEngine) -> None:
+def test_tokens_and_log_probs_have_the_bits_of_this_process(engine: RemoteEngine) -> None:
     own = local()
     before = engine.decoded, engine.prefilled
     for sampling in (FREE, STOPS, TRUNCATED):
@@ -116,7 +117,7 @@ def test_tokens_and_log_probs_have_the_bits_of_this_process(engine: ProcessEngin
 @pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", WeightQuantization(3, 0.05, 7))])
 def test_another_dtype_and_rounding_too(folder: Path, dtype: str, rounding: WeightQuantization) -> None:
     spec = spec_of(folder, dtype, bits=rounding.bits or 8, noise=rounding.noise, seed=rounding.seed)
-    engine, own = ProcessEngine(spec, threads=1), local(dtype, rounding)
+    engine, own = RemoteEngine(ProcessTransport(spec, threads=1)), local(dtype, rounding)
     engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), own.generate(ASKED, 4, FREE, seed=3))
     weights = dict(engine.weights())
@@ -128,7 +129,7 @@ def test_another_dtype_and_rounding_too(folder: Path, dtype: str, rounding: Weig
     engine.close()
 
 
-def test_an_interruption_arrives_and_going_on_loses_nothing(engine: ProcessEngine) -> None:
+def test_an_interruption_arrives_and_going_on_loses_nothing(engine: RemoteEngine) -> None:
     whole = local().generate(ASKED, 64, FREE, seed=3)
     part = engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(0))
     assert {one.finish for one in chain(*part)} == {"abort"}
@@ -144,7 +145,7 @@ def test_an_interruption_arrives_and_going_on_loses_nothing(engine: ProcessEngin
     assert_same(engine.generate(ASKED, 64, FREE, seed=3), whole)
 
 
-def test_an_interrupted_response_goes_on_under_other_weights(engine: ProcessEngine) -> None:
+def test_an_interrupted_response_goes_on_under_other_weights(engine: RemoteEngine) -> None:
     part = interrupted(lambda stop: engine.generate(ASKED, 64, FREE, seed=3, interrupt=stop))
     engine.publish(laboratory.build(2)[0].named_parameters(), version=9)
     own = local(seed=2)
@@ -156,9 +157,9 @@ def test_an_interrupted_response_goes_on_under_other_weights(engine: ProcessEngi
         assert one.policy_version.tolist() == [5] * k + [9] * (30 - k)
 
 
-def test_killed_while_generating(engine: ProcessEngine) -> None:
+def test_killed_while_generating(engine: RemoteEngine) -> None:
     expected = engine.generate(ASKED, 4, FREE, seed=3)
-    counted, pid = engine.decoded, engine.pid
+    counted, pid = engine.decoded, engine.transport.pid
     with pytest.raises(EngineDeadError, match=r"was killed .* during generate") as lost:
         engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(0, then=lambda: os.kill(pid, signal.SIGKILL)))
     assert "\n" not in str(lost.value)
@@ -166,7 +167,7 @@ def test_killed_while_generating(engine: ProcessEngine) -> None:
     with pytest.raises(EngineDeadError, match="recover"):
         engine.generate(ASKED, 4, FREE, seed=3)
     engine.recover()
-    assert engine.pid not in (None, pid)
+    assert engine.transport.pid not in (None, pid)
     with pytest.raises(TrimtabError, match="publish before generating"):
         engine.generate(ASKED, 4, FREE, seed=3)
     engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
@@ -193,11 +194,11 @@ class Stop:
 
 
 @pytest.mark.parametrize("doing", ["generate", "publish"])
-def test_a_stopped_process_is_given_up(engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
+def test_a_stopped_process_is_given_up(engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
     expected = engine.generate(ASKED, 4, FREE, seed=3)
-    pid = engine.pid
+    pid = engine.transport.pid
     assert pid is not None
-    monkeypatch.setattr(engine, "patience", PATIENCE)
+    monkeypatch.setattr(engine, "hang_timeout", PATIENCE)
     if doing != "generate":
         os.kill(pid, signal.SIGSTOP)
     calls = {
@@ -221,22 +222,22 @@ def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
     """The process lives in both cases, and the slow one takes longer than the patience."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setattr(remote_engine, "WORKER", "tests.e2e.stuck_worker")
-    engine = ProcessEngine(spec_of(folder), threads=1)
+    monkeypatch.setattr(process_transport, "WORKER", "tests.e2e.stuck_worker")
+    engine = RemoteEngine(ProcessTransport(spec_of(folder), threads=1))
     engine.publish(laboratory.build(1)[0].named_parameters(), 5)
     expected = engine.generate(ASKED, 4, FREE, seed=3)
-    engine.patience = PATIENCE
+    engine.hang_timeout = PATIENCE
     assert stuck_worker.TIME > PATIENCE
     engine.publish(laboratory.build(1)[0].named_parameters(), stuck_worker.SLOW)
     slow = engine.generate(ASKED, 1, FREE, seed=stuck_worker.SLOW, interrupt=threading.Event())
     assert [len(one.response_ids) for one in chain(*slow)] == [30] * 4
     with pytest.raises(EngineDeadError, match="gave no sign of life for 2 s"):
         engine.generate(ASKED, 4, FREE, seed=stuck_worker.STUCK, interrupt=threading.Event())
-    engine.patience = remote_engine.HANG_TIMEOUT
+    engine.hang_timeout = remote_engine.HANG_TIMEOUT
     engine.recover()
     engine.publish(laboratory.build(1)[0].named_parameters(), 5)
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)
-    engine.patience = PATIENCE
+    engine.hang_timeout = PATIENCE
     with pytest.raises(EngineDeadError, match="gave no sign of life for 2 s"):
         engine.generate(ASKED, 4, FREE, seed=stuck_worker.STUCK)
     engine.close()
@@ -258,14 +259,14 @@ def test_the_process_is_no_rank_of_the_trainer(folder: Path, monkeypatch: pytest
     told |= {"MASTER_PORT": "1", "GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_CACHE": "kept"}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    engine = ProcessEngine(spec_of(folder), threads=1)
+    engine = RemoteEngine(ProcessTransport(spec_of(folder), threads=1))
     engine.publish(laboratory.build(1)[0].named_parameters(), 5)  # once it answers, its environment is there
-    environment = psutil.Process(engine.pid).environ()
+    environment = psutil.Process(engine.transport.pid).environ()
     engine.close()
     assert told.keys() & environment.keys() == {"LOCAL_CACHE"}
 
 
-def test_killed_while_publishing(engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_while_publishing(engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[SharedWeights] = []
 
     def remembered(weights: Iterable) -> SharedWeights:
@@ -278,13 +279,13 @@ def test_killed_while_publishing(engine: ProcessEngine, monkeypatch: pytest.Monk
                 os.kill(pid, signal.SIGKILL)
             yield item
 
-    monkeypatch.setattr(remote_engine, "share", remembered)
-    pid = engine.pid
+    monkeypatch.setattr(process_transport, "share", remembered)
+    pid = engine.transport.pid
     with pytest.raises(EngineDeadError, match="during publish"):
         engine.publish(weights(), version=6)
     engine.recover()
     # Stopped, it cannot take what it was sent: it dies with the weights on their way.
-    pid = engine.pid
+    pid = engine.transport.pid
     os.kill(pid, signal.SIGSTOP)
     caught: list[Exception] = []
 
@@ -302,9 +303,9 @@ def test_killed_while_publishing(engine: ProcessEngine, monkeypatch: pytest.Monk
     assert [copy.close.alive for copy in copies] == [False, False]  # though the error, and its frames, are still held
 
 
-def test_it_says_how_the_process_ended(engine: ProcessEngine) -> None:
-    os.kill(engine.pid, signal.SIGTERM)
-    assert gone(engine.pid)
+def test_it_says_how_the_process_ended(engine: RemoteEngine) -> None:
+    os.kill(engine.transport.pid, signal.SIGTERM)
+    assert gone(engine.transport.pid)
     with pytest.raises(EngineDeadError, match="killed by SIGTERM"):
         engine.weights()
 
@@ -326,7 +327,7 @@ def test_the_child_ends_with_its_parent(folder: Path, state: str) -> None:
             os.kill(helper, signal.SIGKILL)
 
 
-def test_a_users_mistake_is_the_same_line_as_in_this_process(engine: ProcessEngine) -> None:
+def test_a_users_mistake_is_the_same_line_as_in_this_process(engine: RemoteEngine) -> None:
     own = local()
     twice = [*laboratory.build(1)[0].named_parameters()] * 2
     calls = [
@@ -349,7 +350,7 @@ def test_a_users_mistake_is_the_same_line_as_in_this_process(engine: ProcessEngi
     assert_same(engine.generate(ASKED, 2, FREE, seed=1), own.generate(ASKED, 2, FREE, seed=1))
 
 
-def test_a_diverged_model_keeps_its_name(engine: ProcessEngine) -> None:
+def test_a_diverged_model_keeps_its_name(engine: RemoteEngine) -> None:
     weights = {name: weight.detach().clone() for name, weight in laboratory.build(1)[0].named_parameters()}
     weights["lm_head.weight"].fill_(3e38)
     engine.publish(weights.items(), version=6)
@@ -357,7 +358,7 @@ def test_a_diverged_model_keeps_its_name(engine: ProcessEngine) -> None:
         engine.generate(ASKED, 1, FREE, seed=0)
 
 
-def test_a_defect_shows_its_traceback_and_is_survived(engine: ProcessEngine) -> None:
+def test_a_defect_shows_its_traceback_and_is_survived(engine: RemoteEngine) -> None:
     with pytest.raises(RuntimeError, match="Traceback") as caught:
         engine.generate(ASKED, 1, replace(FREE, temperature="warm"), seed=0)  # pyright: ignore[reportArgumentType]
     assert not isinstance(caught.value, TrimtabError)
@@ -365,7 +366,7 @@ def test_a_defect_shows_its_traceback_and_is_survived(engine: ProcessEngine) -> 
 
 
 def test_a_wrong_description_is_one_line(folder: Path) -> None:
-    engine = ProcessEngine(spec_of(folder, dtype="float16"), threads=1)
+    engine = RemoteEngine(ProcessTransport(spec_of(folder, dtype="float16"), threads=1))
     for _ in range(2):
         with pytest.raises(TrimtabError, match="'float16'") as caught:
             engine.publish(laboratory.build(1)[0].named_parameters(), version=1)
@@ -373,11 +374,11 @@ def test_a_wrong_description_is_one_line(folder: Path) -> None:
     engine.close()
 
 
-def test_ctrl_c_leaves_no_answer_behind(engine: ProcessEngine) -> None:
+def test_ctrl_c_leaves_no_answer_behind(engine: RemoteEngine) -> None:
     def stop() -> None:
         raise KeyboardInterrupt
 
-    pid = engine.pid
+    pid = engine.transport.pid
     with pytest.raises(KeyboardInterrupt):
         engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(0, then=stop))
     assert gone(pid)
@@ -386,16 +387,16 @@ def test_ctrl_c_leaves_no_answer_behind(engine: ProcessEngine) -> None:
 
 
 def test_another_engine_with_the_same_weights_samples_alike_until_it_is_closed(
-    engine: ProcessEngine, folder: Path
+    engine: RemoteEngine, folder: Path
 ) -> None:
     weights = share(laboratory.build(1)[0].named_parameters())
-    other = ProcessEngine(spec_of(folder), threads=1)
+    other = RemoteEngine(ProcessTransport(spec_of(folder), threads=1))
     for one in (engine, other):
         one.publish(weights, version=5)
     expected = local().generate(ASKED, 4, FREE, seed=3)
     for one in (engine, other):
         assert_same(one.generate(ASKED, 4, FREE, seed=3), expected)
-    pid, busy, caught = other.pid, threading.Event(), []
+    pid, busy, caught = other.transport.pid, threading.Event(), []
 
     def generate() -> None:
         try:

@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 
-from trimtab.engines.remote.remote_engine import ProcessEngine
+from trimtab.engines.remote.process_transport import ProcessTransport
+from trimtab.engines.remote.remote_engine import RemoteEngine
 from trimtab.types import Sampling
 
 
@@ -29,22 +30,24 @@ class Announced:
 
 def main() -> None:
     folder, state = sys.argv[1:]
-    engine = ProcessEngine({"type": "embedded", "model": folder, "dtype": "float32", "rounding": {}}, threads=1)
+    engine = RemoteEngine(
+        ProcessTransport({"type": "embedded", "model": folder, "dtype": "float32", "rounding": {}}, threads=1)
+    )
     if state == "forked":
         if (helper := os.fork()) == 0:
             signal.pause()
-        print(engine.pid, helper, flush=True)
+        print(engine.transport.pid, helper, flush=True)
         signal.pause()
     generate(engine)
 
 
-def generate(engine: ProcessEngine) -> None:
+def generate(engine: RemoteEngine) -> None:
     from tests.support.engines import prompt
 
     from trimtab.models import laboratory
 
     engine.publish(laboratory.build(0)[0].named_parameters(), version=1)
-    words, long = f"{engine.pid} {os.getpid()}", Sampling(max_tokens=40, ignore_stop=True)
+    words, long = f"{engine.transport.pid} {os.getpid()}", Sampling(max_tokens=40, ignore_stop=True)
     while True:
         engine.generate([prompt([1, 2, 3])] * 64, 16, long, seed=0, interrupt=Announced(words))
         words = ""

@@ -54,18 +54,18 @@ def update(model: nn.Module, size: float, seed: int) -> None:
         p.add_(size * (p.std() if p.ndim > 1 else 0.1) * torch.randn(p.shape, generator=generator))
 
 
-def engine_config(dtype: str, process: str = "shared") -> EngineConfig:
-    sets = [f"engine.dtype={dtype}", f"engine.vllm.process={process}", "engine.vllm.memory=0.05"]
+def engine_config(dtype: str) -> EngineConfig:
+    sets = [f"engine.dtype={dtype}", "engine.vllm.memory=0.05"]
     return load_config("quickstart-vllm", [*sets, "engine.vllm.context=256"]).engine
 
 
-def start(folder: Path, dtype: str, process: str = "shared") -> Any:
+def start(folder: Path, dtype: str) -> Any:
     """An engine over `policy`, without weights."""
     from trimtab.engines.vllm.vllm_engine import VllmEngine
 
     files = folder / "model"
     save_model_files(policy(), tokenizer(), files)
-    return VllmEngine(files, tokenizer(), engine_config(dtype, process))
+    return VllmEngine(files, tokenizer(), engine_config(dtype))
 
 
 def prompts(lengths: Sequence[int], seed: int = 0) -> list[Prompt]:

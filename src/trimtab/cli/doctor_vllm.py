@@ -15,7 +15,7 @@ INSTALL = "`make vllm-cpu` makes an environment for it on a CPU, `pip install vl
 # Packages built for one torch version each. vLLM may install builds for another version; text models need none of them.
 TORCH_EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 PINNED = ("torch", "transformers")
-PROBE = "from vllm import LLM, SamplingParams; from vllm.v1.engine.async_llm import AsyncLLM; import vllm._C"
+PROBE = "from vllm import LLM, SamplingParams; from vllm.v1.engine.llm_engine import LLMEngine; import vllm._C"
 IMPORT_TIMEOUT = 180
 
 

@@ -16,7 +16,7 @@ import torch
 from trimtab import rewards
 from trimtab.cluster.actors import enter
 from trimtab.cluster.placement_group import ActorSlots
-from trimtab.cluster.ray_engine import build_engines
+from trimtab.cluster.ray_transport import build_engines
 from trimtab.cluster.reward_actors import RayScorer
 from trimtab.config import Config, parse_config
 from trimtab.engines.factory import engine_spec

@@ -12,10 +12,6 @@ from trimtab.config.section import TIME, Count, Dtype, NotNegative, Positive, Pr
 class VllmConfig(Section):
     """Options of vLLM (engine.type = "vllm")."""
 
-    process: Literal["own", "shared"] = Field(
-        default="shared",
-        description="`shared`: stepped in this process, repeatable; `own`: AsyncLLM, the model in a process of its own",
-    )
     memory: Positive = Field(default=0.5, description="KV cache: share of the device's memory on a GPU, GiB on a CPU")
     context: Count | None = Field(default=None, description="longest sequence; default: the model's own")
     eager: bool = Field(default=True, description="no compilation and no CUDA graphs: starts in seconds")
@@ -71,8 +67,7 @@ class EngineConfig(Section):
         default=None,
         ge=0,
         le=1024,
-        description="engines in processes of their own (embedded, vllm); default: 1 where max_lag is above 0 "
-        "(0 for vllm.process = own), else 0",
+        description="engines in processes of their own (embedded, vllm); default: 1 where max_lag is above 0, else 0",
     )
     hang_timeout: float = Field(
         default=900.0,

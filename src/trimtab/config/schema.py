@@ -319,16 +319,12 @@ class Config(Section):
 
     @property
     def engine_processes(self) -> int:
-        """Number of worker processes for engines.
-
-        By default one where generation runs beside training, unless the engine already has a process of its own.
-        """
+        """Number of worker processes for engines; by default one where generation runs beside training."""
         if self.engine.type == "server":
             return 0
         if self.engine.workers is not None:
             return self.engine.workers
-        has_processes = self.engine.type == "vllm" and self.engine.vllm.process == "own"
-        return 1 if self.trainer.max_lag and not has_processes else 0
+        return 1 if self.trainer.max_lag else 0
 
     @property
     def is_async(self) -> bool:

@@ -12,7 +12,8 @@ import torch
 from trimtab.config import Config
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.embedded.weight_quantization import BITS, WeightQuantization
-from trimtab.engines.remote.remote_engine import ProcessEngine
+from trimtab.engines.remote.process_transport import ProcessTransport
+from trimtab.engines.remote.remote_engine import RemoteEngine
 from trimtab.errors import TrimtabError
 from trimtab.models.load import LoadedModel
 from trimtab.seeds import derive
@@ -76,8 +77,8 @@ def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
         trainer_threads, threads = split_threads(torch.get_num_threads(), count, beside=bool(config.trainer.max_lag))
         torch.set_num_threads(trainer_threads)
     spec = engine_spec(config, folder)
-    patience = config.engine.hang_timeout
-    return [ProcessEngine(spec, threads=threads, devices=names, patience=patience) for names in devices]
+    transports = [ProcessTransport(spec, threads=threads, devices=names) for names in devices]
+    return [RemoteEngine(transport, hang_timeout=config.engine.hang_timeout) for transport in transports]
 
 
 def split_threads(cores: int, workers: int, *, beside: bool) -> tuple[int, int]:

@@ -1,16 +1,12 @@
 """Trains many recipes in worker processes and resumes interrupted ones.
 
 Workers are separate processes, since threads and global state of torch must not be shared; each trains several runs in
-turn and communicates by JSON lines over pipes. A run is finished if its directory contains a result; a later start
-checks nothing else.
+turn. A run is finished if its directory contains a result; a later start checks nothing else.
 """
 
 from __future__ import annotations
 
-import json
 import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +21,7 @@ from trimtab.errors import Stopped, TrimtabError
 from trimtab.lab import results as results
 from trimtab.lab.experiment import ExperimentPlan
 from trimtab.lab.results import write_results
+from trimtab.processes import WorkerProcess
 from trimtab.runs import provenance
 from trimtab.runs.summary import RunSummary
 from trimtab.training.stop import Stop
@@ -161,16 +158,15 @@ class _Worker:
         """Terminate the process gracefully; it gets no further job."""
         with self._lock:
             self._stopped = True
-            self._process.terminate()
+            self._process.process.terminate()
 
     def wait(self) -> None:
-        self._process.wait()
+        self._process.process.wait()
 
     def stop(self) -> None:
         with self._lock:
             self._stopped = True
             self._process.kill()
-        self._process.wait()
 
     def _feed(self) -> None:
         while True:
@@ -182,33 +178,25 @@ class _Worker:
             with self._lock:
                 if self._stopped:
                     return
-                if self._process.poll() is not None:
+                if self._process.process.poll() is not None:
                     self._process = _start_process()
             self._events.put(_Event(name, result=result))
 
     def _run_job(self, name: str, config: Config) -> RunSummary:
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        recipe = config.model_dump(mode="json", exclude_none=True)
-        job = {"recipe": recipe, "keep": self._keep, "command": provenance.command()}
         try:
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the process died; no result can be read below
-        for line in process.stdout:
-            message = json.loads(line)
-            if "result" in message:
-                return results.restored(message["result"])
-            self._events.put(_Event(name, step=message["step"]))
-        return RunSummary("failed", f"its process died with exit code {process.wait()}")
+            self._process.send((config, self._keep, provenance.command()))
+            while True:
+                message = self._process.receive()
+                assert message is not None, "this worker sends no heartbeats"
+                if isinstance(message.content, RunSummary):
+                    return message.content
+                self._events.put(_Event(name, step=message.content))
+        except (EOFError, OSError):
+            return RunSummary("failed", f"its process {self._process.exit_reason()}")
 
 
-def _start_process() -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "trimtab.lab.worker"]
-    # In a new session, so that only the parent process receives Ctrl-C.
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+def _start_process() -> WorkerProcess:
+    return WorkerProcess("trimtab.lab.worker", show_output=True)
 
 
 # Relative cost of starting a run, of a held-out evaluation of 128 problems, of sampling a response, and of a response

@@ -1,26 +1,23 @@
-"""The worker process of an experiment: JSON recipes in, steps and results out, one per line.
+"""The worker process of an experiment: recipes in, steps and results out.
 
-It exits with its parent: when its input ends, an unfinished run is left for the next start.
+It exits with its parent: an unfinished run is left for the next start.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import queue
 import shutil
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from trimtab.config import Config, parse_config
+from trimtab.config import Config
 from trimtab.errors import DivergedError, Stopped, TrimtabError
 from trimtab.lab.results import write
+from trimtab.processes import Message, Parent
 from trimtab.runs import atomic
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import CONFIG, METRICS, MODEL
@@ -33,39 +30,28 @@ TRACEBACK = "error.txt"
 
 
 class StepReporter(NullObserver):
-    """Writes a message for each finished step."""
+    """Sends the number of each finished step."""
 
-    def __init__(self, messages: TextIO) -> None:
-        self.messages = messages
+    def __init__(self, parent: Parent) -> None:
+        self.parent = parent
 
     def step(self, metrics: Mapping[str, float | str]) -> None:
-        print(json.dumps({"step": metrics["step"]}), file=self.messages, flush=True)
+        self.parent.send(metrics["step"])
 
 
 def main() -> None:
-    # Output of libraries must not be mixed with the messages.
-    messages = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_read_jobs, args=(jobs,), daemon=True).start()
+    jobs: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    parent = Parent(jobs.put)
     while True:
-        job = json.loads(jobs.get())
-        config, stop = parse_config(job["recipe"], "recipe"), Stop(line=b"")
+        config, keep, command = jobs.get().content
+        stop = Stop(line=b"")
         try:
-            result = run_cell(
-                config, keep=job["keep"], observer=StepReporter(messages), command=job["command"], stop=stop
-            )
+            result = run_cell(config, keep=keep, observer=StepReporter(parent), command=command, stop=stop)
         except Stopped as stopped:  # the run continues from its checkpoint at the next start
             sys.exit(128 + stopped.signal)
-        print(json.dumps({"result": asdict(result)}), file=messages, flush=True)
+        parent.send(result)
         if stop.asked is not None:  # stopped during the last step: the run is complete
             sys.exit(128 + stop.asked)
-
-
-def _read_jobs(jobs: queue.SimpleQueue[str]) -> None:
-    for line in sys.stdin:
-        jobs.put(line)
-    os._exit(0)  # the parent has exited
 
 
 def run_cell(config: Config, *, keep: bool, observer: NullObserver, command: str, stop: Stop) -> RunSummary:

@@ -43,7 +43,6 @@ def config(engine: dict, **trainer: int) -> Config:
         ({"workers": 2}, {}, 2),
         ({"workers": 3}, {"max_lag": 2}, 3),
         ({"type": "vllm"}, {"max_lag": 2}, 1),
-        ({"type": "vllm", "vllm": {"process": "own"}}, {"max_lag": 2}, 0),
         (SERVER, {"max_lag": 2}, 0),
     ],
 )

@@ -1,9 +1,7 @@
-"""The process that hosts one engine for another process: `python -m trimtab.engines.remote.engine_host SOCKET PARENT`.
+"""The other side of a `RemoteEngine`: hosts one engine and answers calls.
 
-The first frame is the specification of the engine (`engine_spec.py`); every other one is a request, answered in order
-by the main thread. A second thread reads the connection, so that an abort arrives while tokens are sampled, and sends a
-heartbeat every second to a caller that waits for an answer. The process exits, with everything the engine started, when
-the connection is closed or its parent has exited for any reason.
+`python -m trimtab.engines.remote.engine_host` is the process of a `ProcessTransport`: the main thread answers, a second
+thread reads the connection and sends heartbeats.
 """
 
 from __future__ import annotations
@@ -11,187 +9,162 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
-import signal
-import socket
 import sys
 import threading
 import traceback
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from trimtab.engines.remote import wire
 from trimtab.errors import TrimtabError
-from trimtab.types import Engine
+from trimtab.processes import Message, Parent
+from trimtab.types import Completion, Engine
 
-HEARTBEAT_INTERVAL = 1.0  # seconds between heartbeats, and between checks of the parent
+if TYPE_CHECKING:  # it imports torch, which takes seconds without a heartbeat
+    from trimtab.engines.remote.remote_engine import Answer
+
 SHUTDOWN_TIMEOUT = 5.0  # seconds for the engine to close
 
 
-class Request:
-    """A frame to answer, and its abort signal (`types.AbortSignal`)."""
+class EngineHost:
+    """Answers one call at a time; `abort` and `progress` may be called beside it, from other threads.
 
-    def __init__(self, frame: wire.Frame) -> None:
-        self.frame = frame
-        self.answered = "do" not in frame.head  # the specification gets no answer
-        self._abort = threading.Event()
-        self._checked = False
+    Subclasses define `publish` and `weights`, because how weights arrive depends on the transport.
+    """
 
-    def interrupt(self) -> None:
-        self._abort.set()
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self._error: Exception | str | None = None
+        self.steps = 0  # checks of the abort signal
+        self.aborted = 0  # number of the last call that was
+        self._generating = False
+        self._call = 0
+
+    def start(self, spec: Mapping[str, Any]) -> None:
+        """Builds the engine; an error is the answer to every call."""
+        try:
+            self.build(spec)
+        except Exception as error:
+            self._error = _to_send(error)
+
+    def build(self, spec: Mapping[str, Any]) -> None:
+        import torch
+
+        from trimtab.engines.engine_spec import build
+
+        torch.set_num_threads(spec["threads"])
+        self.engine = build(spec)
+
+    def answer(self, call: int, method: str, arguments: tuple[Any, ...]) -> Answer:
+        """Performs call number `call`."""
+        value, error = None, self._error
+        if self.engine is None:
+            return value, error, (0, 0, 0)
+        self._call = call
+        try:
+            value = getattr(self, method)(self.engine, *arguments)
+        except Exception as raised:
+            error = _to_send(raised)
+        return value, error, (self.engine.policy_version, self.engine.decoded, self.engine.prefilled)
+
+    def generate(
+        self, engine: Engine, prompts: Any, samples: int, sampling: Any, seed: int, prefixes: Any
+    ) -> list[list[Completion]]:
+        signal = _AbortSignal(self, self._call)
+        self._generating = True
+        try:
+            return engine.generate(prompts, samples, sampling, seed=seed, prefixes=prefixes, interrupt=signal)
+        finally:
+            self._generating = False
+
+    def abort(self, call: int) -> None:
+        """Ends call number `call` soon, even if it has not begun."""
+        self.aborted = max(self.aborted, call)
+
+    def progress(self) -> int:
+        """Returns another number than the last time, unless the engine generates without checking its abort signal.
+
+        Engines check it before every token; one that no longer does hangs, although its process is alive.
+        """
+        self.steps += not self._generating
+        return self.steps
+
+
+class _AbortSignal:
+    """Whether one call of a host was aborted (`types.AbortSignal`)."""
+
+    def __init__(self, host: EngineHost, call: int) -> None:
+        self._host, self._call = host, call
 
     def is_set(self) -> bool:
-        self._checked = True
-        return self._abort.is_set()
-
-    def made_progress(self) -> bool:
-        """Returns whether the engine has checked the abort signal since the last call.
-
-        Engines check it before every token while they generate; one that no longer does hangs, although its process
-        is alive. Other requests always count as progress.
-        """
-        checked, self._checked = self._checked, False
-        return checked or self.frame.head.get("do") != "generate"
+        self._host.steps += 1
+        return self._host.aborted >= self._call
 
 
-class EngineHost:
-    """Hosts one engine: a thread that reads requests, and the main thread that answers them."""
+def _to_send(error: Exception) -> Exception | str:
+    return error if isinstance(error, TrimtabError) else traceback.format_exc().rstrip()
 
-    def __init__(self, connection: socket.socket, parent: int) -> None:
-        self._connection, self._parent = connection, parent
-        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._latest: Request | None = None
-        self._engine: Engine | None = None
-        self._start_error: dict[str, str] = {}
+
+class ProcessHost(EngineHost):
+    """Hosts an engine for the parent of this process; weights come and go as files (`shared_weights.py`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._busy = False
         self._closed = threading.Event()
-        self._sending = threading.Lock()
+        self._parent = Parent(
+            self._receive, progress=lambda: self.progress() if self._busy else None, close=self._wait_for_close
+        )
 
     def serve(self) -> None:
-        threading.Thread(target=self._listen, daemon=True).start()
-        described = self._requests.get()
-        if described is not None:
-            self._start(described.frame.head)
-        while (request := self._requests.get()) is not None:
-            self._answer(request)
-        if self._engine is not None:
-            self._engine.close()
+        """Answers calls until the parent is gone; the first message is the specification of the engine."""
+        message = self._messages.get()
+        if message is not None:
+            self.start(message.content)
+        while (message := self._messages.get()) is not None:
+            call, method, arguments = message.content
+            files = () if message.descriptor is None else (message.descriptor,)
+            value, error, state = self.answer(call, method, (*files, *arguments))
+            self._busy = False
+            with contextlib.ExitStack() as cleanup:
+                descriptor = None
+                if method == "weights" and error is None:
+                    shared = cleanup.enter_context(contextlib.closing(value))
+                    descriptor, value = shared.descriptor, shared.entries
+                self._parent.send((value, error, state), descriptor)
+        if self.engine is not None:
+            self.engine.close()
         self._closed.set()
-        threading.Event().wait()  # the listener ends the process
+        threading.Event().wait()  # `Parent` ends the process
 
-    def _listen(self) -> None:
-        try:
-            while self._parent_lives():
-                if select.select([self._connection], [], [], HEARTBEAT_INTERVAL)[0]:
-                    self._receive(wire.receive(self._connection))
-                else:
-                    self._send_heartbeat()
-        except OSError:
-            pass  # the parent closed the connection or exited
-        except Exception:
-            traceback.print_exc()
-        finally:
-            self._exit()
+    def publish(self, engine: Engine, descriptor: int, entries: Sequence[Any], version: int, exact: bool) -> None:
+        from trimtab.engines.remote.shared_weights import SharedWeights
 
-    def _parent_lives(self) -> bool:
-        """Checks the parent itself: a process forked from it may hold the connection open after its exit."""
-        return os.getppid() == self._parent
+        with contextlib.closing(SharedWeights(descriptor, entries)) as shared:
+            engine.publish(shared, version, exact=exact)
 
-    def _send_heartbeat(self) -> None:
-        request = self._latest
-        # While an answer is being sent no heartbeat is needed, and this thread must not block: it watches the parent.
-        if request is None or not request.made_progress() or not self._sending.acquire(blocking=False):
+    def weights(self, engine: Engine) -> Any:
+        from trimtab.engines.remote.shared_weights import share
+
+        return share(engine.weights())
+
+    def _receive(self, message: Message) -> None:
+        if isinstance(message.content, int):
+            self.abort(message.content)
             return
-        try:
-            if not request.answered:
-                wire.send(self._connection, {"alive": True})
-        finally:
-            self._sending.release()
+        self._busy = isinstance(message.content, tuple)  # the specification gets no answer
+        self._messages.put(message)
 
-    def _receive(self, frame: wire.Frame) -> None:
-        if frame.head.get("do") != "interrupt":
-            self._latest = Request(frame)
-            self._requests.put(self._latest)
-        elif self._latest is not None and self._latest.frame.head.get("call") == frame.head["call"]:
-            self._latest.interrupt()
-
-    def _exit(self) -> None:
-        self._requests.put(None)
-        if self._latest is not None:
-            self._latest.interrupt()
-        if self._engine is not None:
+    def _wait_for_close(self) -> None:
+        self._messages.put(None)
+        self.abort(sys.maxsize)
+        if self.engine is not None:
             self._closed.wait(SHUTDOWN_TIMEOUT)
-        os.killpg(0, signal.SIGKILL)  # this process leads a process group of everything the engine started
-
-    def _start(self, spec: dict[str, Any]) -> None:
-        try:
-            from trimtab.engines.engine_spec import build
-
-            if "threads" in spec:
-                _use_threads(spec["threads"])
-            self._engine = build(spec)
-        except Exception as error:  # raised at the first request
-            self._start_error = _describe_error(error)
-
-    def _answer(self, request: Request) -> None:
-        head: dict[str, Any] = {"error": self._start_error}
-        arrays: wire.Arrays = {}
-        with contextlib.ExitStack() as cleanup:
-            files: list[int] = []
-            if self._engine is not None:
-                try:
-                    head, arrays, files = self._perform(self._engine, request, cleanup)
-                except Exception as error:
-                    head = {"error": _describe_error(error)}
-                engine = self._engine
-                head["state"] = [engine.policy_version, engine.decoded, engine.prefilled]
-            with self._sending:
-                request.answered = True
-                wire.send(self._connection, head, arrays, files)
-
-    def _perform(
-        self, engine: Engine, request: Request, cleanup: contextlib.ExitStack
-    ) -> tuple[dict[str, Any], wire.Arrays, list[int]]:
-        head, arrays = request.frame.head, request.frame.arrays
-        if head["do"] == "generate":
-            prefixes = None if head["prefixes"] is None else wire.unpack_completions(head["prefixes"], arrays)
-            groups = engine.generate(
-                wire.unpack_prompts(head["prompts"], arrays),
-                head["samples"],
-                wire.unpack_sampling(head["sampling"]),
-                seed=head["seed"],
-                prefixes=prefixes,
-                interrupt=request,
-            )
-            described, packed = wire.pack_completions(groups)
-            return {"groups": described}, packed, []
-        from trimtab.engines.remote.shared_weights import SharedWeights, share
-
-        if head["do"] == "publish":
-            shared = SharedWeights(request.frame.files[0], head["entries"])
-            cleanup.enter_context(contextlib.closing(shared))
-            engine.publish(shared, head["version"], exact=head["exact"])
-            return {}, {}, []
-        shared = share(engine.weights())
-        cleanup.enter_context(contextlib.closing(shared))
-        return {"entries": shared.entries}, {}, [shared.descriptor]
-
-
-def _use_threads(count: int) -> None:
-    import torch
-
-    torch.set_num_threads(count)
-
-
-def _describe_error(error: Exception) -> dict[str, str]:
-    """Returns a `TrimtabError` as its type and message, any other exception as its traceback."""
-    if isinstance(error, TrimtabError):
-        return {"type": type(error).__name__, "text": str(error)}
-    return {"type": "defect", "text": traceback.format_exc().rstrip()}
 
 
 def main() -> None:
-    connection, parent = sys.argv[1:]
     try:
-        EngineHost(socket.socket(fileno=int(connection)), int(parent)).serve()
+        ProcessHost().serve()
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -30,7 +30,7 @@ class SharedWeights:
 
     The tensors are views of a private mapping on the CPU: writing to them does not change the file, and they stay valid
     after `close`, which is called when the object is garbage collected. One object may be published to several
-    `ProcessEngine`s.
+    engines.
     """
 
     def __init__(self, descriptor: int, entries: Sequence[Entry]) -> None:

@@ -40,7 +40,7 @@ def import_vllm(*, eager: bool) -> None:
         torch._dynamo.config.disable = True
     try:
         import vllm.sampling_params  # noqa: F401  # pyright: ignore[reportMissingImports]
-        from vllm.v1.engine import async_llm, llm_engine  # noqa: F401  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine import llm_engine  # noqa: F401  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         message = " ".join(str(error).split())
         raise TrimtabError(f"vLLM is installed but broken ({message}); `trimtab doctor` says what to mend") from error

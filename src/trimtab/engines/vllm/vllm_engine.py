@@ -30,7 +30,7 @@ from trimtab.engines.remote.shared_weights import SharedWeights, share
 from trimtab.engines.request import check_vllm_temperature, validate_request
 from trimtab.engines.stopping import StopChecker, eos_ids
 from trimtab.engines.vllm import setup
-from trimtab.engines.vllm.stepped_runner import Core, OwnCore, Request, SharedCore, TokenDelta
+from trimtab.engines.vllm.stepped_runner import Request, TokenDelta, VllmRunner
 from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import DivergedError, TrimtabError
 from trimtab.types import AbortSignal, Completion, Prompt, Sampling
@@ -39,8 +39,7 @@ from trimtab.types import AbortSignal, Completion, Prompt, Sampling
 class VllmEngine:
     """Samples with vLLM (`types.Engine`). It starts without weights, at `policy_version` 0: publish before generating.
 
-    With `process = "shared"` tokens repeat if the prefix cache is in the same state. In a process of its own vLLM
-    batches requests as they arrive, which changes log-probs by rounding errors and thus, occasionally, a token.
+    Tokens repeat if the prefix cache is in the same state.
     """
 
     def __init__(self, model_folder: Path | str, tokenizer: Any, config: EngineConfig) -> None:
@@ -62,7 +61,7 @@ class VllmEngine:
             SimpleNamespace(config=settings, generation_config=_generation_config(model_folder)), tokenizer
         )
         self._weights: SharedWeights | None = None
-        self._core = _start(model_folder, config)
+        self._runner = _start(model_folder, config)
 
     def generate(
         self,
@@ -79,7 +78,7 @@ class VllmEngine:
         Raises:
             TrimtabError: as the embedded engine; nothing was published yet; truncated sampling without
                 `engine.vllm.sampling_mask`; vLLM returned a token without its log-prob.
-            EngineDeadError: vLLM's process died.
+            EngineDeadError: one of vLLM's own processes died (tensor parallelism).
         """
         self._check(prompts, samples, sampling, seed)
         check_prefixes(prefixes, prompts, samples, sampling)
@@ -98,7 +97,7 @@ class VllmEngine:
                 self.decoded -= 1
             return self._append_tokens(row, delta, sampling, stop)
 
-        self._core.run(requests, on_tokens, interrupt)
+        self._runner.run(requests, on_tokens, interrupt)
         completions = [replace(row.completion(self.policy_version, stop), entropy=None) for row in rows]
         return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
 
@@ -111,7 +110,7 @@ class VllmEngine:
         Raises:
             TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, two names of
                 one tied weight carry different values, or vLLM did not load a weight.
-            EngineDeadError: vLLM's process died.
+            EngineDeadError: one of vLLM's own processes died (tensor parallelism).
         """
         del exact
         dtype = getattr(torch, self._config.dtype)
@@ -120,7 +119,7 @@ class VllmEngine:
             shared = share((name, tensor.to(dtype)) for name, tensor in chosen.items())
             on_error.callback(shared.close)
             self._release_weights()  # a failed update leaves no weights, rather than a mixture of two versions
-            if missing := self._core.load(shared):
+            if missing := self._runner.load(shared):
                 raise TrimtabError(
                     f"vLLM did not take over weight {missing[0]!r} ({len(missing)} in all): its model is not "
                     "transformers'; use another engine for this model"
@@ -133,11 +132,12 @@ class VllmEngine:
         return iter(() if self._weights is None else self._weights)
 
     def recover(self) -> None:
-        if self._core.recover():
-            self._release_weights()
+        """Does nothing, unless one of vLLM's own processes has died. Raises `TrimtabError` then."""
+        if self._runner.dead:
+            raise TrimtabError("vLLM cannot be restarted in this process: set engine.workers = 1, then it is")
 
     def close(self) -> None:
-        self._core.close()
+        self._runner.close()
         self._release_weights()
 
     def _release_weights(self) -> None:
@@ -216,14 +216,12 @@ class VllmEngine:
         return np.sort(np.asarray(delta.kept[index], dtype=np.int64))
 
 
-def _start(folder: Path | str, config: EngineConfig) -> Core:
-    if config.vllm.process == "shared" and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise TrimtabError(
-            'vLLM cannot share a process with a trainer of several ranks: set engine.vllm.process = "own"'
-        )
+def _start(folder: Path | str, config: EngineConfig) -> VllmRunner:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise TrimtabError("vLLM cannot share a process with a trainer of several ranks: set engine.workers = 1")
     arguments = setup.arguments(folder, config)
     try:
-        return (SharedCore if config.vllm.process == "shared" else OwnCore)(arguments)
+        return VllmRunner(arguments)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
         raise TrimtabError(f"vLLM does not start: {_summary_line(error)}") from error
 

@@ -8,8 +8,6 @@ loaded, and keys and values computed under the old weights (`VllmEngine` resets 
 from __future__ import annotations
 
 import os
-import select
-import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,11 +47,6 @@ class WeightLoading:
         # Quantized layers have parameters that no checkpoint holds.
         return sorted(expected - loaded) if self.model_runner.model_config.quantization is None else []
 
-    def end_with(self, pid: int) -> None:
-        """Exits when process `pid` ends: vLLM's processes would otherwise survive it and hold memory."""
-        descriptor = os.pidfd_open(pid)
-        threading.Thread(target=_exit_after, args=(descriptor,), name="end with the trainer", daemon=True).start()
-
     def _repack_tied_head(self, model: Any) -> None:
         """Packs the weight of a tied head again: on a CPU a head packs it on loading, and a tied one never loads."""
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # pyright: ignore[reportMissingImports]
@@ -61,8 +54,3 @@ class WeightLoading:
 
         if current_platform.is_cpu() and getattr(model.config, "tie_word_embeddings", False):
             dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
-
-
-def _exit_after(descriptor: int) -> None:
-    select.select([descriptor], [], [])
-    os._exit(1)

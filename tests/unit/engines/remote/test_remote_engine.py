@@ -1,29 +1,198 @@
-"""Waiting for the engine's process to answer: what a test with a real one cannot time."""
+"""The engine in front of a transport: hangs, restarts and errors, which a test with a real process cannot time."""
 
 from __future__ import annotations
 
-import socket
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from tests.support.engines import prompts
 
-from trimtab.engines.remote import wire
-from trimtab.engines.remote.remote_engine import WorkerProcess
+from trimtab.engines.remote import remote_engine
+from trimtab.engines.remote.engine_host import EngineHost
+from trimtab.engines.remote.remote_engine import Answer, RemoteEngine, TransportLost
+from trimtab.errors import EngineDeadError, TrimtabError
+from trimtab.types import Problem, Prompt, Sampling
 
 
-def test_closed_by_another_thread_between_two_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An `OSError`, which the caller turns into the engine's end; a closed socket cannot be waited for."""
-    child = object.__new__(WorkerProcess)
-    child.connection, theirs = socket.socketpair()
-    child.connection.settimeout(5)
-    receive = wire.receive
+class Clock:
+    """`time.monotonic`, which moves only when it is told to."""
 
-    def closing(connection: socket.socket) -> wire.Frame:
-        frame = receive(connection)
-        connection.close()
-        return frame
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
-    monkeypatch.setattr(wire, "receive", closing)
-    with theirs:
-        wire.send(theirs, {"alive": True})
-        with pytest.raises(ConnectionError):
-            child.wait_for_answer(None, 1)
+
+class Scripted:
+    """A transport whose answers, and waits before them, are planned. A wait returns True at the end of the plan."""
+
+    pid = 0
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.beats = 0
+        self.plan: list[Callable[[], None]] = []
+        self.answer: Answer = (None, None, (0, 0, 0))
+        self.asked: list[tuple[Any, ...]] = []
+        self.kills = self.restarts = 0
+
+    def submit(self, method: str, *arguments: Any) -> None:
+        self.asked.append((method, *arguments))
+
+    def wait(self, seconds: float) -> bool:
+        if not self.plan:
+            return True
+        self.clock.now += seconds
+        self.plan.pop(0)()
+        return False
+
+    def result(self) -> Answer:
+        return self.answer
+
+    def abort(self) -> None:
+        self.asked.append(("abort",))
+
+    def heartbeat(self) -> int:
+        return self.beats
+
+    def describe(self, what: str) -> str:
+        return f"it {what}"
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+    def close(self) -> None:
+        pass
+
+    def beat(self) -> None:
+        self.beats += 1
+
+    def suspend(self, seconds: float) -> Callable[[], None]:
+        def move() -> None:
+            self.clock.now += seconds
+
+        return move
+
+
+@pytest.fixture
+def transport(monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    return Scripted(Clock(monkeypatch))
+
+
+@pytest.fixture
+def engine(transport: Scripted) -> RemoteEngine:
+    engine = RemoteEngine(transport, hang_timeout=5)
+    engine.publish([], 1)
+    return engine
+
+
+def nothing() -> None:
+    pass
+
+
+def generate(engine: RemoteEngine) -> Any:
+    return engine.generate(prompts([5]), 1, Sampling(), seed=0)
+
+
+def test_without_heartbeats_it_is_lost_and_with_them_it_may_take_its_time(
+    engine: RemoteEngine, transport: Scripted
+) -> None:
+    steps = round(5 / (remote_engine.STALL_THRESHOLD / 2))
+    transport.plan = ([nothing] * (steps - 1) + [transport.beat]) * 3 + [nothing] * steps
+    generate(engine)
+    transport.plan = [nothing] * (steps + 1)
+    with pytest.raises(
+        EngineDeadError, match=r"^it gave no sign of life for 5 s \(engine.hang_timeout\) during generate$"
+    ):
+        generate(engine)
+    assert transport.kills
+    with pytest.raises(EngineDeadError, match="recover"):
+        generate(engine)
+    engine.recover()
+    assert transport.restarts == 1
+    with pytest.raises(TrimtabError, match="publish before generating"):
+        generate(engine)
+    engine.recover()  # alive: nothing to do
+    assert transport.restarts == 1
+
+
+def test_time_in_which_this_process_was_suspended_does_not_count(engine: RemoteEngine, transport: Scripted) -> None:
+    transport.plan = [transport.suspend(100), nothing, transport.suspend(100), nothing]
+    generate(engine)
+    assert transport.kills == 0
+
+
+def test_counters_go_on_after_a_restart(engine: RemoteEngine, transport: Scripted) -> None:
+    transport.answer = (None, None, (1, 7, 3))
+    generate(engine)
+    transport.answer = (None, EngineDeadError("its own engine is dead"), (1, 9, 4))
+    with pytest.raises(EngineDeadError, match=r"^its own engine is dead$"):
+        generate(engine)
+    engine.recover()
+    assert engine.policy_version == 0
+    transport.answer = (None, None, (2, 5, 1))
+    engine.publish([], 2)
+    assert (engine.policy_version, engine.decoded, engine.prefilled) == (2, 14, 5)
+
+
+def test_an_interrupted_wait_leaves_no_answer_for_the_next_call(engine: RemoteEngine, transport: Scripted) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    transport.plan = [stop]
+    with pytest.raises(KeyboardInterrupt):
+        generate(engine)
+    assert transport.kills
+    with pytest.raises(EngineDeadError):
+        generate(engine)
+
+
+def test_a_lost_transport_is_named_with_the_call(engine: RemoteEngine, transport: Scripted) -> None:
+    def lose() -> None:
+        raise TransportLost("it was killed")
+
+    transport.plan = [lose]
+    with pytest.raises(EngineDeadError, match=r"^it was killed during weights$"):
+        engine.weights()
+
+
+def test_answers_stay_here(engine: RemoteEngine, transport: Scripted) -> None:
+    asked = Prompt(Problem("name", "question", "answer", {"any": object()}), "text", prompts([3])[0].ids)
+    engine.generate([asked], 1, Sampling(), seed=0)
+    [sent] = transport.asked[-1][1]
+    assert sent.problem == Problem("name", "", "")
+    assert sent.text == "text"
+    assert sent.ids is asked.ids
+
+
+class Hosted:
+    """In the place of the engine: checks its abort signal three times."""
+
+    policy_version = decoded = prefilled = 0
+
+    def __init__(self, host: EngineHost) -> None:
+        self.host, self.seen = host, list[tuple[int, int, bool]]()
+
+    def generate(self, *_: Any, interrupt: Any, **__: Any) -> list[Any]:
+        for _check in range(3):
+            before = self.host.progress()
+            assert self.host.progress() == before
+            self.seen.append((before, self.host.progress(), interrupt.is_set()))
+        return []
+
+
+def test_progress_is_that_of_the_process_but_while_it_generates_tokens() -> None:
+    host = EngineHost()
+    host.engine = engine = Hosted(host)  # pyright: ignore[reportAttributeAccessIssue]
+    assert host.progress() != host.progress()
+    host.abort(7)
+    host.answer(8, "generate", ([], 1, Sampling(), 0, None))
+    host.answer(7, "generate", ([], 1, Sampling(), 0, None))
+    assert [aborted for *_, aborted in engine.seen] == [False] * 3 + [True] * 3
+    before = [first for first, *_ in engine.seen[:3]]
+    assert len(set(before)) == 3
+    assert host.progress() != host.progress()

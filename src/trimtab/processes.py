@@ -1,0 +1,232 @@
+"""A child process that exchanges messages with this one: start, heartbeats, exit reason, death with its parent.
+
+Messages are pickled: both ends are this program on one machine, joined by a private pair of sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+HEARTBEAT_INTERVAL = 1.0  # seconds between heartbeats, and between checks of the parent
+TRANSFER_TIMEOUT = 300  # seconds in which no byte of a message moves, after which it is given up
+OUTPUT_TAIL_BYTES = 4096  # of the child's output that are searched for the last line
+# Set by torchrun and removed from the child's environment: the child is no rank. torch.distributed started in it (by
+# vLLM) would otherwise join the trainer's ranks and wait for their store.
+TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_NAME"}
+TORCHRUN_VARIABLES |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"}
+TORCHRUN_PREFIX = "TORCHELASTIC_"
+
+
+class Message(NamedTuple):
+    """What one end sent, and the open file that came with it, which the receiver must close."""
+
+    content: Any
+    descriptor: int | None = None
+
+
+class Heartbeat(NamedTuple):
+    """Sent while the child works; `progress` grows with it."""
+
+    progress: int
+
+
+class WorkerProcess:
+    """Runs `python -P -m module` in a session of its own; the module talks to this process through `Parent`.
+
+    Ctrl-C in the terminal does not reach the child, it is no rank of torchrun, and it ends with this process, however
+    that ends, and with everything it started. One thread at a time sends and receives. `close` and `kill` may be called
+    from another one, and then `send` and `receive` raise.
+
+    Args:
+        module: the `__main__` module of the child; that of this process is not imported.
+        environment: variables to add to those of this process.
+        show_output: whether its output appears on the error output of this process; otherwise it goes to an unnamed
+            file, of which `last_output` quotes the last line.
+    """
+
+    def __init__(self, module: str, *, environment: Mapping[str, str] | None = None, show_output: bool = False) -> None:
+        self.progress = 0
+        self._connection, child_end = multiprocessing.Pipe()
+        _limit_transfers(self._connection)
+        with tempfile.TemporaryFile() as file:
+            self._output = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._output)
+        output = 2 if show_output else self._output
+        with child_end:
+            self.process = subprocess.Popen(
+                # -P: a module in the working directory must not shadow an installed one.
+                [sys.executable, "-P", "-m", module, str(child_end.fileno()), str(os.getpid())],
+                pass_fds=[child_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**_environment(), **(environment or {})},
+                start_new_session=True,
+            )
+        self.kill = weakref.finalize(self, _kill, self._connection, self.process, os.getpid())
+
+    def send(self, content: Any, descriptor: int | None = None) -> None:
+        """Sends a message, with a copy of an open file if `descriptor` is given.
+
+        Raises:
+            OSError: the child has ended, or takes no more bytes.
+        """
+        try:
+            _send(self._connection, content, descriptor)
+        except BaseException:
+            self.kill()  # the rest of a message that was sent in part cannot be told from the next one
+            raise
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """Returns the next message; None if there was none, or only a heartbeat, within `timeout` seconds.
+
+        Raises:
+            EOFError, OSError: the child has ended, or `close` or `kill` was called.
+        """
+        if not self._connection.poll(timeout):
+            return None
+        message = _receive(self._connection)
+        if isinstance(message.content, Heartbeat):
+            self.progress = message.content.progress
+            return None
+        return message
+
+    def close(self, timeout: float) -> None:
+        """Closes the connection, on which the child ends by itself, and kills it after `timeout` seconds."""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired), _as_socket(self._connection) as end:
+            end.shutdown(socket.SHUT_WR)
+            self.process.wait(timeout)
+        self.kill()
+
+    def exit_reason(self) -> str:
+        """Waits for the child to end; returns how it ended, as a clause for messages."""
+        code = self.process.wait()
+        if code == -signal.SIGKILL:
+            return "was killed (by hand, or because memory ran out)"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def last_output(self) -> str:
+        """Returns the last line of the child's output, as a clause for messages; empty if there is none."""
+        size = os.fstat(self._output).st_size
+        tail = os.pread(self._output, OUTPUT_TAIL_BYTES, max(0, size - OUTPUT_TAIL_BYTES)).decode(errors="replace")
+        lines = tail.strip().splitlines()
+        return f", last saying {lines[-1].strip()[:200]!r}," if lines else ""
+
+
+class Parent:
+    """The far end of a `WorkerProcess`, in the child. The child exits, with everything it started, when its parent has
+    closed the connection or has ended for any reason.
+
+    Args:
+        receive: called with every message in a thread that reads the connection, also while the child works.
+        progress: a number to send as a heartbeat, once a second; None while the parent waits for nothing.
+        close: called in that thread when the parent is gone, before the child is killed.
+    """
+
+    def __init__(
+        self,
+        receive: Callable[[Message], None],
+        *,
+        progress: Callable[[], int | None] = lambda: None,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        descriptor, parent = sys.argv[1:]
+        self._connection, self._pid = Connection(int(descriptor)), int(parent)
+        self._receive, self._progress, self._close = receive, progress, close
+        self._sending = threading.Lock()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def send(self, content: Any, descriptor: int | None = None) -> None:
+        with self._sending:
+            _send(self._connection, content, descriptor)
+
+    def _listen(self) -> None:
+        try:
+            # Not the connection alone: a process forked from the parent may hold it open after the parent's exit.
+            while os.getppid() == self._pid:
+                if self._connection.poll(HEARTBEAT_INTERVAL):
+                    self._receive(_receive(self._connection))
+                else:
+                    self._send_heartbeat()
+        except (EOFError, OSError):
+            pass  # the parent closed the connection or exited
+        except Exception:
+            traceback.print_exc()
+        finally:
+            self._close()
+            sys.stderr.flush()
+            os.killpg(0, signal.SIGKILL)  # this process leads a process group of everything it started
+
+    def _send_heartbeat(self) -> None:
+        progress = self._progress()
+        # While a message is being sent no heartbeat is needed, and this thread must not block: it watches the parent.
+        if progress is not None and self._sending.acquire(blocking=False):
+            try:
+                _send(self._connection, Heartbeat(progress))
+            finally:
+                self._sending.release()
+
+
+def _send(connection: Connection, content: Any, descriptor: int | None = None) -> None:
+    connection.send((content, descriptor is not None))
+    if descriptor is not None:
+        with _as_socket(connection) as end:
+            socket.send_fds(end, [b"\0"], [descriptor])
+
+
+def _receive(connection: Connection) -> Message:
+    content, has_file = connection.recv()
+    if not has_file:
+        return Message(content)
+    with _as_socket(connection) as end:
+        _, files, _, _ = socket.recv_fds(end, 1, 1)
+    if not files:
+        raise EOFError
+    os.set_inheritable(files[0], False)
+    return Message(content, files[0])
+
+
+def _as_socket(connection: Connection) -> socket.socket:
+    """Returns another handle of the connection, to be closed by the caller."""
+    return socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+def _limit_transfers(connection: Connection) -> None:
+    """Makes the connection raise `BlockingIOError` when no byte moves for a while in the middle of a message."""
+    with _as_socket(connection) as end:
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", TRANSFER_TIMEOUT, 0))
+
+
+def _environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in TORCHRUN_VARIABLES and not name.startswith(TORCHRUN_PREFIX)
+    }
+
+
+def _kill(connection: Connection, process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked copy of this process must not end its parent's child
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # including processes that it started, which may still run
+    # Wakes a thread that waits for a message. The connection is closed with the last reference: its number must not be
+    # used again while that thread still reads it.
+    with contextlib.suppress(OSError), _as_socket(connection) as end:
+        end.shutdown(socket.SHUT_RDWR)
+    process.wait()

@@ -1,0 +1,19 @@
+"""The process of an engine in a test, whose vLLM runs the model in a process of its own, as with tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab.engines.remote import engine_host
+from trimtab.engines.vllm import setup
+
+arguments = setup.arguments
+
+
+def split(*given: Any) -> dict[str, Any]:
+    return arguments(*given) | {"distributed_executor_backend": "mp"}
+
+
+if __name__ == "__main__":
+    setup.arguments = split
+    engine_host.main()

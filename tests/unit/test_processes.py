@@ -1,0 +1,201 @@
+"""Messages between processes: what goes in comes out, bit for bit, with an open file, and no thread waits for ever."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import fields
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays_of
+from tests.support.processes import gone
+
+from trimtab import processes
+from trimtab.errors import DivergedError, EngineDeadError, TrimtabError
+from trimtab.processes import Message, Parent, WorkerProcess
+from trimtab.types import Completion
+
+INTS = st.integers(-(2**63), 2**63 - 1)
+TEXT = st.text(st.characters(exclude_categories=[]), max_size=20)  # lone halves of surrogate pairs included
+ROUTES = st.none() | arrays_of.arrays(
+    np.int16, st.tuples(st.integers(0, 6), st.integers(1, 3), st.integers(1, 3)), fill=st.nothing()
+)
+
+
+def through(content: Any, descriptor: int | None = None) -> Message:
+    """Over a real connection, from a thread: messages are larger than its buffer."""
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        sender = threading.Thread(target=processes._send, args=(ours, content, descriptor))
+        sender.start()
+        message = processes._receive(theirs)
+        sender.join()
+        assert not theirs.poll(0)  # nothing of the message is left
+    return message
+
+
+def identical(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@st.composite
+def completions(draw: st.DrawFn) -> Completion:
+    n = draw(st.integers(0, 5))
+
+    def numbers(dtype: Any, elements: st.SearchStrategy[Any]) -> np.ndarray:
+        return np.array(draw(st.lists(elements, min_size=n, max_size=n)), dtype=dtype)
+
+    floats = st.floats(width=32, allow_nan=True)
+    return Completion(
+        response_ids=numbers(np.int64, INTS),
+        logp_behavior=numbers(np.float32, floats),
+        policy_version=numbers(np.int64, INTS),
+        finish=draw(st.sampled_from(["stop", "length", "abort"])),
+        text=draw(TEXT),
+        entropy=numbers(np.float32, floats) if draw(st.booleans()) else None,
+        kept=tuple(np.array(draw(st.lists(INTS, max_size=4)), np.int64) for _ in range(n))
+        if draw(st.booleans())
+        else None,
+        routes=draw(ROUTES),
+    )
+
+
+@settings(deadline=None)  # a connection and a thread for each example
+@given(st.lists(st.lists(completions(), max_size=3), max_size=3))
+def test_completions_arrive_bit_for_bit(groups: list[list[Completion]]) -> None:
+    found = through(groups).content
+    assert [len(group) for group in found] == [len(group) for group in groups]
+    for one, sent in ((a, b) for group in zip(found, groups, strict=True) for a, b in zip(*group, strict=True)):
+        for field in fields(Completion):
+            value, expected = getattr(one, field.name), getattr(sent, field.name)
+            if isinstance(expected, np.ndarray):
+                assert identical(value, expected), field.name
+                assert value.flags.writeable
+            elif isinstance(expected, tuple):
+                assert all(identical(a, b) for a, b in zip(value, expected, strict=True))
+            else:
+                assert value == expected
+
+
+def test_large_and_strided_arrays() -> None:
+    big = np.arange(3_000_001, dtype=np.int64)[::-1]
+    square = np.arange(12, dtype=np.float32).reshape(3, 4).T
+    found = through({"big": big, "square": square}).content
+    assert identical(found["big"], np.ascontiguousarray(big))
+    assert identical(found["square"], np.ascontiguousarray(square))
+
+
+@pytest.mark.parametrize("kind", [TrimtabError, DivergedError, EngineDeadError])
+def test_a_users_error_arrives_as_itself(kind: type[TrimtabError]) -> None:
+    error = through(kind("one line")).content
+    assert type(error) is kind
+    assert str(error) == "one line"
+
+
+def test_messages_arrive_in_order_and_an_open_file_with_its_own() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    reader, writer = os.pipe()
+    with ours, theirs:
+        processes._send(ours, 1)
+        processes._send(ours, np.ones(3), reader)
+        processes._send(ours, 3)
+        os.close(reader)
+        messages = [processes._receive(theirs) for _ in range(3)]
+    assert [message.descriptor is None for message in messages] == [True, False, True]
+    copy = messages[1].descriptor
+    assert copy is not None
+    os.write(writer, b"through")
+    assert os.read(copy, 7) == b"through"
+    assert not os.get_inheritable(copy)
+    os.close(copy)
+    os.close(writer)
+
+
+@pytest.mark.parametrize("cut", [0, 3, 7, -1])
+def test_a_connection_that_ends_early_is_an_error(cut: int) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    data = bytes(ForkingPickler.dumps((list(range(100)), False)))
+    whole = len(data).to_bytes(4, "big") + data
+    with theirs:
+        os.write(ours.fileno(), whole[:cut])
+        ours.close()
+        with pytest.raises((EOFError, OSError)):
+            processes._receive(theirs)
+
+
+def echo() -> None:
+    """The child of the tests below: it sends back what it gets, and does what a text says."""
+    messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    parent = Parent(messages.put)
+    print("last words", flush=True)
+    while True:
+        message = messages.get()
+        if message.content == "hang":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        parent.send(message.content, message.descriptor)
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerProcess]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))
+    child = WorkerProcess(__name__)
+    child.send("ready")
+    assert child.receive() == Message("ready")
+    yield child
+    child.kill()
+
+
+def test_a_thread_that_waits_is_woken_when_another_one_ends_the_child(child: WorkerProcess) -> None:
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            child.receive()
+        except (EOFError, OSError) as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    child.kill()
+    waiting.join()
+    assert len(raised) == 1
+    assert gone(child.process.pid)
+    assert child.exit_reason() == "was killed (by hand, or because memory ran out)"
+    assert child.last_output() == ", last saying 'last words',"
+
+
+def test_a_message_for_a_child_that_stands_still_is_given_up(
+    child: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even in the middle of a message; the child is then ended, since the rest could not be told from the next one."""
+    monkeypatch.setattr(processes, "TRANSFER_TIMEOUT", 1)
+    processes._limit_transfers(child._connection)
+    child.send("hang")
+    with pytest.raises(BlockingIOError):
+        child.send(bytes(1 << 24))
+    assert gone(child.process.pid)
+
+
+def test_a_file_goes_there_and_back(child: WorkerProcess) -> None:
+    reader, writer = os.pipe()
+    child.send("file", reader)
+    message = child.receive()
+    assert message is not None
+    assert message.descriptor is not None
+    os.write(writer, b"through")
+    assert os.read(message.descriptor, 7) == b"through"
+    for descriptor in (reader, writer, message.descriptor):
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    echo()
