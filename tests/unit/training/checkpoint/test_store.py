@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, TrimtabWarning
-from trimtab.pages import render
 from trimtab.runs import atomic
 from trimtab.runs.layout import BestCheckpoint, best_checkpoint, list_checkpoints, move_aside_after
 from trimtab.training.checkpoint import store
@@ -355,7 +354,7 @@ def test_files_are_as_readable_as_the_umask_says(tmp_path: Path, mask: int) -> N
     with umask(mask):
         save(tmp_path, 1)
         atomic.write_text(tmp_path / "config.toml", "text")
-        render.write(tmp_path / "report.html", b"page")
+        atomic.write_output(tmp_path / "report.html", b"page")
     files = [item for item in tmp_path.rglob("*") if item.is_file()]
     assert {item.suffix for item in files} >= {".safetensors", ".json", ".parquet", ".toml", ".html"}
     assert {item.name: oct(item.stat().st_mode & 0o777) for item in files} == {
