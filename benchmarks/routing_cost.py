@@ -25,6 +25,7 @@ from trimtab.rollout.collector import PromptStream
 from trimtab.runs import trajectories
 from trimtab.runs.expert_column import stored_bytes
 from trimtab.training.batching import MicroBatch, to_tensors
+from trimtab.training.features.routing_replay import RoutingReplay
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Completion, Prompt, Sampling, Trajectory
 
@@ -73,14 +74,15 @@ def sizes(loaded: LoadedModel, rows: list[Trajectory]) -> None:
 
 def trained(loaded: LoadedModel, rows: list[Trajectory], rounds: int) -> None:
     """Forward and backward with replay and measured agreement, against both without."""
-    micro = to_tensors(rows, range(len(rows)), 12, torch.device("cpu"), routers(loaded.model))
+    replay = RoutingReplay("rollout", routers(loaded.model))
+    micro = replay.pack(to_tensors(rows, range(len(rows)), 12, torch.device("cpu")), rows)
     loaded.model.train()
     jobs = [lambda on=on: update(loaded, micro, on) for on in (False, True)]
     ratio("update with replay and agreement / without", jobs, rounds)
 
 
 def update(loaded: LoadedModel, micro: MicroBatch, on: bool) -> None:
-    score(loaded.model, micro.tokens, routes=micro.routes if on else None, record=on).logp.sum().backward()
+    score(loaded.model, micro.tokens, routes=micro.extras["routes"] if on else None, record=on).logp.sum().backward()
 
 
 def ratio(name: str, jobs: list[Callable[[], None]], rounds: int) -> None:

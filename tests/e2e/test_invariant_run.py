@@ -76,7 +76,7 @@ def test_neither_however_it_is_run(tmp_path: Path, sets: list[str]) -> None:
     ids=["prefixes", "noise", "lag"],
 )
 def test_what_was_sampled_under_the_same_weights_is_equal(tmp_path: Path, sets: list[str]) -> None:
-    """Tokens of older weights differ; `check_bitwise_equal` compares the others, and would stop the run."""
+    """Tokens of older weights differ; `BitwiseCheck` compares the others, and would stop the run."""
     rows = run(tmp_path / "run", INVARIANT, *MIXED, *sets, recipe="laboratory")
     assert sum(row["mismatch/confirmed"] for row in rows) > 100
 

@@ -63,7 +63,6 @@ def empty_micro_batch(like: MicroBatch) -> MicroBatch:
         mask=no_mask,
         behavior=no_values,
         off_policy=no_mask,
-        kept=None,
         advantage=no_values,
         proximal=None if like.proximal is None else no_values,
         reference=None if like.reference is None else no_values,

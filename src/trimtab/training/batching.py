@@ -6,8 +6,8 @@ and every epoch use the same packing, so that the ratio of the first update is e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,9 +15,7 @@ import numpy as np
 import torch
 
 from trimtab.corrections import finite_rows
-from trimtab.models.logprobs import TokenBatch, pack_kept
-from trimtab.models.routing import RouterInfo, Routes
-from trimtab.training.features import routing_replay
+from trimtab.models.logprobs import TokenBatch
 from trimtab.types import Trajectory
 
 
@@ -31,13 +29,9 @@ class MicroBatch:
         mask: (rows, time) bool, True at trained tokens.
         behavior: (rows, time) float32 log-probs of the sampler; NaN at tokens of external traces.
         off_policy: (rows, time) bool, True at tokens of external traces.
-        kept: sampling masks, where sampling was truncated.
         advantage: (rows, 1); NaN until it is known, so that a loss that reads it too early is NaN.
         proximal, reference: (rows, time) float32 log-probs; None until scored.
-        routes: experts that every pass of the trained policy replays, in CPU memory. For a large model they are the
-            largest tensors here, and are on the device only during the forward.
-        agreed: number of (token, layer) pairs of the proximal pass whose routers would have chosen the replayed experts
-            themselves, and the number of all pairs.
+        extras: what features have attached, by name (`training/features/`).
     """
 
     rows: tuple[int, ...]
@@ -45,12 +39,10 @@ class MicroBatch:
     mask: torch.Tensor
     behavior: torch.Tensor
     off_policy: torch.Tensor
-    kept: torch.Tensor | None
     advantage: torch.Tensor
     proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
-    routes: Routes | None = None
-    agreed: tuple[int, int] | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def on_policy(self) -> torch.Tensor:
@@ -59,6 +51,12 @@ class MicroBatch:
 
     def with_scores(self, **scores: Any) -> MicroBatch:
         return replace(self, **scores)
+
+    def with_extras(self, **extras: Any) -> MicroBatch:
+        return replace(self, extras={**self.extras, **extras})
+
+
+MiniBatch = list[MicroBatch]
 
 
 def split_minibatches(groups: Sequence[Sequence[int]], minibatches: int) -> list[list[Sequence[int]]]:
@@ -112,39 +110,26 @@ def micro_batches(
 
 
 def to_tensors(
-    trajectories: Sequence[Trajectory],
-    rows: Sequence[int],
-    pad_id: int,
-    device: torch.device,
-    experts: RouterInfo | None = None,
+    trajectories: Sequence[Trajectory], rows: Sequence[int], pad_id: int, device: torch.device
 ) -> MicroBatch:
-    """The chosen trajectories as padded tensors on `device`; each group's prompt appears once.
-
-    `experts`: replay the routed experts of the trajectories. Raises `TrimtabError` if one has none.
-    """
+    """The chosen trajectories as padded tensors on `device`; each group's prompt appears once."""
     chosen = [trajectories[row] for row in rows]
     first = {t.group: t for t in reversed(chosen)}
     prompt_index = {group: index for index, group in enumerate(dict.fromkeys(t.group for t in chosen))}
-    prompt_of = [prompt_index[t.group] for t in chosen]
     tokens = TokenBatch.pack(
         [first[group].prompt.ids for group in prompt_index],
         [t.completion.response_ids for t in chosen],
-        prompt_of,
+        [prompt_index[t.group] for t in chosen],
         pad_id=pad_id,
     )
     time = tokens.response_ids.shape[1]
-    kept = None
-    if any(t.sampling.truncated for t in chosen):
-        kept = pack_kept([t.completion.kept or () for t in chosen], time).to(device)
     return MicroBatch(
         rows=tuple(rows),
-        tokens=TokenBatch(**{field.name: getattr(tokens, field.name).to(device) for field in fields(tokens)}),
+        tokens=TokenBatch(**{item.name: getattr(tokens, item.name).to(device) for item in fields(tokens)}),
         mask=_pad([t.loss_mask for t in chosen], time, False).to(device),
         behavior=_pad([t.completion.logp_behavior for t in chosen], time, 0.0).to(device),
         off_policy=_pad([np.full(len(t), t.off_policy) for t in chosen], time, False).to(device),
-        kept=kept,
         advantage=torch.full((len(chosen), 1), float("nan"), device=device),
-        routes=None if experts is None else routing_replay.pack(chosen, prompt_of, time, experts),
     )
 
 

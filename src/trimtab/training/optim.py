@@ -12,26 +12,39 @@ from typing import Any
 import torch
 
 from trimtab.config import OptimConfig, SurgeConfig
+from trimtab.errors import DivergedError
 from trimtab.models.sharding import local
 from trimtab.training.ranks import Ranks
 
 # `period * surge` may be a whole number of steps, but slightly larger in floating point (1.8 * 5).
 _ROUNDING = 1e-9
+ADVICE = "lower optim.lr or choose a stricter correction"
+
+
+class NonFiniteUpdateError(DivergedError):
+    """Loss, gradient or weights are not finite, and training cannot continue.
+
+    `weights_are_good`: all bad updates were skipped, so the weights can still be saved. `advice`: what to change.
+    """
+
+    def __init__(self, message: str, *, weights_are_good: bool, advice: str = ADVICE) -> None:
+        super().__init__(message)
+        self.weights_are_good = weights_are_good
+        self.advice = advice
 
 
 def build_optimizer(
     parameters: Iterable[torch.nn.Parameter],
     config: OptimConfig,
-    noise: Iterable[torch.nn.Parameter] = (),
-    noise_lr: float = 0.0,
+    modules: Iterable[tuple[torch.nn.Module, float]] = (),
 ) -> torch.optim.AdamW:
     """Fused AdamW over the trainable parameters (about six times faster than the loop over tensors on a CPU).
 
-    `noise`: parameters with the constant rate `noise_lr` and no decay, which would pull log sigma towards sigma = 1.
+    `modules`: further modules, each with its constant rate. They have no decay, which would pull a log sigma
+    towards sigma = 1.
     """
     groups: list[dict[str, Any]] = [{"params": [parameter for parameter in parameters if parameter.requires_grad]}]
-    if noise_parameters := list(noise):
-        groups.append({"params": noise_parameters, "lr": noise_lr, "weight_decay": 0.0})
+    groups += [{"params": list(module.parameters()), "lr": lr, "weight_decay": 0.0} for module, lr in modules]
     return torch.optim.AdamW(
         groups,
         lr=config.lr,
@@ -87,5 +100,5 @@ def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of the policy; that of the noise is constant."""
+    """Set the learning rate of the policy; those of other modules are constant."""
     optimizer.param_groups[0]["lr"] = lr

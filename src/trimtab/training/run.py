@@ -23,8 +23,6 @@ from trimtab.models import invariant
 from trimtab.models.laboratory import NAMES as LABORATORY_MODELS
 from trimtab.models.load import LoadedModel, default_device, load
 from trimtab.models.lora import add_lora
-from trimtab.models.perturbation import Perturbation
-from trimtab.models.routing import RouterInfo
 from trimtab.objectives import Objective
 from trimtab.rewards import Scorer
 from trimtab.rollout import prefixes, truncation
@@ -41,8 +39,8 @@ from trimtab.training import custom_objective
 from trimtab.training.backends import LOCAL_BACKENDS, Backends
 from trimtab.training.checkpoint import snapshot
 from trimtab.training.export import save_model_files
-from trimtab.training.features import routing_replay
-from trimtab.training.features.length_surge import LengthSurge
+from trimtab.training.features import build_features
+from trimtab.training.features.feature import Feature
 from trimtab.training.followers import AbsentEngine, run_directory, shard_model, shared_source
 from trimtab.training.learner import Learner
 from trimtab.training.loop import Trainer
@@ -216,7 +214,7 @@ def build_trainer(
     makers: Backends = LOCAL_BACKENDS,
 ) -> Trainer:
     """Build engines, rollout source, learner and trainer around a loaded model."""
-    ranks, replayed = current_ranks(), routing_replay.experts(config, loaded.model)
+    ranks = current_ranks()
     device = ranks.device or default_device()
     if ranks.size == 1 or (ranks.is_leader and config.engine.type == "embedded"):
         # Before engines are built: the embedded engine copies the model on the device where it finds it.
@@ -228,14 +226,13 @@ def build_trainer(
         engines = build_engines(config, loaded, run.model_folder, observer.message)
     canary = Canary.build(config, loaded.tokenizer, loaded.model)
     model = shard_model(prepare_model(loaded.model, config, device), config)
+    features = list(build_features(config, model, canary, observer.message))
     return Trainer(
         config=config,
         source=_build_source(config, parts, loaded, engines, observer, canary),
-        learner=_build_learner(config, parts.objective, model, device, replayed),
+        learner=_build_learner(config, parts.objective, model, device, features),
         run=run,
         observer=observer,
-        surge=LengthSurge(config.optim.surge) if config.optim.schedule == "surge" else None,
-        canary=canary,
     )
 
 
@@ -258,24 +255,17 @@ def _build_source(
 
 
 def _build_learner(
-    config: Config, built: Objective, model: nn.Module, device: torch.device, experts: RouterInfo | None
+    config: Config, built: Objective, model: nn.Module, device: torch.device, features: Sequence[Feature]
 ) -> Learner:
-    trainer, noise = config.trainer, config.perturbation
-    perturbation = None if noise is None else Perturbation(model, str(noise.layers), noise.std).to(device)
+    trainer, modules = config.trainer, [module for feature in features for module in feature.modules().values()]
     return Learner(
         config=config,
         model=model,
-        optimizer=build_optimizer(
-            model.parameters(),
-            config.optim,
-            () if perturbation is None else perturbation.parameters(),
-            0.0 if noise is None else noise.lr,
-        ),
+        optimizer=build_optimizer(model.parameters(), config.optim, modules),
         objective=built,
         total_updates=trainer.steps * trainer.updates_per_step,
         reference=_load_reference(config, built, device),
-        perturbation=perturbation,
-        experts=experts,
+        features=features,
     )
 
 

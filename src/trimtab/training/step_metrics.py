@@ -1,4 +1,4 @@
-"""The metrics of one step under the names of `docs/metrics.md`."""
+"""The metrics that every step has, under the names of `docs/metrics.md`; features add theirs (`Feature.end_step`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.models.perturbation import Perturbation
 from trimtab.rollout.collector import RolloutStats
-from trimtab.runs.expert_column import stored_bytes
 from trimtab.training.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 
@@ -39,78 +37,10 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
     }
 
 
-def async_metrics(trajectories: Sequence[Trajectory], stats: RolloutStats, version: int) -> dict[str, float]:
-    """Metrics of asynchronous runs: ages of tokens, lengths of used and of all responses, restarts, aborts, waiting.
-
-    A response counts in the step in which it was consumed or discarded. A response that was discarded before its end
-    counts with its length so far, so `lag/length_generated` is biased low.
-    """
-    ages = [version - t.completion.policy_version for t in trajectories]
-    values, counts = np.unique(np.concatenate(ages), return_counts=True) if ages else ((), ())
-    total = max(1, sum(len(age) for age in ages))
-    accepted = [len(t) for t in trajectories]
-    generated = accepted + stats.discarded_lengths
-    return {
-        **{f"lag/share/{int(age)}": float(count / total) for age, count in zip(values, counts, strict=True)},
-        "lag/length_accepted": float(np.mean(accepted)) if accepted else 0.0,
-        "lag/length_generated": float(np.mean(generated)) if generated else 0.0,
-        "engine/restarts": stats.restarts,
-        "engine/interrupted": stats.interrupted,
-        "time/wait": stats.seconds_waiting,
-    }
-
-
 def _entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Mean entropy, in nats, of the sampling distributions, if the engine reports it for all responses."""
     entropies = [t.completion.entropy for t in trajectories if t.completion.entropy is not None]
     return {"entropy/rollout": float(np.concatenate(entropies).mean())} if len(entropies) == len(trajectories) else {}
-
-
-def prefix_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """Shares, lengths and ages of prefixes of older policies; a prefix ends where the version changes."""
-    versions = [t.completion.policy_version for t in trajectories]
-    lengths = np.array([int((tokens < tokens[-1]).sum()) if len(tokens) else 0 for tokens in versions])
-    ages = [version - tokens[0] for tokens, length in zip(versions, lengths, strict=True) if length]
-    return {
-        "prefix/tokens": float(lengths.sum() / max(1, sum(len(tokens) for tokens in versions))),
-        "prefix/length": float(lengths.mean()) if len(lengths) else 0.0,
-        "prefix/age": float(np.mean(ages)) if ages else 0.0,
-    }
-
-
-def expert_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Counts of demonstrations in this step: used, dropped as too long, and prompts without one."""
-    return {
-        "expert/traces": stats.traces,
-        "expert/dropped": stats.traces_dropped,
-        "expert/missing": stats.traces_missing,
-    }
-
-
-def perturbation_metrics(perturbation: Perturbation, stats: StepStatistics) -> dict[str, float]:
-    """Sigma of every layer; in probe steps also the effect of the noise on matmul inputs and log-probs."""
-    sigmas = perturbation.sigmas()
-    metrics = {f"perturbation/sigma/{layer}": sigma for layer, sigma in sigmas.items()}
-    metrics["perturbation/sigma_mean"] = float(np.mean(list(sigmas.values())))
-    if stats.changes is None or not stats.perturbed:
-        return metrics
-    changed = stats.changes.fractions()
-    if changed:
-        metrics |= {f"perturbation/changed/{layer}": share for layer, share in changed.items()}
-        metrics["perturbation/changed"] = float(np.mean(list(changed.values())))
-    clean = np.concatenate([stats.mismatch_logps[row] for row in stats.perturbed]).astype(np.float64)
-    noisy = np.concatenate(list(stats.perturbed.values())).astype(np.float64)
-    metrics["perturbation/dlogp"] = float(np.abs(noisy - clean).mean())
-    metrics["perturbation/dp_q75"] = float(np.quantile(np.abs(np.exp(noisy) - np.exp(clean)), 0.75))
-    return metrics
-
-
-def routing_metrics(trajectories: Sequence[Trajectory], stats: StepStatistics) -> dict[str, float]:
-    """How often the routers would have chosen the replayed experts themselves, and the size of the engine's record."""
-    metrics: dict[str, float] = {"routing/agreement": stats.agreed / stats.routed} if stats.routed else {}
-    if any(trajectory.completion.routes is not None for trajectory in trajectories):
-        metrics["routing/bytes"] = stored_bytes(trajectories)
-    return metrics
 
 
 def rollout_metrics(stats: RolloutStats, *, dropped: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from operator import add
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from trimtab.corrections.statistics import Mergeable
-from trimtab.models.perturbation import PerturbationCoverage
+from trimtab.objectives import mismatch
 from trimtab.objectives.metrics import Metrics
+from trimtab.training.batching import MicroBatch
 from trimtab.training.ranks import Ranks
 
 Part = TypeVar("Part", bound=Mergeable)
@@ -29,28 +30,47 @@ class StepStatistics:
     Attributes:
         objective, mismatch: metrics of the objective and of the mismatch between sampler and trainer.
         mismatch_logps: for each row, the trainer's log-probs that the sampler's were compared with.
-        perturbed: for each row of a probe step, the log-probs of the perturbed policy.
+        perturbed: for each row that was also scored in a probe, the log-probs of the perturbed policy.
         versions: for each row, the version of the policy that computed `mismatch_logps`.
-        changes: coverage of the perturbation; None except in probe steps.
-        agreed: number of (token, layer) pairs whose routers would have chosen the replayed experts themselves.
-        routed: number of pairs that were compared for `agreed`.
+        counts: of features, by name.
         turns: micro-batch slots of all ranks; idle: slots without a micro-batch.
     """
 
-    objective: Any = None
-    mismatch: Any = None
+    objective: Metrics | None = None
+    mismatch: Metrics | None = None
     mismatch_logps: dict[int, np.ndarray] = field(default_factory=dict)
     perturbed: dict[int, np.ndarray] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
-    changes: PerturbationCoverage | None = None
-    agreed: int = 0
-    routed: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
     tokens: int = 0
     turns: int = 0
     idle: int = 0
     lr: float = 0.0
+
+    def add_logps(
+        self, micro: MicroBatch, logps: Tensor, perturbed: Tensor | None, version: int, *, measure: bool
+    ) -> None:
+        """Measure the mismatch of the log-probs of policy `version`, if `measure`, and keep each row's first ones.
+
+        Later ones follow further updates.
+        """
+        if measure:
+            self.mismatch = add_metrics(self.mismatch, mismatch(logps, micro.behavior, micro.on_policy), micro)
+        for index, row in enumerate(micro.rows):
+            if row not in self.mismatch_logps:
+                real = micro.tokens.response_mask[index]
+                self.mismatch_logps[row] = logps[index][real].cpu().numpy()
+                if perturbed is not None:
+                    self.perturbed[row] = perturbed[index][real].cpu().numpy()
+                self.versions[row] = version
+
+
+def add_metrics(total: Metrics | None, metrics: Metrics, micro: MicroBatch) -> Metrics:
+    """`total` with the metrics of one micro-batch, which count nothing if it has no rows."""
+    part = metrics if micro.rows else without_counts(metrics)
+    return part if total is None else total + part
 
 
 def without_counts(metrics: Metrics) -> Metrics:
@@ -106,13 +126,11 @@ def all_reduce_statistics(stats: StepStatistics, ranks: Ranks) -> None:
     for name, tensor in all_gather_tensors(local, ranks).items():
         kind, _, row = name.partition("|")
         kinds[kind][int(row)] = tensor.numpy()
-    counts = stats.changes.counts() if stats.changes is not None else {}
-    sums = {name: getattr(stats, name) for name in ("tokens", "agreed", "routed")}
-    data = {"versions": stats.versions, "changes": counts, "sums": sums}
+    data = {"versions": stats.versions, "tokens": stats.tokens, "counts": stats.counts}
     parts = [json.loads(part) for part in ranks.gather(json.dumps(data).encode())]
-    for name in sums:
-        setattr(stats, name, sum(part["sums"][name] for part in parts))
+    stats.tokens = sum(part["tokens"] for part in parts)
+    stats.counts = {}
     for part in parts:
         stats.versions |= {int(row): version for row, version in part["versions"].items()}
-    if stats.changes is not None:
-        stats.changes = type(stats.changes).merged([part["changes"] for part in parts])
+        for name, count in part["counts"].items():
+            stats.counts[name] = stats.counts.get(name, 0) + count

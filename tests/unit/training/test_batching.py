@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.support.trajectories import trajectory
 
 from trimtab.training.batching import micro_batches, split_minibatches, to_tensors
+from trimtab.training.features.sampling_mask import SamplingMask
 
 CPU = torch.device("cpu")
 
@@ -25,7 +26,7 @@ def test_prompts_are_padded_left_and_appear_once() -> None:
     assert micro.tokens.response_ids.tolist() == [[5, 6, 0], [5, 0, 0], [8, 8, 8]]
     assert micro.mask.tolist() == [[True, True, False], [True, False, False], [True, True, True]]
     assert micro.behavior.tolist() == [[-1, -1, 0], [-1, 0, 0], [-1, -1, -1]]
-    assert micro.kept is None
+    assert not SamplingMask().pack(micro, rows).extras
 
 
 def test_rows_are_taken_in_the_order_asked_for() -> None:
@@ -38,9 +39,8 @@ def test_rows_are_taken_in_the_order_asked_for() -> None:
 
 def test_keep_sets_travel_with_their_tokens() -> None:
     rows = [trajectory(0, [5, 6], kept=[[5, 4], [6]]), trajectory(0, [5], kept=[[5, 3]])]
-    kept = to_tensors(rows, (0, 1), pad_id=0, device=CPU).kept
-    assert kept is not None
-    assert kept.tolist() == [[[5, 4], [6, -1]], [[5, 3], [-1, -1]]]
+    micro = SamplingMask().pack(to_tensors(rows, (0, 1), pad_id=0, device=CPU), rows)
+    assert micro.extras["kept"].tolist() == [[[5, 4], [6, -1]], [[5, 3], [-1, -1]]]
 
 
 def test_external_traces_are_marked_token_by_token_and_keep_their_nan() -> None:

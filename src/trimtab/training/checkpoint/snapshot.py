@@ -1,4 +1,4 @@
-"""Captures the state of a run for a checkpoint, and restores it bit for bit."""
+"""Saves the state of a run as a checkpoint, and restores it bit for bit."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import Any, Protocol
 
 from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
-from trimtab.rollout.canary import Canary
 from trimtab.rollout.source import RolloutSource
 from trimtab.runs import atomic
 from trimtab.runs.directory import RunDirectory
-from trimtab.runs.layout import CONFIG
+from trimtab.runs.layout import CONFIG, best_checkpoint, checkpoint_folder
 from trimtab.training.checkpoint import state_tensors, store
 from trimtab.training.custom_objective import refuse_other
-from trimtab.training.features.calibration import set_bounds
-from trimtab.training.features.length_surge import LengthSurge
 from trimtab.training.idle import IdleSteps
 from trimtab.training.learner import Learner
 from trimtab.training.observer import Observer
+from trimtab.training.ranks import current_ranks
 
 KEYS_FREE_TO_CHANGE = ("out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare")
 KEYS_FREE_TO_CHANGE += ("placement", "ray", "sharding")
@@ -33,14 +31,45 @@ class Resumable(Protocol):
     learner: Learner
     run: RunDirectory
     observer: Observer
-    surge: LengthSurge | None
-    canary: Canary | None
     idle: IdleSteps
     step: int
 
     def publish_now(self) -> None: ...
 
-    def mark_best(self, evaluated: Mapping[str, float]) -> None: ...
+
+def save(trainer: Resumable, evaluated: Mapping[str, float]) -> None:
+    """Save the last finished step, mark it if it is the best so far, and delete old checkpoints.
+
+    `evaluated`: the evaluation of this step.
+    """
+    store.save(trainer.run.checkpoint_root, trainer.step, *capture(trainer, evaluated))
+    _mark_best(trainer, evaluated)
+    store.delete_old(trainer.run.checkpoint_root, trainer.config.checkpoint.keep)
+
+
+def save_if_unsaved(trainer: Resumable) -> None:
+    """Save the last finished step, unless it is saved: a step that failed must not overwrite its checkpoint."""
+    exists = checkpoint_folder(trainer.run.checkpoint_root, trainer.step).is_dir()
+    if current_ranks().broadcast(b"1" if exists else b"0") == b"0":
+        save(trainer, {})
+
+
+def has_improved(trainer: Resumable, evaluated: Mapping[str, float]) -> bool:
+    """Whether this step has the best value of `eval.best` so far; the value before training does not count."""
+    metric = trainer.config.eval.best
+    if metric is None or metric not in evaluated:
+        return False
+    best = best_checkpoint(trainer.run.checkpoint_root)
+    improved = best is None or evaluated[metric] > best.value
+    # The leader decides: on a shared file system other ranks may still read the previous best.json.
+    return current_ranks().broadcast(b"1" if improved else b"0") == b"1"
+
+
+def _mark_best(trainer: Resumable, evaluated: Mapping[str, float]) -> None:
+    """Mark this step's checkpoint if it is the best so far by `eval.best`. Idempotent."""
+    metric = trainer.config.eval.best
+    if metric is not None and metric in evaluated:
+        store.mark_best(trainer.run.checkpoint_root, trainer.step, metric, evaluated[metric])
 
 
 def capture(
@@ -52,13 +81,11 @@ def capture(
     generators, generator_data = state_tensors.flatten_state(state_tensors.rng_state())
     source_tensors, source_data, files = trainer.source.state(learner.updates)
     tensors = {
-        "model": state_tensors.model_state(learner.model),
+        **{name: state_tensors.model_state(module) for name, module in learner.modules.items()},
         "optimizer": optimizer,
         "random": generators,
         **source_tensors,
     }
-    if learner.perturbation is not None:
-        tensors["perturbation"] = state_tensors.model_state(learner.perturbation)
     meta = {
         "step": trainer.step,
         "measured": dict(evaluated),
@@ -70,12 +97,8 @@ def capture(
         "optimizer": groups,
         "random": generator_data,
     }
-    if trainer.surge is not None:
-        meta["surge"] = trainer.surge.state()
-    if learner.bounds is not None:
-        meta["bounds"] = learner.bounds
-    if trainer.canary is not None:
-        meta["canary"] = trainer.canary.noise
+    for feature in learner.features:
+        meta |= feature.state()
     return tensors, meta, files
 
 
@@ -90,15 +113,14 @@ def resume(trainer: Resumable) -> None:
         return
     run.truncate_after(checkpoint.step)
     _restore(trainer, checkpoint)
-    trainer.mark_best(checkpoint.meta["measured"])  # in case the run was killed between saving and marking
+    _mark_best(trainer, checkpoint.meta["measured"])  # in case the run was killed between saving and marking
     trainer.observer.message(f"resumed from {checkpoint.folder}")
 
 
 def _restore(trainer: Resumable, checkpoint: store.LoadedCheckpoint) -> None:
     learner, meta = trainer.learner, checkpoint.meta
-    state_tensors.load_model_state(learner.model, checkpoint.tensors["model"])
-    if learner.perturbation is not None:
-        state_tensors.load_model_state(learner.perturbation, checkpoint.tensors["perturbation"])
+    for name, module in learner.modules.items():
+        state_tensors.load_model_state(module, checkpoint.tensors[name])
     state_tensors.load_optimizer_state(
         learner.optimizer, learner.trained, checkpoint.tensors["optimizer"], meta["optimizer"]
     )
@@ -107,12 +129,8 @@ def _restore(trainer: Resumable, checkpoint: store.LoadedCheckpoint) -> None:
     learner.updates = meta["updates"]
     learner.bad_in_a_row = meta["bad_in_a_row"]
     trainer.idle.steps = meta.get("idle", 0)  # absent in checkpoints of older versions
-    if "bounds" in meta:
-        set_bounds(learner, meta["bounds"])
-    if trainer.surge is not None:
-        trainer.surge.restore(meta["surge"])
-    if trainer.canary is not None:
-        trainer.canary.noise = meta["canary"]
+    for feature in learner.features:
+        feature.load_state(learner, meta)
     trainer.source.collector.stream.restore(meta["prompts"])
     if "engine" not in checkpoint.tensors:
         trainer.publish_now()

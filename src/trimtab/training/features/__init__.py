@@ -1,1 +1,48 @@
-"""Optional parts of a training step, one file each."""
+"""Optional parts of training, a file each; `build_features` lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from trimtab.config import Config
+from trimtab.rollout.canary import Canary
+from trimtab.training.features.bitwise_check import BitwiseCheck
+from trimtab.training.features.calibration import Calibration
+from trimtab.training.features.data_features import CanaryFeature, DemonstrationMetrics, LagMetrics, PrefixMetrics
+from trimtab.training.features.feature import Feature
+from trimtab.training.features.length_surge import LengthSurge
+from trimtab.training.features.perturbation_feature import PerturbationFeature
+from trimtab.training.features.routing_replay import RoutingReplay
+from trimtab.training.features.sampling_mask import SamplingMask
+
+
+def build_features(
+    config: Config, model: nn.Module, canary: Canary | None, notify: Callable[[str], None]
+) -> Iterator[Feature]:
+    """Yield the features of a recipe. Hooks are called in this order.
+
+    Args:
+        model: the trained model, sharded and with its adapters.
+        notify: receives messages for the user.
+    """
+    yield SamplingMask()
+    if config.prefix is not None:
+        yield PrefixMetrics()
+    if config.demonstrations is not None:
+        yield DemonstrationMetrics()
+    if config.perturbation is not None:
+        yield PerturbationFeature(config, model)
+    if config.routing.replay != "none":
+        yield RoutingReplay.build(config, model)
+    if config.is_async:
+        yield LagMetrics()
+    if canary is not None:
+        yield CanaryFeature(canary)
+    if config.objective.calibrate:
+        yield Calibration(config, notify)
+    if config.optim.schedule == "surge":
+        yield LengthSurge(config.optim.surge, notify)
+    if config.numerics == "invariant":
+        yield BitwiseCheck(notify)

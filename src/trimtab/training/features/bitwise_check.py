@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.training.step_statistics import StepStatistics
-from trimtab.types import Trajectory
+from trimtab.training.features.feature import Feature, StepRecord
 
 NOT_CONFIRMED_MESSAGE = (
     "caution: no token of this batch was sampled under the weights it is trained with, so numerics = "
@@ -17,25 +16,29 @@ NOT_CONFIRMED_MESSAGE = (
 )
 
 
-def check_bitwise_equal(trajectories: Sequence[Trajectory], stats: StepStatistics) -> int:
-    """Returns the number of log-probs that were sampled and trained under the same weights.
+class BitwiseCheck(Feature):
+    """Compares the log-probs that were sampled and trained under the same weights, in every step."""
 
-    Raises:
-        TrimtabError: one of them differs between sampler and trainer.
-    """
-    compared, unequal, worst = 0, 0, 0.0
-    for row, logps in stats.mismatch_logps.items():
-        completion = trajectories[row].completion
-        same = completion.policy_version == stats.versions[row]
-        compared += int(same.sum())
-        differing = same & (completion.logp_behavior != logps)
-        if differing.any():
-            unequal += int(differing.sum())
-            worst = max(worst, float(np.abs(completion.logp_behavior - logps)[differing].max()))
-    if unequal:
-        raise TrimtabError(
-            f"{unequal} of {compared} log-probs are not the sampler's bit for bit (largest difference {worst:.3g}): "
-            f'numerics = "invariant" does not hold here with {torch.get_num_threads()} threads; '
-            "`trimtab doctor --bitwise` names the operation, fewer `threads` may help"
-        )
-    return compared
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
+        """Returns the number of log-probs that were compared. Raises `TrimtabError` if one of them differs."""
+        compared, unequal, worst = 0, 0, 0.0
+        for row, logps in record.statistics.mismatch_logps.items():
+            completion = record.trajectories[row].completion
+            same = completion.policy_version == record.statistics.versions[row]
+            compared += int(same.sum())
+            differing = same & (completion.logp_behavior != logps)
+            if differing.any():
+                unequal += int(differing.sum())
+                worst = max(worst, float(np.abs(completion.logp_behavior - logps)[differing].max()))
+        if unequal:
+            raise TrimtabError(
+                f"{unequal} of {compared} log-probs are not the sampler's bit for bit (largest difference {worst:.3g}):"
+                f' numerics = "invariant" does not hold here with {torch.get_num_threads()} threads; '
+                "`trimtab doctor --bitwise` names the operation, fewer `threads` may help"
+            )
+        if compared == 0 and record.step == 1:
+            self._notify(NOT_CONFIRMED_MESSAGE)
+        return {"mismatch/confirmed": compared}

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import add
+from typing import Any
 
 import torch
 
+from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, correct
 from trimtab.objectives.calibrate import Observed, calibrated, from_section
-from trimtab.training.batching import MicroBatch
-from trimtab.training.learner import Learner, MiniBatch
+from trimtab.training.batching import MicroBatch, MiniBatch
+from trimtab.training.features.feature import Feature, PolicyLearner, StepRecord
 
 LAG_MESSAGE = (
     "caution: this first batch is fresh, later ones are up to {} updates older and will be rejected far more often; "
@@ -21,50 +22,57 @@ LAG_MESSAGE = (
 )
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Calibrated bounds, the number of responses they come from, and the shares of tokens kept by them and by the
-    published bounds."""
+class Calibration(Feature):
+    """Replaces the objective's bounds before the first update of a run. `bounds` are None until then."""
 
-    bounds: Mapping[str, float]
-    responses: int
-    kept: float
-    kept_published: float
+    def __init__(self, config: Config, notify: Callable[[str], None]) -> None:
+        self._config, self._notify = config, notify
+        self.bounds: Mapping[str, float] | None = None
+        self._kept: dict[str, float] = {}  # of the step of calibration, for its metrics
 
-    @property
-    def line(self) -> str:
-        bounds = ", ".join(f"{name} = {value:g}" for name, value in self.bounds.items())
-        return (
-            f"calibrated at step 0 on {self.responses} responses: {bounds} (keeps {self.kept:.1%} of their tokens; the "
-            f"published bounds {self.kept_published:.1%})"
+    @torch.no_grad()
+    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:  # noqa: ARG002
+        """Raises `TrimtabError` if the first batch is too small."""
+        self._kept = {}
+        if self.bounds is not None:
+            return
+        scored = list(_scored(learner, batches))
+        if not scored:
+            raise TrimtabError("calibrate: the first batch has no usable response to take bounds from")
+        published = learner.objective
+        observed = reduce(add, (Observed.of(proximal, m.behavior, m.on_policy) for m, proximal in scored))
+        bounds = self._set_bounds(learner, calibrated(published.name, observed))
+        kept, kept_published = _kept_share(learner.objective, scored), _kept_share(published, scored)
+        self._kept = {"calibrate/kept": kept, "calibrate/kept_published": kept_published}
+        values = ", ".join(f"{name} = {value:g}" for name, value in bounds.items())
+        self._notify(
+            f"calibrated at step 0 on {len(observed.sequence)} responses: {values} (keeps {kept:.1%} of their tokens; "
+            f"the published bounds {kept_published:.1%})"
         )
+        trainer = self._config.trainer
+        lag = max(trainer.max_lag or 0, (trainer.sync_every or 1) - trainer.minibatches * trainer.epochs)
+        if lag > 0:
+            self._notify(LAG_MESSAGE.format(lag))
+        for line in learner.objective.equation().splitlines():
+            self._notify(line)
 
-    def metrics(self) -> dict[str, float]:
-        return {"calibrate/kept": self.kept, "calibrate/kept_published": self.kept_published}
+    def _set_bounds(self, learner: PolicyLearner, bounds: Mapping[str, float]) -> Mapping[str, float]:
+        learner.objective = from_section(self._config.objective.model_dump(), bounds)
+        self.bounds = dict(bounds)
+        return self.bounds
 
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:  # noqa: ARG002
+        return {**{f"calibrate/{name}": bound for name, bound in (self.bounds or {}).items()}, **self._kept}
 
-def set_bounds(learner: Learner, bounds: Mapping[str, float]) -> None:
-    """Replace the bounds of the learner's objective."""
-    learner.objective = from_section(learner.config.objective.model_dump(), bounds)
-    learner.bounds = dict(bounds)
+    def state(self) -> Mapping[str, Any]:
+        return {} if self.bounds is None else {"bounds": self.bounds}
 
-
-@torch.no_grad()
-def calibrate(learner: Learner, batches: Sequence[MiniBatch]) -> Calibration:
-    """Calibrate bounds on the first batch and set them. Raises `TrimtabError` if the batch is too small."""
-    scored = list(_scored(learner, batches))
-    if not scored:
-        raise TrimtabError("calibrate: the first batch has no usable response to take bounds from")
-    published = learner.objective
-    observed = reduce(add, (Observed.of(proximal, m.behavior, m.on_policy) for m, proximal in scored))
-    set_bounds(learner, calibrated(published.name, observed))
-    assert learner.bounds is not None
-    return Calibration(
-        learner.bounds, len(observed.sequence), _kept_share(learner.objective, scored), _kept_share(published, scored)
-    )
+    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
+        if "bounds" in saved:
+            self._set_bounds(learner, saved["bounds"])
 
 
-def _scored(learner: Learner, batches: Sequence[MiniBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+def _scored(learner: PolicyLearner, batches: Sequence[MiniBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
     """Yield micro-batches with their proximal log-probs.
 
     With one update per batch these are the current policy's, which is not updated yet.

@@ -7,23 +7,27 @@ a reproduction of that work; all of them, and the step itself, can be set in the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.config import SurgeConfig
-from trimtab.training.optim import first_halving
+from trimtab.training.batching import MiniBatch
+from trimtab.training.features.feature import Feature, PolicyLearner, StepRecord
+from trimtab.training.optim import first_halving, surge_share
 
 
 @dataclass
-class LengthSurge:
+class LengthSurge(Feature):
     """Detector over the mean response length of each step, in tokens.
 
     A surge is detected when the mean of the last `window` steps exceeds `factor` times the mean of the first `baseline`
     steps. Steps without a sampled response do not count. `step` is the step of the surge (from 1), None before it.
+    `notify` receives a message at that step.
     """
 
     config: SurgeConfig
+    notify: Callable[[str], None]
     step: int | None = None
     baseline: list[float] = field(default_factory=list)
     recent: list[float] = field(default_factory=list)
@@ -49,12 +53,20 @@ class LengthSurge:
         )
         return self._set_step(step, why)
 
-    def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON, which keeps every bit of a float."""
-        return {"step": self.step, "baseline": self.baseline, "recent": self.recent}
+    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:  # noqa: ARG002
+        learner.lr_factor = surge_share(self.config, step, self.step)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore `state()`."""
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
+        if message := self.observe(record.step, record.metrics.get("length/mean")):
+            self.notify(message)
+        return {} if self.step is None else {"optim/surge_step": self.step}
+
+    def state(self) -> Mapping[str, Any]:
+        """JSON keeps every bit of a float."""
+        return {"surge": {"step": self.step, "baseline": self.baseline, "recent": self.recent}}
+
+    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:  # noqa: ARG002
+        state = saved["surge"]
         self.step, self.baseline, self.recent = state["step"], list(state["baseline"]), list(state["recent"])
 
     def _set_step(self, step: int, why: str) -> str:

@@ -1,8 +1,9 @@
-"""Routing replay (METHODS 8.1): the routers of the trained model, and the engine's routed experts as tensors."""
+"""Routing replay (METHODS 8.1): the trained policy uses the experts of the engine, or of its proximal pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,25 +11,88 @@ import torch
 
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
-from trimtab.models.routing import FREE, RouterInfo, Routes, routers
+from trimtab.models.logprobs import TokenScores
+from trimtab.models.routing import FREE, RouterInfo, Routes, agreement, routers
+from trimtab.runs.expert_column import stored_bytes
+from trimtab.training.batching import MicroBatch, MiniBatch
+from trimtab.training.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord
 from trimtab.types import ExpertArray, Trajectory
 
 
-def experts(config: Config, model: Any) -> RouterInfo | None:
-    """Returns the routers of the trained model, or None if nothing is replayed.
+class RoutingReplay(Feature):
+    """Replays routed experts in every pass of the trained policy, and measures how often its routers agree with them.
 
-    Raises:
-        TrimtabError: the model is dense, or a mixture of experts of an unknown architecture.
+    A micro-batch has in its extras
+        routes: the replayed experts, in CPU memory. For a large model they are its largest tensors, and are on the
+            device only during the forward.
+        agreed: where the engine's experts are replayed in a proximal pass, the number of (token, layer) pairs there
+            whose routers would have chosen them too, and the number of all pairs.
     """
-    if config.routing.replay == "none":
-        return None
-    info = routers(model)
-    if info.layers == 0:
-        raise TrimtabError(
-            f'routing.replay = "{config.routing.replay}" needs a mixture of experts, and {config.model.path!r} is a '
-            "dense model: leave [routing] out"
-        )
-    return info
+
+    def __init__(self, replay: str, experts: RouterInfo) -> None:
+        self.replay, self.experts = replay, experts
+        self._agreed = self._compared = 0
+
+    @classmethod
+    def build(cls, config: Config, model: Any) -> RoutingReplay:
+        """Raises `TrimtabError` for a model that is dense, or a mixture of experts of an unknown architecture."""
+        info = routers(model)
+        if info.layers == 0:
+            raise TrimtabError(
+                f'routing.replay = "{config.routing.replay}" needs a mixture of experts, and {config.model.path!r} is '
+                "a dense model: leave [routing] out"
+            )
+        return cls(config.routing.replay, info)
+
+    def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
+        if self.replay != "rollout":
+            return micro
+        prompt_of, time = micro.tokens.prompt_index.tolist(), micro.mask.shape[1]
+        return micro.with_extras(routes=pack(trajectories, prompt_of, time, self.experts))
+
+    def forward(self, call: ForwardPass) -> AbstractContextManager[Mapping[str, Any]]:
+        if call.purpose == "reference" or not call.micro.rows:
+            return nullcontext({})
+        routes = call.micro.extras.get("routes")
+        if call.purpose in ("prepare", "train") and routes is None:
+            raise ValueError(f"no experts to replay for the micro-batch of rows {call.micro.rows}")
+        to_measure = "agreed" not in call.micro.extras and (call.measured or self.replay == "proximal")
+        record = call.purpose == "proximal" or (call.purpose == "train" and to_measure)
+        return nullcontext({"routes": routes, "record": record})
+
+    def after_score(self, call: ForwardPass, scores: TokenScores) -> MicroBatch:
+        """Attach the experts of the proximal pass, or their agreement with the engine's; count agreement in updates.
+
+        The engine's experts are compared once, in the proximal pass or in the first update; those of the proximal pass
+        in every epoch.
+        """
+        micro = call.micro
+        chosen = None if scores.routes is None else Routes(*(part.cpu() for part in scores.routes))
+        replayed: Routes | None = micro.extras.get("routes")
+        if call.purpose == "proximal" and chosen is not None:
+            if replayed is None:
+                return micro.with_extras(routes=chosen)
+            return micro.with_extras(agreed=agreement(chosen, replayed))
+        counts = micro.extras.get("agreed") if call.first_epoch else None
+        if chosen is not None and replayed is not None:
+            counts = agreement(chosen, replayed)
+        if counts is not None:
+            self._agreed, self._compared = self._agreed + counts[0], self._compared + counts[1]
+        return micro
+
+    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:  # noqa: ARG002
+        self._agreed = self._compared = 0
+
+    def counts(self) -> Mapping[str, int]:
+        return {"routing/agreed": self._agreed, "routing/compared": self._compared}
+
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
+        """How often routers would have chosen the replayed experts themselves, and the size of the engine's record."""
+        agreed, compared = (record.statistics.counts[f"routing/{name}"] for name in ("agreed", "compared"))
+        metrics: dict[str, float] = {"routing/agreement": agreed / compared} if compared else {}
+        if any(trajectory.completion.routes is not None for trajectory in record.trajectories):
+            metrics["routing/bytes"] = stored_bytes(record.trajectories)
+        return metrics
 
 
 def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from itertools import pairwise
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from trimtab.config import OptimConfig, SurgeConfig
 from trimtab.training.features.length_surge import LengthSurge
 from trimtab.training.optim import first_halving, learning_rate, surge_share
+
+LEARNER: Any = None  # the state of this feature does not touch it
 
 
 def watch(surge: LengthSurge, lengths: list[float | None]) -> dict[int, str]:
@@ -70,7 +73,7 @@ def test_the_first_halving_is_where_the_rate_first_falls(surge: int, period: int
 
 def test_a_surge_is_found_by_the_moving_average() -> None:
     """Baseline 100; the mean of the last two passes 300 when 310 follows 295: (295 + 310) / 2 = 302.5."""
-    surge = LengthSurge(SurgeConfig(baseline=3, window=2, factor=3.0))
+    surge = LengthSurge(SurgeConfig(baseline=3, window=2, factor=3.0), print)
     lines = watch(surge, [90, 110, 100, 200, 295, 310, 400])
     assert surge.step == 6
     assert list(lines) == [6], "one message"
@@ -83,31 +86,31 @@ def test_a_surge_is_found_by_the_moving_average() -> None:
 def test_one_long_step_is_no_surge() -> None:
     """Ten times the baseline once: (4 x 100 + 1000) / 5 = 280, below 300. The same for a whole window is one."""
     normal: list[float | None] = [100.0] * 60
-    spike = LengthSurge(SurgeConfig())
+    spike = LengthSurge(SurgeConfig(), print)
     assert not watch(spike, [*normal, 1000.0, *normal])
-    assert LengthSurge(SurgeConfig()).step is None
-    growth = LengthSurge(SurgeConfig())
+    assert LengthSurge(SurgeConfig(), print).step is None
+    growth = LengthSurge(SurgeConfig(), print)
     assert list(watch(growth, [*normal, *[320.0] * 5])) == [65]
 
 
 def test_nothing_fires_inside_the_baseline_or_exactly_at_the_factor() -> None:
-    surge = LengthSurge(SurgeConfig(baseline=4, window=1, factor=2.0))
+    surge = LengthSurge(SurgeConfig(baseline=4, window=1, factor=2.0), print)
     assert not watch(surge, [1, 100, 1000, 899, 1000])  # mean 500, and 1000 is not above 1000
     assert surge.observe(6, 1000.5)
 
 
 def test_a_window_longer_than_the_baseline_is_filled_first() -> None:
-    surge = LengthSurge(SurgeConfig(baseline=1, window=4, factor=1.5))
+    surge = LengthSurge(SurgeConfig(baseline=1, window=4, factor=1.5), print)
     assert list(watch(surge, [10, 40, 40, 40, 40])) == [4]
 
 
 def test_steps_without_a_length_do_not_count() -> None:
-    surge = LengthSurge(SurgeConfig(baseline=2, window=1, factor=2.0))
+    surge = LengthSurge(SurgeConfig(baseline=2, window=1, factor=2.0), print)
     assert list(watch(surge, [None, 10, None, 10, None, 21])) == [6]
 
 
 def test_a_fixed_step_needs_no_lengths() -> None:
-    surge = LengthSurge(SurgeConfig(at=3))
+    surge = LengthSurge(SurgeConfig(at=3), print)
     lines = watch(surge, [None, 1e9, None, None])
     assert surge.step == 3
     assert list(lines) == [3]
@@ -124,10 +127,10 @@ def test_a_restored_watch_goes_on_as_if_never_stopped(
     lengths: list[float], cut: int, baseline: int, window: int
 ) -> None:
     config = SurgeConfig(baseline=baseline, window=window, factor=1.1)
-    whole, first, second = LengthSurge(config), LengthSurge(config), LengthSurge(config)
+    whole, first, second = LengthSurge(config, print), LengthSurge(config, print), LengthSurge(config, print)
     watch(whole, list(lengths))
     watch(first, list(lengths[:cut]))
-    second.restore(json.loads(json.dumps(first.state())))
+    second.load_state(LEARNER, json.loads(json.dumps(first.state())))
     for step, length in enumerate(lengths[cut:], start=min(cut, len(lengths)) + 1):
         second.observe(step, length)
     assert second == whole

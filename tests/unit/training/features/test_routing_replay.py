@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,18 @@ from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
 from trimtab.models.logprobs import score
-from trimtab.models.perturbation import Perturbation
 from trimtab.models.routing import FREE, RouterInfo
 from trimtab.objectives.calibrate import from_section
+from trimtab.rollout.collector import RolloutStats
 from trimtab.runs import trajectories
 from trimtab.runs.expert_column import stored_bytes
 from trimtab.training.batching import MicroBatch, to_tensors
-from trimtab.training.features import routing_replay
+from trimtab.training.features import build_features
+from trimtab.training.features.feature import Feature, ForwardPass, StepRecord
+from trimtab.training.features.perturbation_feature import PerturbationFeature
+from trimtab.training.features.routing_replay import RoutingReplay
 from trimtab.training.learner import Learner
 from trimtab.training.optim import build_optimizer
-from trimtab.training.step_metrics import routing_metrics
 from trimtab.training.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 
@@ -48,20 +51,25 @@ def routed(one: Trajectory, routes: Any) -> Trajectory:
     return replace(one, completion=replace(one.completion, routes=routes))
 
 
+REPLAY = RoutingReplay("rollout", ONE)
+
+
+def packed(rows: list[Trajectory], chosen: Sequence[int], replay: Feature = REPLAY) -> MicroBatch:
+    return replay.pack(to_tensors(rows, chosen, 12, CPU), [rows[row] for row in chosen])
+
+
 def test_prompts_are_padded_left_responses_right_and_a_prompt_is_its_first_sample_s() -> None:
     rows = [
         routed(trajectory(7, [5, 6], prompt=[1, 2, 3]), [0, 1, 2, 3]),
         routed(trajectory(7, [5], prompt=[1, 2, 3]), [3, 3, 3]),
         routed(trajectory(9, [8, 8, 8], prompt=[4]), [1, 2, 0]),
     ]
-    found = to_tensors(rows, (0, 1, 2), 0, CPU, ONE).routes
-    assert found is not None
+    found = packed(rows, (0, 1, 2)).extras["routes"]
     assert found.prompts.flatten(1).tolist() == [[0, 1, 2], [FREE, FREE, 1]]
     assert found.responses.flatten(1).tolist() == [[3, FREE, FREE], [FREE, FREE, FREE], [2, 0, FREE]]
-    turned = to_tensors(rows, (2, 1, 0), 0, CPU, ONE).routes
-    assert turned is not None
+    turned = packed(rows, (2, 1, 0)).extras["routes"]
     assert turned.prompts.flatten(1).tolist() == [[FREE, FREE, 1], [3, 3, 3]]
-    assert to_tensors(rows, (0, 1, 2), 0, CPU).routes is None
+    assert "routes" not in packed(rows, (0, 1, 2), RoutingReplay("proximal", ONE)).extras
 
 
 @pytest.mark.parametrize(
@@ -80,7 +88,7 @@ def test_a_wrong_record_is_an_error_that_names_its_response(routes: Any, line: s
     good = routed(trajectory(0, [5, 6]), [0, 1, 2])
     bad = routed(trajectory(1, [5, 6]), routes)
     with pytest.raises(TrimtabError, match=f"a response to problem 'p1'.*{line}"):
-        to_tensors([good, bad], (0, 1), 0, CPU, ONE)
+        packed([good, bad], (0, 1))
 
 
 ROUTES = hnp.arrays(np.int16, st.tuples(st.just(4), st.just(2), st.just(3)), elements=st.integers(0, 299))
@@ -131,10 +139,12 @@ def test_a_dense_model_is_refused(replay: str) -> None:
     config = load_config("laboratory", [f"routing.replay={replay}", "trainer.epochs=2"])
     dense, _ = laboratory.build(0)
     with pytest.raises(TrimtabError, match="'laboratory' is a dense model"):
-        routing_replay.experts(config, dense)
-    assert routing_replay.experts(load_config("laboratory"), dense) is None
+        list(build_features(config, dense, None, print))
+    assert not any(
+        isinstance(one, RoutingReplay) for one in build_features(load_config("laboratory"), dense, None, print)
+    )
     mixture, _ = laboratory.build(0, laboratory.MIXTURE)
-    assert routing_replay.experts(config, mixture) == RouterInfo(2, 8, 2)
+    assert RoutingReplay.build(config, mixture).experts == RouterInfo(2, 8, 2)
 
 
 def learner(replay: str, *sets: str) -> Learner:
@@ -143,10 +153,10 @@ def learner(replay: str, *sets: str) -> Learner:
     return Learner(
         config=config,
         model=model.train(),
-        optimizer=build_optimizer(model.parameters(), config.optim, (), 0.0),
+        optimizer=build_optimizer(model.parameters(), config.optim),
         objective=from_section(config.objective.model_dump()),
         total_updates=10,
-        experts=routing_replay.experts(config, model),
+        features=list(build_features(config, model, None, print)),
     )
 
 
@@ -163,16 +173,17 @@ def record(model: Any, rows: list[Trajectory], shift: int) -> list[Trajectory]:
 
 
 def batches(rows: list[Trajectory], of: Learner) -> list[list[MicroBatch]]:
-    recorded = of.experts if of.config.routing.replay == "rollout" else None
-    made = [to_tensors(rows, (place,), 12, CPU, recorded) for place in range(len(rows))]
+    replay = next((one for one in of.features if isinstance(one, RoutingReplay)), Feature())
+    made = [packed(rows, (place,), replay) for place in range(len(rows))]
     return [[one.with_scores(advantage=torch.tensor([[1.0 - 2 * (place % 2)]]))] for place, one in enumerate(made)]
 
 
 ROWS = [trajectory(place, [3, 1, 4, 1, 5][: 3 + place % 2], prompt=[9, 2, 6, place]) for place in range(4)]
 
 
-def share(stats: StepStatistics) -> float:
-    return routing_metrics([], stats)["routing/agreement"]
+def share(stats: StepStatistics, of: Learner) -> float:
+    record = StepRecord(1, 0, [], RolloutStats(), stats, {})
+    return {name: value for one in of.features for name, value in one.end_step(record).items()}["routing/agreement"]
 
 
 @torch.no_grad()
@@ -195,9 +206,10 @@ def test_every_pass_of_the_trained_policy_is_replayed_and_none_of_the_reference(
         assert not torch.allclose(kept, plain, atol=1e-3)
         assert torch.equal(micro.proximal, kept)
         assert torch.equal(micro.reference, plain)
-        assert torch.equal(of._current(micro, 0).logp, kept)
-        of.perturbation = Perturbation(of.model, "all", 1e-9)
-        torch.testing.assert_close(of._current(micro, 0).logp, kept, atol=1e-5, rtol=0)
+        call = ForwardPass(micro, "train")
+        assert torch.equal(of._score(of.model, call)[0].logp, kept)
+        of.features = [*of.features, PerturbationFeature(load_config("token-alp", ["perturbation.std=1e-9"]), of.model)]
+        torch.testing.assert_close(of._score(of.model, call)[0].logp, kept, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -208,8 +220,8 @@ def test_agreement_is_measured_at_the_first_look(epochs: int, shift: int, agreem
     of = learner("rollout", f"trainer.epochs={epochs}")
     rows = record(of.model, ROWS[:1], shift)
     stats = of.update(of.score_fixed_policies(batches(rows, of)), lambda *_: None)
-    assert stats.routed == 2 * (4 + 2)
-    assert share(stats) == agreement if shift == 0 else share(stats) <= 0.75
+    assert stats.counts["routing/compared"] == 2 * (4 + 2)
+    assert share(stats, of) == agreement if shift == 0 else share(stats, of) <= 0.75
 
 
 def test_the_update_replays_what_the_proximal_pass_chose() -> None:
@@ -218,8 +230,7 @@ def test_the_update_replays_what_the_proximal_pass_chose() -> None:
     chosen = score(of.model, batches(ROWS, of)[0][0].tokens, record=True).routes
     scored = of.score_fixed_policies(batches(ROWS, of))
     assert chosen is not None
-    settled = scored[0][0].routes
-    assert settled is not None
+    settled = scored[0][0].extras["routes"]
     assert torch.equal(settled.prompts, chosen.prompts)
     seen: list[Any] = []
     experts: Any = of.model.get_submodule("model.layers.1.mlp.experts")
@@ -229,8 +240,8 @@ def test_the_update_replays_what_the_proximal_pass_chose() -> None:
     assert len(seen) == 8
     for place in range(4):
         assert torch.equal(seen[place], seen[place + 4])
-    assert 0 < share(stats) < 1
-    assert stats.routed == 2 * sum(2 * (4 + len(row) - 1) for row in ROWS)
+    assert 0 < share(stats, of) < 1
+    assert stats.counts["routing/compared"] == 2 * sum(2 * (4 + len(row) - 1) for row in ROWS)
 
 
 def test_an_update_without_the_experts_it_should_replay_is_an_error() -> None:

@@ -1,0 +1,110 @@
+"""Turns the groups of a step into a batch: packed, scored by the policies that its updates keep fixed, with advantages.
+
+groups -> rows -> mini-batches of micro-batches -> log-probs of the proximal and the reference policy
+       -> rows with proximal log-probs that are not finite are dropped -> advantages over whole groups
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.objectives import advantages
+from trimtab.rollout.collector import Group
+from trimtab.runs.trajectories import Row
+from trimtab.training.batching import (
+    MicroBatch,
+    MiniBatch,
+    micro_batches,
+    rows_with_non_finite_proximal,
+    split_minibatches,
+    to_tensors,
+)
+from trimtab.training.learner import Learner
+from trimtab.training.step_statistics import StepStatistics
+from trimtab.types import Trajectory
+
+
+@dataclass
+class Batch:
+    """The data of one step.
+
+    Attributes:
+        advantages: (rows, 1).
+        dropped: number of trajectories that were left out for proximal log-probs that are not finite.
+        seconds: duration of packing and scoring.
+    """
+
+    trajectories: list[Trajectory]
+    minibatches: list[MiniBatch]
+    advantages: torch.Tensor
+    dropped: int
+    seconds: float
+
+    def rows(self, stats: StepStatistics, policy: str) -> list[Row]:
+        """Rows for the trajectory file, with the log-probs of `policy` that the mismatch metrics used."""
+        proximal = policy == "proximal"
+        return [
+            Row(
+                trajectory,
+                logp_proximal=stats.mismatch_logps.get(index) if proximal else None,
+                logp_current=None if proximal else stats.mismatch_logps.get(index),
+                logp_perturbed=stats.perturbed.get(index),
+                advantage=float(self.advantages[index]),
+                proximal_version=stats.versions.get(index),
+            )
+            for index, trajectory in enumerate(self.trajectories)
+        ]
+
+
+def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Batch:
+    """Pack the groups, score the fixed policies, drop bad rows and compute advantages over what is left."""
+    rows = [trajectory for group in groups for trajectory in group]
+    dropped = 0
+    while True:  # dropping a row changes the packing: the others are packed and scored again
+        start = time.perf_counter()
+        minibatches = learner.score_fixed_policies(_pack(rows, learner, pad_id))
+        seconds = time.perf_counter() - start
+        bad = rows_with_non_finite_proximal(minibatches)
+        if not bad:
+            break
+        dropped += len(bad)
+        rows = [trajectory for index, trajectory in enumerate(rows) if index not in bad]
+    values = _advantages(rows, learner)
+    for minibatch in minibatches:
+        for index, micro in enumerate(minibatch):
+            minibatch[index] = micro.with_scores(advantage=values[list(micro.rows)].to(learner.device))
+    return Batch(rows, minibatches, values, dropped, seconds)
+
+
+def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[MiniBatch]:
+    groups: dict[int, list[int]] = {}
+    for index, trajectory in enumerate(rows):
+        groups.setdefault(trajectory.group, []).append(index)
+    trainer = learner.config.trainer
+
+    def pack(chosen: Sequence[int]) -> MicroBatch:
+        micro = to_tensors(rows, chosen, pad_id, learner.device)
+        for feature in learner.features:
+            micro = feature.pack(micro, [rows[row] for row in chosen])
+        return micro
+
+    return [
+        [pack(chosen) for chosen in micro_batches(rows, part, trainer.micro_batch_tokens)]
+        for part in split_minibatches(list(groups.values()), trainer.minibatches)
+    ]
+
+
+def _advantages(rows: Sequence[Trajectory], learner: Learner) -> torch.Tensor:
+    """Advantages (rows, 1) in float32, from the rewards of each group."""
+    config = learner.config.advantage
+    kind = config.kind or learner.objective.advantage
+    rewards = torch.tensor([trajectory.reward for trajectory in rows], dtype=torch.float64)
+    if not rows:
+        return rewards.view(0, 1).float()
+    groups = torch.tensor([trajectory.group for trajectory in rows], dtype=torch.long)
+    beta = {"value_beta": config.value_beta} if kind == "optimal" else {}
+    return advantages(kind, rewards, groups, **beta).float()

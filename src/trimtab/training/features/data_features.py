@@ -1,0 +1,80 @@
+"""Metrics of methods that change the data: prefixes, demonstrations, asynchronous rollouts, and the engines' canary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from trimtab.rollout.canary import Canary
+from trimtab.training.features.feature import Feature, PolicyLearner, StepRecord
+
+
+class PrefixMetrics(Feature):
+    """Shares, lengths and ages of prefixes of older policies (`[prefix]`); a prefix ends where the version changes."""
+
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
+        versions = [t.completion.policy_version for t in record.trajectories]
+        lengths = np.array([int((tokens < tokens[-1]).sum()) if len(tokens) else 0 for tokens in versions])
+        ages = [record.version - tokens[0] for tokens, length in zip(versions, lengths, strict=True) if length]
+        return {
+            "prefix/tokens": float(lengths.sum() / max(1, sum(len(tokens) for tokens in versions))),
+            "prefix/length": float(lengths.mean()) if len(lengths) else 0.0,
+            "prefix/age": float(np.mean(ages)) if ages else 0.0,
+        }
+
+
+class DemonstrationMetrics(Feature):
+    """Counts of demonstrations (`[expert]`) in a step: used, dropped as too long, and prompts without one."""
+
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
+        return {
+            "expert/traces": record.rollout.traces,
+            "expert/dropped": record.rollout.traces_dropped,
+            "expert/missing": record.rollout.traces_missing,
+        }
+
+
+class LagMetrics(Feature):
+    """Asynchronous runs: ages of tokens, lengths of used and of all responses, restarts, aborts, waiting.
+
+    A response counts in the step in which it was consumed or discarded. A response that was discarded before its end
+    counts with its length so far, so `lag/length_generated` is biased low.
+    """
+
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
+        stats = record.rollout
+        ages = [record.version - t.completion.policy_version for t in record.trajectories]
+        values, counts = np.unique(np.concatenate(ages), return_counts=True) if ages else ((), ())
+        total = max(1, sum(len(age) for age in ages))
+        accepted = [len(t) for t in record.trajectories]
+        generated = accepted + stats.discarded_lengths
+        return {
+            **{f"lag/share/{int(age)}": float(count / total) for age, count in zip(values, counts, strict=True)},
+            "lag/length_accepted": float(np.mean(accepted)) if accepted else 0.0,
+            "lag/length_generated": float(np.mean(generated)) if generated else 0.0,
+            "engine/restarts": stats.restarts,
+            "engine/interrupted": stats.interrupted,
+            "time/wait": stats.seconds_waiting,
+        }
+
+
+class CanaryFeature(Feature):
+    """Gives the canary (`[engine.canary]`) the log-probs that engines must have after each weight update."""
+
+    def __init__(self, canary: Canary) -> None:
+        self._canary = canary
+
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:  # noqa: ARG002
+        return self._canary.metrics()
+
+    def publish_options(self, model: nn.Module, version: int) -> Mapping[str, Any]:
+        return {"expected": self._canary.expect(model, version)}
+
+    def state(self) -> Mapping[str, Any]:
+        return {"canary": self._canary.noise}
+
+    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:  # noqa: ARG002
+        self._canary.noise = saved["canary"]

@@ -1,0 +1,91 @@
+"""Adaptive layerwise perturbation (`[perturbation]`, `models/perturbation.py`) in the training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from trimtab.config import Config
+from trimtab.models.perturbation import LARGEST, Perturbation, PerturbationCoverage
+from trimtab.seeds import derive
+from trimtab.training.batching import MiniBatch
+from trimtab.training.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord, TrainedModule
+from trimtab.training.optim import NonFiniteUpdateError
+
+CHANGED, COMPARED = "perturbation/changed/", "perturbation/compared/"
+
+
+class PerturbationFeature(Feature):
+    """Perturbs every forward with a gradient, and trains the standard deviations of the noise.
+
+    The policy without noise is scored in probe steps only: the first, the last, and one in `diagnose.every`.
+    """
+
+    perturbs_policy = True
+
+    def __init__(self, config: Config, model: nn.Module) -> None:
+        assert config.perturbation is not None
+        self._config, self._lr = config, config.perturbation.lr
+        self.perturbation = Perturbation(model, str(config.perturbation.layers), config.perturbation.std)
+        self._coverage: PerturbationCoverage | None = None
+
+    @property
+    def probes(self) -> bool:
+        return self._coverage is not None
+
+    def modules(self) -> Mapping[str, TrainedModule]:
+        return {"perturbation": TrainedModule(self.perturbation, self._lr)}
+
+    @contextmanager
+    def forward(self, call: ForwardPass) -> Iterator[Mapping[str, Any]]:
+        """Noise is a function of run, update and micro-batch, so that `prepare`, gradient checkpointing and a resumed
+        run draw the same."""
+        if call.purpose not in ("prepare", "train"):
+            yield {}
+            return
+        seed = derive(self._config.seed, "noise", call.update, call.position)
+        watched = call.purpose == "train" and call.micro.rows
+        with self.perturbation.attached(seed=seed, watch=self._coverage if watched else None):
+            yield {}
+
+    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:  # noqa: ARG002
+        probes = step in (1, self._config.trainer.steps) or step % self._config.diagnose.every == 0
+        self._coverage = PerturbationCoverage() if probes else None
+
+    def check_update(self) -> None:
+        if self.perturbation.diverged:
+            raise NonFiniteUpdateError(
+                f"an update made the perturbation's standard deviation larger than {LARGEST:g}",
+                weights_are_good=False,
+                advice="lower perturbation.lr",
+            )
+
+    def counts(self) -> Mapping[str, int]:
+        layers = {} if self._coverage is None else self._coverage.counts()
+        return {
+            name + layer: count
+            for layer, both in layers.items()
+            for name, count in zip((CHANGED, COMPARED), both, strict=True)
+        }
+
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
+        """Sigma of every layer; in probe steps also the effect of the noise on matmul inputs and log-probs."""
+        stats, sigmas = record.statistics, self.perturbation.sigmas()
+        metrics = {f"perturbation/sigma/{layer}": sigma for layer, sigma in sigmas.items()}
+        metrics["perturbation/sigma_mean"] = float(np.mean(list(sigmas.values())))
+        if not stats.perturbed:
+            return metrics
+        layers = [name.removeprefix(CHANGED) for name in stats.counts if name.startswith(CHANGED)]
+        changed = {layer: stats.counts[CHANGED + layer] / max(stats.counts[COMPARED + layer], 1) for layer in layers}
+        if changed:
+            metrics |= {f"perturbation/changed/{layer}": share for layer, share in changed.items()}
+            metrics["perturbation/changed"] = float(np.mean(list(changed.values())))
+        clean = np.concatenate([stats.mismatch_logps[row] for row in stats.perturbed]).astype(np.float64)
+        noisy = np.concatenate(list(stats.perturbed.values())).astype(np.float64)
+        metrics["perturbation/dlogp"] = float(np.abs(noisy - clean).mean())
+        metrics["perturbation/dp_q75"] = float(np.quantile(np.abs(np.exp(noisy) - np.exp(clean)), 0.75))
+        return metrics

@@ -1,0 +1,25 @@
+"""Sampling masks (METHODS 3.4): under top-p and top-k, log-probs are renormalized over the tokens that were allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from trimtab.models.logprobs import pack_kept
+from trimtab.training.batching import MicroBatch
+from trimtab.training.features.feature import Feature, ForwardPass
+from trimtab.types import Trajectory
+
+
+class SamplingMask(Feature):
+    """Passes the allowed tokens of truncated samples to every forward."""
+
+    def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
+        if not any(trajectory.sampling.truncated for trajectory in trajectories):
+            return micro
+        kept = pack_kept([trajectory.completion.kept or () for trajectory in trajectories], micro.mask.shape[1])
+        return micro.with_extras(kept=kept.to(micro.mask.device))
+
+    def forward(self, call: ForwardPass) -> AbstractContextManager[Mapping[str, Any]]:
+        return nullcontext({"kept": call.micro.extras.get("kept")})

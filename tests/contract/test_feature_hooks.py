@@ -1,0 +1,140 @@
+"""What training promises every feature: when its hooks are called, and where what they return goes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab.config import Config, load_config
+from trimtab.models.logprobs import TokenScores
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import checkpoint_folder
+from trimtab.training import run
+from trimtab.training.batching import MicroBatch, MiniBatch
+from trimtab.training.checkpoint import store
+from trimtab.training.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord, TrainedModule
+from trimtab.types import Trajectory
+
+
+class CountingFeature(Feature):
+    """Counts the calls of its hooks, and passes on a mark from each hook to the next one that sees its result."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.scale = nn.Linear(1, 1, bias=False)
+        self.steps_before = 0
+        self._probes = False
+
+    @property
+    def probes(self) -> bool:
+        return self._probes
+
+    def modules(self) -> Mapping[str, TrainedModule]:
+        return {"counting": TrainedModule(self.scale, 0.5)}
+
+    def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
+        assert len(trajectories) == len(micro.rows)
+        self.calls["pack"] += 1
+        return micro.with_extras(packed=len(trajectories))
+
+    @contextmanager
+    def forward(self, call: ForwardPass) -> Iterator[Mapping[str, Any]]:
+        assert call.micro.extras["packed"] == len(call.micro.rows)
+        self.calls[f"forward {call.purpose}"] += 1
+        yield {"kept": None}
+
+    def after_score(self, call: ForwardPass, scores: TokenScores) -> MicroBatch:
+        assert scores.logp.shape == call.micro.mask.shape
+        self.calls[f"scored {call.purpose}"] += 1
+        if call.purpose == "train":
+            assert call.micro.extras["from_proximal"] == "proximal"
+        return call.micro.with_extras(**{f"from_{call.purpose}": call.purpose})
+
+    def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
+        assert all(micro.advantage.isfinite().all() for batch in batches for micro in batch)
+        self.calls["before_updates"] += 1
+        self._probes = step == 2
+        learner.lr_factor = 1.0 / step
+
+    def check_update(self) -> None:
+        self.calls["check_update"] += 1
+
+    def counts(self) -> Mapping[str, int]:
+        self.calls["counts"] += 1
+        return {"counting/updates": self.calls["check_update"]}
+
+    def end_step(self, record: StepRecord) -> Mapping[str, float]:
+        assert record.metrics["step"] == record.step
+        assert len(record.trajectories) == 16
+        self.calls["end_step"] += 1
+        return {"counting/updates": record.statistics.counts["counting/updates"], "counting/before": self.steps_before}
+
+    def publish_options(self, model: nn.Module, version: int) -> Mapping[str, Any]:
+        assert any(parameter.requires_grad for parameter in model.parameters())
+        self.calls[f"publish {version}"] += 1
+        return {"expected": None}
+
+    def state(self) -> Mapping[str, Any]:
+        return {"counting": self.steps_before + self.calls["end_step"]}
+
+    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
+        assert learner.objective.name == "token-tis"
+        self.steps_before = saved["counting"]
+
+
+def recipe(steps: int) -> Config:
+    """Two mini-batches of one micro-batch a step, so that the proximal policy has a forward of its own."""
+    small = ["prompts=4", "samples=4", "minibatches=2", "micro_batch_tokens=100000"]
+    sets = [f"trainer.steps={steps}", *(f"trainer.{item}" for item in small), "eval.problems=2", "eval.every=0"]
+    return load_config("laboratory", [*sets, "checkpoint.every=1", "checkpoint.keep=9", "optim.warmup=0"])
+
+
+def train(steps: int, out: Path, monkeypatch: pytest.MonkeyPatch, *, resume: bool = False) -> CountingFeature:
+    feature = CountingFeature()
+    monkeypatch.setattr(run, "build_features", lambda *_: [feature])
+    run.train(recipe(steps), out=out, resume=resume)
+    return feature
+
+
+def test_hooks_are_called_where_the_interface_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    feature = train(2, tmp_path / "run", monkeypatch)
+    assert feature.calls == {
+        "pack": 4,
+        "forward proximal": 4,
+        "scored proximal": 4,
+        "before_updates": 2,
+        "forward train": 4,
+        "scored train": 4,
+        "forward probe": 2,  # in the second step
+        "scored probe": 2,
+        "check_update": 4,
+        "counts": 2,
+        "end_step": 2,
+        "publish 0": 1,
+        "publish 2": 1,
+        "publish 4": 1,
+    }
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["counting/updates"] for row in rows] == [2, 4]
+    assert rows[1]["optim/lr"] == pytest.approx(rows[0]["optim/lr"] / 2)
+
+
+def test_state_and_modules_are_saved_and_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = train(1, tmp_path / "run", monkeypatch)
+    saved = store.load(checkpoint_folder(tmp_path / "run" / "checkpoints", 1))
+    assert saved.meta["counting"] == 1
+    assert torch.equal(saved.tensors["counting"]["weight"], first.scale.weight)
+    groups = json.dumps(saved.meta["optimizer"]["param_groups"][1])
+    assert '"counting.weight"' in groups
+    assert '"lr": 0.5' in groups
+    second = train(2, tmp_path / "run", monkeypatch, resume=True)
+    assert torch.equal(second.scale.weight, first.scale.weight)
+    assert [row["counting/before"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
