@@ -14,10 +14,9 @@ import pytest
 import torch
 from tests.support import planted_causes as plant
 
-from trimtab.diagnosis.causes.evidence import Tokens
+from trimtab.diagnosis.causes.evidence import LogprobPairs
 from trimtab.diagnosis.causes.precision import noise_of
-from trimtab.diagnosis.measure.sample import joined
-from trimtab.diagnosis.records import Chunk
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.models.load import BUNDLED, load
 from trimtab.types import Sampling
 
@@ -34,7 +33,7 @@ class Step:
     trainer: np.ndarray
 
     @property
-    def chunk(self) -> Chunk:
+    def chunk(self) -> TokenTable:
         return plant.chunk(self.rollout, self.trainer, ids=self.rollout.ids, group=self.rollout.group)
 
 
@@ -77,14 +76,14 @@ def steps() -> dict[str, list[Step]]:
     return found
 
 
-def distance(whole: Chunk) -> float:
+def distance(whole: TokenTable) -> float:
     """Log-distance from the border, positive on the side of quantized weights."""
-    return noise_of(Tokens.of(whole)).coarse
+    return noise_of(LogprobPairs.of(whole)).coarse
 
 
 def test_bfloat16_is_precision_and_eight_bits_are_quantized(steps: dict[str, list[Step]]) -> None:
     """All steps together, as a run has them; single ones come nearer to the border, on both sides of it."""
-    whole = {name: joined([step.chunk for step in found]) for name, found in steps.items()}
+    whole = {name: TokenTable.concat([step.chunk for step in found]) for name, found in steps.items()}
     print({name: [distance(chunk), *(distance(step.chunk) for step in steps[name])] for name, chunk in whole.items()})
     assert plant.names(whole["bfloat16"]) == {"precision"}
     assert plant.names(whole["int8"]) == {"quantized"}

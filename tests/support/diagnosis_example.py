@@ -9,17 +9,17 @@ import numpy as np
 
 from trimtab.diagnosis.records import (
     Cause,
-    Chunk,
+    DataSummary,
     Diagnosis,
+    DriftSplit,
     Interval,
     Measured,
-    Origin,
-    Outcome,
+    MismatchSize,
+    PresetOutcome,
     Recommendation,
-    Size,
-    Split,
     View,
 )
+from trimtab.diagnosis.tokens import TokenTable
 
 MISMATCH = {
     "k1": 0.0041,
@@ -139,10 +139,12 @@ CAUSES = (
     Cause("stale", 0.88, "k3 grows from 1.1e-3 at age 0 to 1.0e-2 at ages 4 to 7.", "lower trainer.sync_every"),
 )
 OUTCOMES = (
-    Outcome("grpo", 1.0, 0.0, 1.0, 0.031),
-    Outcome("token-tis", 1.0, 0.004, 0.9902, 0.0021, {"weight_max": 2.0}),
-    Outcome("token-tis", 1.0, 0.01, 0.9931, 0.0043, {"weight_max": 1.31}, calibrated=True),
-    Outcome("seq-mis", 0.61, 0.39, 0.44, 0.41, {"weight_min": 0.5, "weight_max": 3.0}, note="rejects long responses"),
+    PresetOutcome("grpo", 1.0, 0.0, 1.0, 0.031),
+    PresetOutcome("token-tis", 1.0, 0.004, 0.9902, 0.0021, {"weight_max": 2.0}),
+    PresetOutcome("token-tis", 1.0, 0.01, 0.9931, 0.0043, {"weight_max": 1.31}, calibrated=True),
+    PresetOutcome(
+        "seq-mis", 0.61, 0.39, 0.44, 0.41, {"weight_min": 0.5, "weight_max": 3.0}, note="rejects long responses"
+    ),
 )
 LINES = {
     "trimtab": '[objective]\nname = "token-tis"\nweight_max = 1.31',
@@ -157,11 +159,11 @@ def example(
     causes: tuple[Cause, ...] = CAUSES,
     origin: dict[str, Any] | None = None,
     size: dict[str, Any] | None = None,
-    split: Split | None = None,
+    split: DriftSplit | None = None,
     only: dict[str, View] | None = None,
 ) -> Diagnosis:
     """The diagnosis, with fields of its parts replaced."""
-    read = Origin(
+    read = DataSummary(
         framework="trimtab",
         files=20,
         responses=1240,
@@ -172,17 +174,17 @@ def example(
         missing={"turn starts": "the view by turn"},
         findings=("3 responses have a length of 1",),
     )
-    large = Size(MISMATCH, INTERVALS, 3.1e-13, "both are stored in float32", "small-dense", steps())
+    large = MismatchSize(MISMATCH, INTERVALS, 3.1e-13, "both are stored in float32", "small-dense", steps())
     measured = Measured(
         origin=replace(read, **(origin or {})),
         size=replace(large, **(size or {})),
         views=views() if only is None else only,
         split=split
-        or Split(
+        or DriftSplit(
             True, "25% of the tokens are of age 0", 0.0011, 0.0037, {"staleness": Interval(0.0037, 0.003, 0.0045)}
         ),
         scatter=scatter(),
-        sample=Chunk(np.array([0, 1]), np.array([True]), np.array([-0.1]), proximal=np.array([-0.1])),
+        sample=TokenTable(np.array([0, 1]), np.array([True]), np.array([-0.1]), proximal=np.array([-0.1])),
     )
     wanted = Recommendation("token-tis", {"weight_max": 1.31}, "Tails are heavy per response, light per token.", LINES)
     return Diagnosis(measured, causes, OUTCOMES, wanted)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from trimtab.diagnosis.causes import find_causes
-from trimtab.diagnosis.records import Cause, Chunk, Measured, Origin, Size, Split
+from trimtab.diagnosis.records import Cause, DataSummary, DriftSplit, Measured, MismatchSize
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.embedded.weight_quantization import WeightQuantization, matrices
 from trimtab.models.logprobs import TokenBatch, pack_kept, score
@@ -122,10 +123,10 @@ def improved(model: Any, rollout: Rollout, advantage: np.ndarray, *, updates: in
     return other
 
 
-def chunk(rollout: Rollout, trainer: np.ndarray, behavior: np.ndarray | None = None, **columns: Any) -> Chunk:
+def chunk(rollout: Rollout, trainer: np.ndarray, behavior: np.ndarray | None = None, **columns: Any) -> TokenTable:
     behavior = rollout.behavior if behavior is None else behavior
     given = {"mask": np.ones(len(behavior), dtype=bool), **columns}
-    return Chunk(
+    return TokenTable(
         starts=rollout.starts.astype(np.int64),
         behavior=behavior.astype(np.float32),
         proximal=trainer.astype(np.float32),
@@ -133,7 +134,7 @@ def chunk(rollout: Rollout, trainer: np.ndarray, behavior: np.ndarray | None = N
     )
 
 
-def part(whole: Chunk, tokens: int, seed: int = 0) -> Chunk:
+def part(whole: TokenTable, tokens: int, seed: int = 0) -> TokenTable:
     """Whole responses of the chunk, at random, until there are `tokens` of them."""
     lengths = np.diff(whole.starts)
     order = np.random.default_rng(seed).permutation(whole.responses)
@@ -143,25 +144,25 @@ def part(whole: Chunk, tokens: int, seed: int = 0) -> Chunk:
     for name, values in vars(whole).items():
         if values is not None and name != "starts":
             cut[name] = values[places] if len(values) == whole.tokens else values[rows]
-    return Chunk(starts=np.concatenate([[0], np.cumsum(lengths[rows])]), **cut)
+    return TokenTable(starts=np.concatenate([[0], np.cumsum(lengths[rows])]), **cut)
 
 
-def measured(sample: Chunk, nonfinite: dict[str, int] | None = None, floor: float = 0.0) -> Measured:
-    origin = Origin("trimtab", 1, sample.responses, sample.tokens, int(sample.mask.sum()), "proximal")
+def measured(sample: TokenTable, nonfinite: dict[str, int] | None = None, floor: float = 0.0) -> Measured:
+    origin = DataSummary("trimtab", 1, sample.responses, sample.tokens, int(sample.mask.sum()), "proximal")
     if nonfinite:
-        origin = Origin(
+        origin = DataSummary(
             *[getattr(origin, n) for n in ("framework", "files", "responses", "tokens", "trained", "anchor")],
             nonfinite=nonfinite,
         )
-    size = Size({}, {}, floor, "", "dense")
-    return Measured(origin, size, {}, Split(False, ""), np.zeros((1, 1)), sample)
+    size = MismatchSize({}, {}, floor, "", "dense")
+    return Measured(origin, size, {}, DriftSplit(False, ""), np.zeros((1, 1)), sample)
 
 
-def causes(sample: Chunk, **keywords: Any) -> tuple[Cause, ...]:
+def causes(sample: TokenTable, **keywords: Any) -> tuple[Cause, ...]:
     return find_causes(measured(sample, **keywords))
 
 
-def names(sample: Chunk, **keywords: Any) -> set[str]:
+def names(sample: TokenTable, **keywords: Any) -> set[str]:
     return {cause.name for cause in causes(sample, **keywords)}
 
 

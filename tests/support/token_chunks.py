@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from trimtab.diagnosis.measure import measure
-from trimtab.diagnosis.measure.sample import taken
 from trimtab.diagnosis.measure.trained_tokens import Trained
-from trimtab.diagnosis.records import Chunk, Measured, Origin
+from trimtab.diagnosis.records import DataSummary, Measured
+from trimtab.diagnosis.tokens import TokenTable
 
-ORIGIN = Origin(framework="trimtab", files=1, responses=0, tokens=0, trained=0, anchor="proximal")
+ORIGIN = DataSummary(framework="trimtab", files=1, responses=0, tokens=0, trained=0, anchor="proximal")
 
 
-def chunk(log_ratio: Sequence[Sequence[float]], **columns: Any) -> Chunk:
+def chunk(log_ratio: Sequence[Sequence[float]], **columns: Any) -> TokenTable:
     """Responses of the given log-ratios, all trained, every token of behavior log-prob -1 unless columns say so.
 
     Per-token columns are given per response like `log_ratio`; `behavior` may be one number.
@@ -28,7 +28,7 @@ def chunk(log_ratio: Sequence[Sequence[float]], **columns: Any) -> Chunk:
     rows = {name: np.asarray(values) for name, values in columns.items() if name not in _PER_TOKEN}
     starts = np.cumsum([0, *map(len, log_ratio)])
     proximal = (behavior.astype(np.float64) + ratio).astype(np.float32)
-    return Chunk(starts=starts, mask=mask, behavior=behavior, proximal=proximal, **flat, **rows)
+    return TokenTable(starts=starts, mask=mask, behavior=behavior, proximal=proximal, **flat, **rows)
 
 
 _PER_TOKEN = frozenset(("behavior", "mask", "ids", "entropy", "version"))
@@ -40,15 +40,15 @@ def _flat(values: Any, like: Sequence[Sequence[float]]) -> np.ndarray:
     return np.concatenate([np.asarray(row) for row in values])
 
 
-def trained(data: Chunk) -> Trained:
+def trained(data: TokenTable) -> Trained:
     return Trained.of(data, 0)
 
 
-def whole(*chunks: Chunk, seed: int = 0) -> Measured:
+def whole(*chunks: TokenTable, seed: int = 0) -> Measured:
     return measure(iter(chunks), lambda: ORIGIN, seed=seed)
 
 
-def noisy(seed: int, responses: int, *, noise: float = 0.05, length: int = 20) -> Chunk:
+def noisy(seed: int, responses: int, *, noise: float = 0.05, length: int = 20) -> TokenTable:
     """Responses of random length (some empty) with every column, untrained tokens with NaN among them."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 2 * length, responses)
@@ -58,7 +58,7 @@ def noisy(seed: int, responses: int, *, noise: float = 0.05, length: int = 20) -
     mask = rng.random(tokens) < 0.8
     behavior[~mask & (rng.random(tokens) < 0.3)] = np.nan
     step = np.sort(rng.integers(0, 5, responses))
-    return Chunk(
+    return TokenTable(
         starts=np.append(0, np.cumsum(lengths)),
         mask=mask,
         behavior=behavior.astype(np.float32),
@@ -73,8 +73,8 @@ def noisy(seed: int, responses: int, *, noise: float = 0.05, length: int = 20) -
     )
 
 
-def pieces(data: Chunk, cuts: Iterable[int]) -> list[Chunk]:
+def pieces(data: TokenTable, cuts: Iterable[int]) -> list[TokenTable]:
     """The chunk cut before the given responses; pieces may be empty."""
     ends = [0, *sorted(cuts), data.responses]
     index = np.arange(data.responses)
-    return [taken(data, (index >= low) & (index < high), longest=1 << 30) for low, high in itertools.pairwise(ends)]
+    return [data.select((index >= low) & (index < high)) for low, high in itertools.pairwise(ends)]

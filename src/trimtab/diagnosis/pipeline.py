@@ -8,9 +8,10 @@ from pathlib import Path
 from trimtab.diagnosis.advice import advise
 from trimtab.diagnosis.causes import find_causes
 from trimtab.diagnosis.measure import measure
-from trimtab.diagnosis.reading import open_source
-from trimtab.diagnosis.records import Chunk, Diagnosis, Measured
+from trimtab.diagnosis.reading import open_log
+from trimtab.diagnosis.records import Diagnosis, Measured
 from trimtab.diagnosis.token_texts import named_tokenizer, texts_of, tokenizer_of
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
 Watch = Callable[[str, int], None]
@@ -38,16 +39,16 @@ def diagnose(
     """
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
     vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
-    source = open_source([Path(path) for path in paths], framework=framework, columns=columns or {})
+    log = open_log([Path(path) for path in paths], framework=framework, columns=columns or {})
     on_progress = watch or _ignore_progress
     on_progress("reading", 0)
-    counter = _Counter(source.chunks(), on_progress)
-    measured = measure(counter, source.origin)
+    counter = _Counter(log.tables(), on_progress)
+    measured = measure(counter, log.summary)
     on_progress("looking for causes", counter.tokens)
     causes = find_causes(measured)
     on_progress("trying every preset", counter.tokens)
     outcomes, recommendation = advise(measured, causes)
-    texts, problem = _texts(measured, vocabulary or tokenizer_of(source.files))
+    texts, problem = _texts(measured, vocabulary or tokenizer_of(log.files))
     if vocabulary is not None and problem:
         raise TrimtabError(problem)
     return Diagnosis(measured, causes, outcomes, recommendation, texts)
@@ -62,16 +63,16 @@ def _texts(measured: Measured, tokenizer: Path | None) -> tuple[dict[int, str], 
 
 
 class _Counter:
-    """Iterates over chunks, counts their tokens and reports progress."""
+    """Iterates over tables, counts their tokens and reports progress."""
 
-    def __init__(self, chunks: Iterable[Chunk], on_progress: Watch) -> None:
-        self.chunks, self.on_progress, self.tokens = chunks, on_progress, 0
+    def __init__(self, tables: Iterable[TokenTable], on_progress: Watch) -> None:
+        self.tables, self.on_progress, self.tokens = tables, on_progress, 0
 
-    def __iter__(self) -> Iterator[Chunk]:
-        for chunk in self.chunks:
-            self.tokens += chunk.tokens
+    def __iter__(self) -> Iterator[TokenTable]:
+        for table in self.tables:
+            self.tokens += table.tokens
             self.on_progress("reading", self.tokens)
-            yield chunk
+            yield table
 
 
 def _ignore_progress(_activity: str, _tokens: int) -> None:

@@ -1,7 +1,8 @@
 """The records of `trimtab diagnose`: data read, size and location of the mismatch, causes, recommendation.
 
-`reading` fills `Chunk` and `Origin`, `measure` the measurements, `causes` and `advice` the rest; `output` only renders
-them. A ratio is trainer over sampler: proximal (current where the data has no proximal) over behavior.
+`reading` fills `DataSummary` and tables of tokens (`tokens.TokenTable`), `measure` the measurements, `causes` and
+`advice` the rest; `output` only renders them. A ratio is trainer over sampler: proximal (current where the data has no
+proximal) over behavior.
 """
 
 from __future__ import annotations
@@ -12,58 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.intervals import Interval
-
-
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """Whole responses in flat arrays: token i of response r is at `starts[r] + i`. A column the data lacks is None.
-
-    starts: int64 (responses + 1,). All other arrays are (tokens,) or, where marked, (responses,).
-    behavior, proximal, current, entropy: float32, nats; `behavior` as the sampler reported it.
-    mask: bool, the trained tokens. version: int64, policy version that sampled the token, in updates.
-    step, group, proximal_version: int64 (responses,). reward, advantage: float64 (responses,).
-    temperature, top_p: float64 (responses,); top_k: int64 (responses,), 0 for none; raw: bool (responses,), whether
-    log-probs are those before temperature and truncation rather than those of the sampling distribution.
-    """
-
-    starts: np.ndarray
-    mask: np.ndarray
-    behavior: np.ndarray
-    proximal: np.ndarray | None = None
-    current: np.ndarray | None = None
-    ids: np.ndarray | None = None
-    entropy: np.ndarray | None = None
-    version: np.ndarray | None = None
-    step: np.ndarray | None = None
-    group: np.ndarray | None = None
-    proximal_version: np.ndarray | None = None
-    reward: np.ndarray | None = None
-    advantage: np.ndarray | None = None
-    temperature: np.ndarray | None = None
-    top_p: np.ndarray | None = None
-    top_k: np.ndarray | None = None
-    raw: np.ndarray | None = None
-
-    @property
-    def responses(self) -> int:
-        return len(self.starts) - 1
-
-    @property
-    def tokens(self) -> int:
-        return int(self.starts[-1])
-
-    @property
-    def trainer(self) -> np.ndarray:
-        """The trainer's log-probs: proximal, or current without it."""
-        values = self.proximal if self.proximal is not None else self.current
-        assert values is not None, "a reader gives one of proximal and current"
-        return values
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The response each token belongs to (tokens,)."""
-        return np.repeat(np.arange(self.responses), np.diff(self.starts))
 
 
 @dataclass(frozen=True)
@@ -91,8 +42,8 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """A summary of the data read, complete after the last chunk.
+class DataSummary:
+    """A summary of the data read, complete after the last table.
 
     framework: trimtab, verl, trl, miles, prime-rl or columns. anchor: proximal or current, whichever is the trainer's.
     dropped: number of responses dropped, by reason. nonfinite: number of trained tokens dropped because a value is not
@@ -115,7 +66,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Size:
+class MismatchSize:
     """The size of the mismatch.
 
     mismatch: the keys of `trimtab.mismatch(...).finalize()`. intervals: of those that are means or ratios of sums.
@@ -134,7 +85,7 @@ class Size:
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class DriftSplit:
     """The total drift (mean k3, log-ratio variance), split into mismatch (that of age 0) and staleness (the rest).
 
     separable: whether the data has `proximal_version` and tokens of age 0; if not, `why` names what is missing.
@@ -183,12 +134,12 @@ class Measured:
     analyses that need all tokens at once.
     """
 
-    origin: Origin
-    size: Size
+    origin: DataSummary
+    size: MismatchSize
     views: Mapping[str, View]
-    split: Split
+    split: DriftSplit
     scatter: np.ndarray
-    sample: Chunk
+    sample: TokenTable
 
 
 @dataclass(frozen=True)
@@ -206,7 +157,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PresetOutcome:
     """The effect of one preset on the data at given bounds.
 
     kept: share of tokens whose loss is not masked out. changed: share whose weight a bound changed. ess: effective
@@ -243,6 +194,6 @@ class Diagnosis:
 
     measured: Measured
     causes: tuple[Cause, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[PresetOutcome, ...]
     recommendation: Recommendation
     texts: Mapping[int, str] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trimtab.diagnosis.token_statistics import at_level, clipped
-from trimtab.report.token_file import Tokens
+from trimtab.diagnosis.tokens import TokenTable
 
 if TYPE_CHECKING:
     from trimtab.objectives import Objective, SecondMoment
@@ -25,7 +25,7 @@ class Clipping:
     rule: str
 
 
-def clipping(config: Mapping[str, Any], tokens: Tokens) -> Clipping | str:
+def clipping(config: Mapping[str, Any], tokens: TokenTable) -> Clipping | str:
     """Returns the clipped tokens of one file, or a clause that says why they cannot be shown.
 
     The ratio is over the behavior policy and at the level of the objective (token or sequence). Its numerator is the
@@ -34,17 +34,17 @@ def clipping(config: Mapping[str, Any], tokens: Tokens) -> Clipping | str:
     objective = _clipping_objective(config)
     if isinstance(objective, str):
         return objective
-    numerator = tokens.perturbed if tokens.perturbed is not None else tokens.clean
-    if numerator is None:
+    if tokens.perturbed is None and tokens.anchor is None:
         return "the files hold no log-prob of the trainer"
     if tokens.advantage is None:
         return "the files hold no advantages"
-    token_log_ratio = np.where(tokens.trained, numerator.astype(np.float64) - tokens.behavior, 0.0)
-    log_ratio = at_level(token_log_ratio, tokens.trained, tokens.starts, objective.ratio.level)
+    numerator = tokens.perturbed if tokens.perturbed is not None else tokens.trainer
+    token_log_ratio = np.where(tokens.mask, numerator.astype(np.float64) - tokens.behavior, 0.0)
+    log_ratio = at_level(token_log_ratio, tokens.mask, tokens.starts, objective.ratio.level)
     low, high, rule = _clipped_sides(objective, log_ratio, tokens)
     ratio = f"r = {'perturbed ' if tokens.perturbed is not None else ''}π/μ"
     level = "" if objective.ratio.level == "token" else f" of the {objective.ratio.level} ratio"
-    return Clipping(low & tokens.trained, high & tokens.trained, f"{ratio}{level}; {rule}")
+    return Clipping(low & tokens.mask, high & tokens.mask, f"{ratio}{level}; {rule}")
 
 
 def _clipping_objective(config: Mapping[str, Any]) -> Objective | str:
@@ -67,17 +67,19 @@ def _clipping_objective(config: Mapping[str, Any]) -> Objective | str:
     return objective
 
 
-def _clipped_sides(objective: Objective, log_ratio: np.ndarray, tokens: Tokens) -> tuple[np.ndarray, np.ndarray, str]:
+def _clipped_sides(
+    objective: Objective, log_ratio: np.ndarray, tokens: TokenTable
+) -> tuple[np.ndarray, np.ndarray, str]:
     from trimtab.objectives import Clipped, SecondMoment
 
-    surrogate, advantage = objective.surrogate, tokens.advantage
-    assert advantage is not None
+    assert tokens.advantage is not None
+    surrogate, advantage = objective.surrogate, tokens.at_tokens(tokens.advantage)
     if isinstance(surrogate, Clipped):
         low, high = 1.0 - surrogate.low, 1.0 + surrogate.high
         rule = f"clipped: A < 0 and r < {low:.4g}, or A > 0 and r > {high:.4g}"
         return *clipped(log_ratio, advantage, low, high), rule
     assert isinstance(surrogate, SecondMoment)
-    bound = _second_moment(objective, surrogate, log_ratio, tokens)
+    bound = _second_moment(objective, surrogate, log_ratio, tokens.mask, advantage)
     if surrogate.form == "mask":
         outside = np.abs(log_ratio) > bound
         rule = f"left out: |log r| > {bound:.3g}, the limit of the whole batch"
@@ -89,16 +91,16 @@ def _clipped_sides(objective: Objective, log_ratio: np.ndarray, tokens: Tokens) 
     return low, high, rule
 
 
-def _second_moment(objective: Objective, surrogate: SecondMoment, log_ratio: np.ndarray, tokens: Tokens) -> float:
+def _second_moment(
+    objective: Objective, surrogate: SecondMoment, log_ratio: np.ndarray, mask: np.ndarray, advantage: np.ndarray
+) -> float:
     """Returns M2PO's bound on |log r|, computed from all tokens of the file as one update."""
     import torch
 
     from trimtab.objectives import PolicyLogps
 
     ratio = torch.from_numpy(log_ratio)[None]
-    logps = PolicyLogps(
-        current=ratio, behavior=torch.zeros_like(ratio), mask=torch.from_numpy(np.asarray(tokens.trained))[None]
-    )
-    state = objective.prepare(logps, torch.from_numpy(np.asarray(tokens.advantage))[None])
+    logps = PolicyLogps(current=ratio, behavior=torch.zeros_like(ratio), mask=torch.from_numpy(mask)[None])
+    state = objective.prepare(logps, torch.from_numpy(advantage)[None])
     limit_function = state.second_moment_limit if surrogate.form == "mask" else state.second_moment_cap
     return float(limit_function(surrogate.tau))

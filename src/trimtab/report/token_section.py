@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +12,17 @@ import numpy as np
 from markupsafe import Markup
 
 from trimtab.diagnosis import token_statistics
+from trimtab.diagnosis.measure.sample import Sample
+from trimtab.diagnosis.reading import open_log
+from trimtab.diagnosis.reading.layouts import TRIMTAB_REPORT
+from trimtab.diagnosis.reading.read_counts import EXTERNAL, NOT_FINITE
 from trimtab.diagnosis.token_statistics import Frequent
 from trimtab.diagnosis.token_texts import token_texts
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.pages import charts
 from trimtab.pages.render import number, short
 from trimtab.report import token_figures
 from trimtab.report.clipping import Clipping, clipping
-from trimtab.report.token_file import Tokens, read_tokens
 from trimtab.runs.reader import Run, evenly_spaced, sample_steps
 
 
@@ -29,14 +34,13 @@ class TokenSectionData:
     the tokens on both sides of each position where a newer policy continued a response, with their entropies.
     """
 
-    first: tuple[int, Tokens] | None = None
-    last: tuple[int, Tokens] | None = None
-    noisy: tuple[int, Tokens] | None = None
+    first: tuple[int, TokenTable] | None = None
+    last: tuple[int, TokenTable] | None = None
+    noisy: tuple[int, TokenTable] | None = None
     steps: list[int] = field(default_factory=list)
     rows: int = 0
     read: int = 0
-    external: int = 0
-    nonfinite: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
     clip_low: np.ndarray = field(default_factory=lambda: np.zeros(token_statistics.DECILES))
     clip_high: np.ndarray = field(default_factory=lambda: np.zeros(token_statistics.DECILES))
     clip_tokens: np.ndarray = field(default_factory=lambda: np.zeros(token_statistics.DECILES))
@@ -48,40 +52,47 @@ class TokenSectionData:
     after_entropy: list[np.ndarray] = field(default_factory=list)
 
     @property
-    def ends(self) -> dict[int, Tokens]:
+    def ends(self) -> dict[int, TokenTable]:
         """The first and the last step with trained tokens; a single entry if they are the same."""
         return dict(end for end in (self.first, self.last) if end is not None)
 
-    def add(self, config: Mapping[str, Any], step: int, tokens: Tokens) -> None:
-        """Add the file of one step; `config` is the run's recipe."""
+    def add(self, config: Mapping[str, Any], step: int, file: Path) -> None:
+        """Add an even sample of the file of one step; `config` is the run's recipe."""
+        log, sample, responses = open_log([file], framework=TRIMTAB_REPORT), Sample(), 0
+        for table in log.tables():
+            sample.add(table, responses)
+            responses += table.responses
         self.steps.append(step)
-        self.rows, self.read = self.rows + tokens.rows, self.read + tokens.read
-        self.external, self.nonfinite = self.external + tokens.external, self.nonfinite + tokens.nonfinite
-        if not tokens.trained.any():
+        self.rows += responses
+        self.dropped += log.counts.dropped
+        if not responses:
             return
+        tokens = sample.result()
+        self.read += tokens.responses
         self.first, self.last = self.first or (step, tokens), (step, tokens)
-        if tokens.perturbed is not None and tokens.clean is not None:
+        if tokens.perturbed is not None and tokens.anchor is not None:
             self.noisy = (step, tokens)
         self._add_clipped(clipping(config, tokens), tokens)
         self._add_takeovers(tokens)
 
-    def _add_clipped(self, clip: Clipping | str, tokens: Tokens) -> None:
+    def _add_clipped(self, clip: Clipping | str, tokens: TokenTable) -> None:
         if isinstance(clip, str):
             self.no_clip = clip
             return
         decile = token_statistics.deciles(tokens.starts)
         low, high, trained = (
-            np.bincount(decile[mask], minlength=token_statistics.DECILES)
-            for mask in (clip.low, clip.high, tokens.trained)
+            np.bincount(decile[mask], minlength=token_statistics.DECILES) for mask in (clip.low, clip.high, tokens.mask)
         )
         self.clip_low, self.clip_high = self.clip_low + low, self.clip_high + high
         self.clip_tokens = self.clip_tokens + trained
         self.clip_rules.add(clip.rule)
 
-    def _add_takeovers(self, tokens: Tokens) -> None:
-        if tokens.version is None:
+    def _add_takeovers(self, tokens: TokenTable) -> None:
+        if tokens.version is None or tokens.ids is None:
             return
         positions = token_statistics.cuts(tokens.version, tokens.starts)
+        # Values at untrained tokens are not known.
+        positions = positions[tokens.mask[positions] & tokens.mask[positions - 1]]
         self.after.append(tokens.ids[positions])
         self.before.append(tokens.ids[positions - 1])
         if tokens.entropy is not None:
@@ -104,7 +115,7 @@ def token_section(run: Run) -> dict[str, Any] | None:
         return None
     data = TokenSectionData()
     for step, file in files.items():
-        data.add(run.config, step, read_tokens(file))
+        data.add(run.config, step, file)
     panels = [_envelope(data), _scatter(data), _shift(data), _entropy(data), _clipped(data)]
     return {
         "note": _note(data),
@@ -122,13 +133,14 @@ def _files_to_read(run: Run) -> dict[int, Path]:
 
 def _note(data: TokenSectionData) -> str:
     steps = ", ".join(str(step) for step in data.steps)
-    text = f"From the trajectory files of step{'s' if len(data.steps) > 1 else ''} {steps}: {data.read:,} responses"
-    text += f", the first of {data.rows:,}." if data.read < data.rows else "."
-    reasons = [
-        (data.external, "of external traces, which have no behavior policy"),
-        (data.nonfinite, "with a log-prob that is not finite"),
-    ]
-    dropped = ", and ".join(f"{count:,} {reason}" for count, reason in reasons if count)
+    text = f"From the trajectory files of step{'s' if len(data.steps) > 1 else ''} {steps}: "
+    text += f"{data.rows + data.dropped.total():,} responses"
+    text += f", an even sample of {data.read:,}." if data.read < data.rows else "."
+    reasons = {
+        EXTERNAL: "of external traces, which have no behavior policy",
+        NOT_FINITE: "with a log-prob that is not finite",
+    }
+    dropped = ", and ".join(f"{count:,} {reasons.get(why, f'({why})')}" for why, count in data.dropped.items())
     return f"{text} Left out: {dropped}." if dropped else text
 
 
@@ -143,9 +155,9 @@ def _panel(title: str, now: str, svg: str, what: str) -> Panel:
 def _clean(data: TokenSectionData) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """Returns log π and log μ of the trained tokens of the first and the last step."""
     return {
-        step: (tokens.clean[tokens.trained].astype(np.float64), tokens.behavior[tokens.trained].astype(np.float64))
+        step: (tokens.trainer[tokens.mask].astype(np.float64), tokens.behavior[tokens.mask].astype(np.float64))
         for step, tokens in data.ends.items()
-        if tokens.clean is not None
+        if tokens.anchor is not None
     }
 
 
@@ -178,8 +190,7 @@ def _envelope(data: TokenSectionData) -> Panel:
 
 
 def _policy(data: TokenSectionData) -> str:
-    names = {tokens.clean_name for tokens in data.ends.values()}
-    return "clean " + "/".join(sorted(name.removeprefix("logp_") for name in names))
+    return "clean " + "/".join(sorted({tokens.anchor for tokens in data.ends.values() if tokens.anchor}))
 
 
 def _scatter(data: TokenSectionData) -> Panel:
@@ -203,8 +214,7 @@ def _shift(data: TokenSectionData) -> Panel:
         return ""
     step, tokens = data.noisy
     assert tokens.perturbed is not None
-    assert tokens.clean is not None
-    shift = token_statistics.shift(np.exp(tokens.perturbed[tokens.trained]), np.exp(tokens.clean[tokens.trained]))
+    shift = token_statistics.shift(np.exp(tokens.perturbed[tokens.mask]), np.exp(tokens.trainer[tokens.mask]))
     if len(shift.count) == 0:
         return f"change of probability (at step {step} no token's probability changed: no noise arrived)"
     what = (
@@ -218,7 +228,7 @@ def _shift(data: TokenSectionData) -> Panel:
 def _entropy(data: TokenSectionData) -> Panel:
     entropies = {
         step: token_statistics.by_decile(
-            token_statistics.deciles(tokens.starts)[tokens.trained], tokens.entropy[tokens.trained]
+            token_statistics.deciles(tokens.starts)[tokens.mask], tokens.entropy[tokens.mask]
         )
         for step, tokens in data.ends.items()
         if tokens.entropy is not None

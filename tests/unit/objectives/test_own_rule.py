@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +14,12 @@ import yaml
 
 from trimtab.adapters.config_lines import lines
 from trimtab.config import load_config
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 from trimtab.objectives import KL, Band, Divergence, Objective, PolicyLogps, Veto, keywords_of, objective, objectives
 from trimtab.objectives.calibrate import bounds_of, from_section
 from trimtab.report.clipping import clipping
 from trimtab.report.differences import equation_of
-from trimtab.report.token_file import Tokens
 
 DPPO = "tests.unit.objectives.own_rule:dppo"
 OWN = DPPO.removesuffix("dppo")
@@ -183,7 +183,7 @@ def test_a_page_runs_nobodys_code(section):
         "equation", "not known to this version of trimtab: its config.toml has no equation of 'os:abort'"
     )
     nothing = np.zeros(1)
-    tokens = Tokens(*([nothing] * len(fields(Tokens))))
+    tokens = TokenTable(nothing, nothing, nothing)
     assert "a report runs no code that a run names" in str(clipping({"objective": section}, tokens))
 
 

@@ -6,51 +6,42 @@ import numpy as np
 import pytest
 import torch
 
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.objectives import PolicyLogps, objective
 from trimtab.report.clipping import Clipping, clipping
-from trimtab.report.token_file import Tokens
 
 ROWS, TIME = 6, 50
 
 
-def _tokens(seed: int = 0, *, perturbed: bool = False, spread: float = 0.3) -> Tokens:
+def _tokens(seed: int = 0, *, perturbed: bool = False, spread: float = 0.3) -> TokenTable:
     rng = np.random.default_rng(seed)
     count = ROWS * TIME
     behavior = -rng.random(count)
     noisy = behavior + spread * rng.normal(size=count)
     trained = rng.random(count) < 0.9
-    return Tokens(
+    return TokenTable(
         starts=np.arange(0, count + 1, TIME),
-        ids=np.zeros(count, dtype=np.int64),
-        trained=trained,
+        mask=trained,
         behavior=behavior,
         # With noise the clean policy would clip nothing at all.
-        clean=behavior if perturbed else noisy,
-        clean_name="logp_current",
+        current=behavior if perturbed else noisy,
         perturbed=noisy if perturbed else None,
-        entropy=None,
-        version=None,
-        advantage=np.repeat(rng.normal(size=ROWS), TIME),
-        external=0,
-        nonfinite=0,
-        rows=ROWS,
-        read=ROWS,
+        advantage=rng.normal(size=ROWS),
     )
 
 
-def _reported(section: dict[str, object], tokens: Tokens) -> dict[str, float]:
+def _reported(section: dict[str, object], tokens: TokenTable) -> dict[str, float]:
     keywords = dict(section)
-    numerator = tokens.perturbed if tokens.perturbed is not None else tokens.clean
-    assert numerator is not None
+    numerator = tokens.perturbed if tokens.perturbed is not None else tokens.trainer
     assert tokens.advantage is not None
 
     def square(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).reshape(ROWS, TIME)
 
     logps = PolicyLogps(
-        current=square(numerator), behavior=square(tokens.behavior), mask=square(tokens.trained), proximal=None
+        current=square(numerator), behavior=square(tokens.behavior), mask=square(tokens.mask), proximal=None
     )
-    out = objective(str(keywords.pop("name")), **keywords)(logps, square(tokens.advantage))
+    out = objective(str(keywords.pop("name")), **keywords)(logps, square(tokens.at_tokens(tokens.advantage)))
     return out.metrics.finalize()
 
 
@@ -71,8 +62,8 @@ def test_the_shares_are_those_the_objective_reports(section: dict[str, object]) 
     found = clipping({"objective": section}, tokens)
     assert isinstance(found, Clipping)
     reported = _reported(section, tokens)
-    assert found.low.sum() / tokens.trained.sum() == pytest.approx(reported["clip/low"])
-    assert found.high.sum() / tokens.trained.sum() == pytest.approx(reported["clip/high"])
+    assert found.low.sum() / tokens.mask.sum() == pytest.approx(reported["clip/low"])
+    assert found.high.sum() / tokens.mask.sum() == pytest.approx(reported["clip/high"])
     if section != {"name": "m2po", "tau": 1.0}:
         assert reported["clip/low"] + reported["clip/high"] > 0, "or the comparison is of nothing"
 
@@ -83,7 +74,7 @@ def test_the_masking_form_of_m2po_leaves_out_by_size_alone(tau: float) -> None:
     section: dict[str, object] = {"name": "m2po", "form": "mask", "tau": tau}
     found = clipping({"objective": section}, tokens)
     assert isinstance(found, Clipping)
-    share = (found.low.sum() + found.high.sum()) / tokens.trained.sum()
+    share = (found.low.sum() + found.high.sum()) / tokens.mask.sum()
     assert share == pytest.approx(_reported(section, tokens)["clip/second_moment"])
     assert share > 0.1
 
@@ -93,7 +84,7 @@ def test_alp_clips_the_perturbed_ratio() -> None:
     tokens = _tokens(perturbed=True)
     found = clipping({"objective": section}, tokens)
     assert isinstance(found, Clipping)
-    assert found.high.sum() / tokens.trained.sum() == pytest.approx(_reported(section, tokens)["clip/high"])
+    assert found.high.sum() / tokens.mask.sum() == pytest.approx(_reported(section, tokens)["clip/high"])
     assert found.high.any()
     assert found.rule == "r = perturbed π/μ; clipped: A < 0 and r < 0.8, or A > 0 and r > 1.28"
 

@@ -12,7 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from trimtab.diagnosis.measure.sample import Sample
+from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
+from trimtab.report import token_section as token_section_module
 from trimtab.report.run_report import write_report
 from trimtab.report.token_section import token_section
 from trimtab.runs.reader import read_run
@@ -213,3 +216,50 @@ def test_without_a_tokenizer_ids_are_shown_and_the_reason(folder: Path, content:
     assert [row["text"] for row in cuts["before"]] == ["", ""]
     page = write_report(folder).read_text()
     assert f"Only ids are shown: {cuts['reason'].removeprefix('only ids are shown: ')}." in page
+
+
+def test_a_large_file_is_sampled_evenly_and_the_note_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_section_module, "Sample", lambda: Sample(tokens=200))
+    _write(folder, 1, **_plain(1000))
+    section = _section(folder)
+    assert section["note"] == "From the trajectory files of step 1: 1,000 responses, an even sample of 100."
+    assert "200 tokens" in _charts(section)["Trainer against sampler"]["what"]
+
+
+def test_rows_are_counted_by_the_reason_they_are_left_out_for(folder: Path) -> None:
+    rows = _plain(4, entropy=[[1.0, 2.0]] * 3 + [[1.0]])
+    rows["logp_behavior"] = [[NAN, NAN], [-np.inf, -0.2], [-0.3, NAN], [-0.1, -0.2]]
+    rows["off_policy"] = [True, None, False, False]
+    rows["loss_mask"] = [[True, True], [True, True], [True, False], [True, True]]
+    # The last token of the third row is not trained: nobody reads what stands there.
+    _write(folder, 1, **rows)
+    assert _section(folder)["note"] == (
+        "From the trajectory files of step 1: 4 responses. Left out: 1 of external traces, which have no behavior "
+        "policy, and 1 (lists of different lengths), and 1 with a log-prob that is not finite."
+    )
+
+
+def test_the_proximal_policy_comes_before_the_current_one(folder: Path) -> None:
+    _write(folder, 1, **_plain(logp_proximal=[[np.log(0.5), np.log(0.25)]] * 20))
+    assert "(clean proximal policy)" in _charts(_section(folder))["Trainer against sampler"]["what"]
+
+
+def test_a_file_without_rows_has_no_response_left(folder: Path) -> None:
+    path = folder / "trajectories" / "step-000001.parquet"
+    path.parent.mkdir()
+    kinds = {"response_ids": pa.list_(pa.int64()), "logp_behavior": pa.list_(pa.float32())}
+    pq.write_table(pa.table({name: pa.array([], kind) for name, kind in kinds.items()}), path)
+    section = _section(folder)
+    assert section["note"] == "From the trajectory files of step 1: 0 responses."
+    assert all("no response is left" in reason for reason in section["absent"])
+
+
+def test_a_file_without_log_probs_or_damaged_is_named(folder: Path) -> None:
+    _write(folder, 1, response_ids=[[1]])
+    with pytest.raises(TrimtabError, match=r"step-000001\.parquet has no logp_behavior"):
+        _section(folder)
+    _write(folder, 1, **_plain())
+    path = folder / "trajectories" / "step-000001.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(TrimtabError, match=r"step-000001\.parquet is damaged"):
+        _section(folder)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from trimtab.adapters.config_lines import lines
 from trimtab.diagnosis.advice.preset_outcomes import Data, outcomes
 from trimtab.diagnosis.advice.rules import Findings, choose
-from trimtab.diagnosis.records import Cause, Measured, Outcome, Recommendation
+from trimtab.diagnosis.records import Cause, Measured, PresetOutcome, Recommendation
 
 __all__ = ["advise"]
 
 
-def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[Outcome, ...], Recommendation]:
+def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOutcome, ...], Recommendation]:
     """Returns the outcomes of all presets on `measured.sample`, and the recommended one with bounds and reason.
 
     If a cause must be fixed first (docs/recommendations.md), the reason names it, and the preset is the one to use

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from trimtab.corrections.ratios import Ratios, log_ratio
 from trimtab.corrections.reduce import Sequences
-from trimtab.diagnosis.records import Chunk, Outcome
+from trimtab.diagnosis.records import PresetOutcome
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective, PolicyLogps, Regression, objective, objectives
 from trimtab.objectives.calibrate import Observed, bounds_of, calibrated
@@ -53,10 +54,10 @@ class Data:
     known: bool
 
     @classmethod
-    def of(cls, chunk: Chunk) -> Data:
-        sign = np.zeros(chunk.responses) if chunk.advantage is None else np.sign(np.nan_to_num(chunk.advantage))
-        usable = np.flatnonzero(np.diff(chunk.starts) > 0)
-        blocks = [_block(chunk, sign, rows) for rows in _alike(np.diff(chunk.starts), usable)]
+    def of(cls, table: TokenTable) -> Data:
+        sign = np.zeros(table.responses) if table.advantage is None else np.sign(np.nan_to_num(table.advantage))
+        usable = np.flatnonzero(table.lengths > 0)
+        blocks = [_block(table, sign, rows) for rows in _alike(table.lengths, usable)]
         trained = sum(int(block.mask.sum()) for block in blocks)
         return cls(blocks, trained, bool((sign[usable] != 0).all()))
 
@@ -135,15 +136,15 @@ def _alike(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
     return [part for part in np.split(rows, cuts) if len(part)]
 
 
-def _block(chunk: Chunk, sign: np.ndarray, rows: np.ndarray) -> Block:
-    lengths = np.diff(chunk.starts)[rows]
+def _block(table: TokenTable, sign: np.ndarray, rows: np.ndarray) -> Block:
+    lengths = table.lengths[rows]
     positions = np.arange(lengths.max())[None, :]
     real = positions < lengths[:, None]
-    index = np.where(real, chunk.starts[rows][:, None] + positions, 0)
+    index = np.where(real, table.starts[rows][:, None] + positions, 0)
     return Block(
-        trainer=torch.from_numpy(chunk.trainer[index]),
-        behavior=torch.from_numpy(chunk.behavior[index]),
-        mask=torch.from_numpy(chunk.mask[index] & real),
+        trainer=torch.from_numpy(table.trainer[index]),
+        behavior=torch.from_numpy(table.behavior[index]),
+        mask=torch.from_numpy(table.mask[index] & real),
         sign=torch.from_numpy(sign[rows].astype(np.float32))[:, None],
     )
 
@@ -161,7 +162,7 @@ NOTES = {
 }
 
 
-def outcomes(data: Data, presets: Sequence[str] = ()) -> tuple[Outcome, ...]:
+def outcomes(data: Data, presets: Sequence[str] = ()) -> tuple[PresetOutcome, ...]:
     """Returns one row per preset (default: all), followed by one with calibrated bounds if it has any.
 
     Empty without a trained token.
@@ -181,7 +182,7 @@ class _Table:
         self.ratio = {level: data.ratio(level) for level in ("token", "sequence")}
         self._unbounded: dict[tuple[Objective, float], Tensor] = {}
 
-    def rows(self, name: str) -> Iterator[Outcome]:
+    def rows(self, name: str) -> Iterator[PresetOutcome]:
         yield self._row(objective(name), {})
         if not bounds_of(name):
             return
@@ -191,11 +192,11 @@ class _Table:
             return  # Too little data for calibration: only the row of published bounds.
         yield self._row(objective(name, **bounds), bounds)
 
-    def _row(self, built: Objective, bounds: Mapping[str, float]) -> Outcome:
+    def _row(self, built: Objective, bounds: Mapping[str, float]) -> PresetOutcome:
         unknown = (1.0, -1.0) if _signed(built) and not self.data.known else (1.0,)
         kept, changed, ess, bias = np.mean([self._shares(built, sign) for sign in unknown], axis=0).tolist()
         note = _note(built, both=len(unknown) == 2)
-        return Outcome(built.name, kept, changed, ess, bias, dict(bounds), bool(bounds), note)
+        return PresetOutcome(built.name, kept, changed, ess, bias, dict(bounds), bool(bounds), note)
 
     def _shares(self, built: Objective, unknown: float) -> tuple[float, float, float, float]:
         weight = weights(built, self.data, unknown)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trimtab.diagnosis.records import Cause, Outcome
+from trimtab.diagnosis.records import Cause, PresetOutcome
 from trimtab.objectives.calibrate import bounds_of
 
 MUST_FIX = ("non-finite", "misaligned", "retokenized", "raw-logprobs", "temperature", "truncated-sampling")
@@ -28,7 +28,7 @@ class Findings:
     causes: Sequence[Cause]
     verdict: str
     k3: float
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[PresetOutcome]
     tokens: int
 
     @property

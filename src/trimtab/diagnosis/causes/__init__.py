@@ -14,14 +14,14 @@ removed, then systematic shapes are found (`sampling_faults`), then size and ori
 
 from __future__ import annotations
 
-from trimtab.diagnosis.causes.evidence import Tokens
+from trimtab.diagnosis.causes.evidence import LogprobPairs
 from trimtab.diagnosis.causes.misaligned import find_shifts
 from trimtab.diagnosis.causes.precision import name_noise, noise_beside, noise_of
 from trimtab.diagnosis.causes.retokenized import find_retokenized
 from trimtab.diagnosis.causes.sampling_faults import find_broken
 from trimtab.diagnosis.causes.stale import find_drift
 from trimtab.diagnosis.causes.swapped import find_swapped_responses
-from trimtab.diagnosis.records import Cause, Measured, Origin, Settings
+from trimtab.diagnosis.records import Cause, DataSummary, Measured, Settings
 
 FEWEST = 100
 """Fewest trained tokens for which causes other than `non-finite` are inferred."""
@@ -34,13 +34,13 @@ def find_causes(measured: Measured) -> tuple[Cause, ...]:
     `measured.size`. Rules, and the columns that each needs: docs/causes.md.
     """
     causes = [cause] if (cause := _non_finite(measured.origin)) else []
-    tokens = Tokens.of(measured.sample)
+    tokens = LogprobPairs.of(measured.sample)
     if len(tokens) >= FEWEST:
         causes += _of_tokens(tokens, measured.size.floor, measured.origin.settings)
     return tuple(sorted(causes, key=lambda cause: -cause.confidence))
 
 
-def _of_tokens(tokens: Tokens, floor: float, settings: Settings | None) -> list[Cause]:
+def _of_tokens(tokens: LogprobPairs, floor: float, settings: Settings | None) -> list[Cause]:
     causes: list[Cause] = []
     for search in (find_shifts, find_swapped_responses, find_retokenized):
         cause, tokens = search(tokens)
@@ -64,7 +64,7 @@ def _of_tokens(tokens: Tokens, floor: float, settings: Settings | None) -> list[
     return causes
 
 
-def _non_finite(origin: Origin) -> Cause | None:
+def _non_finite(origin: DataSummary) -> Cause | None:
     if not any(origin.nonfinite.values()):
         return None
     counts = ", ".join(f"{count} {name}" for name, count in origin.nonfinite.items() if count)

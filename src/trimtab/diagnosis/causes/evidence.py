@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from trimtab.diagnosis.records import Chunk
+from trimtab.diagnosis.tokens import TokenTable
 
 NEAREST = -1e-7
 """The log-prob closest to 0 that float32 distinguishes from it; logits are clamped there."""
 
 MIDDLE = (-5.0, -0.05)
 """Range of the mean log-prob of trainer and sampler in which both probabilities are precise and noise is visible."""
-
-
-COLUMNS = ("behavior", "trainer", "row", "place", "turn", "entropy", "ids", "age", "inner")
 
 
 def logit(logp: np.ndarray) -> np.ndarray:
@@ -26,51 +24,84 @@ def logit(logp: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
-    """Trained tokens with finite log-probs, in order; arrays (tokens,), float64 unless stated.
+class LogprobPairs:
+    """Trained tokens of a table, each with a log-prob of the sampler and one of the trainer; arrays (tokens,).
 
-    behavior, trainer: log-probs, at most 0. row: int64, response. place: int64, position in its response, masked tokens
-    included. turn: int64, tokens since the last boundary (start of the response, or end of a masked stretch).
-    entropy, ids, age: None where the data has none. inner: bool, whether that boundary lies inside the response.
+    index: of each token in the table. behavior, trainer: float64, finite, at most 0; a repair replaces them. The other
+    columns are those of the table at these tokens, None where the data has none.
     """
 
-    chunk: Chunk
+    table: TokenTable
+    index: np.ndarray
     behavior: np.ndarray
     trainer: np.ndarray
-    row: np.ndarray
-    place: np.ndarray
-    turn: np.ndarray
-    entropy: np.ndarray | None
-    ids: np.ndarray | None
-    age: np.ndarray | None
-    inner: np.ndarray
 
     @classmethod
-    def of(cls, chunk: Chunk) -> Tokens:
-        """Returns the usable tokens of a chunk."""
-        behavior, trainer = chunk.behavior.astype(np.float64), chunk.trainer.astype(np.float64)
-        rows = chunk.rows
-        place = np.arange(chunk.tokens) - chunk.starts[rows]
-        turn, inner = _since_boundary(chunk.mask, place)
-        use = chunk.mask & np.isfinite(behavior) & np.isfinite(trainer)
-        age = None
-        if chunk.version is not None and chunk.proximal_version is not None:
-            age = np.maximum(chunk.proximal_version[rows] - chunk.version, 0)[use]
-        return cls(
-            chunk,
-            np.minimum(behavior, 0.0)[use],
-            np.minimum(trainer, 0.0)[use],
-            rows[use],
-            place[use],
-            turn[use],
-            None if chunk.entropy is None else chunk.entropy.astype(np.float64)[use],
-            None if chunk.ids is None else chunk.ids[use],
-            age,
-            inner[use],
+    def of(cls, table: TokenTable) -> LogprobPairs:
+        """Returns the trained tokens with finite log-probs, in order."""
+        index = np.flatnonzero(table.mask & np.isfinite(table.behavior) & np.isfinite(table.trainer))
+        behavior, trainer = (
+            np.minimum(values[index].astype(np.float64), 0.0) for values in (table.behavior, table.trainer)
         )
+        return cls(table, index, behavior, trainer)
+
+    @staticmethod
+    def concat(parts: Sequence[LogprobPairs]) -> LogprobPairs:
+        """Returns several selections of tokens of one table as one."""
+        names = ("index", "behavior", "trainer")
+        joined = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
+        return LogprobPairs(parts[0].table, *joined)
 
     def __len__(self) -> int:
         return len(self.behavior)
+
+    @cached_property
+    def row(self) -> np.ndarray:
+        """The response of each token."""
+        return self.table.row[self.index]
+
+    @cached_property
+    def place(self) -> np.ndarray:
+        """The position of each token in its response, untrained tokens included."""
+        return self.table.place[self.index]
+
+    @cached_property
+    def turn(self) -> np.ndarray:
+        """The number of tokens since the last boundary (start of the response, or end of an untrained stretch)."""
+        return self._since_boundary[0][self.index]
+
+    @cached_property
+    def inner(self) -> np.ndarray:
+        """Whether that boundary lies inside the response, bool."""
+        return self._since_boundary[1][self.index]
+
+    @cached_property
+    def _since_boundary(self) -> tuple[np.ndarray, np.ndarray]:
+        """`turn` and `inner` of all tokens of the table."""
+        mask, place = self.table.mask, self.table.place
+        index = np.arange(len(mask))
+        if not len(mask):
+            return index, mask
+        begins = mask & ((place == 0) | ~np.concatenate([[False], mask[:-1]]))
+        last = np.maximum.accumulate(np.where(begins, index, 0))
+        # The first trained token after masked ones at the start of a response (a forced prefix) is no turn boundary.
+        trained_before = np.concatenate([[0], np.cumsum(mask)[:-1]])
+        inside = begins & (place > 0) & (trained_before > trained_before[index - place])
+        return index - last, inside[last]
+
+    @cached_property
+    def entropy(self) -> np.ndarray | None:
+        return None if self.table.entropy is None else self.table.entropy[self.index].astype(np.float64)
+
+    @cached_property
+    def ids(self) -> np.ndarray | None:
+        return None if self.table.ids is None else self.table.ids[self.index]
+
+    @cached_property
+    def age(self) -> np.ndarray | None:
+        """The number of updates between the weights that sampled the token and the trainer's, at least 0."""
+        version, newest = self.table.version, self.of_response(self.table.proximal_version)
+        return None if version is None or newest is None else np.maximum(newest - version[self.index], 0)
 
     @property
     def log_ratio(self) -> np.ndarray:
@@ -87,47 +118,21 @@ class Tokens:
         mean = 0.5 * (self.behavior + self.trainer)
         return (mean > MIDDLE[0]) & (mean < MIDDLE[1])
 
-    def kept(self, keep: np.ndarray) -> Tokens:
+    def kept(self, keep: np.ndarray) -> LogprobPairs:
         """Returns the tokens where `keep` is True."""
-        return replace(self, **{n: v[keep] for n in COLUMNS if (v := getattr(self, n)) is not None})
+        return self.repaired(self.trainer, keep)
 
-    def repaired(self, trainer: np.ndarray, keep: np.ndarray) -> Tokens:
+    def repaired(self, trainer: np.ndarray, keep: np.ndarray) -> LogprobPairs:
         """Returns the tokens where `keep` is True, with other log-probs of the trainer."""
-        return replace(self, trainer=trainer).kept(keep)
+        return LogprobPairs(self.table, self.index[keep], self.behavior[keep], trainer[keep])
 
-    def swapped(self) -> Tokens:
+    def swapped(self) -> LogprobPairs:
         """Returns the tokens with trainer and sampler exchanged."""
-        return replace(self, behavior=self.trainer, trainer=self.behavior)
+        return LogprobPairs(self.table, self.index, self.trainer, self.behavior)
 
     def of_response(self, values: np.ndarray | None) -> np.ndarray | None:
         """Returns a column of responses at each token."""
         return None if values is None else values[self.row]
-
-
-def joined(parts: Sequence[Tokens]) -> Tokens:
-    """Concatenates several selections of tokens of one chunk."""
-    first = parts[0]
-    return replace(
-        first,
-        **{
-            name: np.concatenate([getattr(part, name) for part in parts])
-            for name in COLUMNS
-            if getattr(first, name) is not None
-        },
-    )
-
-
-def _since_boundary(mask: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the number of tokens since the last boundary, and whether that boundary lies inside the response."""
-    index = np.arange(len(mask))
-    begins = mask & ((place == 0) | ~np.concatenate([[False], mask[:-1]]))
-    last = np.maximum.accumulate(np.where(begins, index, 0)) if len(mask) else index
-    inside = begins & (place > 0)
-    # The first trained token after masked ones at the start of a response (a forced prefix) is not a turn boundary.
-    trained_before = np.concatenate([[0], np.cumsum(mask)[:-1]]) if len(mask) else index
-    start = index - place
-    inside &= trained_before > trained_before[start]
-    return index - last, inside[last]
 
 
 def share(values: np.ndarray) -> float:

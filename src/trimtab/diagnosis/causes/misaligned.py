@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import Tokens, confidence, joined, z_of
+from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, z_of
 from trimtab.diagnosis.causes.turns import Begin, begins_of, begins_text
 from trimtab.diagnosis.records import Cause
 
@@ -47,7 +47,7 @@ FIX = (
 )
 
 
-def find_shifts(tokens: Tokens) -> tuple[Cause | None, Tokens]:
+def find_shifts(tokens: LogprobPairs) -> tuple[Cause | None, LogprobPairs]:
     """Returns the cause, if detected, and the correctly paired tokens after repair of the shifted stretches."""
     shifts: list[_Shift] = []
     left, good = tokens, []
@@ -58,7 +58,7 @@ def find_shifts(tokens: Tokens) -> tuple[Cause | None, Tokens]:
         shifts.append(shift)
         inside = shift.inside
         good.append(left.repaired(left.trainer[shift.partner], inside))
-        # Tokens around a stretch have lost their partners, so that its whole response is removed from the search.
+        # LogprobPairs around a stretch have lost their partners, so that its whole response is removed from the search.
         left = left.kept(~np.isin(left.row, left.row[inside]))
     if not shifts:
         return None, tokens
@@ -70,7 +70,7 @@ def find_shifts(tokens: Tokens) -> tuple[Cause | None, Tokens]:
         f"{f' (elsewhere by {others})' if others else ''}: {moved} of {len(tokens)} tokens, in {rows} of "
         f"{len(np.unique(tokens.row))} responses, fit their neighbor's value, {most.gain:.0f} nats closer"
     )
-    repaired = joined(good)
+    repaired = LogprobPairs.concat(good)
     # Responses too short or too certain to show their shift would look like noise, so that the remaining tokens are
     # kept only if they fit about as well as the repaired ones.
     informs = np.bincount(tokens.row, -tokens.behavior) > INFORMS
@@ -82,10 +82,10 @@ def find_shifts(tokens: Tokens) -> tuple[Cause | None, Tokens]:
         evidence += f"; {begins_text(begins, rows)}"
     name, fix = ("retokenized", FIX_TURNS) if starts_at_turns else ("misaligned", FIX)
     cause = Cause(name, confidence(most.gain, LEAST), evidence, fix)
-    return cause, joined([repaired, left]) if clean else repaired
+    return cause, LogprobPairs.concat([repaired, left]) if clean else repaired
 
 
-def _distance(tokens: Tokens) -> float:
+def _distance(tokens: LogprobPairs) -> float:
     return float(np.minimum(np.abs(tokens.log_ratio), CAP).mean()) if len(tokens) else 0.0
 
 
@@ -101,7 +101,7 @@ class _Shift:
     begins: list[Begin]
 
 
-def _best(tokens: Tokens) -> _Shift | None:
+def _best(tokens: LogprobPairs) -> _Shift | None:
     """Returns the offset with the largest gain and the stretches that it repairs; None without a significant one."""
     own = np.minimum(np.abs(tokens.log_ratio), CAP)
     if own.sum() < LEAST:
@@ -180,14 +180,14 @@ def _trimmed(inside: np.ndarray, row: np.ndarray, offset: int) -> np.ndarray:
     return kept
 
 
-def _score(tokens: Tokens, own: np.ndarray, offset: int) -> tuple[np.ndarray, np.ndarray]:
+def _score(tokens: LogprobPairs, own: np.ndarray, offset: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns how much closer the partner is than the token's own value, and where there is a partner."""
     partner, real = _partner(tokens, offset)
     other = np.minimum(np.abs(tokens.behavior - tokens.trainer[partner]), CAP)
     return np.where(real, own - other, -CAP), real
 
 
-def _partner(tokens: Tokens, offset: int) -> tuple[np.ndarray, np.ndarray]:
+def _partner(tokens: LogprobPairs, offset: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the index of the token `offset` positions later in the same response, and whether there is one."""
     index = np.arange(len(tokens)) + offset
     partner = np.clip(index, 0, len(tokens) - 1)

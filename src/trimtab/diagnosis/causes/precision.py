@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import Tokens, share
+from trimtab.diagnosis.causes.evidence import LogprobPairs, share
 from trimtab.diagnosis.causes.sampling_faults import Line
 from trimtab.diagnosis.records import Cause, Settings
 from trimtab.runs.metric_ranges import k3_ranges
@@ -70,7 +70,7 @@ class Noise:
         return BY_RMS * by_rms + (1 - BY_RMS) * by_k3 + (NUDGE if self.other_weights else 0.0)
 
 
-def noise_of(tokens: Tokens) -> Noise:
+def noise_of(tokens: LogprobPairs) -> Noise:
     """Measures the noise of tokens without systematic differences."""
     log_ratio = tokens.log_ratio
     k3 = float((np.expm1(np.clip(log_ratio, -20, 20)) - log_ratio).mean()) if len(tokens) else 0.0
@@ -85,7 +85,7 @@ def noise_of(tokens: Tokens) -> Noise:
     return Noise(float(np.sqrt((clipped**2).mean())), k3, len(shift), persistent=persistence(tokens, scale))
 
 
-def persistence(tokens: Tokens, scale: float) -> float | None:
+def persistence(tokens: LogprobPairs, scale: float) -> float | None:
     """Returns the share of the shifts' variance explained by the token id, which other weights cause and rounding not.
 
     None without ids or with too few distinct ones, since ids of a small alphabet encode the position. 0 if not
@@ -106,7 +106,7 @@ def persistence(tokens: Tokens, scale: float) -> float | None:
     return part if part > PERSISTENT and clear > 3.0 else 0.0
 
 
-def noise_beside(tokens: Tokens, line: Line | None, *, sampler_cut: bool) -> Noise:
+def noise_beside(tokens: LogprobPairs, line: Line | None, *, sampler_cut: bool) -> Noise:
     """Returns a lower bound on the noise in the presence of a systematic difference, from tokens that moved against it.
 
     At tokens of probability above 1/2, another temperature moves every logit in one direction, and so does truncation.

@@ -16,19 +16,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import Tokens, logit, share, z_of
+from trimtab.diagnosis.causes.evidence import LogprobPairs, logit, share, z_of
 
 QUIET, LEAST, DEEP = 0.02, 0.004, 6.0
 SAME, SECOND_ORDER = 1.1, 0.34
 
 
-def undeclared(tokens: Tokens) -> tuple[float, str] | None:
+def undeclared(tokens: LogprobPairs) -> tuple[float, str] | None:
     """Returns confidence and evidence that the log-probs are not those of the sampling distribution, or None."""
     return _by_zeros(tokens) or _by_entropy(tokens)
 
 
-def _by_zeros(tokens: Tokens) -> tuple[float, str] | None:
-    top_p = tokens.of_response(tokens.chunk.top_p)
+def _by_zeros(tokens: LogprobPairs) -> tuple[float, str] | None:
+    top_p = tokens.of_response(tokens.table.top_p)
     if top_p is None:
         return None
     cut = top_p < 0.995
@@ -44,7 +44,7 @@ def _by_zeros(tokens: Tokens) -> tuple[float, str] | None:
     return 0.9, evidence
 
 
-def _by_entropy(tokens: Tokens) -> tuple[float, str] | None:
+def _by_entropy(tokens: LogprobPairs) -> tuple[float, str] | None:
     if tokens.entropy is None:
         return None
     known = np.isfinite(tokens.entropy)
@@ -76,9 +76,9 @@ def _by_entropy(tokens: Tokens) -> tuple[float, str] | None:
     return 0.8, evidence
 
 
-def _hot(tokens: Tokens) -> bool:
+def _hot(tokens: LogprobPairs) -> bool:
     """Whether the file's sampling temperature is above 1."""
-    temperature = tokens.chunk.temperature
+    temperature = tokens.table.temperature
     return temperature is not None and bool(np.nanmedian(temperature) > 1)
 
 

@@ -17,7 +17,7 @@ import math
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import Tokens, confidence, share
+from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, share
 from trimtab.diagnosis.records import Cause
 
 FAR, NATS, LOOSE, FINEST, DENSER, MOST = 25.0, 1.5, 6.0, 0.03, 5.0, 0.15
@@ -29,7 +29,7 @@ FIX = (
 )
 
 
-def find_retokenized(tokens: Tokens) -> tuple[Cause | None, Tokens]:
+def find_retokenized(tokens: LogprobPairs) -> tuple[Cause | None, LogprobPairs]:
     """Returns the cause, if detected, and the tokens without the jumps."""
     shift, log_ratio = np.abs(tokens.shift), np.abs(tokens.log_ratio)
     opening = tokens.inner & (tokens.turn < OPENING)
@@ -74,7 +74,7 @@ def _concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:
     return tail > 6 * math.log(10)
 
 
-def _near(jumps: np.ndarray, tokens: Tokens) -> np.ndarray:
+def _near(jumps: np.ndarray, tokens: LogprobPairs) -> np.ndarray:
     """Returns the jumps and the two tokens after each, whose context changed too."""
     near = jumps.copy()
     for k in (1, 2):

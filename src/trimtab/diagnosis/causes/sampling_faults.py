@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import Tokens, confidence, logit, share, z_of
+from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, logit, share, z_of
 from trimtab.diagnosis.causes.raw_logprobs import undeclared
 from trimtab.diagnosis.records import Cause
 
@@ -48,13 +48,13 @@ class Cut:
     zeros: float
 
 
-def mean_ratio(tokens: Tokens) -> tuple[float, float]:
+def mean_ratio(tokens: LogprobPairs) -> tuple[float, float]:
     """Returns the mean of trainer/sampler and the z of its distance from 1 (no clustering: tokens are a martingale)."""
     excess = np.expm1(np.clip(tokens.log_ratio, -LOG_RATIO_MOST, LOG_RATIO_MOST))
     return 1.0 + float(excess.mean()), z_of(excess)
 
 
-def temperature_line(tokens: Tokens) -> Line | None:
+def temperature_line(tokens: LogprobPairs) -> Line | None:
     """Returns the line of two temperatures, if the data lies on one; with few likely tokens, less likely ones are used.
 
     Samples of one prompt begin with the same tokens in the same context, so repeated pairs of log-probs count once.
@@ -90,7 +90,7 @@ def temperature_line(tokens: Tokens) -> Line | None:
     return Line((1 + slope / 2) / (1 - slope / 2), z, spread, int(use.sum()))
 
 
-def _first_seen(tokens: Tokens) -> np.ndarray:
+def _first_seen(tokens: LogprobPairs) -> np.ndarray:
     """Returns True at the first token of each distinct pair of log-probs (tokens,)."""
     pairs = np.stack([tokens.behavior, tokens.trainer], axis=1)
     first = np.zeros(len(tokens), dtype=bool)
@@ -98,7 +98,7 @@ def _first_seen(tokens: Tokens) -> np.ndarray:
     return first
 
 
-def cut_off(tokens: Tokens) -> Cut | None:
+def cut_off(tokens: LogprobPairs) -> Cut | None:
     """Returns truncation on the sampler's side, if the data shows it."""
     mass, z = mean_ratio(tokens)
     certain = tokens.behavior > ALONE
@@ -119,7 +119,7 @@ def cut_off(tokens: Tokens) -> Cut | None:
     return Cut(mass, z, alone, share(certain))
 
 
-def _in_bulk(tokens: Tokens) -> bool:
+def _in_bulk(tokens: LogprobPairs) -> bool:
     """Whether the deficit is spread over undecided tokens, as with lost mass, rather than caused by a few outliers."""
     log_ratio = tokens.log_ratio[tokens.middle]
     if len(log_ratio) < 20:
@@ -145,7 +145,7 @@ FIX_RAW = (
 LIKELIER = 2.0  # nats by which the trainer must explain the tokens better
 
 
-def find_broken(tokens: Tokens, *, repaired: bool) -> tuple[list[Cause], Line | None, Cut | None]:
+def find_broken(tokens: LogprobPairs, *, repaired: bool) -> tuple[list[Cause], Line | None, Cut | None]:
     """Returns the causes, and the line and the truncation in the ratio that the noise detectors must account for."""
     if (greedy := _greedy(tokens)) is not None:
         return [greedy], Line(0.0, math.inf, 0.0, len(tokens)), None
@@ -165,14 +165,14 @@ def find_broken(tokens: Tokens, *, repaired: bool) -> tuple[list[Cause], Line | 
         causes.append(_temperature(tokens, line))
     elif line is not None and declared is None and mirrored is None:
         causes.append(_raw_line(tokens, line))
-        if line.a < 1 and tokens.chunk.temperature is None:
+        if line.a < 1 and tokens.table.temperature is None:
             causes.append(_temperature(tokens, line, doubtful=True))
     if not causes and (hidden := undeclared(tokens)) is not None:
         causes.append(Cause("raw-logprobs", *hidden, FIX_RAW))
     return causes, line, cut or mirrored
 
 
-def _greedy(tokens: Tokens) -> Cause | None:
+def _greedy(tokens: LogprobPairs) -> Cause | None:
     """Returns a cause if the sampler reports log-prob 0 at nearly every token."""
     if share(tokens.behavior > -1e-6) < 0.99 or tokens.trainer.mean() > -0.01:
         return None
@@ -183,29 +183,29 @@ def _greedy(tokens: Tokens) -> Cause | None:
     return Cause("temperature", 0.9, evidence, "Sample with a temperature above 0: greedy tokens carry no ratio.")
 
 
-def _declared(tokens: Tokens) -> Cause | None:
+def _declared(tokens: LogprobPairs) -> Cause | None:
     """Returns a cause if the file marks log-probs as raw although temperature or truncation changed the sampling."""
-    chunk = tokens.chunk
-    if chunk.raw is None:
+    table = tokens.table
+    if table.raw is None:
         return None
-    processed = np.zeros(chunk.responses, dtype=bool)
-    if chunk.temperature is not None:
-        processed |= (chunk.temperature != 1) & np.isfinite(chunk.temperature)
-    if chunk.top_p is not None:
-        processed |= chunk.top_p < 1
-    if chunk.top_k is not None:
-        processed |= chunk.top_k > 0
-    wrong = processed & chunk.raw.astype(bool)
+    processed = np.zeros(table.responses, dtype=bool)
+    if table.temperature is not None:
+        processed |= (table.temperature != 1) & np.isfinite(table.temperature)
+    if table.top_p is not None:
+        processed |= table.top_p < 1
+    if table.top_k is not None:
+        processed |= table.top_k > 0
+    wrong = processed & table.raw.astype(bool)
     if not wrong.any():
         return None
     evidence = (
-        f"{int(wrong.sum())} of {chunk.responses} responses were sampled with a temperature or truncation of their own "
+        f"{int(wrong.sum())} of {table.responses} responses were sampled with a temperature or truncation of their own "
         f"and carry log-probs marked raw"
     )
     return Cause("raw-logprobs", 0.99, evidence, FIX_RAW)
 
 
-def _line_beside(tokens: Tokens, line: Line | None, *, sampler_cut: bool) -> Line | None:
+def _line_beside(tokens: LogprobPairs, line: Line | None, *, sampler_cut: bool) -> Line | None:
     """Returns the line if truncation does not explain it: truncation moves log-ratios in one direction only."""
     up = tokens.log_ratio if sampler_cut else -tokens.log_ratio
     rare = 0.5 * (tokens.behavior + tokens.trainer) < -1.5
@@ -217,7 +217,7 @@ def _line_beside(tokens: Tokens, line: Line | None, *, sampler_cut: bool) -> Lin
 
 
 def _sampler_is_right(
-    tokens: Tokens, line: Line | None, cut: Cut | None, mirrored: Cut | None, *, repaired: bool
+    tokens: LogprobPairs, line: Line | None, cut: Cut | None, mirrored: Cut | None, *, repaired: bool
 ) -> bool:
     """Whether tokens follow the sampler's log-probs rather than the trainer's.
 
@@ -229,7 +229,7 @@ def _sampler_is_right(
     return float(tokens.log_ratio.sum()) <= LIKELIER or ratio <= 1 or (repaired and z < 4)
 
 
-def _temperature(tokens: Tokens, line: Line, *, doubtful: bool = False) -> Cause:
+def _temperature(tokens: LogprobPairs, line: Line, *, doubtful: bool = False) -> Cause:
     known = _known_temperature(tokens)
     ratio, _ = mean_ratio(tokens)
     evidence = (
@@ -240,7 +240,7 @@ def _temperature(tokens: Tokens, line: Line, *, doubtful: bool = False) -> Cause
     return Cause("temperature", 0.5 if doubtful else confidence(line.z, 8.0), evidence, FIX_TEMPERATURE)
 
 
-def _raw_line(tokens: Tokens, line: Line) -> Cause:
+def _raw_line(tokens: LogprobPairs, line: Line) -> Cause:
     ratio, z = mean_ratio(tokens)
     inverse, _ = mean_ratio(tokens.swapped())
     evidence = (
@@ -265,8 +265,8 @@ def _raw_cut(cut: Cut, tokens: int) -> Cause:
     return Cause("raw-logprobs", confidence(max(-cut.z / 6, cut.alone / 5), 1.0), evidence, FIX_RAW)
 
 
-def _known_temperature(tokens: Tokens) -> str:
-    temperature = tokens.chunk.temperature
+def _known_temperature(tokens: LogprobPairs) -> str:
+    temperature = tokens.table.temperature
     if temperature is None or not np.isfinite(temperature).any():
         return ""
     values = np.unique(temperature[np.isfinite(temperature)])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import Tokens, confidence
+from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence
 from trimtab.diagnosis.causes.precision import LEAST, NUDGE, Noise
 from trimtab.diagnosis.records import Cause
 
@@ -33,10 +33,10 @@ class Drift:
     """cause: `stale`, if detected. fresh: tokens whose difference is not drift, those of age 0 if known, or None."""
 
     cause: Cause | None
-    fresh: Tokens | None
+    fresh: LogprobPairs | None
 
 
-def find_drift(tokens: Tokens, noise: Noise, *, systematic: bool) -> Drift:
+def find_drift(tokens: LogprobPairs, noise: Noise, *, systematic: bool) -> Drift:
     """Detects staleness. `noise` is that of all tokens; `systematic`: whether other causes distort it."""
     rewarded = None if systematic or noise.rms < LEAST else _rewarded(tokens)
     if tokens.age is not None and tokens.age.any():
@@ -59,7 +59,7 @@ def find_drift(tokens: Tokens, noise: Noise, *, systematic: bool) -> Drift:
     return Drift(None, tokens)
 
 
-def _aged(tokens: Tokens, noise: Noise, rewarded: tuple[float, float] | None) -> Drift:
+def _aged(tokens: LogprobPairs, noise: Noise, rewarded: tuple[float, float] | None) -> Drift:
     age = tokens.age
     assert age is not None
     middle = tokens.middle
@@ -102,7 +102,7 @@ def _growth(old: np.ndarray, young: np.ndarray) -> tuple[float, float]:
     return float(np.exp(difference)), difference / max(float(error), 1e-12)
 
 
-def _rewarded(tokens: Tokens) -> tuple[float, float] | None:
+def _rewarded(tokens: LogprobPairs) -> tuple[float, float] | None:
     """Returns the partial correlation of log-ratio and advantage of responses, given log-prob and length, and its z."""
     advantage = _advantage(tokens)
     if advantage is None:
@@ -126,27 +126,27 @@ def _residual(values: np.ndarray, others: np.ndarray) -> np.ndarray:
     return values - others @ np.linalg.lstsq(others, values, rcond=None)[0]
 
 
-def _advantage(tokens: Tokens) -> np.ndarray | None:
+def _advantage(tokens: LogprobPairs) -> np.ndarray | None:
     """Returns advantages, or rewards minus their group's mean; None without either."""
-    chunk = tokens.chunk
-    if chunk.advantage is not None:
-        return chunk.advantage
-    if chunk.reward is None:
+    table = tokens.table
+    if table.advantage is not None:
+        return table.advantage
+    if table.reward is None:
         return None
-    if chunk.group is None:
-        return chunk.reward - np.nanmean(chunk.reward)
+    if table.group is None:
+        return table.reward - np.nanmean(table.reward)
     keys = (
-        chunk.group if chunk.step is None else chunk.group + (chunk.step - chunk.step.min()) * (chunk.group.max() + 1)
+        table.group if table.step is None else table.group + (table.step - table.step.min()) * (table.group.max() + 1)
     )
     _, index = np.unique(keys, return_inverse=True)
-    known = np.isfinite(chunk.reward)
-    total = np.bincount(index, np.where(known, chunk.reward, 0.0))
-    return chunk.reward - (total / np.maximum(np.bincount(index, known), 1))[index]
+    known = np.isfinite(table.reward)
+    total = np.bincount(index, np.where(known, table.reward, 0.0))
+    return table.reward - (total / np.maximum(np.bincount(index, known), 1))[index]
 
 
-def _steps(tokens: Tokens) -> str | None:
+def _steps(tokens: LogprobPairs) -> str | None:
     """Returns evidence of noise whose size differs between steps, or None."""
-    step = tokens.of_response(tokens.chunk.step)
+    step = tokens.of_response(tokens.table.step)
     if step is None:
         return None
     middle, shift = tokens.middle, tokens.shift

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import Tokens, confidence
+from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence
 from trimtab.diagnosis.records import Cause
 
 CAP, BAD, FIT, LEAST, MOST_OF, MOST = 3.0, 0.3, 0.15, 4, 0.5, 500
 WORDS = 3.0  # fewest nats of surprise in a response that can be distinguished from others
 
 
-def find_swapped_responses(tokens: Tokens) -> tuple[Cause | None, Tokens]:
+def find_swapped_responses(tokens: LogprobPairs) -> tuple[Cause | None, LogprobPairs]:
     """Returns the cause, if detected, and the tokens with the matching log-probs restored to every response."""
     edges = np.flatnonzero(np.diff(tokens.row, prepend=-1, append=-1))
     starts, lengths = edges[:-1], np.diff(edges)

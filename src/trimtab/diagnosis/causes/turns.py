@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.causes.evidence import Tokens
+from trimtab.diagnosis.causes.evidence import LogprobPairs
 
 AHEAD, REACHED = 12.0, 0.85
 
@@ -30,7 +30,7 @@ class Begin:
     place: int
 
 
-def turn_numbers(tokens: Tokens) -> np.ndarray:
+def turn_numbers(tokens: LogprobPairs) -> np.ndarray:
     """Returns the turn of each token, from 1 in its response; a turn is a stretch without masked tokens."""
     begin = tokens.place - tokens.turn
     first = np.diff(tokens.row, prepend=-1) != 0
@@ -39,7 +39,7 @@ def turn_numbers(tokens: Tokens) -> np.ndarray:
     return count - (count - 1)[np.maximum.accumulate(np.where(first, np.arange(len(first)), 0))]
 
 
-def begins_of(tokens: Tokens, score: np.ndarray, rows: np.ndarray) -> list[Begin]:
+def begins_of(tokens: LogprobPairs, score: np.ndarray, rows: np.ndarray) -> list[Begin]:
     """Returns the turns at which the shift begins in the responses `rows`; empty if it begins elsewhere.
 
     score: (tokens,), how much closer the shifted partner is than the token's own value.

@@ -14,28 +14,29 @@ from trimtab.diagnosis.measure.mismatch_size import Sizes
 from trimtab.diagnosis.measure.sample import Sample
 from trimtab.diagnosis.measure.trained_tokens import Trained
 from trimtab.diagnosis.measure.views import EntropyView, Part, PositionView, ProbabilityView, TurnNumberView, TurnView
-from trimtab.diagnosis.records import Chunk, Measured, Origin
+from trimtab.diagnosis.records import DataSummary, Measured
 from trimtab.diagnosis.token_statistics import plane
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
 SCATTER = 100
 
 
-def measure(chunks: Iterable[Chunk], origin: Callable[[], Origin], *, seed: int = 0) -> Measured:
+def measure(tables: Iterable[TokenTable], origin: Callable[[], DataSummary], *, seed: int = 0) -> Measured:
     """Measures size and location of the mismatch in one pass; `origin` is called after it.
 
-    The split into chunks affects only the last digits of sums. `seed` is that of the bootstrap. Raises `TrimtabError`
-    without a trained token, and for chunks with different columns.
+    The split into tables affects only the last digits of sums. `seed` is that of the bootstrap. Raises `TrimtabError`
+    without a trained token, and for tables with different columns.
     """
     sizes, drift, sample, ids = Sizes(), DriftSums(), Sample(), TokenIdView()
     places = (ProbabilityView(), PositionView(), LengthView(), TurnView(), TurnNumberView())
     parts: tuple[Part, ...] = (*places, AgeView(), EntropyView())
     scatter = np.zeros((SCATTER, SCATTER), dtype=np.int64)
     responses = trained = 0
-    for chunk in chunks:
-        tokens = Trained.of(chunk, responses)
-        sample.add(chunk, responses)
-        responses += chunk.responses
+    for table in tables:
+        tokens = Trained.of(table, responses)
+        sample.add(table, responses)
+        responses += table.responses
         if not len(tokens):
             continue
         trained += len(tokens)

@@ -26,13 +26,13 @@ class AgeView:
         self._note = ""
 
     def add(self, tokens: Trained) -> None:
-        if tokens.chunk.version is None or not len(tokens):
+        if tokens.table.version is None or not len(tokens):
             return
-        if tokens.chunk.proximal_version is not None:
+        if tokens.table.proximal_version is not None:
             self._bins.add(_bin(ages(tokens)), tokens)
             return
-        step = tokens.chunk.step
-        version = tokens.at_tokens(tokens.chunk.version)
+        step = tokens.table.step
+        version = tokens.at_tokens(tokens.table.version)
         of_row = np.zeros(len(tokens.responses), dtype=np.int64) if step is None else tokens.per_response(step)
         keys, place = _runs(np.column_stack([of_row[tokens.rows], version]))
         sums = np.column_stack(
@@ -67,9 +67,9 @@ class AgeView:
 
 def ages(tokens: Trained) -> np.ndarray:
     """Returns the updates between the version that sampled each trained token and the trainer's (tokens,)."""
-    assert tokens.chunk.version is not None
-    assert tokens.chunk.proximal_version is not None
-    return tokens.per_response(tokens.chunk.proximal_version)[tokens.rows] - tokens.at_tokens(tokens.chunk.version)
+    assert tokens.table.version is not None
+    assert tokens.table.proximal_version is not None
+    return tokens.per_response(tokens.table.proximal_version)[tokens.rows] - tokens.at_tokens(tokens.table.version)
 
 
 def _bin(age: np.ndarray) -> np.ndarray:

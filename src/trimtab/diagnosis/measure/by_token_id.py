@@ -6,8 +6,9 @@ import numpy as np
 
 from trimtab.diagnosis.measure.trained_tokens import Trained
 from trimtab.diagnosis.measure.views import ENVELOPE, view
-from trimtab.diagnosis.records import Chunk, View
+from trimtab.diagnosis.records import View
 from trimtab.diagnosis.token_statistics import FEWEST
+from trimtab.diagnosis.tokens import TokenTable
 
 SHOWN = 20
 _LARGEST = 1 << 20
@@ -22,16 +23,16 @@ class TokenIdView:
         self._sums = np.zeros((0, 4))
 
     def add(self, tokens: Trained) -> None:
-        if tokens.chunk.ids is None or not len(tokens):
+        if tokens.table.ids is None or not len(tokens):
             return
-        ids = known(tokens.at_tokens(tokens.chunk.ids))
+        ids = known(tokens.at_tokens(tokens.table.ids))
         size = max(int(ids.max()) + 1, len(self._count))
         self._count = np.bincount(ids, minlength=size) + np.pad(self._count, (0, size - len(self._count)))
         self._sums = np.pad(self._sums, ((0, size - len(self._sums)), (0, 0)))
         for column, values in enumerate((tokens.excess, tokens.log, tokens.k3, tokens.size)):
             self._sums[:, column] += np.bincount(ids, weights=values, minlength=size)
 
-    def view(self, sample: Chunk) -> View | None:
+    def view(self, sample: TokenTable) -> View | None:
         """Returns the ids with the largest sums of k3, largest first, ties by id."""
         found = np.flatnonzero(self._count)
         if not len(found):
@@ -53,7 +54,7 @@ def known(ids: np.ndarray) -> np.ndarray:
     return np.where((ids < 0) | (ids > _LARGEST), _LARGEST, ids)
 
 
-def _envelopes(sample: Chunk, top: np.ndarray) -> np.ndarray:
+def _envelopes(sample: TokenTable, top: np.ndarray) -> np.ndarray:
     assert sample.ids is not None
     ids, log = known(sample.ids[sample.mask]), (sample.trainer.astype(np.float64) - sample.behavior)[sample.mask]
     order = np.argsort(ids, kind="stable")

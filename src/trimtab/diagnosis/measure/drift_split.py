@@ -20,7 +20,7 @@ from trimtab.diagnosis.measure.bins import octave
 from trimtab.diagnosis.measure.by_age import ages
 from trimtab.diagnosis.measure.mismatch_size import CLUSTERS
 from trimtab.diagnosis.measure.trained_tokens import Trained
-from trimtab.diagnosis.records import Split
+from trimtab.diagnosis.records import DriftSplit
 from trimtab.intervals import FEWEST_CLUSTERS, Interval, resampled
 
 _FEWEST = 100
@@ -45,8 +45,8 @@ class DriftSums:
         self._youngest = np.iinfo(np.int64).max
 
     def add(self, tokens: Trained) -> None:
-        if tokens.chunk.version is None or tokens.chunk.proximal_version is None:
-            absent = "policy_version" if tokens.chunk.version is None else "proximal_version"
+        if tokens.table.version is None or tokens.table.proximal_version is None:
+            absent = "policy_version" if tokens.table.version is None else "proximal_version"
             self._why = f"the data has no {absent}, so which tokens are of age 0 is unknown"
             return
         if not len(tokens):
@@ -60,28 +60,30 @@ class DriftSums:
             found = np.bincount(index, weights=values, minlength=self._sums[0].size)
             self._sums[at] += found.reshape(self._sums[0].shape)
 
-    def split(self, seed: int) -> Split:
+    def split(self, seed: int) -> DriftSplit:
         count = self._sums[0].sum(axis=0)  # (2, bins)
         if not count.sum():
-            return Split(False, self._why)
+            return DriftSplit(False, self._why)
         if self._newer:
-            return Split(False, f"{self._newer} tokens are newer than proximal_version: the versions do not fit")
+            return DriftSplit(False, f"{self._newer} tokens are newer than proximal_version: the versions do not fit")
         if count[0].sum() < _FEWEST:
             found = f"only {int(count[0].sum())} tokens are" if count[0].sum() else "no token is"
-            return Split(
+            return DriftSplit(
                 False, f"{found} of age 0 (the youngest is {self._youngest} updates old); {_FEWEST} are needed"
             )
         lonely = np.convolve(count[0], np.ones(_NEAR), "same") < _FEWEST
         older, k3 = self._sums[1, :, 1].sum(axis=0), self._sums[1].sum()
         if older[lonely].sum() > _LONELY * k3:
             share = f"{older[lonely].sum() / k3:.0%} of k3"
-            return Split(False, f"{share} lies at behavior probabilities with fewer than {_FEWEST} tokens of age 0")
+            return DriftSplit(
+                False, f"{share} lies at behavior probabilities with fewer than {_FEWEST} tokens of age 0"
+            )
         starts = _starts(count[0])
         merged = np.add.reduceat(self._sums, starts, axis=-1)
         clusters = merged[:, merged[0].sum(axis=(1, 2)) > 0]
         value = _parts(clusters.sum(axis=1)[:, None])[:, 0]
         intervals = _intervals(clusters, value, seed)
-        return Split(True, _why(count, len(starts)), float(value[0]), float(value[1]), intervals)
+        return DriftSplit(True, _why(count, len(starts)), float(value[0]), float(value[1]), intervals)
 
 
 def _surprise(logp: np.ndarray) -> np.ndarray:

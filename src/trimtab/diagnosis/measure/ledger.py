@@ -45,7 +45,7 @@ class KeyedSums:
     def _merge(self, key: tuple[int, int], row: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         known = self._rows.get(key)
         if known is None:
-            # A copy: a view would keep the histograms of the whole chunk in memory.
+            # A copy: a view would keep the histograms of the whole table in memory.
             self._rows[key] = (row[0], row[1], row[2].astype(np.uint32))
             return
         histogram = known[2] + row[2].astype(np.uint32)

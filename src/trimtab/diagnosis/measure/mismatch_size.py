@@ -14,7 +14,7 @@ from trimtab.diagnosis.measure.bins import quantiles
 from trimtab.diagnosis.measure.ledger import KeyedSums
 from trimtab.diagnosis.measure.storage_rounding import Column, coarse, floor
 from trimtab.diagnosis.measure.trained_tokens import FIELDS, Trained
-from trimtab.diagnosis.records import Size
+from trimtab.diagnosis.records import MismatchSize
 from trimtab.intervals import Interval, cluster_intervals
 from trimtab.objectives.metrics import Metrics
 from trimtab.runs.metric_ranges import k3_range
@@ -43,7 +43,7 @@ _SCALES: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
 
 
 class Sizes:
-    """Accumulates the sums from which `Size` is computed."""
+    """Accumulates the sums from which `MismatchSize` is computed."""
 
     def __init__(self) -> None:
         self._clusters = np.zeros((2 * CLUSTERS, len(FIELDS)))
@@ -53,8 +53,8 @@ class Sizes:
         self._columns = (Column(), Column())
 
     def add(self, tokens: Trained) -> None:
-        chunk, places = tokens.chunk, tokens.places
-        for column, values in zip(self._columns, (chunk.behavior, chunk.trainer), strict=True):
+        table, places = tokens.table, tokens.places
+        for column, values in zip(self._columns, (table.behavior, table.trainer), strict=True):
             column.add(values[places])
         if not len(tokens):
             return
@@ -63,13 +63,13 @@ class Sizes:
             self._clusters[:, field] += np.bincount(bucket, weights=values, minlength=2 * CLUSTERS)
         self._largest = np.maximum(self._largest, tokens.largest.max(axis=0))
         self._histogram = self._histogram + _histogram(tokens.log)
-        if chunk.step is not None:
-            step = tokens.per_response(chunk.step)
+        if table.step is not None:
+            step = tokens.per_response(table.step)
             largest = np.column_stack([tokens.largest, step, -step])
             keys = np.column_stack([step, np.zeros_like(step)])
             self._steps.add(keys, tokens.sums, largest, (tokens.rows, tokens.log_ratio_bin))
 
-    def size(self, anchor: str, seed: int) -> Size:
+    def size(self, anchor: str, seed: int) -> MismatchSize:
         """Returns the size of the mismatch. `anchor`: which log-probs are the trainer's, proximal or current."""
         clusters = self._clusters[self._clusters[:, 0] > 0]
         if len(clusters) > CLUSTERS:
@@ -80,7 +80,7 @@ class Sizes:
         figures = Metrics({"": whole}).finalize()
         columns = dict(zip(("logp_behavior", f"logp_{anchor}"), self._columns, strict=True))
         value, note = floor(columns)
-        return Size(
+        return MismatchSize(
             mismatch=figures,
             intervals=_intervals(clusters, figures, seed),
             floor=value,

@@ -1,4 +1,4 @@
-"""The trained tokens of a chunk with per-token and per-response columns that several views share."""
+"""The trained tokens of a table with per-token and per-response columns that several views share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from trimtab.corrections.ratios import LOG_RATIO_BOUND
 from trimtab.diagnosis.measure.bins import log_ratio_bin, probability_bin
-from trimtab.diagnosis.records import Chunk
+from trimtab.diagnosis.tokens import TokenTable
 
 _SEQUENCE_BOUND = 300.0  # exponent bound of sequence sums: exp(2 * 300) still fits float64
 
@@ -32,14 +32,14 @@ class Turns:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """The trained tokens of a chunk in flat arrays (tokens,) float64, and the responses that have any.
+    """The trained tokens of a table in flat arrays (tokens,) float64, and the responses that have any.
 
-    places: index of each token in the chunk. responses: indices of the chunk's responses with a trained token.
+    places: index of each token in the table. responses: indices of the table's responses with a trained token.
     starts: (responses + 1,), where each of them begins among the trained tokens. rows: position in `responses` of each
-    token's response. log: the log-ratio. first: index of the chunk's first response in the whole stream.
+    token's response. log: the log-ratio. first: index of the table's first response in the whole stream.
     """
 
-    chunk: Chunk
+    table: TokenTable
     places: np.ndarray
     responses: np.ndarray
     starts: np.ndarray
@@ -49,18 +49,18 @@ class Trained:
     first: int
 
     @classmethod
-    def of(cls, chunk: Chunk, first: int) -> Trained:
-        """Selects trained tokens; `first`: responses before this chunk. `ValueError` for a non-finite log-prob."""
-        places = np.flatnonzero(chunk.mask)
-        upto = np.append(0, np.cumsum(chunk.mask))[chunk.starts]
+    def of(cls, table: TokenTable, first: int) -> Trained:
+        """Selects trained tokens; `first`: responses before this table. `ValueError` for a non-finite log-prob."""
+        places = np.flatnonzero(table.mask)
+        upto = np.append(0, np.cumsum(table.mask))[table.starts]
         responses = np.flatnonzero(np.diff(upto))
         # Log-probs are stored in float32; their difference in float64 is exact.
-        behavior, trainer = (values[places].astype(np.float64) for values in (chunk.behavior, chunk.trainer))
+        behavior, trainer = (values[places].astype(np.float64) for values in (table.behavior, table.trainer))
         log = trainer - behavior
         if not np.isfinite(log).all():
             raise ValueError("a trained token has a log-prob that is not finite: readers leave such tokens out")
         starts = np.append(upto[responses], upto[-1])
-        return cls(chunk, places, responses, starts, behavior, trainer, log, first)
+        return cls(table, places, responses, starts, behavior, trainer, log, first)
 
     def __len__(self) -> int:
         return len(self.log)
@@ -142,11 +142,11 @@ class Trained:
         return np.add.reduceat(values, self.starts[:-1])
 
     def per_response(self, column: np.ndarray) -> np.ndarray:
-        """Returns a per-response column of the chunk at the responses with a trained token."""
+        """Returns a per-response column of the table at the responses with a trained token."""
         return column[self.responses]
 
     def at_tokens(self, column: np.ndarray) -> np.ndarray:
-        """Returns a per-token column of the chunk at the trained tokens."""
+        """Returns a per-token column of the table at the trained tokens."""
         return column[self.places]
 
     @cached_property
@@ -165,13 +165,13 @@ class Trained:
     @cached_property
     def cluster(self) -> np.ndarray:
         """The bootstrap cluster of each response, uint64: a hash of its group (and step), or of its own index."""
-        chunk = self.chunk
-        if chunk.group is None:
+        table = self.table
+        if table.group is None:
             return hash_index((self.first + self.responses).astype(np.uint64))
-        group = self.per_response(chunk.group).astype(np.uint64)
-        if chunk.step is None:
+        group = self.per_response(table.group).astype(np.uint64)
+        if table.step is None:
             return hash_index(group)
-        return hash_index(hash_index(group) ^ self.per_response(chunk.step).astype(np.uint64))
+        return hash_index(hash_index(group) ^ self.per_response(table.step).astype(np.uint64))
 
 
 FIELDS = (

@@ -87,7 +87,7 @@ _TURNS = 8
 
 
 class Part(Protocol):
-    """Accumulates trained tokens chunk by chunk; `view` is None when the data lacks what it needs."""
+    """Accumulates trained tokens table by table; `view` is None when the data lacks what it needs."""
 
     def add(self, tokens: Trained) -> None: ...
 
@@ -115,7 +115,7 @@ class PositionView:
         self._bins = BinnedSums(DECILES)
 
     def add(self, tokens: Trained) -> None:
-        self._bins.add(deciles(tokens.chunk.starts)[tokens.places], tokens)
+        self._bins.add(deciles(tokens.table.starts)[tokens.places], tokens)
 
     def view(self) -> View:
         labels = [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(DECILES)]
@@ -131,9 +131,9 @@ class EntropyView:
         self._unknown = 0
 
     def add(self, tokens: Trained) -> None:
-        if tokens.chunk.entropy is None:
+        if tokens.table.entropy is None:
             return
-        entropy = tokens.at_tokens(tokens.chunk.entropy)
+        entropy = tokens.at_tokens(tokens.table.entropy)
         known = np.flatnonzero(np.isfinite(entropy))
         self._unknown += len(entropy) - len(known)
         if not len(known):

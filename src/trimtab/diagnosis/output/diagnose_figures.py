@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from trimtab.diagnosis.output.words import known
-from trimtab.diagnosis.records import Size, View
+from trimtab.diagnosis.records import MismatchSize, View
 from trimtab.diagnosis.token_statistics import FEWEST
 from trimtab.pages.charts import draw, log_labels
 from trimtab.pages.render import short
@@ -34,7 +34,7 @@ _LEAST = 1e-8  # a k3 up to here is float32 on both sides
 _FAR = 30.0  # largest over smallest value from which an axis is logarithmic
 
 
-def range_svg(size: Size) -> str:
+def range_svg(size: MismatchSize) -> str:
     """Draws k3 with its interval on a logarithmic strip, with the published ranges and the rounding floor.
 
     The strip begins at 1e-8: what lies below stands at its left end.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.records import Measured, Size, View
+from trimtab.diagnosis.records import Measured, MismatchSize, View
 
 ORDERED = ("probability", "entropy", "position", "version")
 """Views with ordered bins: a hotspot is all bins up to one, or from one on."""
@@ -50,7 +50,7 @@ def hotspots(measured: Measured, texts: Mapping[int, str]) -> list[Hotspot]:
     return sorted(result.values(), key=lambda hotspot: hotspot.tokens - hotspot.k3)
 
 
-def shares(view: View, size: Size) -> tuple[np.ndarray, np.ndarray]:
+def shares(view: View, size: MismatchSize) -> tuple[np.ndarray, np.ndarray]:
     """Returns each bin's share of all trained tokens and of all k3, both (bins,). Bins may overlap or omit tokens."""
     tokens, k3 = size.mismatch["tokens"], size.mismatch["k3"]
     mass = np.nan_to_num(view.k3 * view.count, nan=0.0, posinf=0.0)

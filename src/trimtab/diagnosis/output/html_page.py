@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab.diagnosis.output import panels
 from trimtab.diagnosis.output import words as words
-from trimtab.diagnosis.records import Diagnosis, Outcome, Size
+from trimtab.diagnosis.records import Diagnosis, MismatchSize, PresetOutcome
 from trimtab.pages.render import number, render
 from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_ranges import band_text, judge
@@ -84,7 +84,7 @@ def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return list(facts.items())
 
 
-def _tiles(size: Size) -> list[dict[str, str]]:
+def _tiles(size: MismatchSize) -> list[dict[str, str]]:
     """Returns the four main statistics."""
     shown = (("k3", "k3, nats per token"), ("ratio_mean", "Mean ratio"), ("ess_token", "ESS, token weights"))
     tiles = [{"name": name, "value": _value(size, key), "note": _interval(size, key)} for key, name in shown]
@@ -94,14 +94,14 @@ def _tiles(size: Size) -> list[dict[str, str]]:
     ]
 
 
-def _value(size: Size, key: str) -> str:
+def _value(size: MismatchSize, key: str) -> str:
     value = size.mismatch.get(key, math.nan)
     if key in ("ratio_mean", "pearson", "ppl_ratio") and math.isfinite(value):
         return f"{value:.5f}"
     return words.brief(value) if key == "k3" else number(value)
 
 
-def _interval(size: Size, key: str) -> str:
+def _interval(size: MismatchSize, key: str) -> str:
     interval = size.intervals.get(key)
     if interval is None or not words.known(interval):
         return "no interval"
@@ -110,7 +110,7 @@ def _interval(size: Size, key: str) -> str:
     return f"95%: {form.format(*ends) if form else ' to '.join(words.brief(end) for end in ends)}"
 
 
-def _figures(size: Size) -> list[dict[str, str]]:
+def _figures(size: MismatchSize) -> list[dict[str, str]]:
     return [
         {
             "key": key,
@@ -137,7 +137,7 @@ def _outcomes(diagnosis: Diagnosis) -> list[dict[str, Any]]:
     return [_outcome(outcome, most, outcome is best) for outcome in diagnosis.outcomes]
 
 
-def _outcome(outcome: Outcome, most: float, best: bool) -> dict[str, Any]:
+def _outcome(outcome: PresetOutcome, most: float, best: bool) -> dict[str, Any]:
     return {
         "preset": outcome.preset,
         "bounds": words.overrides_text(outcome.overrides) or "published",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.diagnosis.output.hotspots import hotspots
-from trimtab.diagnosis.records import Diagnosis, Measured, Origin, Outcome, Size
+from trimtab.diagnosis.records import DataSummary, Diagnosis, Measured, MismatchSize, PresetOutcome
 from trimtab.intervals import Interval
 from trimtab.pages.render import number, short
 from trimtab.runs.metric_ranges import K3, band_text, judge, k3_ranges
@@ -47,7 +47,7 @@ def percent(share: float) -> str:
     return f"{hundred:.0f}%" if hundred >= 10 or hundred == 0 else f"{hundred:.1f}%"
 
 
-def size_text(size: Size) -> str:
+def size_text(size: MismatchSize) -> str:
     """Returns the description of the published range that k3 lies in."""
     if size.verdict == "rounding":
         return "no more than the rounding of the stored log-probs makes"
@@ -57,13 +57,13 @@ def size_text(size: Size) -> str:
     return k3_range.text
 
 
-def outside(size: Size) -> dict[str, str]:
+def outside(size: MismatchSize) -> dict[str, str]:
     """Returns the statistics outside their healthy range, with the range as text, as report.html marks them."""
     keys = (key for key, value in size.mismatch.items() if judge(f"mismatch/{key}", value) == "outside")
     return {key: band_text(f"mismatch/{key}") for key in keys}
 
 
-def outside_text(size: Size) -> str:
+def outside_text(size: MismatchSize) -> str:
     """Lists the statistics outside their healthy range."""
     bands = outside(size)
     if not bands:
@@ -78,7 +78,7 @@ def known(interval: Interval | None) -> bool:
     return interval is not None and math.isfinite(interval.low) and math.isfinite(interval.high)
 
 
-def with_interval(size: Size, key: str) -> str:
+def with_interval(size: MismatchSize, key: str) -> str:
     """Formats a statistic as `1.9e-4 (1.7e-4 to 2.1e-4)`, without parentheses if there is no interval."""
     return f"{brief(size.mismatch.get(key, math.nan))}{bracket(size.intervals.get(key))}"
 
@@ -97,7 +97,7 @@ def method_text(preset: str, overrides: Mapping[str, Any]) -> str:
     return f"{preset} with {overrides_text(overrides)}" if overrides else preset
 
 
-def read_text(origin: Origin) -> str:
+def read_text(origin: DataSummary) -> str:
     """Returns one sentence on what was read and what was dropped."""
     trained = "" if origin.trained == origin.tokens else f", {origin.trained:,} of them trained"
     text = f"{many(origin.files, 'file')} ({origin.framework}): {many(origin.responses, 'response')}"
@@ -108,14 +108,14 @@ def many(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
-def dropped_text(origin: Origin) -> str:
+def dropped_text(origin: DataSummary) -> str:
     count = sum(origin.dropped.values())
     if not count:
         return "nothing dropped"
     return f"dropped {count:,} ({', '.join(f'{number_:,} {why}' for why, number_ in origin.dropped.items())})"
 
 
-def contract(size: Size) -> Check:
+def contract(size: MismatchSize) -> Check:
     """Tests whether the mean ratio is 1, as it is if the log-probs are those of the sampling distribution."""
     mean, interval = size.mismatch.get("ratio_mean", math.nan), size.intervals.get("ratio_mean")
     if not math.isfinite(mean):
@@ -165,7 +165,7 @@ def faults(diagnosis: Diagnosis) -> list[str]:
     return [cause.name for cause in diagnosis.causes if cause.name in FAULTS]
 
 
-def chosen(diagnosis: Diagnosis) -> Outcome | None:
+def chosen(diagnosis: Diagnosis) -> PresetOutcome | None:
     """Returns the outcome of the recommended preset, at the recommended bounds if there is one."""
     recommended = diagnosis.recommendation
     same = [outcome for outcome in diagnosis.outcomes if outcome.preset == recommended.preset]
@@ -173,7 +173,7 @@ def chosen(diagnosis: Diagnosis) -> Outcome | None:
     return (exact or same or [None])[0]
 
 
-def effect_text(outcome: Outcome) -> str:
+def effect_text(outcome: PresetOutcome) -> str:
     return (
         f"keeps {percent(outcome.kept)} of the tokens, changes {percent(outcome.changed)} of the weights, "
         f"leaves ESS {brief(outcome.ess)}"

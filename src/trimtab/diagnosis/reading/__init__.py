@@ -1,5 +1,5 @@
-"""Readers of token log-probs in any known layout; `open_source` gives a stream of chunks and read counts."""
+"""Readers of token log-probs in any known layout; `open_log` gives a stream of token tables and read counts."""
 
-from trimtab.diagnosis.reading.log_source import Source, open_source
+from trimtab.diagnosis.reading.log_source import LogSource, open_log
 
-__all__ = ["Source", "open_source"]
+__all__ = ["LogSource", "open_log"]

@@ -1,4 +1,4 @@
-"""Assembles a `Chunk` from a block of rows: aligns lists, strips padding and prompts, counts what is dropped."""
+"""Assembles a `TokenTable` from a block of rows: aligns lists, strips padding and prompts, counts what is dropped."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import numpy as np
 
 from trimtab.diagnosis.reading.layouts import LOGPS, Layout
 from trimtab.diagnosis.reading.ragged import ABSENT, SAMPLING, WRONG, Block, Flat, Lists, numbers
-from trimtab.diagnosis.reading.read_counts import ReadCounts
-from trimtab.diagnosis.records import Chunk
+from trimtab.diagnosis.reading.read_counts import EXTERNAL, NOT_FINITE, ReadCounts
+from trimtab.diagnosis.tokens import TokenTable
 
 
-def chunk_of(flat: Flat, block: Block, rows: np.ndarray, roles: frozenset[str], tally: ReadCounts, file: int) -> Chunk:
+def table_of(
+    flat: Flat, block: Block, rows: np.ndarray, roles: frozenset[str], tally: ReadCounts, file: int
+) -> TokenTable:
     def number(role: str) -> np.ndarray | None:
         if role not in block.scalars:
             return None
@@ -25,12 +27,13 @@ def chunk_of(flat: Flat, block: Block, rows: np.ndarray, roles: frozenset[str], 
 
     sampling = _sampling(block, rows, roles)
     ids = flat.values.get("response_ids")
-    return Chunk(
+    return TokenTable(
         starts=np.concatenate([[0], np.cumsum(flat.lengths)]).astype(np.int64),
         mask=flat.values["trained"],
         behavior=flat.values["logp_behavior"],
         proximal=flat.values.get("logp_proximal"),
         current=flat.values.get("logp_current"),
+        perturbed=flat.values.get("logp_perturbed"),
         ids=None if ids is None else as_integers(ids),
         entropy=flat.values.get("entropy"),
         version=_version(flat, block, rows),
@@ -111,7 +114,7 @@ _WHOLE_NUMBERS = ("response_ids", "policy_version", "loss_mask", "padding_mask")
 _ROW_NUMBERS = ("step", "proximal_version")
 
 
-def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: ReadCounts, file: int) -> Chunk | None:
+def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: ReadCounts, file: int) -> TokenTable | None:
     """Returns the usable responses of a block, or None without any. Dropped responses are counted in `tally`.
 
     roles: the columns that every block of the source has. file: number that distinguishes prompt groups without steps.
@@ -121,8 +124,8 @@ def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: ReadCoun
     _mark_rows(block, keep, tally)
     flat = _aligned(block, keep)
     flat, keep_rows = _trimmed(flat, layout, keep.rows(), keep)
-    flat, finite = _finite(flat, tally)
-    for reason, rows in (*keep.reasons(), ("no finite log-prob at any trained token", keep_rows[~finite])):
+    flat, finite = _finite(flat, layout, tally)
+    for reason, rows in (*keep.reasons(), (NOT_FINITE, keep_rows[~finite])):
         tally.drop(reason, len(rows), block.numbers[int(rows[0])] if len(rows) else None)
     flat, keep_rows = flat.select(finite), keep_rows[finite]
     if layout.repeats:
@@ -131,9 +134,9 @@ def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: ReadCoun
         flat, keep_rows = flat.select(~again), keep_rows[~again]
     if not len(keep_rows):
         return None
-    chunk = chunk_of(flat, block, keep_rows, roles, tally, file)
-    _count(chunk, tally)
-    return chunk
+    table = table_of(flat, block, keep_rows, roles, tally, file)
+    _count(table, tally)
+    return table
 
 
 class _Keep:
@@ -161,7 +164,7 @@ class _Keep:
 
 def _mark_rows(block: Block, keep: _Keep, tally: ReadCounts) -> None:
     if "off_policy" in block.scalars:
-        keep.mark(numbers(block.scalars["off_policy"]) == 1, "external trace (off_policy)")
+        keep.mark(numbers(block.scalars["off_policy"]) == 1, EXTERNAL)
     if "sample_id" in block.scalars:
         keep.mark(_repeated(block, tally), "the same response in the file of another rank")
     for role, column in block.lists.items():
@@ -263,7 +266,7 @@ def _ends(flat: Flat, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first, last
 
 
-def _finite(flat: Flat, tally: ReadCounts) -> tuple[Flat, np.ndarray]:
+def _finite(flat: Flat, layout: Layout, tally: ReadCounts) -> tuple[Flat, np.ndarray]:
     """Removes trained tokens with log-probs or entropy that are not finite; returns the rows (rows,) with others left.
 
     The tokens are removed rather than masked, since an untrained token inside a response would count as the end of a
@@ -272,7 +275,7 @@ def _finite(flat: Flat, tally: ReadCounts) -> tuple[Flat, np.ndarray]:
     """
     trained = flat.values["trained"]
     bad = np.zeros(len(trained), dtype=np.bool_)
-    for name in (*LOGPS, "entropy"):
+    for name in (*LOGPS, "logp_perturbed", "entropy"):
         if name not in flat.values:
             continue
         with np.errstate(over="ignore"):  # beyond float32 is infinite, and counted as such
@@ -287,19 +290,23 @@ def _finite(flat: Flat, tally: ReadCounts) -> tuple[Flat, np.ndarray]:
             bad |= odd & trained
         values[~trained] = 0
         flat.values[name] = values
-    tally.damaged += int(flat.having(bad).sum())
+    damaged = flat.having(bad)
+    tally.damaged += int(damaged.sum())
+    if layout.report:
+        return flat, ~damaged
     flat = flat.without(bad)
     return flat, flat.having(flat.values["trained"])
 
 
-def _count(chunk: Chunk, tally: ReadCounts) -> None:
-    trained = chunk.mask
-    tally.responses += chunk.responses
-    tally.tokens += chunk.tokens
+def _count(table: TokenTable, tally: ReadCounts) -> None:
+    trained = table.mask
+    tally.responses += table.responses
+    tally.tokens += table.tokens
     tally.trained += int(trained.sum())
-    tally.equal += int((trained & (chunk.trainer == chunk.behavior)).sum())
-    tally.zero += int((trained & (chunk.behavior == 0)).sum())
-    for name, values in zip(LOGPS, (chunk.behavior, chunk.proximal, chunk.current), strict=True):
+    if table.anchor:
+        tally.equal += int((trained & (table.trainer == table.behavior)).sum())
+    tally.zero += int((trained & (table.behavior == 0)).sum())
+    for name, values in zip(LOGPS, (table.behavior, table.proximal, table.current), strict=True):
         if values is None:
             continue
         above = trained & (values > _ABOVE_ZERO)

@@ -31,8 +31,8 @@ _SHOWN = 12
 class Resolved:
     """The layout and columns of the files.
 
-    columns: names by role, in every file. anchor: proximal or current. missing: absent columns, with the analysis that
-    each would allow. checked: files known to have these columns.
+    columns: names by role, in every file. anchor: proximal or current, empty without either. missing: absent columns,
+    with the analysis that each would allow. checked: files known to have these columns.
     """
 
     framework: str
@@ -44,7 +44,7 @@ class Resolved:
     checked: frozenset[Path]
 
 
-def resolve(tables: Sequence[Table], framework: str | None, given: Mapping[str, str]) -> Resolved:
+def resolve(tables: Sequence[Table], framework: str | Layout | None, given: Mapping[str, str]) -> Resolved:
     """Assigns columns to roles. Torch files have to be loaded for it, so only the first usable one is inspected."""
     for role in given:
         if role not in ROLES:
@@ -67,11 +67,13 @@ class MissingTrainerLogps(TrimtabError):
     """A file of Miles without the trainer's log-probs."""
 
 
-def _resolved(scanned: Mapping[Path, frozenset[str]], framework: str | None, given: Mapping[str, str]) -> Resolved:
+def _resolved(
+    scanned: Mapping[Path, frozenset[str]], framework: str | Layout | None, given: Mapping[str, str]
+) -> Resolved:
     filled = {path: names for path, names in scanned.items() if names}
     if not filled:
         raise TrimtabError(f"{next(iter(scanned))} holds no rows that can be read: nothing to diagnose")
-    known = named(framework) if framework else _detected(filled)
+    known = framework if isinstance(framework, Layout) else named(framework) if framework else _detected(filled)
     layout = known or TRIMTAB
     columns, findings = _columns(filled, layout, given)
     anchor = _anchor(filled, layout, columns)
@@ -130,6 +132,8 @@ def _anchor(filled: Mapping[Path, frozenset[str]], layout: Layout, columns: Mapp
     for anchor in ("proximal", "current"):
         if f"logp_{anchor}" in columns:
             return anchor
+    if layout.report:
+        return ""
     # The sampler's column is never suggested for the trainer's, however similar the names are.
     taken = frozenset({columns["logp_behavior"]})
     role = "logp_current" if layout.framework == "prime-rl" else "logp_proximal"

@@ -6,12 +6,21 @@ The facts come from the frameworks' own source; docs/frameworks.md names the fil
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.errors import TrimtabError, nearest
 
 LOGPS = ("logp_behavior", "logp_proximal", "logp_current")
-TOKEN_ROLES = (*LOGPS, "response_ids", "loss_mask", "padding_mask", "loss_weight", "entropy", "policy_version")
+TOKEN_ROLES = (
+    *LOGPS,
+    "logp_perturbed",
+    "response_ids",
+    "loss_mask",
+    "padding_mask",
+    "loss_weight",
+    "entropy",
+    "policy_version",
+)
 ROW_ROLES = (
     "step",
     "group",
@@ -40,6 +49,8 @@ class Layout:
     padded: whether responses are padded on the right to one length, with masks that mark their ends.
     whole: whether lists span prompt and response, with an untrained prompt.
     repeats: whether the same responses may be written again into a later file.
+    report: whether the files are read for the report of a run: the trainer's log-probs may be missing, and a response
+    with a value that is not finite is dropped whole, as in training.
     advice: the option that makes the framework write log-probs. trainer_advice: that for the trainer's only, if it
     differs.
     """
@@ -52,15 +63,17 @@ class Layout:
     padded: bool = False
     whole: bool = False
     repeats: bool = False
+    report: bool = False
 
 
 TRIMTAB = Layout(
     "trimtab",
-    {role: (role,) for role in ROLES if role not in ("group", "sample_id", "loss_weight")}
+    {role: (role,) for role in ROLES if role not in ("group", "sample_id", "loss_weight", "logp_perturbed")}
     | {"group": ("group", "prompt_id")},
     (frozenset({"logp_behavior"}), frozenset({"logp_proximal"}), frozenset({"logp_current"})),
     "trimtab's own trainer writes it to trajectories/",
 )
+TRIMTAB_REPORT = replace(TRIMTAB, columns={**TRIMTAB.columns, "logp_perturbed": ("logp_perturbed",)}, report=True)
 VERL = Layout(
     "verl",
     {

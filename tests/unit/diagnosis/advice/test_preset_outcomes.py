@@ -8,17 +8,18 @@ import torch
 
 import trimtab
 from trimtab.diagnosis.advice.preset_outcomes import Data, outcomes, weights
-from trimtab.diagnosis.records import Chunk, Outcome
+from trimtab.diagnosis.records import PresetOutcome
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.objectives import correct, objectives
 
 RATIOS = [[1.0, 1.1, 0.9], [4.0, 1.0], [0.4, 0.5, 1.0, 1.0]]
 """Three responses of 3, 2 and 4 tokens; products .99, 4 and .2."""
 
 
-def chunk(ratios: list[list[float]], advantage: list[float] | None = None) -> Chunk:
+def chunk(ratios: list[list[float]], advantage: list[float] | None = None) -> TokenTable:
     lengths = [len(row) for row in ratios]
     log = np.log(np.concatenate(ratios)).astype(np.float32)
-    return Chunk(
+    return TokenTable(
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         mask=np.ones(len(log), dtype=np.bool_),
         behavior=np.full(len(log), -5.0, dtype=np.float32),
@@ -27,13 +28,13 @@ def chunk(ratios: list[list[float]], advantage: list[float] | None = None) -> Ch
     )
 
 
-def noisy(responses: int, size: float, seed: int = 0, *, known: bool = True) -> Chunk:
+def noisy(responses: int, size: float, seed: int = 0, *, known: bool = True) -> TokenTable:
     """Responses of 1 to 40 tokens, a third of them masked here and there."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 41, responses)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     behavior = rng.normal(-2.0, 0.5, starts[-1]).astype(np.float32)
-    return Chunk(
+    return TokenTable(
         starts=starts,
         mask=rng.random(starts[-1]) < 0.8,
         behavior=behavior,
@@ -42,7 +43,7 @@ def noisy(responses: int, size: float, seed: int = 0, *, known: bool = True) -> 
     )
 
 
-def published(data: Chunk, *presets: str) -> dict[str, Outcome]:
+def published(data: TokenTable, *presets: str) -> dict[str, PresetOutcome]:
     return {row.preset: row for row in outcomes(Data.of(data), presets) if not row.calibrated}
 
 

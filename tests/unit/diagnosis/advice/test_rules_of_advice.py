@@ -16,18 +16,19 @@ from trimtab.config import load_config
 from trimtab.corrections.protocols import FRAMEWORKS
 from trimtab.diagnosis.advice import advise
 from trimtab.diagnosis.advice.rules import MUST_FIX, RULES, Findings, choose
-from trimtab.diagnosis.records import Cause, Chunk, Measured, Origin, Outcome, Size, Split
+from trimtab.diagnosis.records import Cause, DataSummary, DriftSplit, Measured, MismatchSize, PresetOutcome
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.objectives import objectives
 from trimtab.objectives.calibrate import from_section
 
 
 def case(*causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float = 0.9, tokens: int = 5000) -> Findings:
     table = (
-        Outcome("seq-bypass", seq_kept, 0.0, 0.5, 0.1),
-        Outcome("geo-mask", 0.3, 0.0, 0.3, 0.1),
-        Outcome("token-tis", 1.0, 0.0, 0.9, 0.1, {"weight_max": 1.7}, calibrated=True),
-        Outcome("icepop", 0.998, 0.0, 0.9, 0.1, {"weight_min": 0.3, "weight_max": 3.0}, calibrated=True),
-        Outcome("geo-mask-token-tis", 0.9, 0.0, 0.9, 0.1, {"keep_min": 0.97, "keep_max": 1.03}, calibrated=True),
+        PresetOutcome("seq-bypass", seq_kept, 0.0, 0.5, 0.1),
+        PresetOutcome("geo-mask", 0.3, 0.0, 0.3, 0.1),
+        PresetOutcome("token-tis", 1.0, 0.0, 0.9, 0.1, {"weight_max": 1.7}, calibrated=True),
+        PresetOutcome("icepop", 0.998, 0.0, 0.9, 0.1, {"weight_min": 0.3, "weight_max": 3.0}, calibrated=True),
+        PresetOutcome("geo-mask-token-tis", 0.9, 0.0, 0.9, 0.1, {"keep_min": 0.97, "keep_max": 1.03}, calibrated=True),
     )
     return Findings([Cause(name, 0.9, "seen") for name in causes], verdict, k3, table, tokens)
 
@@ -167,10 +168,10 @@ def test_what_a_peer_lacks_is_said_with_the_nearest_it_has() -> None:
     assert found["miles"].endswith("--use-rollout-logprobs")
 
 
-def measured(sample: Chunk, verdict: str, k3: float) -> Measured:
-    origin = Origin("columns", 1, sample.responses, sample.tokens, sample.tokens, "proximal")
-    size = Size({"k3": k3}, {}, 0.0, "", verdict)
-    return Measured(origin, size, {}, Split(False, ""), np.zeros((2, 2)), sample)
+def measured(sample: TokenTable, verdict: str, k3: float) -> Measured:
+    origin = DataSummary("columns", 1, sample.responses, sample.tokens, sample.tokens, "proximal")
+    size = MismatchSize({"k3": k3}, {}, 0.0, "", verdict)
+    return Measured(origin, size, {}, DriftSplit(False, ""), np.zeros((2, 2)), sample)
 
 
 def test_advise_recommends_a_row_of_its_own_table_and_a_recipe_takes_it() -> None:
@@ -178,7 +179,7 @@ def test_advise_recommends_a_row_of_its_own_table_and_a_recipe_takes_it() -> Non
     behavior = rng.normal(-1.0, 0.3, 600).astype(np.float32)
     log = rng.normal(-0.0008, 0.04, 600).astype(np.float32)
     starts = np.arange(0, 601, 10, dtype=np.int64)
-    sample = Chunk(starts, np.ones(600, dtype=np.bool_), behavior, proximal=behavior + log)
+    sample = TokenTable(starts, np.ones(600, dtype=np.bool_), behavior, proximal=behavior + log)
     table, wanted = advise(measured(sample, "moe", 8e-4), [Cause("quantized", 0.8, "seen")])
     row = next(row for row in table if row.preset == wanted.preset and row.overrides == wanted.overrides)
     assert row.calibrated

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from tests.support.planted_causes import causes
 
-from trimtab.diagnosis.records import Chunk
+from trimtab.diagnosis.tokens import TokenTable
 
 TOKENS, LENGTH, IDS = 6000, 60, 300
 
 
-def same_wherever_it_stands(size: float, **columns: np.ndarray) -> Chunk:
+def same_wherever_it_stands(size: float, **columns: np.ndarray) -> TokenTable:
     """Logits off by an amount of each token id's own: what other weights do, at any size."""
     random = np.random.default_rng(0)
     ids = random.integers(0, IDS, TOKENS)
     behavior = np.log(random.uniform(0.05, 0.95, TOKENS))
     logit = behavior - np.log1p(-np.exp(behavior)) + size * random.standard_normal(IDS)[ids]
-    return Chunk(
+    return TokenTable(
         starts=np.arange(0, TOKENS + 1, LENGTH),
         mask=np.ones(TOKENS, dtype=bool),
         behavior=behavior,  # float64: the shift is as small as float32's own grid

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from tests.support.planted_causes import causes
 
-from trimtab.diagnosis.records import Cause, Chunk
+from trimtab.diagnosis.records import Cause
+from trimtab.diagnosis.tokens import TokenTable
 
 RESPONSES, TURNS, OWN, SEEN = 40, 3, 16, 6
 
 
-def conversations(seed: int, noise: float = 0.03) -> Chunk:
+def conversations(seed: int, noise: float = 0.03) -> TokenTable:
     """Responses of three turns with observations between them; half of the tokens are next to certain."""
     rng = np.random.default_rng(seed)
     masks = [_mask(rng) for _ in range(RESPONSES)]
@@ -23,7 +24,9 @@ def conversations(seed: int, noise: float = 0.03) -> Chunk:
     behavior = np.where(rng.random(len(mask)) < 0.5, certain, -rng.exponential(1.2, len(mask)))
     trainer = np.minimum(behavior * (1 + noise * rng.standard_normal(len(mask))), 0.0)
     starts = np.cumsum([0, *map(len, masks)])
-    return Chunk(starts=starts, mask=mask, behavior=behavior.astype(np.float32), proximal=trainer.astype(np.float32))
+    return TokenTable(
+        starts=starts, mask=mask, behavior=behavior.astype(np.float32), proximal=trainer.astype(np.float32)
+    )
 
 
 def _mask(rng: np.random.Generator) -> np.ndarray:
@@ -34,14 +37,14 @@ def _mask(rng: np.random.Generator) -> np.ndarray:
 
 
 def moved(
-    whole: Chunk,
+    whole: TokenTable,
     by: int | Sequence[int],
     *,
     turn: int = 2,
     after: int = 0,
     every: int = 1,
     trained_only: bool = False,
-) -> Chunk:
+) -> TokenTable:
     """The trainer's log-probs rolled from `after` tokens into a turn on, in every so many responses; several offsets
     take turns.
 
@@ -57,10 +60,10 @@ def moved(
         if trained_only:
             places = places[whole.mask[places]]
         values[places] = np.roll(values[places], offsets[row % len(offsets)])
-    return Chunk(starts=whole.starts, mask=whole.mask, behavior=whole.behavior, proximal=values)
+    return TokenTable(starts=whole.starts, mask=whole.mask, behavior=whole.behavior, proximal=values)
 
 
-def only(chunk: Chunk) -> Cause:
+def only(chunk: TokenTable) -> Cause:
     """The one cause besides the noise."""
     found = [cause for cause in causes(chunk) if cause.name not in ("precision", "quantized")]
     assert len(found) == 1, [cause.name for cause in found]

@@ -13,12 +13,13 @@ from tests.support.token_chunks import ORIGIN, chunk, noisy, pieces, whole
 import trimtab
 from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.measure.mismatch_size import verdict
-from trimtab.diagnosis.records import Chunk, Size
+from trimtab.diagnosis.records import MismatchSize
+from trimtab.diagnosis.tokens import TokenTable
 
 TWO = math.log(2)
 
 
-def padded(data: Chunk, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def padded(data: TokenTable, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Trainer, sampler and mask as (batch, time), padded with NaN."""
     lengths = np.diff(data.starts)
     shape = (data.responses, int(lengths.max()))
@@ -51,7 +52,7 @@ def test_figures_with_log_ratios_beyond_the_safety_bound() -> None:
     assert exact["ratio_bounded"] == 0.5
 
 
-def sized(data: Chunk) -> Size:
+def sized(data: TokenTable) -> MismatchSize:
     return whole(data).size
 
 

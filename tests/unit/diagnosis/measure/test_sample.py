@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from tests.support.token_chunks import chunk, noisy, pieces
 
-from trimtab.diagnosis.measure.sample import Sample, columns, joined, taken
-from trimtab.diagnosis.records import Chunk
+from trimtab.diagnosis.measure.sample import Sample
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
 
-def drawn(parts: list[Chunk], tokens: int, longest: int = 1000) -> Chunk:
+def drawn(parts: list[TokenTable], tokens: int, longest: int = 1000) -> TokenTable:
     sample, first = Sample(tokens, longest), 0
     for part in parts:
         sample.add(part, first)
@@ -19,13 +19,15 @@ def drawn(parts: list[Chunk], tokens: int, longest: int = 1000) -> Chunk:
     return sample.result()
 
 
-def same(one: Chunk, other: Chunk) -> bool:
-    return columns(one) == columns(other) and all(
-        np.array_equal(getattr(one, name), getattr(other, name), equal_nan=True) for name in columns(one)
+def same(one: TokenTable, other: TokenTable) -> bool:
+    return (
+        one.columns.keys() == other.columns.keys()
+        and np.array_equal(one.starts, other.starts)
+        and all(np.array_equal(values, other.columns[name], equal_nan=True) for name, values in one.columns.items())
     )
 
 
-def numbered(lengths: list[int]) -> Chunk:
+def numbered(lengths: list[int]) -> TokenTable:
     """Every token carries the index of its response as id."""
     return chunk([[0.0] * length for length in lengths], ids=[[row] * length for row, length in enumerate(lengths)])
 
@@ -80,10 +82,10 @@ def test_chunks_of_other_columns_are_refused() -> None:
         drawn([chunk([[0.0]]), chunk([[0.0]], ids=[[1]])], tokens=10)
 
 
-def test_taken_and_joined_undo_each_other() -> None:
+def test_select_and_concat_undo_each_other() -> None:
     data = noisy(2, 20)
-    assert same(joined(pieces(data, [4, 9])), data)
-    some = taken(data, np.arange(20) % 2 == 1, longest=5)
+    assert same(TokenTable.concat(pieces(data, [4, 9])), data)
+    some = data.select(np.arange(20) % 2 == 1, longest=5)
     assert np.diff(some.starts).tolist() == np.minimum(np.diff(data.starts)[1::2], 5).tolist()
     assert some.step is not None
     assert data.step is not None

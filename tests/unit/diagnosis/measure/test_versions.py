@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tests.support.token_chunks import chunk, noisy, pieces, whole
 
-from trimtab.diagnosis.records import Chunk, Split
+from trimtab.diagnosis.records import DriftSplit
+from trimtab.diagnosis.tokens import TokenTable
 
 
 def test_ages_by_hand() -> None:
@@ -40,7 +41,7 @@ def test_ages_without_a_trainers_version_are_within_a_step() -> None:
     assert "token's file" in view.note
 
 
-def planted(seed: int, mismatch: float, staleness: float, fresh: float, biased: bool = False) -> Chunk:
+def planted(seed: int, mismatch: float, staleness: float, fresh: float, biased: bool = False) -> TokenTable:
     """Tokens whose log-ratio is the sum of two independent ones of mean ratio 1, the second only at age 5.
 
     biased: mismatch grows with -log p, and three quarters of the old tokens are rare but one quarter of the others.
@@ -59,7 +60,7 @@ def planted(seed: int, mismatch: float, staleness: float, fresh: float, biased: 
     )
 
 
-def split(data: Chunk) -> Split:
+def split(data: TokenTable) -> DriftSplit:
     return whole(data).split
 
 

@@ -12,7 +12,7 @@ from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.hotspots import hotspots, shares
 from trimtab.diagnosis.output.terminal import verdict
-from trimtab.diagnosis.records import Cause, Outcome, Size, Split, View
+from trimtab.diagnosis.records import Cause, DriftSplit, MismatchSize, PresetOutcome, View
 from trimtab.intervals import Interval
 
 # Shares by hand, of 91,000 tokens and 91,000 * 0.0048 = 436.8 nats. Probability below 0.1: the three rarest bins,
@@ -82,7 +82,7 @@ def test_control_signs_of_a_file_do_not_reach_the_terminal() -> None:
 
 def of(mean: float, low: float | None = None, high: float | None = None) -> words.Check:
     intervals = {} if low is None or high is None else {"ratio_mean": Interval(mean, low, high)}
-    return words.contract(Size({**MISMATCH, "ratio_mean": mean}, intervals, 0.0, "", "dense"))
+    return words.contract(MismatchSize({**MISMATCH, "ratio_mean": mean}, intervals, 0.0, "", "dense"))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_no_mismatch_is_nowhere() -> None:
 
 
 def test_what_cannot_be_split_says_why() -> None:
-    assert words.split_text(example(split=Split(False, "no tokens of age 0")).measured) == (
+    assert words.split_text(example(split=DriftSplit(False, "no tokens of age 0")).measured) == (
         "mismatch and staleness are not separable: no tokens of age 0"
     )
 
@@ -163,24 +163,24 @@ def test_shares_as_people_say_them(share: float, text: str) -> None:
 
 def test_the_outcome_of_the_recommended_bounds_is_shown_not_of_the_published() -> None:
     found = words.chosen(example())
-    assert isinstance(found, Outcome)
+    assert isinstance(found, PresetOutcome)
     assert (found.calibrated, found.changed) == (True, 0.01)
 
 
 def test_k3_below_the_published_range_is_said() -> None:
-    size = Size({**MISMATCH, "k3": 2e-6}, {}, 0.0, "", "dense")
+    size = MismatchSize({**MISMATCH, "k3": 2e-6}, {}, 0.0, "", "dense")
     assert words.size_text(size) == "less than is published for dense models (1e-5 to 1e-3)"
-    assert words.size_text(Size({**MISMATCH, "k3": 2e-4}, {}, 0.0, "", "dense")).startswith("within")
+    assert words.size_text(MismatchSize({**MISMATCH, "k3": 2e-4}, {}, 0.0, "", "dense")).startswith("within")
 
 
 def test_shares_of_k3_leave_out_what_is_not_finite() -> None:
-    whole = Size({"tokens": 20.0, "k3": 0.02}, {}, 0.0, "", "moe")
+    whole = MismatchSize({"tokens": 20.0, "k3": 0.02}, {}, 0.0, "", "moe")
     tokens, k3 = shares(view("turn", ["1", "2", "3"], [10, 10, 0], [0.01, 0.03, math.nan]), whole)
     np.testing.assert_allclose(tokens, [0.5, 0.5, 0.0])
     np.testing.assert_allclose(k3, [0.25, 0.75, 0.0])
 
 
 def test_intervals_stand_beside_their_value() -> None:
-    size = Size(MISMATCH, INTERVALS, 0.0, "", "small-dense")
+    size = MismatchSize(MISMATCH, INTERVALS, 0.0, "", "small-dense")
     assert words.with_interval(size, "k3") == "4.8e-3 (4.3e-3 to 5.4e-3)"
     assert words.with_interval(size, "k2") == "5.2e-3"

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from trimtab.diagnosis.reading import open_source
-from trimtab.diagnosis.records import Chunk, Origin
+from trimtab.diagnosis.reading import open_log
+from trimtab.diagnosis.records import DataSummary
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
 NAN, INF = float("nan"), float("inf")
@@ -30,9 +31,9 @@ def lines(path: Path, *data: dict[str, Any] | str) -> Path:
     return path
 
 
-def read(*paths: Path) -> tuple[list[Chunk], Origin]:
-    source = open_source(paths)
-    return list(source.chunks()), source.origin()
+def read(*paths: Path) -> tuple[list[TokenTable], DataSummary]:
+    source = open_log(paths)
+    return list(source.tables()), source.summary()
 
 
 def refused(*paths: Path) -> str:

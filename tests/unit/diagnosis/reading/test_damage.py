@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trimtab.diagnosis.reading import open_source
+from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.layouts import ROLES
 from trimtab.errors import TrimtabError
 
@@ -38,8 +38,8 @@ def check(path: Path) -> None:
     """Read it; whatever comes must keep the promises of a chunk, and whatever is said must be one line."""
     said = ""
     try:
-        source = open_source([path])
-        for chunk in source.chunks(8):
+        source = open_log([path])
+        for chunk in source.tables(8):
             assert chunk.starts[0] == 0
             assert (np.diff(chunk.starts) > 0).all()
             for values in (chunk.mask, chunk.behavior, chunk.trainer):
@@ -47,7 +47,7 @@ def check(path: Path) -> None:
             assert np.isfinite(chunk.behavior).all()
             assert np.isfinite(chunk.trainer).all()
             assert np.add.reduceat(chunk.mask, chunk.starts[:-1]).all()
-        origin = source.origin()
+        origin = source.summary()
         assert origin.trained > 0
     except TrimtabError as error:
         said = str(error)
@@ -123,5 +123,5 @@ def test_rows_of_anything(rows: list[dict[str, object]], tmp_path_factory: pytes
 
 def test_the_undamaged_files_are_read() -> None:
     for name in SOURCES:
-        assert sum(chunk.responses for chunk in open_source([DATA / name]).chunks()) > 0
+        assert sum(chunk.responses for chunk in open_log([DATA / name]).tables()) > 0
     assert pq.read_table(DATA / "trl/completions_00001.parquet").num_rows == 4

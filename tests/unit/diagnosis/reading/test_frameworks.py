@@ -10,17 +10,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from trimtab.diagnosis.reading import open_source
-from trimtab.diagnosis.records import Chunk, Origin
+from trimtab.diagnosis.reading import open_log
+from trimtab.diagnosis.records import DataSummary
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
 DATA = Path(__file__).parent / "data"
 
 
-def read(*names: str, **options: object) -> tuple[Chunk, Origin]:
-    source = open_source([DATA / name for name in names], **options)  # type: ignore[arg-type]
-    (chunk,) = source.chunks()
-    return chunk, source.origin()
+def read(*names: str, **options: object) -> tuple[TokenTable, DataSummary]:
+    source = open_log([DATA / name for name in names], **options)  # type: ignore[arg-type]
+    (chunk,) = source.tables()
+    return chunk, source.summary()
 
 
 def test_verl_padding_is_cut_and_a_tool_token_stays_untrained() -> None:
@@ -80,7 +81,7 @@ def test_trl_tool_tokens_are_untrained(tmp_path: Path) -> None:
         "sampling_per_token_logps": [-1.0, 0.0, 0.0, -2.0, 0.0], "old_per_token_logps": [-1.5, -9.0, -9.0, -2.0, -9.0],
     }  # fmt: skip
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
-    (chunk,) = open_source([tmp_path / "a.jsonl"]).chunks()
+    (chunk,) = open_log([tmp_path / "a.jsonl"]).tables()
     assert chunk.mask.tolist() == [True, False, False, True]
     assert chunk.trainer.tolist() == [-1.5, 0, 0, -2]
 
@@ -113,16 +114,16 @@ def test_miles_ranks_without_the_trainers_side_are_left_out(tmp_path: Path) -> N
     torch.save(payload, tmp_path / "7_1.pt")
     del payload["rollout_data"]["log_probs"]
     torch.save(payload, tmp_path / "7_0.pt")
-    source = open_source([tmp_path])
-    assert sum(chunk.responses for chunk in source.chunks()) == 2
-    assert "1 file without the trainer's log-probs" in source.origin().findings[0]
+    source = open_log([tmp_path])
+    assert sum(chunk.responses for chunk in source.tables()) == 2
+    assert "1 file without the trainer's log-probs" in source.summary().findings[0]
 
 
 def test_miles_context_parallel_shards_are_refused(tmp_path: Path) -> None:
     payload = torch.load(DATA / "miles/train_data/7_0.pt", weights_only=True)
     torch.save(payload | {"cp_size": 2}, tmp_path / "7_0.pt")
     with pytest.raises(TrimtabError, match="2 context-parallel shards"):
-        open_source([tmp_path])
+        open_log([tmp_path])
 
 
 def test_slime_puts_all_ranks_into_one_file() -> None:
@@ -157,7 +158,7 @@ def test_prime_rl_tokens_without_weight_in_the_rl_loss_are_untrained(tmp_path: P
            "inference_logprobs": [0, 0, -1, -2], "trainer_logprobs": [0, -5, -1, -2],
            "rl_weights": [0, 0, 1, None]}  # fmt: skip
     (tmp_path / "rank_0.jsonl").write_text(json.dumps(row) + "\n")
-    (chunk,) = open_source([tmp_path]).chunks()
+    (chunk,) = open_log([tmp_path]).tables()
     assert chunk.ids is not None
     assert chunk.ids.tolist() == [3, 4]
     assert chunk.mask.all()
@@ -173,7 +174,7 @@ def test_prime_rl_tokens_without_weight_in_the_rl_loss_are_untrained(tmp_path: P
 )
 def test_a_dump_without_log_probs_names_the_option_that_gives_them(name: str, lacks: str, way: str) -> None:
     with pytest.raises(TrimtabError) as caught:
-        open_source([DATA / name])
+        open_log([DATA / name])
     message = str(caught.value)
     assert lacks in message
     assert way in message
@@ -193,7 +194,7 @@ def test_without_the_trainers_side_the_samplers_is_not_suggested(
     masks = {"response_mask": [1, 1], "completion_mask": [1, 1]}
     (tmp_path / "1.jsonl").write_text(json.dumps({sampler: [-1.0, -2.0], "score": 1.0, **masks}) + "\n")
     with pytest.raises(TrimtabError) as caught:
-        open_source([tmp_path], framework=framework)
+        open_log([tmp_path], framework=framework)
     message = str(caught.value)
     assert "has no logp_proximal, the trainer's log-probs" in message
     assert way in message
@@ -204,11 +205,11 @@ def test_without_the_trainers_side_the_samplers_is_not_suggested(
 
 def test_files_of_two_frameworks_are_not_mixed() -> None:
     with pytest.raises(TrimtabError, match=r"a file of verl and .* one of trl"):
-        open_source([DATA / "verl/3.jsonl", DATA / "trl"])
+        open_log([DATA / "verl/3.jsonl", DATA / "trl"])
 
 
 def test_a_framework_can_be_named() -> None:
     with pytest.raises(TrimtabError, match="trl calls it sampling_per_token_logps"):
-        open_source([DATA / "verl/3.jsonl"], framework="trl")
+        open_log([DATA / "verl/3.jsonl"], framework="trl")
     with pytest.raises(TrimtabError, match="did you mean 'verl'"):
-        open_source([DATA / "verl/3.jsonl"], framework="veerl")
+        open_log([DATA / "verl/3.jsonl"], framework="veerl")

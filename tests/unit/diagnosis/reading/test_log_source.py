@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trimtab.diagnosis.reading import open_source
-from trimtab.diagnosis.records import Chunk
+from trimtab.diagnosis.reading import open_log
+from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
 
@@ -46,15 +46,15 @@ def write_lines(path: Path, data: list[dict[str, Any]]) -> Path:
     return path
 
 
-def arrays(chunk: Chunk) -> dict[str, np.ndarray]:
+def arrays(chunk: TokenTable) -> dict[str, np.ndarray]:
     return {name: value for name, value in vars(chunk).items() if value is not None}
 
 
 def test_every_column_is_read(tmp_path: Path) -> None:
     data = rows(6)
-    source = open_source([write_parquet(tmp_path / "a.parquet", data)])
-    (chunk,) = source.chunks()
-    origin = source.origin()
+    source = open_log([write_parquet(tmp_path / "a.parquet", data)])
+    (chunk,) = source.tables()
+    origin = source.summary()
 
     def flat(name: str) -> list[Any]:
         return [value for row in data for value in row[name]]
@@ -79,9 +79,9 @@ def test_every_column_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tokens", [1, 7, 40, 10_000])
 def test_lines_and_parquet_give_the_same_chunks_of_whole_responses(tmp_path: Path, tokens: int) -> None:
     data = rows(60)
-    whole = next(iter(open_source([write_parquet(tmp_path / "a.parquet", data)]).chunks()))
+    whole = next(iter(open_log([write_parquet(tmp_path / "a.parquet", data)]).tables()))
     for path in (tmp_path / "a.parquet", write_lines(tmp_path / "a.jsonl", data)):
-        chunks = list(open_source([path]).chunks(tokens))
+        chunks = list(open_log([path]).tables(tokens))
         assert max(chunk.tokens for chunk in chunks) <= max(2 * tokens, 9)
         for name, value in arrays(whole).items():
             if name != "starts":
@@ -97,7 +97,7 @@ def test_a_run_is_read_in_the_order_of_its_steps(tmp_path: Path) -> None:
     for step in (10, 2, 1):
         write_parquet(folder / f"step-{step}.parquet", rows(4, seed=step, step=step))
     for path in (tmp_path / "run", folder):
-        (chunk,) = open_source([path]).chunks()
+        (chunk,) = open_log([path]).tables()
         assert chunk.step is not None
         assert chunk.step.tolist() == [1] * 4 + [2] * 4 + [10] * 4
         assert chunk.group is not None
@@ -122,10 +122,10 @@ def test_the_trainers_own_files_are_read(tmp_path: Path) -> None:
         return trajectories.Row(trajectory, logp_current=logps + 0.5)
 
     trajectories.write(tmp_path / "step-1.parquet", [row(False), row(True), row(False)], step=1)
-    source = open_source([tmp_path / "step-1.parquet"])
-    (chunk,) = source.chunks()
+    source = open_log([tmp_path / "step-1.parquet"])
+    (chunk,) = source.tables()
     assert chunk.trainer.tolist() == [-0.5, -1.5, -0.5, -1.5]
-    origin = source.origin()
+    origin = source.summary()
     assert origin.anchor == "current"
     assert origin.dropped == {"external trace (off_policy)": 1}
     assert origin.missing.keys() == {"proximal_version", "advantage"}
@@ -143,9 +143,9 @@ def test_columns_can_be_named_and_left_out(tmp_path: Path) -> None:
     ]
     for path in (write_parquet(tmp_path / "a.parquet", data), write_lines(tmp_path / "a.jsonl", data)):
         columns = {"logp_behavior": "rollout_lp", "logp_proximal": "train_lp", "loss_mask": "m"}
-        source = open_source([path], columns=columns | {"response_ids": "toks", "response_length": "n"})
-        (chunk,) = source.chunks()
-        assert source.origin().framework == "columns"
+        source = open_log([path], columns=columns | {"response_ids": "toks", "response_length": "n"})
+        (chunk,) = source.tables()
+        assert source.summary().framework == "columns"
         assert chunk.trainer.tolist() == [-1.5, 0, -3]
         assert chunk.mask.tolist() == [True, False, True]
         assert chunk.ids is not None
@@ -154,11 +154,11 @@ def test_columns_can_be_named_and_left_out(tmp_path: Path) -> None:
 
 def test_an_empty_name_leaves_a_column_out(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", rows(2))
-    source = open_source([path], columns={"entropy": "", "sampling": ""})
-    (chunk,) = source.chunks()
+    source = open_log([path], columns={"entropy": "", "sampling": ""})
+    (chunk,) = source.tables()
     assert chunk.entropy is None
     assert chunk.temperature is None
-    assert {"entropy", "sampling"} <= source.origin().missing.keys()
+    assert {"entropy", "sampling"} <= source.summary().missing.keys()
 
 
 @pytest.mark.parametrize(
@@ -170,20 +170,20 @@ def test_an_empty_name_leaves_a_column_out(tmp_path: Path) -> None:
 )
 def test_a_wrong_mapping_says_what_there_is(tmp_path: Path, columns: dict[str, str], message: str) -> None:
     with pytest.raises(TrimtabError, match=message):
-        open_source([write_parquet(tmp_path / "a.parquet", rows(1))], columns=columns)
+        open_log([write_parquet(tmp_path / "a.parquet", rows(1))], columns=columns)
 
 
 def test_a_near_miss_is_named(tmp_path: Path) -> None:
     (row,) = rows(1)
     row["logp_behaviour"] = row.pop("logp_behavior")
     with pytest.raises(TrimtabError, match=r"has no logp_behavior, .*did you mean 'logp_behaviour'\?.*--columns"):
-        open_source([write_lines(tmp_path / "a.jsonl", [row])])
+        open_log([write_lines(tmp_path / "a.jsonl", [row])])
 
 
 def test_a_file_named_twice_in_other_words_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.parquet"
     write_parquet(file, rows(4))
     monkeypatch.chdir(tmp_path)
-    source = open_source([Path("a.parquet"), file])
-    assert sum(chunk.responses for chunk in source.chunks()) == 4
-    assert source.origin().files == 1
+    source = open_log([Path("a.parquet"), file])
+    assert sum(chunk.responses for chunk in source.tables()) == 4
+    assert source.summary().files == 1

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.diagnosis.reading.test_bad_input import GOOD, read, refused, row
 from tests.unit.diagnosis.reading.test_log_source import arrays, rows, write_lines
 
-from trimtab.diagnosis.reading import open_source
+from trimtab.diagnosis.reading import open_log
 
 BOM = b"\xef\xbb\xbf"
 
@@ -42,18 +42,18 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_every_kind_gives_the_same_chunks(tmp_path: Path, name: str, packed: bool, mark: bytes) -> None:
     data = rows(40)
-    plain = list(open_source([write_lines(tmp_path / "plain.jsonl", data)]).chunks(30))
+    plain = list(open_log([write_lines(tmp_path / "plain.jsonl", data)]).tables(30))
     content = mark + WRITTEN[name](data)
     path = tmp_path / (f"{name}.gz" if packed else name)
     path.write_bytes(gzip.compress(content) if packed else content)
-    source = open_source([path])
-    found = list(source.chunks(30))
+    source = open_log([path])
+    found = list(source.tables(30))
     assert len(found) == len(plain) > 3
     for one, other in zip(found, plain, strict=True):
         assert arrays(one).keys() == arrays(other).keys()
         for column, values in arrays(other).items():
             np.testing.assert_array_equal(arrays(one)[column], values, err_msg=column)
-    assert source.origin().findings == ()
+    assert source.summary().findings == ()
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -65,7 +65,7 @@ def test_an_array_and_its_rows_are_never_in_memory_as_a_whole(tmp_path: Path, pa
     path.write_bytes(gzip.compress(content, 1) if packed else content)
     tracemalloc.start()
     try:
-        count = sum(chunk.tokens for chunk in open_source([path]).chunks(30_000))
+        count = sum(chunk.tokens for chunk in open_log([path]).tables(30_000))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

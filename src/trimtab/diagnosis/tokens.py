@@ -1,0 +1,127 @@
+"""`TokenTable`: tokens of whole responses with their log-probs, in flat arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
+
+PER_RESPONSE = frozenset(
+    ("step", "group", "proximal_version", "reward", "advantage", "temperature", "top_p", "top_k", "raw")
+)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTable:
+    """Whole responses in flat arrays: token i of response r is at `starts[r] + i`. A column the data lacks is None.
+
+    starts: int64 (responses + 1,). Columns of `PER_RESPONSE` are (responses,), all others (tokens,).
+    behavior, proximal, current, perturbed, entropy: float32, nats; `behavior` as the sampler reported it, `perturbed`
+    with the noise of the trainer (ALP).
+    mask: bool, the trained tokens. version: int64, policy version that sampled the token, in updates.
+    step, group, proximal_version: int64. reward, advantage: float64.
+    temperature, top_p: float64; top_k: int64, 0 for none; raw: bool, whether log-probs are those before temperature and
+    truncation rather than those of the sampling distribution.
+    """
+
+    starts: np.ndarray
+    mask: np.ndarray
+    behavior: np.ndarray
+    proximal: np.ndarray | None = None
+    current: np.ndarray | None = None
+    perturbed: np.ndarray | None = None
+    ids: np.ndarray | None = None
+    entropy: np.ndarray | None = None
+    version: np.ndarray | None = None
+    step: np.ndarray | None = None
+    group: np.ndarray | None = None
+    proximal_version: np.ndarray | None = None
+    reward: np.ndarray | None = None
+    advantage: np.ndarray | None = None
+    temperature: np.ndarray | None = None
+    top_p: np.ndarray | None = None
+    top_k: np.ndarray | None = None
+    raw: np.ndarray | None = None
+
+    @property
+    def responses(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def tokens(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def trainer(self) -> np.ndarray:
+        """The trainer's log-probs: proximal, or current without it."""
+        assert self.anchor is not None, "the table has neither proximal nor current"
+        return getattr(self, self.anchor)
+
+    @property
+    def anchor(self) -> str | None:
+        """The column with the trainer's log-probs: proximal, or current without it; None without either."""
+        return "proximal" if self.proximal is not None else "current" if self.current is not None else None
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each response (responses,)."""
+        return np.diff(self.starts)
+
+    @cached_property
+    def row(self) -> np.ndarray:
+        """The response each token belongs to (tokens,)."""
+        return self.at_tokens(np.arange(self.responses))
+
+    @cached_property
+    def place(self) -> np.ndarray:
+        """The position of each token in its response (tokens,)."""
+        return np.arange(self.tokens) - self.at_tokens(self.starts[:-1])
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """The columns that the data has, by name."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)[1:]}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def at_tokens(self, values: np.ndarray) -> np.ndarray:
+        """Returns a value of each response at each of its tokens (tokens,)."""
+        return np.repeat(values, self.lengths)
+
+    def select(self, keep: np.ndarray, longest: int | None = None) -> TokenTable:
+        """Returns the responses where `keep` (responses,) is True, each truncated to at most `longest` tokens."""
+        lengths = self.lengths if longest is None else np.minimum(self.lengths, longest)
+        lengths = np.where(keep, lengths, 0)
+        shift = self.starts[:-1] - (np.cumsum(lengths) - lengths)
+        index = np.arange(lengths.sum()) + np.repeat(shift, lengths)
+        chosen = {name: values[keep if name in PER_RESPONSE else index] for name, values in self.columns.items()}
+        return replace(self, starts=np.append(0, np.cumsum(lengths[keep])), **chosen)
+
+    def split(self, tokens: int) -> Iterator[TokenTable]:
+        """Yields parts of at most `tokens` tokens, or of one response. Their columns are views."""
+        first = 0
+        while first < self.responses:
+            last = int(np.searchsorted(self.starts, self.starts[first] + tokens, side="right")) - 1
+            last = min(max(last, first + 1), self.responses)
+            start, end = self.starts[first], self.starts[last]
+            part = {
+                name: values[first:last] if name in PER_RESPONSE else values[start:end]
+                for name, values in self.columns.items()
+            }
+            yield (
+                self
+                if last - first == self.responses
+                else replace(self, starts=self.starts[first : last + 1] - start, **part)
+            )
+            first = last
+
+    @staticmethod
+    def concat(parts: Sequence[TokenTable]) -> TokenTable:
+        """Returns tables with the same columns as one table."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = [part.columns for part in parts]
+        joined = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
+        starts = np.append(0, np.cumsum(np.concatenate([part.lengths for part in parts])))
+        return replace(parts[0], starts=starts, **joined)
