@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from trimtab.errors import TrimtabError
 from trimtab.types import Trajectory
 
 MESSAGE_INTERVAL = 10
@@ -32,14 +33,22 @@ class IdleSteps:
         self.steps = self.steps + 1 if idle else 0
         self._truncated = self._truncated + 1 if truncated else 0
         if idle:
-            message = f"it taught nothing: {explain_missing_signal(trajectories, max_tokens)}"
+            message = f"it taught nothing: {_explain_missing_signal(trajectories, max_tokens)}"
         else:
             count = len(trajectories)
             message = f"none of {count} responses ended within sampling.max_tokens = {max_tokens}: raise it?"
         return message if (self.steps if idle else self._truncated) % MESSAGE_INTERVAL == 1 else None
 
+    def error(self, trajectories: Sequence[Trajectory], max_tokens: int, step: int) -> TrimtabError:
+        """The error of a run that ends after too many such steps, the last of which, `step`, is saved."""
+        return TrimtabError(
+            f"{self.steps} steps in a row taught nothing, in the last one "
+            f"{_explain_missing_signal(trajectories, max_tokens)}; step {step} is saved: look at the reward and the "
+            "responses, or raise trainer.max_idle_steps (0: never stop)"
+        )
 
-def explain_missing_signal(trajectories: Sequence[Trajectory], max_tokens: int) -> str:
+
+def _explain_missing_signal(trajectories: Sequence[Trajectory], max_tokens: int) -> str:
     """Why a batch has no signal."""
     if not trajectories:
         return "no response could be used"

@@ -20,12 +20,11 @@ from torch import nn
 
 from trimtab.config import Config
 from trimtab.models.logprobs import TokenScores, score
-from trimtab.models.sharding import local
 from trimtab.objectives import Objective, PolicyLogps
 from trimtab.training.assignment import assigned_micro_batches
 from trimtab.training.batching import MicroBatch, MiniBatch
 from trimtab.training.features.feature import Feature, ForwardPass, Purpose
-from trimtab.training.optim import NonFiniteUpdateError, clip_gradient, learning_rate, set_learning_rate
+from trimtab.training.optim import NonFiniteUpdateError, check_weights, clip_gradient, learning_rate, set_learning_rate
 from trimtab.training.ranks import Ranks, current_ranks
 from trimtab.training.step_statistics import StepStatistics, add_metrics, all_gather_tensors, all_reduce_statistics
 
@@ -65,15 +64,6 @@ class Learner:
         return nn.ModuleDict(self.modules) if len(self.modules) > 1 else self.model
 
     @property
-    def proximal_is_current(self) -> bool:
-        """Whether the proximal policy is the detached current one, so that it needs no forward of its own.
-
-        That is the case with a single update per batch.
-        """
-        trainer = self.config.trainer
-        return trainer.minibatches * trainer.epochs == 1 and "proximal" not in self.objective.prepare_needs
-
-    @property
     def mismatch_policy(self) -> str:
         """The policy whose log-probs the mismatch metrics compare with the sampler's: "proximal" or "current"."""
         return "proximal" if "proximal" in self.objective.needs else "current"
@@ -81,8 +71,12 @@ class Learner:
     @torch.no_grad()
     def score_fixed_policies(self, batches: Sequence[MiniBatch]) -> list[MiniBatch]:
         """Return `batches` with log-probs of the proximal and the reference policy, if the objective reads them."""
-        need_proximal = "proximal" in self.objective.needs and not self.proximal_is_current
-        models: dict[Purpose, nn.Module] = {"proximal": self.model} if need_proximal else {}
+        trainer, objective = self.config.trainer, self.objective
+        # With a single update per batch the proximal policy is the detached current one, which costs no forward.
+        is_current = trainer.minibatches * trainer.epochs == 1 and "proximal" not in objective.prepare_needs
+        models: dict[Purpose, nn.Module] = {}
+        if "proximal" in objective.needs and not is_current:
+            models["proximal"] = self.model
         if self.reference is not None:
             models["reference"] = self.reference
         return [self._scored(batch, models) for batch in batches] if models else [list(batch) for batch in batches]
@@ -191,7 +185,9 @@ class Learner:
         others_are_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         if math.isfinite(loss) and math.isfinite(norm) and others_are_finite:
             self.optimizer.step()
-            self._check_weights(policy)
+            check_weights(policy, self.ranks)
+            for feature in self.features:
+                feature.check_update()
             self.updates += 1
             self.bad_in_a_row = 0
             stats.grad_norms.append(norm)
@@ -206,14 +202,6 @@ class Learner:
             raise NonFiniteUpdateError(
                 f"{self.bad_in_a_row} updates in a row were not finite ({values})", weights_are_good=True
             )
-
-    def _check_weights(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Raise `NonFiniteUpdateError` if a finite gradient made weights overflow: they must not be saved."""
-        finite = torch.stack([local(p).detach().sum() for p in parameters]).isfinite().all()
-        if self.ranks.all_reduce_sum(float(~finite)):
-            raise NonFiniteUpdateError("an update made the weights non-finite", weights_are_good=False)
-        for feature in self.features:
-            feature.check_update()
 
     def _prepare(self, assigned: Sequence[tuple[int, MicroBatch]]) -> Any:
         """The objective's state of the whole update, such as denominators, over all micro-batches and ranks."""

@@ -19,14 +19,14 @@ Policies are dated in optimizer updates: version n is the policy after n updates
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 from trimtab.config import Config
 from trimtab.engines.factory import weight_quantization
-from trimtab.errors import DivergedError, Stopped, TrimtabError
+from trimtab.errors import DivergedError, Stopped
 from trimtab.models.lora import named_weights
 from trimtab.rollout.collector import Collector, RolloutStats
 from trimtab.rollout.source import RolloutSource
@@ -37,7 +37,7 @@ from trimtab.training.batch_preparation import Batch, prepare_batch
 from trimtab.training.checkpoint import snapshot
 from trimtab.training.features.feature import StepRecord
 from trimtab.training.held_out import HeldOut
-from trimtab.training.idle import IdleSteps, explain_missing_signal
+from trimtab.training.idle import IdleSteps
 from trimtab.training.learner import Learner
 from trimtab.training.observer import Moment, Observer
 from trimtab.training.optim import NonFiniteUpdateError
@@ -197,9 +197,7 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return self.step == self.config.trainer.steps or bool(every and self.step % every == 0)
 
-    def _write(
-        self, batch: Batch, stats: StepStatistics, metrics: dict[str, Any], evaluated: Mapping[str, float]
-    ) -> None:
+    def _write(self, batch: Batch, stats: StepStatistics, metrics: dict[str, Any], evaluated: dict[str, float]) -> None:
         """Write this step's files, then call sinks and observer: what a display shows is already on disk."""
         every = self.config.log.trajectories_every
         if self.run.writes and every and self.step % every == 0:
@@ -227,11 +225,7 @@ class Trainer:
         limit = self.config.trainer.max_idle_steps
         if limit and self.idle.steps >= limit and self.step < self.config.trainer.steps:
             snapshot.save_if_unsaved(self)
-            why = explain_missing_signal(batch.trajectories, self.collector.sampling.max_tokens)
-            raise TrimtabError(
-                f"{self.idle.steps} steps in a row taught nothing, in the last one {why}; step {self.step} is saved: "
-                "look at the reward and the responses, or raise trainer.max_idle_steps (0: never stop)"
-            )
+            raise self.idle.error(batch.trajectories, self.collector.sampling.max_tokens, self.step)
 
     def _observe_idle(self, batch: Batch) -> list[str]:
         """Update the count of idle steps; returns the message for this step, if there is one."""

@@ -1,4 +1,4 @@
-"""AdamW, and the learning rate as a pure function of update, step and step of the length surge.
+"""AdamW, checks of its updates, and the learning rate as a pure function of update, step and step of the length surge.
 
 The step of the surge is the only scheduler state in a checkpoint (`trimtab.training.features.length_surge`).
 """
@@ -97,6 +97,13 @@ def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks:
         for grad in grads:
             grad.mul_(factor)
     return norm
+
+
+def check_weights(parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> None:
+    """Raise `NonFiniteUpdateError` if a finite gradient made weights overflow: they must not be saved."""
+    finite = torch.stack([local(parameter).detach().sum() for parameter in parameters]).isfinite().all()
+    if ranks.all_reduce_sum(float(~finite)):
+        raise NonFiniteUpdateError("an update made the weights non-finite", weights_are_good=False)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
