@@ -1,20 +1,18 @@
 """Weight updates through the object store, in objects of bounded size.
 
-Each object holds whole tensors and says which publication, version and place in it it has, so that a receiver that
-was handed a wrong or stale object notices. Tensors are raw bytes beside a JSON header; on the receiving node they are
-read where they lie, without a copy.
+Each object holds whole tensors and the publication, version and position it belongs to, so that a receiver notices a
+wrong or stale object. On the receiving node tensors share the memory of the object store, without a copy.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +21,14 @@ from torch import Tensor
 
 from trimtab.errors import TrimtabError
 
-Shard = list[Any]
-"""The header (a JSON string), then one uint8 array for each tensor it lists."""
+
+class Shard(NamedTuple):
+    """One object: its place, and (name, dtype without "torch.", shape, bytes) of each tensor."""
+
+    key: str
+    version: int
+    number: int
+    tensors: list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class Publisher:
         self._last: Publication | None = None
 
     def put(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Publication:
-        """The publication of `weights`; the one before it is dropped from the store once no engine reads it.
+        """Returns the publication of `weights`; the one before it is dropped from the store once no engine reads it.
 
         Publications are told apart by the object that holds the weights: version numbers do not do it, because an
         evaluation publishes two sets of weights under one version.
@@ -65,33 +69,26 @@ class Publisher:
 
 
 def publication(shards: Iterable[Shard]) -> Publication:
-    """Put every object of a publication into the store as it is made."""
+    """Puts every object of a publication into the store as it is made."""
     import ray
 
-    references, header = [], {}
-    for shard in shards:
-        references.append(ray.put(shard))
-        header = json.loads(shard[0])
-    if not references:
+    references, last = [], None
+    for last in shards:
+        references.append(ray.put(last))
+    if last is None:
         raise TrimtabError("nothing to publish: the model has no weights")
-    return Publication(header["key"], header["version"], tuple(references))
+    return Publication(last.key, last.version, tuple(references))
 
 
 def pack(
     weights: Iterable[tuple[str, Tensor]], key: str, version: int, limit: int, dtype: torch.dtype | None = None
 ) -> Iterator[Shard]:
-    """Group tensors, in order, into objects of at most `limit` bytes (a larger tensor is an object of its own).
+    """Groups tensors, in order, into objects of at most `limit` bytes (a larger tensor is an object of its own).
 
     A tied tensor travels once, under its first name.
     """
     known: dict[tuple[Any, ...], weakref.ref[Tensor]] = {}
-    names: list[dict[str, Any]] = []
-    arrays: list[NDArray[np.uint8]] = []
-    size = number = 0
-
-    def shard() -> Shard:
-        return [json.dumps({"key": key, "version": version, "number": number, "tensors": names}), *arrays]
-
+    shard, size = Shard(key, version, 0, []), 0
     for name, weight in weights:
         place = (weight.device, weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
         # Only a tensor that is still alive proves that one address means one tensor: memory is used again.
@@ -102,35 +99,33 @@ def pack(
         if dtype is not None and tensor.ndim > 1 and tensor.is_floating_point():
             tensor = tensor.to(dtype)
         raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        if arrays and size + raw.nbytes > limit:
-            yield shard()
-            names, arrays, size, number = [], [], 0, number + 1
-        names.append({"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)})
-        arrays.append(raw)
+        if shard.tensors and size + raw.nbytes > limit:
+            yield shard
+            shard, size = Shard(key, version, shard.number + 1, []), 0
+        shard.tensors.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw))
         size += raw.nbytes
-    if arrays:
-        yield shard()
+    if shard.tensors:
+        yield shard
 
 
 def unpack(shards: Iterable[Shard], key: str, version: int) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of a publication; they share the memory of the objects and must only be read.
+    """Yields the named tensors of a publication; they share the memory of the objects and must only be read.
 
     Raises:
         TrimtabError: an object belongs to another publication or version, or stands in another's place.
     """
-    for number, (header, *arrays) in enumerate(shards):
-        said = json.loads(header)
-        if (said["key"], said["version"], said["number"]) != (key, version, number):
+    for number, shard in enumerate(shards):
+        if shard[:3] != (key, version, number):
             raise TrimtabError(
-                f"object {number} of the weights of version {version} is object {said['number']} of version "
-                f"{said['version']} (publication {said['key']}, expected {key}): the object store mixed them up"
+                f"object {number} of the weights of version {version} is object {shard.number} of version "
+                f"{shard.version} (publication {shard.key}, expected {key}): the object store mixed them up"
             )
-        for entry, array in zip(said["tensors"], arrays, strict=True):
-            yield entry["name"], _tensor(array, getattr(torch, entry["dtype"]), entry["shape"])
+        for name, dtype, shape, array in shard.tensors:
+            yield name, _tensor(array, getattr(torch, dtype), shape)
 
 
 def fetch(references: Sequence[Any]) -> Iterator[Shard]:
-    """The objects behind `references`, one at a time."""
+    """Yields the objects behind `references`, one at a time."""
     import ray
 
     for reference in references:

@@ -53,7 +53,7 @@ def build_engines(
 
 
 def engine_spec(config: Config, folder: Path) -> dict[str, Any]:
-    """The recipe's engine as `rollout.hosted.build` takes it: JSON, for another process."""
+    """Returns the engine of the recipe as `engine_spec.build` takes it: JSON, for another process."""
     if config.engine.type == "vllm":
         return {"type": "vllm", "model": str(folder.absolute()), "engine": config.engine.model_dump(mode="json")}
     rounding = weight_quantization(config)
