@@ -169,7 +169,7 @@ def _effective(data: np.ndarray, mean: float, independent: float) -> float:
     count = len(data)
     if count == 1 or mean <= 0 or mean >= 1:
         return float(count)
-    variance = float(data.var(ddof=1)) / count
+    variance = float(data.var(ddof=1)) / count if data.max() > data.min() else 0.0  # not what rounding leaves
     seen = mean * (1 - mean) / variance if variance > 0 else independent
     return min(max(seen * (Z / student_quantile(count - 1)) ** 2, float(count)), max(independent, float(count)))
 

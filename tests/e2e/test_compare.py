@@ -180,6 +180,10 @@ def test_a_comparison_of_a_recipe_goes_on_where_it_was_stopped(tmp_path: Path) -
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     train()
+    assert {(row["method"], row["regime"], row["status"]) for row in rows(out)} >= {
+        ("dapo", "recipe", "done"),
+        ("token-tis", "recipe", "done"),
+    }
     kept, lost = (out / name / "seed0" / "result.json" for name in ("dapo", "token-tis"))
     stamp, metrics = kept.stat().st_mtime_ns, (lost.parent / "metrics.jsonl").read_text()
     lost.unlink()  # as if it had been stopped there

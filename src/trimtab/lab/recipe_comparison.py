@@ -26,7 +26,6 @@ class RecipeComparison:
     runs: the run directories of each objective. metrics: the last step's metrics by `<objective>/seed<k>`.
     """
 
-    run: Path
     runs: dict[str, list[Path]]
     metrics: dict[str, Any]
 
@@ -54,7 +53,7 @@ def run_recipe_comparison(config: Config, out: Path, observer: Observer, *, resu
             raise TrimtabError(f"{name}: {result.error}")
     metrics = {run.name: read_metrics(out / run.name / METRICS)[-1] for run in plan.runs}
     runs = {name: [out / name / f"seed{seed}" for seed in config.compare.seeds] for name in config.compare.objectives}
-    return RecipeComparison(out, runs, metrics)
+    return RecipeComparison(runs, metrics)
 
 
 class _ProgressObserver(NullExperimentObserver):

@@ -12,6 +12,7 @@ from typing import Any
 from trimtab.config import parse_config
 from trimtab.errors import TrimtabError
 from trimtab.runs.dotted_keys import flatten
+from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.reader import Run, read_run
 
 # Keys that may differ within a group.
@@ -49,11 +50,9 @@ def find_runs(path: Path) -> list[Path]:
 
     Raises `TrimtabError` when there is none.
     """
-    if (path / "config.toml").is_file():
+    if (path / CONFIG).is_file():
         return [path]
-    runs = sorted(
-        {file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/config.toml")}, key=_natural_key
-    )
+    runs = sorted({file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/{CONFIG}")}, key=_natural_key)
     if not runs:
         raise TrimtabError(f"{path} holds no run (config.toml is missing): check the path")
     return runs
@@ -133,8 +132,8 @@ def written(value: Any) -> str:
 
 
 def _has_step(path: Path) -> bool:
-    file = path / "metrics.jsonl"
-    if not (path / "config.toml").is_file():
+    file = path / METRICS
+    if not (path / CONFIG).is_file():
         return True  # `read_run` raises the error that says what is missing
     return file.is_file() and b"\n" in file.read_bytes()
 

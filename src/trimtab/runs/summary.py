@@ -129,19 +129,8 @@ SCHEMA = pa.schema(
         *((field.name, _TYPES[str(field.type)]) for field in fields(RunSummary)),
     ]
 )
-
-
-REQUIRED_COLUMNS = (
-    "method",
-    "regime",
-    "seed",
-    "status",
-    "error",
-    "accuracy_before",
-    "accuracy",
-    "curve_steps",
-    "curve",
-)
+# Columns that the page of an experiment needs; tables of other versions may lack others.
+_REQUIRED = ("method", "regime", "seed", "status", "error", "accuracy_before", "accuracy", "curve_steps", "curve")
 
 
 def write_table(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
@@ -164,7 +153,7 @@ def read_table(path: Path) -> list[dict[str, Any]]:
         raise TrimtabError(f"no {file}: `trimtab compare --out {path}` writes it") from None
     except (pa.ArrowException, OSError) as error:
         raise TrimtabError(f"{file} is damaged ({' '.join(str(error).split())}): run `trimtab compare` again") from None
-    missing = [name for name in REQUIRED_COLUMNS if name not in table.schema.names]
+    missing = [name for name in _REQUIRED if name not in table.schema.names]
     if missing:
         raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not the result of an experiment")
     rows = table.to_pylist()

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trimtab.errors import TrimtabError
@@ -117,6 +117,7 @@ COUNTS = st.integers(1, 8).flatmap(
 
 
 @given(COUNTS)
+@example((3, [(1, 0)] * 3))  # the mean of three thirds is rounded
 def test_intervals_hold_their_value_have_a_width_and_mirror(case):
     n, pairs = case
     first, second = (np.array(side) / n for side in zip(*pairs, strict=True))
