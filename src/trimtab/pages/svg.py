@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 from typing import Any
 
 import matplotlib as mpl
@@ -128,6 +129,25 @@ def finish(figure: Figure, axes: Axes) -> None:
     if len(labels) > 1:
         # Outside the axes, so that it covers no curve.
         figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 3), columnspacing=1.2)
+
+
+def log_labels(axes: Axes, most: int = 8) -> None:
+    """Label a logarithmic x-axis at powers of ten, or more often on a short one, with at most `most` ticks."""
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=most))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_power(value)))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def draw(name: str, paint: Callable[[Axes], None], *, legend_from: int | None = None, height: float = 2.7) -> str:
+    """Returns a small figure with one pair of axes, with a legend above them from `legend_from` labels on."""
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=(4.2, height), layout="constrained")
+        axes = figure.add_subplot()
+        paint(axes)
+        if legend_from and len(axes.get_legend_handles_labels()[1]) >= legend_from:
+            figure.legend(loc="outside upper left", ncols=2, columnspacing=1.2)
+        return to_svg(figure, name)
 
 
 def to_svg(figure: Figure, name: str) -> str:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgba
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from trimtab.diagnosis.token_statistics import DECILES, Envelope, Shift
+from trimtab.diagnosis.tokens import DECILES
 from trimtab.pages.render import short
-from trimtab.pages.svg import BLUE, INK, ORANGE, RC, SKY, VERMILLION, short_power, to_svg
+from trimtab.pages.svg import BLUE, INK, ORANGE, SKY, VERMILLION, draw, log_labels
+from trimtab.report.token_statistics import Envelope, Shift
 
 # Color, fill and line style of the first and of the last step shown.
 _ENDS = ((VERMILLION, ORANGE, "--"), (BLUE, SKY, "-"))
@@ -44,11 +43,11 @@ def envelope_svg(envelopes: Mapping[int, Envelope]) -> str:
         axes.axhline(0.0, color=INK, linewidth=0.6, linestyle=":")
         axes.set_xscale("log")
         axes.set_xlim(min(envelope.probability.min() for envelope in envelopes.values()) / 2, 1.0)
-        _log_labels(axes)
+        log_labels(axes, 7)
         axes.set_xlabel("behavior probability")
         axes.set_ylabel("log π − log μ, nats")
 
-    return _draw("Log-ratio envelope", paint, legend=True)
+    return draw("Log-ratio envelope", paint, legend_from=2)
 
 
 def scatter_svg(counts: np.ndarray) -> str:
@@ -66,7 +65,7 @@ def scatter_svg(counts: np.ndarray) -> str:
         axes.plot([0, 1], [0, 1], color=INK, linewidth=0.6, linestyle=":")
         axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="sampler, μ", ylabel="trainer, π")
 
-    return _draw("Trainer against sampler probability", paint)
+    return draw("Trainer against sampler probability", paint)
 
 
 def shift_svg(histogram: Shift) -> str:
@@ -80,11 +79,11 @@ def shift_svg(histogram: Shift) -> str:
             axes.axvline(histogram.upper_quartile, color=VERMILLION, linestyle="--", label=label)
         axes.set_axisbelow(True)
         axes.set_xscale("log")
-        _log_labels(axes)
+        log_labels(axes, 7)
         axes.set_xlabel("|p with noise − p without|")
         axes.set_ylabel("tokens")
 
-    return _draw("Change of probability", paint, legend=True)
+    return draw("Change of probability", paint, legend_from=2)
 
 
 def entropy_svg(entropies: Mapping[int, np.ndarray]) -> str:
@@ -106,7 +105,7 @@ def entropy_svg(entropies: Mapping[int, np.ndarray]) -> str:
         axes.set_ylabel("entropy, nats")
         _position_axis(axes)
 
-    return _draw("Entropy by position", paint, legend=True)
+    return draw("Entropy by position", paint, legend_from=2)
 
 
 def clipped_svg(low: np.ndarray, high: np.ndarray) -> str:
@@ -124,7 +123,7 @@ def clipped_svg(low: np.ndarray, high: np.ndarray) -> str:
         axes.set_ylabel("clipped tokens")
         _position_axis(axes)
 
-    return _draw("Clipped tokens by position", paint, legend=True)
+    return draw("Clipped tokens by position", paint, legend_from=2)
 
 
 def _decile_centers() -> np.ndarray:
@@ -137,20 +136,3 @@ def _position_axis(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}%"))
     axes.set_xlabel("position in the response")
-
-
-def _log_labels(axes: Axes) -> None:
-    low, high = axes.get_xlim()
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=7))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_power(value)))
-    axes.xaxis.set_minor_locator(NullLocator())
-
-
-def _draw(name: str, paint: Callable[[Axes], None], *, legend: bool = False) -> str:
-    with mpl.rc_context(RC):
-        figure = Figure(figsize=(4.2, 2.7), layout="constrained")
-        axes = figure.add_subplot()
-        paint(axes)
-        if legend and len(axes.get_legend_handles_labels()[1]) > 1:
-            figure.legend(loc="outside upper left", ncols=2, columnspacing=1.2)
-        return to_svg(figure, name)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgba
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from trimtab.diagnosis.measure.bins import FEWEST
 from trimtab.diagnosis.output.words import known
 from trimtab.diagnosis.records import MismatchSize, View
-from trimtab.diagnosis.token_statistics import FEWEST
 from trimtab.pages.render import short
 from trimtab.pages.svg import (
     BLUE,
@@ -24,13 +22,13 @@ from trimtab.pages.svg import (
     GREEN,
     INK,
     ORANGE,
-    RC,
     SKY,
     STYLES,
     VERMILLION,
+    draw,
+    log_labels,
     log_scale,
     short_power,
-    to_svg,
 )
 from trimtab.runs.metric_ranges import k3_ranges
 
@@ -64,10 +62,10 @@ def range_svg(size: MismatchSize) -> str:
         axes.set(xscale="log", xlim=(low, high), ylim=(0, 1), yticks=[])
         axes.spines["left"].set_visible(False)
         axes.grid(visible=False)
-        _log_labels(axes)
+        log_labels(axes)
         axes.set_xlabel("k3, nats per token")
 
-    return _draw("Size of the mismatch", paint, height=1.9)
+    return draw("Size of the mismatch", paint, height=1.9)
 
 
 def _k3_bands() -> list[tuple[float, float, str, str]]:
@@ -109,7 +107,7 @@ def scatter_svg(counts: np.ndarray) -> str:
             handles=handles, title="tokens", title_fontsize=9, loc="upper left", bbox_to_anchor=(1.02, 1), fontsize=8.5
         )
 
-    return _draw("Trainer against sampler probability", paint, height=3.0)
+    return draw("Trainer against sampler probability", paint, height=3.0)
 
 
 def envelope_svg(view: View, unit: str, xlabel: str, *, log: bool) -> str:
@@ -130,10 +128,10 @@ def envelope_svg(view: View, unit: str, xlabel: str, *, log: bool) -> str:
         axes.axhline(0.0, color=INK, linewidth=0.6, linestyle=":")
         if log:
             axes.set_xscale("log")
-            _log_labels(axes)
+            log_labels(axes)
         axes.set(xlabel=xlabel, ylabel=unit)
 
-    return _draw(f"Log-ratio by {view.name}", paint, legend=True)
+    return draw(f"Log-ratio by {view.name}", paint, legend_from=1)
 
 
 def thick(view: View) -> np.ndarray:
@@ -164,7 +162,7 @@ def bins_svg(name: str, labels: Sequence[str], values: np.ndarray, overall: floa
         _name_bins(axes, labels)
         axes.set(xlabel=xlabel, ylabel="k3, nats")
 
-    return _draw(name, paint, legend=True)
+    return draw(name, paint, legend_from=1)
 
 
 def rejected_svg(view: View, rules: Mapping[str, np.ndarray]) -> str:
@@ -188,7 +186,7 @@ def rejected_svg(view: View, rules: Mapping[str, np.ndarray]) -> str:
         _name_bins(axes, view.labels)
         axes.set(xlabel="length of the response, tokens", ylabel="responses rejected")
 
-    return _draw("Rejected responses by length", paint, legend=True)
+    return draw("Rejected responses by length", paint, legend_from=1)
 
 
 def k3_steps_svg(steps: np.ndarray, k3: np.ndarray, floor: float) -> str:
@@ -262,7 +260,7 @@ def _over_steps(name: str, paint: Callable[[Axes], None], ylabel: str) -> str:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         axes.set(xlabel="step", ylabel=ylabel)
 
-    return _draw(name, whole, legend=True)
+    return draw(name, whole, legend_from=1)
 
 
 def _centers(edges: np.ndarray, *, log: bool) -> np.ndarray:
@@ -279,13 +277,6 @@ def _name_bins(axes: Axes, labels: Sequence[str]) -> None:
     axes.grid(visible=False, axis="x")
 
 
-def _log_labels(axes: Axes) -> None:
-    low, high = axes.get_xlim()
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,), numticks=8))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_power(value)))
-    axes.xaxis.set_minor_locator(NullLocator())
-
-
 def _tick(value: float) -> str:
     return "0" if value == 0 else f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}".replace("e-0", "e-")
 
@@ -295,13 +286,3 @@ def _count(value: float) -> str:
         if value >= size:
             return f"{value / size:.2g}{unit}" if value < 100 * size else f"{value / size:.0f}{unit}"
     return f"{value:.0f}"
-
-
-def _draw(name: str, paint: Callable[[Axes], None], *, legend: bool = False, height: float = 2.7) -> str:
-    with mpl.rc_context(RC):
-        figure = Figure(figsize=(4.2, height), layout="constrained")
-        axes = figure.add_subplot()
-        paint(axes)
-        if legend and axes.get_legend_handles_labels()[1]:
-            figure.legend(loc="outside upper left", ncols=2, columnspacing=1.2)
-        return to_svg(figure, name)
