@@ -26,8 +26,8 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from trimtab.config import Config, load_config
-from trimtab.diagnosis.token_statistics import envelope
 from trimtab.models.logprobs import score
+from trimtab.report.token_statistics import envelope
 from trimtab.runs import trajectories
 from trimtab.training.batching import micro_batches, to_tensors
 from trimtab.training.export import restore

@@ -42,11 +42,11 @@ def diagnose(
     log = open_log([Path(path) for path in paths], framework=framework, columns=columns or {})
     on_progress = watch or _ignore_progress
     on_progress("reading", 0)
-    counter = _Counter(log.tables(), on_progress)
-    measured = measure(counter, log.summary)
-    on_progress("looking for causes", counter.tokens)
+    measured = measure(_with_progress(log.tables(), on_progress), log.summary)
+    tokens = measured.origin.tokens
+    on_progress("looking for causes", tokens)
     causes = find_causes(measured)
-    on_progress("trying every preset", counter.tokens)
+    on_progress("trying every preset", tokens)
     outcomes, recommendation = advise(measured, causes)
     texts, problem = _texts(measured, vocabulary or tokenizer_of(log.files))
     if vocabulary is not None and problem:
@@ -62,17 +62,12 @@ def _texts(measured: Measured, tokenizer: Path | None) -> tuple[dict[int, str], 
     return texts_of(tokenizer, [int(id_) for id_ in view.columns["id"] if id_ >= 0])
 
 
-class _Counter:
-    """Iterates over tables, counts their tokens and reports progress."""
-
-    def __init__(self, tables: Iterable[TokenTable], on_progress: Watch) -> None:
-        self.tables, self.on_progress, self.tokens = tables, on_progress, 0
-
-    def __iter__(self) -> Iterator[TokenTable]:
-        for table in self.tables:
-            self.tokens += table.tokens
-            self.on_progress("reading", self.tokens)
-            yield table
+def _with_progress(tables: Iterable[TokenTable], on_progress: Watch) -> Iterator[TokenTable]:
+    tokens = 0
+    for table in tables:
+        tokens += table.tokens
+        on_progress("reading", tokens)
+        yield table
 
 
 def _ignore_progress(_activity: str, _tokens: int) -> None:

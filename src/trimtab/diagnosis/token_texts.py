@@ -8,7 +8,7 @@ from pathlib import Path
 from trimtab.diagnosis.reading.run_settings import model_of, run_of
 from trimtab.errors import TrimtabError
 
-_SHOWN = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥"})
+VISIBLE_WHITESPACE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥"})
 _FILE = "tokenizer.json"
 
 
@@ -96,5 +96,5 @@ def _text(decoded: str, piece: str | None) -> str:
         return "(not in the vocabulary)"
     lost_space = piece.startswith("▁") and not decoded.startswith(" ")
     text = piece if not decoded or "\ufffd" in decoded else (" " + decoded if lost_space else decoded)
-    shown = text.translate(_SHOWN)
+    shown = text.translate(VISIBLE_WHITESPACE)
     return "".join(sign if sign.isprintable() else f"\\u{ord(sign):04x}" for sign in shown)

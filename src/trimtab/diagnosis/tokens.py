@@ -8,6 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
+DECILES = 10
+
 PER_RESPONSE = frozenset(
     ("step", "group", "proximal_version", "reward", "advantage", "temperature", "top_p", "top_k", "raw")
 )
@@ -78,6 +80,18 @@ class TokenTable:
     def place(self) -> np.ndarray:
         """The position of each token in its response (tokens,)."""
         return np.arange(self.tokens) - self.at_tokens(self.starts[:-1])
+
+    @property
+    def decile(self) -> np.ndarray:
+        """The tenth of its response that each token lies in, 0 to 9: ⌊10 i / T⌋ for token i (from 0) of T."""
+        return DECILES * self.place // self.at_tokens(self.lengths)
+
+    @cached_property
+    def age(self) -> np.ndarray | None:
+        """The number of updates between the weights that sampled each token and the trainer's; None if unknown."""
+        if self.version is None or self.proximal_version is None:
+            return None
+        return self.at_tokens(self.proximal_version) - self.version
 
     @property
     def columns(self) -> dict[str, np.ndarray]:

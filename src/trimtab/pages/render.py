@@ -53,4 +53,9 @@ def short(value: float) -> str:
 
 def power(value: float, digits: int) -> str:
     """Returns scientific notation without padding of the exponent: 1.9e-3 instead of 1.9e-03."""
-    return re.sub(r"e([+-])0*(\d)", lambda match: f"e{match[1].replace('+', '')}{match[2]}", f"{value:.{digits}e}")
+    return short_exponent(f"{value:.{digits}e}")
+
+
+def short_exponent(text: str) -> str:
+    """Returns numbers in scientific notation without padding of the exponent: 1e-5 for 1e-05."""
+    return re.sub(r"e([+-])0*(\d)", lambda match: f"e{match[1].replace('+', '')}{match[2]}", text)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trimtab.diagnosis.token_statistics import at_level, clipped
 from trimtab.diagnosis.tokens import TokenTable
+from trimtab.report.token_statistics import at_level, clipped
 
 if TYPE_CHECKING:
     from trimtab.objectives import Objective, SecondMoment

@@ -8,10 +8,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from trimtab.diagnosis.token_statistics import DECILES, Envelope, Shift
+from trimtab.diagnosis.tokens import DECILES
 from trimtab.pages.charts import draw, log_labels
 from trimtab.pages.render import short
 from trimtab.pages.svg import BLUE, INK, ORANGE, SKY, VERMILLION
+from trimtab.report.token_statistics import Envelope, Shift
 
 # Color, fill and line style of the first and of the last step shown.
 _ENDS = ((VERMILLION, ORANGE, "--"), (BLUE, SKY, "-"))

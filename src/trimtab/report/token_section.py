@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from trimtab.diagnosis import token_statistics
+from trimtab.diagnosis.measure.bins import FEWEST, plane
 from trimtab.diagnosis.measure.sample import Sample
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.layouts import TRIMTAB_REPORT
 from trimtab.diagnosis.reading.read_counts import EXTERNAL, NOT_FINITE
-from trimtab.diagnosis.token_statistics import Frequent
 from trimtab.diagnosis.token_texts import token_texts
-from trimtab.diagnosis.tokens import TokenTable
+from trimtab.diagnosis.tokens import DECILES, TokenTable
 from trimtab.pages import charts
 from trimtab.pages.render import number, short
-from trimtab.report import token_figures
+from trimtab.report import token_figures, token_statistics
 from trimtab.report.clipping import Clipping, clipping
+from trimtab.report.token_statistics import Frequent
 from trimtab.runs.reader import Run, evenly_spaced, sample_steps
 
 
@@ -41,9 +41,9 @@ class TokenSectionData:
     rows: int = 0
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    clip_low: np.ndarray = field(default_factory=lambda: np.zeros(token_statistics.DECILES))
-    clip_high: np.ndarray = field(default_factory=lambda: np.zeros(token_statistics.DECILES))
-    clip_tokens: np.ndarray = field(default_factory=lambda: np.zeros(token_statistics.DECILES))
+    clip_low: np.ndarray = field(default_factory=lambda: np.zeros(DECILES))
+    clip_high: np.ndarray = field(default_factory=lambda: np.zeros(DECILES))
+    clip_tokens: np.ndarray = field(default_factory=lambda: np.zeros(DECILES))
     clip_rules: set[str] = field(default_factory=set)
     no_clip: str = "no response is left"
     before: list[np.ndarray] = field(default_factory=list)
@@ -79,9 +79,9 @@ class TokenSectionData:
         if isinstance(clip, str):
             self.no_clip = clip
             return
-        decile = token_statistics.deciles(tokens.starts)
+        decile = tokens.decile
         low, high, trained = (
-            np.bincount(decile[mask], minlength=token_statistics.DECILES) for mask in (clip.low, clip.high, tokens.mask)
+            np.bincount(decile[mask], minlength=DECILES) for mask in (clip.low, clip.high, tokens.mask)
         )
         self.clip_low, self.clip_high = self.clip_low + low, self.clip_high + high
         self.clip_tokens = self.clip_tokens + trained
@@ -175,16 +175,14 @@ def _envelope(data: TokenSectionData) -> Panel:
     }
     drawn = {step: envelope for step, envelope in envelopes.items() if len(envelope.probability)}
     if not drawn:
-        return f"{name} (no bin holds {token_statistics.FEWEST} tokens)"
+        return f"{name} (no bin holds {FEWEST} tokens)"
     last = list(drawn.values())[-1]
     what = (
         "Tokens binned by the probability the sampler gave them: median (thick) and 2nd to 98th percentile (band) of "
         f"log π − log μ, π the {_policy(data)} policy. A band that opens to the left: rare tokens mismatch most."
     )
     if last.thin:
-        what += (
-            f" {last.thin:,} tokens of the last step are in bins of fewer than {token_statistics.FEWEST}, not drawn."
-        )
+        what += f" {last.thin:,} tokens of the last step are in bins of fewer than {FEWEST}, not drawn."
     now = f"widest {short(float((last.high - last.low).max()))}"
     return _panel("Log-ratio envelope", now, token_figures.envelope_svg(drawn), what)
 
@@ -204,7 +202,7 @@ def _scatter(data: TokenSectionData) -> Panel:
         f"{len(trainer):,} tokens; darker squares hold more. Off the dotted line the two disagree. "
         "Healthy: Pearson r above 0.99."
     )
-    svg = charts.scatter_svg(token_statistics.plane(sampler, trainer, SCATTER_BINS))
+    svg = charts.scatter_svg(plane(sampler, trainer, SCATTER_BINS))
     r = token_statistics.pearson(sampler, trainer)
     return _panel("Trainer against sampler", f"r = {r:.5f}" if np.isfinite(r) else "r not defined", svg, what)
 
@@ -227,9 +225,7 @@ def _shift(data: TokenSectionData) -> Panel:
 
 def _entropy(data: TokenSectionData) -> Panel:
     entropies = {
-        step: token_statistics.by_decile(
-            token_statistics.deciles(tokens.starts)[tokens.mask], tokens.entropy[tokens.mask]
-        )
+        step: token_statistics.by_decile(tokens.decile[tokens.mask], tokens.entropy[tokens.mask])
         for step, tokens in data.ends.items()
         if tokens.entropy is not None
     }
@@ -243,7 +239,7 @@ def _clipped(data: TokenSectionData) -> Panel:
     if not data.clip_rules:
         return f"clipped tokens by position ({data.no_clip})"
     low, high = (
-        np.divide(counts, data.clip_tokens, out=np.full(token_statistics.DECILES, np.nan), where=data.clip_tokens > 0)
+        np.divide(counts, data.clip_tokens, out=np.full(DECILES, np.nan), where=data.clip_tokens > 0)
         for counts in (data.clip_low, data.clip_high)
     )
     share = float((data.clip_low + data.clip_high).sum() / data.clip_tokens.sum())

@@ -99,9 +99,8 @@ class LogprobPairs:
 
     @cached_property
     def age(self) -> np.ndarray | None:
-        """The number of updates between the weights that sampled the token and the trainer's, at least 0."""
-        version, newest = self.table.version, self.of_response(self.table.proximal_version)
-        return None if version is None or newest is None else np.maximum(newest - version[self.index], 0)
+        """As in the table, but at least 0."""
+        return None if self.table.age is None else np.maximum(self.table.age[self.index], 0)
 
     @property
     def log_ratio(self) -> np.ndarray:

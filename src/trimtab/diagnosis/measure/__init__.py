@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from trimtab.diagnosis.measure.bins import plane
 from trimtab.diagnosis.measure.by_age import AgeView
 from trimtab.diagnosis.measure.by_length import LengthView
 from trimtab.diagnosis.measure.by_token_id import TokenIdView
@@ -15,7 +16,6 @@ from trimtab.diagnosis.measure.sample import Sample
 from trimtab.diagnosis.measure.trained_tokens import Trained
 from trimtab.diagnosis.measure.views import EntropyView, Part, PositionView, ProbabilityView, TurnNumberView, TurnView
 from trimtab.diagnosis.records import DataSummary, Measured
-from trimtab.diagnosis.token_statistics import plane
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trimtab.diagnosis.token_statistics import DECADES, PER_DECADE
+FEWEST = 20
+"""Fewest tokens of a bin for which its 2nd and 98th percentile are computed."""
+PER_DECADE, DECADES = 3, 5
 
 _RATE = 5  # bits of the mantissa that tell bins apart
 _SHIFT = 23 - _RATE
@@ -45,9 +47,15 @@ def log_ratio_bin(log_ratio: np.ndarray) -> np.ndarray:
 
 
 def probability_bin(logp: np.ndarray) -> np.ndarray:
-    """Returns the bin of each log-prob. A bin includes its upper edge, as in `token_statistics.envelope`."""
+    """Returns the bin of each log-prob. A bin includes its upper edge, as in `report.token_statistics.envelope`."""
     depth = -np.minimum(logp, 0.0) / np.log(10) * PER_DECADE
     return PROBABILITY_BINS - 1 - np.minimum(depth, PROBABILITY_BINS - 1).astype(np.int64)
+
+
+def plane(x: np.ndarray, y: np.ndarray, bins: int) -> np.ndarray:
+    """Returns counts (bins, bins) of points of the unit square, rows along y; 1 is in the last bin."""
+    column, row = (np.clip(values * bins, 0, bins - 1).astype(np.int64) for values in (x, y))
+    return np.bincount(row * bins + column, minlength=bins * bins).reshape(bins, bins)
 
 
 def quantiles(histogram: np.ndarray, levels: Sequence[float]) -> np.ndarray:
@@ -70,9 +78,5 @@ def _order_statistics(histogram: np.ndarray, cumulative: np.ndarray, rank: np.nd
     return np.where(index == _SIDE, 0.0, _EDGES[index] + within * (_EDGES[index + 1] - _EDGES[index]))
 
 
-def _log_ratio_edges() -> np.ndarray:
-    positive = octave_edges(_SMALLEST, _SIDE)
-    return np.concatenate([-positive[::-1], positive])
-
-
-_EDGES = _log_ratio_edges()
+_POSITIVE_EDGES = octave_edges(_SMALLEST, _SIDE)
+_EDGES = np.concatenate([-_POSITIVE_EDGES[::-1], _POSITIVE_EDGES])

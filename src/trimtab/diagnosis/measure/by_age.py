@@ -28,8 +28,8 @@ class AgeView:
     def add(self, tokens: Trained) -> None:
         if tokens.table.version is None or not len(tokens):
             return
-        if tokens.table.proximal_version is not None:
-            self._bins.add(_bin(ages(tokens)), tokens)
+        if tokens.table.age is not None:
+            self._bins.add(_bin(tokens.at_tokens(tokens.table.age)), tokens)
             return
         step = tokens.table.step
         version = tokens.at_tokens(tokens.table.version)
@@ -63,13 +63,6 @@ class AgeView:
             self._bins.sums[row] += sums
             self._bins.histogram[row] += histogram
         return self._bins
-
-
-def ages(tokens: Trained) -> np.ndarray:
-    """Returns the updates between the version that sampled each trained token and the trainer's (tokens,)."""
-    assert tokens.table.version is not None
-    assert tokens.table.proximal_version is not None
-    return tokens.per_response(tokens.table.proximal_version)[tokens.rows] - tokens.at_tokens(tokens.table.version)
 
 
 def _bin(age: np.ndarray) -> np.ndarray:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from trimtab.diagnosis.measure.bins import FEWEST
 from trimtab.diagnosis.measure.trained_tokens import Trained
 from trimtab.diagnosis.measure.views import ENVELOPE, view
 from trimtab.diagnosis.records import View
-from trimtab.diagnosis.token_statistics import FEWEST
 from trimtab.diagnosis.tokens import TokenTable
 
 SHOWN = 20

@@ -17,7 +17,6 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.diagnosis.measure.bins import octave
-from trimtab.diagnosis.measure.by_age import ages
 from trimtab.diagnosis.measure.mismatch_size import CLUSTERS
 from trimtab.diagnosis.measure.trained_tokens import Trained
 from trimtab.diagnosis.records import DriftSplit
@@ -45,13 +44,13 @@ class DriftSums:
         self._youngest = np.iinfo(np.int64).max
 
     def add(self, tokens: Trained) -> None:
-        if tokens.table.version is None or tokens.table.proximal_version is None:
+        if tokens.table.age is None:
             absent = "policy_version" if tokens.table.version is None else "proximal_version"
             self._why = f"the data has no {absent}, so which tokens are of age 0 is unknown"
             return
         if not len(tokens):
             return
-        age = ages(tokens)
+        age = tokens.at_tokens(tokens.table.age)
         self._newer += int((age < 0).sum())
         self._youngest = min(self._youngest, int(age.min()))
         bucket = (tokens.cluster % np.uint64(CLUSTERS)).astype(np.int64)[tokens.rows]

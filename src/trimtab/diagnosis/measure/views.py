@@ -11,7 +11,7 @@ import numpy as np
 from trimtab.diagnosis.measure.bins import LOG_RATIO_BINS, PROBABILITY_BINS, PROBABILITY_EDGES, quantiles
 from trimtab.diagnosis.measure.trained_tokens import Trained
 from trimtab.diagnosis.records import View
-from trimtab.diagnosis.token_statistics import DECILES, deciles
+from trimtab.diagnosis.tokens import DECILES
 
 ENVELOPE = (0.02, 0.50, 0.98)
 
@@ -115,7 +115,7 @@ class PositionView:
         self._bins = BinnedSums(DECILES)
 
     def add(self, tokens: Trained) -> None:
-        self._bins.add(deciles(tokens.table.starts)[tokens.places], tokens)
+        self._bins.add(tokens.at_tokens(tokens.table.decile), tokens)
 
     def view(self) -> View:
         labels = [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(DECILES)]

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from trimtab.diagnosis.output.words import outside
-from trimtab.diagnosis.records import Diagnosis, Measured, View
+from trimtab.diagnosis.records import Diagnosis, View
 
 
 def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
     """Converts to plain lists, numbers and strings; NaN and infinities become None."""
     measured, wanted = diagnosis.measured, diagnosis.recommendation
-    size = measured.size
-    found = {
+    size, origin = measured.size, measured.origin
+    result = {
         "verdict": size.verdict,
         "mismatch": dict(size.mismatch),
         "intervals": {key: {"low": part.low, "high": part.high} for key, part in size.intervals.items()},
@@ -36,25 +36,20 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "views": {name: _view(view) for name, view in measured.views.items()},
         "token_texts": dict(diagnosis.texts),
         "by_step": [dict(row) for row in size.by_step],
-        "origin": _origin(measured),
+        "origin": {
+            "framework": origin.framework,
+            "files": origin.files,
+            "rows": origin.responses,
+            "tokens": origin.tokens,
+            "trained": origin.trained,
+            "anchor": origin.anchor,
+            "dropped": dict(origin.dropped),
+            "nonfinite": dict(origin.nonfinite),
+            "missing": dict(origin.missing),
+            "findings": list(origin.findings),
+        },
     }
-    return {key: _plain(value) for key, value in found.items()}
-
-
-def _origin(measured: Measured) -> dict[str, Any]:
-    origin = measured.origin
-    return {
-        "framework": origin.framework,
-        "files": origin.files,
-        "rows": origin.responses,
-        "tokens": origin.tokens,
-        "trained": origin.trained,
-        "anchor": origin.anchor,
-        "dropped": dict(origin.dropped),
-        "nonfinite": dict(origin.nonfinite),
-        "missing": dict(origin.missing),
-        "findings": list(origin.findings),
-    }
+    return {key: _plain(value) for key, value in result.items()}
 
 
 def _view(view: View) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from trimtab.diagnosis.measure.bins import FEWEST
 from trimtab.diagnosis.output.words import known
 from trimtab.diagnosis.records import MismatchSize, View
-from trimtab.diagnosis.token_statistics import FEWEST
 from trimtab.pages.charts import draw, log_labels
 from trimtab.pages.render import short
 from trimtab.pages.svg import (

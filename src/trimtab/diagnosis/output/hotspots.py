@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.records import Measured, MismatchSize, View
+from trimtab.diagnosis.token_texts import VISIBLE_WHITESPACE
+from trimtab.pages.render import short_exponent
 
 ORDERED = ("probability", "entropy", "position", "version")
 """Views with ordered bins: a hotspot is all bins up to one, or from one on."""
@@ -17,7 +19,6 @@ SINGLE = ("turn", "turn-number", "token")
 GAP, LIFT, SHARE, FEWEST = 0.15, 2.0, 0.1, 0.002
 """A hotspot of an ordered view has at least 15 percentage points more of the k3 than of the tokens. One of a single bin
 has at least a tenth of all k3, twice its share of tokens, and 0.2% of the tokens."""
-SHOWN = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥"})
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,6 @@ def shares(view: View, size: MismatchSize) -> tuple[np.ndarray, np.ndarray]:
     return view.count / max(tokens, 1.0), mass / (k3 * tokens) if k3 * tokens > 0 else np.zeros(len(mass))
 
 
-def pretty(label: str) -> str:
-    """Shortens exponents: 1e-05 becomes 1e-5."""
-    return re.sub(r"e([+-])0(\d)", lambda match: f"e{match[1].replace('+', '')}{match[2]}", label)
-
-
 def _stretch(measured: Measured, name: str) -> Hotspot | None:
     """Returns the first or last bins of an ordered view with the largest excess of k3, or None."""
     view = measured.views[name]
@@ -85,7 +81,7 @@ def _stretch_text(view: View, cut: int, first: bool) -> str:
         share = 100 * float(view.edges[cut])
         return f"the first {share:.0f}% of the response" if first else f"the last {100 - share:.0f}% of the response"
     name = {"probability": "sampler probability"}.get(view.name, view.name)
-    return f"{name} {'below' if first else 'above'} {pretty(edge)}"
+    return f"{name} {'below' if first else 'above'} {short_exponent(edge)}"
 
 
 def _bin(measured: Measured, name: str, texts: Mapping[int, str]) -> Hotspot | None:
@@ -106,7 +102,7 @@ def bin_text(view: View, index: int, texts: Mapping[int, str]) -> str:
     if view.name == "token":
         id_ = view.columns.get("id", np.full(len(view.labels), -1))[index]
         text = texts.get(int(id_))
-        return f"token {label.translate(SHOWN)}" + (f" ({text})" if text else "")
+        return f"token {label.translate(VISIBLE_WHITESPACE)}" + (f" ({text})" if text else "")
     if not re.fullmatch(r"[+-]?\d+", label):
         return "tokens away from the borders of turns"
     offset = int(label)

@@ -6,9 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trimtab.diagnosis.output import panels
-from trimtab.diagnosis.output import words as words
-from trimtab.diagnosis.records import Diagnosis, MismatchSize, PresetOutcome
+from trimtab.diagnosis.output import panels, words
+from trimtab.diagnosis.records import Diagnosis, MismatchSize
 from trimtab.pages.render import number, render
 from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_ranges import band_text, judge
@@ -62,7 +61,7 @@ def page(diagnosis: Diagnosis) -> str:
             "faults": words.faults(diagnosis),
             "method": words.method_text(diagnosis.recommendation.preset, diagnosis.recommendation.overrides),
             "recommendation": diagnosis.recommendation,
-            "lines": _lines(diagnosis),
+            "lines": [(LINES.get(name, name), text) for name, text in diagnosis.recommendation.lines.items()],
             "outcomes": _outcomes(diagnosis),
             "origin": origin,
             "read": words.read_text(origin),
@@ -72,33 +71,33 @@ def page(diagnosis: Diagnosis) -> str:
 
 def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     origin, steps = diagnosis.measured.origin, diagnosis.measured.size.by_step
-    facts = {
-        "format": origin.framework,
-        "files": f"{origin.files:,}",
-        "responses": f"{origin.responses:,}",
-        "trained tokens": f"{origin.trained:,}",
-        "steps": f"{len(steps):,}" if steps else "not known",
-        "trainer's log-probs": origin.anchor,
-        "dropped": f"{sum(origin.dropped.values()):,}",
-    }
-    return list(facts.items())
+    return [
+        ("format", origin.framework),
+        ("files", f"{origin.files:,}"),
+        ("responses", f"{origin.responses:,}"),
+        ("trained tokens", f"{origin.trained:,}"),
+        ("steps", f"{len(steps):,}" if steps else "not known"),
+        ("trainer's log-probs", origin.anchor),
+        ("dropped", f"{sum(origin.dropped.values()):,}"),
+    ]
 
 
 def _tiles(size: MismatchSize) -> list[dict[str, str]]:
     """Returns the four main statistics."""
-    shown = (("k3", "k3, nats per token"), ("ratio_mean", "Mean ratio"), ("ess_token", "ESS, token weights"))
-    tiles = [{"name": name, "value": _value(size, key), "note": _interval(size, key)} for key, name in shown]
-    return [
-        *tiles,
-        {"name": "Pearson r", "value": _value(size, "pearson"), "note": _interval(size, "pearson")},
-    ]
+    shown = {
+        "k3": "k3, nats per token",
+        "ratio_mean": "Mean ratio",
+        "ess_token": "ESS, token weights",
+        "pearson": "Pearson r",
+    }
+    return [{"name": name, "value": _value(size, key), "note": _interval(size, key)} for key, name in shown.items()]
 
 
 def _value(size: MismatchSize, key: str) -> str:
     value = size.mismatch.get(key, math.nan)
     if key in ("ratio_mean", "pearson", "ppl_ratio") and math.isfinite(value):
         return f"{value:.5f}"
-    return words.brief(value) if key == "k3" else number(value)
+    return words.format_number(value) if key == "k3" else number(value)
 
 
 def _interval(size: MismatchSize, key: str) -> str:
@@ -107,7 +106,7 @@ def _interval(size: MismatchSize, key: str) -> str:
         return "no interval"
     form = "{:.5f} to {:.5f}" if key in ("ratio_mean", "pearson", "ppl_ratio") else None
     ends = (interval.low, interval.high)
-    return f"95%: {form.format(*ends) if form else ' to '.join(words.brief(end) for end in ends)}"
+    return f"95%: {form.format(*ends) if form else ' to '.join(words.format_number(end) for end in ends)}"
 
 
 def _figures(size: MismatchSize) -> list[dict[str, str]]:
@@ -126,31 +125,26 @@ def _figures(size: MismatchSize) -> list[dict[str, str]]:
     ]
 
 
-def _lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    return [(LINES.get(name, name), text) for name, text in diagnosis.recommendation.lines.items()]
-
-
 def _outcomes(diagnosis: Diagnosis) -> list[dict[str, Any]]:
     """Returns the rows of the table of presets, the recommended one marked; bias bars relative to the largest."""
     most = max((outcome.bias for outcome in diagnosis.outcomes if math.isfinite(outcome.bias)), default=0.0)
     best = words.chosen(diagnosis)
-    return [_outcome(outcome, most, outcome is best) for outcome in diagnosis.outcomes]
-
-
-def _outcome(outcome: PresetOutcome, most: float, best: bool) -> dict[str, Any]:
-    return {
-        "preset": outcome.preset,
-        "bounds": words.overrides_text(outcome.overrides) or "published",
-        "calibrated": outcome.calibrated,
-        "best": best,
-        "note": outcome.note,
-        "cells": [
-            (words.percent(outcome.kept), _width(outcome.kept)),
-            (words.percent(outcome.changed), _width(outcome.changed)),
-            (words.brief(outcome.ess), _width(outcome.ess)),
-            (words.brief(outcome.bias), _width(outcome.bias / most if most > 0 else 0.0)),
-        ],
-    }
+    return [
+        {
+            "preset": outcome.preset,
+            "bounds": words.overrides_text(outcome.overrides) or "published",
+            "calibrated": outcome.calibrated,
+            "best": outcome is best,
+            "note": outcome.note,
+            "cells": [
+                (words.format_percent(outcome.kept), _width(outcome.kept)),
+                (words.format_percent(outcome.changed), _width(outcome.changed)),
+                (words.format_number(outcome.ess), _width(outcome.ess)),
+                (words.format_number(outcome.bias), _width(outcome.bias / most if most > 0 else 0.0)),
+            ],
+        }
+        for outcome in diagnosis.outcomes
+    ]
 
 
 def _width(share: float) -> str:

@@ -10,10 +10,12 @@ import numpy as np
 from markupsafe import Markup
 
 from trimtab.diagnosis.output import diagnose_figures as figures
-from trimtab.diagnosis.output.hotspots import FEWEST, SHOWN, pretty, shares
-from trimtab.diagnosis.output.words import brief, percent, size_text
+from trimtab.diagnosis.output.hotspots import FEWEST, shares
+from trimtab.diagnosis.output.words import format_number, format_percent, size_text
 from trimtab.diagnosis.records import Measured, View
+from trimtab.diagnosis.token_texts import VISIBLE_WHITESPACE
 from trimtab.pages import charts
+from trimtab.pages.render import short_exponent
 
 TAILS = ("ratio_q01", "ratio_q05", "ratio_q50", "ratio_q95", "ratio_q99")
 
@@ -48,11 +50,11 @@ def how_large(measured: Measured) -> Panels:
 
 
 def at(values: np.ndarray, index: int) -> str:
-    return brief(float(values[index]))
+    return format_number(float(values[index]))
 
 
 def share_at(values: np.ndarray, index: int) -> str:
-    return percent(float(values[index]))
+    return format_percent(float(values[index]))
 
 
 def signed_at(values: np.ndarray, index: int) -> str:
@@ -67,8 +69,10 @@ def panel(title: str, now: str, svg: str, look: str, here: str) -> Panel:
 def _range(measured: Measured) -> Panel:
     size = measured.size
     look = "The diamond is k3, the thick line its 95% interval, the colored bands what others report."
-    here = f"{size_text(size)}. Rounding of the stored log-probs alone makes {brief(size.floor)}."
-    return panel("Against published ranges", f"k3 {brief(size.mismatch['k3'])}", figures.range_svg(size), look, here)
+    here = f"{size_text(size)}. Rounding of the stored log-probs alone makes {format_number(size.floor)}."
+    return panel(
+        "Against published ranges", f"k3 {format_number(size.mismatch['k3'])}", figures.range_svg(size), look, here
+    )
 
 
 def _scatter(measured: Measured) -> Panel:
@@ -79,7 +83,7 @@ def _scatter(measured: Measured) -> Panel:
     off = float(counts[np.abs(row - column) > max(1, bins // 20)].sum() / total) if total else math.nan
     now = f"r = {r:.5f}" if math.isfinite(r) else "r not defined"
     look = "Off the dotted line trainer and sampler disagree about a token; healthy is r above 0.99."
-    here = f"{total:,} tokens, {percent(off)} of them more than 0.05 away from the line."
+    here = f"{total:,} tokens, {format_percent(off)} of them more than 0.05 away from the line."
     return panel("Trainer against sampler", now, charts.scatter_svg(counts), look, here)
 
 
@@ -89,7 +93,7 @@ def _over_steps(measured: Measured) -> list[Panel]:
     panels = []
     k3 = _column(rows, "k3")
     if np.isfinite(k3).any():
-        now = f"{brief(k3[0])} → {brief(k3[-1])}"
+        now = f"{format_number(k3[0])} → {format_number(k3[-1])}"
         look = "A mismatch that grows while training goes on comes before a collapse; a jump is a changed setting."
         panels.append(panel("k3 over steps", now, figures.k3_steps_svg(steps, k3, floor), look, _trend(steps, k3)))
     names = {"ess_token": "token weights", "ess_seq": "sequence weights"}
@@ -101,7 +105,7 @@ def _over_steps(measured: Measured) -> list[Panel]:
         here = "; ".join(
             f"{name} {at(values, 0)} at first, {at(values, -1)} at last" for name, values in curves.items()
         )
-        now = f"lowest {brief(min(float(np.nanmin(values)) for values in curves.values()))}"
+        now = f"lowest {format_number(min(float(np.nanmin(values)) for values in curves.values()))}"
         panels.append(panel("ESS over steps", now, figures.ess_steps_svg(steps, curves), look, f"{here}."))
     tails = [_column(rows, key) for key in TAILS]
     if all(np.isfinite(values).all() for values in tails):
@@ -126,7 +130,7 @@ def _trend(steps: np.ndarray, k3: np.ndarray) -> str:
     change = late / early
     if 0.67 < change < 1.5:
         return f"Steady; {peak}."
-    how = f"Grows {change:.2g}-fold" if change > 1 else f"Falls to {percent(change)}"
+    how = f"Grows {change:.2g}-fold" if change > 1 else f"Falls to {format_percent(change)}"
     return f"{how} from the first quarter to the last; {peak}."
 
 
@@ -168,7 +172,7 @@ def top_tokens(measured: Measured, texts: Mapping[int, str], most: int = 15) -> 
     ranked = sorted(range(len(view.labels)), key=lambda index: -k3[index])[:most]
     return [
         {
-            "label": view.labels[index].translate(SHOWN),
+            "label": view.labels[index].translate(VISIBLE_WHITESPACE),
             "text": texts.get(int(ids[index]), ""),
             "count": f"{int(view.count[index]):,}",
             "tokens": share_at(tokens, index),
@@ -190,13 +194,12 @@ def _envelope(view: View, measured: Measured) -> list[Panel]:
         "A band that opens to the left: rare tokens mismatch most, as numerical noise does. A median off 0 is a bias."
     )
     here = (
-        f"Widest at probability {pretty(view.labels[wide])} ({at(width, wide)} nats, {share_at(tokens, wide)} of the "
-        f"tokens, {share_at(k3, wide)} of all k3); {at(width, sure)} nats at {pretty(view.labels[sure])}."
+        f"Widest at probability {short_exponent(view.labels[wide])} ({at(width, wide)} nats, {share_at(tokens, wide)} "
+        f"of the tokens, {share_at(k3, wide)} of all k3); {at(width, sure)} nats at "
+        f"{short_exponent(view.labels[sure])}."
     )
     svg = figures.envelope_svg(view, "log-ratio, nats", "sampler probability", log=True)
-    return [
-        panel("Log-ratio envelope", f"widest {at(width, wide)} nats", svg, look, here),
-    ]
+    return [panel("Log-ratio envelope", f"widest {at(width, wide)} nats", svg, look, here)]
 
 
 def _most_likely(view: View) -> int:
@@ -259,8 +262,8 @@ def _length(view: View, measured: Measured) -> list[Panel]:
         look = "A line that climbs to the right: the rule rejects long responses because they are long (length bias)."
         gaps = {rule: _rise(view, share) for rule, share in rules.items()}
         worst = max(gaps, key=lambda rule: abs(gaps[rule][1] - gaps[rule][0]))
-        short_, long_ = gaps[worst]
-        here = f"{worst} rejects {percent(short_)} of the shortest responses and {percent(long_)} of the longest."
+        least, most = (format_percent(share) for share in gaps[worst])
+        here = f"{worst} rejects {least} of the shortest responses and {most} of the longest."
         panels.append(panel("Rejected by length", "", figures.rejected_svg(view, rules), look, here))
     look = "Per token, length should not matter; more at the right means that mismatch adds up along a response."
     first, last = _ends(view, measured)
@@ -279,7 +282,7 @@ def _rise(view: View, share: np.ndarray) -> tuple[float, float]:
 def _bins(title: str, view: View, measured: Measured, xlabel: str, look: str, here: str) -> Panel:
     svg = figures.bins_svg(title, view.labels, view.k3, measured.size.mismatch["k3"], xlabel)
     solid = _solid(view, measured)
-    now = f"highest {brief(float(view.k3[solid].max()))}" if len(solid) else ""
+    now = f"highest {format_number(float(view.k3[solid].max()))}" if len(solid) else ""
     return panel(title, now, svg, look, here)
 
 

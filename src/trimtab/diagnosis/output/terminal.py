@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trimtab.diagnosis.output.words import (
-    brief,
     chosen,
     contract,
     effect_text,
     faults,
+    format_number,
+    format_with_interval,
     method_text,
     outside_text,
     read_text,
     size_text,
     split_text,
     where_text,
-    with_interval,
 )
 from trimtab.diagnosis.records import Diagnosis
 from trimtab.pages.render import number
@@ -63,21 +63,18 @@ def _missing(columns: Mapping[str, str]) -> str:
 def _size(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     size = diagnosis.measured.size
     values = size.mismatch
+    k1, k2, chi2, floor = map(format_number, (values["k1"], values["k2"], values["chi2_token"], size.floor))
     figures = (
-        f"k1 {brief(values['k1'])}, k2 {brief(values['k2'])}, chi2 {brief(values['chi2_token'])} per token; "
+        f"k1 {k1}, k2 {k2}, chi2 {chi2} per token; "
         f"ESS {number(values['ess_token'])} of tokens, {number(values['ess_seq'])} of sequences; "
         f"Pearson {values['pearson']:.5f}, perplexity ratio {values['ppl_ratio']:.5g}"
     )
+    k3 = format_with_interval(size, "k3")
     return [
-        ("size", f"k3 {with_interval(size, 'k3')} nats per token: {size_text(size)}; {_floor(diagnosis)}"),
+        ("size", f"k3 {k3} nats per token: {size_text(size)}; rounding alone makes {floor}"),
         ("", figures),
         ("", outside_text(size)),
     ]
-
-
-def _floor(diagnosis: Diagnosis) -> str:
-    size = diagnosis.measured.size
-    return f"rounding alone makes {brief(size.floor)}"
 
 
 def _causes(diagnosis: Diagnosis) -> list[tuple[str, str]]:

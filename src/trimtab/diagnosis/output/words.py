@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.diagnosis.advice.rules import MUST_FIX
 from trimtab.diagnosis.output.hotspots import hotspots
 from trimtab.diagnosis.records import DataSummary, Diagnosis, Measured, MismatchSize, PresetOutcome
 from trimtab.intervals import Interval
 from trimtab.pages.render import number, short
 from trimtab.runs.metric_ranges import K3, band_text, judge, k3_ranges
-
-FAULTS = frozenset({"temperature", "raw-logprobs", "truncated-sampling", "misaligned", "retokenized", "non-finite"})
-"""Causes that invalidate the log-probs, which no weight repairs. The others are real drift, which a weight corrects."""
 
 CLOSE = 1e-3
 """A mean ratio this close to 1 is accepted, however narrow its interval is."""
@@ -28,14 +26,14 @@ class Check:
     text: str
 
 
-def brief(value: float) -> str:
+def format_number(value: float) -> str:
     """Formats a number with two significant digits; 0 as 0, values that are not finite as a dash."""
     if value == 0:
         return "0"
     return short(value) if math.isfinite(value) else "–"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """Formats a share: 12%, 0.3%; 0% and 100% only for exact values."""
     if not math.isfinite(share):
         return "–"
@@ -69,7 +67,9 @@ def outside_text(size: MismatchSize) -> str:
     if not bands:
         return "every figure is within its healthy range"
     # Four digits, since two would hide on which side of a bound of .99 a value lies.
-    values = {key: f"{value:.4g}" if abs(value) >= 0.1 else brief(value) for key, value in size.mismatch.items()}
+    values = {
+        key: f"{value:.4g}" if abs(value) >= 0.1 else format_number(value) for key, value in size.mismatch.items()
+    }
     items = [f"{key} {values[key]} ({band})" for key, band in bands.items()]
     return f"outside their healthy ranges: {', '.join(items)}"
 
@@ -78,15 +78,15 @@ def known(interval: Interval | None) -> bool:
     return interval is not None and math.isfinite(interval.low) and math.isfinite(interval.high)
 
 
-def with_interval(size: MismatchSize, key: str) -> str:
+def format_with_interval(size: MismatchSize, key: str) -> str:
     """Formats a statistic as `1.9e-4 (1.7e-4 to 2.1e-4)`, without parentheses if there is no interval."""
-    return f"{brief(size.mismatch.get(key, math.nan))}{bracket(size.intervals.get(key))}"
+    return f"{format_number(size.mismatch.get(key, math.nan))}{format_interval(size.intervals.get(key))}"
 
 
-def bracket(interval: Interval | None) -> str:
+def format_interval(interval: Interval | None) -> str:
     if interval is None or not known(interval):
         return ""
-    return f" ({brief(interval.low)} to {brief(interval.high)})"
+    return f" ({format_number(interval.low)} to {format_number(interval.high)})"
 
 
 def overrides_text(overrides: Mapping[str, Any]) -> str:
@@ -100,11 +100,11 @@ def method_text(preset: str, overrides: Mapping[str, Any]) -> str:
 def read_text(origin: DataSummary) -> str:
     """Returns one sentence on what was read and what was dropped."""
     trained = "" if origin.trained == origin.tokens else f", {origin.trained:,} of them trained"
-    text = f"{many(origin.files, 'file')} ({origin.framework}): {many(origin.responses, 'response')}"
-    return f"{text}, {many(origin.tokens, 'token')}{trained}; {dropped_text(origin)}"
+    text = f"{format_count(origin.files, 'file')} ({origin.framework}): {format_count(origin.responses, 'response')}"
+    return f"{text}, {format_count(origin.tokens, 'token')}{trained}; {dropped_text(origin)}"
 
 
-def many(count: int, what: str) -> str:
+def format_count(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
@@ -126,7 +126,7 @@ def contract(size: MismatchSize) -> Check:
     if interval.low <= 1 <= interval.high:
         return Check("good", f"{text}: 1 is inside, as for correct log-probs of untruncated sampling")
     if abs(mean - 1) <= CLOSE:
-        return Check("good", f"{text}: not quite 1, but within {percent(CLOSE)} of it")
+        return Check("good", f"{text}: not quite 1, but within {format_percent(CLOSE)} of it")
     side = (
         "below 1: tokens the trainer finds likely were never sampled (top-p, top-k), or log-probs are wrong"
         if mean < 1
@@ -142,7 +142,10 @@ def where_text(measured: Measured, texts: Mapping[int, str], most: int = 3) -> s
     spots = hotspots(measured, texts)
     if not spots:
         return "spread evenly: no part of any view holds much more k3 than its share of the tokens"
-    items = [f"{spot.what} ({percent(spot.tokens)} of the tokens, {percent(spot.k3)} of all k3)" for spot in spots]
+    items = [
+        f"{spot.what} ({format_percent(spot.tokens)} of the tokens, {format_percent(spot.k3)} of all k3)"
+        for spot in spots
+    ]
     return "; ".join(items[:most])
 
 
@@ -154,7 +157,7 @@ def split_text(measured: Measured) -> str:
     if split.staleness == 0:
         return split.why
     parts = [
-        f"{brief(value)}{bracket(split.intervals.get(name))}"
+        f"{format_number(value)}{format_interval(split.intervals.get(name))}"
         for name, value in (("mismatch", split.mismatch), ("staleness", split.staleness))
     ]
     return f"of the drift, k3 {parts[0]} is trainer and sampler computing differently and {parts[1]} is older weights"
@@ -162,7 +165,7 @@ def split_text(measured: Measured) -> str:
 
 def faults(diagnosis: Diagnosis) -> list[str]:
     """Returns the names of the causes that must be fixed before any correction."""
-    return [cause.name for cause in diagnosis.causes if cause.name in FAULTS]
+    return [cause.name for cause in diagnosis.causes if cause.name in MUST_FIX]
 
 
 def chosen(diagnosis: Diagnosis) -> PresetOutcome | None:
@@ -175,8 +178,8 @@ def chosen(diagnosis: Diagnosis) -> PresetOutcome | None:
 
 def effect_text(outcome: PresetOutcome) -> str:
     return (
-        f"keeps {percent(outcome.kept)} of the tokens, changes {percent(outcome.changed)} of the weights, "
-        f"leaves ESS {brief(outcome.ess)}"
+        f"keeps {format_percent(outcome.kept)} of the tokens, changes {format_percent(outcome.changed)} of the "
+        f"weights, leaves ESS {format_number(outcome.ess)}"
     )
 
 
@@ -189,7 +192,7 @@ def tone(diagnosis: Diagnosis) -> str:
 def headline(diagnosis: Diagnosis) -> list[str]:
     """Returns the verdict in sentences: size, causes, recommendation."""
     size = diagnosis.measured.size
-    k3 = with_interval(size, "k3")
+    k3 = format_with_interval(size, "k3")
     lines = [f"The mismatch is k3 = {k3} nats per token: {size_text(size)}."]
     wrong = faults(diagnosis)
     if not diagnosis.causes:

@@ -23,7 +23,9 @@ def csv_rows(path: Path, tally: ReadCounts) -> Rows:
     try:
         with opened(path) as file:
             reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
-            header = _header(path, next(reader, []))
+            header = next(reader, [])
+            if len(set(header)) < len(header):
+                raise TrimtabError(f"{path} has two columns of one name: rename one")
             for number, cells in enumerate((cells for cells in reader if cells), start=1):
                 if len(cells) != len(header):
                     tally.drop("not as many cells as the header", row=number)
@@ -33,12 +35,6 @@ def csv_rows(path: Path, tally: ReadCounts) -> Rows:
         raise TrimtabError(f"{path}, row {number + 1} is not CSV ({error}): mend its quotes") from None
     except UnicodeDecodeError:
         raise TrimtabError(f"{path} is not UTF-8 after row {number}: write it as UTF-8") from None
-
-
-def _header(path: Path, names: list[str]) -> list[str]:
-    if len(set(names)) < len(names):
-        raise TrimtabError(f"{path} has two columns of one name: rename one")
-    return names
 
 
 def cell(text: str) -> Any:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, TOKEN_ROLES
-from trimtab.diagnosis.reading.ragged import Block, arrow_fields, arrow_lists, arrow_scalars
+from trimtab.diagnosis.reading.ragged import Block, arrow_fields, arrow_lists, arrow_scalars, block_of, is_arrow_list
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.errors import TrimtabError
 
@@ -41,7 +40,14 @@ class ParquetTable:
             wanted = sorted(set(columns.values()))
             first = 1
             for batch in file.iter_batches(batch_size=size, columns=wanted, use_threads=False):
-                yield _block(batch, columns, first)
+                yield block_of(
+                    {role: batch.column(name) for role, name in columns.items()},
+                    range(first, first + batch.num_rows),
+                    is_list=is_arrow_list,
+                    lists=arrow_lists,
+                    scalars=arrow_scalars,
+                    fields=arrow_fields,
+                )
                 first += batch.num_rows
 
 
@@ -63,22 +69,3 @@ def _rows(metadata: pq.FileMetaData, column: str, tokens: int) -> int:
             if leaf.path_in_schema.split(".")[0] == column and group.num_rows:
                 longest = max(longest, leaf.num_values / group.num_rows)
     return int(min(max(1, tokens / longest), _MAX_ROWS))
-
-
-def _block(batch: pa.RecordBatch, columns: Mapping[str, str], first: int) -> Block:
-    lists, scalars = {}, {}
-    for role, name in columns.items():
-        array = batch.column(name)
-        if role == "sampling":
-            scalars |= arrow_fields(array)
-        elif role in EITHER_SHAPE and not _is_list(array.type):
-            scalars[role] = arrow_scalars(array)
-        elif role in TOKEN_ROLES or role in EITHER_SHAPE:
-            lists[role] = arrow_lists(array)
-        else:
-            scalars[role] = arrow_scalars(array)
-    return Block(batch.num_rows, lists, scalars, range(first, first + batch.num_rows))
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, TOKEN_ROLES
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 
 ABSENT, WRONG = 1, 2
@@ -44,6 +45,30 @@ class Block:
     numbers: Sequence[int]
 
 
+C = TypeVar("C")
+
+
+def block_of(
+    columns: Mapping[str, C],
+    numbers: Sequence[int],
+    *,
+    is_list: Callable[[C], bool],
+    lists: Callable[[C], Lists],
+    scalars: Callable[[C], Sequence[Any] | np.ndarray],
+    fields: Callable[[C], Mapping[str, Sequence[Any] | np.ndarray]],
+) -> Block:
+    """Returns a block from the columns of a file by role and the functions that convert a column of its format."""
+    result, single = {}, {}
+    for role, column in columns.items():
+        if role == "sampling":
+            single |= fields(column)
+        elif is_list(column) if role in EITHER_SHAPE else role in TOKEN_ROLES:
+            result[role] = lists(column)
+        else:
+            single[role] = scalars(column)
+    return Block(len(numbers), result, single, numbers)
+
+
 def numbers(values: Sequence[Any] | np.ndarray) -> np.ndarray:
     """Converts scalars to float64 (rows,), NaN where a value is not a number."""
     if isinstance(values, np.ndarray) and values.dtype.kind in _NUMBERS:
@@ -60,11 +85,17 @@ def _number(value: Any) -> float:
     return float("nan")
 
 
+def is_arrow_list(array: pa.Array) -> bool:
+    kind = array.type
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
 def arrow_lists(array: pa.Array) -> Lists:
     """Lists of an arrow column of any type."""
     kind, rows = array.type, len(array)
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
-        return _none(rows, ABSENT if pa.types.is_null(kind) else WRONG)
+    if not is_arrow_list(array):
+        fault = ABSENT if pa.types.is_null(kind) else WRONG
+        return Lists(np.empty(0), np.zeros(rows, np.int64), np.full(rows, fault, np.int8))
     fault = np.where(array.is_null().to_numpy(zero_copy_only=False), ABSENT, 0).astype(np.int8)
     if not _is_number(kind.value_type):
         return Lists(np.empty(0), np.zeros(rows, np.int64), np.where(fault, fault, WRONG).astype(np.int8))
@@ -101,8 +132,9 @@ def python_lists(rows: Sequence[Any]) -> Lists:
 
 def array_lists(rows: Sequence[np.ndarray | None]) -> Lists:
     """Lists given as arrays; one that is not of numbers, or has more than one dimension, is WRONG."""
-    fault = np.array([ABSENT if row is None else 0 if _is_flat(row) else WRONG for row in rows], np.int8)
-    return _from_arrays([row if not bad else None for row, bad in zip(rows, fault, strict=True)], fault)
+    usable = [row if row is not None and row.ndim == 1 and row.dtype.kind in _NUMBERS else None for row in rows]
+    faults = [ABSENT if row is None else WRONG if ok is None else 0 for row, ok in zip(rows, usable, strict=True)]
+    return _from_arrays(usable, np.array(faults, np.int8))
 
 
 def python_fields(rows: Sequence[Any]) -> dict[str, list[Any]]:
@@ -133,10 +165,6 @@ def _joined(rows: list[list[Any]]) -> np.ndarray | None:
     return None
 
 
-def _is_flat(row: np.ndarray) -> bool:
-    return row.ndim == 1 and row.dtype.kind in _NUMBERS
-
-
 def _is_number(kind: pa.DataType) -> bool:
     checks = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean, pa.types.is_null, pa.types.is_decimal)
     return any(check(kind) for check in checks)
@@ -150,10 +178,6 @@ def _flat(array: pa.Array) -> np.ndarray:
     if pa.types.is_decimal(array.type):
         array = array.cast(pa.float64())
     return array.to_numpy(zero_copy_only=False)
-
-
-def _none(rows: int, fault: int) -> Lists:
-    return Lists(np.empty(0), np.zeros(rows, np.int64), np.full(rows, fault, np.int8))
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,25 +196,24 @@ class Flat:
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     def select(self, rows: np.ndarray) -> Flat:
-        if rows.all():
-            return self
-        tokens = np.repeat(rows, self.lengths)
-        return Flat(self.lengths[rows], {name: values[tokens] for name, values in self.values.items()})
+        return self if rows.all() else self._kept(np.repeat(rows, self.lengths), self.lengths[rows])
 
     def cut(self, first: np.ndarray, last: np.ndarray) -> Flat:
         """Returns the entries first <= i < last of each row."""
         if not first.any() and np.array_equal(last, self.lengths):
             return self
         position = np.arange(int(self.lengths.sum())) - np.repeat(self.first, self.lengths)
-        tokens = (position >= np.repeat(first, self.lengths)) & (position < np.repeat(last, self.lengths))
-        return Flat(last - first, {name: values[tokens] for name, values in self.values.items()})
+        inside = (position >= np.repeat(first, self.lengths)) & (position < np.repeat(last, self.lengths))
+        return self._kept(inside, last - first)
 
     def without(self, tokens: np.ndarray) -> Flat:
         """Returns all but the marked tokens; rows may become empty but stay."""
         if not tokens.any():
             return self
-        lengths = self.lengths - np.bincount(self.row[tokens], minlength=len(self.lengths))
-        return Flat(lengths, {name: values[~tokens] for name, values in self.values.items()})
+        return self._kept(~tokens, self.lengths - np.bincount(self.row[tokens], minlength=len(self.lengths)))
+
+    def _kept(self, tokens: np.ndarray, lengths: np.ndarray) -> Flat:
+        return Flat(lengths, {name: values[tokens] for name, values in self.values.items()})
 
     def having(self, tokens: np.ndarray) -> np.ndarray:
         """Returns rows (rows,) with at least one marked token."""

@@ -7,8 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, TOKEN_ROLES
-from trimtab.diagnosis.reading.ragged import Block, python_fields, python_lists
+from trimtab.diagnosis.reading.ragged import Block, block_of, python_fields, python_lists
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -36,33 +35,27 @@ class RowTable:
     def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Block]:
         rows: list[dict[str, Any]] = []
         numbers: list[int] = []
-        size = total = 0
+        number = size = 0
         for number, row in self._read(self.path, tally):
-            kept = {name: row.get(name) for name in columns.values()}
-            rows.append(kept)
+            rows.append({name: row.get(name) for name in columns.values()})
             numbers.append(number)
-            behavior = kept[columns["logp_behavior"]]
+            behavior = row.get(columns["logp_behavior"])
             size += len(behavior) if isinstance(behavior, list) else 1
-            total += 1
             if size >= tokens:
                 yield _block(rows, columns, numbers)
                 rows, numbers, size = [], [], 0
         if rows:
             yield _block(rows, columns, numbers)
-        if not total:
+        if not number:
             tally.no_rows += 1
 
 
 def _block(rows: list[dict[str, Any]], columns: Mapping[str, str], numbers: list[int]) -> Block:
-    lists, scalars = {}, {}
-    for role, name in columns.items():
-        values = [row[name] for row in rows]
-        if role == "sampling":
-            scalars |= python_fields(values)
-        elif role in EITHER_SHAPE and not any(isinstance(value, list) for value in values):
-            scalars[role] = values
-        elif role in TOKEN_ROLES or role in EITHER_SHAPE:
-            lists[role] = python_lists(values)
-        else:
-            scalars[role] = values
-    return Block(len(rows), lists, scalars, numbers)
+    return block_of(
+        {role: [row[name] for row in rows] for role, name in columns.items()},
+        numbers,
+        is_list=lambda values: any(isinstance(value, list) for value in values),
+        lists=python_lists,
+        scalars=list,
+        fields=python_fields,
+    )

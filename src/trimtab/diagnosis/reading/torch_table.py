@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, TOKEN_ROLES
-from trimtab.diagnosis.reading.ragged import Block, array_lists
+from trimtab.diagnosis.reading.ragged import Block, array_lists, block_of, python_fields
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.errors import TrimtabError
 
@@ -46,7 +45,14 @@ class TorchTable:
         if "weight_version" in columns.values():
             tally.several_versions |= any(len(set(versions)) > 1 for versions in table["weight_versions"])
         for start, end in _ranges(behavior, tokens):
-            yield _block({role: table[name][start:end] for role, name in columns.items()}, range(start + 1, end + 1))
+            yield block_of(
+                {role: table[name][start:end] for role, name in columns.items()},
+                range(start + 1, end + 1),
+                is_list=lambda values: any(array is not None and array.ndim > 0 for array in map(_array, values)),
+                lists=lambda values: array_lists([_array(value) for value in values]),
+                scalars=lambda values: [_plain(value) for value in values],
+                fields=python_fields,
+            )
 
 
 def _columns(path: Path) -> dict[str, Sequence[Any]]:
@@ -158,18 +164,6 @@ def _ranges(behavior: Sequence[Any], tokens: int) -> Iterator[tuple[int, int]]:
             start, size = index + 1, 0
     if start < len(behavior):
         yield start, len(behavior)
-
-
-def _block(columns: Mapping[str, Sequence[Any]], numbers: range) -> Block:
-    lists, scalars = {}, {}
-    for role, values in columns.items():
-        arrays = [_array(value) for value in values]
-        per_token = any(array is not None and array.ndim > 0 for array in arrays)
-        if per_token if role in EITHER_SHAPE else role in TOKEN_ROLES:
-            lists[role] = array_lists(arrays)
-        else:
-            scalars[role] = [_plain(value) for value in values]
-    return Block(len(numbers), lists, scalars, numbers)
 
 
 def _array(value: Any) -> np.ndarray | None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.diagnosis import token_statistics
 from trimtab.diagnosis.measure import bins
+from trimtab.report import token_statistics
 
 
 def test_octaves_are_cut_into_32_equal_bins() -> None:
@@ -61,7 +61,7 @@ def test_probability_bins_are_those_of_the_reports_envelope() -> None:
     drawn = -np.random.default_rng(0).exponential(3.0, 2000)
     known = token_statistics.envelope(drawn, np.zeros(2000))
     count = np.bincount(bins.probability_bin(drawn), minlength=bins.PROBABILITY_BINS)
-    assert known.count.tolist() == count[count >= token_statistics.FEWEST].tolist()
+    assert known.count.tolist() == count[count >= bins.FEWEST].tolist()
     inside = (known.probability > bins.PROBABILITY_EDGES[:-1, None]) & (
         known.probability < bins.PROBABILITY_EDGES[1:, None]
     )

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tests.support.token_chunks import chunk, trained
 
+from trimtab.diagnosis.measure.bins import plane
 from trimtab.diagnosis.measure.trained_tokens import FIELDS, hash_index
-from trimtab.diagnosis.token_statistics import plane
 
 
 def test_sums_of_responses_by_hand() -> None:

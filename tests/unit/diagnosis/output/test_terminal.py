@@ -158,7 +158,7 @@ def test_what_cannot_be_split_says_why() -> None:
     [(0, "0%"), (0.0004, "<0.1%"), (0.004, "0.4%"), (0.12, "12%"), (0.9996, ">99.9%"), (1, "100%"), (math.nan, "–")],
 )
 def test_shares_as_people_say_them(share: float, text: str) -> None:
-    assert words.percent(share) == text
+    assert words.format_percent(share) == text
 
 
 def test_the_outcome_of_the_recommended_bounds_is_shown_not_of_the_published() -> None:
@@ -182,5 +182,5 @@ def test_shares_of_k3_leave_out_what_is_not_finite() -> None:
 
 def test_intervals_stand_beside_their_value() -> None:
     size = MismatchSize(MISMATCH, INTERVALS, 0.0, "", "small-dense")
-    assert words.with_interval(size, "k3") == "4.8e-3 (4.3e-3 to 5.4e-3)"
-    assert words.with_interval(size, "k2") == "5.2e-3"
+    assert words.format_with_interval(size, "k3") == "4.8e-3 (4.3e-3 to 5.4e-3)"
+    assert words.format_with_interval(size, "k2") == "5.2e-3"

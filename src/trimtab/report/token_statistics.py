@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FEWEST = 20
-"""Fewest tokens of a bin for which its 2nd and 98th percentile are computed."""
-PER_DECADE, DECADES = 3, 5
-DECILES = 10
+from trimtab.diagnosis.measure.bins import DECADES, FEWEST, PER_DECADE
+from trimtab.diagnosis.tokens import DECILES
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,12 +76,6 @@ def pearson(x: np.ndarray, y: np.ndarray) -> float:
     return float((x * y).sum() / np.sqrt(np.square(x).sum() * np.square(y).sum()))
 
 
-def plane(x: np.ndarray, y: np.ndarray, bins: int) -> np.ndarray:
-    """Returns counts (bins, bins) of points of the unit square, rows along y; 1 is in the last bin."""
-    column, row = (np.clip(values * bins, 0, bins - 1).astype(np.int64) for values in (x, y))
-    return np.bincount(row * bins + column, minlength=bins * bins).reshape(bins, bins)
-
-
 def shift(moved: np.ndarray, clean: np.ndarray, bins: int = 30) -> Shift:
     """Returns |p_perturbed − p_clean| of all tokens in logarithmic bins, and its 75th percentile."""
     size = np.abs(moved.astype(np.float64) - clean.astype(np.float64))
@@ -98,18 +90,6 @@ def shift(moved: np.ndarray, clean: np.ndarray, bins: int = 30) -> Shift:
     return Shift(edges, count, 1.0 - len(above) / len(size), float(np.quantile(size, 0.75)))
 
 
-def lengths(starts: np.ndarray) -> np.ndarray:
-    """Returns the number of tokens of each response (responses,)."""
-    return np.diff(starts)
-
-
-def deciles(starts: np.ndarray) -> np.ndarray:
-    """Returns the tenth of its response that each token lies in, 0 to 9: ⌊10 i / T⌋ for token i (from 0) of T."""
-    count = lengths(starts)
-    position = np.arange(starts[-1]) - np.repeat(starts[:-1], count)
-    return DECILES * position // np.repeat(count, count)
-
-
 def by_decile(decile: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Returns the mean of the values in each tenth (10,); NaN in a tenth without tokens."""
     count = np.bincount(decile, minlength=DECILES)
@@ -121,7 +101,7 @@ def at_level(log_ratio: np.ndarray, trained: np.ndarray, starts: np.ndarray, lev
     """Returns the log-ratio at each token: its own, or the sum or mean over the trained tokens of its response."""
     if level == "token":
         return log_ratio
-    rows = np.repeat(np.arange(len(starts) - 1), lengths(starts))
+    rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     total = np.bincount(rows, weights=np.where(trained, log_ratio, 0.0), minlength=len(starts) - 1)
     if level == "geometric":
         total = total / np.maximum(np.bincount(rows, weights=trained, minlength=len(starts) - 1), 1)

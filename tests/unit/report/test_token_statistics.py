@@ -7,7 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from trimtab.diagnosis import token_statistics
+from trimtab.diagnosis.measure.bins import plane
+from trimtab.diagnosis.tokens import TokenTable
+from trimtab.report import token_statistics
 
 # Two responses of 4 and 1 tokens, an empty one, and one of 10.
 STARTS = np.array([0, 4, 5, 5, 15])
@@ -15,7 +17,7 @@ STARTS = np.array([0, 4, 5, 5, 15])
 
 def test_tenths_of_responses_of_four_one_none_and_ten_tokens() -> None:
     # Of four tokens, number i lies at 10 i / 4 = 0, 2.5, 5, 7.5; a single token opens its response.
-    assert token_statistics.deciles(STARTS).tolist() == [0, 2, 5, 7, 0, *range(10)]
+    assert TokenTable(STARTS, STARTS, STARTS).decile.tolist() == [0, 2, 5, 7, 0, *range(10)]
 
 
 def test_mean_by_tenth_is_not_a_number_where_no_token_is() -> None:
@@ -76,7 +78,7 @@ def test_pearson_of_what_does_not_vary_is_not_a_number(x: list[float]) -> None:
 
 
 def test_plane_counts_points_with_rows_along_y() -> None:
-    counts = token_statistics.plane(np.array([0.1, 0.9, 1.0, 0.1]), np.array([0.6, 0.2, 1.0, 0.7]), 2)
+    counts = plane(np.array([0.1, 0.9, 1.0, 0.1]), np.array([0.6, 0.2, 1.0, 0.7]), 2)
     assert counts.tolist() == [[0, 1], [2, 1]]
 
 
