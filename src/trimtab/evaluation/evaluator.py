@@ -18,14 +18,14 @@ from trimtab.rewards import Score, Scorer
 from trimtab.rollout.truncation import prefix_tokens
 from trimtab.types import Completion, Engine, Problem, Prompt, Sampling, Task, cut
 
-# One call to the engine holds at most this many prompts and about this many responses: what a kill may cost.
+# Largest number of prompts, and about that of responses, in one engine call. An interruption loses one call.
 PROMPTS_PER_CALL = 64
 RESPONSES_PER_CALL = 1024
 Progress = Callable[[int, int], None]
 
 
-class Memory(Protocol):
-    """Stores finished parts of an evaluation, so that an interrupted one can continue."""
+class BatchStore(Protocol):
+    """Stores finished batches of an evaluation, so that an interrupted one can continue."""
 
     def get(self, number: int) -> Part | None: ...
 
@@ -44,14 +44,14 @@ def evaluate(
     seed: int,
     progress: Progress | None = None,
     relay: Relay | None = None,
-    memory: Memory | None = None,
+    store: BatchStore | None = None,
     context: int | None = None,
 ) -> EvalResult:
     """Samples `samples` responses to every problem and scores them; a `temperature` of 0 is greedy.
 
     A sample is correct if its first reward is 1. The result is a function of `seed`, also after an interruption.
-    `progress(done, all)` is called after each batch of problems. With `relay` another model writes the beginning of
-    every response. `memory` stores the counts of finished batches and returns those it has.
+    `progress(done, all)` is called after each batch of problems. With `relay` another model begins every
+    response. `store` keeps the counts of finished batches and returns those it has.
 
     `context` is the context length of the models in tokens. A problem whose prompt does not fit it together with
     `sampling.max_tokens` is not sampled, and all its samples count as wrong. Without `context` the engine refuses it.
@@ -70,20 +70,20 @@ def evaluate(
     size = max(1, min(PROMPTS_PER_CALL, RESPONSES_PER_CALL // samples))
     parts: list[Part] = []
     for number, first in enumerate(range(0, len(problems), size)):
-        chosen = prompts[first : first + size]
-        part = memory.get(number) if memory is not None else None
+        batch = prompts[first : first + size]
+        part = store.get(number) if store is not None else None
         if part is None:
             start = time.perf_counter()
-            fitting = [prompt for prompt in chosen if len(prompt.ids) <= room]
+            fitting = [prompt for prompt in batch if len(prompt.ids) <= room]
             sampled, prefix = _sample(engine, fitting, samples, sampling, (seed, number), relay)
             rest = iter(sampled)
-            answers = [next(rest) if len(prompt.ids) <= room else None for prompt in chosen]
-            part = _count(chosen, answers, samples, prefix, scorer, start)
-            if memory is not None:
-                memory.append(number, part)
+            answers = [next(rest) if len(prompt.ids) <= room else None for prompt in batch]
+            part = _count(batch, answers, samples, prefix, scorer, start)
+            if store is not None:
+                store.append(number, part)
         parts.append(part)
         if progress is not None:
-            progress(first + len(chosen), len(problems))
+            progress(first + len(batch), len(problems))
     return EvalResult.of(
         parts,
         task=task.name,
@@ -144,7 +144,7 @@ def _count(
     scorer: Scorer,
     start: float,
 ) -> Part:
-    """Score every answer and keep the counts; None stands for those to a prompt that does not fit: all wrong."""
+    """Returns the counts of scored answers; None stands for the answers to a prompt that does not fit: all wrong."""
     pairs = [(prompt.problem, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group or ()]
     scores = scorer.score(pairs)
     rest, verdict = iter(scores), scorer.rewards[0].name
@@ -178,13 +178,13 @@ def _problem(problem: Problem, scores: Sequence[Score], verdict: str) -> Problem
 
 @dataclass(frozen=True)
 class Relay:
-    """The model that begins. Its own whole response is cut after `ratio` of its tokens (length truncation).
+    """The model that begins responses: its whole response is truncated after `ratio` of its tokens.
 
-    The paper says "the first half" and leaves the symbol out: half of the relay's own response, so ratio .5. It must
-    share the vocabulary of the model that completes.
+    The paper says "the first half" without a symbol: half of the relay model's response, so ratio .5. The model must
+    share the vocabulary of the one that completes.
 
-    A model that relays itself samples as it does alone only where all responses are equally long: the place of the cut
-    knows how long the relay's response became.
+    A model that relays itself samples as it does alone only if all responses are equally long, because the position of
+    the cut depends on the length of the relay's response.
     """
 
     engine: Engine
@@ -192,12 +192,14 @@ class Relay:
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio < 1:
-            raise TrimtabError(f"relay ratio {self.ratio} is not in [0, 1): it is the share the relay model writes")
+            raise TrimtabError(
+                f"relay ratio {self.ratio} is not in [0, 1): it is the share that the relay model writes"
+            )
 
     def prefixes(
         self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, *, seed: int
     ) -> list[list[Completion]]:
-        """One prefix for each sample of each prompt, each cut from a response of its own; a stop is never in it."""
+        """Returns a prefix for each sample of each prompt, from a response of its own; it never contains the stop."""
         answers = self.engine.generate(prompts, samples, sampling, seed=seed)
         return [
             [cut(answer, prefix_tokens(self.ratio, len(answer.response_ids))) for answer in group] for group in answers

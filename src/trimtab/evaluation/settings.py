@@ -17,7 +17,7 @@ Mode = Literal["greedy", "sampled", "relay"]
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task with its options; `reward` and `max_tokens` replace what the task itself would use."""
+    """A task with its options; `reward` and `max_tokens` replace the task's own."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model by the name the tables show, and the folder or name `models.load` takes while the context is open."""
+    """A model's name in tables, and a context manager that gives the folder or name for `models.load`."""
 
     label: str
     folder: Callable[[], AbstractContextManager[str]]
@@ -39,9 +39,15 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure. `samples` responses to each problem at `temperature` (default: greedy for one sample, 1 for
-    several), and with `greedy` one greedy response beside them. `problems` limits each task to its first so many test
-    problems. `relay_ratio` is the share of its own response a relay model keeps. `dtype` is that of the engine.
+    """Settings of an evaluation.
+
+    Args:
+        samples: responses to each problem.
+        greedy: measure one greedy response as well.
+        temperature: default: greedy for one sample, 1 for several.
+        problems: limits each task to its first test problems.
+        dtype: type of the engine's weights.
+        relay_ratio: share of its response that a relay model keeps.
     """
 
     samples: int = 1
@@ -60,21 +66,24 @@ class Settings:
         if not 0 < self.top_p <= 1:
             raise TrimtabError(f"top_p = {self.top_p:g}: it must be above 0 and at most 1")
         if self.temperature is not None and not 0 <= self.temperature < math.inf:
-            raise TrimtabError(f"temperature = {self.temperature:g}: it must be a number from 0 on")
+            raise TrimtabError(f"temperature = {self.temperature:g}: it must be a number of at least 0")
 
     @property
-    def heat(self) -> float:
+    def sampling_temperature(self) -> float:
         """The temperature of the samples."""
         return (0.0 if self.samples == 1 else 1.0) if self.temperature is None else self.temperature
 
     def modes(self, relay: bool) -> tuple[Mode, ...]:
-        """What is measured of every model and task. `TrimtabError` for a relay of single or greedy responses."""
-        if relay and (self.samples == 1 or self.heat == 0):
+        """Returns what is measured of every model and task.
+
+        Raises `TrimtabError` for a relay of single or greedy responses.
+        """
+        if relay and (self.samples == 1 or self.sampling_temperature == 0):
             raise TrimtabError("a relay is compared over several sampled responses: set samples to 2 or more")
-        if self.heat == 0 and self.samples > 1:
+        if self.sampling_temperature == 0 and self.samples > 1:
             raise TrimtabError(
                 f"samples = {self.samples} at temperature 0 are all the same; use 1 sample or a temperature above 0"
             )
-        if self.heat == 0:
+        if self.sampling_temperature == 0:
             return ("greedy",)
         return (*(("greedy",) if self.greedy else ()), "sampled", *(("relay",) if relay else ()))

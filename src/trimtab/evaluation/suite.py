@@ -22,7 +22,7 @@ from trimtab.types import Engine, Problem, RewardSpec, Sampling, Task
 
 
 class Watch(NamedTuple):
-    """Whom to tell: `begin(what, responses)` for each evaluation, in order, and `advance(responses)` in between."""
+    """Progress callbacks: `begin(name, responses)` before each evaluation and `advance(responses)` during it."""
 
     begin: Callable[[str, int], None]
     advance: Callable[[int], None]
@@ -30,7 +30,7 @@ class Watch(NamedTuple):
 
 @dataclass(frozen=True)
 class _Bench:
-    """A task ready to measure with."""
+    """A built task with its problems and scorer."""
 
     label: str
     spec: TaskSpec
@@ -41,13 +41,13 @@ class _Bench:
 
 @dataclass(frozen=True)
 class _Subject:
-    """A model ready to be measured."""
+    """A loaded model with its engine."""
 
     label: str
     engine: Engine
     tokenizer: Any
-    weights: str  # with a store: a hash of what decides its responses, weights and config
-    context: int | None  # tokens of a prompt and its response; None: as many as one likes
+    weights: str  # with a store: a hash of weights and config, which decide its responses
+    context: int | None  # largest number of tokens of a prompt and its response; None: no limit
 
 
 def compare(
@@ -59,12 +59,12 @@ def compare(
     out: Path | None = None,
     watch: Watch | None = None,
 ) -> Results:
-    """Measure every model on every task with the embedded engine.
+    """Measures every model on every task with the embedded engine.
 
     Args:
-        models: bundled names, folders, HF ids, or whatever a `ModelSpec` opens; one is in memory at a time.
+        models: bundled names, folders, HF ids or `ModelSpec`s; one is in memory at a time.
         relay: begins the responses of a further measurement of each model (see `Relay`).
-        out: a folder that keeps every finished batch; the same call continues there, bit for bit as if never stopped.
+        out: a folder for finished batches; the same call continues there with the same bits as an uninterrupted one.
 
     Raises:
         TrimtabError: a task twice, tasks or models that cannot be used, other settings in `out`.
@@ -72,20 +72,20 @@ def compare(
     modes = settings.modes(relay is not None)
     subjects = [ModelSpec.of(model) if isinstance(model, str) else model for model in models]
     _require_distinct("model", [subject.label for subject in subjects])
-    found: dict[tuple[str, str, str], EvalResult] = {}
+    measured: dict[tuple[str, str, str], EvalResult] = {}
     with ExitStack() as stack:
         benches = _benches(specs, settings, stack)  # before torch is imported: rewards fork
         store = stack.enter_context(Store(out, _shared(settings))) if out is not None else None
-        begins = _opened(relay, settings, store) if relay is not None else None
+        relay_model = _open_model(relay, settings, store) if relay is not None else None
         for spec in subjects:
-            for (task, mode), result in _measure_all(spec, benches, modes, settings, begins, store, watch):
-                found[spec.label, task, mode] = result
+            for (task, mode), result in _measure_all(spec, benches, modes, settings, relay_model, store, watch):
+                measured[spec.label, task, mode] = result
         results = Results(
             models=tuple(subject.label for subject in subjects),
             tasks=tuple(bench.label for bench in benches),
             relay=relay.label if relay is not None else None,
-            settings={**asdict(settings), "temperature": settings.heat},
-            found=found,
+            settings={**asdict(settings), "temperature": settings.sampling_temperature},
+            found=measured,
             notes=tuple(dict.fromkeys(note for bench in benches for note in bench.task.notes)),
         )
         if store is not None:
@@ -109,7 +109,7 @@ def run(
     dtype: str = "bfloat16",
     progress: Progress | None = None,
 ) -> EvalResult:
-    """Evaluate a model (bundled name, folder or HF id) on a task's test split with the embedded engine.
+    """Evaluates a model (bundled name, folder or HF id) on a task's test split with the embedded engine.
 
     `problems` limits how many test problems are used (the first ones); `temperature` defaults to greedy for one sample
     and 1 for several; `reward` to the task's own. `dtype` is that of the engine.
@@ -129,7 +129,7 @@ def run(
 
 
 def _counting(progress: Progress, samples: int) -> Watch:
-    """Responses of one evaluation as `progress(done, all)` problems."""
+    """Returns callbacks that report the responses of one evaluation as `progress(done, all)` problems."""
     counts = [0, 0]
 
     def begin(_what: str, responses: int) -> None:
@@ -164,7 +164,7 @@ def _require_distinct(kind: str, labels: Sequence[str]) -> None:
         raise TrimtabError(f"{kind} {twice!r} is given twice; name it once")
 
 
-def _opened(spec: ModelSpec, settings: Settings, store: Store | None) -> _Subject:
+def _open_model(spec: ModelSpec, settings: Settings, store: Store | None) -> _Subject:
     with spec.folder() as folder:
         import torch
 
@@ -181,7 +181,7 @@ def _opened(spec: ModelSpec, settings: Settings, store: Store | None) -> _Subjec
 
 
 def _fingerprint(engine: Engine, model: Any) -> str:
-    """What decides the responses of a model, as a short hash: weights, config, generation config and device."""
+    """Returns a short hash of what decides a model's responses: weights, config, generation config and device."""
     import torch
 
     digest = hashlib.sha256(str(model.device.type).encode())
@@ -200,18 +200,20 @@ def _measure_all(
     benches: Sequence[_Bench],
     modes: Sequence[Mode],
     settings: Settings,
-    begins: _Subject | None,
+    relay_model: _Subject | None,
     store: Store | None,
     watch: Watch | None,
 ) -> Iterator[tuple[tuple[str, Mode], EvalResult]]:
-    """Every task and mode of one model, which is in memory no longer than this takes."""
-    subject = _opened(spec, settings, store)
-    if begins is not None and begins.tokenizer.get_vocab() != subject.tokenizer.get_vocab():
-        raise TrimtabError(f"relay {begins.label!r} and {spec.label!r} have different vocabularies: use one family")
+    """Yields the result of every task and mode of one model, which is in memory only for this time."""
+    subject = _open_model(spec, settings, store)
+    if relay_model is not None and relay_model.tokenizer.get_vocab() != subject.tokenizer.get_vocab():
+        raise TrimtabError(
+            f"relay {relay_model.label!r} and {spec.label!r} have different vocabularies: use one family"
+        )
     for bench in benches:
         for mode in modes:
-            by = begins if mode == "relay" else None
-            yield (bench.label, mode), _measure(subject, bench, settings, mode, by, store, watch)
+            relay = relay_model if mode == "relay" else None
+            yield (bench.label, mode), _measure(subject, bench, settings, mode, relay, store, watch)
 
 
 def _measure(
@@ -219,25 +221,25 @@ def _measure(
     bench: _Bench,
     settings: Settings,
     mode: Mode,
-    begins: _Subject | None,
+    relay_model: _Subject | None,
     store: Store | None,
     watch: Watch | None,
 ) -> EvalResult:
-    """One model, one task, one mode."""
+    """Returns the result of one model, task and mode."""
     samples = 1 if mode == "greedy" else settings.samples
     sampling = Sampling(
-        temperature=0.0 if mode == "greedy" else settings.heat,
+        temperature=0.0 if mode == "greedy" else settings.sampling_temperature,
         top_p=settings.top_p,
         max_tokens=settings.max_tokens or bench.spec.max_tokens or bench.task.max_tokens,
         stop=bench.task.stop,
     )
-    memory = None
+    batches = None
     if store is not None:
         header = _header(subject, bench, samples, sampling, settings)
-        if begins is not None:
-            header["relay"] = {"weights": begins.weights, "ratio": settings.relay_ratio}
-        memory = store.parts(f"{subject.label} {bench.label} {mode}", header)
-    contexts = [one.context for one in (subject, begins) if one is not None and one.context is not None]
+        if relay_model is not None:
+            header["relay"] = {"weights": relay_model.weights, "ratio": settings.relay_ratio}
+        batches = store.parts(f"{subject.label} {bench.label} {mode}", header)
+    contexts = [one.context for one in (subject, relay_model) if one is not None and one.context is not None]
     if watch is not None:
         watch.begin(f"{subject.label} · {bench.label} · {mode}", samples * len(bench.problems))
     result = evaluate(
@@ -250,8 +252,8 @@ def _measure(
         sampling=sampling,
         seed=settings.seed,
         progress=_advancing(watch, samples) if watch is not None else None,
-        relay=Relay(begins.engine, settings.relay_ratio) if begins is not None else None,
-        memory=memory,
+        relay=Relay(relay_model.engine, settings.relay_ratio) if relay_model is not None else None,
+        store=batches,
         context=min(contexts, default=None),
     )
     return replace(result, task=bench.label)
@@ -269,13 +271,13 @@ def _advancing(watch: Watch, samples: int) -> Progress:
 
 
 def _shared(settings: Settings) -> dict[str, Any]:
-    """What all numbers of one folder have in common; a greedy or a relay column may be added later."""
-    kept = {**asdict(settings), "temperature": settings.heat}
+    """Returns the settings that all results of a folder share; a greedy or relay column may be added later."""
+    kept = {**asdict(settings), "temperature": settings.sampling_temperature}
     return {key: value for key, value in kept.items() if key not in ("greedy", "relay_ratio")}
 
 
 def _header(subject: _Subject, bench: _Bench, samples: int, sampling: Sampling, settings: Settings) -> dict[str, Any]:
-    """All that the counts of one model, task and mode depend on."""
+    """Returns everything that the counts of one model, task and mode depend on."""
     prompts = [tasks.encode(bench.task, problem, subject.tokenizer) for problem in bench.problems]
     digest = hashlib.sha256()
     for prompt in prompts:

@@ -41,7 +41,7 @@ def measured(engine, folder=None, header=HEADER):
         with rewards.build([], TASK) as scorer:
             return evaluate(
                 engine, Characters(), TASK, scorer,
-                problems=TASK.test, samples=2, sampling=SAMPLING, seed=0, memory=memory,
+                problems=TASK.test, samples=2, sampling=SAMPLING, seed=0, store=memory,
             )  # fmt: skip
 
     if folder is None:
