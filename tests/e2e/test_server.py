@@ -17,7 +17,7 @@ from tests.support.server_process import Served, starter
 from trimtab import tasks
 from trimtab.config import EngineConfig
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.engines.server import server_connection, server_engine
+from trimtab.engines.server import server_engine, server_pool
 from trimtab.engines.server.server_engine import ServerEngine
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
 from trimtab.models.load import LoadedModel, load
@@ -287,7 +287,7 @@ class TestKills:
             call = self.call(engine, prompts, pool)
             alone.holds(2)
             alone.kill()
-            while engine._servers[0].alive:
+            while engine._servers[0].lost_at is None:
                 assert not call.done()
                 threading.Event().wait(0.05)
             alone.start()
@@ -381,4 +381,4 @@ def test_greedy_log_probs_are_zero(laboratory: LoadedModel, servers: list[Served
 
 def test_waits_between_looks_are_short_here() -> None:
     """Kills above cost what these say, not minutes."""
-    assert server_connection.INITIAL_BACKOFF * (2**server_connection.MAX_FAILED_CHECKS - 1) < 10
+    assert server_pool.INITIAL_BACKOFF * (2**server_pool.MAX_FAILED_CHECKS - 1) < 10

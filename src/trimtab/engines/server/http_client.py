@@ -1,21 +1,20 @@
-"""An HTTP/1.1 connection to an inference server: JSON in, JSON out, errors classified.
-
-A connection belongs to one thread; only `cancel` may be called from another. It stays open between calls and is opened
-again when it is used after an error.
-"""
+"""HTTP connections to inference servers: JSON in, JSON out, errors classified."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
+import asyncio
 import socket
 import ssl
-from collections.abc import Mapping
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Coroutine, Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+import httpx2
+from anyio.from_thread import start_blocking_portal
 
 from trimtab.errors import TrimtabError
+
+Result = TypeVar("Result")
 
 # Status codes of temporary failures: too many requests, a gateway without its server, a server that starts or stops.
 TRANSIENT = frozenset((408, 425, 429, 502, 503, 504))
@@ -40,79 +39,69 @@ class RequestRejected(TrimtabError):
 
 
 class Connection:
-    """A connection to the base URL `url`; `timeout` is in seconds and covers one call."""
+    """A client of the base URL `url` with one TCP connection at a time; `timeout` is in seconds and covers one call.
+
+    A TCP connection ends in one server process. `stream` stands for the connection of the last answer (None before the
+    first and after an error): as long as it is the same object, the same process has answered.
+    """
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url = url
+        self.stream: object | None = None
         self._timeout = timeout
-        self._http: http.client.HTTPConnection | None = None
-        self._canceled = False
+        # The environment is not trusted: it may name a proxy, which would answer in the server's place.
+        self._client = httpx2.AsyncClient(
+            transport=open_transport(),
+            base_url=url,
+            headers={"Accept-Encoding": "identity"},
+            timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT),
+            trust_env=False,
+        )
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the next call reaches the same server process as the last one."""
-        return self._http is not None and self._http.sock is not None
-
-    def get(self, path: str) -> dict[str, Any]:
-        return self._call("GET", path, None)
-
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        return self._call("POST", path, {} if body is None else body)
-
-    def cancel(self) -> None:
-        """Cancels the connection from another thread: the current and all later calls raise `ServerUnavailable`."""
-        self._canceled = True
-        connection = self._http
-        sock = None if connection is None else connection.sock
-        if sock is not None:
-            with contextlib.suppress(OSError):  # the connection is closed already
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        if self._http is not None:
-            self._http.close()
-            self._http = None
-
-    def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {} if data is None else {"Content-Type": "application/json"}
+    async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the answer to a POST of `body`, or to a GET without one; {} if it is empty or plain text."""
+        url, self.stream = f"{self.url}{path}", None
         try:
-            connection = self._open()
-            connection.request(method, path, body=data, headers=headers)
-            response = connection.getresponse()
-            content = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            self.close()
-            raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        if response.status >= 300:
-            message = f"{self.url}{path} answered {response.status}: {_message(content)}"
-            raise (
-                ServerUnavailable(message)
-                if response.status in TRANSIENT
-                else RequestRejected(message, response.status)
-            )
-        # Some control routes return an empty body or plain text.
-        return _decode(content) if content[:1] == b"{" else {}
+            async with asyncio.timeout(self._timeout):
+                response = await self._client.request("GET" if body is None else "POST", path, json=body)
+        except TimeoutError as error:
+            raise ServerUnavailable(f"{url}: no answer within {self._timeout:g} s") from error
+        except httpx2.RequestError as error:
+            cause = _first_cause(error)
+            raise ServerUnavailable(f"{url}: {type(cause).__name__}: {cause}") from error
+        if response.status_code >= 300:
+            message = f"{url} answered {response.status_code}: {_message(response)}"
+            if response.status_code in TRANSIENT:
+                raise ServerUnavailable(message)
+            raise RequestRejected(message, response.status_code)
+        try:
+            content = response.json() if response.content[:1] == b"{" else {}
+        except ValueError as error:
+            raise ServerUnavailable(f"{url}: not a JSON object: {response.text[:EXCERPT_LENGTH]!r}") from error
+        self.stream = response.extensions.get("network_stream")
+        return content
 
-    def _open(self) -> http.client.HTTPConnection:
-        if self._http is None:
-            parts = urlsplit(self.url)
-            assert parts.hostname is not None
-            if parts.scheme == "https":
-                context = ssl.create_default_context()
-                self._http = http.client.HTTPSConnection(
-                    parts.hostname, parts.port, timeout=CONNECT_TIMEOUT, context=context
-                )
-            else:
-                self._http = http.client.HTTPConnection(parts.hostname, parts.port, timeout=CONNECT_TIMEOUT)
-        if self._http.sock is None:
-            self._http.connect()
-            sock: socket.socket = self._http.sock  # pyright: ignore[reportAssignmentType]  # unknown to its stub
-            _keep_alive(sock)
-            sock.settimeout(self._timeout)
-        if self._canceled:  # checked after the socket exists: either `cancel` sees the socket, or this sees the flag
-            raise ConnectionAbortedError("canceled")
-        return self._http
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+
+def open_transport() -> httpx2.AsyncBaseTransport:
+    """Returns a transport with one connection, which stays open between calls."""
+    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    options += [
+        (socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in KEEPALIVE if hasattr(socket, name)
+    ]
+    limits = httpx2.Limits(max_connections=1, keepalive_expiry=None)
+    return httpx2.AsyncHTTPTransport(verify=_ssl_context(), trust_env=False, limits=limits, socket_options=options)
+
+
+def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Runs a coroutine on an event loop in a thread of its own, because the caller's thread may run a loop already.
+
+    An exception in the caller's thread, such as Ctrl-C, cancels the coroutine.
+    """
+    with start_blocking_portal() as portal:
+        return portal.call(lambda: coroutine)
 
 
 def check_url(url: str) -> str:
@@ -122,40 +111,35 @@ def check_url(url: str) -> str:
         TrimtabError: it is not `http(s)://host[:port]`.
     """
     try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
+        parts = httpx2.URL(url)
+    except httpx2.InvalidURL:
         valid = False
     else:
-        valid = valid and parts.path in ("", "/") and not parts.query and not parts.fragment
+        valid = parts.scheme in ("http", "https") and parts.host and parts.port != 0
+        valid = valid and parts.path == "/" and not parts.query and not parts.fragment
     if not valid:
         raise TrimtabError(f"{url!r} is not the base URL of a server: write it like http://127.0.0.1:8000")
     return url.rstrip("/")
 
 
-def _keep_alive(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE:
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+@cache
+def _ssl_context() -> ssl.SSLContext:
+    return ssl.create_default_context()  # takes tens of milliseconds, so it is shared
 
 
-def _decode(data: bytes) -> dict[str, Any]:
+def _first_cause(error: BaseException) -> BaseException:
+    """Returns the error of the operating system, which names the reason, where there is one."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error
+
+
+def _message(response: httpx2.Response) -> str:
+    """Returns the error message in a response, JSON or text, as one line."""
     try:
-        content = json.loads(data)
+        content: Any = response.json()
     except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise ServerUnavailable(f"the answer is not a JSON object: {data[:EXCERPT_LENGTH]!r}")
-    return content
-
-
-def _message(data: bytes) -> str:
-    """Returns the error message in a response body, JSON or text, as one line."""
-    try:
-        content: Any = json.loads(data)
-    except ValueError:
-        content = data.decode(errors="replace")
+        content = response.text
     for key in ("error", "detail", "message"):
         if isinstance(content, dict) and key in content:
             content = content[key]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +16,12 @@ from transformers import AutoConfig, GenerationConfig
 from trimtab.config import EngineConfig
 from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes, check_tokens, is_complete
 from trimtab.engines.request import check_vllm_temperature, validate_request
-from trimtab.engines.server.http_client import Connection, ServerUnavailable, check_url
-from trimtab.engines.server.request_queue import QueuedRequest, RequestQueue
-from trimtab.engines.server.server_connection import (
-    RateLimitedNotifier,
-    ServerConnection,
-    WrongWeights,
+from trimtab.engines.server.http_client import check_url, run
+from trimtab.engines.server.server_pool import (
+    InferenceServer,
+    QueuedRequest,
+    RequestDispatch,
+    load_weights,
     wait_for_servers,
 )
 from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, ServerProtocol
@@ -35,9 +32,6 @@ from trimtab.engines.stopping import StopChecker, eos_ids
 from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
 from trimtab.types import AbortSignal, Completion, FinishReason, Prompt, Sampling
-
-# Seconds between two checks of `interrupt`, and between two attempts to abort requests that may not have arrived yet.
-POLL_INTERVAL, ABORT_RETRY_INTERVAL = 0.02, 1.0
 
 
 class ServerEngine:
@@ -81,11 +75,11 @@ class ServerEngine:
         )
         self._manifest = WeightManifest.read(model_folder)
         protocol: ServerProtocol = VllmProtocol(settings.model) if settings.kind == "vllm" else SglangProtocol()
-        self._servers = [ServerConnection(check_url(url), protocol, settings.timeout, self._vocabulary) for url in urls]
+        self._servers = [InferenceServer(check_url(url), protocol, settings.timeout, self._vocabulary) for url in urls]
         self._folder = WeightFolder(settings.folder, getattr(torch, config.dtype))
         self._finished_before_failure: tuple[int, list[CompletionRequest], dict[int, CompletionResult]] | None = None
         self._calls = 0
-        wait_for_servers(self._servers, None, settings.reconnect_timeout, self.notify, everyone=True)
+        run(wait_for_servers(self._servers, None, settings.reconnect_timeout, self.notify, everyone=True))
         self._model = self._common_model()
 
     @property
@@ -141,12 +135,7 @@ class ServerEngine:
         """
         tensors = self._manifest.check(weights)
         folder, label = self._folder.write(tensors, version)
-        with ThreadPoolExecutor(len(self._servers)) as pool:
-            errors = [
-                error for error in pool.map(lambda server: _load_weights(server, folder, label), self._servers) if error
-            ]
-        if len(errors) == len(self._servers):
-            raise EngineDeadError(f"no inference server is left: {errors[0]}")
+        run(load_weights(self._servers, folder, label))
         self.policy_version = version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -155,9 +144,8 @@ class ServerEngine:
 
     def recover(self) -> None:
         """Waits up to `reconnect_timeout` for the first server that is back; it must serve the same model as before."""
-        wait_for_servers(
-            self._servers, self._folder.current, self._settings.reconnect_timeout, self.notify, everyone=False
-        )
+        timeout = self._settings.reconnect_timeout
+        run(wait_for_servers(self._servers, self._folder.current, timeout, self.notify, everyone=False))
 
     def close(self) -> None:
         """Removes the published weights; the servers keep running, because they were started by someone else."""
@@ -212,111 +200,24 @@ class ServerEngine:
             requests.append(QueuedRequest(index, request))
         return requests
 
-    def _run_requests(
-        self, requests: list[QueuedRequest], interrupt: AbortSignal | None
-    ) -> dict[int, CompletionResult]:
+    def _run_requests(self, requests: list[QueuedRequest], abort: AbortSignal | None) -> dict[int, CompletionResult]:
         """Returns the results by the indices of the requests; only an aborted call lacks some."""
-        contents, finished = [queued.request for queued in requests], dict[int, CompletionResult]()
-        previous = self._finished_before_failure
+        contents, results = [queued.request for queued in requests], dict[int, CompletionResult]()
+        previous, self._finished_before_failure = self._finished_before_failure, None
         if previous is not None and previous[:2] == (self.policy_version, contents):
-            finished = previous[2]
-        self._finished_before_failure = None
-        queue = RequestQueue([request for request in requests if request.index not in finished], len(self._servers))
-        queue.results |= finished
+            results = previous[2]
+        missing = [request for request in requests if request.index not in results]
+        folder, settings = self._folder.current, self._settings
         try:
-            self._run_workers(queue, interrupt, threads=-(-len(requests) // len(self._servers)))
+            run(RequestDispatch(self._servers, missing, results, folder, settings, self.notify).run(abort))
         except EngineDeadError:
-            self._finished_before_failure = (self.policy_version, contents, queue.results)
+            self._finished_before_failure = (self.policy_version, contents, results)
             raise
-        return queue.results
-
-    def _run_workers(self, queue: RequestQueue, interrupt: AbortSignal | None, threads: int) -> None:
-        connections = [
-            (index, server.connect())
-            for index, server in enumerate(self._servers)
-            for _ in range(min(threads, self._settings.concurrency))
-        ]
-        notifier = RateLimitedNotifier(self.notify)
-        workers = [
-            threading.Thread(target=self._run_connection, args=(*pair, queue, notifier), daemon=True)
-            for pair in connections
-        ]
-        for worker in workers:
-            worker.start()
-        try:
-            self._wait_for_end(queue, interrupt)
-        except BaseException as error:
-            queue.fail(error)
-            raise
-        finally:
-            # Requests are still in progress only after an error.
-            for _, connection in connections:
-                connection.cancel()
-            for worker in workers:
-                worker.join()
-        if queue.error is not None:
-            raise queue.error
-
-    def _wait_for_end(self, queue: RequestQueue, interrupt: AbortSignal | None) -> None:
-        """Waits for the end of the call. Aborts are repeated: a request may reach its server after the first abort."""
-        while not queue.wait(None if interrupt is None else POLL_INTERVAL):
-            if interrupt is not None and interrupt.is_set():
-                queue.interrupt()
-                for server in self._servers:
-                    server.abort()
-                queue.wait(ABORT_RETRY_INTERVAL)
-
-    def _run_connection(
-        self, index: int, connection: Connection, queue: RequestQueue, notifier: RateLimitedNotifier
-    ) -> None:
-        """Runs one connection: sends one request after the other until the end of the call."""
-        server = self._servers[index]
-
-        def on_lost(error: ServerUnavailable) -> None:
-            since = [other.lost_at for other in self._servers if other.lost_at is not None]
-            if len(since) < len(self._servers):
-                return
-            patience = self._settings.reconnect_timeout
-            if time.monotonic() - max(since) > patience:
-                queue.fail(EngineDeadError(f"no inference server is left: {error}"))
-            else:
-                notifier.notify(f"no inference server is left ({error}); waiting {patience:g} s for one to come back")
-
-        def wait_until_healthy() -> bool:
-            return server.wait_until_healthy(self._folder.current, queue.wait, on_lost)
-
-        try:
-            healthy = server.alive or wait_until_healthy()
-            while healthy and (request := queue.take(index, connection.close)) is not None:
-                try:
-                    result = server.request(connection, request.request)
-                    if result.finish == "abort" and not queue.interrupted:
-                        raise ServerUnavailable(f"{server.url} aborted a response that was not to be aborted")
-                except ServerUnavailable as error:
-                    queue.requeue(request, index, error, asked=not isinstance(error, WrongWeights))
-                    healthy = wait_until_healthy()
-                else:
-                    queue.finish(request, result)
-        except BaseException as error:
-            queue.fail(error)
-        finally:
-            connection.close()
+        return results
 
 
 def _warn(line: str) -> None:
     warnings.warn(line, TrimtabWarning, stacklevel=3)
-
-
-def _load_weights(server: ServerConnection, folder: Path, label: str) -> ServerUnavailable | None:
-    """Loads weights into one server; returns the error of a server that may load them later."""
-    server.label = label
-    if not server.alive:
-        return ServerUnavailable(f"{server.url} is lost")
-    try:
-        server.load(folder, label)
-    except ServerUnavailable as error:
-        return error
-    return None
 
 
 def _completion(

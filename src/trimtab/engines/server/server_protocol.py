@@ -51,25 +51,25 @@ class ServerProtocol(Protocol):
     A label names weights: each update sets one, and a restarted server reports a different one.
     """
 
-    def model(self, connection: Connection) -> Model: ...
+    async def model(self, connection: Connection) -> Model: ...
 
-    def label(self, connection: Connection) -> str:
+    async def label(self, connection: Connection) -> str:
         """Returns the label of the weights in use."""
         ...
 
-    def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:
+    async def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:
         """Returns one sampled response."""
         ...
 
-    def processed(self, connection: Connection, ids: list[int], model: Model, vocabulary: int) -> bool:
+    async def processed(self, connection: Connection, ids: list[int], model: Model, vocabulary: int) -> bool:
         """Returns whether log-probs are those of the sampled distribution, by sampling a few tokens after `ids`."""
         ...
 
-    def abort(self, connection: Connection) -> None:
+    async def abort(self, connection: Connection) -> None:
         """Aborts all requests of the server; each returns the tokens sampled so far."""
         ...
 
-    def load(self, connection: Connection, folder: Path, label: str) -> None:
+    async def load(self, connection: Connection, folder: Path, label: str) -> None:
         """Loads the weights in `folder`, resets the prefix cache and sets `label`."""
         ...
 

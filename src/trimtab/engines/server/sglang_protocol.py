@@ -39,15 +39,15 @@ class SglangProtocol:
     Seeds are used only by servers started with `--enable-deterministic-inference`.
     """
 
-    def model(self, connection: Connection) -> Model:
-        info = connection.get("/model_info")
+    async def model(self, connection: Connection) -> Model:
+        info = await connection.call("/model_info")
         # `model_path` changes to the folder of the weights loaded last; the tokenizer path does not.
         return Model(str(info.get("tokenizer_path")), None)
 
-    def label(self, connection: Connection) -> str:
-        return str(connection.get("/model_info").get("weight_version"))
+    async def label(self, connection: Connection) -> str:
+        return str((await connection.call("/model_info")).get("weight_version"))
 
-    def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:  # noqa: ARG002
+    async def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:  # noqa: ARG002
         sampling = request.sampling
         params = {
             "max_new_tokens": request.max_tokens,
@@ -58,17 +58,17 @@ class SglangProtocol:
             "sampling_seed": request.seed % MAX_SEED,
         }
         # Without a request id: a retry with the same id is refused until the server notices the broken connection.
-        return _generate(connection, {"input_ids": request.ids}, params)
+        return await _generate(connection, {"input_ids": request.ids}, params)
 
-    def processed(self, connection: Connection, ids: list[int], model: Model, vocabulary: int) -> bool:  # noqa: ARG002
+    async def processed(self, connection: Connection, ids: list[int], model: Model, vocabulary: int) -> bool:  # noqa: ARG002
         params = {"max_new_tokens": PROBE_TOKENS, "temperature": PROBE_TEMPERATURE, "ignore_eos": True}
-        result = _generate(connection, {"input_ids": ids}, params)
+        result = await _generate(connection, {"input_ids": ids}, params)
         return all(abs(logp + math.log(vocabulary)) < PROBE_TOLERANCE for logp in result.logp)
 
-    def abort(self, connection: Connection) -> None:
-        connection.post("/abort_request", {"rid": "", "abort_all": True})
+    async def abort(self, connection: Connection) -> None:
+        await connection.call("/abort_request", {"rid": "", "abort_all": True})
 
-    def load(self, connection: Connection, folder: Path, label: str) -> None:
+    async def load(self, connection: Connection, folder: Path, label: str) -> None:
         body = {
             "model_path": str(folder),
             "weight_version": label,
@@ -76,7 +76,7 @@ class SglangProtocol:
             "abort_all_requests": True,
         }
         try:
-            reply = connection.post("/update_weights_from_disk", body)
+            reply = await connection.call("/update_weights_from_disk", body)
             failure = None if reply.get("success") is True else str(reply.get("message"))
         except RequestRejected as error:
             failure = str(error)
@@ -87,9 +87,10 @@ class SglangProtocol:
             )
 
 
-def _generate(connection: Connection, body: dict[str, Any], params: dict[str, Any]) -> CompletionResult:
+async def _generate(connection: Connection, body: dict[str, Any], params: dict[str, Any]) -> CompletionResult:
     url = connection.url
-    reply = connection.post("/generate", {**body, "return_logprob": True, "sampling_params": {**_COMMON, **params}})
+    body = {**body, "return_logprob": True, "sampling_params": {**_COMMON, **params}}
+    reply = await connection.call("/generate", body)
     info = reply.get("meta_info") or {}
     reason = info.get("finish_reason") or {}
     kind = reason.get("type")

@@ -40,8 +40,8 @@ class VllmProtocol:
     def __init__(self, name: str | None) -> None:
         self._name = name
 
-    def model(self, connection: Connection) -> Model:
-        served = {card["id"]: card for card in connection.get("/v1/models").get("data", [])}
+    async def model(self, connection: Connection) -> Model:
+        served = {card["id"]: card for card in (await connection.call("/v1/models")).get("data", [])}
         name = self._name or next(iter(served), None)
         if name is None or name not in served:
             raise TrimtabError(
@@ -49,10 +49,10 @@ class VllmProtocol:
             )
         return Model(name, served[name].get("max_model_len"))
 
-    def label(self, connection: Connection) -> str:
-        return str(_control(connection, "GET", "/weight_info")["weight_version"])
+    async def label(self, connection: Connection) -> str:
+        return str((await _control(connection, "/weight_info"))["weight_version"])
 
-    def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:
+    async def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:
         sampling = request.sampling
         body = {
             "prompt": request.ids,
@@ -64,35 +64,35 @@ class VllmProtocol:
             "stop_token_ids": list(request.stop_ids),
             "ignore_eos": sampling.ignore_stop,
         }
-        return _request_completion(connection, model, body)
+        return await _request_completion(connection, model, body)
 
-    def processed(self, connection: Connection, ids: list[int], model: Model, vocabulary: int) -> bool:  # noqa: ARG002
+    async def processed(self, connection: Connection, ids: list[int], model: Model, vocabulary: int) -> bool:  # noqa: ARG002
         # With top_k = 1 the processed log-prob is 0. Temperatures above 2, another test, are refused by vLLM.
         body = {"prompt": ids, "max_tokens": PROBE_TOKENS, "temperature": 1.0, "top_k": 1, "ignore_eos": True}
-        return all(logp == 0 for logp in _request_completion(connection, model, body).logp)
+        return all(logp == 0 for logp in (await _request_completion(connection, model, body)).logp)
 
-    def abort(self, connection: Connection) -> None:
-        _control(connection, "POST", "/abort_requests", {})
+    async def abort(self, connection: Connection) -> None:
+        await _control(connection, "/abort_requests", {})
 
-    def load(self, connection: Connection, folder: Path, label: str) -> None:
+    async def load(self, connection: Connection, folder: Path, label: str) -> None:
         # No request may run while weights change, and no call waits for a request that still runs at an update.
-        _control(connection, "POST", "/pause?mode=abort")
+        await _control(connection, "/pause?mode=abort", {})
         try:
             path, table = entries(folder)
             body = {"method": "load_published", "args": [str(path), table]}
             advice = f"{folder} must be seen by the server (engine.server.folder); {START}"
-            _control(connection, "POST", "/collective_rpc", body, advice=advice)
-            if _control(connection, "POST", "/reset_prefix_cache").get("success") is not True:
+            await _control(connection, "/collective_rpc", body, advice=advice)
+            if (await _control(connection, "/reset_prefix_cache", {})).get("success") is not True:
                 raise TrimtabError(f"{connection.url} did not reset its prefix cache: requests are still running")
-            _control(connection, "POST", "/update_weight_version", {"new_version": label})
+            await _control(connection, "/update_weight_version", {"new_version": label})
         finally:
-            connection.close()  # after an error it may be unusable
-            _control(connection, "POST", "/resume")
+            await _control(connection, "/resume", {})
 
 
-def _request_completion(connection: Connection, model: Model, body: dict[str, Any]) -> CompletionResult:
+async def _request_completion(connection: Connection, model: Model, body: dict[str, Any]) -> CompletionResult:
     where = f"{connection.url}/v1/completions"
-    [choice] = connection.post("/v1/completions", {**_COMMON, "model": model.name, **body})["choices"]
+    reply = await connection.call("/v1/completions", {**_COMMON, "model": model.name, **body})
+    [choice] = reply["choices"]
     ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
     if ids is None or logprobs is None:
         raise TrimtabError(f"{where} returned no token ids or no log-probs: it needs vllm >= 0.32")
@@ -102,11 +102,11 @@ def _request_completion(connection: Connection, model: Model, body: dict[str, An
     return validate_result(where, ids, logprobs["token_logprobs"], finish)
 
 
-def _control(
-    connection: Connection, method: str, path: str, body: dict[str, Any] | None = None, *, advice: str = START
+async def _control(
+    connection: Connection, path: str, body: dict[str, Any] | None = None, advice: str = START
 ) -> dict[str, Any]:
     """Calls a route that vLLM has in development mode only."""
     try:
-        return connection.get(path) if method == "GET" else connection.post(path, body)
+        return await connection.call(path, body)
     except RequestRejected as error:
         raise TrimtabError(f"{error}; {advice}") from error

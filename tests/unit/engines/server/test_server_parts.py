@@ -1,29 +1,26 @@
-"""The parts of the server engine that need no server: sharing work out, reading answers, handing weights over."""
+"""The parts of the server engine that need no server: protocols, completions and the weight folder."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
 import signal
 import socket
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.support.engines import EOS, PIECES, tokenizer
 
 from trimtab.engines.remote.shared_weights import SharedWeights
 from trimtab.engines.request import check_vllm_temperature
+from trimtab.engines.server import http_client
 from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, check_url
-from trimtab.engines.server.request_queue import MAX_ATTEMPTS, QueuedRequest, RequestQueue
-from trimtab.engines.server.server_connection import MAX_WEIGHT_UPLOADS, ServerConnection, WrongWeights
 from trimtab.engines.server.server_engine import _completion, _seed
 from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, validate_result
 from trimtab.engines.server.sglang_protocol import SglangProtocol
@@ -38,64 +35,6 @@ ASK = CompletionRequest(
     name="run-1-0", ids=[3, 4], max_tokens=4, seed=(1 << 62) + 5, sampling=SAMPLING, stop_ids=(EOS,)
 )
 MODEL = Model("m", 64)
-
-
-def jobs(count: int) -> list[QueuedRequest]:
-    return [QueuedRequest(index, ASK) for index in range(count)]
-
-
-def never() -> None:
-    raise AssertionError("nobody has to wait here")
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 40), st.integers(1, 4), st.data())
-def test_whatever_fails_every_job_is_answered_once(count: int, servers: int, data: st.DataObject) -> None:
-    """Workers in a random order; each attempt fails or not; failing servers are seen by nobody but themselves."""
-    batch, held = RequestQueue(jobs(count), servers), dict[int, QueuedRequest]()
-    while not batch.over:
-        server = data.draw(st.integers(0, servers - 1))
-        if server in held:
-            job = held.pop(server)
-            if job.failures < MAX_ATTEMPTS - 2 and data.draw(st.booleans()):
-                batch.requeue(job, server, ServerUnavailable("gone"))
-            else:
-                batch.finish(job, CompletionResult([job.index], [0.0], "stop"))
-        elif any(batch._waiting):
-            job = batch.take(server, never)
-            assert job is not None
-            held[server] = job
-    assert batch.error is None
-    assert {index: answer.ids for index, answer in batch.results.items()} == {i: [i] for i in range(count)}
-    assert all(batch.take(server, never) is None for server in range(servers))
-
-
-def test_samples_of_a_prompt_stay_together_until_somebody_is_idle() -> None:
-    batch = RequestQueue(jobs(8), 2)
-    order = [batch.take(server, never) for server in (0, 1, 0, 1, 0, 0, 0)]
-    assert [job.index for job in order if job] == [0, 4, 1, 5, 2, 3, 7]  # the last one is the other's farthest
-
-
-def test_a_job_that_always_fails_ends_the_call() -> None:
-    batch = RequestQueue(jobs(1), 1)
-    for _ in range(MAX_ATTEMPTS):
-        job = batch.take(0, never)
-        assert job is not None
-        batch.requeue(job, 0, ServerUnavailable("http://x: boom"))
-    with pytest.raises(TrimtabError, match="8 times without an answer; http://x: boom"):
-        raise batch.error or AssertionError
-
-
-def test_an_interrupt_drops_what_did_not_begin_and_waits_for_what_did() -> None:
-    batch = RequestQueue(jobs(3), 1)
-    job = batch.take(0, never)
-    assert job is not None
-    batch.interrupt()
-    assert not batch.over
-    batch.requeue(job, 0, ServerUnavailable("gone"))  # not asked again
-    assert batch.over
-    assert batch.take(0, never) is None
-    assert batch.results == {}
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("-inf"), -9999.0])
@@ -211,43 +150,25 @@ def test_a_url_that_is_none(url: str) -> None:
 
 
 class Scripted:
-    """A real socket that answers every request with what it is told, and remembers what it was asked."""
+    """Answers every request with the result of its path, and remembers what it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.results: dict[str, tuple[int, Any]] = {}
         self.asked: list[tuple[str, Any]] = []
-        scripted = self
+        monkeypatch.setattr(http_client, "open_transport", lambda: httpx2.MockTransport(self.answer))
+        self.connection = Connection("http://server", 5.0)
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                scripted.asked.append((self.path, json.loads(data) if data else None))
-                status, body = scripted.results[self.path]
-                found = body if isinstance(body, bytes) else json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(found)))
-                self.end_headers()
-                self.wfile.write(found)
-
-            do_GET = do_POST
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    def answer(self, request: httpx2.Request) -> httpx2.Response:
+        path = request.url.raw_path.decode()
+        self.asked.append((path, json.loads(request.content) if request.content else None))
+        status, body = self.results[path]
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx2.Response(status, content=content)
 
 
 @pytest.fixture
-def scripted() -> Any:
-    made = Scripted()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    return Scripted(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -263,69 +184,8 @@ def scripted() -> Any:
 )
 def test_errors_are_told_apart(scripted: Scripted, status: int, body: Any, kind: type[Exception], said: str) -> None:
     scripted.results["/x"] = (status, body)
-    connection = Connection(scripted.url, 5.0)
     with pytest.raises(kind, match=said):
-        connection.post("/x")
-    connection.close()
-
-
-def test_nobody_there_is_unreachable_and_so_is_a_canceled_connection(scripted: Scripted) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        with pytest.raises(ServerUnavailable, match="ConnectionRefusedError"):
-            Connection(f"http://127.0.0.1:{unused.getsockname()[1]}", 5.0).get("/health")
-    scripted.results["/health"] = (200, b"")
-    connection = Connection(scripted.url, 5.0)
-    assert connection.get("/health") == {}
-    assert connection.is_open
-    connection.cancel()
-    with pytest.raises(ServerUnavailable):
-        connection.get("/health")
-    with pytest.raises(ServerUnavailable, match="canceled"):
-        connection.get("/health")
-
-
-def test_a_server_that_fails_inside_is_asked_again_but_a_refusal_is_final(scripted: Scripted) -> None:
-    server = ServerConnection(scripted.url, VllmProtocol(None), 5.0, 91)
-    server.model, server.label = MODEL, "a"
-    scripted.results |= {
-        "/weight_info": (200, {"weight_version": "a"}),
-        "/v1/completions": (500, {"error": "EngineDead"}),
-    }
-    with pytest.raises(ServerUnavailable, match="EngineDead"):
-        server.request(server.connect(), ASK)
-    scripted.results["/v1/completions"] = (400, {"error": "temperature must be in [0, 2]"})
-    with pytest.raises(RequestRejected, match="temperature"):
-        server.request(server.connect(), ASK)
-    scripted.results["/weight_info"] = (200, {"weight_version": "default"})
-    with pytest.raises(ServerUnavailable, match="was restarted: its weights are 'default', not 'a'"):
-        server.request(server.connect(), ASK)
-
-
-def test_a_server_that_never_answers_with_its_weights_is_not_given_them_forever(
-    scripted: Scripted, tmp_path: Path
-) -> None:
-    info = {"tokenizer_path": MODEL.name, "weight_version": "default"}
-    scripted.results |= {
-        "/health": (200, {}),
-        "/model_info": (200, info),
-        "/update_weights_from_disk": (200, {"success": True}),
-        "/generate": (500, {"error": "asked"}),
-    }
-    server = ServerConnection(scripted.url, SglangProtocol(), 5.0, 91)
-    server.model, server.label = Model(MODEL.name, None), "a"
-    for _ in range(MAX_WEIGHT_UPLOADS - 1):
-        server.check_and_update(tmp_path)
-        with pytest.raises(WrongWeights):
-            server.request(server.connect(), ASK)
-    info["weight_version"] = "a"  # once: what was in vain before no longer counts
-    with pytest.raises(ServerUnavailable, match="asked"):
-        server.request(server.connect(), ASK)
-    info["weight_version"] = "default"
-    for _ in range(MAX_WEIGHT_UPLOADS):
-        server.check_and_update(tmp_path)
-    with pytest.raises(TrimtabError, match="the weights 'a' 5 times and still says that it holds 'default'"):
-        server.check_and_update(tmp_path)
+        asyncio.run(scripted.connection.call("/x", {}))
 
 
 def vllm_reply(**changes: Any) -> dict[str, Any]:
@@ -335,7 +195,7 @@ def vllm_reply(**changes: Any) -> dict[str, Any]:
 
 def test_what_vllm_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
     scripted.results["/v1/completions"] = (200, vllm_reply())
-    answer = VllmProtocol(None).request(Connection(scripted.url, 5.0), ASK, MODEL)
+    answer = asyncio.run(VllmProtocol(None).request(scripted.connection, ASK, MODEL))
     assert answer == CompletionResult([5, 6], [-0.25, -0.5], "stop")
     [(_, body)] = scripted.asked
     assert body["prompt"] == [3, 4]
@@ -344,7 +204,7 @@ def test_what_vllm_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
     assert [body[k] for k in ("top_p", "top_k", "min_p", "repetition_penalty")] == [1.0, 0, 0.0, 1.0]
     assert (body["logprobs"], body["return_token_ids"], body["skip_special_tokens"]) == (0, True, False)
     forced = CompletionRequest("n", [3], 4, 1, Sampling(ignore_stop=True, stop=("ab",)), ())
-    VllmProtocol(None).request(Connection(scripted.url, 5.0), forced, MODEL)
+    asyncio.run(VllmProtocol(None).request(scripted.connection, forced, MODEL))
     assert (scripted.asked[1][1]["ignore_eos"], scripted.asked[1][1]["stop"]) == (True, [])
     for changes, said in [
         ({"token_ids": None}, "no token ids or no log-probs"),
@@ -354,28 +214,28 @@ def test_what_vllm_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
     ]:
         scripted.results["/v1/completions"] = (200, vllm_reply(**changes))
         with pytest.raises(TrimtabError, match=said):
-            VllmProtocol(None).request(Connection(scripted.url, 5.0), ASK, MODEL)
+            asyncio.run(VllmProtocol(None).request(scripted.connection, ASK, MODEL))
 
 
 def test_a_server_without_the_routes_says_how_to_start_it(scripted: Scripted, tmp_path: Path) -> None:
     scripted.results |= {path: (404, {"detail": "Not Found"}) for path in ("/weight_info", "/pause?mode=abort")}
-    connection = Connection(scripted.url, 5.0)
+    connection = scripted.connection
     for call in (
         lambda: VllmProtocol(None).label(connection),
         lambda: VllmProtocol(None).load(connection, tmp_path, "l"),
     ):
         with pytest.raises(TrimtabError, match="VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls"):
-            call()
+            asyncio.run(call())
 
 
 def test_the_served_name_is_found_or_asked_for(scripted: Scripted) -> None:
     cards = [{"id": "base", "max_model_len": 512}, {"id": "other", "max_model_len": 128}]
     scripted.results["/v1/models"] = (200, {"data": cards})
-    connection = Connection(scripted.url, 5.0)
-    assert VllmProtocol(None).model(connection) == Model("base", 512)
-    assert VllmProtocol("other").model(connection) == Model("other", 128)
+    connection = scripted.connection
+    assert asyncio.run(VllmProtocol(None).model(connection)) == Model("base", 512)
+    assert asyncio.run(VllmProtocol("other").model(connection)) == Model("other", 128)
     with pytest.raises(TrimtabError, match=r"serves base, other, not 'else': set engine\.server\.model"):
-        VllmProtocol("else").model(connection)
+        asyncio.run(VllmProtocol("else").model(connection))
 
 
 def sglang_reply(**changes: Any) -> dict[str, Any]:
@@ -385,7 +245,7 @@ def sglang_reply(**changes: Any) -> dict[str, Any]:
 
 
 def test_what_sglang_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
-    protocol, request = SglangProtocol(), lambda: protocol.request(Connection(scripted.url, 5.0), ASK, MODEL)
+    protocol, request = SglangProtocol(), lambda: asyncio.run(protocol.request(scripted.connection, ASK, MODEL))
     scripted.results["/generate"] = (200, sglang_reply())
     assert request() == CompletionResult([5, 6], [-0.25, -0.5], "stop")
     [(_, body)] = scripted.asked
@@ -413,7 +273,7 @@ def test_sglang_says_why_it_did_not_take_weights(scripted: Scripted, tmp_path: P
     for status in (200, 400):  # it answers 400; a proxy may not
         scripted.results["/update_weights_from_disk"] = (status, {"success": False, "message": "no such folder"})
         with pytest.raises(TrimtabError, match=r"no such folder.*engine\.server\.folder"):
-            SglangProtocol().load(Connection(scripted.url, 5.0), tmp_path, "label")
+            asyncio.run(SglangProtocol().load(scripted.connection, tmp_path, "label"))
     assert scripted.asked[0][1]["weight_version"] == "label"
     assert scripted.asked[0][1]["flush_cache"] is True
 

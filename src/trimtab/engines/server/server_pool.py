@@ -1,0 +1,364 @@
+"""Inference servers driven by one event loop: health, weights, and one call's requests with retry and failover."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.config import ServerConfig
+from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable
+from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, ServerProtocol
+from trimtab.errors import EngineDeadError, TrimtabError
+from trimtab.types import AbortSignal
+
+# Seconds for answers to health and weight queries and to aborts: a busy server answers late, one that hangs never.
+CONTROL_TIMEOUT = 30.0
+# Seconds between two checks of a server that does not answer: the first, doubled up to the maximum.
+INITIAL_BACKOFF, MAX_BACKOFF = 0.25, 5.0
+# Seconds between two messages about a wait.
+NOTIFY_INTERVAL = 5.0
+# Seconds between two checks of the abort signal, and between two aborts of a server: a request may arrive after one.
+POLL_INTERVAL, ABORT_RETRY_INTERVAL = 0.02, 1.0
+# Failed checks after which a server counts as lost; four seconds in all, so that short failures do not count.
+MAX_FAILED_CHECKS = 5
+# How often in a row a server is given weights that it then does not report as its own.
+MAX_WEIGHT_UPLOADS = 5
+# A request that failed this often fails the call: it may itself be what makes the servers fail.
+MAX_ATTEMPTS = 8
+# Status of a completion request to a server whose model process is dying. For a control route: the command failed.
+INTERNAL_SERVER_ERROR = 500
+
+
+class WrongWeights(ServerUnavailable):
+    """The server does not hold the expected weights; the request was not sent."""
+
+
+class InferenceServer:
+    """The client of one server. `model` and `label` (of the weights) must not change after the first check."""
+
+    def __init__(self, url: str, protocol: ServerProtocol, timeout: float, vocabulary: int) -> None:
+        self.url = url
+        self.protocol = protocol
+        self.lost_at: float | None = None  # on the monotonic clock; None while the server does not count as lost
+        self.model: Model | None = None
+        self.label: str | None = None
+        self.checks = 0
+        # Held by the connection that checks the server. A lock belongs to one event loop, so each call renews it.
+        self.lock = asyncio.Lock()
+        self._timeout = timeout
+        self._vocabulary = vocabulary
+        self._failed_uploads = 0  # consecutive uploads after which the server did not report the uploaded weights
+        self._processed = False
+
+    def connect(self) -> aclosing[Connection]:
+        return aclosing(Connection(self.url, self._timeout))
+
+    async def request(self, connection: Connection, request: CompletionRequest) -> CompletionResult:
+        """Returns one response over a connection of `connect`.
+
+        The label of the weights is read over every new TCP connection before it carries a request, and a result counts
+        only if it came over that same TCP connection: a restarted server would answer with the weights it started from.
+        """
+        assert self.model is not None
+        try:
+            if connection.stream is None:
+                await self._check_weights(connection)
+            checked = connection.stream
+            if request.sampling.temperature not in (0.0, 1.0):
+                await self._check_processed(connection, request.ids, self.model)
+            result = await self.protocol.request(connection, request, self.model)
+        except RequestRejected as error:
+            if error.status == INTERNAL_SERVER_ERROR:
+                raise ServerUnavailable(str(error)) from error
+            raise
+        if connection.stream is None or connection.stream is not checked:
+            connection.stream = None
+            raise ServerUnavailable(f"{self.url} closed a connection after its weights were checked")
+        return result
+
+    async def _check_weights(self, connection: Connection) -> None:
+        try:
+            label = await self.protocol.label(connection)
+        except ServerUnavailable as error:
+            raise WrongWeights(str(error)) from error
+        if label != self.label:
+            connection.stream = None
+            raise WrongWeights(f"{self.url} was restarted: its weights are {label!r}, not {self.label!r}")
+        self._failed_uploads = 0
+
+    async def _check_processed(self, connection: Connection, ids: list[int], model: Model) -> None:
+        """Checks, once after each health check, that log-probs are those of the distribution that is sampled.
+
+        Raises:
+            TrimtabError: they are not.
+        """
+        async with self.lock:
+            self._processed = self._processed or await self.protocol.processed(connection, ids, model, self._vocabulary)
+        if not self._processed:
+            raise TrimtabError(
+                f"{self.url} returns log-probs from before the temperature: start vLLM with --logprobs-mode "
+                "processed_logprobs, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+            )
+
+    async def abort(self) -> None:
+        """Aborts all requests of the server again and again, until canceled."""
+        while True:
+            try:
+                async with aclosing(Connection(self.url, CONTROL_TIMEOUT)) as connection:
+                    await self.protocol.abort(connection)
+            except ServerUnavailable:
+                pass  # counts as aborted
+            await asyncio.sleep(ABORT_RETRY_INTERVAL)
+
+    async def check_and_update(self, weights: Path | None) -> None:
+        """Checks health and model, and loads `weights` where the server reports others.
+
+        Raises:
+            ServerUnavailable: the server does not answer now.
+            TrimtabError: it serves another model, does not load the weights, or never reports them as its own.
+        """
+        async with aclosing(Connection(self.url, CONTROL_TIMEOUT)) as connection:
+            await connection.call("/health")
+            model, label = await self.protocol.model(connection), await self.protocol.label(connection)
+        if self.model is not None and model != self.model:
+            raise TrimtabError(
+                f"{self.url} came back with {model.name!r} (context {model.context}), it served {self.model.name!r} "
+                f"(context {self.model.context}): start it as it was"
+            )
+        if weights is None:
+            self.label = label
+        elif self.label is not None and label != self.label:
+            self._failed_uploads += 1
+            if self._failed_uploads > MAX_WEIGHT_UPLOADS:
+                raise TrimtabError(
+                    f"{self.url} was given the weights {self.label!r} {MAX_WEIGHT_UPLOADS} times and still says that "
+                    f"it holds {label!r}: name every server by a URL of its own, without a balancer in front"
+                )
+            await self.load(weights, self.label)
+        self.model, self.lost_at, self._processed = model, None, False
+        self.checks += 1
+
+    async def load(self, weights: Path, label: str) -> None:
+        """Loads the weights in a folder into the server. Raises `ServerUnavailable` if it fails meanwhile."""
+        self.label = label
+        try:
+            async with self.connect() as connection:
+                await self.protocol.load(connection, weights, label)
+        except ServerUnavailable:
+            self.mark_lost()
+            raise
+
+    def mark_lost(self) -> None:
+        self.lost_at = time.monotonic() if self.lost_at is None else self.lost_at
+
+
+def rate_limited(notify: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns a function that calls `notify` at most every `NOTIFY_INTERVAL` seconds."""
+    last = -math.inf
+
+    def notify_rarely(line: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= NOTIFY_INTERVAL:
+            last = time.monotonic()
+            notify(line)
+
+    return notify_rarely
+
+
+async def wait_for_servers(
+    servers: Sequence[InferenceServer],
+    weights: Path | None,
+    timeout: float,
+    notify: Callable[[str], None],
+    *,
+    everyone: bool,
+) -> None:
+    """Waits until one server works, or all of them with `everyone`; `notify` gets a line every few seconds.
+
+    Raises:
+        TrimtabError: they do not within `timeout` seconds.
+    """
+    deadline, backoff, notify = time.monotonic() + timeout, INITIAL_BACKOFF, rate_limited(notify)
+    while True:
+        unavailable = await _gather(server.check_and_update(weights) for server in servers)
+        if not unavailable or (not everyone and len(unavailable) < len(servers)):
+            return
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise TrimtabError(
+                f"{len(unavailable)} of {len(servers)} inference servers did not answer within {timeout:g} s "
+                f"({unavailable[0]}): start them, or raise engine.server.reconnect_timeout (docs/servers.md)"
+            )
+        count = f"{len(unavailable)} of {len(servers)}"
+        notify(f"waiting up to {remaining:.0f} s for {count} inference servers ({unavailable[0]})")
+        await asyncio.sleep(min(backoff, remaining))
+        backoff = min(2 * backoff, MAX_BACKOFF)
+
+
+async def load_weights(servers: Sequence[InferenceServer], folder: Path, label: str) -> None:
+    """Loads weights into every server that is alive; the others get them when they are back.
+
+    Raises:
+        EngineDeadError: no server is left.
+        TrimtabError: a server does not load the weights.
+    """
+    for server in servers:
+        server.label = label
+    alive = [server for server in servers if server.lost_at is None]
+    unavailable = await _gather(server.load(folder, label) for server in alive)
+    if len(unavailable) == len(alive):
+        reason = unavailable[0] if unavailable else f"{servers[0].url} is lost"
+        raise EngineDeadError(f"no inference server is left: {reason}")
+
+
+async def _gather(calls: Iterable[Awaitable[None]]) -> list[ServerUnavailable]:
+    """Runs all calls at once, to their end; returns the temporary failures and raises the first other error."""
+    errors = [error for error in await asyncio.gather(*calls, return_exceptions=True) if error is not None]
+    for error in errors:
+        if not isinstance(error, ServerUnavailable):
+            raise error
+    return [error for error in errors if isinstance(error, ServerUnavailable)]
+
+
+@dataclass(slots=True)
+class QueuedRequest:
+    """A request in the queue; `index` is the index of its response in the call."""
+
+    index: int
+    request: CompletionRequest
+    failures: int = 0
+
+
+class RequestDispatch:
+    """The requests of one generate call, sent to all servers; `results` is filled by index.
+
+    Each server gets a contiguous part of the requests, so that the samples of a prompt share its prefix cache; a server
+    without requests takes from the end of the longest list. A request is waiting, with exactly one worker, or done at
+    any time: none is lost and none is answered twice, whatever happens to a server.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[InferenceServer],
+        requests: Sequence[QueuedRequest],
+        results: dict[int, CompletionResult],
+        weights: Path | None,
+        settings: ServerConfig,
+        notify: Callable[[str], None],
+    ) -> None:
+        self._servers = servers
+        self._results = results
+        self._weights = weights
+        self._reconnect_timeout = settings.reconnect_timeout
+        self._notify = rate_limited(notify)
+        edges = [len(requests) * i // len(servers) for i in range(len(servers) + 1)]
+        self._waiting = [deque(requests[edges[i] : edges[i + 1]]) for i in range(len(servers))]
+        self._available = asyncio.Semaphore(len(requests))  # counts waiting requests
+        self._workers = min(settings.concurrency, -(-len(requests) // len(servers)))  # of one server
+        self._unanswered = len(requests)
+        self._aborted = False
+        self._ended = asyncio.Event()
+
+    async def run(self, abort: AbortSignal | None) -> None:
+        """Sends the requests until all are answered, or those that had been sent when `abort` was set.
+
+        Raises:
+            EngineDeadError: all servers were lost and none came back.
+            TrimtabError: a server refuses a request; a request was not answered after many attempts.
+        """
+        self._end(0)
+        for server in self._servers:
+            server.lock = asyncio.Lock()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [] if abort is None else [group.create_task(self._watch(abort))]
+                for index in range(len(self._servers)):
+                    tasks += [group.create_task(self._work(index)) for _ in range(self._workers)]
+                await self._ended.wait()
+                for task in tasks:
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors.exceptions[0].__cause__
+
+    async def _watch(self, abort: AbortSignal) -> None:
+        """Waits for the abort signal, then sends nothing more and aborts what was sent."""
+        while not abort.is_set():
+            await asyncio.sleep(POLL_INTERVAL)
+        self._aborted = True
+        for waiting in self._waiting:
+            self._end(len(waiting))
+            waiting.clear()
+        await asyncio.gather(*(server.abort() for server in self._servers))
+
+    async def _work(self, index: int) -> None:
+        """Runs one connection to a server: sends one request after the other."""
+        server, waiting = self._servers[index], self._waiting[index]
+        async with server.connect() as connection:
+            if server.lost_at is not None:
+                await self._wait_until_healthy(server)
+            while await self._available.acquire() and not self._aborted:
+                request = waiting.popleft() if waiting else max(self._waiting, key=len).pop()
+                try:
+                    result = await server.request(connection, request.request)
+                    if result.finish == "abort" and not self._aborted:
+                        raise ServerUnavailable(f"{server.url} aborted a response that was not to be aborted")
+                except ServerUnavailable as error:
+                    self._requeue(request, waiting, error)
+                    await self._wait_until_healthy(server)
+                else:
+                    assert request.index not in self._results
+                    self._results[request.index] = result
+                    self._end(1)
+
+    def _requeue(self, request: QueuedRequest, waiting: deque[QueuedRequest], reason: ServerUnavailable) -> None:
+        """Puts an unanswered request back to the front of its server's list, where other servers may take it.
+
+        A request that was not sent has not failed: all connections of a lost server may take it one after the other.
+        """
+        request.failures += not isinstance(reason, WrongWeights)
+        if self._aborted:
+            self._end(1)
+        elif request.failures == MAX_ATTEMPTS:
+            raise TrimtabError(
+                f"a response was asked for {MAX_ATTEMPTS} times without an answer; {reason}; raise "
+                "engine.server.timeout if responses take longer"
+            )
+        else:
+            waiting.appendleft(request)
+            self._available.release()
+
+    def _end(self, requests: int) -> None:
+        """Subtracts requests that are answered or will not be."""
+        self._unanswered -= requests
+        if not self._unanswered:
+            self._ended.set()
+
+    async def _wait_until_healthy(self, server: InferenceServer) -> None:
+        """Checks the server repeatedly until it works. One worker checks while others wait for its result."""
+        checks, failures, backoff = server.checks, 0, INITIAL_BACKOFF
+        async with server.lock:
+            while server.checks == checks:
+                try:
+                    await server.check_and_update(self._weights)
+                except ServerUnavailable as error:
+                    failures += 1
+                    if failures >= MAX_FAILED_CHECKS:
+                        server.mark_lost()
+                        self._check_reconnect_timeout(error)
+                    await asyncio.sleep(backoff)
+                    backoff = min(2 * backoff, MAX_BACKOFF)
+
+    def _check_reconnect_timeout(self, error: ServerUnavailable) -> None:
+        """Raises `EngineDeadError` if all servers have been lost for `engine.server.reconnect_timeout` seconds."""
+        since = [server.lost_at for server in self._servers if server.lost_at is not None]
+        if len(since) == len(self._servers):
+            if time.monotonic() - max(since) > self._reconnect_timeout:
+                raise EngineDeadError(f"no inference server is left: {error}")
+            waiting = f"waiting {self._reconnect_timeout:g} s for one to come back"
+            self._notify(f"no inference server is left ({error}); {waiting}")
