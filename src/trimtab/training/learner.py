@@ -19,9 +19,9 @@ from torch import nn
 from trimtab.config import Config
 from trimtab.errors import DivergedError
 from trimtab.models.logprobs import TokenScores, score
-from trimtab.models.perturbation import LARGEST, Perturbation, PerturbationCoverage
-from trimtab.models.routing import RouterInfo, Routes, agreement
-from trimtab.models.sharding import local
+from trimtab.models.perturbation import MAX_STD, Perturbation, PerturbationCoverage
+from trimtab.models.routing import RouterInfo, Routes, routing_agreement
+from trimtab.models.sharding import local_shard
 from trimtab.objectives import Objective, PolicyLogps, mismatch
 from trimtab.seeds import derive
 from trimtab.training.assignment import assigned_micro_batches
@@ -117,7 +117,7 @@ class Learner:
         """
         if micro.routes is None:
             return micro.with_scores(routes=chosen)
-        return micro.with_scores(agreed=agreement(chosen, micro.routes))
+        return micro.with_scores(agreed=routing_agreement(chosen, micro.routes))
 
     @torch.no_grad()
     def logp(self, micro: MicroBatch) -> torch.Tensor:
@@ -209,7 +209,7 @@ class Learner:
         """
         counts = micro.agreed if first else None
         if scores.routes is not None and micro.routes is not None:
-            counts = agreement(scores.routes, micro.routes)
+            counts = routing_agreement(scores.routes, micro.routes)
         if counts is not None:
             stats.agreed, stats.routed = stats.agreed + counts[0], stats.routed + counts[1]
 
@@ -247,12 +247,12 @@ class Learner:
 
     def _check_weights(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise `NonFiniteUpdateError` if a finite gradient made weights or noise overflow: they must not be saved."""
-        finite = torch.stack([local(p).detach().sum() for p in parameters]).isfinite().all()
+        finite = torch.stack([local_shard(p).detach().sum() for p in parameters]).isfinite().all()
         if self.ranks.all_reduce_sum(float(~finite)):
             raise NonFiniteUpdateError("an update made the weights non-finite", weights_are_good=False)
         if self.perturbation is not None and self.perturbation.diverged:
             raise NonFiniteUpdateError(
-                f"an update made the perturbation's standard deviation larger than {LARGEST:g}",
+                f"an update made the perturbation's standard deviation larger than {MAX_STD:g}",
                 weights_are_good=False,
                 advice="lower perturbation.lr",
             )

@@ -10,7 +10,7 @@ import torch
 
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
-from trimtab.models.routing import FREE, RouterInfo, Routes, routers
+from trimtab.models.routing import UNROUTED, RouterInfo, Routes, router_info
 from trimtab.objectives import Objective
 from trimtab.types import ExpertArray, Trajectory
 
@@ -56,7 +56,7 @@ def experts(config: Config, model: Any) -> RouterInfo | None:
     """
     if config.routing.replay == "none":
         return None
-    info = routers(model)
+    info = router_info(model)
     if info.layers == 0:
         raise TrimtabError(
             f'routing.replay = "{config.routing.replay}" needs a mixture of experts, and {config.model.path!r} is a '
@@ -98,7 +98,7 @@ def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int
     Args:
         prompt_of: index of the prompt of each response. Samples share one pass over their prompt; the experts of the
             first sample are replayed there.
-        time: padded length of the responses. Their last tokens are not run through the model and are `FREE`, like
+        time: padded length of the responses. Their last tokens are not run through the model and are `UNROUTED`, like
             padding.
 
     Raises:
@@ -108,8 +108,8 @@ def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int
     prompt_lengths = [len(trajectory.prompt.ids) for trajectory in trajectories]
     first = {prompt: row for row, prompt in reversed(list(enumerate(prompt_of)))}
     shape = (routers.layers, routers.chosen)
-    prompts = np.full((len(first), max(prompt_lengths), *shape), FREE, dtype=np.int16)
-    responses = np.full((len(records), time, *shape), FREE, dtype=np.int16)
+    prompts = np.full((len(first), max(prompt_lengths), *shape), UNROUTED, dtype=np.int16)
+    responses = np.full((len(records), time, *shape), UNROUTED, dtype=np.int16)
     for prompt, row in first.items():
         prompts[prompt, prompts.shape[1] - prompt_lengths[row] :] = records[row][: prompt_lengths[row]]
     for row, (record, start) in enumerate(zip(records, prompt_lengths, strict=True)):
