@@ -68,7 +68,7 @@ def main() -> None:
 def walk(path: str, numerics: str, tokens: int, seed: int) -> tuple[Tally, int]:
     model, tokenizer, _ = load(path, dtype=torch.float32)
     if numerics == "invariant":
-        invariant.use_in(model)
+        invariant.make_invariant(model)
     engine = EmbeddedEngine(model, tokenizer, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-6)
     tally, rounds, rng = Tally(), 0, np.random.default_rng(seed)

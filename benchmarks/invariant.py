@@ -33,7 +33,7 @@ class Side:
     def __init__(self, path: str, numerics: str) -> None:
         self.model, tokenizer, _ = load(path, dtype=torch.float32)
         if numerics == "invariant":
-            invariant.use_in(self.model)
+            invariant.make_invariant(self.model)
         self.engine = EmbeddedEngine(self.model, tokenizer, torch.bfloat16)
         self.tokenizer = tokenizer
         self.model.train()

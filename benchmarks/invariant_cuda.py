@@ -25,9 +25,9 @@ from torch import Tensor
 
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models import invariant
-from trimtab.models.invariant.kernels.attention_kernel import Keys, Queries, attend
+from trimtab.models.invariant.kernels.attention_kernel import QuerySpans, StoredKeys, attend
 from trimtab.models.invariant.kernels.head_kernel import chosen_logps, head_logps
-from trimtab.models.invariant.kernels.matmul_kernel import product
+from trimtab.models.invariant.kernels.matmul_kernel import batch_invariant_matmul
 from trimtab.models.invariant.kernels.row_kernels import rms_norm, silu
 from trimtab.models.load import load
 from trimtab.models.logprobs import TokenBatch, score
@@ -113,8 +113,11 @@ def products(dtype: torch.dtype, rounds: int) -> None:
         b = random(n, k, dtype=dtype)
         for m in (1, 32, 256, 8192):
             a = random(m, k, dtype=dtype)
-            equal = says(keeps_bits(lambda x, b=b: product(x, b), a))
-            times = [seconds(run, rounds) for run in (lambda a=a, b=b: product(a, b), lambda a=a, b=b: F.linear(a, b))]
+            equal = says(keeps_bits(lambda x, b=b: batch_invariant_matmul(x, b), a))
+            times = [
+                seconds(run, rounds)
+                for run in (lambda a=a, b=b: batch_invariant_matmul(a, b), lambda a=a, b=b: F.linear(a, b))
+            ]
             line(f"product {dtype} {m} x {k} x {n}", equal, *times, work=2 * m * n * k / 1e12, unit="TFLOP/s")
 
 
@@ -137,19 +140,19 @@ def attentions(dtype: torch.dtype, rounds: int) -> None:
     k, v = (random(count, KEY_HEADS, time, WIDTH, dtype=dtype) for _ in range(2))
     row = torch.arange(count, device=DEVICE)
     one, zero = torch.ones_like(row), torch.zeros_like(row)
-    shared, own = Keys(k, v, row, zero), Keys(k, v, row, zero + prompt)
+    shared, own = StoredKeys(k, v, row, zero), StoredKeys(k, v, row, zero + prompt)
 
     def prefill(texts: slice = slice(None), first: int = 0, stop: int = prompt) -> Tensor:
         some = row[texts]
-        keys = Keys(k, v, some, torch.zeros_like(some))
-        queries = Queries(
+        keys = StoredKeys(k, v, some, torch.zeros_like(some))
+        queries = QuerySpans(
             row[: len(some)] * (stop - first), 0 * some + stop - first, 0 * some + first + 1, 0 * some, stop
         )
         found = attend(q[texts, first:stop].reshape(-1, HEADS, WIDTH), queries, keys, keys, WIDTH**-0.5)
         return found.view(len(some), -1, HEADS, WIDTH)
 
     def respond(first: int, stop: int) -> Tensor:
-        queries = Queries(row * (stop - first), one * (stop - first), one * prompt, one * (first + 1), stop - first)
+        queries = QuerySpans(row * (stop - first), one * (stop - first), one * prompt, one * (first + 1), stop - first)
         some = q[:, prompt + first : prompt + stop].reshape(-1, HEADS, WIDTH)
         return attend(some, queries, shared, own, WIDTH**-0.5).view(count, -1, HEADS, WIDTH)
 
@@ -183,7 +186,9 @@ def head(rounds: int) -> None:
         return F.linear(hidden, weight).float().log_softmax(-1).gather(1, ids[:, None])
 
     logp, _ = head_logps(hidden, weight, ids, 0.7)
-    sampled = [chosen_logps(product(hidden[s], weight), ids[s], 0.7)[0] for s in (slice(9, 10), slice(100, 180))]
+    sampled = [
+        chosen_logps(batch_invariant_matmul(hidden[s], weight), ids[s], 0.7)[0] for s in (slice(9, 10), slice(100, 180))
+    ]
     equal = says(torch.equal(sampled[0], logp[9:10]) and torch.equal(sampled[1], logp[100:180]))
     times = [seconds(run, rounds) for run in (lambda: head_logps(hidden, weight, ids, 0.7), native)]
     line("log-probs of 4096 tokens", equal, *times, work=2 * hidden.numel() * VOCABULARY / 1e12, unit="TFLOP/s")
@@ -199,7 +204,7 @@ def model(name: str, rounds: int) -> None:
     for numerics in ("native", "invariant"):
         one: Any = copy.deepcopy(loaded.model).to(DEVICE)
         if numerics == "invariant":
-            invariant.use_in(one)
+            invariant.make_invariant(one)
         engine = EmbeddedEngine(one, loaded.tokenizer, torch.bfloat16)
         sampling = Sampling(max_tokens=256, temperature=0.7)
         groups = engine.generate(asked, 8, sampling, seed=0)

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimtab.models.fused_head import TILE_VOCABULARY
-from trimtab.models.invariant.invariant_attention import KEYS, query_rows
-from trimtab.models.matmul import TILE, product
+from trimtab.models.invariant.invariant_attention import KEY_BLOCK, query_rows
+from trimtab.models.matmul import TILE_ROWS, product
 
 Functions = Mapping[str, Callable[[Tensor], Tensor]]
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -45,7 +45,7 @@ FUSED = {
 }
 WIDTHS = (32, 64, 80, 128, 256)  # of an attention head
 QUERY_COUNTS = (*range(1, 21), *range(24, 65, 4), 96, 100, 192, 384)
-KEY_COUNTS = (KEYS, 2 * KEYS, 5 * KEYS, 8 * KEYS)
+KEY_COUNTS = (KEY_BLOCK, 2 * KEY_BLOCK, 5 * KEY_BLOCK, 8 * KEY_BLOCK)
 BATCHES = (1, 2, 3, 4, 6, 24, 48)
 FORMS: Functions = {"copied": Tensor.contiguous, "views of larger tensors": lambda x: x}
 EXACT: Functions = {
@@ -65,7 +65,7 @@ AVOIDED: Functions = {
 NUMBERS = (*range(1, 130), 1000, 40_000, 70_001, 100_001)  # a thread takes 32,768 of them at least
 PLACES = range(0, 2000, 49)  # a bit differs for some numbers only: many are tried
 SUMS: Functions = {"sum": lambda x: x.sum(-1), "mean": lambda x: x.mean(-1)}
-SUMMED = (14, KEYS, 128, 576, 1536, TILE_VOCABULARY)
+SUMMED = (14, KEY_BLOCK, 128, 576, 1536, TILE_VOCABULARY)
 SUM_ROWS = (*range(1, 40), 64, 100, 300, 512)
 
 
@@ -105,22 +105,22 @@ def rows() -> Iterator[Line]:
         for which, counts in ROWS.items():
             found = {}
             for inner, outer in WEIGHTS:
-                weight, x, whole = tiles(inner, outer, max(counts) // TILE + 1, dtype)
+                weight, x, whole = tiles(inner, outer, max(counts) // TILE_ROWS + 1, dtype)
                 same = {n: torch.equal(product(x[4 : 4 + n], weight), whole[4 : 4 + n]) for n in counts}
                 found[f"{inner} to {outer}"] = [n for n in counts if not same[n]]
             yield Line(f"{name} product, rows: {which}", False, counts, found)
-        places, found = range(1, TILE), {}
+        places, found = range(1, TILE_ROWS), {}
         for inner, outer in WEIGHTS:
             weight, x, whole = tiles(inner, outer, 2, dtype)
-            same = {n: torch.equal(product(x[n : n + TILE], weight), whole[n : n + TILE]) for n in places}
+            same = {n: torch.equal(product(x[n : n + TILE_ROWS], weight), whole[n : n + TILE_ROWS]) for n in places}
             found[f"{inner} to {outer}"] = [n for n in places if not same[n]]
-        yield Line(f"{name} product, {TILE} rows: place among others", True, places, found)
+        yield Line(f"{name} product, {TILE_ROWS} rows: place among others", True, places, found)
 
 
 def tiles(inner: int, outer: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """A weight, rows, and their products, made `TILE` rows at a time."""
-    weight, x = normal(outer, inner, dtype=dtype), normal(count * TILE, inner, dtype=dtype)
-    return weight, x, torch.cat([product(part, weight) for part in x.split(TILE)])
+    weight, x = normal(outer, inner, dtype=dtype), normal(count * TILE_ROWS, inner, dtype=dtype)
+    return weight, x, torch.cat([product(part, weight) for part in x.split(TILE_ROWS)])
 
 
 def columns() -> Iterator[Line]:
@@ -141,12 +141,12 @@ def attention() -> Iterator[Line]:
     scores, values, enough = {}, {}, {}
     for width in WIDTHS:
         query, key = (normal(max(BATCHES), n, width) for n in (max(QUERY_COUNTS), max(KEY_COUNTS)))
-        weights = normal(max(BATCHES), max(QUERY_COUNTS), 2 * KEYS)[..., KEYS:]
+        weights = normal(max(BATCHES), max(QUERY_COUNTS), 2 * KEY_BLOCK)[..., KEY_BLOCK:]
         for form, of in FORMS.items():
             case = f"width {width}, {form}"
             enough[case] = query_rows(width)
             scores[case] = differing(lambda a, b: torch.bmm(a, b.mT), of, query, key, KEY_COUNTS)
-            values[case] = differing(torch.bmm, of, weights, key[:, -KEYS:], (KEYS,))
+            values[case] = differing(torch.bmm, of, weights, key[:, -KEY_BLOCK:], (KEY_BLOCK,))
     for what, found in (("scores", scores), ("values", values)):
         for which, relied in (("too few or no multiple", False), ("multiples of query_rows", True)):
             differ = {case: [n for n in sizes if (n % enough[case] == 0) == relied] for case, sizes in found.items()}
@@ -162,7 +162,7 @@ def differing(
     """
     whole = []
     for one, other in zip(a.contiguous().split(1), b.contiguous().split(1), strict=True):
-        pieces = [torch.cat([multiply(x, y) for y in other.split(KEYS, 1)], 2) for x in one.split(TILE, 1)]
+        pieces = [torch.cat([multiply(x, y) for y in other.split(KEY_BLOCK, 1)], 2) for x in one.split(TILE_ROWS, 1)]
         whole.append(torch.cat(pieces, 1))
     expected = torch.cat(whole)
 

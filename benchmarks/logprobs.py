@@ -31,8 +31,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trimtab.models.architecture import Parts
-from trimtab.models.fused_head import head_scores
+from trimtab.models.architecture import ModelParts
+from trimtab.models.fused_head import token_scores
 from trimtab.models.load import BUNDLED, load
 from trimtab.models.logprobs import TokenBatch, score
 
@@ -49,10 +49,10 @@ def head_way(way: str, data: dict[str, Tensor]) -> Callable[[], Tensor]:
     """A function of stored hidden states (rows, positions, width) to log-probs (rows, response)."""
     hidden, weight, ids = data["hidden"], data["weight"], data["ids"]
     predicting = slice(PROMPT - 1, -1)
-    parts = Parts(torch.nn.Identity(), weight, None, None, True)
+    parts = ModelParts(torch.nn.Identity(), weight, None, None, True)
 
     def ours() -> Tensor:
-        logp, _ = head_scores(hidden[:, predicting].flatten(0, 1), ids.flatten(), parts)
+        logp, _ = token_scores(hidden[:, predicting].flatten(0, 1), ids.flatten(), parts)
         return logp.view(ids.shape)
 
     def from_logits(states: Tensor, positions: slice) -> Tensor:

@@ -126,8 +126,8 @@ def measure(case: Case) -> dict[str, float]:
 
 
 def computed(case: Case) -> dict[str, float]:
-    from trimtab.planning.memory import Rank, training_rank
-    from trimtab.planning.shapes import find
+    from trimtab.planning.memory import Rank, rank_memory
+    from trimtab.planning.shapes import find_shape
 
     rank = Rank(
         ranks=1,
@@ -139,7 +139,7 @@ def computed(case: Case) -> dict[str, float]:
         compute=2 if case.autocast else 4,
         recompute=case.recompute,
     )
-    return training_rank(find(case.model), rank)
+    return rank_memory(find_shape(case.model), rank)
 
 
 LARGE = (("qwen2.5-7b", 8), ("qwen2.5-32b", 64))
@@ -147,14 +147,14 @@ LARGE = (("qwen2.5-7b", 8), ("qwen2.5-32b", 64))
 
 def large() -> None:
     """GB on each rank for one response of so many tokens after a prompt of 512, with checkpointing."""
-    from trimtab.planning.memory import Rank, training_rank
-    from trimtab.planning.shapes import find
+    from trimtab.planning.memory import Rank, rank_memory
+    from trimtab.planning.shapes import find_shape
 
     header = None
     for model, ranks in LARGE:
         for response in (2048, 8192, 16384, 32768):
             rank = Rank(ranks, 512 + response, response, 1, 512, response, recompute=True)
-            parts = training_rank(find(model), rank)
+            parts = rank_memory(find_shape(model), rank)
             if header is None:
                 header = ["model", "ranks", "response", *parts, "all"]
                 print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")

@@ -28,7 +28,7 @@ from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, Weight
 from trimtab.models.laboratory import NAMES
 from trimtab.models.load import BUNDLED, LABORATORY, MIXTURE, load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.models.routing import routers
+from trimtab.models.routing import router_info
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Sampling
 
@@ -123,7 +123,7 @@ def main() -> None:
             engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, rounding=rounding)
             drawn = sample(engine, task, loaded.tokenizer, given.prompts, given.samples)
             row = figures(log_probs(loaded.model, drawn.batch), drawn.logp)
-            if routers(loaded.model).layers:
+            if router_info(loaded.model).layers:
                 row += routing(loaded.model, rounded_copy(loaded.model, dtype, rounding), drawn.batch)
             else:
                 row += ["-"] * 3

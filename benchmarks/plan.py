@@ -89,7 +89,7 @@ class Observed:
 
 
 def observed(folder: Path, ahead: int) -> Observed:
-    from trimtab.planning.pipeline_schedule import Phases, cycle
+    from trimtab.planning.pipeline_schedule import Phases, steady_cycle
 
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = rows[len(rows) // 5 :]
@@ -102,7 +102,7 @@ def observed(folder: Path, ahead: int) -> Observed:
         publish=mean["time/publish"],
     )
     oldest = max(row["lag/max"] for row in rows)
-    return Observed(mean["time/step"], mean["lag/mean"], oldest, cycle(phases, ahead).seconds)
+    return Observed(mean["time/step"], mean["lag/mean"], oldest, steady_cycle(phases, ahead).seconds)
 
 
 def compare(workload: Workload, steps: int, folder: Path) -> float:

@@ -39,7 +39,7 @@ from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, Weight
 from trimtab.models import laboratory
 from trimtab.models.load import LABORATORY, MIXTURE, SWITCH, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.models.routing import FREE, Routes, agreement, routers
+from trimtab.models.routing import UNROUTED, Routes, router_info, routing_agreement
 from trimtab.training.sft import warm_start
 from trimtab.types import Completion, Sampling
 
@@ -119,7 +119,7 @@ def _twin(folder: Path) -> None:
 
 
 def draw(loaded: LoadedModel, dtype: str, rounding: WeightQuantization, prompts: int, samples: int) -> Drawn:
-    task, mixture = tasks.build("sort"), routers(loaded.model).layers > 0
+    task, mixture = tasks.build("sort"), router_info(loaded.model).layers > 0
     asked = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.train[:prompts]]
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, rounding=rounding, routes=mixture)
     groups = engine.generate(asked, samples, Sampling(max_tokens=task.max_tokens, stop=task.stop), seed=0)
@@ -138,8 +138,8 @@ def padded(batch: TokenBatch, groups: Sequence[Sequence[Completion]]) -> Routes:
     """The engine's record in the shape of the micro-batch; of a prompt its first sample's."""
     assert groups[0][0].routes is not None
     sizes = groups[0][0].routes.shape[1:]
-    prompts = torch.full((*batch.prompt_mask.shape, *sizes), FREE, dtype=torch.int16)
-    responses = torch.full((*batch.response_mask.shape, *sizes), FREE, dtype=torch.int16)
+    prompts = torch.full((*batch.prompt_mask.shape, *sizes), UNROUTED, dtype=torch.int16)
+    responses = torch.full((*batch.response_mask.shape, *sizes), UNROUTED, dtype=torch.int16)
     row = 0
     for prompt, group in enumerate(groups):
         count = int(batch.prompt_mask[prompt].sum())
@@ -159,7 +159,7 @@ def measure(loaded: LoadedModel, drawn: Drawn, autocast: bool = False) -> Measur
         if drawn.routes is None or free.routes is None:
             return Measured(here)
         replayed = Distance.of(score(loaded.model, drawn.batch, routes=drawn.routes).logp, drawn.batch, drawn.logp)
-    same, pairs = agreement(free.routes, drawn.routes)
+    same, pairs = routing_agreement(free.routes, drawn.routes)
     return Measured(here, replayed, same / pairs, elsewhere(free.routes, drawn.routes))
 
 
@@ -167,7 +167,7 @@ def elsewhere(one: Routes, other: Routes) -> float:
     """Share of tokens that went to another set of experts in at least one layer."""
     different, known = 0, 0
     for a, b in zip(one, other, strict=True):
-        run = (a != FREE).all(-1).all(-1)
+        run = (a != UNROUTED).all(-1).all(-1)
         different += int(((a.sort(-1).values != b.sort(-1).values).any(-1).any(-1) & run).sum())
         known += int(run.sum())
     return different / known
@@ -201,7 +201,7 @@ def routers_alone(loaded: LoadedModel, batch: TokenBatch) -> Measured:
     assert free.routes is not None
     assert rough.routes is not None
     sampler = rough.logp[batch.response_mask].double()
-    same, pairs = agreement(free.routes, rough.routes)
+    same, pairs = routing_agreement(free.routes, rough.routes)
     return Measured(
         Distance.of(free.logp, batch, sampler),
         Distance.of(replayed, batch, sampler),

@@ -20,7 +20,7 @@ from trimtab import tasks
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import MIXTURE, LoadedModel, load
 from trimtab.models.logprobs import score
-from trimtab.models.routing import routers
+from trimtab.models.routing import router_info
 from trimtab.rollout.collector import PromptStream
 from trimtab.runs import trajectories
 from trimtab.runs.expert_column import stored_bytes
@@ -66,7 +66,7 @@ def sizes(loaded: LoadedModel, rows: list[Trajectory]) -> None:
     bare = [replace(row, completion=replace(row.completion, routes=None)) for row in rows]
     tokens = sum(len(row.prompt.ids) + len(row) - 1 for row in rows)
     whole, without = (len(trajectories.to_bytes(some)) for some in (rows, bare))
-    kind, each = routers(loaded.model), stored_bytes(rows) / tokens
+    kind, each = router_info(loaded.model), stored_bytes(rows) / tokens
     print(f"record, {kind.layers} layers and {kind.chosen} of {kind.experts} experts: {each:g} bytes a token")
     packed, rest = (whole - without) / tokens, without / tokens
     print(f"in a checkpoint, compressed: {packed:.2f} bytes a token; all other columns {rest:.2f}")

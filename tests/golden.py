@@ -1,11 +1,11 @@
-"""Compare what two commits compute, bit for bit: for changes that must not change any number.
+"""Compares what two commits compute, bit for bit: for changes that must not change any number.
 
     python tests/golden.py BASE            # the working tree against the commit BASE
     python tests/golden.py BASE --only soup diagnose
 
-Both trees run the same commands, in processes of their own, on this machine and with one thread: that is where bits are
-promised. Of a training run its metrics without times, its trajectories, its last checkpoint and its recipe are
-compared, of a command what it prints. Exit code 1 names what differs.
+Both trees run the same commands in separate processes, on this machine and with one thread, because equal bits are
+promised only there. A training run is compared by its metrics without times, its trajectories, its last checkpoint and
+its recipe; a command by its output. The differences are printed, and the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ COMMANDS = {
     "compared": "trimtab report runs/token-tis runs/dapo --json",
     "plan": "trimtab plan --model qwen2.5-7b --gpus 8 --json",
 }
-# Files of a checkpoint with the state of generators that nothing seeds, as no number depends on them.
+# Files of a checkpoint with the state of unseeded generators, on which no result depends.
 UNSEEDED = ("random", "meta", "manifest")
 TIMED = re.compile(r"time/|tokens_per_second/|memory/|seconds")
 
@@ -69,13 +69,12 @@ def main() -> int:
         subprocess.run([*git, "add", "--quiet", "--detach", str(base), options.base], check=True)
         try:
             with ThreadPoolExecutor(2) as pool:
-                trees = {"base": base, "here": ROOT}
-                made = {name: pool.submit(make, tree, Path(folder), options.only) for name, tree in trees.items()}
-                results = {name: future.result() for name, future in made.items()}
+                trees = (base, ROOT)
+                base_results, tree_results = pool.map(lambda tree: compute(tree, Path(folder), options.only), trees)
         finally:
             subprocess.run([*git, "remove", "--force", str(base)], check=True)
-    differing = list(differences(results["base"], results["here"]))
-    print("\n".join(differing) or f"equal: {len(results['base'])} things, bit for bit")
+    differing = list(differences(base_results, tree_results))
+    print("\n".join(differing) or f"equal: {len(base_results)} results, bit for bit")
     return int(bool(differing))
 
 
@@ -86,30 +85,31 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make(tree: Path, folder: Path, only: list[str] | None) -> dict[str, Any]:
-    """What a tree computes, by name. Both trees work in folders of one name, so that no path makes a difference."""
-    work = folder / f"work-{tree.name}" / "it"
+def compute(tree: Path, folder: Path, only: list[str] | None) -> dict[str, Any]:
+    """Returns the results of a tree by name. Both trees use folders of one name, so that paths in them are equal."""
+    work = folder / f"work-{tree.name}" / "work"
     work.mkdir(parents=True)
-    made: dict[str, Any] = {}
-    for name, words in RUNS.items():
+    results: dict[str, Any] = {}
+    for name, recipe in RUNS.items():
         if only is None or name in only or name == "token-tis":
-            run(tree, work, f"trimtab train {sets(words)} --out runs/{name}")
-            made |= {f"{name}: {what}": value for what, value in contents(work / "runs" / name).items()}
+            run(tree, work, f"trimtab train {arguments(recipe)} --out runs/{name}")
+            results |= {f"{name}: {item}": value for item, value in contents(work / "runs" / name).items()}
     for name, command in COMMANDS.items():
         if only is None or name in only:
-            made[name] = untimed(run(tree, work, command).replace(str(work), ""))
-    return made
+            results[name] = untimed(run(tree, work, command).replace(str(work), ""))
+    return results
 
 
-def sets(words: str) -> str:
-    recipe, *changes = [*words.split(), *SMALL.split()]
+def arguments(run: str) -> str:
+    """Returns the arguments of `trimtab train` for a recipe and its overrides."""
+    recipe, *changes = [*run.split(), *SMALL.split()]
     return " ".join([recipe, *(f"--set {shlex.quote(change)}" for change in changes)])
 
 
 def run(tree: Path, work: Path, command: str) -> str:
-    """What a command prints. Its modules are the tree's, wherever trimtab is installed."""
+    """Returns the output of a command, run with the modules of `tree` wherever trimtab is installed."""
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", *shlex.split(command)],
         cwd=work,
         env=environment | {"COLUMNS": "120", "TRIMTAB_CACHE": str(work.parent / "cache")},
@@ -117,27 +117,27 @@ def run(tree: Path, work: Path, command: str) -> str:
         text=True,
         check=False,
     )
-    if done.returncode:
-        raise SystemExit(f"{tree}: {command}\n{done.stderr[-2000:]}")
-    return done.stdout
+    if process.returncode:
+        raise SystemExit(f"{tree}: {command}\n{process.stderr[-2000:]}")
+    return process.stdout
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """Of a run directory, by what it is."""
+    """Returns what is compared of a run directory, by name."""
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         f"metrics of step {row['step']}": {key: value for key, value in row.items() if not TIMED.match(key)}
         for row in rows
     }
-    found["config.toml"] = (path / "config.toml").read_text().replace(str(path.parents[1]), "")
+    results["config.toml"] = (path / "config.toml").read_text().replace(str(path.parents[1]), "")
     for file in sorted((path / "trajectories").glob("*.parquet")):
         table = pq.read_table(file)
-        found[file.name] = {name: digest(str(table[name].to_pylist()).encode()) for name in table.column_names}
+        results[file.name] = {name: digest(str(table[name].to_pylist()).encode()) for name in table.column_names}
     last = max((path / "checkpoints").glob("step-*"))
     for file in sorted(item for item in last.rglob("*") if item.is_file() and not item.name.startswith(UNSEEDED)):
-        found[f"{last.name}/{file.relative_to(last)}"] = digest(file.read_bytes())
-    found["meta.json"] = json.loads((last / "meta.json").read_text()) | {"random": ""}
-    return found
+        results[f"{last.name}/{file.relative_to(last)}"] = digest(file.read_bytes())
+    results["meta.json"] = json.loads((last / "meta.json").read_text()) | {"random": ""}
+    return results
 
 
 def digest(data: bytes) -> str:
@@ -145,7 +145,7 @@ def digest(data: bytes) -> str:
 
 
 def untimed(text: str) -> Any:
-    """JSON without times and dates; other text as it is."""
+    """Returns parsed JSON without times and dates; other text is returned unchanged."""
     try:
         return _clean(json.loads(text))
     except ValueError:
@@ -154,14 +154,14 @@ def untimed(text: str) -> Any:
 
 def _clean(value: Any) -> Any:
     if isinstance(value, dict):
-        moments = ("started", "ended", "provenance", "commit", "origins")
-        return {key: _clean(one) for key, one in value.items() if not TIMED.search(key) and key not in moments}
+        ignored = ("started", "ended", "provenance", "commit", "origins")
+        return {key: _clean(one) for key, one in value.items() if not TIMED.search(key) and key not in ignored}
     return [_clean(one) for one in value] if isinstance(value, list) else value
 
 
-def differences(base: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
-    for name in sorted(base.keys() | here.keys()):
-        one, other = base.get(name), here.get(name)
+def differences(base: dict[str, Any], tree: dict[str, Any]) -> Iterator[str]:
+    for name in sorted(base.keys() | tree.keys()):
+        one, other = base.get(name), tree.get(name)
         if one == other:
             continue
         if isinstance(one, dict) and isinstance(other, dict):

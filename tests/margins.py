@@ -1,9 +1,9 @@
-"""Pytest plugin that writes down how far each numeric comparison of the tests is from its limit.
+"""A pytest plugin that records how far each numeric comparison of the tests is from its limit.
 
-`tests/roundings.py` loads it (`-p tests.margins`, folder in `TRIMTAB_MARGINS`); ordinary runs do not. Seen are ordered
-comparisons anywhere inside an `assert` statement of a rewritten module (chains and generator expressions too, which
-pytest's own `pytest_assertion_pass` does not tell apart), `pytest.approx`, and the closeness functions of torch and
-NumPy. Every process writes one JSON line for each comparison and test: the one nearest to its limit.
+`tests/roundings.py` loads it (`-p tests.margins`, folder in `TRIMTAB_MARGINS`); ordinary runs do not. It
+records ordered comparisons inside an `assert` statement of a rewritten module (chains and generator expressions too,
+which pytest's own `pytest_assertion_pass` does not distinguish), `pytest.approx`, and the closeness functions of torch
+and NumPy. Every process writes one JSON line for each comparison and test: the one nearest to its limit.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(slots=True)
 class Row:
-    """The comparison nearest to its limit of one line in one test; `slack` below zero is past it.
+    """The comparison nearest to its limit of one line in one test; a negative `slack` is past it.
 
-    That is a failure, or what the test wants (`not allclose(...)`, or one of several that may hold).
+    That is a failure, or what the test expects (`not allclose(...)`, or one of several alternatives).
     """
 
     where: str
@@ -67,12 +67,12 @@ class Recorder:
 
     def add(self, kind: str, text: str, where: str, measured: float, limit: float, slack: float, **more: Any) -> None:
         test = os.environ.get("PYTEST_CURRENT_TEST", "import").rsplit(" (", 1)[0]
-        known = self._rows.get((where, text, test))
-        count = 1 if known is None else known.count + 1
-        if known is None or slack < known.slack or math.isnan(slack):
-            row = Row(where, test, kind, text, measured, limit, slack, **more)
-            self._rows[where, text, test] = known = row
-        known.count = count
+        nearest = self._rows.get((where, text, test))
+        count = 1 if nearest is None else nearest.count + 1
+        if nearest is None or slack < nearest.slack or math.isnan(slack):
+            nearest = Row(where, test, kind, text, measured, limit, slack, **more)
+            self._rows[where, text, test] = nearest
+        nearest.count = count
 
     def flush(self) -> None:
         if self._rows:
@@ -90,7 +90,7 @@ def _record(*words: Any, **more: Any) -> None:
 
 
 def _caller(depth: int) -> str | None:
-    """File and line of the nearest of the last `depth` callers that is a test, None if none of them is."""
+    """Returns file and line of the nearest of the last `depth` callers that is in a test, or None."""
     frame = sys._getframe(2)
     for _ in range(depth):
         if frame is None:
@@ -111,12 +111,12 @@ def _array(value: Any) -> np.ndarray | None:
         value = value.double().numpy() if value.is_floating_point() else value.numpy()
     if isinstance(value, bool) or not isinstance(value, (Real, np.ndarray)):
         return None
-    found = np.asarray(value)
-    return found if found.size and found.dtype.kind in "fiu" else None
+    array = np.asarray(value)
+    return array if array.size and array.dtype.kind in "fiu" else None
 
 
-def _compared(left: Any, sign: str, right: Any, where: str, text: str, constant: bool) -> None:
-    """Of `left < right` with a constant at the left, `right` is what was measured."""
+def _record_comparison(left: Any, sign: str, right: Any, where: str, text: str, constant: bool) -> None:
+    """Records an ordered comparison. With `constant`, the left side is the limit and the right side was measured."""
     one, other = _array(left), _array(right)
     if one is None or other is None:
         return
@@ -132,13 +132,13 @@ def _compared(left: Any, sign: str, right: Any, where: str, text: str, constant:
 
 
 def _chain(where: str, signs: str, texts: list[str], constants: list[bool], *values: Any) -> Any:
-    """The value of the comparison `values[0] signs[0] values[1] ...`, as Python gives it."""
+    """Records the comparison `values[0] signs[0] values[1] ...` and returns its value, as Python evaluates it."""
     result: Any = True
     for index, sign in enumerate(signs.split()):
         left, right = values[index : index + 2]
         if sign != "==":
             text = f"{texts[index]} {sign} {texts[index + 1]}"
-            _compared(left, sign, right, where, text, constants[index] and not constants[index + 1])
+            _record_comparison(left, sign, right, where, text, constants[index] and not constants[index + 1])
         result = COMPARE[sign](left, right)
         if index + 2 < len(values) and not result:
             return result
@@ -146,7 +146,7 @@ def _chain(where: str, signs: str, texts: list[str], constants: list[bool], *val
 
 
 def _is_constant(node: ast.expr) -> bool:
-    """A number, arithmetic on numbers, or a name in capitals."""
+    """Whether an expression is a number, arithmetic on numbers, or a name in capitals."""
     names = [inner for inner in ast.walk(node) if isinstance(inner, (ast.Name, ast.Call, ast.Attribute))]
     return all(isinstance(inner, ast.Name) and inner.id.isupper() for inner in names)
 
@@ -164,9 +164,9 @@ class _Comparisons(ast.NodeTransformer):
             return node
         signs = " ".join(ORDERED.get(type(sign), "==") for sign in node.ops)
         operands = [node.left, *node.comparators]
-        given = [ast.Constant(f"{self._file}:{node.lineno}"), ast.Constant(signs)]
+        location = [ast.Constant(f"{self._file}:{node.lineno}"), ast.Constant(signs)]
         lists = [ast.parse(repr(item), mode="eval").body for item in (texts, constants)]
-        call = ast.Call(ast.Name(HOOK, ast.Load()), [*given, *lists, *operands], [])
+        call = ast.Call(ast.Name(HOOK, ast.Load()), [*location, *lists, *operands], [])
         return ast.fix_missing_locations(ast.copy_location(call, node))
 
 
@@ -188,7 +188,7 @@ def _patch_asserts() -> None:
         original(tree, source, path, config)
 
     rewrite.rewrite_asserts = instrumented
-    rewrite._read_pyc = lambda *_words, **_more: None  # what ordinary runs compiled records nothing
+    rewrite._read_pyc = lambda *_words, **_more: None  # modules compiled by ordinary runs record nothing
     rewrite._write_pyc = lambda *_words, **_more: False
     setattr(builtins, HOOK, _chain)
 
@@ -200,7 +200,7 @@ def _patch_approx() -> None:
     scalar = _pytest.approx.ApproxScalar
     original = scalar.__eq__
 
-    def compared(self: Any, actual: Any) -> bool:
+    def recorded(self: Any, actual: Any) -> bool:
         where = _caller(depth=10)  # lists and mappings of pytest.approx call this once for each number
         numbers = (self.expected, actual)
         if where and all(isinstance(value, Real) and not isinstance(value, bool) for value in numbers):
@@ -208,11 +208,11 @@ def _patch_approx() -> None:
             _record("approx", "pytest.approx", where, error, limit, limit - error)
         return original(self, actual)
 
-    scalar.__eq__ = compared  # pyright: ignore[reportAttributeAccessIssue]
+    scalar.__eq__ = recorded  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _pairs(actual: Any, expected: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """All arrays of two possibly nested arguments of a closeness function."""
+    """Yields all pairs of arrays of two possibly nested arguments of a closeness function."""
     if isinstance(actual, dict):
         for key in actual.keys() & expected.keys():
             yield from _pairs(actual[key], expected[key])
@@ -228,11 +228,11 @@ def _pairs(actual: Any, expected: Any) -> Iterator[tuple[np.ndarray, np.ndarray]
         yield one.astype(float), other.astype(float)
 
 
-# What the closeness functions allow when nothing is said; torch's own allowance follows from the type.
+# Default tolerances of the closeness functions; that of torch.testing depends on the dtype.
 DEFAULTS = {"allclose": (1e-5, 1e-8), "isclose": (1e-5, 1e-8), "assert_allclose": (1e-7, 0.0)}
 
 
-def _allowed(name: str, actual: Any, more: dict[str, Any]) -> tuple[float, float]:
+def _tolerances(name: str, actual: Any, more: dict[str, Any]) -> tuple[float, float]:
     rtol, atol = more.get("rtol"), more.get("atol")
     if name == "assert_close":
         if rtol is None:
@@ -248,33 +248,33 @@ def _patch_close(owner: Any, name: str) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def compared(actual: Any, expected: Any, *words: Any, **more: Any) -> Any:
+    def recorded(actual: Any, expected: Any, *words: Any, **more: Any) -> Any:
         where = _caller(depth=1)
         if where and not words:
-            rtol, atol = _allowed(name, actual, more)
+            rtol, atol = _tolerances(name, actual, more)
             for one, other in _pairs(actual, expected):
-                _closest(name, where, one, other, rtol, atol)
+                _record_closeness(name, where, one, other, rtol, atol)
         return original(actual, expected, *words, **more)
 
-    setattr(owner, name, compared)
+    setattr(owner, name, recorded)
 
 
-def _closest(name: str, where: str, one: np.ndarray, other: np.ndarray, rtol: float, atol: float) -> None:
-    """Record the element whose error is the largest part of what it is allowed."""
+def _record_closeness(name: str, where: str, one: np.ndarray, other: np.ndarray, rtol: float, atol: float) -> None:
+    """Records the element whose error is the largest share of its tolerance."""
     if one.shape != other.shape and one.size != 1 and other.size != 1:
         return
     with np.errstate(invalid="ignore", divide="ignore"):
         error = np.atleast_1d(np.where(one == other, 0.0, np.abs(one - other)))
         limit = np.broadcast_to(np.atleast_1d(atol + rtol * np.abs(other)), error.shape)
-        part = np.where(error == 0, 0.0, error / limit)
+        share = np.where(error == 0, 0.0, error / limit)
     if np.isfinite(error).any() and limit.max() > 0:
-        worst = np.unravel_index(int(np.nanargmax(part)), error.shape)
-        found, allowed = float(error[worst]), float(limit[worst])
-        _record("close", name, where, found, allowed, allowed - found)
+        worst = np.unravel_index(int(np.nanargmax(share)), error.shape)
+        measured, allowed = float(error[worst]), float(limit[worst])
+        _record("close", name, where, measured, allowed, allowed - measured)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin to record; the controller of pytest-xdist runs no test and needs nothing."""
+    """Starts recording."""
     global _recorder
     if _recorder is None and (folder := os.environ.get("TRIMTAB_MARGINS")):
         worker = getattr(config, "workerinput", {}).get("workerid", "main")
@@ -292,12 +292,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    """Write what the test compared."""
+    """Writes the comparisons of the test."""
     if _recorder is not None:
         _recorder.flush()
 
 
 def pytest_unconfigure() -> None:
-    """Write what was compared after the last test."""
+    """Writes the comparisons made after the last test."""
     if _recorder is not None:
         _recorder.flush()

@@ -1,10 +1,10 @@
-"""Plant small faults in the source, one at a time, and count how many the unit tests catch.
+"""Plants small faults in the source, one at a time, and counts how many the unit tests catch.
 
     python tests/mutants.py [--count 100] [--seed 0] [--area corrections objectives ...]
 
 A mutant changes one operator, comparison, constant or call (`min` for `max`) inside a function. It is caught if the
-tests of its area fail or hang. Each one that survives is printed with its place: either a test is missing, or the
-change makes no difference. Sources are copied to a temporary folder; the working tree is not touched.
+tests of its area fail or hang. Each one that survives is printed with file and line: either a test is missing, or
+the change makes no difference. Sources are copied to a temporary folder; the working tree is not touched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Source folders and the tests that answer for them.
+# Source folders and their tests.
 AREAS = {
     "corrections": (["corrections"], ["tests/unit/corrections", "tests/parity"]),
     "objectives": (["objectives"], ["tests/unit/objectives", "tests/parity"]),
@@ -52,7 +52,7 @@ TEST_TIMEOUT = 600.0  # seconds
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed file: `line` shows the change, `source` is the whole new text."""
+    """One changed file: `line` shows the change, `source` is the new text of the file."""
 
     area: str
     file: Path
@@ -67,69 +67,69 @@ def main() -> int:
     parser.add_argument("--area", nargs="+", choices=AREAS, default=list(AREAS), dest="areas")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    draw = random.Random(options.seed)
-    chosen = []
+    rng = random.Random(options.seed)
+    chosen: list[Mutant] = []
     for area in options.areas:
-        possible = list(mutants(area))
-        chosen += draw.sample(possible, min(len(possible), options.count // len(options.areas)))
-    began = time.monotonic()
+        candidates = list(mutants(area))
+        chosen += rng.sample(candidates, min(len(candidates), options.count // len(options.areas)))
+    start = time.monotonic()
     with ThreadPoolExecutor(options.processes) as pool:
         caught = list(pool.map(is_caught, chosen))
     for area in options.areas:
-        results = [found for mutant, found in zip(chosen, caught, strict=True) if mutant.area == area]
+        results = [result for mutant, result in zip(chosen, caught, strict=True) if mutant.area == area]
         print(f"{area:12} {sum(results)} of {len(results)} caught")
-    for mutant, found in zip(chosen, caught, strict=True):
-        if not found:
+    for mutant, result in zip(chosen, caught, strict=True):
+        if not result:
             print(f"survived: {mutant.file.relative_to(ROOT)}: {mutant.line}")
-    print(f"{sum(caught)} of {len(caught)} caught in {time.monotonic() - began:.0f} s")
+    print(f"{sum(caught)} of {len(caught)} caught in {time.monotonic() - start:.0f} s")
     return 0
 
 
 def mutants(area: str) -> Iterator[Mutant]:
-    """All of an area, in a fixed order."""
+    """Yields all mutants of an area, in a fixed order."""
     for folder in AREAS[area][0]:
         for file in sorted((ROOT / "src" / "trimtab" / folder).rglob("*.py")):
             tree = ast.parse(file.read_text())
             functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-            # Once each: a function inside another one belongs to both.
+            # Every node once: a nested function is walked with each function around it.
             for node in {id(node): node for function in functions for node in ast.walk(function)}.values():
                 yield from _changes(area, file, tree, node)
 
 
 def _changes(area: str, file: Path, tree: ast.Module, node: ast.AST) -> Iterator[Mutant]:
-    """The tree is changed, written and changed back."""
+    """Yields the mutants of one node; `tree` is changed for each and restored afterwards."""
 
-    def made(line: int, what: str) -> Mutant:
-        return Mutant(area, file, f"{line}: {what}", ast.unparse(tree))
+    def mutant(line: int, change: str) -> Mutant:
+        return Mutant(area, file, f"{line}: {change}", ast.unparse(tree))
 
     if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in OPERATORS:
-        before = ast.unparse(node)
-        node.op, kept = OPERATORS[type(node.op)](), node.op  # pyright: ignore[reportAttributeAccessIssue]
-        yield made(node.lineno, f"{before} -> {ast.unparse(node)}")
-        node.op = kept  # pyright: ignore[reportAttributeAccessIssue]
+        unchanged = ast.unparse(node)
+        node.op, original = OPERATORS[type(node.op)](), node.op  # pyright: ignore[reportAttributeAccessIssue]
+        yield mutant(node.lineno, f"{unchanged} -> {ast.unparse(node)}")
+        node.op = original  # pyright: ignore[reportAttributeAccessIssue]
     elif isinstance(node, ast.Compare) and type(node.ops[0]) in OPERATORS:
-        before, kept = ast.unparse(node), node.ops[0]
-        node.ops[0] = OPERATORS[type(kept)]()  # pyright: ignore[reportArgumentType, reportCallIssue]
-        yield made(node.lineno, f"{before} -> {ast.unparse(node)}")
-        node.ops[0] = kept
+        unchanged, original = ast.unparse(node), node.ops[0]
+        node.ops[0] = OPERATORS[type(original)]()  # pyright: ignore[reportArgumentType, reportCallIssue]
+        yield mutant(node.lineno, f"{unchanged} -> {ast.unparse(node)}")
+        node.ops[0] = original
     elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        kept = node.value
-        node.value = kept + 1  # pyright: ignore[reportOperatorIssue]
-        yield made(node.lineno, f"{kept} -> {node.value}")
-        node.value = kept
+        original = node.value
+        node.value = original + 1  # pyright: ignore[reportOperatorIssue]
+        yield mutant(node.lineno, f"{original} -> {node.value}")
+        node.value = original
     elif isinstance(node, ast.Call):
         function = node.func
         name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
         if name in CALLS:
             part = "id" if isinstance(function, ast.Name) else "attr"
-            before = ast.unparse(node)
+            unchanged = ast.unparse(node)
             setattr(function, part, CALLS[name])
-            yield made(node.lineno, f"{before} -> {ast.unparse(node)}")
+            yield mutant(node.lineno, f"{unchanged} -> {ast.unparse(node)}")
             setattr(function, part, name)
 
 
 def is_caught(mutant: Mutant) -> bool:
-    """Whether the tests of its area fail."""
+    """Whether the tests of its area fail or run out of time."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
@@ -137,7 +137,7 @@ def is_caught(mutant: Mutant) -> bool:
         environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not e2e and not slow"]
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 [*command, *AREAS[mutant.area][1]],
                 cwd=ROOT,
                 env=environment,
@@ -147,7 +147,7 @@ def is_caught(mutant: Mutant) -> bool:
             )
         except subprocess.TimeoutExpired:
             return True
-        return done.returncode != 0
+        return process.returncode != 0
 
 
 if __name__ == "__main__":

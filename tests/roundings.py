@@ -1,12 +1,12 @@
-"""Run the tests under several roundings of one machine, and say how far every numeric limit is from failing.
+"""Runs the tests under several roundings of one machine, and prints how far every numeric limit is from failing.
 
     python tests/roundings.py                                     # the whole suite under all of them
     python tests/roundings.py --roundings default mkl --threads 1 -- tests/e2e/test_methods.py
     python tests/roundings.py --report runs/roundings-...         # the summary once more
 
-A processor chooses the kernels, and with them the order of summation and the last bits of every product. Each rounding
-here makes the libraries choose as they would elsewhere. Words after `--` go to pytest. Models of the laboratory are
-trained anew under each rounding. Exit code 1 if any test failed under any of them.
+The processor determines which kernels run, and so the order of summation and the last bits of every product. Each
+rounding makes the libraries choose the kernels of another processor. Arguments after `--` go to pytest. Laboratory
+models are trained again under each rounding. The exit code is 1 if any test failed under any rounding.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ ROUNDINGS = {
     # attention for it, which its AVX2 kernels refuse ("pack_vnni2 is only supported when avx512 is supported").
     "aten": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     "mkl": {"MKL_CBWR": "COMPATIBLE"},  # float32 and float64 products, exp and log
-    # The farthest from any fast processor: all three at their lowest.
+    # All three at their lowest.
     "scalar": {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"},
 }
 USUAL = ["default", "onednn", "aten", "mkl"]
-# As the Makefile runs them: two processes, a file's tests together.
+# The options of the Makefile: two processes, the tests of a file in one of them.
 PYTEST = ["-q", "-n", "2", "--dist", "loadfile"]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run of the tests gave; `failed` names them."""
+    """The result of one run of the tests; `failed` holds their names."""
 
     passed: int
     failed: list[str]
@@ -60,7 +60,7 @@ class Outcome:
 
 
 def main() -> int:
-    """Run, report, and return the exit code."""
+    """Runs the tests, prints the report and returns the exit code."""
     options, words = _options()
     if options.fingerprint:
         print(json.dumps(fingerprint()))
@@ -88,9 +88,10 @@ def main() -> int:
 
 
 def _options() -> tuple[argparse.Namespace, list[str]]:
-    own, words = sys.argv[1:], []
-    if "--" in own:
-        own, words = own[: own.index("--")], own[own.index("--") + 1 :]
+    arguments, words = sys.argv[1:], []
+    if "--" in arguments:
+        separator = arguments.index("--")
+        arguments, words = arguments[:separator], arguments[separator + 1 :]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--roundings", nargs="+", choices=ROUNDINGS, default=USUAL, metavar="NAME")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], metavar="N")
@@ -98,7 +99,7 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--below", type=float, default=10, help="list limits whose margin is below this factor")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="summarize what an earlier run wrote")
     parser.add_argument("--fingerprint", action="store_true", help="print digests of a few products, run nothing")
-    return parser.parse_args(own), words
+    return parser.parse_args(arguments), words
 
 
 def _line(case: tuple[str, int], outcome: Outcome) -> str:
@@ -111,31 +112,31 @@ def _line(case: tuple[str, int], outcome: Outcome) -> str:
 
 
 def _environment(name: str, threads: int) -> dict[str, str]:
-    decided = {key for settings in ROUNDINGS.values() for key in settings}
-    clean = {key: value for key, value in os.environ.items() if key not in decided}
+    varied = {key for settings in ROUNDINGS.values() for key in settings}
+    clean = {key: value for key, value in os.environ.items() if key not in varied}
     return clean | ROUNDINGS[name] | {"OMP_NUM_THREADS": str(threads)}
 
 
 def run(name: str, threads: int, out: Path, words: list[str]) -> Outcome:
-    """One run of pytest; its log, margins and results go to a folder of its own below `out`."""
+    """Runs pytest once; log, margins and results are written to a folder below `out`."""
     folder = out / f"{name}-{threads}"
     (folder / "margins").mkdir(parents=True)
-    own = {"TRIMTAB_CACHE": str(folder / "cache"), "TRIMTAB_MARGINS": str(folder / "margins")}
+    folders = {"TRIMTAB_CACHE": str(folder / "cache"), "TRIMTAB_MARGINS": str(folder / "margins")}
     command = [sys.executable, "-m", "pytest", *PYTEST, "-p", "tests.margins"]
-    began = time.monotonic()
+    start = time.monotonic()
     with (folder / "log.txt").open("w") as log:
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, f"--junit-xml={folder / 'results.xml'}", *words],
             cwd=ROOT,
-            env=_environment(name, threads) | own,
+            env=_environment(name, threads) | folders,
             stdout=log,
             stderr=subprocess.STDOUT,
             check=False,
         )
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     shutil.rmtree(folder / "cache", ignore_errors=True)
     passed, failed, skipped = _results(folder / "results.xml")
-    return Outcome(passed, failed, skipped, seconds, done.returncode)
+    return Outcome(passed, failed, skipped, seconds, process.returncode)
 
 
 def _results(file: Path) -> tuple[int, list[str], int]:
@@ -157,14 +158,14 @@ def _results(file: Path) -> tuple[int, list[str], int]:
 
 
 def fingerprint() -> dict[str, str]:
-    """Digests of what a few operations give under the settings of this process."""
+    """Returns digests of the results of a few operations under the settings of this process."""
     import torch
     from torch.nn.functional import linear, scaled_dot_product_attention
 
-    draw = torch.Generator().manual_seed(0)
-    a, b = torch.randn(256, 576, generator=draw), torch.randn(640, 576, generator=draw)
-    x, q = torch.randn(64, 1000, generator=draw), torch.randn(1, 4, 32, 16, generator=draw)
-    found = {
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(256, 576, generator=generator), torch.randn(640, 576, generator=generator)
+    x, q = torch.randn(64, 1000, generator=generator), torch.randn(1, 4, 32, 16, generator=generator)
+    results = {
         "bf16 product": linear(a.bfloat16(), b.bfloat16()),
         "bf16 small": linear(a[:7, :64].bfloat16(), b[:, :64].bfloat16()),
         "f32 product": linear(a, b),
@@ -176,25 +177,25 @@ def fingerprint() -> dict[str, str]:
         "exp": x.exp(),
         "attention": scaled_dot_product_attention(q, q, q, is_causal=True),
     }
-    raw = {name: value.contiguous().view(torch.uint8).numpy().tobytes() for name, value in found.items()}
+    raw = {name: value.contiguous().view(torch.uint8).numpy().tobytes() for name, value in results.items()}
     return {name: hashlib.sha256(value).hexdigest()[:6] for name, value in raw.items()}
 
 
 def bits(cases: Iterable[tuple[str, int]]) -> str:
-    """A table of fingerprints: a dot where a rounding gives the bits of the first one."""
-    found = {}
+    """Returns a table of fingerprints, with a dot where a rounding gives the bits of the first one."""
+    fingerprints = {}
     for name, threads in cases:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, __file__, "--fingerprint"],
             env=_environment(name, threads),
             capture_output=True,
             text=True,
             check=True,
         )
-        found[name, threads] = json.loads(done.stdout)
-    first = next(iter(found.values()))
+        fingerprints[name, threads] = json.loads(process.stdout)
+    first = next(iter(fingerprints.values()))
     lines = ["Bits of a few products (. = those of the first row)", " " * 12 + " ".join(f"{key:>12}" for key in first)]
-    for (name, threads), digests in found.items():
+    for (name, threads), digests in fingerprints.items():
         same = [value if digests is first or value != first[key] else "." for key, value in digests.items()]
         lines.append(f"{name:10} {threads} " + " ".join(f"{value:>12}" for value in same))
     return "\n".join(lines)
@@ -205,7 +206,7 @@ def bits(cases: Iterable[tuple[str, int]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One comparison of the tests over all roundings: its worst case, and how much that one moves with the rounding."""
+    """One comparison of the tests over all roundings: its worst case, and the spread of that one over roundings."""
 
     where: str
     text: str
@@ -218,23 +219,23 @@ class Limit:
 
     @property
     def clearance(self) -> float:
-        """How many spreads lie between the worst case and the limit."""
+        """The number of spreads between the worst case and the limit."""
         return self.slack / self.spread if self.spread else math.inf
 
 
 def limits(out: Path) -> list[Limit]:
-    """All recorded comparisons, smallest margin first."""
+    """Returns all recorded comparisons, smallest margin first."""
     groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for file in sorted(out.glob("*/margins/*.jsonl")):
         for line in file.read_text().splitlines():
             row = json.loads(line)
             groups[row["where"], row["text"]][row["test"]].append(row)
-    found = [_limit(where, text, tests) for (where, text), tests in groups.items()]
-    return sorted(found, key=lambda item: (math.inf if item.margin is None else item.margin, item.clearance))
+    result = [_limit(where, text, tests) for (where, text), tests in groups.items()]
+    return sorted(result, key=lambda item: (math.inf if item.margin is None else item.margin, item.clearance))
 
 
 def _limit(where: str, text: str, tests: dict[str, list[dict[str, Any]]]) -> Limit:
-    """The test that comes nearest to its limit stands for all that share the line."""
+    """Returns the comparison of the test that comes nearest to its limit, of all that share the line."""
     nearest = min(tests.values(), key=lambda rows: min(_sort_key(row) for row in rows))
     row = min(nearest, key=_sort_key)
     spread = max(max(row["measured"] for row in rows) - min(row["measured"] for row in rows) for rows in tests.values())
@@ -242,7 +243,7 @@ def _limit(where: str, text: str, tests: dict[str, list[dict[str, Any]]]) -> Lim
 
 
 def _margin(row: dict[str, Any]) -> float | None:
-    """The factor between the measured number and its limit; None where signs or zero leave none."""
+    """Returns the factor between the measured number and its limit; None if signs differ or the limit is 0."""
     measured, limit = row["measured"], row["limit"]
     small, large = sorted((abs(measured), abs(limit)))
     if math.isnan(row["slack"]) or not limit or (measured and (measured > 0) != (limit > 0)):
@@ -256,15 +257,15 @@ def _sort_key(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def summary(out: Path, below: float) -> str:
-    """The limits that a rounding moves, smallest margin first, and how many do not move.
+    """Returns the limits that a rounding moves, smallest margin first, and the number of those that do not move.
 
-    Margin: the factor that is left. Clearance: what is left, in spreads (over the roundings, of one test). A number
-    past its limit is one that the test wants there (`not allclose`), or a failure.
+    Margin: the remaining factor. Clearance: the remaining distance in spreads (of one test over the roundings). A
+    number past its limit is expected by the test (`not allclose`), or a failure.
     """
-    found = limits(out)
-    moving = [item for item in found if item.spread > 0]
+    compared = limits(out)
+    moving = [item for item in compared if item.spread > 0]
     listed = [item for item in moving if item.margin is None or item.margin < below]
-    head = f"{len(found)} limits compared; {len(moving)} of them moved with the rounding (or from run to run); "
+    head = f"{len(compared)} limits compared; {len(moving)} of them moved with the rounding (or from run to run); "
     lines = [head + f"{len(listed)} of those have a margin below {below:g} or none that is a factor:"]
     lines.append(f"{'margin':>8} {'clearance':>10} {'measured':>11} {'limit':>11} {'spread':>9}  where")
     for item in listed:

@@ -72,7 +72,7 @@ def train(job: Mapping[str, Any]) -> None:
 def plant(fault: str | None) -> None:
     """Break the arithmetic of several ranks."""
     if fault == "average":
-        shard = sharding.shard
+        shard = sharding.apply_fsdp
 
         def averaged(model: Any, mesh: Any, **options: Any) -> None:
             shard(model, mesh, **options)

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from trimtab.bitwise import engine_and_trainer
 from trimtab.bitwise.difference import Comparison, Difference
-from trimtab.bitwise.engine_and_trainer import HEAD, LENGTHS, Sides, compare_sides, texts
+from trimtab.bitwise.engine_and_trainer import HEAD, LENGTHS, SamplerAndTrainer, compare_sampler_and_trainer, make_texts
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
 from trimtab.models import invariant, matmul, packed_attention
@@ -28,7 +28,9 @@ pytestmark = pytest.mark.e2e
 OPERATIONS = 3 * 12 + 4  # as in tests/unit/bitwise/test_difference.py, with the head's log-probs for the head
 
 
-def sides(*, numerics: str = "invariant", mixed: bool = True, name: str = "llama", context: int = 24) -> Sides:
+def sides(
+    *, numerics: str = "invariant", mixed: bool = True, name: str = "llama", context: int = 24
+) -> SamplerAndTrainer:
     """Float32 under bfloat16 autocast against bfloat16, as the recipes are; or float32 on both sides.
 
     A small context makes the texts short, and a comparison quick.
@@ -36,18 +38,18 @@ def sides(*, numerics: str = "invariant", mixed: bool = True, name: str = "llama
     model = tiny(name)
     model.config.max_position_embeddings = context
     if numerics == "invariant":
-        invariant.use_in(model)
+        invariant.make_invariant(model)
     else:
-        matmul.use_in(model.base_model)
-        model.set_attn_implementation(packed_attention.IMPLEMENTATION)
+        matmul.use_fast_linear(model.base_model)
+        model.set_attn_implementation(packed_attention.PACKED_IMPLEMENTATION)
     engine = EmbeddedEngine(model, tokenizer(), "bfloat16" if mixed else "float32")
-    return Sides(
+    return SamplerAndTrainer(
         engine, model.train(), (lambda: torch.autocast("cpu", dtype=torch.bfloat16)) if mixed else nullcontext, 0.7
     )
 
 
-def first(given: Sides) -> Difference:
-    found = compare_sides(given, EOS).first
+def first(given: SamplerAndTrainer) -> Difference:
+    found = compare_sampler_and_trainer(given, EOS).first
     assert found is not None
     return found
 
@@ -59,7 +61,7 @@ def test_invariant_numerics_are_equal_bit_for_bit(name: str, mixed: bool) -> Non
     ]  # norms of queries and keys
     # Of every response all tokens but the last are run: 128 + 151 - 8, and in the small context 28 + 32 - 8.
     context, tokens = (160, 271) if name == "llama" else (24, 52)
-    found = compare_sides(sides(mixed=mixed, name=name, context=context), EOS)
+    found = compare_sampler_and_trainer(sides(mixed=mixed, name=name, context=context), EOS)
     assert found == Comparison(tokens, expected, None, ((), ()))
 
 
@@ -104,7 +106,7 @@ class Float64Linear(nn.Linear):
 def native_attention(model: Any) -> None:
     layer = model.model.layers[1].self_attn
     layer.config = copy.deepcopy(layer.config)
-    layer.config._attn_implementation = packed_attention.IMPLEMENTATION
+    layer.config._attn_implementation = packed_attention.PACKED_IMPLEMENTATION
 
 
 # Rounded to bfloat16, sums and the activation mostly have the bits of other ones.
@@ -160,7 +162,7 @@ def test_a_stale_weight_is_told_from_other_arithmetic() -> None:
 def test_texts_part_for_good() -> None:
     """Position and id say which text a token is of: the premise of every comparison."""
     for vocabulary, context in ((14, 64), (97, 128), (50_000, None)):
-        found = texts(vocabulary, [12], context)
+        found = make_texts(vocabulary, [12], context)
         longest = max(len(found.prompts[o]) + len(r) for o, r in zip(found.owner, found.responses, strict=True))
         assert longest <= (context or 10**6)
         assert not any({0, 12} & {*map(int, ids)} for ids in [*found.prompts, *found.responses])
@@ -173,7 +175,7 @@ def test_texts_part_for_good() -> None:
                 assert seen.setdefault((place, int(token)), name) == name
     assert [len(ids) for ids in found.prompts] == [prompt for prompt, _ in LENGTHS]
     with pytest.raises(TrimtabError, match="vocabulary of 9 ids is too small"):
-        texts(9, [3], None)
+        make_texts(9, [3], None)
 
 
 def test_precision_is_the_trainers_own() -> None:

@@ -22,7 +22,7 @@ from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
 from trimtab.models import invariant, logprobs, packed_attention
 from trimtab.models.invariant import invariant_layers
-from trimtab.models.invariant.invariant_attention import KEYS
+from trimtab.models.invariant.invariant_attention import KEY_BLOCK
 from trimtab.models.invariant.invariant_layers import add_exponentials
 from trimtab.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.types import Completion, Problem, Prompt, Sampling
@@ -31,14 +31,14 @@ pytestmark = pytest.mark.e2e
 
 TYPES = [("bfloat16", True), ("float32", False)]
 # Within a block of keys, at its end, and over several.
-LENGTHS = (3, KEYS, KEYS + 1, 150)
-FREE = Sampling(temperature=0.7, max_tokens=KEYS + 6, ignore_stop=True)
+LENGTHS = (3, KEY_BLOCK, KEY_BLOCK + 1, 150)
+FREE = Sampling(temperature=0.7, max_tokens=KEY_BLOCK + 6, ignore_stop=True)
 
 
 def made(name: str = "llama") -> Any:
     model = tiny(name)
     model.config.max_position_embeddings = 256
-    invariant.use_in(model)
+    invariant.make_invariant(model)
     return model.train()
 
 
@@ -111,7 +111,7 @@ def test_with_stops_and_truncated_sampling_too(sampling: Sampling) -> None:
 def test_batch_threads_prefixes_and_prefill_blocks_change_no_bit(
     dtype: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, prompts = made(), asked((3, KEYS + 1))
+    model, prompts = made(), asked((3, KEY_BLOCK + 1))
     engine = EmbeddedEngine(model, tokenizer(), dtype)
     groups = engine.generate(prompts, 2, FREE, seed=0)
     with threads(2):
@@ -184,7 +184,7 @@ def test_fillers_of_a_packed_row_reach_nobody(monkeypatch: pytest.MonkeyPatch) -
         logp, grads = found()
     finally:
         torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(logprobs, "missing", lambda *_: 0)
+    monkeypatch.setattr(logprobs, "padding_rows", lambda *_: 0)
     expected, exact = found()
     assert torch.equal(logp, expected)
     for grad, one in zip(grads, exact, strict=True):
@@ -194,9 +194,9 @@ def test_fillers_of_a_packed_row_reach_nobody(monkeypatch: pytest.MonkeyPatch) -
 def test_it_is_the_models_own_function() -> None:
     """Float64, where only transformers' norms round: mistakes are far larger. Gradients too."""
     native = tiny("qwen3").double().train()
-    native.set_attn_implementation(packed_attention.IMPLEMENTATION)
+    native.set_attn_implementation(packed_attention.PACKED_IMPLEMENTATION)
     model = copy.deepcopy(native)
-    invariant.use_in(model)
+    invariant.make_invariant(model)
     rng = np.random.default_rng(1)
     prompts, responses = ([rng.integers(2, SIZE, size=n) for n in lengths] for lengths in ((5, 70), (4, 33, 9)))
     batch = TokenBatch.pack(prompts, responses, [0, 1, 1], pad_id=0)
@@ -239,7 +239,7 @@ def test_other_models_are_refused(name: str, changes: dict[str, Any], says: str)
     for key, value in changes.items():
         setattr(model.config, key, value)
     with pytest.raises(TrimtabError, match=says):
-        invariant.use_in(model)
+        invariant.make_invariant(model)
 
 
 def test_rounded_float32_products_are_refused() -> None:
@@ -247,7 +247,7 @@ def test_rounded_float32_products_are_refused() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         with pytest.raises(TrimtabError, match="allow_tf32 off"):
-            invariant.use_in(tiny("llama"))
+            invariant.make_invariant(tiny("llama"))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 
@@ -264,5 +264,5 @@ def test_unknown_modules_are_refused_before_anything_is_changed() -> None:
         )
     )
     with pytest.raises(TrimtabError, match=r"layers\.0\.mlp\.act_fn"):
-        invariant.use_in(model)
+        invariant.make_invariant(model)
     assert type(model.model.embed_tokens) is torch.nn.Embedding

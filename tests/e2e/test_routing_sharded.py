@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from trimtab.models.logprobs import TokenScores, score
-from trimtab.models.sharding import full, shard
+from trimtab.models.sharding import apply_fsdp, full_tensor
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
 def trained(model: Any, scores: TokenScores) -> dict[str, Tensor]:
     model.zero_grad()
     (scores.logp * torch.linspace(-1, 2, scores.logp.numel()).view_as(scores.logp)).sum().backward()
-    return {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: full_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -40,7 +40,7 @@ def test_sharded_layers_replay(mesh: Any, checkpointing: bool) -> None:
     model = copy.deepcopy(plain)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    shard(model, mesh)
+    apply_fsdp(model, mesh)
     free = score(plain, batch(), record=True)
     assert free.routes is not None
     expected = score(plain, batch(), routes=other(free.routes))

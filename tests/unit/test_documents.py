@@ -11,7 +11,7 @@ import pytest
 
 from trimtab.config import load_config, recipe_names
 from trimtab.models import routing
-from trimtab.models.architecture import KNOWN
+from trimtab.models.architecture import KNOWN_ARCHITECTURES
 from trimtab.models.invariant import apply as invariant
 from trimtab.objectives import objective, objectives
 
@@ -38,7 +38,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 def test_every_architecture_that_can_be_scored_is_documented() -> None:
     page = (ROOT / "docs" / "models.md").read_text()
-    assert {kind for kind in KNOWN if f"`{kind}`" not in page} == set()
+    assert {kind for kind in KNOWN_ARCHITECTURES if f"`{kind}`" not in page} == set()
     for part, families in {"invariant": invariant.FAMILIES, "routing": routing.FAMILIES}.items():
         [row] = [line for line in page.splitlines() if line.startswith("|") and f"{part}" in line.split("|")[1]]
         assert {kind for kind in families if f"`{kind}`" not in row} == set(), part

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.bitwise.forward_recorder import ForwardRecording, Half, RecordedTensor, TensorName, record_forward, step
+from trimtab.bitwise.forward_recorder import (
+    ForwardRecording,
+    Half,
+    RecordedTensor,
+    TensorName,
+    record_forward,
+    step_name,
+)
 from trimtab.errors import TrimtabError
 
 INPUTS, RESULT = "(inputs)", "(result)"
@@ -57,7 +64,7 @@ class Comparison:
     only: tuple[tuple[str, ...], tuple[str, ...]]
 
 
-def compare(a: Implementation, b: Implementation) -> Comparison:
+def compare_implementations(a: Implementation, b: Implementation) -> Comparison:
     """Runs both sides and finds the first operation, in the order of `b`, whose bits differ.
 
     Raises:
@@ -65,7 +72,7 @@ def compare(a: Implementation, b: Implementation) -> Comparison:
     """
     recordings = _run(a), _run(b)
     shared = [name for name in recordings[1].tracks if name in recordings[0].tracks]
-    counts = {name: _apart(*(recording.tracks[name] for recording in recordings)) for name in shared}
+    counts = {name: _count_differing(*(recording.tracks[name] for recording in recordings)) for name in shared}
     tokens = max((common for common, _ in counts.values()), default=0)
     if tokens == 0:
         raise TrimtabError(
@@ -84,7 +91,7 @@ def compare(a: Implementation, b: Implementation) -> Comparison:
         )
     )
     first = next((name for name in shared if counts[name][1]), None)
-    difference = None if first is None else _look_closer(first, shared, counts[first], recordings, (a, b))
+    difference = None if first is None else _describe_difference(first, shared, counts[first], recordings, (a, b))
     return Comparison(tokens, len(_names(shared)), difference, (only[0], only[1]))
 
 
@@ -120,10 +127,10 @@ def compare_pair(
         keys = -1 - 2 * keys[0], -2 - 2 * keys[1]
         for number, (i, j) in enumerate(rows):
             keys[0][i] = keys[1][j] = number
-    return compare(_side(a, inputs_a, keys[0]), _side(b, inputs_b, keys[1]))
+    return compare_implementations(_implementation(a, inputs_a, keys[0]), _implementation(b, inputs_b, keys[1]))
 
 
-def _side(work: Callable[..., Any], inputs: Any, keys: Tensor) -> Implementation:
+def _implementation(work: Callable[..., Any], inputs: Any, keys: Tensor) -> Implementation:
     module = work if isinstance(work, nn.Module) else nn.Module()
 
     def run(recording: ForwardRecording) -> None:
@@ -155,7 +162,7 @@ def _names(names: Any) -> set[str]:
     return {name.operation for name in names}
 
 
-def _apart(a: RecordedTensor, b: RecordedTensor) -> tuple[int, int]:
+def _count_differing(a: RecordedTensor, b: RecordedTensor) -> tuple[int, int]:
     """Returns the number of common tokens and the number of those whose bits differ. Tokens may occur repeatedly."""
     (keys_a, values_a), (keys_b, values_b) = a.joined(), b.joined()
     common, apart = set[int](), set[int]()
@@ -163,13 +170,13 @@ def _apart(a: RecordedTensor, b: RecordedTensor) -> tuple[int, int]:
         (keys_a, values_a, keys_b, values_b),
         (keys_b, values_b, keys_a, values_a),
     ):
-        own_part, other_part = _partners(keys, others)
+        own_part, other_part = _match_keys(keys, others)
         common.update(keys[own_part].tolist())
         apart.update(keys[own_part][values[own_part] != other_values[other_part]].tolist())
     return len(common), len(apart)
 
 
-def _partners(keys: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+def _match_keys(keys: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the indices of `keys` that occur in `others`, and the index of their first occurrence there."""
     order = others.argsort(stable=True)
     index = torch.searchsorted(others[order], keys).clamp(max=len(others) - 1)
@@ -177,7 +184,7 @@ def _partners(keys: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     return matches.nonzero()[:, 0], order[index[matches]]
 
 
-def _look_closer(
+def _describe_difference(
     first: TensorName,
     shared: list[TensorName],
     counts: tuple[int, int],
@@ -225,7 +232,7 @@ def _largest(a: RecordedTensor, b: RecordedTensor) -> float | None:
         (keys_a, values_a, keys_b, values_b),
         (keys_b, values_b, keys_a, values_a),
     ):
-        own_part, other_part = _partners(keys, others)
+        own_part, other_part = _match_keys(keys, others)
         largest = max(largest, float((values[own_part] - other_values[other_part]).abs().max()))
     return largest
 
@@ -260,11 +267,11 @@ def _inside(operation: str, a: ForwardRecording, b: ForwardRecording) -> str | N
         message = "; ".join(f"the {which} side alone runs {names}" for which, names in sides if names)
         return message or "the same tensor operations, in another order or number"
     for index, name in enumerate(next(iter(a.steps))):
-        tensor_name = TensorName(step(operation, index), "output")
+        tensor_name = TensorName(step_name(operation, index), "output")
         if (
             tensor_name in a.tracks
             and tensor_name in b.tracks
-            and _apart(a.tracks[tensor_name], b.tracks[tensor_name])[1]
+            and _count_differing(a.tracks[tensor_name], b.tracks[tensor_name])[1]
         ):
             return f"{name}, number {index + 1} of {len(next(iter(a.steps)))}"
     return None

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.bitwise.difference import Comparison, compare
+from trimtab.bitwise.difference import Comparison, compare_implementations
 from trimtab.bitwise.forward_recorder import ForwardRecording, record_forward, record_tokens, token_keys
 from trimtab.engines.embedded.decoder import CachedDecoder, Decoder
 from trimtab.engines.embedded.decoding_rows import PrefillPlan
@@ -37,7 +37,7 @@ BATCHES, CONTINUED, PREFIX = ((0, 1, 2, 3, 4, 5), (6, 7)), 1, 6 / 7
 
 
 @dataclass(frozen=True)
-class Texts:
+class SampleTexts:
     """`responses[i]` continues `prompts[owner[i]]`."""
 
     prompts: list[IntArray]
@@ -50,7 +50,7 @@ class Texts:
         return sum(map(len, self.prompts)) + sum(map(len, self.responses)) - len(self.responses)
 
 
-def texts(vocabulary: int, avoid: Sequence[int], context: int | None) -> Texts:
+def make_texts(vocabulary: int, avoid: Sequence[int], context: int | None) -> SampleTexts:
     """Returns fixed texts that fit the context, without the ids of `avoid` (padding).
 
     Raises:
@@ -64,7 +64,7 @@ def texts(vocabulary: int, avoid: Sequence[int], context: int | None) -> Texts:
     share = 1.0 if context is None else min(1.0, context / longest)
     rng = np.random.default_rng(0)
     ids = np.stack([rng.choice(allowed, branches, replace=False) for _ in range(longest)], 1)
-    sample_texts, branch = Texts([], [], []), 0
+    sample_texts, branch = SampleTexts([], [], []), 0
     for prompt, responses in LENGTHS:
         start = max(1, int(prompt * share))
         for index, length in enumerate(responses):
@@ -77,7 +77,7 @@ def texts(vocabulary: int, avoid: Sequence[int], context: int | None) -> Texts:
 
 
 @dataclass(frozen=True)
-class Sides:
+class SamplerAndTrainer:
     """The engine with its copy of a model, the trained model, and the autocast context of the latter."""
 
     sampler: EmbeddedEngine
@@ -86,7 +86,7 @@ class Sides:
     temperature: float = 1.0
 
 
-def compare_sides(sides: Sides, padding: int) -> Comparison:
+def compare_sampler_and_trainer(sides: SamplerAndTrainer, padding: int) -> Comparison:
     """Returns the first operation whose bits differ between sampler and trainer.
 
     Raises:
@@ -94,10 +94,10 @@ def compare_sides(sides: Sides, padding: int) -> Comparison:
     """
     config = sides.trainer.config
     size = sides.trainer.get_input_embeddings().num_embeddings
-    sample_texts = texts(size, [padding], getattr(config, "max_position_embeddings", None))
-    result = compare(
-        lambda recording: _sample(sides, sample_texts, recording),
-        lambda recording: _train(sides, sample_texts, padding, recording),
+    sample_texts = make_texts(size, [padding], getattr(config, "max_position_embeddings", None))
+    result = compare_implementations(
+        lambda recording: _run_sampler(sides, sample_texts, recording),
+        lambda recording: _run_trainer(sides, sample_texts, padding, recording),
     )
     if result.tokens < sample_texts.run:
         raise TrimtabError(
@@ -106,7 +106,9 @@ def compare_sides(sides: Sides, padding: int) -> Comparison:
     return result
 
 
-def _train(sides: Sides, sample_texts: Texts, padding: int, recording: ForwardRecording) -> None:
+def _run_trainer(
+    sides: SamplerAndTrainer, sample_texts: SampleTexts, padding: int, recording: ForwardRecording
+) -> None:
     model = sides.trainer
     batch = TokenBatch.pack(sample_texts.prompts, sample_texts.responses, sample_texts.owner, pad_id=padding)
     batch = TokenBatch(*(getattr(batch, name).to(model.device) for name in batch.__dataclass_fields__))
@@ -119,16 +121,16 @@ def _train(sides: Sides, sample_texts: Texts, padding: int, recording: ForwardRe
 
 
 @torch.inference_mode()
-def _sample(sides: Sides, sample_texts: Texts, recording: ForwardRecording) -> None:
+def _run_sampler(sides: SamplerAndTrainer, sample_texts: SampleTexts, recording: ForwardRecording) -> None:
     with _recorded(sides.sampler._model, recording):
         for rows in BATCHES:
             _decode(sides, sample_texts, list(rows), recording)
 
 
-def _decode(sides: Sides, sample_texts: Texts, rows: list[int], recording: ForwardRecording) -> None:
+def _decode(sides: SamplerAndTrainer, sample_texts: SampleTexts, rows: list[int], recording: ForwardRecording) -> None:
     model = sides.sampler._model
     done = {row: int(PREFIX * len(sample_texts.responses[row])) if row == CONTINUED else 0 for row in rows}
-    decoder = _decoder(model, _starts(sample_texts, rows, done, model.device))
+    decoder = _decoder(model, _prefill_plan(sample_texts, rows, done, model.device))
     logits = decoder.first
     while True:
         ids = torch.tensor([int(sample_texts.responses[row][done[row]]) for row in rows], device=model.device)
@@ -161,7 +163,9 @@ def _log_probs(model: Any, logits: Tensor, ids: Tensor, temperature: float) -> T
     return (logits.float() / temperature).log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
 
-def _starts(sample_texts: Texts, rows: Sequence[int], done: dict[int, int], device: torch.device) -> PrefillPlan:
+def _prefill_plan(
+    sample_texts: SampleTexts, rows: Sequence[int], done: dict[int, int], device: torch.device
+) -> PrefillPlan:
     used = list(dict.fromkeys(sample_texts.owner[row] for row in rows))
     starts = list(dict.fromkeys((used.index(sample_texts.owner[row]), row if done[row] else None) for row in rows))
     texts = [() if row is None else sample_texts.responses[row][: done[row]] for _, row in starts]

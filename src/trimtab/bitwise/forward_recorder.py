@@ -99,7 +99,7 @@ class ForwardRecording:
         track.types.add("+".join(dict.fromkeys(types)))
         whole = torch.cat([row.double() for row in rows], 1)
         track.keys.append(self._keys)
-        track.values.append((whole if place == self.full else fingerprints(whole)).cpu())
+        track.values.append((whole if place == self.full else row_digests(whole)).cpu())
 
     def run(self, operation: str, work: Callable[[], Any]) -> Any:
         """Returns `work()` and records its tensor operations if this operation is `inside`."""
@@ -151,7 +151,7 @@ def token_keys(positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return positions * 2**32 + ids
 
 
-def fingerprints(rows: torch.Tensor) -> Int[Tensor, " rows"]:
+def row_digests(rows: torch.Tensor) -> Int[Tensor, " rows"]:
     """Returns a 64-bit digest of each row of float64 numbers.
 
     Rows that differ in one number never collide, others with a probability of about 2^-50; 0 and -0 differ.
@@ -251,12 +251,12 @@ class _Inside(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = str(func)
         if not _DATA_MOVEMENT.match(name):
-            self._recording.add(step(self._operation, len(self.names)), "output", result)
+            self._recording.add(step_name(self._operation, len(self.names)), "output", result)
             self.names.append(name.rpartition(".")[0])
         return result
 
 
-def step(operation: str, index: int) -> str:
+def step_name(operation: str, index: int) -> str:
     """Returns the name of the output of one tensor operation inside `operation`."""
     return f"{operation} step {index}"
 

@@ -43,7 +43,7 @@ def run(what: str | None, pair: str | None, sets: Sequence[str], as_json: bool) 
 def _compare_recipe(what: str, sets: Sequence[str]) -> tuple[Comparison, dict[str, str]]:
     import torch
 
-    from trimtab.bitwise.engine_and_trainer import BATCHES, Sides, compare_sides
+    from trimtab.bitwise.engine_and_trainer import BATCHES, SamplerAndTrainer, compare_sampler_and_trainer
     from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
     from trimtab.engines.factory import weight_quantization
     from trimtab.models.load import default_device
@@ -56,7 +56,7 @@ def _compare_recipe(what: str, sets: Sequence[str]) -> tuple[Comparison, dict[st
     dtype, rounding = getattr(torch, config.engine.dtype), weight_quantization(config)
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, rounding=rounding)
     autocast = config.model.autocast == "bfloat16"
-    sides = Sides(
+    sides = SamplerAndTrainer(
         engine,
         prepare_model(loaded.model, config, device),
         lambda: torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast),
@@ -70,7 +70,7 @@ def _compare_recipe(what: str, sets: Sequence[str]) -> tuple[Comparison, dict[st
         "numerics": config.numerics,
     }
     padding: Any = loaded.tokenizer.pad_token_id
-    return compare_sides(sides, padding), descriptions
+    return compare_sampler_and_trainer(sides, padding), descriptions
 
 
 def _config(what: str, sets: Sequence[str]) -> Config:

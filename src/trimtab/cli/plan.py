@@ -78,25 +78,23 @@ def plan(
         return
     if model is None or gpus is None:
         raise TrimtabError(f"name --model and --gpus, or a measured --run; for example: {EXAMPLE}")
-    from trimtab.cli.plan_text import as_dict, text
-    from trimtab.planning.assumptions import assume as assumptions
-    from trimtab.planning.assumptions import device as find_device
-    from trimtab.planning.planner import Question
-    from trimtab.planning.planner import plan as find_plan
+    from trimtab.cli.plan_text import plan_dict, plan_text
+    from trimtab.planning.assumptions import find_device, parse_assumptions
+    from trimtab.planning.planner import PlanRequest, best_plan
     from trimtab.planning.rates import Workload
-    from trimtab.planning.shapes import find
+    from trimtab.planning.shapes import find_shape
 
     average = (response + 1) // 2 if mean is None else mean
     if average > response:
         raise TrimtabError(f"--mean {average} is above --response {response}, the longest: lower it")
     workload = Workload(prompts, samples, prompt, average, response, updates=minibatches * epochs, epochs=epochs)
-    best_plan = find_plan(
-        Question(
-            find(model),
+    plan = best_plan(
+        PlanRequest(
+            find_shape(model),
             find_device(device),
             gpus,
             workload,
-            assumptions(assume or ()),
+            parse_assumptions(assume or ()),
             rollout_gpus,
             tensor_parallel,
             micro_batch_tokens,
@@ -104,18 +102,18 @@ def plan(
         )
     )
     if as_json:
-        print_json(as_dict(best_plan))
+        print_json(plan_dict(plan))
     else:
-        typer.echo(text(best_plan))
+        typer.echo(plan_text(plan))
 
 
 def _plan_from_run(run: Path, max_lag: int | None, as_json: bool, *, planned: bool) -> None:
     if planned:
         raise TrimtabError("--run predicts from measured times: leave --model, --gpus and --assume out")
     from trimtab.cli.plan_text import measured_dict, measured_text
-    from trimtab.planning.measured import read
+    from trimtab.planning.measured import read_phases
 
-    measured = read(run)
+    measured = read_phases(run)
     data: dict[str, Any] = measured_dict(measured, max_lag)
     if as_json:
         print_json(data)

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from trimtab.planning.assumptions import reasons
-from trimtab.planning.measured import Measured
-from trimtab.planning.memory import host
-from trimtab.planning.pipeline_schedule import cycle, lead
+from trimtab.planning.assumptions import assumption_reasons
+from trimtab.planning.measured import MeasuredRun
+from trimtab.planning.memory import host_memory
+from trimtab.planning.pipeline_schedule import steady_cycle, steps_ahead
 from trimtab.planning.planner import Plan
 
 GB = 1e9
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def plan_dict(plan: Plan) -> dict[str, Any]:
     """Returns the plan as data for JSON; in seconds, bytes and tokens per second."""
     question, steady = plan.question, plan.cycle
     return {
@@ -44,7 +44,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "memory_total": sum(plan.memory.values()),
             "memory_room": plan.room,
             "longest_response": plan.longest,
-            "host_memory": host(question.shape, plan.rank),
+            "host_memory": host_memory(question.shape, plan.rank),
             "fits": plan.trainer_fits,
             "busy": steady.trainer,
         },
@@ -55,7 +55,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def text(plan: Plan) -> str:
+def plan_text(plan: Plan) -> str:
     question, work, steady = plan.question, plan.work, plan.cycle
     shape, gpu = question.shape, question.device
     tokens = f"{work.tokens / 1e6:.1f} million response tokens"
@@ -77,7 +77,7 @@ def text(plan: Plan) -> str:
         *_recipe_lines(plan.keys()),
         "",
         "assumed (change with --assume name=value):",
-        *_table((name, f"{value:g}", reasons()[name]) for name, value in asdict(question.assumed).items()),
+        *_table((name, f"{value:g}", assumption_reasons()[name]) for name, value in asdict(question.assumed).items()),
         f"peaks of {gpu.name}: {gpu.flops / 1e12:g} TFLOP/s, {gpu.bandwidth / 1e12:g} TB/s, "
         f"{gpu.memory / GB:g} GB ({gpu.source})",
         "none of this was measured: train a few steps, then `trimtab plan --run RUN`",
@@ -85,10 +85,10 @@ def text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def measured_dict(measured: Measured, max_lag: int | None) -> dict[str, Any]:
+def measured_dict(measured: MeasuredRun, max_lag: int | None) -> dict[str, Any]:
     """Returns the prediction for the asynchronous run from the measured phases of a synchronous one, for JSON."""
-    ahead = lead(max_lag, measured.updates, measured.phases)
-    steady = cycle(measured.phases, ahead)
+    ahead = steps_ahead(max_lag, measured.updates, measured.phases)
+    steady = steady_cycle(measured.phases, ahead)
     return {
         "measured": {**asdict(measured.phases), "step": measured.phases.in_turn, "steps": measured.steps},
         "tokens_per_second": {
@@ -101,7 +101,7 @@ def measured_dict(measured: Measured, max_lag: int | None) -> dict[str, Any]:
     }
 
 
-def measured_text(measured: Measured, data: Mapping[str, Any]) -> str:
+def measured_text(measured: MeasuredRun, data: Mapping[str, Any]) -> str:
     phases, predicted, lag = measured.phases, data["predicted"], data["lag"]
     speed = data["tokens_per_second"]
     seconds = ", ".join(f"{name} {value:.3g}" for name, value in asdict(phases).items() if value)
@@ -149,7 +149,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     cache = f"{plan.engine.cache / 1e3:.0f} thousand tokens of keys and values"
     lines = [f"memory of a training rank ({options}): {total / GB:.1f} of {plan.room / GB:.1f} GB, {verdict}"]
     lines += _table(parts)
-    lines.append(f"CPU memory of all ranks: {host(plan.question.shape, plan.rank) / GB:.0f} GB")
+    lines.append(f"CPU memory of all ranks: {host_memory(plan.question.shape, plan.rank) / GB:.0f} GB")
     engine_verdict = "fits" if plan.engine_fits else "DOES NOT FIT: a response of full length needs more"
     lines.append(
         f"memory of an engine's GPU: {plan.engine.weights / GB:.1f} GB of weights, room for {cache}, {engine_verdict}"

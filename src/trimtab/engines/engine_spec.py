@@ -23,8 +23,8 @@ from trimtab.engines.embedded.weight_quantization import WeightQuantization
 from trimtab.errors import TrimtabError, nearest
 from trimtab.models import invariant
 from trimtab.models.load import default_device
-from trimtab.models.matmul import use_in
-from trimtab.models.quiet import quiet
+from trimtab.models.matmul import use_fast_linear
+from trimtab.models.quiet import silence_transformers
 from trimtab.types import Engine
 
 GENERATION_CONFIG = "generation_config.json"
@@ -46,16 +46,16 @@ def build(spec: Mapping[str, Any]) -> Engine:
 
 
 def _embedded(spec: Mapping[str, Any], folder: Path) -> Engine:
-    with quiet():
+    with silence_transformers():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         # Float32 whatever the engine's dtype: the engine casts the parameters itself and must get unrounded buffers.
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         if (folder / GENERATION_CONFIG).is_file():  # names the end-of-sequence ids
             model.generation_config = GenerationConfig.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    use_in(model.base_model)
+    use_fast_linear(model.base_model)
     if spec.get("numerics") == "invariant":
-        invariant.use_in(model)
+        invariant.make_invariant(model)
     model.to(default_device())
     rounding = WeightQuantization(**spec["rounding"])
     return EmbeddedEngine(model.eval(), tokenizer, spec["dtype"], rounding=rounding, routes=spec.get("routes", False))

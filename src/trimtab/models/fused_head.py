@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trimtab.models.architecture import Parts
-from trimtab.models.invariant.invariant_layers import add_exponentials, computing, rows_product
+from trimtab.models.architecture import ModelParts
+from trimtab.models.invariant.invariant_layers import add_exponentials, batch_invariant_matmul, compute_dtype
 from trimtab.models.matmul import product
 from trimtab.models.noise import normals
 
@@ -31,7 +31,7 @@ TILE_VOCABULARY = 2048
 class _Noise(NamedTuple):
     """Noise on the logits of one head (ALP's logits-only variant): `exp(log_sigma)` times normals of `seed`."""
 
-    owner: object  # the head it belongs to; other heads that are scored meanwhile get no noise
+    head: object  # the head it belongs to; other heads that are scored meanwhile get no noise
     log_sigma: Float[Tensor, "1"]
     seed: int
 
@@ -40,36 +40,36 @@ _noise: ContextVar[_Noise | None] = ContextVar("noise", default=None)
 
 
 @contextmanager
-def perturbed(owner: object, log_sigma: Float[Tensor, "1"], seed: int) -> Iterator[None]:
-    """Perturbs the logits of the head `owner` (`Parts.owner`) in every `head_scores` inside.
+def perturb_logits(head: object, log_sigma: Float[Tensor, "1"], seed: int) -> Iterator[None]:
+    """Perturbs the logits of `head` (`ModelParts.head`) in every `token_scores` inside.
 
     Adds `exp(log_sigma)` * N(0, 1) to each logit, after the soft cap and before the temperature. The noise is drawn
     tile by tile from `seed`, also in the backward, which may run outside.
     """
-    token = _noise.set(_Noise(owner, log_sigma, seed))
+    token = _noise.set(_Noise(head, log_sigma, seed))
     try:
         yield
     finally:
         _noise.reset(token)
 
 
-class _Options(NamedTuple):
+class _ScoreOptions(NamedTuple):
     """How products become logits, and the dtypes of both."""
 
     temperature: float
     softcap: float | None
-    rough: torch.dtype  # of the products
-    exact: torch.dtype  # of everything after them
+    product_dtype: torch.dtype
+    dtype: torch.dtype  # of everything after the products
     entropy: bool
     sigma: float  # of noise on the logits; 0 for none
     seed: int
     invariant: bool  # whether a token's score may depend on no other token, to the last bit
 
 
-def head_scores(
+def token_scores(
     hidden: Float[Tensor, "tokens hidden"],
     ids: Int[Tensor, " tokens"],
-    model: Parts,
+    model: ModelParts,
     *,
     temperature: float = 1.0,
     entropy: bool = False,
@@ -81,14 +81,14 @@ def head_scores(
     `kept` restricts each token's distribution to a set of ids, padded with -1.
     """
     noise = _noise.get()
-    if noise is not None and noise.owner is not model.owner:
+    if noise is not None and noise.head is not model.head:
         noise = None
     log_sigma = None if noise is None else noise.log_sigma
-    options = _Options(
+    options = _ScoreOptions(
         temperature,
         model.softcap,
-        rough=_rough(hidden, model),
-        exact=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
+        product_dtype=_product_dtype(hidden, model),
+        dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
         entropy=entropy,
         sigma=0.0 if log_sigma is None else math.exp(log_sigma.item()),
         seed=0 if noise is None else noise.seed,
@@ -98,9 +98,9 @@ def head_scores(
     return logp, spread if entropy else None
 
 
-def _rough(hidden: Tensor, model: Parts) -> torch.dtype:
+def _product_dtype(hidden: Tensor, model: ModelParts) -> torch.dtype:
     if model.invariant:  # its residual stream is wider than its products
-        return computing(model.weight)
+        return compute_dtype(model.weight)
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
@@ -115,21 +115,21 @@ class _HeadScores(torch.autograd.Function):
         _log_sigma: Tensor | None,  # an input only to receive its gradient; its value is in the options
         ids: Tensor,
         kept: Tensor | None,
-        options: _Options,
+        options: _ScoreOptions,
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
         # Log of the sum of exponentials so far. Not -inf: a tile without any kept id would compute -inf - -inf.
-        total = hidden.new_full((count,), torch.finfo(options.exact).min / 2, dtype=options.exact)
-        chosen, spread = hidden.new_zeros(2, count, dtype=options.exact)  # logit of each id; entropy so far
-        rough = hidden.to(options.rough)
-        multiply = rows_product if options.invariant else product
+        total = hidden.new_full((count,), torch.finfo(options.dtype).min / 2, dtype=options.dtype)
+        chosen, spread = hidden.new_zeros(2, count, dtype=options.dtype)  # logit of each id; entropy so far
+        rough = hidden.to(options.product_dtype)
+        multiply = batch_invariant_matmul if options.invariant else product
         for words, columns in _vocabulary(weight, options):
             for tokens in _tokens(count):
                 noise = _draw(tokens, words, options, hidden.device)
                 logits, _ = _logits(multiply(rough[tokens], columns), bias, words, noise, options)
                 chosen[tokens] += _pick(logits, ids[tokens], words)
                 if kept is not None:
-                    logits.masked_fill_(~allowed(kept[tokens], words), -torch.inf)
+                    logits.masked_fill_(~sampling_mask_tile(kept[tokens], words), -torch.inf)
                 before, now = total[tokens], _add(total[tokens], logits, options)
                 if options.entropy:
                     # Relative to the running total, not of raw logits: no cancellation.
@@ -145,20 +145,20 @@ class _HeadScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, kept, total, spread = ctx.saved_tensors
-        options: _Options = ctx.options
+        options: _ScoreOptions = ctx.options
         need_hidden, need_weight, need_bias, need_log_sigma = ctx.needs_input_grad[:4]
-        rough = hidden.to(options.rough)
-        to_hidden = torch.zeros_like(hidden, dtype=options.exact) if need_hidden else None
+        rough = hidden.to(options.product_dtype)
+        to_hidden = torch.zeros_like(hidden, dtype=options.dtype) if need_hidden else None
         to_weight = torch.empty_like(weight) if need_weight else None
         to_bias = torch.zeros_like(bias) if need_bias else None
-        to_log_sigma = hidden.new_zeros(1, dtype=options.exact) if need_log_sigma else None
+        to_log_sigma = hidden.new_zeros(1, dtype=options.dtype) if need_log_sigma else None
         for words, columns in _vocabulary(weight, options):
-            gathered = torch.zeros(columns.shape, dtype=options.exact, device=weight.device) if need_weight else None
+            gathered = torch.zeros(columns.shape, dtype=options.dtype, device=weight.device) if need_weight else None
             for tokens in _tokens(len(hidden)):
                 noise = _draw(tokens, words, options, hidden.device)
                 logits, slope = _logits(product(rough[tokens], columns), bias, words, noise, options)
                 if kept is not None:
-                    logits.masked_fill_(~allowed(kept[tokens], words), -torch.inf)
+                    logits.masked_fill_(~sampling_mask_tile(kept[tokens], words), -torch.inf)
                 grad_logp, grad_entropy = (grad[tokens, None] for grad in grads)
                 grad = _slope(logits.sub_(total[tokens, None]), grad_logp, grad_entropy, spread[tokens, None], options)
                 _add_at(grad, ids[tokens], words, grad_logp)
@@ -170,7 +170,7 @@ class _HeadScores(torch.autograd.Function):
                     grad.div_(options.temperature)
                 if to_bias is not None:
                     to_bias[words] += grad.sum(0)
-                grad = grad.to(options.rough)
+                grad = grad.to(options.product_dtype)
                 if to_hidden is not None:
                     to_hidden[tokens] += product(grad, columns.T)
                 if gathered is not None:
@@ -180,33 +180,35 @@ class _HeadScores(torch.autograd.Function):
         return to_hidden, to_weight, to_bias, to_log_sigma, None, None, None
 
 
-def _add(total: Tensor, logits: Tensor, options: _Options) -> Float[Tensor, " tokens"]:
+def _add(total: Tensor, logits: Tensor, options: _ScoreOptions) -> Float[Tensor, " tokens"]:
     return add_exponentials(total, logits) if options.invariant else torch.logaddexp(total, logits.logsumexp(-1))
 
 
-def _vocabulary(weight: Tensor, options: _Options) -> Iterator[tuple[slice, Tensor]]:
+def _vocabulary(weight: Tensor, options: _ScoreOptions) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, len(weight), TILE_VOCABULARY):
         words = slice(start, min(start + TILE_VOCABULARY, len(weight)))
-        yield words, weight[words].to(options.rough)
+        yield words, weight[words].to(options.product_dtype)
 
 
 def _tokens(count: int) -> list[slice]:
     return [slice(start, min(start + TILE_TOKENS, count)) for start in range(0, count, TILE_TOKENS)]
 
 
-def _draw(tokens: slice, words: slice, options: _Options, device: torch.device) -> Float[Tensor, "tokens words"] | None:
+def _draw(
+    tokens: slice, words: slice, options: _ScoreOptions, device: torch.device
+) -> Float[Tensor, "tokens words"] | None:
     """Returns the standard normals of one tile, or None without noise."""
     if options.sigma == 0:
         return None
     shape, stream = (tokens.stop - tokens.start, words.stop - words.start), (tokens.start, words.start)
-    return normals(shape, options.seed, stream, device=device, dtype=options.exact)
+    return normals(shape, options.seed, stream, device=device, dtype=options.dtype)
 
 
 def _logits(
-    raw: Float[Tensor, "tokens words"], bias: Tensor | None, words: slice, noise: Tensor | None, options: _Options
+    raw: Float[Tensor, "tokens words"], bias: Tensor | None, words: slice, noise: Tensor | None, options: _ScoreOptions
 ) -> tuple[Float[Tensor, "tokens words"], Float[Tensor, "tokens words"] | None]:
     """Returns logits / temperature and the derivative of the soft cap, if any. Overwrites `raw` if it is exact."""
-    logits = raw.to(options.exact)
+    logits = raw.to(options.dtype)
     if bias is not None:
         logits += bias[words]
     slope = None
@@ -226,7 +228,7 @@ def _slope(
     grad_logp: Float[Tensor, "tokens 1"],
     grad_entropy: Float[Tensor, "tokens 1"],
     spread: Float[Tensor, "tokens 1"],
-    options: _Options,
+    options: _ScoreOptions,
 ) -> Float[Tensor, "tokens words"]:
     """Returns the gradient through each logit's probability: -p grad_logp - p (log p + entropy) grad_entropy."""
     if not options.entropy:
@@ -249,7 +251,7 @@ def _add_at(grad: Tensor, ids: Tensor, words: slice, values: Float[Tensor, "toke
     grad.scatter_add_(1, local.clamp(0, grad.shape[1] - 1), values.where(inside, 0))
 
 
-def allowed(kept: Int[Tensor, "tokens k"], words: slice) -> Bool[Tensor, "tokens words"]:
+def sampling_mask_tile(kept: Int[Tensor, "tokens k"], words: slice) -> Bool[Tensor, "tokens words"]:
     """Returns the mask of this tile's ids that are in each token's sampling mask."""
     size = words.stop - words.start
     local = kept - words.start
@@ -259,13 +261,13 @@ def allowed(kept: Int[Tensor, "tokens k"], words: slice) -> Bool[Tensor, "tokens
 
 
 @torch.no_grad()
-def logits_of(hidden: Float[Tensor, "rows hidden"], model: Parts) -> Float[Tensor, "rows vocabulary"]:
-    """Returns the logits that `head_scores` computes tile by tile, before the temperature and without gradient."""
+def head_logits(hidden: Float[Tensor, "rows hidden"], model: ModelParts) -> Float[Tensor, "rows vocabulary"]:
+    """Returns the logits that `token_scores` computes tile by tile, before the temperature and without gradient."""
     rough = hidden.to(model.weight.dtype)
     exact = torch.promote_types(rough.dtype, torch.float32)
     logits = rough.new_empty(len(rough), len(model.weight), dtype=exact)
     for columns, tile in zip(model.weight.split(TILE_VOCABULARY), logits.split(TILE_VOCABULARY, -1), strict=True):
-        tile.copy_(rows_product(rough, columns))
+        tile.copy_(batch_invariant_matmul(rough, columns))
     return logits
 
 
@@ -275,12 +277,12 @@ def log_probs(
     temperature: float,
     kept: Int[Tensor, "rows k"] | None = None,
 ) -> Float[Tensor, " rows"]:
-    """Returns log-probs of `ids` by the operations of `head_scores`; `kept` (padded with -1) renormalizes over sets."""
+    """Returns log-probs of `ids` by the operations of `token_scores`, with the same `kept`."""
     total = logits.new_full((len(logits),), torch.finfo(logits.dtype).min / 2)
     for start in range(0, logits.shape[1], TILE_VOCABULARY):
         tile = logits[:, start : start + TILE_VOCABULARY]
         tile = tile / temperature if temperature != 1 or kept is not None else tile  # a copy, unless nothing changes it
         if kept is not None:
-            tile.masked_fill_(~allowed(kept, slice(start, start + tile.shape[1])), -torch.inf)
+            tile.masked_fill_(~sampling_mask_tile(kept, slice(start, start + tile.shape[1])), -torch.inf)
         total = add_exponentials(total, tile)
     return logits.gather(1, ids[:, None])[:, 0] / temperature - total

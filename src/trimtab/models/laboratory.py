@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from trimtab.models.packed_attention import IMPLEMENTATION
+from trimtab.models.packed_attention import PACKED_IMPLEMENTATION
 
 NAME, MIXTURE, SWITCH = "laboratory", "laboratory-moe", "laboratory-switch"
 NAMES = (NAME, MIXTURE, SWITCH)
@@ -39,7 +39,7 @@ def build(seed: int, name: str = NAME) -> tuple[PreTrainedModel, PreTrainedToken
     """
     kind = LlamaForCausalLM if name == NAME else Qwen3MoeForCausalLM
     settings = _config(name)
-    settings._attn_implementation = IMPLEMENTATION
+    settings._attn_implementation = PACKED_IMPLEMENTATION
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind(settings)

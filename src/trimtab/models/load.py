@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from trimtab.errors import TrimtabError
 from trimtab.models import bundled, laboratory, packed_attention
-from trimtab.models.matmul import use_in
-from trimtab.models.quiet import quiet
+from trimtab.models.matmul import use_fast_linear
+from trimtab.models.quiet import silence_transformers
 
 BUNDLED = bundled.NAME
 LABORATORY, MIXTURE, SWITCH = laboratory.NAMES
@@ -56,7 +56,7 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True) -> LoadedModel:
         model, tokenizer = laboratory.build(seed=0, name=path)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
-        use_in(model.base_model)
+        use_fast_linear(model.base_model)
         return LoadedModel(model, tokenizer, path)
     if path == BUNDLED:
         return _from_folder(str(bundled.folder()), path, dtype, weights)
@@ -73,11 +73,11 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True) -> LoadedModel:
 def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> LoadedModel:
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise TrimtabError(f"model folder {name!r} has no config.json; give a folder written by save_pretrained")
-    with _readable_errors(name), quiet():
+    with _readable_errors(name), silence_transformers():
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         _switch_off_dropout(config)
         tokenizer = _tokenizer(source, name)
-        model, info = _filled(source, config, dtype) if weights else _empty(config, dtype)
+        model, info = _load_weights(source, config, dtype) if weights else _without_weights(config, dtype)
     absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if absent:
         raise TrimtabError(
@@ -85,7 +85,7 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
             "get a complete checkpoint of a causal language model"
         )
     _ensure_padding_token(tokenizer, model, name)
-    use_in(model.base_model)
+    use_fast_linear(model.base_model)
     return LoadedModel(model, tokenizer, source)
 
 
@@ -105,13 +105,13 @@ def _tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:
         raise TrimtabError(f"model folder {name!r}: its tokenizer cannot be loaded: {reason}") from error
 
 
-def _filled(source: str, config: Any, dtype: torch.dtype) -> Any:
+def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
     """Returns the model and transformers' report on its parameters."""
     return AutoModelForCausalLM.from_pretrained(
         source,
         config=config,
         dtype=dtype,
-        attn_implementation=packed_attention.IMPLEMENTATION,
+        attn_implementation=packed_attention.PACKED_IMPLEMENTATION,
         use_safetensors=True,
         ignore_mismatched_sizes=True,  # refused by the caller, with the parameter's name
         trust_remote_code=False,
@@ -119,11 +119,11 @@ def _filled(source: str, config: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def _empty(config: Any, dtype: torch.dtype) -> Any:
+def _without_weights(config: Any, dtype: torch.dtype) -> Any:
     """Returns the same for a model without weights, on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=packed_attention.IMPLEMENTATION, trust_remote_code=False
+            config, dtype=dtype, attn_implementation=packed_attention.PACKED_IMPLEMENTATION, trust_remote_code=False
         )
     return model.eval(), {"missing_keys": (), "mismatched_keys": ()}
 

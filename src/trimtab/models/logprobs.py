@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.models.architecture import Parts, parts
-from trimtab.models.fused_head import head_scores
-from trimtab.models.matmul import TILE, missing
-from trimtab.models.packed_attention import Layout
-from trimtab.models.routing import Places, Routes
-from trimtab.models.sharding import inside
+from trimtab.models.architecture import ModelParts, model_parts
+from trimtab.models.fused_head import token_scores
+from trimtab.models.matmul import TILE_ROWS, padding_rows
+from trimtab.models.packed_attention import PackedLayout
+from trimtab.models.routing import Routes, RoutingLayout
+from trimtab.models.sharding import with_full_weights
 
 IntRow = NDArray[np.int64]
 
@@ -116,22 +116,22 @@ def score(
 
     def work() -> tuple[Tensor, Tensor | None]:
         nonlocal chosen
-        model_parts = parts(model)
-        run = _run(batch)
-        places = Places(batch.prompt_mask, run, batch.prompt_index, model_parts.packs)
-        with places.routed(model, routes, record) as tape:
-            hidden = _packed(model_parts, batch, run) if model_parts.packs else _plain(model_parts, batch)
-        chosen = None if tape is None else places.spread(tape.take())
-        return head_scores(
+        parts = model_parts(model)
+        run = _tokens_to_run(batch)
+        routing = RoutingLayout(batch.prompt_mask, run, batch.prompt_index, parts.reads_layout)
+        with routing.routed(model, routes, record) as tape:
+            hidden = _packed_hidden(parts, batch, run) if parts.reads_layout else _padded_hidden(parts, batch)
+        chosen = None if tape is None else routing.unflatten(tape.take())
+        return token_scores(
             hidden,
             batch.response_ids[real],
-            model_parts,
+            parts,
             temperature=temperature,
             entropy=entropy,
             kept=None if kept is None else kept[real],
         )
 
-    logp, tokens_entropy = inside(model, work)
+    logp, tokens_entropy = with_full_weights(model, work)
     spread = None if tokens_entropy is None else _scatter(tokens_entropy, real)
     return TokenScores(_scatter(logp, real), spread, chosen)
 
@@ -161,7 +161,7 @@ def _check_kept(batch: TokenBatch, kept: Tensor) -> None:
         )
 
 
-def _run(batch: TokenBatch) -> Bool[Tensor, "batch time"]:
+def _tokens_to_run(batch: TokenBatch) -> Bool[Tensor, "batch time"]:
     """Returns the mask of response tokens that are run because they predict another one: all but each row's last."""
     lengths = batch.response_mask.sum(-1)
     return batch.response_mask & (
@@ -169,7 +169,9 @@ def _run(batch: TokenBatch) -> Bool[Tensor, "batch time"]:
     )
 
 
-def _packed(model: Parts, batch: TokenBatch, run: Bool[Tensor, "batch time"]) -> Float[Tensor, "tokens hidden"]:
+def _packed_hidden(
+    model: ModelParts, batch: TokenBatch, run: Bool[Tensor, "batch time"]
+) -> Float[Tensor, "tokens hidden"]:
     """Returns the hidden states that predict each real response token, row by row; runs every prompt once, no padding.
 
     For an invariant model on a CPU fillers are appended, because every product would otherwise copy its rows to pad.
@@ -177,8 +179,8 @@ def _packed(model: Parts, batch: TokenBatch, run: Bool[Tensor, "batch time"]) ->
     prompt_lengths = batch.prompt_mask.sum(-1)
     prompt_positions = batch.prompt_mask.cumsum(-1) - 1
     positions = prompt_lengths[batch.prompt_index, None] + torch.arange(run.shape[1], device=run.device)
-    layout = Layout.build(batch.prompt_mask, run, batch.prompt_index)
-    fillers = missing(layout.responses.stop, TILE) if model.invariant and run.is_cpu else 0
+    layout = PackedLayout.build(batch.prompt_mask, run, batch.prompt_index)
+    fillers = padding_rows(layout.responses.stop, TILE_ROWS) if model.invariant and run.is_cpu else 0
     hidden = model.backbone(
         input_ids=F.pad(torch.cat([batch.prompt_ids[batch.prompt_mask], batch.response_ids[run]]), (0, fillers))[None],
         position_ids=F.pad(torch.cat([prompt_positions[batch.prompt_mask], positions[run]]), (0, fillers))[None],
@@ -195,7 +197,7 @@ def _packed(model: Parts, batch: TokenBatch, run: Bool[Tensor, "batch time"]) ->
     return hidden.index_select(0, source[batch.response_mask])
 
 
-def _plain(model: Parts, batch: TokenBatch) -> Float[Tensor, "tokens hidden"]:
+def _padded_hidden(model: ModelParts, batch: TokenBatch) -> Float[Tensor, "tokens hidden"]:
     """Returns the same hidden states from padded rows of prompt and response."""
     time = batch.response_ids.shape[1]
     mask = torch.cat([batch.prompt_mask[batch.prompt_index], torch.ones_like(batch.response_mask)], dim=1)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trimtab.errors import TrimtabError
-from trimtab.models.sharding import full, is_sharded, shared_parameters
+from trimtab.models.sharding import full_tensor, is_sharded, shared_parameters
 
 _BASE = ".base_layer"
 
@@ -46,4 +46,4 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         plain = name.replace(_BASE, "")
         adapted: Any = deltas.get(plain) if _BASE in name else None
         merged = weight if adapted is None else weight + adapted.get_delta_weight("default").to(weight.dtype)
-        yield plain, full(merged)
+        yield plain, full_tensor(merged)

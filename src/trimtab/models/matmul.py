@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-TILE = 64
-"""Rows of one product where bits must not depend on the number of rows."""
+TILE_ROWS = 64
+"""The number of rows of one product where bits must not depend on the number of rows."""
 
 # PyTorch computes float32 products on a CPU with MKL, which is 2.2 to 2.5 times slower than oneDNN on AMD processors
 # (both are exact float32). Builds without oneDNN lack this operator.
@@ -29,25 +29,25 @@ def tiled_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Ten
 
     `m` must be a multiple of `TILE`. It has no gradient.
     """
-    tiles = [product(tile, b) for tile in a.split(TILE)]
+    tiles = [product(tile, b) for tile in a.split(TILE_ROWS)]
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
 
 
-class Linear(nn.Linear):
+class FastLinear(nn.Linear):
     """`nn.Linear` whose float32 products on a CPU, forward and backward, go through `product`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+        return fast_linear(input, self.weight, self.bias)
 
 
-def use_in(blocks: nn.Module) -> None:
-    """Changes every `nn.Linear` inside to `Linear`; parameters, names and hooks are unchanged."""
+def use_fast_linear(blocks: nn.Module) -> None:
+    """Changes every `nn.Linear` inside to `FastLinear`; parameters, names and hooks are unchanged."""
     for module in blocks.modules():
         if type(module) is nn.Linear:
-            module.__class__ = Linear
+            module.__class__ = FastLinear
 
 
-def linear(
+def fast_linear(
     states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None = None
 ) -> Float[Tensor, "*batch n"]:
     """Returns `states @ weight.T + bias` with gradient. Autocast and dtypes other than float32 are left to PyTorch."""
@@ -59,7 +59,7 @@ def linear(
 
 
 def padded_linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
-    """Returns `states @ weight.T` with gradient, rows padded by `padded`. Both have the same dtype."""
+    """Returns `states @ weight.T` with gradient, rows padded by `pad_rows`. Both have the same dtype."""
     result: Any = _Product.apply(states, weight, False)
     return result
 
@@ -67,7 +67,7 @@ def padded_linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"
 def tiled_linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
     """Returns `states @ weight.T` with gradient, computed by `tiled_product`. Both have the same dtype."""
     if not torch.is_grad_enabled():  # decoding needs hundreds of products a token, and this path has half the overhead
-        return _unpadded(tiled_product(padded(states, TILE), weight), states.shape)
+        return _unpadded(tiled_product(pad_rows(states, TILE_ROWS), weight), states.shape)
     result: Any = _Product.apply(states, weight, True)
     return result
 
@@ -79,7 +79,7 @@ def _unpadded(rows: Tensor, shape: torch.Size) -> Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, tiled: bool) -> Tensor:
-        rows = padded(states, TILE if tiled else 16)
+        rows = pad_rows(states, TILE_ROWS if tiled else 16)
         ctx.save_for_backward(rows, weight)
         ctx.shape = states.shape
         return _unpadded(tiled_product(rows, weight) if tiled else product(rows, weight), states.shape)
@@ -87,24 +87,24 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, weight = ctx.saved_tensors
-        grad = _filled(grads[0].reshape(-1, grads[0].shape[-1]), len(rows))
+        grad = _pad_to(grads[0].reshape(-1, grads[0].shape[-1]), len(rows))
         to_states = _unpadded(product(grad, weight.T), ctx.shape) if ctx.needs_input_grad[0] else None
         to_weight = product(grad.T, rows.T) if ctx.needs_input_grad[1] else None
         return to_states, to_weight, None
 
 
-def padded(states: Float[Tensor, "*batch k"], multiple: int = 16) -> Float[Tensor, "rows k"]:
-    """Returns the rows, followed by as many rows of zeros as `missing` returns."""
+def pad_rows(states: Float[Tensor, "*batch k"], multiple: int = 16) -> Float[Tensor, "rows k"]:
+    """Returns the rows, followed by as many rows of zeros as `padding_rows` returns."""
     rows = states.reshape(-1, states.shape[-1])
-    return _filled(rows, len(rows) + missing(len(rows), multiple))
+    return _pad_to(rows, len(rows) + padding_rows(len(rows), multiple))
 
 
-def _filled(rows: Tensor, count: int) -> Tensor:
-    more = count - len(rows)
-    return F.pad(rows, (0, 0, 0, more)) if more else rows  # F.pad copies even without padding
+def _pad_to(rows: Tensor, count: int) -> Tensor:
+    missing = count - len(rows)
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows  # F.pad copies even without padding
 
 
-def missing(rows: int, multiple: int = 16) -> int:
+def padding_rows(rows: int, multiple: int = 16) -> int:
     """Returns the number of padding rows up to the next of eight sizes per octave.
 
     All sizes are multiples of `multiple`, a power of two. oneDNN caches compiled kernels for every shape, about half a

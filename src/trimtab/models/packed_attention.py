@@ -28,7 +28,7 @@ from transformers.masking_utils import sdpa_mask
 
 from trimtab.errors import TrimtabError
 
-IMPLEMENTATION = "trimtab"
+PACKED_IMPLEMENTATION = "trimtab"
 
 # Scores per block, in elements: passes over them stay in cache, and memory grows linearly with the length of a row.
 BLOCK_SCORES = 1 << 20
@@ -36,10 +36,10 @@ BLOCK_SCORES = 1 << 20
 BLOCK_QUERIES = 128
 # Largest number of probabilities kept for backward, per layer and kind of row; more are recomputed (a third of
 # attention's time). Masks up to this size are kept for all layers; larger ones are recomputed block by block.
-KEEP_SCORES = 1 << 22
+MAX_SAVED_SCORES = 1 << 22
 
 
-class Rows(NamedTuple):
+class PaddedRows(NamedTuple):
     """A range of the packed row and its arrangement as rows padded on the right."""
 
     start: int
@@ -69,15 +69,15 @@ class _Block(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class PackedLayout:
     """Which packed token attends to which. Built once for a micro-batch, read by every layer.
 
     Tokens after the last response are fillers, which only batch-invariant models use (`logprobs.py`): no token attends
     to them, and their output is 0.
     """
 
-    prompts: Rows
-    responses: Rows
+    prompts: PaddedRows
+    responses: PaddedRows
     prompt_index: Int[Tensor, " batch"]
     prompt_lengths: Int[Tensor, " prompts"]
     masks: dict[Any, Tensor]  # additive masks by kind of row and window: equal in every layer
@@ -85,7 +85,7 @@ class Layout:
     @classmethod
     def build(
         cls, prompt_mask: Bool[Tensor, "prompts _"], input_mask: Bool[Tensor, "batch _"], prompt_index: Tensor
-    ) -> Layout:
+    ) -> PackedLayout:
         """Builds it from the masks of prompts and of the response tokens that are run (all but each row's last)."""
         prompts = _rows(prompt_mask, 0)
         return cls(prompts, _rows(input_mask, prompts.stop), prompt_index, prompt_mask.sum(-1), {})
@@ -96,7 +96,7 @@ class Layout:
         """Returns the additive mask: 0 where a query attends, else the lowest number. Padded queries see a real key."""
         rows = self.responses if shared else self.prompts
         keys = rows.width + (self.prompts.width if shared else 0)
-        if rows.batch * rows.width * keys > KEEP_SCORES:
+        if rows.batch * rows.width * keys > MAX_SAVED_SCORES:
             return self._mask(shared, window, dtype, block)
         kind = (shared, window, dtype)
         if kind not in self.masks:
@@ -128,16 +128,16 @@ class Layout:
         return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
 
 
-def _rows(mask: Tensor, start: int) -> Rows:
+def _rows(mask: Tensor, start: int) -> PaddedRows:
     lengths = mask.sum(-1)
     count, width, total = len(lengths), int(lengths.max()) if len(lengths) else 0, int(lengths.sum())
     if total == count * width:
-        return Rows(start, start + total, count, width, None)
+        return PaddedRows(start, start + total, count, width, None)
     slots = (torch.arange(width, device=mask.device) < lengths[:, None]).flatten().nonzero()[:, 0]
-    return Rows(start, start + total, count, width, slots)
+    return PaddedRows(start, start + total, count, width, slots)
 
 
-class Options(NamedTuple):
+class AttentionOptions(NamedTuple):
     """How scores are computed from queries and keys."""
 
     scaling: float
@@ -146,7 +146,7 @@ class Options(NamedTuple):
     dtype: torch.dtype  # of the products with values, and of what is kept
 
 
-def attention(
+def packed_attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -156,7 +156,7 @@ def attention(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    layout: Layout | None = None,
+    layout: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function called by transformers: query (1, heads, tokens, width), key and value (1, key heads, ...)."""
@@ -168,20 +168,22 @@ def attention(
         raise TrimtabError("attention dropout is on: log-probs must not change between two forwards; set it to 0")
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    options = Options(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, dtype)
+    options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, dtype)
     with torch.autocast(device, enabled=False):  # it would round the float32 scores
         return PackedAttention.apply(query, key, value, layout, options), None
 
 
-AttentionInterface.register(IMPLEMENTATION, attention)
-AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+AttentionInterface.register(PACKED_IMPLEMENTATION, packed_attention_forward)
+AttentionMaskInterface.register(PACKED_IMPLEMENTATION, sdpa_mask)
 
 
 class PackedAttention(torch.autograd.Function):
     """The attention of one layer over a packed row; probabilities are kept for the backward, or recomputed."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, options: Options) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, options: AttentionOptions
+    ) -> Tensor:
         heads, key_heads, width = query.shape[1], key.shape[1], query.shape[3]
         q, k, v = (token_major(x, options.dtype) for x in (query, key, value))
         out = torch.empty_like(q)
@@ -198,8 +200,8 @@ class PackedAttention(torch.autograd.Function):
         ctx: Any,
         inputs: tuple[Tensor, Tensor, Tensor],
         kept: Sequence[Sequence[Tensor]],
-        layout: Layout,
-        options: Options,
+        layout: PackedLayout,
+        options: AttentionOptions,
         sizes: tuple[int, int, int],
     ) -> None:
         """Saves the inputs of the backward. `kept`: the probabilities of the blocks of each kind of row, or none."""
@@ -210,8 +212,8 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *saved = ctx.saved_tensors
-        layout: Layout = ctx.layout
-        options: Options = ctx.options
+        layout: PackedLayout = ctx.layout
+        options: AttentionOptions = ctx.options
         heads, key_heads, width = ctx.sizes
         grad = grads[0].reshape(q.shape).to(options.dtype)
         to_q, to_k, to_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -241,13 +243,13 @@ def token_major(x: Tensor, dtype: torch.dtype) -> Float[Tensor, "tokens channels
 class _Kind(NamedTuple):
     """Rows of queries with the padded keys and values they attend to; `shared`: those of their prompt come first."""
 
-    rows: Rows
+    rows: PaddedRows
     keys: Float[Tensor, "rows keys channels"]
     values: Float[Tensor, "rows keys channels"]
     shared: bool
 
 
-def _kinds(layout: Layout, k: Tensor, v: Tensor) -> list[_Kind]:
+def _kinds(layout: PackedLayout, k: Tensor, v: Tensor) -> list[_Kind]:
     """Returns the two kinds of rows: prompts attending to themselves, responses to their prompt and themselves."""
     prompts, responses = layout.prompts, layout.responses
     k_prompt, v_prompt = prompts.spread(k), prompts.spread(v)
@@ -259,7 +261,7 @@ def _kinds(layout: Layout, k: Tensor, v: Tensor) -> list[_Kind]:
     return kinds
 
 
-def _collect(to: Tensor, grad: Tensor, rows: Rows, layout: Layout) -> None:
+def _collect(to: Tensor, grad: Tensor, rows: PaddedRows, layout: PackedLayout) -> None:
     """Adds the gradient of padded keys or values to the packed one; a prompt's is summed over its responses."""
     prompts = layout.prompts
     if rows is not prompts:
@@ -286,18 +288,18 @@ def working_blocks(rows: int, heads: int, queries: int, keys: int) -> list[_Bloc
     ]
 
 
-def fold(x: Tensor, key_heads: int, width: int) -> Float[Tensor, "rows_x_key_heads group_x_time width"]:
+def fold_heads(x: Tensor, key_heads: int, width: int) -> Float[Tensor, "rows_x_key_heads group_x_time width"]:
     """Folds the query heads that share a key head into the rows of one product."""
     rows, time, _ = x.shape
     return x.view(rows, time, key_heads, -1, width).permute(0, 2, 3, 1, 4).reshape(rows * key_heads, -1, width)
 
 
-def unfold(x: Tensor, rows: int, time: int) -> Float[Tensor, "rows time channels"]:
+def unfold_heads(x: Tensor, rows: int, time: int) -> Float[Tensor, "rows time channels"]:
     key_heads, width = x.shape[0] // rows, x.shape[2]
     return x.view(rows, key_heads, -1, time, width).permute(0, 3, 1, 2, 4).reshape(rows, time, -1)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor, options: Options) -> Float[Tensor, "rows heads queries keys"]:
+def _scores(q: Tensor, k: Tensor, mask: Tensor, options: AttentionOptions) -> Float[Tensor, "rows heads queries keys"]:
     """Returns the masked scores of folded queries and keys, in the mask's dtype."""
     queries, keys = mask.shape[2:]
     scores = torch.bmm(q.to(mask.dtype), k.to(mask.dtype).transpose(1, 2)).mul_(options.scaling)
@@ -307,7 +309,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, options: Options) -> Float[Tenso
 
 
 def _attend(
-    kind: _Kind, q: Tensor, layout: Layout, key_heads: int, width: int, options: Options
+    kind: _Kind, q: Tensor, layout: PackedLayout, key_heads: int, width: int, options: AttentionOptions
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns the output rows, and the probabilities of every block if they are few enough to keep."""
     rows, queries, channels = q.shape
@@ -317,21 +319,21 @@ def _attend(
         fq, fk, fv, mask = _inputs(kind, q, layout, block, key_heads, width, options)
         probability = _scores(fq, fk, mask, options).softmax(-1).to(options.dtype)
         product = torch.bmm(probability.view(len(fq), -1, block.keys), fv)
-        out[block.rows, block.queries] = unfold(product, len(mask), mask.shape[2])
-        if rows * heads * queries * keys <= KEEP_SCORES:
+        out[block.rows, block.queries] = unfold_heads(product, len(mask), mask.shape[2])
+        if rows * heads * queries * keys <= MAX_SAVED_SCORES:
             kept.append(probability)
     return out, kept
 
 
 def _inputs(
-    kind: _Kind, q: Tensor, layout: Layout, block: _Block, key_heads: int, width: int, options: Options
+    kind: _Kind, q: Tensor, layout: PackedLayout, block: _Block, key_heads: int, width: int, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns folded queries, keys and values of a block, and its mask."""
     exact = torch.float64 if options.dtype == torch.float64 else torch.float32
     return (
-        fold(q[block.rows, block.queries], key_heads, width),
-        fold(kind.keys[block.rows, : block.keys], key_heads, width),
-        fold(kind.values[block.rows, : block.keys], key_heads, width),
+        fold_heads(q[block.rows, block.queries], key_heads, width),
+        fold_heads(kind.keys[block.rows, : block.keys], key_heads, width),
+        fold_heads(kind.values[block.rows, : block.keys], key_heads, width),
         layout.mask(kind.shared, options.window, exact, block),
     )
 
@@ -341,10 +343,10 @@ def _attend_backward(
     grad: Tensor,
     q: Tensor,
     kept: list[Tensor],
-    layout: Layout,
+    layout: PackedLayout,
     key_heads: int,
     width: int,
-    options: Options,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, queries, channels = q.shape
     blocks = working_blocks(rows, channels // width, queries, kind.keys.shape[1])
@@ -356,7 +358,7 @@ def _attend_backward(
     to_v = torch.zeros_like(kind.values, dtype=sums)
     for index, block in enumerate(blocks):
         fq, fk, fv, mask = _inputs(kind, q, layout, block, key_heads, width, options)
-        fg = fold(grad[block.rows, block.queries], key_heads, width)
+        fg = fold_heads(grad[block.rows, block.queries], key_heads, width)
         slope = None
         if not kept or options.softcap is not None:
             scores = _scores(fq, fk, mask, options)
@@ -373,8 +375,8 @@ def _attend_backward(
         if slope is not None:
             inner.mul_(slope)
         inner = inner.mul_(options.scaling).to(options.dtype).view_as(flat)
-        to_q[block.rows, block.queries] = unfold(torch.bmm(inner, fk), len(mask), mask.shape[2])
+        to_q[block.rows, block.queries] = unfold_heads(torch.bmm(inner, fk), len(mask), mask.shape[2])
         gk = torch.bmm(inner.transpose(1, 2), fq)
-        to_k[block.rows, : block.keys] += unfold(gk, len(mask), block.keys)
-        to_v[block.rows, : block.keys] += unfold(gv, len(mask), block.keys)
+        to_k[block.rows, : block.keys] += unfold_heads(gk, len(mask), block.keys)
+        to_v[block.rows, : block.keys] += unfold_heads(gv, len(mask), block.keys)
     return to_q, to_k, to_v

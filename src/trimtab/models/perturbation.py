@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
 from trimtab.models import fused_head, perturbed_layer
-from trimtab.models.architecture import decoder, parts
+from trimtab.models.architecture import decoder_stack, model_parts
 from trimtab.models.noise import normals
 
 LOGITS = "logits"
-LARGEST = 1e4
+MAX_STD = 1e4
 """The largest standard deviation. Entries of a trained model's hidden states and logits are smaller, and would be lost
 to float32 rounding."""
 
@@ -79,12 +79,12 @@ class Perturbation(nn.Module):
 
     def __init__(self, model: Any, layers: str = "all", std: float = 1e-4) -> None:
         super().__init__()
-        if not 0 <= std <= LARGEST:
-            raise TrimtabError(f"perturbation std {std} must be a number from 0 to {LARGEST:g}")
-        self._decoder = decoder(model)
+        if not 0 <= std <= MAX_STD:
+            raise TrimtabError(f"perturbation std {std} must be a number from 0 to {MAX_STD:g}")
+        self._decoder = decoder_stack(model)
         # In a tuple: a module as an attribute would be registered, trained and saved as a submodule.
-        self._head: tuple[object, ...] = (parts(model).owner,) if layers == LOGITS else ()
-        self._chosen = [] if layers == LOGITS else choose(layers, len(self._decoder.layers))
+        self._head: tuple[object, ...] = (model_parts(model).head,) if layers == LOGITS else ()
+        self._chosen = [] if layers == LOGITS else select_layers(layers, len(self._decoder.layers))
         start = math.log(std) if std > 0 else -math.inf
         size = len(self.names)
         self.log_sigma = nn.Parameter(torch.full((size,), start, device=next(model.parameters()).device))
@@ -102,7 +102,7 @@ class Perturbation(nn.Module):
     @property
     def diverged(self) -> bool:
         """Whether some sigma is NaN or above `LARGEST`."""
-        return not bool((self.log_sigma.detach() <= math.log(LARGEST)).all())
+        return not bool((self.log_sigma.detach() <= math.log(MAX_STD)).all())
 
     @contextmanager
     def attached(self, *, seed: int, watch: PerturbationCoverage | None = None) -> Iterator[None]:
@@ -124,8 +124,8 @@ class Perturbation(nn.Module):
 
     @contextmanager
     def _logits(self, seed: int) -> Iterator[None]:
-        (owner,) = self._head
-        with fused_head.perturbed(owner, self.log_sigma, seed) if self.sigmas()[LOGITS] != 0 else nullcontext():
+        (head,) = self._head
+        with fused_head.perturb_logits(head, self.log_sigma, seed) if self.sigmas()[LOGITS] != 0 else nullcontext():
             yield
 
     @contextmanager
@@ -140,13 +140,13 @@ class Perturbation(nn.Module):
                     log_sigma = self.log_sigma[self._chosen.index(index)]
                     noise = partial(_perturb, log_sigma=log_sigma, sigma=sigma, seed=seed, layer=index)
                     see = None if watch is None else partial(watch.add, str(index))
-                stack.enter_context(perturbed_layer.Layer(module, dtype, noise, see).attached())
+                stack.enter_context(perturbed_layer.PerturbedLayer(module, dtype, noise, see).attached())
             if first < len(layers):
-                stack.enter_context(perturbed_layer.wide_norms(final_norms, dtype, narrow=True))
+                stack.enter_context(perturbed_layer.float32_norms(final_norms, dtype, narrow=True))
             yield
 
 
-def choose(layers: str, count: int) -> list[int]:
+def select_layers(layers: str, count: int) -> list[int]:
     """Returns the layer numbers that "all", "3" or "0-5" denotes in a model of `count` layers."""
     if layers == "all":
         return list(range(count))
@@ -179,7 +179,7 @@ class _Perturb(torch.autograd.Function):
         ctx.save_for_backward(log_sigma)
         ctx.draw = partial(normals, tuple(hidden.shape), seed, (layer,), device=hidden.device)
         ctx.dtype = hidden.dtype
-        noise = ctx.draw(dtype=perturbed_layer.wide(hidden.dtype))
+        noise = ctx.draw(dtype=perturbed_layer.stream_dtype(hidden.dtype))
         return torch.add(hidden.to(noise.dtype), noise, alpha=sigma, out=noise)
 
     @staticmethod

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trimtab.models.architecture import is_block, is_norm
-from trimtab.models.packed_attention import Layout
+from trimtab.models.packed_attention import PackedLayout
 
 Perturb = Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch hidden"]]
 # Called with the input of a layer's first product, with and without this layer's noise.
@@ -28,15 +28,15 @@ Watch = Callable[[Tensor, Tensor], None]
 
 # The layer whose checkpointed pass is running. A recomputation may run while other noise is attached to the same layer,
 # and must not use it.
-_owner: ContextVar[Layer | None] = ContextVar("owner", default=None)
+_owner: ContextVar[PerturbedLayer | None] = ContextVar("owner", default=None)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def stream_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of a perturbed residual stream."""
     return torch.promote_types(dtype, torch.float32)
 
 
-class Layer:
+class PerturbedLayer:
     """One decoder layer, perturbed inside `attached`. `dtype` is that of the model's own residual stream."""
 
     def __init__(
@@ -47,9 +47,8 @@ class Layer:
         self.perturb = perturb
         self.watch = watch
         self._attached = False
-        self._clean: Tensor | None = (
-            None  # this layer's input before and after its noise, until both are passed to `watch`
-        )
+        # This layer's input before and after its noise, until both are passed to `watch`.
+        self._clean: Tensor | None = None
         self._perturbed: Tensor | None = None
         self._norm: nn.Module | None = None  # what stands between the perturbed input and the first product
         self._tokens: int | None = None  # how many come before the fillers of a packed row; None without any
@@ -71,13 +70,13 @@ class Layer:
             if self.perturb is not None:
                 handle = self.module.register_forward_pre_hook(self._before_layer, with_kwargs=True)
                 stack.callback(handle.remove)
-            if self.dtype != wide(self.dtype) or self.watch is not None:
+            if self.dtype != stream_dtype(self.dtype) or self.watch is not None:
                 for child in filter(is_block, children):
                     stack.callback(child.register_forward_pre_hook(self._before_block, with_kwargs=True).remove)
             if self.watch is not None:
                 for child in filter(is_norm, children):
                     stack.callback(child.register_forward_pre_hook(self._before_norm).remove)
-            stack.enter_context(wide_norms(children, self.dtype))
+            stack.enter_context(float32_norms(children, self.dtype))
             self._attached = True
             stack.callback(self._detach)
             yield
@@ -109,7 +108,7 @@ class Layer:
         if self.watch is not None:
             self._clean, self._perturbed, self._norm = hidden.detach(), perturbed, None
             layout = kwargs.get("layout")
-            self._tokens = layout.responses.stop if isinstance(layout, Layout) else None
+            self._tokens = layout.responses.stop if isinstance(layout, PackedLayout) else None
         return put(perturbed)
 
     def _before_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -119,14 +118,14 @@ class Layer:
     def _before_block(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value, put = _first(args, kwargs)
         if self.watch is not None and self._clean is not None:
-            self._show(value, self._clean)
+            self._call_watch(value, self._clean)
             self._clean = self._perturbed = None
-        return put(value.to(self.dtype)) if self.dtype != wide(self.dtype) else None
+        return put(value.to(self.dtype)) if self.dtype != stream_dtype(self.dtype) else None
 
     @torch.no_grad()
-    def _show(self, value: Tensor, clean: Tensor) -> None:
+    def _call_watch(self, value: Tensor, clean: Tensor) -> None:
         assert self.watch is not None
-        clean = clean.to(wide(clean.dtype))
+        clean = clean.to(stream_dtype(clean.dtype))
         if self._norm is not None:
             clean = self._norm.forward(clean)  # not a call of the module, which would run the hooks
         dtype = self._product_dtype(value)
@@ -140,10 +139,13 @@ class Layer:
 
 
 @contextmanager
-def wide_norms(modules: Iterable[nn.Module], dtype: torch.dtype, *, narrow: bool = False) -> Iterator[None]:
-    """Let the norms among `modules` read a float32 stream in a half-precision model; `narrow` their output again."""
+def float32_norms(modules: Iterable[nn.Module], dtype: torch.dtype, *, narrow: bool = False) -> Iterator[None]:
+    """Lets the norms among `modules` read a float32 stream in a half-precision model.
+
+    `narrow` converts their output back.
+    """
     with ExitStack() as stack:
-        if dtype != wide(dtype):
+        if dtype != stream_dtype(dtype):
             for module in filter(is_norm, modules):
                 if isinstance(module, nn.LayerNorm):  # its kernel wants parameters of the input's type
                     stack.enter_context(_override(module, "forward", partial(_layer_norm, module)))
@@ -160,16 +162,16 @@ def _layer_norm(module: nn.LayerNorm, hidden: Tensor) -> Tensor:
 @contextmanager
 def _override(module: nn.Module, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Replaces a method of one object inside, whether it is defined by the object or its class."""
-    own = vars(module)
-    before = own.get(name)
-    own[name] = replacement
+    attributes = vars(module)
+    before = attributes.get(name)
+    attributes[name] = replacement
     try:
         yield
     finally:
         if before is None:
-            del own[name]
+            del attributes[name]
         else:
-            own[name] = before
+            attributes[name] = before
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[Tensor], Any]]:

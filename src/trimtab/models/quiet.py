@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Disables transformers' progress bars and reports inside, because they would corrupt a live display.
 
     The content of the reports (missing or misshapen parameters) is checked by the caller and raised as an error.

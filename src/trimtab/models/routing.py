@@ -21,9 +21,9 @@ from jaxtyping import Bool, Float, Int, Int16
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.models.architecture import decoder
+from trimtab.models.architecture import decoder_stack
 
-FREE = -1
+UNROUTED = -1
 """Expert index of a token without a recorded choice in a layer: its router decides. Fills all entries or none."""
 
 
@@ -56,55 +56,55 @@ class RouterInfo(NamedTuple):
     chosen: int
 
 
-class _Place(NamedTuple):
+class _MixtureLayer(NamedTuple):
     layer: Any  # the decoder layer that is run again under gradient checkpointing
     router: Any
     family: _Family
 
 
-def routers(model: Any) -> RouterInfo:
+def router_info(model: Any) -> RouterInfo:
     """Returns the sizes of a model's mixtures. Raises `TrimtabError` for a family that is not in `FAMILIES`."""
-    places = _places(model)
-    if not places:
+    mixtures = _mixture_layers(model)
+    if not mixtures:
         return RouterInfo(0, 0, 0)
-    return RouterInfo(len(places), places[0].router.num_experts, places[0].router.top_k)
+    return RouterInfo(len(mixtures), mixtures[0].router.num_experts, mixtures[0].router.top_k)
 
 
-def _mixtures(model: Any) -> list[_Place]:
-    if not (places := _places(model)):
+def _require_mixture_layers(model: Any) -> list[_MixtureLayer]:
+    if not (mixtures := _mixture_layers(model)):
         raise TrimtabError('this model has no experts, so it has no routing: set routing.replay = "none"')
-    return places
+    return mixtures
 
 
-def _places(model: Any) -> list[_Place]:
+def _mixture_layers(model: Any) -> list[_MixtureLayer]:
     """Returns the layers with a router, in the order of the forward pass."""
     names = {family.router: family for family in FAMILIES.values()}
-    found: list[_Place] = []
+    layers: list[_MixtureLayer] = []
     unknown: set[str] = set()
-    for layer in decoder(model).layers:
+    for layer in decoder_stack(model).layers:
         for module in layer.modules():
             kinds = [kind.__name__ for kind in type(module).__mro__]
             if family := next((names[kind] for kind in kinds if kind in names), None):
-                found.append(_Place(layer, module, family))
+                layers.append(_MixtureLayer(layer, module, family))
             elif "Router" in kinds[0] or "Experts" in kinds[0]:
                 unknown.add(kinds[0])
-    if unknown and not found:
+    if unknown and not layers:
         raise TrimtabError(
             f"cannot replay the routing of this mixture of experts ({', '.join(sorted(unknown))}): "
             f'known are {", ".join(FAMILIES)}; set routing.replay = "none"'
         )
-    return found
+    return layers
 
 
-class Tape:
+class RoutingTape:
     """Records the choices of all routers, forward by forward."""
 
-    def __init__(self, places: list[_Place]) -> None:
-        self._seen: list[list[Tensor]] = [[] for _ in places]
-        self._chosen: int = places[0].router.top_k
+    def __init__(self, mixtures: list[_MixtureLayer]) -> None:
+        self._recorded: list[list[Tensor]] = [[] for _ in mixtures]
+        self._chosen: int = mixtures[0].router.top_k
 
-    def _note(self, layer: int, _router: nn.Module, _given: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:
-        self._seen[layer].append(out[2].to(torch.int16))
+    def _record(self, layer: int, _router: nn.Module, _args: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._recorded[layer].append(out[2].to(torch.int16))
 
     def take(self) -> Int16[Tensor, "tokens layers chosen"]:
         """Returns the choices since the last call, with tokens in the order they were run and padding included.
@@ -112,32 +112,32 @@ class Tape:
         Tokens are flattened batch x time. Experts have the order of the router, highest score first. Raises
         `TrimtabError` when a forward stopped between two layers.
         """
-        counts = {sum(len(part) for part in parts) for parts in self._seen}
+        counts = {sum(len(part) for part in parts) for parts in self._recorded}
         if len(counts) > 1:
             raise TrimtabError(f"layers recorded the routing of {sorted(counts)} tokens: a forward was not finished")
         if counts == {0}:
-            return torch.empty(0, len(self._seen), self._chosen, dtype=torch.int16)
-        taken = torch.stack([torch.cat(parts) for parts in self._seen], dim=1)
-        for parts in self._seen:
+            return torch.empty(0, len(self._recorded), self._chosen, dtype=torch.int16)
+        recorded = torch.stack([torch.cat(parts) for parts in self._recorded], dim=1)
+        for parts in self._recorded:
             parts.clear()
-        return taken
+        return recorded
 
 
 @contextmanager
-def record_routing(model: Any) -> Iterator[Tape]:
+def record_routing(model: Any) -> Iterator[RoutingTape]:
     """Records the experts of every token that runs through the model, or through single layers of it, inside.
 
     Under `replay_routing` it records what the routers would have chosen themselves, given the replayed choices of the
     previous layers. Leave the context before a backward with gradient checkpointing, which runs the layers again.
 
-    Raises `TrimtabError` as `routers` does, and for a dense model.
+    Raises `TrimtabError` as `router_info` does, and for a dense model.
     """
-    places = _mixtures(model)
-    tape = Tape(places)
+    mixtures = _require_mixture_layers(model)
+    tape = RoutingTape(mixtures)
     with ExitStack() as stack:
-        for index, place in enumerate(places):
+        for index, mixture in enumerate(mixtures):
             # Prepended: it must run before a hook that replaces the router's output.
-            handle = place.router.register_forward_hook(partial(tape._note, index), prepend=True)
+            handle = mixture.router.register_forward_hook(partial(tape._record, index), prepend=True)
             stack.callback(handle.remove)
         yield tape
 
@@ -152,11 +152,11 @@ def replay_routing(model: Any, routes: Int[Tensor, "tokens layers chosen"]) -> I
     Raises `TrimtabError` as `record_routing` does, for a wrong shape, an invalid expert index, an expert twice for one
     token, and when a layer runs more or less than once inside.
     """
-    places = _mixtures(model)
-    _check(routers(model), routes)
+    mixtures = _require_mixture_layers(model)
+    _check(router_info(model), routes)
     layers = [
-        _Replay(index, place, routes[:, index].to(place.router.weight.device, torch.int64))
-        for index, place in enumerate(places)
+        _Replay(index, mixture, routes[:, index].to(mixture.router.weight.device, torch.int64))
+        for index, mixture in enumerate(mixtures)
     ]
     with ExitStack() as stack:
         for layer in layers:
@@ -174,7 +174,7 @@ def _check(model: RouterInfo, routes: Int[Tensor, "tokens layers chosen"]) -> No
         )
     ordered = routes.sort(-1).values
     low, high = ordered[..., 0], ordered[..., -1]
-    known = (low != FREE) | (high != FREE)
+    known = (low != UNROUTED) | (high != UNROUTED)
     foreign = ((low < 0) | (high >= model.experts)) & known
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & known
     for bad, what in ((foreign, f"is not among experts 0-{model.experts - 1}"), (twice, "names an expert twice")):
@@ -189,13 +189,13 @@ class _Replay:
     """Replays the routing of one layer in one forward; the autograd graph keeps it alive for a recomputation."""
 
     index: int
-    place: _Place
+    mixture: _MixtureLayer
     chosen: Int[Tensor, "tokens chosen"]
     uses: int = field(default=0)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        layer = self.place.layer
+        layer = self.mixture.layer
         with ExitStack() as stack:
             if getattr(layer, "gradient_checkpointing", False) and layer.training:
                 # Bound to the call, not to the context: the recomputation may run after this context was left.
@@ -203,7 +203,7 @@ class _Replay:
                 layer._gradient_checkpointing_func = partial(self._checkpoint, original)
                 stack.callback(setattr, layer, "_gradient_checkpointing_func", original)
             else:
-                stack.callback(self.place.router.register_forward_hook(self._count_and_replace).remove)
+                stack.callback(self.mixture.router.register_forward_hook(self._count_and_replace).remove)
             yield
 
     def _checkpoint(self, original: Callable[..., Any], run: Callable[..., Any], *args: Any) -> Any:
@@ -211,7 +211,7 @@ class _Replay:
         return original(partial(self._run, run), *args)
 
     def _run(self, run: Callable[..., Any], *args: Any) -> Any:
-        handle = self.place.router.register_forward_hook(self._replace)
+        handle = self.mixture.router.register_forward_hook(self._replace)
         try:
             return run(*args)
         finally:
@@ -229,15 +229,15 @@ class _Replay:
         return self._replace(*call)
 
     def _replace(
-        self, router: nn.Module, _given: Any, out: tuple[Tensor, Tensor, Tensor]
+        self, router: nn.Module, _args: Any, out: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        scores, _, own = out
+        scores, _, routed = out
         if len(scores) != len(self.chosen):
             raise TrimtabError(
                 f"routes of {len(self.chosen)} tokens do not belong to this forward, which runs {len(scores)}"
             )
-        chosen = torch.where(self.chosen == FREE, own, self.chosen)
-        return scores, _gates(router, self.place.family, scores, chosen), chosen
+        chosen = torch.where(self.chosen == UNROUTED, routed, self.chosen)
+        return scores, _gates(router, self.mixture.family, scores, chosen), chosen
 
 
 def _gates(
@@ -251,27 +251,27 @@ def _gates(
 
 
 class Routes(NamedTuple):
-    """The routed experts of a micro-batch, `FREE` where unknown; entries of padding have no effect.
+    """The routed experts of a micro-batch, `UNROUTED` where unknown; entries of padding have no effect.
 
-    The last token of a response is not run through the model: its entry is never read, and `FREE` when recorded.
+    The last token of a response is not run through the model: its entry is never read, and `UNROUTED` when recorded.
     """
 
     prompts: Int16[Tensor, "prompts prompt_time layers chosen"]
     responses: Int16[Tensor, "batch time layers chosen"]
 
 
-def agreement(one: Routes, other: Routes) -> tuple[int, int]:
+def routing_agreement(one: Routes, other: Routes) -> tuple[int, int]:
     """Returns the number of (token, layer) pairs with equal sets of experts, and the number known to both."""
     same = known = 0
     for a, b in zip(one, other, strict=True):
-        both = ((a != FREE) & (b != FREE)).all(-1)
+        both = ((a != UNROUTED) & (b != UNROUTED)).all(-1)
         same += int(((a.sort(-1).values == b.sort(-1).values).all(-1) & both).sum())
         known += int(both.sum())
     return same, known
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class RoutingLayout:
     """The order in which a forward runs the tokens of a micro-batch.
 
     `packed`: real tokens of all prompts, then of all responses; otherwise padded rows of prompt and response without
@@ -284,15 +284,15 @@ class Places:
     packed: bool
 
     @contextmanager
-    def routed(self, model: Any, routes: Routes | None, record: bool) -> Iterator[Tape | None]:
+    def routed(self, model: Any, routes: Routes | None, record: bool) -> Iterator[RoutingTape | None]:
         """Replays `routes`, records the routers' own choices, or both, in one forward inside."""
         with ExitStack() as stack:
             if routes is not None:
-                stack.enter_context(replay_routing(model, self.flat(routes)))
+                stack.enter_context(replay_routing(model, self.flatten(routes)))
             yield stack.enter_context(record_routing(model)) if record else None
 
-    def flat(self, routes: Routes) -> Int16[Tensor, "tokens layers chosen"]:
-        """Returns the routes in the order of the forward, `FREE` at padding.
+    def flatten(self, routes: Routes) -> Int16[Tensor, "tokens layers chosen"]:
+        """Returns the routes in the order of the forward, `UNROUTED` at padding.
 
         Raises `TrimtabError` when the routes have another shape than the tokens.
         """
@@ -302,15 +302,15 @@ class Places:
         prompts, responses = (part.to(self.run.device) for part in routes)
         if self.packed:
             return torch.cat([prompts[self.prompt_mask], responses[self.run]])
-        prompts = prompts.masked_fill(~self.prompt_mask[..., None, None], FREE)
-        responses = responses.masked_fill(~self.run[..., None, None], FREE)
+        prompts = prompts.masked_fill(~self.prompt_mask[..., None, None], UNROUTED)
+        responses = responses.masked_fill(~self.run[..., None, None], UNROUTED)
         return torch.cat([prompts[self.prompt_index], responses], dim=1)[:, :-1].flatten(0, 1)
 
-    def spread(self, flat: Int16[Tensor, "tokens layers chosen"]) -> Routes:
-        """Inverts `flat`. A prompt that was run in several rows gets the choices of its first row."""
+    def unflatten(self, flat: Int16[Tensor, "tokens layers chosen"]) -> Routes:
+        """Inverts `flatten`. A prompt that was run in several rows gets the choices of its first row."""
         sizes = flat.shape[-2:]
-        prompts = flat.new_full((*self.prompt_mask.shape, *sizes), FREE)
-        responses = flat.new_full((*self.run.shape, *sizes), FREE)
+        prompts = flat.new_full((*self.prompt_mask.shape, *sizes), UNROUTED)
+        responses = flat.new_full((*self.run.shape, *sizes), UNROUTED)
         if self.packed:
             count = int(self.prompt_mask.sum())
             prompts[self.prompt_mask], responses[self.run] = flat[:count], flat[count:]
@@ -321,6 +321,6 @@ class Places:
         first = {prompt: row for row, prompt in reversed(list(enumerate(self.prompt_index.tolist())))}
         prompts[list(first)] = rows[list(first.values()), :width]
         return Routes(
-            prompts.masked_fill_(~self.prompt_mask[..., None, None], FREE),
-            responses.masked_fill_(~self.run[..., None, None], FREE),
+            prompts.masked_fill_(~self.prompt_mask[..., None, None], UNROUTED),
+            responses.masked_fill_(~self.run[..., None, None], UNROUTED),
         )

@@ -2,7 +2,7 @@
 
 FSDP gathers a group's weights before a module's forward and frees them after it. Scoring, however, calls the backbone
 and then reads the head's weight outside of any forward. Therefore the forward of a sharded model also accepts a
-function: `inside` runs it while embedding, final norm and head are gathered, in forward and backward.
+function: `with_full_weights` runs it while embedding, final norm and head are gathered, in forward and backward.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trimtab.models.architecture import decoder
+from trimtab.models.architecture import decoder_stack
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +40,7 @@ class _Forward:
         return args[0].do() if args and isinstance(args[0], _Work) else self._original(*args, **kwargs)
 
 
-def shard(
+def apply_fsdp(
     model: Any, mesh: DeviceMesh, *, compute: torch.dtype | None = None, offload: bool = False, reshard: bool = True
 ) -> None:
     """Shards `model` over the ranks of the one-dimensional `mesh`, in place, with the values of rank 0.
@@ -65,17 +65,17 @@ def shard(
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
     }
     layer_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
-    layers, aliases = decoder(model).layers, shared_parameters(model)
+    layers, aliases = decoder_stack(model).layers, shared_parameters(model)
     inner = {id(module) for layer in layers for module in layer.modules()}
     for layer in layers:
-        _bring(layer.modules(), mesh)
+        _move_to_mesh(layer.modules(), mesh)
         fully_shard(layer, reshard_after_forward=reshard, mp_policy=layer_policy, **options)
     # Embedding, final norm and head are needed at both ends of forward and backward: freeing them gains nothing.
     root_policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
-    _bring((module for module in model.modules() if id(module) not in inner), mesh)
+    _move_to_mesh((module for module in model.modules() if id(module) not in inner), mesh)
     for name, first in aliases.items():
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, model.get_parameter(first))
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, model.get_parameter(first))
     fully_shard(model, reshard_after_forward=False, mp_policy=root_policy, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -85,22 +85,22 @@ def shard(
     model.register_forward_hook(_free)
 
 
-def _bring(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+def _move_to_mesh(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     """Moves parameters and buffers of these modules, but not of their children, to the mesh's device.
 
     Values are rank 0's. An empty module gets memory of its own, tied or not.
     """
 
-    def moved(tensor: Tensor) -> Tensor:
+    def move(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=mesh.device_type) if tensor.is_meta else tensor.to(mesh.device_type)
 
     for module in modules:
-        module._apply(moved, recurse=False)
+        module._apply(move, recurse=False)
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             dist.broadcast(tensor.data, 0, group=mesh.get_group())
 
 
-def inside(model: Any, work: Callable[[], T]) -> T:
+def with_full_weights(model: Any, work: Callable[[], T]) -> T:
     """Runs `work` while the model's weights outside of its layers are gathered, and returns its result.
 
     Everything that needs a gradient must be returned by `work`: a tensor, or a tuple of tensors.
@@ -116,12 +116,12 @@ def _free(model: nn.Module, _args: Any, _result: Any) -> None:
                 module.reshard()  # pyright: ignore[reportCallIssue]
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Returns this rank's shard of a tensor, sharing its memory; a plain tensor is returned unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def full(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Returns the whole tensor. All ranks must call it in the same order."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -47,7 +47,7 @@ class Assumptions:
     score: float = _assumption(0.0, "seconds of rewards for one batch")
 
 
-def assume(changes: Iterable[str]) -> Assumptions:
+def parse_assumptions(changes: Iterable[str]) -> Assumptions:
     """Returns the defaults with `name=value` changes.
 
     Raises `TrimtabError` for an unknown name or a value out of bounds.
@@ -71,7 +71,7 @@ def assume(changes: Iterable[str]) -> Assumptions:
     return replace(Assumptions(), **values)
 
 
-def reasons() -> dict[str, str]:
+def assumption_reasons() -> dict[str, str]:
     """Returns the reason for each default by name."""
     return {entry.name: entry.metadata["why"] for entry in fields(Assumptions)}
 
@@ -102,7 +102,7 @@ DEVICES = {
 }
 
 
-def device(name: str) -> Device:
+def find_device(name: str) -> Device:
     if name.lower() not in DEVICES:
         raise TrimtabError(f"unknown device {name!r}{nearest(name.lower(), DEVICES)}")
     return DEVICES[name.lower()]

@@ -19,7 +19,7 @@ _PHASE_KEYS = ("time/collect", "time/score", "time/proximal", "time/update", "ti
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRun:
     """Medians over the steps of a run: seconds by phase and tokens per step; and the number of updates per step."""
 
     phases: Phases
@@ -29,7 +29,7 @@ class Measured:
     trained: float
 
 
-def read(run: Path) -> Measured:
+def read_phases(run: Path) -> MeasuredRun:
     """Reads the phases of a run without overlap; the unaccounted time of a step is attributed to the trainer.
 
     Raises `TrimtabError` if the run does not exist, is not synchronous, or has too few steps.
@@ -46,7 +46,7 @@ def read(run: Path) -> Measured:
     rows = rows[int(len(rows) * _WARMUP_SHARE) :]
     if len(rows) < 3:
         raise TrimtabError(f"{run} has {len(rows)} steps to measure by after the first: let it run for 5 or more")
-    return Measured(
+    return MeasuredRun(
         _phases(rows),
         steps=len(rows),
         updates=config.trainer.updates_per_step,

@@ -19,10 +19,10 @@ from trimtab.planning.shapes import Shape
 
 FLOAT32 = 4  # bytes per float32 value: residual stream, norms and scores
 # Block sizes of the fused head and of packed attention in trimtab.models.
-TILE = 512 * 2048
+HEAD_TILE = 512 * 2048
 BLOCK_SCORES = 1 << 20
 BLOCK_QUERIES = 128
-KEEP_SCORES = 1 << 22
+MAX_SAVED_SCORES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Rank:
     offload: bool = False
 
 
-def training_rank(shape: Shape, rank: Rank) -> dict[str, float]:
+def rank_memory(shape: Shape, rank: Rank) -> dict[str, float]:
     """Returns the bytes on the device at the peak of an update, by term."""
     shard = 0.0 if rank.offload else shape.parameters * rank.master / rank.ranks
     return {
@@ -61,7 +61,7 @@ def training_rank(shape: Shape, rank: Rank) -> dict[str, float]:
     }
 
 
-def host(shape: Shape, rank: Rank) -> float:
+def host_memory(shape: Shape, rank: Rank) -> float:
     """Returns the bytes of CPU memory of all ranks: two weight updates in transfer, and offloaded state."""
     return shape.parameters * rank.master * (2 + 4 * rank.offload)
 
@@ -95,7 +95,7 @@ def _activations(shape: Shape, rank: Rank) -> float:
     if rank.recompute:
         return shape.layers * FLOAT32 * shape.hidden * rank.tokens + last
     scores = _scores(shape, rank)
-    probabilities = scores * rank.compute if scores <= KEEP_SCORES else 0.0
+    probabilities = scores * rank.compute if scores <= MAX_SAVED_SCORES else 0.0
     return shape.layers * (layer_activations(shape, rank) * rank.tokens + probabilities) + last
 
 
@@ -119,7 +119,7 @@ def _attention(shape: Shape, rank: Rank) -> float:
     else:
         block = max(row_scores, min(BLOCK_SCORES, _scores(shape, rank)))
     # Masks are kept for all layers, or computed per block from positions.
-    mask = masks * FLOAT32 if masks <= KEEP_SCORES else block / shape.heads * (FLOAT32 + 10)
+    mask = masks * FLOAT32 if masks <= MAX_SAVED_SCORES else block / shape.heads * (FLOAT32 + 10)
     # The gradient of keys and values, accumulated over the blocks of a row.
     gradient_sums = 2 * rank.rows * keys * shape.keys * FLOAT32 if is_split else 0.0
     # Backward of a block: scores, probabilities and the gradients of both in float32, and rounded probabilities.
@@ -129,4 +129,4 @@ def _attention(shape: Shape, rank: Rank) -> float:
 def _head(shape: Shape, rank: Rank) -> float:
     """Returns the bytes of hidden states and their gradient (float32 and compute dtype), tiles, and weight gradient."""
     states = rank.scored * shape.hidden * (2 * FLOAT32 + 2 * rank.compute)
-    return states + 3 * TILE * FLOAT32 + shape.embedding * rank.master
+    return states + 3 * HEAD_TILE * FLOAT32 + shape.embedding * rank.master

@@ -63,7 +63,7 @@ class Cycle:
     lag_max: int
 
 
-def cycle(phases: Phases, ahead: int) -> Cycle:
+def steady_cycle(phases: Phases, ahead: int) -> Cycle:
     """Returns the steady state with engines at most `ahead` steps ahead."""
     seconds = max(phases.ideal, phases.in_turn / (ahead + 1))
     lags = _lags(phases, ahead)
@@ -71,20 +71,20 @@ def cycle(phases: Phases, ahead: int) -> Cycle:
     return Cycle(seconds, *busy, lag_mean=sum(lags) / len(lags), lag_max=max(lags))
 
 
-def enough_ahead(phases: Phases) -> int:
+def sufficient_steps_ahead(phases: Phases) -> int:
     """Returns the smallest number of steps ahead at which the slowest stage alone determines the step time."""
     if not phases.ideal:
         return 0
     return math.ceil(phases.in_turn / phases.ideal - 1 - 1e-9)
 
 
-def lead(max_lag: int | None, updates: int, phases: Phases) -> int:
+def steps_ahead(max_lag: int | None, updates: int, phases: Phases) -> int:
     """Returns the number of steps engines may be ahead under `max_lag` updates; with None the smallest sufficient one.
 
     Raises `TrimtabError` for a `max_lag` above 0 and below the updates of a step.
     """
     if max_lag is None:
-        return enough_ahead(phases)
+        return sufficient_steps_ahead(phases)
     if 0 < max_lag < updates:
         raise TrimtabError(
             f"--max-lag {max_lag} is less than the {updates} updates of a step: nothing could be generated beside "

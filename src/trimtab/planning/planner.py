@@ -11,15 +11,15 @@ from trimtab.errors import TrimtabError
 from trimtab.planning import memory
 from trimtab.planning.assumptions import Assumptions, Device
 from trimtab.planning.memory import Rank
-from trimtab.planning.pipeline_schedule import Cycle, Phases, cycle, lead
-from trimtab.planning.rates import Engine, Workload, training, writing
+from trimtab.planning.pipeline_schedule import Cycle, Phases, steady_cycle, steps_ahead
+from trimtab.planning.rates import PlannedEngine, Workload, generation_seconds, training_seconds
 from trimtab.planning.shapes import Shape
 
 GPUS_PER_NODE = 8  # larger clusters are divided by whole machines
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanRequest:
     """The input of a plan; None lets the plan choose."""
 
     shape: Shape
@@ -37,8 +37,8 @@ class Question:
 class Plan:
     """One split of the GPUs. memory: bytes of a training rank by term. room: bytes a rank may use."""
 
-    question: Question
-    engine: Engine
+    question: PlanRequest
+    engine: PlannedEngine
     engines: int
     rank: Rank
     phases: Phases
@@ -74,7 +74,7 @@ class Plan:
             work = replace(self.work, longest=middle, response=min(middle, self.work.response))
             question = replace(self.question, work=work, micro_batch=1)
             rank = _rank(question, self.rank.ranks, self.rank.recompute, self.rank.offload)
-            needed = sum(memory.training_rank(question.shape, rank).values())
+            needed = sum(memory.rank_memory(question.shape, rank).values())
             low, high = (middle, high) if needed <= self.room else (low, middle - 1)
         return low
 
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def cycle(self) -> Cycle:
-        return cycle(self.phases, self.ahead)
+        return steady_cycle(self.phases, self.ahead)
 
     @property
     def generation_rate(self) -> float:
@@ -131,7 +131,7 @@ class Plan:
         return settings
 
 
-def plan(question: Question) -> Plan:
+def best_plan(question: PlanRequest) -> Plan:
     """Returns the fastest split that fits; if none fits, the fastest one, whose memory shows what is missing.
 
     Raises `TrimtabError` if the GPUs cannot be split.
@@ -142,7 +142,7 @@ def plan(question: Question) -> Plan:
     return min(plans, key=lambda each: (not each.fits, not each.engine_fits, each.cycle.seconds, each.phases.in_turn))
 
 
-def _splits(question: Question) -> Iterator[tuple[int, int]]:
+def _splits(question: PlanRequest) -> Iterator[tuple[int, int]]:
     """Yields GPUs per engine and number of engines, leaving at least one GPU for training."""
     unit = GPUS_PER_NODE if question.gpus > GPUS_PER_NODE else 1
     fixed_size = question.tensor_parallel
@@ -155,7 +155,7 @@ def _splits(question: Question) -> Iterator[tuple[int, int]]:
                 yield size, engines
 
 
-def _no_split(question: Question) -> str:
+def _no_split(question: PlanRequest) -> str:
     sizes = f"{question.tensor_parallel or '1, 2, 4 or 8'} GPUs"
     if any(_splits(question)):
         return (
@@ -170,9 +170,9 @@ def _no_split(question: Question) -> str:
     )
 
 
-def _candidates(question: Question, size: int, engines: int) -> Iterator[Plan]:
+def _candidates(question: PlanRequest, size: int, engines: int) -> Iterator[Plan]:
     """Yields the split without recomputation if it fits, else with it, else with the optimizer in CPU memory."""
-    engine = Engine(question.shape, question.device, size, question.assumed)
+    engine = PlannedEngine(question.shape, question.device, size, question.assumed)
     slots = engine.slots(question.work)
     if slots == 0:
         return
@@ -183,23 +183,22 @@ def _candidates(question: Question, size: int, engines: int) -> Iterator[Plan]:
     for recompute, offload in variants:
         rank = _rank(question, ranks, recompute, offload)
         phases = _phases(question, rank, generate)
-        ahead = lead(question.max_lag, question.work.updates, phases)
-        rank_memory = memory.training_rank(question.shape, rank)
-        candidate = Plan(question, engine, engines, rank, phases, ahead, rank_memory)
+        ahead = steps_ahead(question.max_lag, question.work.updates, phases)
+        candidate = Plan(question, engine, engines, rank, phases, ahead, memory.rank_memory(question.shape, rank))
         if candidate.trainer_fits or (recompute, offload) == variants[-1]:
             yield candidate
             return
 
 
-def _generation(engine: Engine, engines: int, work: Workload, slots: int) -> float:
+def _generation(engine: PlannedEngine, engines: int, work: Workload, slots: int) -> float:
     """Returns the seconds until the slowest engine has sampled its share of whole groups."""
     groups = math.ceil(work.prompts / engines)
-    return engine.prefill(groups * work.prompt) + writing(
+    return engine.prefill(groups * work.prompt) + generation_seconds(
         engine, work.prompt, work.lengths(groups * work.samples), slots
     )
 
 
-def _rank(question: Question, ranks: int, recompute: bool, offload: bool) -> Rank:
+def _rank(question: PlanRequest, ranks: int, recompute: bool, offload: bool) -> Rank:
     work = question.work
     rows = min(work.samples, max(1, (question.micro_batch - work.prompt) // work.longest))
     return Rank(
@@ -214,13 +213,13 @@ def _rank(question: Question, ranks: int, recompute: bool, offload: bool) -> Ran
     )
 
 
-def _phases(question: Question, rank: Rank, generate: float) -> Phases:
+def _phases(question: PlanRequest, rank: Rank, generate: float) -> Phases:
     work, assumed = question.work, question.assumed
     prompts = work.prompts * math.ceil(work.samples / rank.rows)
     handover = rank.master * question.shape.parameters / assumed.handover
     return Phases(
         generate=generate,
-        train=training(question.shape, question.device, rank.ranks, work, prompts, rank.recompute, assumed),
+        train=training_seconds(question.shape, question.device, rank.ranks, work, prompts, rank.recompute, assumed),
         score=assumed.score,
         publish=handover,
         load=handover,

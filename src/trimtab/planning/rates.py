@@ -55,7 +55,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class PlannedEngine:
     """One engine on `gpus` GPUs (tensor parallel), its model in bfloat16."""
 
     shape: Shape
@@ -105,7 +105,7 @@ class Engine:
         return dense + shape.layers * shape.experts * shape.expert * (1 - unused)
 
 
-def writing(engine: Engine, prompt: int, lengths: Sequence[int], slots: int) -> float:
+def generation_seconds(engine: PlannedEngine, prompt: int, lengths: Sequence[int], slots: int) -> float:
     """Returns the seconds until the last response is finished; free slots are refilled while responses are waiting."""
     waiting = iter(lengths)
     ends: list[tuple[int, int]] = []  # per running response: decode step at which it ends, and its length
@@ -127,7 +127,7 @@ def writing(engine: Engine, prompt: int, lengths: Sequence[int], slots: int) -> 
             context -= prompt + heapq.heappop(ends)[1]
 
 
-def training(
+def training_seconds(
     shape: Shape, device: Device, ranks: int, workload: Workload, prompts: float, recompute: bool, assumed: Assumptions
 ) -> float:
     """Returns the seconds of all updates of a step on `ranks` GPUs, including the proximal forward.

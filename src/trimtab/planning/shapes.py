@@ -110,7 +110,7 @@ SHAPES = {
 _QKV_BIAS_TYPES, _QK_NORM_TYPES = ("qwen2",), ("qwen3", "qwen3_moe")
 
 
-def find(model: str) -> Shape:
+def find_shape(model: str) -> Shape:
     """Returns the shape for a name of the table or a folder with a config.json.
 
     An HF id such as `Qwen/Qwen2.5-7B` is looked up by its last part. Raises `TrimtabError` for an unknown name or an

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from trimtab.config import Config, load_config
 from trimtab.errors import TrimtabError, nearest
 from trimtab.models.lora import add_lora, named_weights
-from trimtab.models.quiet import quiet
+from trimtab.models.quiet import silence_transformers
 from trimtab.runs import atomic
 from trimtab.runs.layout import CONFIG, MODEL, best_checkpoint, checkpoint_folder
 from trimtab.training.checkpoint import state_tensors, store
@@ -57,7 +57,7 @@ def export(run: Path, dest: Path, which: str = "last") -> Path:
     if dest.exists():
         raise TrimtabError(f"{dest} already exists: choose another folder")
     model, _, _ = restore(run, which)
-    with atomic.new_folder(dest) as temporary, quiet():
+    with atomic.new_folder(dest) as temporary, silence_transformers():
         model.save_pretrained(temporary)
         # Except config.json: save_pretrained wrote it with the dtype of the exported weights.
         shutil.copytree(run / MODEL, temporary, ignore=shutil.ignore_patterns("config.json"), dirs_exist_ok=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.config import Config
-from trimtab.models.sharding import shard
+from trimtab.models.sharding import apply_fsdp
 from trimtab.rollout.canary import Expected
 from trimtab.rollout.collector import Collector, Group, RolloutStats
 from trimtab.rollout.source import Result, RolloutSource, SourceState, Weights
@@ -42,7 +42,7 @@ def shard_model(model: nn.Module, config: Config) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
 
         assert ranks.device is not None
-        shard(
+        apply_fsdp(
             model,
             init_device_mesh(ranks.device.type, (ranks.size,)),
             compute=torch.bfloat16 if config.model.autocast == "bfloat16" else None,

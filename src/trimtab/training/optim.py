@@ -13,7 +13,7 @@ import torch
 
 from trimtab.config import OptimConfig, SurgeConfig
 from trimtab.errors import DivergedError
-from trimtab.models.sharding import local
+from trimtab.models.sharding import local_shard
 from trimtab.training.ranks import Ranks
 
 # `period * surge` may be a whole number of steps, but slightly larger in floating point (1.8 * 5).
@@ -90,7 +90,7 @@ def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks:
     """Clip the gradient in place to a norm of `bound`; returns its norm before clipping, over all shards."""
     if ranks.size == 1:
         return float(torch.nn.utils.clip_grad_norm_(parameters, bound))
-    grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
     norm = math.sqrt(ranks.all_reduce_sum(float(torch.nn.utils.get_total_norm(grads)) ** 2))
     factor = bound / (norm + 1e-6)
     if factor < 1:
@@ -101,7 +101,7 @@ def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks:
 
 def check_weights(parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> None:
     """Raise `NonFiniteUpdateError` if a finite gradient made weights overflow: they must not be saved."""
-    finite = torch.stack([local(parameter).detach().sum() for parameter in parameters]).isfinite().all()
+    finite = torch.stack([local_shard(parameter).detach().sum() for parameter in parameters]).isfinite().all()
     if ranks.all_reduce_sum(float(~finite)):
         raise NonFiniteUpdateError("an update made the weights non-finite", weights_are_good=False)
 

@@ -201,7 +201,7 @@ def load_model(config: Config) -> LoadedModel:
         path = str(laboratory_folder(path, config))
     loaded = load(path, dtype=getattr(torch, config.model.dtype), weights=current_ranks().is_leader)
     if config.numerics == "invariant":
-        invariant.use_in(loaded.model)
+        invariant.make_invariant(loaded.model)
     return loaded
 
 

@@ -18,7 +18,7 @@ from trimtab.errors import TrimtabError
 from trimtab.models.bundled import cache_root
 from trimtab.models.load import LABORATORY, LoadedModel, default_device, load
 from trimtab.models.logprobs import score
-from trimtab.models.quiet import quiet
+from trimtab.models.quiet import silence_transformers
 from trimtab.rollout.collector import PromptStream
 from trimtab.rollout.demonstrations import encode_demonstration
 from trimtab.runs import atomic
@@ -47,7 +47,7 @@ def warm_start(config: Config, *, out: Path, observer: Observer | None = None) -
     loaded = load(config.model.path, dtype=getattr(torch, config.model.dtype))
     observer.started(config, "loss = mean over gold tokens of -log π", config.sft.steps, out)
     loss = _fit(config, task, loaded, observer)
-    with atomic.new_folder(out) as temporary, quiet():
+    with atomic.new_folder(out) as temporary, silence_transformers():
         loaded.model.save_pretrained(temporary)
         loaded.tokenizer.save_pretrained(temporary)
     metrics = {"step": config.sft.steps, "sft/loss": loss}

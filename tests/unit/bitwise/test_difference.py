@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 from trimtab.bitwise.difference import Difference, compare_pair
-from trimtab.bitwise.forward_recorder import fingerprints
+from trimtab.bitwise.forward_recorder import row_digests
 from trimtab.errors import TrimtabError
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [15, 6, 27, 8, 39]])
@@ -56,13 +56,13 @@ def test_one_bit_anywhere_changes_a_fingerprint(numbers: Any, row: int, column: 
     before = torch.from_numpy(numbers)
     after = before.clone()
     after.view(torch.int32)[row, column] ^= -(2**31) if bit == 31 else 1 << bit
-    same = fingerprints(before.double()) == fingerprints(after.double())
+    same = row_digests(before.double()) == row_digests(after.double())
     assert same.tolist() == [index != row for index in range(3)]
 
 
 def test_a_fingerprint_sees_signs_of_zero_and_the_order_of_numbers() -> None:
     rows = torch.tensor([[0.0, 1.0], [-0.0, 1.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
-    found = fingerprints(rows)
+    found = row_digests(rows)
     assert found[0] == found[4]
     assert len(set(found.tolist())) == 4
 

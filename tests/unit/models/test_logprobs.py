@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trimtab.errors import TrimtabError
 from trimtab.models import fused_head
 from trimtab.models import packed_attention as attention_room
-from trimtab.models.architecture import KNOWN
+from trimtab.models.architecture import KNOWN_ARCHITECTURES
 from trimtab.models.logprobs import TokenBatch, pack_kept, score
-from trimtab.models.packed_attention import IMPLEMENTATION
+from trimtab.models.packed_attention import PACKED_IMPLEMENTATION
 
 VOCABULARY = 61
 SMALL: dict[str, Any] = {
@@ -59,10 +59,10 @@ def many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_head, "TILE_TOKENS", 7)
     monkeypatch.setattr(fused_head, "TILE_VOCABULARY", 16)
     monkeypatch.setattr(attention_room, "BLOCK_SCORES", 300)
-    monkeypatch.setattr(attention_room, "KEEP_SCORES", 500)  # prompts' are kept, responses' are not
+    monkeypatch.setattr(attention_room, "MAX_SAVED_SCORES", 500)  # prompts' are kept, responses' are not
 
 
-def build(kind: str, attention: str = IMPLEMENTATION, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+def build(kind: str, attention: str = PACKED_IMPLEMENTATION, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**SMALL, **EXTRA.get(kind, {}), **changes})
     if kind == "gpt2":
@@ -110,8 +110,8 @@ def assert_close_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], b
         assert (ours[name] - expected).abs().max() <= bound * expected.abs().max() + 1e-9, name
 
 
-@pytest.mark.parametrize("kind", sorted(KNOWN))
-@pytest.mark.parametrize("attention", [IMPLEMENTATION, "eager"])
+@pytest.mark.parametrize("kind", sorted(KNOWN_ARCHITECTURES))
+@pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "eager"])
 def test_scores_and_gradients_equal_the_plain_forward(kind: str, attention: str) -> None:
     check_against_plain(kind, attention)
 
@@ -121,12 +121,12 @@ def test_scores_and_gradients_equal_the_plain_forward(kind: str, attention: str)
 def test_long_rows_are_worked_on_in_parts(kind: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_room, "BLOCK_SCORES", 20)
     monkeypatch.setattr(attention_room, "BLOCK_QUERIES", 2)
-    monkeypatch.setattr(attention_room, "KEEP_SCORES", kept)
+    monkeypatch.setattr(attention_room, "MAX_SAVED_SCORES", kept)
     blocks = attention_room.working_blocks(2, heads=4, queries=7, keys=13)
     spans = [(b.rows.start, b.queries.start, b.queries.stop, b.keys) for b in blocks]
     assert spans[:4] == [(0, 0, 2, 8), (0, 2, 4, 10), (0, 4, 6, 12), (0, 6, 7, 13)]
     assert len(spans) == 8
-    check_against_plain(kind, IMPLEMENTATION)
+    check_against_plain(kind, PACKED_IMPLEMENTATION)
 
 
 def check_against_plain(kind: str, attention: str) -> None:
@@ -162,7 +162,7 @@ def test_padding_is_exactly_zero_and_its_ids_do_not_matter() -> None:
     assert all((grad == 0).all() for grad in grads.values())
 
 
-@pytest.mark.parametrize("attention", [IMPLEMENTATION, "sdpa"])
+@pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "sdpa"])
 def test_scoring_without_gradient_is_the_same_to_the_bit(attention: str) -> None:
     model = build("qwen3", attention)
     with_grad = score(model, batch(), entropy=True)

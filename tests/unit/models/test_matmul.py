@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trimtab.models.matmul import Linear, linear, use_in
+from trimtab.models.matmul import FastLinear, fast_linear, use_fast_linear
 
 ROWS = [(3, 5, 7), (1, 1, 1), (130, 64, 33), (0, 4, 2)]
 
@@ -22,7 +22,7 @@ def test_values_and_gradients_are_those_of_pytorch(shape: tuple[int, int, int], 
     tensors = [torch.randn(2, rows, width), torch.randn(out, width), *([torch.randn(out)] if biased else [])]
     ours, theirs = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
     weigh = torch.randn(2, rows, out)
-    results = [f(*given) for f, given in ((linear, ours), (F.linear, theirs))]
+    results = [f(*given) for f, given in ((fast_linear, ours), (F.linear, theirs))]
     for result in results:
         (result * weigh).sum().backward()
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
@@ -32,7 +32,7 @@ def test_values_and_gradients_are_those_of_pytorch(shape: tuple[int, int, int], 
 
 def test_gradients_stop_where_nobody_asked() -> None:
     states, weight = torch.randn(4, 3, requires_grad=True), torch.randn(2, 3)
-    linear(states, weight).sum().backward()
+    fast_linear(states, weight).sum().backward()
     torch.testing.assert_close(states.grad, weight.sum(0).expand(4, 3))
     assert weight.grad is None
 
@@ -40,15 +40,15 @@ def test_gradients_stop_where_nobody_asked() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_types_are_pytorchs_own_bit_for_bit(dtype: torch.dtype) -> None:
     states, weight, bias = (torch.randn(*size, dtype=dtype) for size in ((9, 16), (8, 16), (8,)))
-    assert torch.equal(linear(states, weight, bias), F.linear(states, weight, bias))
+    assert torch.equal(fast_linear(states, weight, bias), F.linear(states, weight, bias))
 
 
 def test_under_autocast_a_model_computes_as_before() -> None:
     torch.manual_seed(1)
     plain = nn.Sequential(nn.Linear(12, 6), nn.GELU(), nn.Linear(6, 3, bias=False))
     swapped = copy.deepcopy(plain)
-    use_in(swapped)
-    assert [type(part) for part in swapped] == [Linear, nn.GELU, Linear]
+    use_fast_linear(swapped)
+    assert [type(part) for part in swapped] == [FastLinear, nn.GELU, FastLinear]
     assert list(swapped.state_dict()) == list(plain.state_dict())
     states = torch.randn(5, 12)
     with torch.autocast("cpu", torch.bfloat16):

@@ -18,10 +18,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trimtab.errors import TrimtabError
 from trimtab.models import perturbed_layer
-from trimtab.models.architecture import KNOWN, decoder
+from trimtab.models.architecture import KNOWN_ARCHITECTURES, decoder_stack
 from trimtab.models.logprobs import score
 from trimtab.models.noise import normals
-from trimtab.models.packed_attention import IMPLEMENTATION
+from trimtab.models.packed_attention import PACKED_IMPLEMENTATION
 from trimtab.models.perturbation import Perturbation
 
 BF16 = torch.bfloat16
@@ -39,7 +39,7 @@ def inputs_of_layers(model: Any) -> Iterator[list[Tensor]]:
     seen: list[Tensor] = []
     hooks = [
         layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
-        for layer in decoder(model).layers
+        for layer in decoder_stack(model).layers
     ]
     yield seen
     for hook in hooks:
@@ -55,8 +55,8 @@ def hooks(model: nn.Module) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", sorted(KNOWN))
-@pytest.mark.parametrize("attention", [IMPLEMENTATION, "eager"])
+@pytest.mark.parametrize("kind", sorted(KNOWN_ARCHITECTURES))
+@pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "eager"])
 def test_every_layer_of_every_architecture_is_given_its_noise(kind: str, attention: str) -> None:
     model = build(kind, attention)
     perturbation = Perturbation(model, std=0.01)
@@ -71,7 +71,7 @@ def test_every_layer_of_every_architecture_is_given_its_noise(kind: str, attenti
     assert perturbation.sigmas() == pytest.approx({"0": 0.01, "1": 0.016487}, rel=1e-4)
 
 
-@pytest.mark.parametrize("attention", [IMPLEMENTATION, "sdpa"])
+@pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "sdpa"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_gradient_of_log_sigma_by_finite_differences(
     kind: str, attention: str, monkeypatch: pytest.MonkeyPatch
@@ -139,7 +139,7 @@ def test_global_randomness_is_not_consumed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("attention", [IMPLEMENTATION, "eager"])
+@pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("layers", ["all", "logits"])
 def test_sigma_zero_equals_bypass_to_the_bit(attention: str, dtype: torch.dtype, layers: str) -> None:
@@ -227,7 +227,9 @@ def test_recomputation_inside_another_draw_hears_only_its_own() -> None:
 
 def test_recomputation_without_noise_is_refused_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: a checkpointing wrapper that we do not know of must not lead to silently wrong gradients."""
-    monkeypatch.setattr(perturbed_layer.Layer, "_checkpoint", lambda _, original, run, *args: original(run, *args))
+    monkeypatch.setattr(
+        perturbed_layer.PerturbedLayer, "_checkpoint", lambda _, original, run, *args: original(run, *args)
+    )
     model = build("llama").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with Perturbation(model, std=0.1).attached(seed=1):
@@ -317,7 +319,7 @@ def test_layers_are_found_or_the_reason_is_said() -> None:
     model: Any = build("llama")
     experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     model.model.layers[0].experts = experts  # as many experts as layers
-    assert decoder(model).layers == tuple(model.model.layers)
+    assert decoder_stack(model).layers == tuple(model.model.layers)
     model.config.num_hidden_layers = 5
     with pytest.raises(TrimtabError, match="expected one list of 5 modules, found none"):
         Perturbation(model)

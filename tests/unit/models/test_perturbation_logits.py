@@ -10,7 +10,7 @@ from tests.unit.models.test_logprobs import batch, build, rows
 from torch import Tensor, nn
 
 from trimtab.models import fused_head
-from trimtab.models.architecture import Parts
+from trimtab.models.architecture import ModelParts
 from trimtab.models.logprobs import score
 from trimtab.models.noise import normals
 from trimtab.models.perturbation import Perturbation, PerturbationCoverage
@@ -46,11 +46,11 @@ def test_equals_all_logits_at_once(softcap: float | None, restricted: bool) -> N
     kept = torch.tensor([[0, 7], [3, 4], [7, -1], [2, 1], [5, 0]]) if restricted else None
 
     def ours(hidden: Tensor, weight: Tensor, bias: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
-        with fused_head.perturbed(OWNER, log_sigma, SEED):
-            logp, entropy = fused_head.head_scores(
+        with fused_head.perturb_logits(OWNER, log_sigma, SEED):
+            logp, entropy = fused_head.token_scores(
                 hidden,
                 ids,
-                Parts(nn.Identity(), weight, bias, softcap, packs=True, owner=OWNER),
+                ModelParts(nn.Identity(), weight, bias, softcap, reads_layout=True, head=OWNER),
                 temperature=0.7,
                 entropy=True,
                 kept=kept,

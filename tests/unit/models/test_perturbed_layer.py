@@ -12,10 +12,10 @@ from tests.unit.models.test_logprobs import batch, build
 from torch import Tensor
 
 from trimtab.models import invariant, logprobs, perturbed_layer
-from trimtab.models.architecture import KNOWN, decoder, is_block, parts
+from trimtab.models.architecture import KNOWN_ARCHITECTURES, decoder_stack, is_block, model_parts
 from trimtab.models.logprobs import score
 from trimtab.models.noise import normals
-from trimtab.models.packed_attention import IMPLEMENTATION
+from trimtab.models.packed_attention import PACKED_IMPLEMENTATION
 from trimtab.models.perturbation import Perturbation, PerturbationCoverage
 
 BF16 = torch.bfloat16
@@ -44,14 +44,14 @@ def types_of_streams(model: Any) -> Iterator[dict[str, list[torch.dtype]]]:
         return hook
 
     handles = []
-    for layer in decoder(model).layers:
+    for layer in decoder_stack(model).layers:
         handles.append(layer.register_forward_pre_hook(note("layer"), with_kwargs=True))
         handles += [
             child.register_forward_pre_hook(note("block"), with_kwargs=True)
             for child in layer.children()
             if is_block(child)
         ]
-    backbone = parts(model).backbone
+    backbone = model_parts(model).backbone
     handles.append(backbone.register_forward_hook(lambda _, __, out: seen["final"].append(out.last_hidden_state.dtype)))
     yield seen
     for handle in handles:
@@ -66,8 +66,8 @@ def changed(model: Any, *, autocast: bool = False, layers: str = "all", std: flo
     return watch.fractions()
 
 
-@pytest.mark.parametrize("kind", sorted(KNOWN))
-@pytest.mark.parametrize("attention", [IMPLEMENTATION, "eager"])
+@pytest.mark.parametrize("kind", sorted(KNOWN_ARCHITECTURES))
+@pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "eager"])
 def test_a_half_precision_model_keeps_a_float32_stream(kind: str, attention: str) -> None:
     """From the first perturbed layer on; products still see bfloat16, and so does the head."""
     changes = {"num_hidden_layers": 3, "n_layer": 3, "no_rope_layers": [1, 0, 1]}
@@ -113,7 +113,7 @@ def test_small_noise_reaches_the_products_unless_the_stream_rounds_it_away(
     """The planted fault is the obvious way: a bfloat16 stream. The measure must call that a no-op."""
     model = large_entries(build(kind, dtype=BF16))
     kept = changed(model, layers="0")
-    monkeypatch.setattr(perturbed_layer, "wide", lambda dtype: dtype)
+    monkeypatch.setattr(perturbed_layer, "stream_dtype", lambda dtype: dtype)
     lost = changed(model, layers="0")
     assert lost == {"0": 0.0}
     if kind == "olmo2":  # no norm before its attention: a bfloat16 product sees what a bfloat16 stream would hold
@@ -141,7 +141,7 @@ def test_changed_counts_what_this_layer_alone_changed() -> None:
 
 def test_fillers_of_an_invariant_model_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
-    invariant.use_in(model)
+    invariant.make_invariant(model)
 
     def counted() -> dict[str, tuple[int, int]]:
         watch = PerturbationCoverage()
@@ -150,12 +150,12 @@ def test_fillers_of_an_invariant_model_are_not_counted(monkeypatch: pytest.Monke
         return watch.counts()
 
     found = counted()
-    monkeypatch.setattr(logprobs, "missing", lambda *_: 0)
+    monkeypatch.setattr(logprobs, "padding_rows", lambda *_: 0)
     assert found == counted()
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("kind", sorted(KNOWN))
+@pytest.mark.parametrize("kind", sorted(KNOWN_ARCHITECTURES))
 def test_watching_changes_no_score(kind: str, autocast: bool) -> None:
     model = build(kind, dtype=torch.float32 if autocast else BF16)
     perturbation, watch = Perturbation(model, std=0.01), PerturbationCoverage()

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from trimtab.errors import TrimtabError
 from trimtab.models.logprobs import score
-from trimtab.models.packed_attention import IMPLEMENTATION
+from trimtab.models.packed_attention import PACKED_IMPLEMENTATION
 from trimtab.models.routing import (
     FAMILIES,
-    FREE,
-    Places,
+    UNROUTED,
     RouterInfo,
     Routes,
-    agreement,
+    RoutingLayout,
     record_routing,
     replay_routing,
-    routers,
+    router_info,
+    routing_agreement,
 )
 
 BF16 = torch.bfloat16
@@ -41,7 +41,7 @@ def gates_of(model: Any) -> list[Any]:
 
 def other(routes: Routes) -> Routes:
     """Every expert replaced by its neighbor: a choice as valid, and different."""
-    return Routes(*(torch.where(part == FREE, part, (part + 1) % EXPERTS) for part in routes))
+    return Routes(*(torch.where(part == UNROUTED, part, (part + 1) % EXPERTS) for part in routes))
 
 
 def grads(model: Any, logp: Tensor) -> dict[str, Tensor]:
@@ -81,7 +81,7 @@ def test_gates_by_hand(kind: str, change: dict[str, Any], expected: list[list[fl
     model = build(kind, **change)
     hidden = torch.zeros(3, model.config.hidden_size)
     hidden[:, 0] = 1
-    routes = torch.tensor([[1, 3], [2, 0], [FREE, FREE]])[:, None].expand(-1, LAYERS, -1)
+    routes = torch.tensor([[1, 3], [2, 0], [UNROUTED, UNROUTED]])[:, None].expand(-1, LAYERS, -1)
     with torch.no_grad(), replay_routing(model, routes):
         for gate in gates_of(model):
             gate.weight.zero_()
@@ -94,18 +94,18 @@ def test_gates_by_hand(kind: str, change: dict[str, Any], expected: list[list[fl
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_there_is_to_replay(kind: str) -> None:
-    assert routers(build(kind)) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
-    assert routers(build("llama")) == RouterInfo(0, 0, 0)
+    assert router_info(build(kind)) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
+    assert router_info(build("llama")) == RouterInfo(0, 0, 0)
     half = build("qwen3_moe", decoder_sparse_step=2)
-    assert routers(half) == RouterInfo(1, EXPERTS, CHOSEN)
+    assert router_info(half) == RouterInfo(1, EXPERTS, CHOSEN)
     with pytest.raises(
         TrimtabError, match=r"mixture of experts \(.*GptOssTopKRouter.*known are mixtral, olmoe, qwen3_"
     ):
-        routers(build("gpt_oss", num_local_experts=4, attention="eager"))
+        router_info(build("gpt_oss", num_local_experts=4, attention="eager"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("attention", [IMPLEMENTATION, "sdpa"])  # packed and padded
+@pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "sdpa"])  # packed and padded
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("checkpointing", [None, True, False])  # reentrant, not, or none
 def test_replaying_ones_own_choice_changes_no_bit(
@@ -139,7 +139,7 @@ def test_replay_under_autocast_changes_no_bit(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("attention", [IMPLEMENTATION, "sdpa"])
+@pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "sdpa"])
 def test_another_choice_is_what_a_router_without_the_rest_would_make(kind: str, attention: str) -> None:
     """Softmax over all, chosen and renormalised, is the softmax of a router without other experts; gradients too."""
     changes: dict[str, Any] = {"norm_topk_prob": True} if kind == "qwen3_moe" else {}
@@ -148,10 +148,10 @@ def test_another_choice_is_what_a_router_without_the_rest_would_make(kind: str, 
     routes = other(free.routes)  # type: ignore[arg-type]
     found = score(model, batch(), routes=routes)
     assert (found.logp - free.logp).abs().max() > 1e-3
-    places = Places(batch().prompt_mask, batch_run(), batch().prompt_index, attention == IMPLEMENTATION)
-    flat = places.flat(routes)
+    places = RoutingLayout(batch().prompt_mask, batch_run(), batch().prompt_index, attention == PACKED_IMPLEMENTATION)
+    flat = places.flatten(routes)
     # The reference knows no free tokens: padding may go anywhere.
-    flat = torch.where(flat == FREE, torch.tensor([0, 1], dtype=torch.int16), flat)
+    flat = torch.where(flat == UNROUTED, torch.tensor([0, 1], dtype=torch.int16), flat)
     with masked_routers(model, flat):
         reference = score(model, batch()).logp
         theirs = grads(model, reference)
@@ -170,14 +170,16 @@ def batch_run() -> Tensor:
 
 
 def test_packed_and_padded_rows_record_the_same() -> None:
-    packed, padded = (score(build("olmoe", attention), batch(), record=True) for attention in (IMPLEMENTATION, "sdpa"))
+    packed, padded = (
+        score(build("olmoe", attention), batch(), record=True) for attention in (PACKED_IMPLEMENTATION, "sdpa")
+    )
     assert packed.routes is not None
     assert packed.routes.prompts.dtype == torch.int16
     for one, two in zip(packed.routes, padded.routes, strict=True):  # type: ignore[arg-type]
         assert torch.equal(one.sort(-1).values, two.sort(-1).values)
-    assert ((packed.routes.prompts != FREE).all((-1, -2)) == batch().prompt_mask).all()
-    assert ((packed.routes.responses != FREE).all((-1, -2)) == batch_run()).all()
-    assert agreement(packed.routes, padded.routes) == (42, 42)  # type: ignore[arg-type]
+    assert ((packed.routes.prompts != UNROUTED).all((-1, -2)) == batch().prompt_mask).all()
+    assert ((packed.routes.responses != UNROUTED).all((-1, -2)) == batch_run()).all()
+    assert routing_agreement(packed.routes, padded.routes) == (42, 42)  # type: ignore[arg-type]
 
 
 def test_record_under_replay_is_the_routers_own_choice() -> None:
@@ -192,12 +194,12 @@ def test_record_under_replay_is_the_routers_own_choice() -> None:
     assert not torch.equal(own.responses[..., 1, :], free.responses[..., 1, :])
 
 
-@pytest.mark.parametrize("attention", [IMPLEMENTATION, "sdpa"])
+@pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "sdpa"])
 def test_what_padding_and_last_tokens_hold_is_not_read(attention: str) -> None:
     model = build("olmoe", attention)
     free = score(model, batch(), record=True)
     assert free.routes is not None
-    spoiled = Routes(*(torch.where(part == FREE, 99, part) for part in free.routes))
+    spoiled = Routes(*(torch.where(part == UNROUTED, 99, part) for part in free.routes))
     assert torch.equal(score(model, batch(), routes=spoiled).logp, free.logp)
 
 
@@ -205,11 +207,11 @@ def test_free_tokens_go_where_their_router_sends_them() -> None:
     model = build("mixtral")
     free = score(model, batch(), record=True)
     assert free.routes is not None
-    nothing = Routes(*(torch.full_like(part, FREE) for part in free.routes))
+    nothing = Routes(*(torch.full_like(part, UNROUTED) for part in free.routes))
     assert torch.equal(score(model, batch(), routes=nothing).logp, free.logp)
     # Rows are independent: a row whose entries, and whose prompt's, are its own keeps its bits.
     mixed = Routes(free.routes.prompts, other(free.routes).responses)
-    mixed.responses[1] = FREE
+    mixed.responses[1] = UNROUTED
     logp = score(model, batch(), routes=mixed).logp
     assert torch.allclose(logp[1], free.logp[1], atol=1e-6)
     assert (logp[0] - free.logp[0]).abs().max() > 1e-3
@@ -220,7 +222,7 @@ def test_adapters_on_everything_replay() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(build("qwen3_moe"), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
-    assert routers(model) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
+    assert router_info(model) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
     free = score(model, batch(), record=True)
     again = score(model, batch(), routes=free.routes)
     assert torch.equal(free.logp, again.logp)
@@ -233,7 +235,7 @@ def test_adapters_on_a_router_replay() -> None:
 
     adapters = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.gate.weight"], task_type="CAUSAL_LM")
     model: Any = get_peft_model(build("qwen3_moe"), adapters)
-    assert routers(model) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
+    assert router_info(model) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
     free = score(model, batch(), record=True)
     again = score(model, batch(), routes=free.routes)
     assert torch.equal(free.logp, again.logp)
@@ -258,7 +260,7 @@ IDS = torch.tensor([[5, 9, 11, 7]])
         (routes_of(3), "routes of 3 tokens do not belong to this forward, which runs 4"),
         (routes_of(4, (0, 4)), r"choice \[0, 4\] of token 0 in mixture layer 0 is not among experts 0-3"),
         (routes_of(4, (-2, 1)), r"choice \[-2, 1\] of token 0 in mixture layer 0 is not among"),
-        (routes_of(4, (FREE, 1)), r"choice \[-1, 1\] of token 0 in mixture layer 0 is not among"),
+        (routes_of(4, (UNROUTED, 1)), r"choice \[-1, 1\] of token 0 in mixture layer 0 is not among"),
         (routes_of(4, (2, 2)), r"choice \[2, 2\] of token 0 in mixture layer 0 names an expert twice"),
     ],
 )
@@ -336,10 +338,10 @@ def test_a_tape_is_cut_by_take() -> None:
 
 def test_agreement_by_hand() -> None:
     """Order does not matter, what is unknown to either does not count."""
-    one = Routes(torch.tensor([[[[0, 1]], [[2, 3]]]]), torch.tensor([[[[0, 2]], [[FREE, FREE]]]]))
+    one = Routes(torch.tensor([[[[0, 1]], [[2, 3]]]]), torch.tensor([[[[0, 2]], [[UNROUTED, UNROUTED]]]]))
     two = Routes(torch.tensor([[[[1, 0]], [[2, 1]]]]), torch.tensor([[[[2, 0]], [[1, 0]]]]))
-    assert agreement(one, two) == (2, 3)
-    assert agreement(one, one) == (3, 3)
+    assert routing_agreement(one, two) == (2, 3)
+    assert routing_agreement(one, one) == (3, 3)
 
 
 @given(
@@ -354,15 +356,15 @@ def test_order_of_a_forward_and_back(prompts: list[int], responses: list[tuple[i
     run = torch.arange(5) < lengths[:, None] - 1
     random = torch.randint(0, EXPERTS, (2, 8, 5, LAYERS, CHOSEN), dtype=torch.int16)
     routes = Routes(
-        random[0, : len(prompts), :4].masked_fill(~prompt_mask[..., None, None], FREE),
-        random[1, : len(responses)].masked_fill(~run[..., None, None], FREE),
+        random[0, : len(prompts), :4].masked_fill(~prompt_mask[..., None, None], UNROUTED),
+        random[1, : len(responses)].masked_fill(~run[..., None, None], UNROUTED),
     )
     for packed in (True, False):
-        places = Places(prompt_mask, run, prompt_index, packed)
-        flat = places.flat(routes)
+        places = RoutingLayout(prompt_mask, run, prompt_index, packed)
+        flat = places.flatten(routes)
         tokens = sum(prompts) + int(run.sum()) if packed else len(responses) * 8
         assert flat.shape == (tokens, LAYERS, CHOSEN)
-        back = places.spread(flat)
+        back = places.unflatten(flat)
         assert torch.equal(back.responses, routes.responses)
         seen = [index for index in range(len(prompts)) if packed or index in prompt_index]
         assert torch.equal(back.prompts[seen], routes.prompts[seen])

@@ -10,8 +10,8 @@ from tests.support.triton_support import DTYPES, INTERPRETED, REASON, close, til
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.models.invariant.kernels.attention_kernel import Keys, Queries, attend, packed
-from trimtab.models.packed_attention import Layout
+from trimtab.models.invariant.kernels.attention_kernel import QuerySpans, StoredKeys, attend, attend_packed
+from trimtab.models.packed_attention import PackedLayout
 
 if not INTERPRETED:
     pytest.skip(REASON, allow_module_level=True)
@@ -39,12 +39,12 @@ class Texts:
             for kind, heads in enumerate((HEADS, KEY_HEADS, KEY_HEADS))
         ]
         self.prompts, self.responses = prompts, responses
-        self.layout = Layout.build(_mask(prompts), _mask(responses), torch.tensor(index))
+        self.layout = PackedLayout.build(_mask(prompts), _mask(responses), torch.tensor(index))
 
     def run(self) -> list[Tensor]:
         """The result of each text's tokens."""
         q, k, v = (torch.cat(part) for part in self.parts)
-        return list(packed(q, k, v, self.layout, WIDTH, SCALING).split([*self.prompts, *self.responses]))
+        return list(attend_packed(q, k, v, self.layout, WIDTH, SCALING).split([*self.prompts, *self.responses]))
 
     def whole(self, kind: int, response: int, heads: int) -> Tensor:
         """A response's states behind its prompt's, (heads, time, width)."""
@@ -91,8 +91,10 @@ def decode(texts: Texts, response: int, at: int, heads_first: bool = True) -> Te
     row, zero = torch.tensor([1]), torch.tensor([0])
     query = texts.parts[0][len(texts.prompts) + response][at : at + 1].view(1, HEADS, WIDTH)
     seen = torch.tensor([texts.prompts[texts.index[response]]])
-    queries = Queries(zero, row, seen, torch.tensor([at + 1]), 1)
-    return attend(query, queries, Keys(k[0], v[0], row, zero), Keys(k[1], v[1], row, zero), SCALING).flatten()
+    queries = QuerySpans(zero, row, seen, torch.tensor([at + 1]), 1)
+    return attend(
+        query, queries, StoredKeys(k[0], v[0], row, zero), StoredKeys(k[1], v[1], row, zero), SCALING
+    ).flatten()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,11 +123,12 @@ def test_a_batch_decodes_as_each_row_alone() -> None:
     stores = [[cache(texts, kind, i, ends[i], True) for i in range(4)] for kind in (1, 2)]
     zero, row = torch.zeros(4, dtype=torch.int64), torch.arange(4)
     keys = [
-        Keys(*(torch.stack([store[i][part][1] for i in range(4)]) for store in stores), row, zero) for part in (0, 1)
+        StoredKeys(*(torch.stack([store[i][part][1] for i in range(4)]) for store in stores), row, zero)
+        for part in (0, 1)
     ]
     last = torch.cat([texts.parts[0][len(PROMPTS) + i][ends[i] - 1 : ends[i]] for i in range(4)])
     seen = torch.tensor([PROMPTS[i] for i in INDEX])
-    queries = Queries(row, torch.ones_like(row), seen, torch.tensor(ends), 1)
+    queries = QuerySpans(row, torch.ones_like(row), seen, torch.tensor(ends), 1)
     found = attend(last.view(4, HEADS, WIDTH), queries, *keys, SCALING).flatten(1)
     for i in range(4):
         assert torch.equal(found[i], decode(texts, i, ends[i] - 1))
@@ -135,10 +138,10 @@ def test_a_prefill_in_parts_is_the_whole_prefill() -> None:
     texts = Texts(torch.float32)
     q, k, v = (texts.parts[kind][2] for kind in range(3))
     row = torch.tensor([0])
-    store = Keys(*(x.view(1, -1, KEY_HEADS, WIDTH).transpose(1, 2) for x in (k, v)), row, row)
+    store = StoredKeys(*(x.view(1, -1, KEY_HEADS, WIDTH).transpose(1, 2) for x in (k, v)), row, row)
 
     def run(first: int, stop: int) -> Tensor:
-        queries = Queries(row, torch.tensor([stop - first]), torch.tensor([first + 1]), row, stop - first)
+        queries = QuerySpans(row, torch.tensor([stop - first]), torch.tensor([first + 1]), row, stop - first)
         return attend(q[first:stop].view(-1, HEADS, WIDTH), queries, store, store, SCALING)
 
     assert torch.equal(torch.cat([run(0, 30), run(30, 31), run(31, 70)]), run(0, 70))
@@ -152,9 +155,9 @@ def test_blocks_that_do_not_begin_anew_with_the_response_are_found(response: int
         texts.whole(kind, response, KEY_HEADS)[:, : texts.prompts[texts.index[response]] + at + 1] for kind in (1, 2)
     )
     zero = torch.tensor([0])
-    store = Keys(k[None], v[None], zero, zero)
+    store = StoredKeys(k[None], v[None], zero, zero)
     query = texts.parts[0][len(PROMPTS) + response][at : at + 1].view(1, HEADS, WIDTH)
-    queries = Queries(zero, zero + 1, torch.tensor([k.shape[1]]), zero, 1)
+    queries = QuerySpans(zero, zero + 1, torch.tensor([k.shape[1]]), zero, 1)
     fault = attend(query, queries, store, store, SCALING).flatten()
     whole = texts.run()[len(PROMPTS) + response][at]
     torch.testing.assert_close(fault, whole)
@@ -167,8 +170,8 @@ def test_other_heads(heads: int, key_heads: int, width: int) -> None:
     q = torch.randn(5, heads, width, generator=generator)
     k, v = (torch.randn(1, key_heads, 5, width, generator=generator) for _ in range(2))
     zero = torch.tensor([0])
-    store = Keys(k, v, zero, zero)
-    found = attend(q, Queries(zero, zero + 5, zero + 1, zero, 5), store, store, 0.3)
+    store = StoredKeys(k, v, zero, zero)
+    found = attend(q, QuerySpans(zero, zero + 5, zero + 1, zero, 5), store, store, 0.3)
     k, v = (x[0].double().repeat_interleave(heads // key_heads, 0) for x in (k, v))
     scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * 0.3
     seen = torch.ones(5, 5, dtype=torch.bool).tril()
@@ -181,15 +184,15 @@ def test_large_scores_do_not_overflow() -> None:
     zero = torch.tensor([0])
     k = torch.tensor([[1e4, 0.0], [-1e4, 0.0]]).repeat(1, 4)[None, None]
     v = torch.arange(16.0).view(1, 1, 2, 8)
-    store = Keys(k, v, zero, zero)
-    found = attend(torch.ones(1, 1, 8), Queries(zero, zero + 1, zero + 2, zero, 1), store, store, 1.0)
+    store = StoredKeys(k, v, zero, zero)
+    found = attend(torch.ones(1, 1, 8), QuerySpans(zero, zero + 1, zero + 2, zero, 1), store, store, 1.0)
     assert found.flatten().tolist() == v[0, 0, 0].tolist()
 
 
 def test_mistakes_have_one_clear_line() -> None:
     zero = torch.tensor([0])
-    store = Keys(torch.zeros(1, 2, 4, 12), torch.zeros(1, 2, 4, 12), zero, zero)
-    queries = Queries(zero, zero + 1, zero + 1, zero, 1)
+    store = StoredKeys(torch.zeros(1, 2, 4, 12), torch.zeros(1, 2, 4, 12), zero, zero)
+    queries = QuerySpans(zero, zero + 1, zero + 1, zero, 1)
     with pytest.raises(TrimtabError, match="3 heads over 2 key heads"):
         attend(torch.zeros(1, 3, 12), queries, store, store, 1.0)
     with pytest.raises(TrimtabError, match="a multiple of 8 numbers, got 12"):

@@ -13,7 +13,7 @@ import torch
 from tests.support.triton_support import DTYPES, INSTALLED, INTERPRETED
 
 from trimtab.models.invariant.kernels import attention_kernel, head_kernel, matmul_kernel, row_kernels
-from trimtab.models.packed_attention import Layout
+from trimtab.models.packed_attention import PackedLayout
 
 if not INSTALLED or INTERPRETED or sys.platform != "linux":
     pytest.skip(
@@ -60,7 +60,7 @@ def compiler(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: An
     found = Compiler({name: getattr(module, name) for module, name in KERNELS})
     for module, name in KERNELS:
         monkeypatch.setattr(module, name, found.instead(name))
-        monkeypatch.setattr(module, "require", lambda *tensors: tensors[0].dtype)
+        monkeypatch.setattr(module, "check_operands", lambda *tensors: tensors[0].dtype)
     before = driver._active
     driver.set_active(
         SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0, get_current_target=lambda: target)
@@ -72,7 +72,7 @@ def compiler(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: An
 def products(dtype: torch.dtype) -> None:
     a, b = torch.zeros(70, 150, dtype=dtype), torch.zeros(40, 150, dtype=dtype)
     for rows in (a, a[:1], a[:16], a[:17], a[1:], a[::2], torch.zeros(150, 70, dtype=dtype).T):
-        matmul_kernel.product(rows, b)
+        matmul_kernel.batch_invariant_matmul(rows, b)
 
 
 def rows(dtype: torch.dtype) -> None:
@@ -94,15 +94,15 @@ def attentions(dtype: torch.dtype) -> None:
     """Heads of 40: multiples of 16 numbers lie between tokens in one layout and not in another."""
     for prompts, responses in (((5,), (1,)), ((16, 70), (64, 16)), ((1,), (1, 1, 3))):
         mask = [torch.arange(max(lengths)) < torch.tensor(lengths)[:, None] for lengths in (prompts, responses)]
-        layout = Layout.build(mask[0], mask[1], torch.zeros(len(responses), dtype=torch.int64))
+        layout = PackedLayout.build(mask[0], mask[1], torch.zeros(len(responses), dtype=torch.int64))
         tokens = sum(prompts) + sum(responses)
         key = torch.zeros(tokens, 80, dtype=dtype)
-        attention_kernel.packed(torch.zeros(tokens, 240, dtype=dtype), key, key, layout, 40, 0.2)
+        attention_kernel.attend_packed(torch.zeros(tokens, 240, dtype=dtype), key, key, layout, 40, 0.2)
     row = torch.arange(3)
     for room in (7, 16):  # a cache as transformers lays it out, and a slice of it
         cache = torch.zeros(4, 2, room, 40, dtype=dtype)[1:]
-        keys = attention_kernel.Keys(cache, cache, row, row)
-        queries = attention_kernel.Queries(row, row, row, row, 1)
+        keys = attention_kernel.StoredKeys(cache, cache, row, row)
+        queries = attention_kernel.QuerySpans(row, row, row, row, 1)
         attention_kernel.attend(torch.zeros(3, 6, 40, dtype=dtype), queries, keys, keys, 0.2)
 
 

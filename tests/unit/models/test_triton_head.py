@@ -19,7 +19,7 @@ from trimtab.models.invariant.kernels.head_kernel import (
     log_softmax,
     logsumexp,
 )
-from trimtab.models.invariant.kernels.matmul_kernel import product
+from trimtab.models.invariant.kernels.matmul_kernel import batch_invariant_matmul
 
 if not INTERPRETED:
     pytest.skip(REASON, allow_module_level=True)
@@ -98,10 +98,10 @@ def test_trainer_and_sampler_have_equal_bits(dtype: torch.dtype, biased: bool) -
     ids = torch.tensor([0, 127, 128, 255, 256, 299, 7])
     logp, total = head_logps(hidden, weight, ids, 0.7, bias)
     for rows in (slice(0, 7), slice(3, 4), slice(4, 6)):
-        sampled = chosen_logps(product(hidden[rows], weight), ids[rows], 0.7, bias)
+        sampled = chosen_logps(batch_invariant_matmul(hidden[rows], weight), ids[rows], 0.7, bias)
         assert torch.equal(sampled[0], logp[rows])
         assert torch.equal(sampled[1], total[rows])
-        whole = log_softmax(product(hidden[rows], weight), 0.7, bias)
+        whole = log_softmax(batch_invariant_matmul(hidden[rows], weight), 0.7, bias)
         assert torch.equal(whole.gather(1, ids[rows, None])[:, 0], logp[rows])
 
 
@@ -109,11 +109,11 @@ def test_the_head_never_holds_tokens_times_vocabulary(monkeypatch: pytest.Monkey
     sizes = []
 
     def watched(a: Tensor, b: Tensor) -> Tensor:
-        out = product(a, b)
+        out = batch_invariant_matmul(a, b)
         sizes.append(tuple(out.shape))
         return out
 
-    monkeypatch.setattr(head_kernel, "product", watched)
+    monkeypatch.setattr(head_kernel, "batch_invariant_matmul", watched)
     head_logps(random(9, 16), random(VOCABULARY, 16, seed=1), torch.arange(9))
     assert sizes == [(rows, words) for rows in (4, 4, 1) for words in (256, 44)]
 

@@ -26,7 +26,7 @@ PROMPTS = [np.arange(5) % 14, np.arange(0, 60, 3) % 14]
 @pytest.fixture(scope="module")
 def laboratory() -> Any:
     loaded = load(LABORATORY, dtype=torch.bfloat16)
-    invariant.use_in(loaded.model)
+    invariant.make_invariant(loaded.model)
     return loaded
 
 

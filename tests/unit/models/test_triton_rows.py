@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trimtab.errors import TrimtabError
 from trimtab.models.invariant.kernels import matmul_kernel
-from trimtab.models.invariant.kernels.matmul_kernel import Tile, product
+from trimtab.models.invariant.kernels.matmul_kernel import Tile, batch_invariant_matmul
 from trimtab.models.invariant.kernels.row_kernels import rms_norm, silu
 
 if not INTERPRETED:
@@ -27,32 +27,32 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 @pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 5, 3), (37, 130, 150), (70, 64, 64)])
 def test_product_is_close_to_float64(dtype: torch.dtype, rows: int, columns: int, depth: int) -> None:
     a, b = random(rows, depth, dtype=dtype), random(columns, depth, dtype=dtype, seed=1)
-    close(product(a, b), a.double() @ b.double().T, dtype)
+    close(batch_invariant_matmul(a, b), a.double() @ b.double().T, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_a_product_do_not_know_each_other(dtype: torch.dtype) -> None:
     b = random(40, 150, dtype=dtype, seed=1)
-    assert differences(lambda rows: product(rows, b), random(70, 150, dtype=dtype)) == []
+    assert differences(lambda rows: batch_invariant_matmul(rows, b), random(70, 150, dtype=dtype)) == []
 
 
 def test_columns_of_a_product_do_not_know_each_other() -> None:
     """The head multiplies by parts of the vocabulary and must find the same logits."""
     a, b = random(5, 150), random(200, 150, seed=1)
-    assert torch.equal(product(a, b[128:]), product(a, b)[:, 128:])
+    assert torch.equal(batch_invariant_matmul(a, b[128:]), batch_invariant_matmul(a, b)[:, 128:])
 
 
 def test_float32_is_not_cut_to_tf32() -> None:
     numbers = torch.tensor([[2049.0], [4097.0], [1.0 + 2.0**-23]])  # more than the 11 places of TF32
-    assert torch.equal(product(numbers, torch.ones(1, 1)), numbers)
+    assert torch.equal(batch_invariant_matmul(numbers, torch.ones(1, 1)), numbers)
 
 
 def split(a: Tensor, b: Tensor) -> Tensor:
     """Few rows leave a GPU idle, so their sum is split over two programs."""
     if len(a) >= 16:
-        return product(a, b)
+        return batch_invariant_matmul(a, b)
     half = a.shape[1] // 2
-    return product(a[:, :half], b[:, :half]) + product(a[:, half:], b[:, half:])
+    return batch_invariant_matmul(a[:, :half], b[:, :half]) + batch_invariant_matmul(a[:, half:], b[:, half:])
 
 
 def tuned(a: Tensor, b: Tensor) -> Tensor:
@@ -61,14 +61,17 @@ def tuned(a: Tensor, b: Tensor) -> Tensor:
     if len(a) < 16:
         matmul_kernel.TILES[a.dtype] = Tile(16, 64, 16, warps=4, stages=2)
     try:
-        return matmul_kernel.product(a, b)
+        return matmul_kernel.batch_invariant_matmul(a, b)
     finally:
         matmul_kernel.TILES[a.dtype] = usual
 
 
 def rounded_sums(a: Tensor, b: Tensor) -> Tensor:
     """Partial sums as atomic additions leave them: in the order in which programs happen to end."""
-    parts = [product(a[:, k : k + 32].contiguous(), b[:, k : k + 32].contiguous()) for k in range(0, a.shape[1], 32)]
+    parts = [
+        batch_invariant_matmul(a[:, k : k + 32].contiguous(), b[:, k : k + 32].contiguous())
+        for k in range(0, a.shape[1], 32)
+    ]
     return sum(parts if len(a) % 2 else parts[::-1], torch.zeros_like(parts[0]))
 
 
@@ -89,7 +92,7 @@ def test_a_tile_chosen_by_the_number_of_rows_changes_the_launch(monkeypatch: pyt
     monkeypatch.setattr(matmul_kernel, "_product", Recorder())
     b = random(40, 150, seed=1)
     for rows in (1, 15, 16, 17, 300):
-        product(random(rows, 150), b)
+        batch_invariant_matmul(random(rows, 150), b)
     assert all(launch == launches[0] for launch in launches)
     tuned(random(1, 150), b)
     assert launches[-1] != launches[0]
@@ -135,16 +138,16 @@ def test_silu_far_out() -> None:
 
 
 def test_empty_batches() -> None:
-    assert product(random(0, 8), random(5, 8)).shape == (0, 5)
+    assert batch_invariant_matmul(random(0, 8), random(5, 8)).shape == (0, 5)
     assert rms_norm(random(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
     assert silu(random(0, 8)).shape == (0, 8)
 
 
 def test_mistakes_have_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrimtabError, match="of one type on one device"):
-        product(random(2, 4), random(2, 4, dtype=torch.bfloat16))
+        batch_invariant_matmul(random(2, 4), random(2, 4, dtype=torch.bfloat16))
     with pytest.raises(TrimtabError, match=r"got torch.float64; change model.dtype"):
-        product(random(2, 4).double(), random(2, 4).double())
+        batch_invariant_matmul(random(2, 4).double(), random(2, 4).double())
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(TrimtabError, match="run on CUDA, got a tensor on cpu"):
-        product(random(2, 4), random(2, 4))
+        batch_invariant_matmul(random(2, 4), random(2, 4))

@@ -18,11 +18,11 @@ from trimtab.models.invariant.kernels import attention_kernel, head_kernel, matm
 def test_tensors_of_a_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(TrimtabError, match="run on CUDA, got a tensor on cpu; move it there"):
-        matmul_kernel.product(torch.zeros(2, 4), torch.zeros(2, 4))
+        matmul_kernel.batch_invariant_matmul(torch.zeros(2, 4), torch.zeros(2, 4))
     with pytest.raises(TrimtabError, match=r"got torch.float64; change model.dtype"):
         row_kernels.silu(torch.zeros(2, dtype=torch.float64))
     with pytest.raises(TrimtabError, match="of one type on one device"):
-        matmul_kernel.product(torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.bfloat16))
+        matmul_kernel.batch_invariant_matmul(torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.bfloat16))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed here")
@@ -38,11 +38,11 @@ def test_without_triton_a_launch_says_how_to_install_it(module: ModuleType, kern
 def test_addresses_are_aligned() -> None:
     whole = torch.arange(64.0)
     for tensor in (whole, whole[1:], whole[3:19], whole.view(8, 8).T):
-        found = runtime.aligned(tensor)
+        found = runtime.as_aligned(tensor)
         assert found.data_ptr() % 16 == 0
         assert found.is_contiguous()
         assert torch.equal(found, tensor)
-    assert runtime.aligned(whole) is whole
+    assert runtime.as_aligned(whole) is whole
 
 
 @pytest.mark.parametrize(("count", "power"), [(1, 1), (2, 2), (3, 4), (576, 1024), (1024, 1024)])

@@ -7,16 +7,16 @@ from dataclasses import asdict
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.planning.assumptions import DEVICES, Assumptions, assume, device, reasons
+from trimtab.planning.assumptions import DEVICES, Assumptions, assumption_reasons, find_device, parse_assumptions
 
 
 def test_every_assumption_says_why() -> None:
-    assert reasons().keys() == asdict(Assumptions()).keys()
-    assert all(len(why) > 10 for why in reasons().values())
+    assert assumption_reasons().keys() == asdict(Assumptions()).keys()
+    assert all(len(why) > 10 for why in assumption_reasons().values())
 
 
 def test_changes_replace_defaults() -> None:
-    assert assume(["train_flops=0.5", "score=12"]) == Assumptions(train_flops=0.5, score=12)
+    assert parse_assumptions(["train_flops=0.5", "score=12"]) == Assumptions(train_flops=0.5, score=12)
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,11 @@ def test_changes_replace_defaults() -> None:
 )
 def test_mistakes_are_one_line(change: str, named: str) -> None:
     with pytest.raises(TrimtabError, match=named):
-        assume([change])
+        parse_assumptions([change])
 
 
 def test_devices_carry_their_source() -> None:
     assert all(entry.source and entry.memory > 1e10 for entry in DEVICES.values())
-    assert device("H100").flops == 989e12
+    assert find_device("H100").flops == 989e12
     with pytest.raises(TrimtabError, match=r"unknown device 'h1000'.*did you mean 'h100'"):
-        device("h1000")
+        find_device("h1000")

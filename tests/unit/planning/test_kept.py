@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trimtab.models import packed_attention
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.planning.memory import Rank, training_rank
+from trimtab.planning.memory import Rank, rank_memory
 from trimtab.planning.shapes import Shape
 
 ROWS, PROMPT, RESPONSE = 24, 16, 41
@@ -31,7 +31,7 @@ def model(kind: str) -> PreTrainedModel:
         vocab_size=SHAPE.vocabulary,
         tie_word_embeddings=False,
     )
-    config._attn_implementation = packed_attention.IMPLEMENTATION
+    config._attn_implementation = packed_attention.PACKED_IMPLEMENTATION
     return AutoModelForCausalLM.from_config(config).train()
 
 
@@ -64,5 +64,5 @@ def test_the_formula_counts_what_autograd_saves(kind: str, norm: bool) -> None:
     shape = replace(SHAPE, qk_norm=norm, qkv_bias=kind == "qwen2")
     # A response's last token predicts nothing and is not run.
     rank = Rank(1, PROMPT + ROWS * (RESPONSE - 1), ROWS * RESPONSE, ROWS, PROMPT, RESPONSE)
-    computed = training_rank(shape, rank)
+    computed = rank_memory(shape, rank)
     assert computed["kept"] + computed["copies"] == pytest.approx(kept(model(kind)), rel=0.03)

@@ -10,7 +10,7 @@ import pytest
 
 from trimtab.config import parse_config
 from trimtab.errors import TrimtabError
-from trimtab.planning.measured import read
+from trimtab.planning.measured import read_phases
 from trimtab.planning.pipeline_schedule import Phases
 
 STEP = {
@@ -36,7 +36,7 @@ def run(folder: Path, rows: list[dict[str, Any]], **trainer: int) -> Path:
 def test_phases_are_medians_after_the_first_steps(tmp_path: Path) -> None:
     slow_start = [{**STEP, "time/collect": 90.0, "time/step": 92.0}]
     outlier = [{**STEP, "time/update": 9.0, "time/step": 13.0}]
-    found = read(run(tmp_path, slow_start + [STEP] * 4 + outlier))
+    found = read_phases(run(tmp_path, slow_start + [STEP] * 4 + outlier))
     # What the step took besides its phases is the trainer's: 5 - 4.875.
     assert found.phases == Phases(generate=3.0, train=0.25 + 1.0 + 0.125, score=0.5, publish=0.125)
     assert found.phases.in_turn == 5.0
@@ -45,17 +45,17 @@ def test_phases_are_medians_after_the_first_steps(tmp_path: Path) -> None:
 
 def test_an_asynchronous_run_is_no_measurement(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match=r"max_lag = 4.*predict from a run without max_lag"):
-        read(run(tmp_path, [STEP] * 6, max_lag=4))
+        read_phases(run(tmp_path, [STEP] * 6, max_lag=4))
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match="give a run directory"):
-        read(tmp_path / "nothing")
+        read_phases(tmp_path / "nothing")
     with pytest.raises(TrimtabError, match="has 2 steps"):
         read(run(tmp_path, [STEP] * 2))
     (tmp_path / "metrics.jsonl").write_text("{\n")
     with pytest.raises(TrimtabError, match=r"metrics.jsonl.*line 1"):
-        read(tmp_path)
+        read_phases(tmp_path)
     (tmp_path / "config.toml").write_text("[")
     with pytest.raises(TrimtabError, match=r"config\.toml"):
-        read(tmp_path)
+        read_phases(tmp_path)

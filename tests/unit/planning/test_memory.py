@@ -8,7 +8,7 @@ import pytest
 
 from trimtab.models import fused_head, packed_attention
 from trimtab.planning import memory
-from trimtab.planning.memory import Rank, host, layer_activations, training_rank
+from trimtab.planning.memory import Rank, host_memory, layer_activations, rank_memory
 from trimtab.planning.shapes import SHAPES, Shape
 
 TINY = Shape("tiny", 2, 4, 2, 1, 2, 8, 10, tied=True)
@@ -16,13 +16,13 @@ ONE = Rank(ranks=1, tokens=100, scored=80, rows=4, prompt=20, response=20)
 
 
 def test_the_constants_are_those_of_the_code() -> None:
-    assert fused_head.TILE_TOKENS * fused_head.TILE_VOCABULARY == memory.TILE
-    ours = (memory.BLOCK_SCORES, memory.BLOCK_QUERIES, memory.KEEP_SCORES)
-    assert ours == (packed_attention.BLOCK_SCORES, packed_attention.BLOCK_QUERIES, packed_attention.KEEP_SCORES)
+    assert fused_head.TILE_TOKENS * fused_head.TILE_VOCABULARY == memory.HEAD_TILE
+    ours = (memory.BLOCK_SCORES, memory.BLOCK_QUERIES, memory.MAX_SAVED_SCORES)
+    assert ours == (packed_attention.BLOCK_SCORES, packed_attention.BLOCK_QUERIES, packed_attention.MAX_SAVED_SCORES)
 
 
 def test_sixteen_bytes_for_a_parameter() -> None:
-    found = training_rank(TINY, ONE)
+    found = rank_memory(TINY, ONE)
     assert found["weights"] + found["gradients"] + found["optimizer"] == 16 * TINY.parameters
 
 
@@ -35,15 +35,15 @@ def test_a_layer_by_hand() -> None:
 
 
 def test_few_probabilities_are_kept_and_many_computed_again() -> None:
-    short = training_rank(TINY, ONE)["kept"]
+    short = rank_memory(TINY, ONE)["kept"]
     # Two heads, four rows of 20 queries and 40 keys: 6400 probabilities in each of two layers.
     assert short == 2 * (layer_activations(TINY, ONE) * 100 + 2 * 6400) + 3 * 4 * 4 * 100
     long = replace(ONE, response=4000)
-    assert training_rank(TINY, long)["kept"] == 2 * layer_activations(TINY, ONE) * 100 + 3 * 4 * 4 * 100
+    assert rank_memory(TINY, long)["kept"] == 2 * layer_activations(TINY, ONE) * 100 + 3 * 4 * 4 * 100
 
 
 def test_checkpointing_keeps_one_input_for_each_layer() -> None:
-    with_, without = (training_rank(TINY, replace(ONE, recompute=on)) for on in (True, False))
+    with_, without = (rank_memory(TINY, replace(ONE, recompute=on)) for on in (True, False))
     assert with_["kept"] == (2 + 3) * 4 * 4 * 100
     assert with_["layer"] - without["layer"] == layer_activations(TINY, ONE) * 100
     assert with_["kept"] < without["kept"]
@@ -51,7 +51,7 @@ def test_checkpointing_keeps_one_input_for_each_layer() -> None:
 
 def test_ranks_share_weights_but_not_activations() -> None:
     shape = SHAPES["qwen2.5-7b"]
-    two, four = (training_rank(shape, replace(ONE, ranks=ranks)) for ranks in (2, 4))
+    two, four = (rank_memory(shape, replace(ONE, ranks=ranks)) for ranks in (2, 4))
     for term in ("weights", "gradients", "optimizer"):
         assert two[term] == 2 * four[term]
     for term in ("copies", "kept", "layer", "attention", "head"):
@@ -61,18 +61,18 @@ def test_ranks_share_weights_but_not_activations() -> None:
 def test_copies_by_hand() -> None:
     # One rank under autocast: all layers in bfloat16. Several: two layers of 152 parameters and a gradient in bfloat16,
     # one reduced in float32, and the embedding in float32 (its gradient is the head's term).
-    assert training_rank(TINY, ONE)["copies"] == 2 * 152 * 2
-    assert training_rank(TINY, replace(ONE, compute=4))["copies"] == 0
-    assert training_rank(TINY, replace(ONE, ranks=2))["copies"] == 152 * (3 * 2 + 4) + 40 * 4
+    assert rank_memory(TINY, ONE)["copies"] == 2 * 152 * 2
+    assert rank_memory(TINY, replace(ONE, compute=4))["copies"] == 0
+    assert rank_memory(TINY, replace(ONE, ranks=2))["copies"] == 152 * (3 * 2 + 4) + 40 * 4
     untied = replace(TINY, tied=False)
-    assert training_rank(untied, replace(ONE, ranks=2))["copies"] == 152 * (3 * 2 + 4) + 3 * 40 * 4
+    assert rank_memory(untied, replace(ONE, ranks=2))["copies"] == 152 * (3 * 2 + 4) + 3 * 40 * 4
 
 
 def test_offload_moves_the_weights_to_the_host() -> None:
     rank = replace(ONE, ranks=4, offload=True)
-    assert training_rank(TINY, rank)["weights"] == 0
+    assert rank_memory(TINY, rank)["weights"] == 0
     # Two publications in float32 wait there anyway.
-    assert (host(TINY, ONE), host(TINY, rank)) == (8 * TINY.parameters, (8 + 16) * TINY.parameters)
+    assert (host_memory(TINY, ONE), host_memory(TINY, rank)) == (8 * TINY.parameters, (8 + 16) * TINY.parameters)
 
 
 def test_no_term_holds_tokens_times_vocabulary() -> None:
@@ -80,12 +80,12 @@ def test_no_term_holds_tokens_times_vocabulary() -> None:
     double = replace(TINY, vocabulary=20)
     for tokens in (100, 10_000):
         rank = replace(ONE, tokens=tokens, scored=tokens)
-        assert training_rank(double, rank)["head"] - training_rank(TINY, rank)["head"] == 4 * 10 * 4
+        assert rank_memory(double, rank)["head"] - rank_memory(TINY, rank)["head"] == 4 * 10 * 4
 
 
 def test_attention_of_long_rows_grows_with_their_length() -> None:
     shape = SHAPES["qwen2.5-7b"]
-    once, twice = (training_rank(shape, replace(ONE, rows=1, response=n))["attention"] for n in (16384, 32768))
+    once, twice = (rank_memory(shape, replace(ONE, rows=1, response=n))["attention"] for n in (16384, 32768))
     # 28 heads x 128 queries x 16404 keys, 18 bytes a score, and 14 for each pair of positions.
     assert once == pytest.approx(28 * 128 * 16404 * 18 + 128 * 16404 * 14 + 2 * 16404 * 512 * 4)
     assert twice < 2 * once
@@ -95,5 +95,5 @@ def test_attention_of_long_rows_grows_with_their_length() -> None:
 def test_everything_grows_with_the_row(recompute: bool) -> None:
     shape = SHAPES["qwen2.5-7b"]
     rows = [Rank(8, n + 64, n, 1, 64, n, recompute=recompute) for n in (1024, 2048, 4096)]
-    totals = [sum(training_rank(shape, rank).values()) for rank in rows]
+    totals = [sum(rank_memory(shape, rank).values()) for rank in rows]
     assert totals == sorted(totals)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.simulated_schedule import simulate
 
-from trimtab.planning.pipeline_schedule import Phases, cycle, enough_ahead
+from trimtab.planning.pipeline_schedule import Phases, steady_cycle, sufficient_steps_ahead
 
 # Tenths of a second: sums of them are far enough apart for two ways of adding up to agree on what came first.
 seconds = st.integers(1, 40).map(lambda tenths: tenths / 10)
@@ -15,33 +15,33 @@ phases = st.builds(Phases, generate=seconds, train=seconds, score=seconds, publi
 
 
 def test_without_lead_the_phases_take_turns() -> None:
-    found = cycle(Phases(generate=3, train=2, score=1, publish=0.5, load=0.25), ahead=0)
+    found = steady_cycle(Phases(generate=3, train=2, score=1, publish=0.5, load=0.25), ahead=0)
     assert (found.seconds, found.lag_mean, found.lag_max) == (6.75, 0, 0)
 
 
 def test_a_lead_of_one_hides_the_shorter_side() -> None:
-    found = cycle(Phases(generate=3, train=2), ahead=1)
+    found = steady_cycle(Phases(generate=3, train=2), ahead=1)
     assert (found.seconds, found.engines, found.lag_mean, found.lag_max) == (3, 1.0, 1.0, 1)
     assert found.trainer == pytest.approx(2 / 3)
 
 
 def test_three_equal_phases_need_a_lead_of_two() -> None:
     equal = Phases(generate=1, score=1, train=1)
-    assert [cycle(equal, ahead).seconds for ahead in (0, 1, 2, 3)] == [3, 1.5, 1, 1]
-    assert enough_ahead(equal) == 2
+    assert [steady_cycle(equal, ahead).seconds for ahead in (0, 1, 2, 3)] == [3, 1.5, 1, 1]
+    assert sufficient_steps_ahead(equal) == 2
 
 
 def test_an_idle_engine_runs_as_far_ahead_as_it_may() -> None:
     """The trainer is the slow side: batches wait, and grow as old as the bound allows."""
-    assert [cycle(Phases(generate=1, train=4), ahead).lag_mean for ahead in (1, 2, 5)] == [1, 2, 5]
+    assert [steady_cycle(Phases(generate=1, train=4), ahead).lag_mean for ahead in (1, 2, 5)] == [1, 2, 5]
     # The engines are the slow side: whatever the bound, one batch is being written.
-    assert [cycle(Phases(generate=4, train=1), ahead).lag_mean for ahead in (1, 2, 5)] == [1, 1, 1]
+    assert [steady_cycle(Phases(generate=4, train=1), ahead).lag_mean for ahead in (1, 2, 5)] == [1, 1, 1]
 
 
 @settings(max_examples=40, deadline=None)
 @given(phases=phases, ahead=st.integers(0, 4), updates=st.integers(1, 3))
 def test_the_arithmetic_is_that_of_the_loop(phases: Phases, ahead: int, updates: int) -> None:
-    expected = cycle(phases, ahead)
+    expected = steady_cycle(phases, ahead)
     period, mean, most = simulate(phases, ahead, updates=updates)
     assert period == pytest.approx(expected.seconds, rel=0.02)  # a cycle of several steps may be cut at both ends
     assert most == expected.lag_max * updates
@@ -51,9 +51,9 @@ def test_the_arithmetic_is_that_of_the_loop(phases: Phases, ahead: int, updates:
 @settings(max_examples=30, deadline=None)
 @given(phases=phases)
 def test_enough_is_enough_and_no_more_than_enough(phases: Phases) -> None:
-    ahead = enough_ahead(phases)
-    assert cycle(phases, ahead).seconds == pytest.approx(phases.ideal)
-    assert ahead == 0 or cycle(phases, ahead - 1).seconds > phases.ideal
+    ahead = sufficient_steps_ahead(phases)
+    assert steady_cycle(phases, ahead).seconds == pytest.approx(phases.ideal)
+    assert ahead == 0 or steady_cycle(phases, ahead - 1).seconds > phases.ideal
 
 
 @settings(max_examples=30, deadline=None)
@@ -61,6 +61,6 @@ def test_enough_is_enough_and_no_more_than_enough(phases: Phases) -> None:
 def test_several_equal_engines_are_one(phases: Phases, ahead: int, engines: int) -> None:
     period, _, most = simulate(phases, ahead, engines=engines)
     # An engine that ends first may begin the next batch before the others: never slower, never older than the bound.
-    assert period <= cycle(phases, ahead).seconds * 1.02
+    assert period <= steady_cycle(phases, ahead).seconds * 1.02
     assert period >= phases.ideal * 0.98
     assert most <= ahead

@@ -14,9 +14,9 @@ from trimtab.config.rule import Facts
 from trimtab.config.validation import validate
 from trimtab.objectives.calibrate import from_section
 from trimtab.planning.assumptions import DEVICES, Assumptions
-from trimtab.planning.planner import Plan, Question, plan
+from trimtab.planning.planner import Plan, PlanRequest, best_plan
 from trimtab.planning.rates import Workload
-from trimtab.planning.shapes import find
+from trimtab.planning.shapes import find_shape
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "scale.md"
 GPUS = {"7b-8gpu": 8, "32b-64gpu": 64}
@@ -37,9 +37,9 @@ def planned(name: str) -> Plan:
     updates = trainer.minibatches * trainer.epochs
     work = Workload(trainer.prompts, trainer.samples, 512, longest / 2, longest, updates, trainer.epochs)
     engines, each, _ = split(config)
-    return plan(
-        Question(
-            find(config.model.path),
+    return best_plan(
+        PlanRequest(
+            find_shape(config.model.path),
             DEVICES["h100"],
             GPUS[name],
             work,
@@ -71,7 +71,7 @@ def test_the_recipe_is_its_own_plan(name: str) -> None:
 @pytest.mark.parametrize("name", GPUS)
 def test_another_split_is_no_faster(name: str) -> None:
     found = planned(name)
-    best = plan(replace(found.question, rollout_gpus=None, tensor_parallel=None))
+    best = best_plan(replace(found.question, rollout_gpus=None, tensor_parallel=None))
     assert best.cycle.seconds == pytest.approx(found.cycle.seconds, rel=0.01)
 
 

@@ -10,13 +10,13 @@ import pytest
 from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
 from trimtab.planning.assumptions import DEVICES, Assumptions
-from trimtab.planning.memory import host
-from trimtab.planning.planner import GPUS_PER_NODE, Plan, Question, plan
+from trimtab.planning.memory import host_memory
+from trimtab.planning.planner import GPUS_PER_NODE, Plan, PlanRequest, best_plan
 from trimtab.planning.rates import Workload
 from trimtab.planning.shapes import SHAPES
 
 WORK = Workload(prompts=64, samples=16, prompt=512, response=1024, longest=2048)
-SEVEN = Question(SHAPES["qwen2.5-7b"], DEVICES["h100"], 8, WORK, Assumptions())
+SEVEN = PlanRequest(SHAPES["qwen2.5-7b"], DEVICES["h100"], 8, WORK, Assumptions())
 
 
 def as_recipe(found: Plan) -> Config:
@@ -31,71 +31,73 @@ def as_recipe(found: Plan) -> Config:
 
 
 def test_its_keys_are_keys_of_a_recipe() -> None:
-    config = as_recipe(plan(SEVEN))
+    config = as_recipe(best_plan(SEVEN))
     assert (config.placement, config.trainer.prompts, config.sampling.max_tokens) == ("ray", 64, 2048)
-    offloaded = plan(replace(SEVEN, device=DEVICES["l40s"], rollout_gpus=6))
+    offloaded = best_plan(replace(SEVEN, device=DEVICES["l40s"], rollout_gpus=6))
     assert offloaded.rank.offload
     assert as_recipe(offloaded).sharding.offload
 
 
 def test_its_lag_means_the_same_in_the_recipe_it_prints() -> None:
-    trainer = as_recipe(plan(replace(SEVEN, work=replace(WORK, updates=4)))).trainer
+    trainer = as_recipe(best_plan(replace(SEVEN, work=replace(WORK, updates=4)))).trainer
     assert (trainer.minibatches, trainer.epochs, trainer.max_lag) == (4, 1, 4)
 
 
 def test_one_rank_offloads_nothing() -> None:
-    alone = plan(replace(SEVEN, gpus=2))
+    alone = best_plan(replace(SEVEN, gpus=2))
     assert (alone.rank.ranks, alone.rank.offload, alone.fits) == (1, False, False)
 
 
 def test_every_gpu_has_one_duty() -> None:
     for gpus in (2, 3, 8):
-        found = plan(replace(SEVEN, gpus=gpus))
+        found = best_plan(replace(SEVEN, gpus=gpus))
         assert found.engines * found.engine.gpus + found.rank.ranks == gpus
-    large = plan(replace(SEVEN, gpus=64))
+    large = best_plan(replace(SEVEN, gpus=64))
     assert large.rank.ranks % GPUS_PER_NODE == 0
 
 
 def test_it_is_the_fastest_split_that_fits() -> None:
-    best = plan(SEVEN)
+    best = best_plan(SEVEN)
     assert best.fits
     for rollout in range(1, 8):
-        other = plan(replace(SEVEN, rollout_gpus=rollout))
+        other = best_plan(replace(SEVEN, rollout_gpus=rollout))
         assert not other.fits or other.cycle.seconds >= best.cycle.seconds
 
 
 def test_recomputation_and_offload_come_only_when_needed() -> None:
     short = replace(WORK, response=64, longest=128)
-    found = plan(replace(SEVEN, work=short, rollout_gpus=4, micro_batch=1024))
+    found = best_plan(replace(SEVEN, work=short, rollout_gpus=4, micro_batch=1024))
     assert (found.fits, found.rank.recompute, found.rank.offload) == (True, False, False)
-    longer = plan(replace(SEVEN, rollout_gpus=4))
+    longer = best_plan(replace(SEVEN, rollout_gpus=4))
     assert (longer.fits, longer.rank.recompute, longer.rank.offload) == (True, True, False)
 
 
 def test_what_does_not_fit_says_how_long_a_response_would() -> None:
-    found = plan(replace(SEVEN, work=replace(WORK, response=131072, longest=131072)))
+    found = best_plan(replace(SEVEN, work=replace(WORK, response=131072, longest=131072)))
     assert not found.trainer_fits
     fitting = replace(SEVEN, rollout_gpus=found.engines * found.engine.gpus, micro_batch=1)
     for longest, fits in ((found.longest, True), (found.longest + 1, False)):
-        again = plan(replace(fitting, work=replace(WORK, response=longest, longest=longest)))
+        again = best_plan(replace(fitting, work=replace(WORK, response=longest, longest=longest)))
         assert again.trainer_fits == fits
 
 
 def test_a_large_model_is_offloaded_and_costs_cpu_memory() -> None:
-    found = plan(replace(SEVEN, shape=SHAPES["llama-3.1-70b"], rollout_gpus=4, micro_batch=2560))
+    found = best_plan(replace(SEVEN, shape=SHAPES["llama-3.1-70b"], rollout_gpus=4, micro_batch=2560))
     assert (found.engine.gpus, found.rank.offload, found.fits) == (4, True, True)
-    assert host(found.question.shape, found.rank) == pytest.approx(24 * 70.55e9, rel=1e-3)
+    assert host_memory(found.question.shape, found.rank) == pytest.approx(24 * 70.55e9, rel=1e-3)
 
 
 def test_lag_is_counted_in_updates() -> None:
     four = replace(SEVEN, work=replace(WORK, updates=4))
-    assert plan(four).max_lag % 4 == 0
-    assert plan(replace(four, max_lag=0)).cycle.seconds == pytest.approx(plan(replace(four, max_lag=0)).phases.in_turn)
-    assert [plan(replace(four, max_lag=lag)).ahead for lag in (4, 7, 8)] == [1, 1, 2]
+    assert best_plan(four).max_lag % 4 == 0
+    assert best_plan(replace(four, max_lag=0)).cycle.seconds == pytest.approx(
+        best_plan(replace(four, max_lag=0)).phases.in_turn
+    )
+    assert [best_plan(replace(four, max_lag=lag)).ahead for lag in (4, 7, 8)] == [1, 1, 2]
 
 
 def test_more_gpus_are_never_slower() -> None:
-    seconds = [plan(replace(SEVEN, gpus=gpus)).cycle.seconds for gpus in (4, 8, 16, 32)]
+    seconds = [best_plan(replace(SEVEN, gpus=gpus)).cycle.seconds for gpus in (4, 8, 16, 32)]
     assert seconds == sorted(seconds, reverse=True)
 
 
@@ -111,4 +113,4 @@ def test_more_gpus_are_never_slower() -> None:
 )
 def test_impossible_splits_are_refused(change: dict[str, Any], named: str) -> None:
     with pytest.raises(TrimtabError, match=named):
-        plan(replace(SEVEN, **change))
+        best_plan(replace(SEVEN, **change))

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
-from trimtab.planning.shapes import SHAPES, find
+from trimtab.planning.shapes import SHAPES, find_shape
 
 # Parameters of the published safetensors files (the number on each model's page on huggingface.co).
 PUBLISHED = {
@@ -59,7 +59,7 @@ def test_a_config_counts_what_its_model_has(kind: str, more: dict[str, object], 
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    shape = find(str(tmp_path))
+    shape = find_shape(str(tmp_path))
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     if kind == "qwen3_moe":
         assert shape.parameters - shape.products - 2 * shape.embedding - shape.hidden == 3 * 2 * 3 * 64 * 24
@@ -71,18 +71,18 @@ def test_the_laboratory_is_in_the_table() -> None:
 
 
 def test_an_id_means_its_last_part() -> None:
-    assert find("Qwen/Qwen2.5-7B-Instruct") is SHAPES["qwen2.5-7b"]
-    assert find("meta-llama/Llama-3.1-8B") is SHAPES["llama-3.1-8b"]
+    assert find_shape("Qwen/Qwen2.5-7B-Instruct") is SHAPES["qwen2.5-7b"]
+    assert find_shape("meta-llama/Llama-3.1-8B") is SHAPES["llama-3.1-8b"]
 
 
 def test_what_is_not_known_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match=r"unknown model 'qwen2.5-8b'.*did you mean.*config.json"):
-        find("qwen2.5-8b")
+        find_shape("qwen2.5-8b")
     with pytest.raises(TrimtabError, match=r"cannot read .*config\.json"):
-        find(str(tmp_path))
+        find_shape(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(TrimtabError, match="not JSON"):
-        find(str(tmp_path))
+        find_shape(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 3}))
     with pytest.raises(TrimtabError, match="has no 'num_attention_heads'"):
-        find(str(tmp_path))
+        find_shape(str(tmp_path))

@@ -34,8 +34,8 @@ from trimtab.engines.stopping import StopChecker, eos_ids
 from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import TrimtabError, nearest
 from trimtab.models.invariant import is_invariant
-from trimtab.models.invariant.invariant_attention import KEYS, round_up
-from trimtab.models.routing import record_routing, routers
+from trimtab.models.invariant.invariant_attention import KEY_BLOCK, round_up
+from trimtab.models.routing import record_routing, router_info
 from trimtab.types import AbortSignal, Completion, Prompt, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -85,7 +85,7 @@ class EmbeddedEngine:
         self._rounding = rounding
         self._quantized_names = matrices(self._model) if rounding.active else ()
         self._routes = routes
-        if routes and routers(self._model).layers == 0:
+        if routes and router_info(self._model).layers == 0:
             raise TrimtabError("the engine's model has no experts whose choice could be record_routing: it is dense")
         self._quantize()
 
@@ -123,7 +123,7 @@ class EmbeddedEngine:
         stop = StopChecker(self._tokenizer, self._eos, sampling)
         check_tokens(prefixes, prompts, stop, vocabulary)
         if self._routes:
-            check_routes(prefixes, prompts, routers(self._model))
+            check_routes(prefixes, prompts, router_info(self._model))
         rows = build_rows(len(prompts), samples, sampling, seed, prefixes)
         with record_routing(self._model) if self._routes else contextlib.nullcontext() as tape:
             for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
@@ -183,7 +183,7 @@ class EmbeddedEngine:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         positions, itemsize = longest + max_tokens, self._model.dtype.itemsize
         if self._invariant:
-            positions, itemsize = round_up(longest, KEYS) + round_up(max_tokens, KEYS), 4
+            positions, itemsize = round_up(longest, KEY_BLOCK) + round_up(max_tokens, KEY_BLOCK), 4
         width = 2 * config.num_hidden_layers * heads * size * itemsize
         max_rows = max(1, CACHE_BYTES // (width * positions))
         count = -(-len(rows) // max_rows)

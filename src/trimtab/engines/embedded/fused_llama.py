@@ -19,7 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoeSparseMoeBlock
 
-from trimtab.models.matmul import Linear, linear
+from trimtab.models.matmul import FastLinear, fast_linear
 
 # Exact classes: a subclass may compute something else.
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM)
@@ -50,7 +50,7 @@ def supports(model: Any) -> bool:
         return False
     # Adapters and quantization replace the linear layers by modules that compute more than a product with `weight`.
     return all(
-        type(part) in (nn.Linear, Linear)
+        type(part) in (nn.Linear, FastLinear)
         for block in model.model.layers
         for part in (*block.self_attn.children(), *block.mlp.children())
         if hasattr(part, "in_features")
@@ -95,7 +95,7 @@ class FusedLlama:
         heads = self.kv_heads * self.group
         hidden = F.embedding(tokens, self.model.model.embed_tokens.weight)
         for i, layer in enumerate(self.layers):
-            qkv = linear(layer.norm_in(hidden), layer.qkv, layer.qkv_bias).view(len(tokens), -1, self.size)
+            qkv = fast_linear(layer.norm_in(hidden), layer.qkv, layer.qkv_bias).view(len(tokens), -1, self.size)
             if layer.norm_q is not None and layer.norm_k is not None:
                 qkv[:, :heads] = layer.norm_q(qkv[:, :heads])
                 qkv[:, heads : -self.kv_heads] = layer.norm_k(qkv[:, heads : -self.kv_heads])
@@ -142,7 +142,7 @@ def _gated(mlp: Any) -> Callable[[Tensor], Tensor]:
     weight, bias = _fuse(mlp.gate_proj, mlp.up_proj)
 
     def feed(hidden: Tensor) -> Tensor:
-        gate, up = linear(hidden, weight, bias).chunk(2, -1)
+        gate, up = fast_linear(hidden, weight, bias).chunk(2, -1)
         return mlp.down_proj(mlp.act_fn(gate) * up)
 
     return feed

@@ -19,26 +19,26 @@ from torch import Tensor
 from trimtab.engines.embedded.decoder import prefill_blocks
 from trimtab.engines.embedded.decoding_rows import PrefillPlan
 from trimtab.engines.embedded.sampling import SampledTokens
-from trimtab.models.architecture import parts
-from trimtab.models.fused_head import log_probs, logits_of
+from trimtab.models.architecture import model_parts
+from trimtab.models.fused_head import head_logits, log_probs
 from trimtab.models.invariant.invariant_attention import (
-    KEYS,
-    Attends,
+    KEY_BLOCK,
+    CachedAttention,
     accumulate,
-    packed,
-    pad,
+    attend_packed,
+    attention_scores,
+    pad_time,
     query_rows,
     round_up,
-    scores,
 )
-from trimtab.models.invariant.kernels.runtime import uses_kernels
-from trimtab.models.packed_attention import Layout, Options
+from trimtab.models.invariant.kernels.runtime import use_triton
+from trimtab.models.packed_attention import AttentionOptions, PackedLayout
 
 Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _FunctionAttends(Attends):
+class _FunctionAttends(CachedAttention):
     """Wraps a function as the attention of a forward pass."""
 
     attention: Attention
@@ -60,7 +60,7 @@ class _Cache:
     @classmethod
     def empty(cls, model: Any, owners: int, positions: int, like: Tensor) -> _Cache:
         attention, config = model.base_model.layers[0].self_attn, model.config
-        shape = (owners, config.num_key_value_heads, round_up(max(positions, 1), KEYS), attention.head_dim)
+        shape = (owners, config.num_key_value_heads, round_up(max(positions, 1), KEY_BLOCK), attention.head_dim)
         # Zeros: positions that were never written get no attention, but 0 * NaN would still be NaN.
         keys, values = ([like.new_zeros(shape) for _ in range(config.num_hidden_layers)] for _ in range(2))
         return cls(keys, values)
@@ -88,7 +88,7 @@ class _Cache:
     def grow(self) -> None:
         for each in (self.keys, self.values):
             for layer, slab in enumerate(each):
-                each[layer] = F.pad(slab, (0, 0, 0, KEYS))
+                each[layer] = F.pad(slab, (0, 0, 0, KEY_BLOCK))
 
 
 class InvariantDecoder:
@@ -98,14 +98,14 @@ class InvariantDecoder:
     """
 
     def __init__(self, model: Any, starts: PrefillPlan) -> None:
-        self._parts = parts(model)
+        self._parts = model_parts(model)
         self._dtype = self._parts.weight.dtype
         device = starts.row.device
         self._lengths = torch.tensor([len(ids) for ids in starts.prompts], device=device)
         prefix_lengths = torch.tensor([len(ids) for ids in starts.prefixes], device=device)
         self.prefilled = int(self._lengths.sum()) + int(prefix_lengths.sum())
         like = torch.empty(0, dtype=self._dtype, device=device)
-        if not uses_kernels(like):  # the kernels read the model's dtype
+        if not use_triton(like):  # the kernels read the model's dtype
             like = like.to(torch.promote_types(self._dtype, torch.float32))
         self._prompts = _Cache.empty(model, len(self._lengths), int(self._lengths.max()), like)
         self._responses = _Cache.empty(model, len(prefix_lengths), int(prefix_lengths.max()), like)
@@ -136,7 +136,7 @@ class InvariantDecoder:
         prompt_index = torch.tensor([index_in_block[p] for p in starts.prompt[index].tolist()], device=device)
         prompt_ids = torch.tensor(prompts, device=device)
         lengths, counts = self._lengths[prompt_ids], prefix_lengths[index]
-        layout = Layout.build(_left_padded(lengths), _right_padded(counts), prompt_index)
+        layout = PackedLayout.build(_left_padded(lengths), _right_padded(counts), prompt_index)
         texts = [starts.prompts[p] for p in prompts] + [starts.prefixes[i] for i in index.tolist()]
         begins = [0] * len(prompts) + lengths[prompt_index].tolist()
         positions = [torch.arange(b, b + len(text), device=device) for b, text in zip(begins, texts, strict=True)]
@@ -147,11 +147,11 @@ class InvariantDecoder:
             if layout.responses.width:
                 self._responses.fill(layer, index, layout.responses.spread(k), layout.responses.spread(v))
             sizes = self._responses.keys[layer].shape[1], self._responses.keys[layer].shape[3]
-            return packed(q, k, v, layout, Options(scaling, None, None, self._dtype), sizes)[0]
+            return attend_packed(q, k, v, layout, AttentionOptions(scaling, None, None, self._dtype), sizes)[0]
 
         hidden = self._run(torch.cat(texts), torch.cat(positions), attend)
         last = torch.where(counts > 0, ends[len(prompts) :], ends[prompt_index])
-        return logits_of(hidden[last], self._parts)
+        return head_logits(hidden[last], self._parts)
 
     def _run(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Float[Tensor, "tokens hidden"]:
         return self._parts.backbone(
@@ -193,33 +193,33 @@ class InvariantDecoder:
 
         hidden = self._run(tokens, self._lengths[self._owner] + self._filled, attend)
         self._filled = self._filled + 1
-        return logits_of(hidden, self._parts)
+        return head_logits(hidden, self._parts)
 
     def _attend(self, layer: int, q: Tensor, scaling: float, future: Tensor) -> Tensor:
-        if uses_kernels(q):
+        if use_triton(q):
             return self._attend_by_kernel(layer, q, scaling)
         keys, prompt_keys = self._responses.keys[layer], self._prompts.keys[layer]
         query = q.unflatten(-1, (keys.shape[1], -1, keys.shape[3])).to(keys.dtype)
         group, multiple = query.shape[2], query_rows(keys.shape[3])
-        of_prompt = _scores(pad(self._to_grid(query), multiple), prompt_keys, scaling, self._prompt_padding)
-        of_response = _scores(pad(query, multiple), keys, scaling, future)
+        of_prompt = _scores(pad_time(self._to_grid(query), multiple), prompt_keys, scaling, self._prompt_padding)
+        of_response = _scores(pad_time(query, multiple), keys, scaling, future)
         peak = self._to_rows(of_prompt.amax(-1, keepdim=True), group)
         peak = torch.maximum(peak, of_response[:, :, :group].amax(-1, keepdim=True))
-        of_prompt.sub_(pad(self._to_grid(peak), multiple)).exp_()
+        of_prompt.sub_(pad_time(self._to_grid(peak), multiple)).exp_()
         total, out = _accumulate(of_prompt, self._prompts.values[layer])
-        before = [pad(self._to_rows(each, group), multiple).flatten(0, 1) for each in (total[..., None], out)]
-        of_response.sub_(pad(peak, multiple)).exp_()
+        before = [pad_time(self._to_rows(each, group), multiple).flatten(0, 1) for each in (total[..., None], out)]
+        of_response.sub_(pad_time(peak, multiple)).exp_()
         total, out = _accumulate(of_response, self._responses.values[layer], (before[0][..., 0], before[1]))
         return out.div_(total[..., None])[:, :, :group].reshape(len(q), -1).to(q.dtype)
 
     def _attend_by_kernel(self, layer: int, q: Tensor, scaling: float) -> Tensor:
-        from trimtab.models.invariant.kernels.attention_kernel import Keys, Queries, attend
+        from trimtab.models.invariant.kernels.attention_kernel import QuerySpans, StoredKeys, attend
 
         row = torch.arange(len(q), device=q.device)
         zero, one = torch.zeros_like(row), torch.ones_like(row)
-        prompts = Keys(self._prompts.keys[layer], self._prompts.values[layer], self._owner, zero)
-        responses = Keys(self._responses.keys[layer], self._responses.values[layer], row, zero)
-        queries = Queries(row, one, self._lengths[self._owner], self._filled + 1, 1)
+        prompts = StoredKeys(self._prompts.keys[layer], self._prompts.values[layer], self._owner, zero)
+        responses = StoredKeys(self._responses.keys[layer], self._responses.values[layer], row, zero)
+        queries = QuerySpans(row, one, self._lengths[self._owner], self._filled + 1, 1)
         return attend(q.unflatten(-1, (-1, responses.key.shape[3])), queries, prompts, responses, scaling).flatten(1)
 
     def _to_grid(self, rows: Float[Tensor, "rows heads group x"]) -> Float[Tensor, "prompts heads more x"]:
@@ -264,7 +264,7 @@ def _right_padded(lengths: Tensor) -> Tensor:
 
 def _scores(query: Tensor, key: Tensor, scaling: float, hidden: Tensor) -> Float[Tensor, "owners heads more keys"]:
     """Returns the scores of (owners, heads, more, width) queries with their owners' keys; -inf where `hidden`."""
-    result = scores(query.flatten(0, 1), key.flatten(0, 1), scaling)
+    result = attention_scores(query.flatten(0, 1), key.flatten(0, 1), scaling)
     return result.unflatten(0, query.shape[:2]).masked_fill_(hidden, -torch.inf)
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.models.architecture import decoder
+from trimtab.models.architecture import decoder_stack
 from trimtab.models.noise import normals
 
 BITS = {"none": None, "int8": 8, "int4": 4, "int3": 3}
@@ -83,7 +83,10 @@ def matrices(model: Any) -> tuple[str, ...]:
         TrimtabError: the decoder has a matrix whose rows are not known to be its outputs (GPT-2, adapters).
     """
     owners = {
-        id(p): module for layer in decoder(model).layers for module in layer.modules() for p in module.parameters(False)
+        id(p): module
+        for layer in decoder_stack(model).layers
+        for module in layer.modules()
+        for p in module.parameters(False)
     }
     names = []
     for name, parameter in model.named_parameters():

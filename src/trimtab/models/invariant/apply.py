@@ -12,14 +12,14 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from trimtab.errors import TrimtabError
-from trimtab.models.invariant.invariant_attention import IMPLEMENTATION
+from trimtab.models.invariant.invariant_attention import INVARIANT_IMPLEMENTATION
 from trimtab.models.invariant.invariant_layers import (
     InvariantEmbedding,
     InvariantLinear,
     InvariantRMSNorm,
     InvariantSiLU,
 )
-from trimtab.models.matmul import Linear
+from trimtab.models.matmul import FastLinear
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 # Rotary types whose angles depend on the longest text in the batch.
@@ -28,7 +28,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 # Exact classes: a subclass may compute something else.
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: InvariantLinear,
-    Linear: InvariantLinear,
+    FastLinear: InvariantLinear,
     nn.Embedding: InvariantEmbedding,
     LlamaRMSNorm: InvariantRMSNorm,
     Qwen2RMSNorm: InvariantRMSNorm,
@@ -38,7 +38,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def use_in(model: Any) -> None:
+def make_invariant(model: Any) -> None:
     """Makes `model`, a transformers causal language model of `FAMILIES`, batch-invariant in place.
 
     Rotary embeddings are not replaced: their product has one term, and `cos` and `sin` run the same code for all
@@ -52,7 +52,7 @@ def use_in(model: Any) -> None:
     for module in model.base_model.modules():
         if type(module) in _CLASSES:
             module.__class__ = _CLASSES[type(module)]
-    model.set_attn_implementation(IMPLEMENTATION)
+    model.set_attn_implementation(INVARIANT_IMPLEMENTATION)
 
 
 def _check(model: Any) -> None:
@@ -77,4 +77,4 @@ def _check(model: Any) -> None:
 
 
 def is_invariant(model: Any) -> bool:
-    return model.config._attn_implementation == IMPLEMENTATION
+    return model.config._attn_implementation == INVARIANT_IMPLEMENTATION

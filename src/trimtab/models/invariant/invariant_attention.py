@@ -1,8 +1,8 @@
 """Batch-invariant attention: a fixed order of keys, for packed rows and for decoding.
 
-A token attends to its prompt and to its response up to itself. Keys of both are split into blocks of `KEYS`, starting
-at the first token of the prompt and of the response: the boundary between the two is part of a trajectory, so sampler
-and trainer split alike. Then, in float32:
+A token attends to its prompt and to its response up to itself. Keys of both are split into blocks of `KEY_BLOCK`,
+starting at the first token of the prompt and of the response: the boundary between the two is part of a trajectory, so
+sampler and trainer split alike. Then, in float32:
 
     scores     one product for each (query, key), over the width of a head: padded to a multiple of `query_rows`
     maximum    over all keys: exact in any order
@@ -24,25 +24,25 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from trimtab.errors import TrimtabError
-from trimtab.models.invariant.kernels.runtime import uses_kernels
+from trimtab.models.invariant.kernels.runtime import use_triton
 from trimtab.models.packed_attention import (
-    KEEP_SCORES,
-    Layout,
-    Options,
+    MAX_SAVED_SCORES,
+    AttentionOptions,
     PackedAttention,
-    Rows,
-    fold,
+    PackedLayout,
+    PaddedRows,
+    fold_heads,
     token_major,
-    unfold,
+    unfold_heads,
     working_blocks,
 )
 
-IMPLEMENTATION = "trimtab-invariant"
-KEYS = 64
+INVARIANT_IMPLEMENTATION = "trimtab-invariant"
+KEY_BLOCK = 64
 
 
 @runtime_checkable
-class Attends(Protocol):
+class CachedAttention(Protocol):
     """Attention to keys and values in a cache, in place of a layout (`engines/embedded/invariant_decoder.py`)."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -50,7 +50,7 @@ class Attends(Protocol):
         ...
 
 
-def attention(
+def invariant_attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -58,7 +58,7 @@ def attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    layout: Layout | Attends | None = None,
+    layout: PackedLayout | CachedAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls: query (1, heads, tokens, width), key and value (1, key heads, ...)."""
@@ -70,15 +70,15 @@ def attention(
     # Rotated queries and keys have a wider dtype than the products; values have the dtype of the products.
     dtype = value.dtype
     with torch.autocast(query.device.type, enabled=False):
-        if isinstance(layout, Layout):
-            return _Packed.apply(query, key, value, layout, Options(scale, None, None, dtype)), None
+        if isinstance(layout, PackedLayout):
+            return _Packed.apply(query, key, value, layout, AttentionOptions(scale, None, None, dtype)), None
         q, k, v = (token_major(x, dtype) for x in (query, key, value))
         out = layout.attend(module.layer_idx, q, k, v, scale)  # pyright: ignore[reportArgumentType]
         return out.view(1, -1, heads, width), None
 
 
-AttentionInterface.register(IMPLEMENTATION, attention)
-AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+AttentionInterface.register(INVARIANT_IMPLEMENTATION, invariant_attention_forward)
+AttentionMaskInterface.register(INVARIANT_IMPLEMENTATION, sdpa_mask)
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -89,22 +89,21 @@ def query_rows(width: int) -> int:
     """Returns the minimum number of rows of products over heads of `width` channels; fewer rows use other kernels.
 
     MKL on a CPU with AVX-512 needs 4 rows up to a width of 80, 8 up to 128 and 12 up to 256; with
-    `MKL_CBWR=COMPATIBLE` 8 for all of them. More rows cost time: in decoding, 8 rows take 1.2 to 1.4 times as long as
-    4, and 16 rows 1.7 to 2.1 times.
+    `MKL_CBWR=COMPATIBLE` 8 for all of them. More rows cost time in decoding, where most of them are padding.
     """
     return 8 if width <= 128 else 16
 
 
-def pad(states: Float[Tensor, "*batch time width"], multiple: int) -> Float[Tensor, "*batch more width"]:
+def pad_time(states: Float[Tensor, "*batch time width"], multiple: int) -> Float[Tensor, "*batch more width"]:
     """Pads the time dimension with zeros to a multiple; returns the tensor itself where it is one already."""
     missing = -states.shape[-2] % multiple
     return F.pad(states, (0, 0, 0, missing)) if missing else states
 
 
-def scores(
+def attention_scores(
     query: Float[Tensor, "batch queries width"], key: Float[Tensor, "batch keys width"], scaling: float
 ) -> Float[Tensor, "batch queries keys"]:
-    """Returns all scores. `queries` is a multiple of `query_rows`, `keys` of `KEYS`; both are float32 or wider."""
+    """Returns all scores. `queries` is a multiple of `query_rows`, `keys` of `KEY_BLOCK`; both are float32 or wider."""
     return torch.bmm(query, key.transpose(1, 2)).mul_(scaling)
 
 
@@ -114,16 +113,16 @@ def accumulate(
     before: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Float[Tensor, "batch queries"], Float[Tensor, "batch queries width"]]:
     """Adds sums and weighted values block by block, in order, to those of the blocks `before`; returns both."""
-    for start in range(0, value.shape[1], KEYS):
-        part = exponentials[..., start : start + KEYS]
-        sums, values = part.sum(-1), torch.bmm(part, value[:, start : start + KEYS])
+    for start in range(0, value.shape[1], KEY_BLOCK):
+        part = exponentials[..., start : start + KEY_BLOCK]
+        sums, values = part.sum(-1), torch.bmm(part, value[:, start : start + KEY_BLOCK])
         before = (sums, values) if before is None else (before[0].add_(sums), before[1].add_(values))
     assert before is not None  # there is at least one key: the query's own
     return before
 
 
 class _Keys(NamedTuple):
-    """Keys and values that rows of queries attend to, (rows, a multiple of `KEYS`, channels)."""
+    """Keys and values that rows of queries attend to, (rows, a multiple of `KEY_BLOCK`, channels)."""
 
     keys: Tensor
     values: Tensor
@@ -131,54 +130,56 @@ class _Keys(NamedTuple):
     lengths: Tensor | None  # of the prompts, (rows,); None: a row's own keys, of which a query sees those up to itself
 
     def allowed(self, rows: slice, queries: range, keys: int) -> Bool[Tensor, "_ 1 _ keys"]:
-        places = torch.arange(keys, device=self.keys.device)
+        positions = torch.arange(keys, device=self.keys.device)
         if self.lengths is not None:
-            return (places < self.lengths[rows, None])[:, None, None]
-        own = torch.arange(queries.start, queries.stop, device=self.keys.device)
-        return (places <= own[:, None])[None, None]
+            return (positions < self.lengths[rows, None])[:, None, None]
+        last = torch.arange(queries.start, queries.stop, device=self.keys.device)
+        return (positions <= last[:, None])[None, None]
 
-    def seen(self, last: int) -> int:
+    def visible(self, last: int) -> int:
         """Returns the number of keys, in whole blocks, that queries up to `last` attend to."""
-        return self.keys.shape[1] if self.lengths is not None else min(round_up(last, KEYS), self.keys.shape[1])
+        return self.keys.shape[1] if self.lengths is not None else min(round_up(last, KEY_BLOCK), self.keys.shape[1])
 
 
 class _Packed(PackedAttention):
     """Attention of a packed micro-batch. The backward is the native one: a sampler computes no gradients."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, options: Options) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, options: AttentionOptions
+    ) -> Tensor:
         heads, key_heads, width = query.shape[1], key.shape[1], query.shape[3]
         q, k, v = (token_major(x, options.dtype) for x in (query, key, value))
-        out, kept = packed(q, k, v, layout, options, (key_heads, width))
+        out, kept = attend_packed(q, k, v, layout, options, (key_heads, width))
         PackedAttention.remember(ctx, (q, k, v), kept, layout, options, (heads, key_heads, width))
         return out.view(1, -1, heads, width)
 
 
-def packed(
+def attend_packed(
     q: Float[Tensor, "tokens channels"],
     k: Float[Tensor, "tokens key_channels"],
     v: Float[Tensor, "tokens key_channels"],
-    layout: Layout,
-    options: Options,
+    layout: PackedLayout,
+    options: AttentionOptions,
     sizes: tuple[int, int],
 ) -> tuple[Float[Tensor, "tokens channels"], list[list[Tensor]]]:
     """Returns attention over a packed row, and the probabilities for its backward. `sizes`: key heads, head width."""
-    if uses_kernels(q):
+    if use_triton(q):
         from trimtab.models.invariant.kernels import attention_kernel
 
-        found = attention_kernel.packed(q, k, v, layout, sizes[1], options.scaling)
+        result = attention_kernel.attend_packed(q, k, v, layout, sizes[1], options.scaling)
         # No probabilities of either kind of row: the backward recomputes them.
-        return found, [[]] * (2 if layout.responses.width else 1)
+        return result, [[]] * (2 if layout.responses.width else 1)
     out, kept = torch.empty_like(q), []
     out[layout.responses.stop :] = 0  # fillers
     for rows, parts in _kinds(layout, k, v):
-        found, probabilities = _attend(rows, parts, rows.spread(q), options, sizes)
-        out[rows.start : rows.stop] = rows.pack(found)
+        result, probabilities = _attend(rows, parts, rows.spread(q), options, sizes)
+        out[rows.start : rows.stop] = rows.pack(result)
         kept.append(probabilities)
     return out, kept
 
 
-def _kinds(layout: Layout, k: Tensor, v: Tensor) -> list[tuple[Rows, list[_Keys]]]:
+def _kinds(layout: PackedLayout, k: Tensor, v: Tensor) -> list[tuple[PaddedRows, list[_Keys]]]:
     prompts, responses = layout.prompts, layout.responses
     own = _own(prompts, k, v)
     kinds = [(prompts, [own])]
@@ -189,51 +190,55 @@ def _kinds(layout: Layout, k: Tensor, v: Tensor) -> list[tuple[Rows, list[_Keys]
     return kinds
 
 
-def _own(rows: Rows, k: Tensor, v: Tensor) -> _Keys:
-    return _Keys(pad(rows.spread(k), KEYS), pad(rows.spread(v), KEYS), rows.width, None)
+def _own(rows: PaddedRows, k: Tensor, v: Tensor) -> _Keys:
+    return _Keys(pad_time(rows.spread(k), KEY_BLOCK), pad_time(rows.spread(v), KEY_BLOCK), rows.width, None)
 
 
 def _attend(
-    rows: Rows, parts: Sequence[_Keys], q: Tensor, options: Options, sizes: tuple[int, int]
+    rows: PaddedRows, parts: Sequence[_Keys], q: Tensor, options: AttentionOptions, sizes: tuple[int, int]
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns the output rows, and the probabilities of every block as the native backward expects them."""
     out, kept = torch.empty_like(q), []
     heads, keys = q.shape[2] // sizes[1], sum(part.width for part in parts)
     for block in working_blocks(rows.batch, heads, rows.width, keys):
         queries = range(*block.queries.indices(rows.width))
-        some = pad(q[block.rows, block.queries], query_rows(sizes[1]))
+        some = pad_time(q[block.rows, block.queries], query_rows(sizes[1]))
         exponentials, total, result = _block(some, queries.start, block.rows, parts, options, sizes)
-        out[block.rows, block.queries] = unfold(result.div_(total[..., None]), len(some), some.shape[1])[
+        out[block.rows, block.queries] = unfold_heads(result.div_(total[..., None]), len(some), some.shape[1])[
             :, : len(queries)
         ].to(options.dtype)
-        if len(queries) == rows.width and rows.batch * heads * rows.width * keys <= KEEP_SCORES:
+        if len(queries) == rows.width and rows.batch * heads * rows.width * keys <= MAX_SAVED_SCORES:
             kept.append(_probabilities(exponentials, total, parts, (len(some), heads, len(queries)), options))
     return out, kept
 
 
 def _block(
-    q: Tensor, start: int, rows: slice, parts: Sequence[_Keys], options: Options, sizes: tuple[int, int]
+    q: Tensor, start: int, rows: slice, parts: Sequence[_Keys], options: AttentionOptions, sizes: tuple[int, int]
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Returns the exponentials of each part's scores, their sum, and the weighted values of some rows and queries."""
     exact = torch.promote_types(options.dtype, torch.float32)
     queries = range(start, start + q.shape[1])
-    folded, found = fold(q, *sizes).to(exact), []
+    folded, masked_scores = fold_heads(q, *sizes).to(exact), []
     for part in parts:
-        keys = part.seen(queries.stop)
-        score = scores(folded, fold(part.keys[rows, :keys], *sizes).to(exact), options.scaling)
+        keys = part.visible(queries.stop)
+        score = attention_scores(folded, fold_heads(part.keys[rows, :keys], *sizes).to(exact), options.scaling)
         score.view(len(q), -1, len(queries), keys).masked_fill_(~part.allowed(rows, queries, keys), -torch.inf)
-        found.append(score)
-    peak = torch.stack([score.amax(-1) for score in found]).amax(0)[..., None]
+        masked_scores.append(score)
+    peak = torch.stack([score.amax(-1) for score in masked_scores]).amax(0)[..., None]
     result = None
-    for part, score in zip(parts, found, strict=True):
-        values = fold(part.values[rows, : score.shape[-1]], *sizes).to(exact)
+    for part, score in zip(parts, masked_scores, strict=True):
+        values = fold_heads(part.values[rows, : score.shape[-1]], *sizes).to(exact)
         result = accumulate(score.sub_(peak).exp_(), values, result)
     assert result is not None
-    return found, *result
+    return masked_scores, *result
 
 
 def _probabilities(
-    exponentials: Sequence[Tensor], total: Tensor, parts: Sequence[_Keys], shape: tuple[int, int, int], options: Options
+    exponentials: Sequence[Tensor],
+    total: Tensor,
+    parts: Sequence[_Keys],
+    shape: tuple[int, int, int],
+    options: AttentionOptions,
 ) -> Float[Tensor, "rows heads queries keys"]:
     rows, heads, queries = shape
     joint = torch.cat([one[..., : part.width] for one, part in zip(exponentials, parts, strict=True)], -1)

@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from trimtab.models.invariant.kernels.runtime import uses_kernels
-from trimtab.models.matmul import TILE, padded, tiled_linear, tiled_product
+from trimtab.models.invariant.kernels.runtime import use_triton
+from trimtab.models.matmul import TILE_ROWS, pad_rows, tiled_linear, tiled_product
 
 
-def computing(weight: Tensor) -> torch.dtype:
+def compute_dtype(weight: Tensor) -> torch.dtype:
     """Returns the dtype of products: autocast's where it is enabled, else that of the weights."""
     device = weight.device.type
     if torch.is_autocast_enabled(device) and weight.dtype == torch.float32:
@@ -27,17 +27,17 @@ def computing(weight: Tensor) -> torch.dtype:
     return weight.dtype
 
 
-def rows_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
+def batch_invariant_matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
     """Returns `a @ b.T`; the bits of each row do not depend on the other rows. It has no gradient."""
-    if uses_kernels(a):
+    if use_triton(a):
         from trimtab.models.invariant.kernels import matmul_kernel
 
-        return matmul_kernel.product(a, b)
-    return tiled_product(padded(a, TILE), b)[: len(a)]
+        return matmul_kernel.batch_invariant_matmul(a, b)
+    return tiled_product(pad_rows(a, TILE_ROWS), b)[: len(a)]
 
 
 def _linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
-    if uses_kernels(states):
+    if use_triton(states):
         from trimtab.models.invariant.kernels import autograd
 
         return autograd.linear(states, weight)
@@ -45,10 +45,10 @@ def _linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> 
 
 
 class InvariantLinear(nn.Linear):
-    """`nn.Linear` with products of a fixed number of rows, and weights rounded to the dtype of `computing`."""
+    """`nn.Linear` with products of a fixed number of rows, and weights rounded to the dtype of `compute_dtype`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        dtype = computing(self.weight)
+        dtype = compute_dtype(self.weight)
         if torch.is_autocast_enabled(input.device.type):
             with torch.autocast(input.device.type, enabled=False):
                 return self._compute(input, dtype)
@@ -60,16 +60,16 @@ class InvariantLinear(nn.Linear):
 
 
 class InvariantEmbedding(nn.Embedding):
-    """`nn.Embedding` with rows rounded to the dtype of `computing`. Its output is float32 or wider."""
+    """`nn.Embedding` with rows rounded to the dtype of `compute_dtype`. Its output is float32 or wider."""
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = super().forward(input).to(computing(self.weight))
+        rows = super().forward(input).to(compute_dtype(self.weight))
         return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def add_exponentials(total: Float[Tensor, " tokens"], logits: Float[Tensor, "tokens words"]) -> Tensor:
     """Returns `logaddexp(total, logsumexp(logits))`, from functions that compute all elements by the same code."""
-    if uses_kernels(logits):
+    if use_triton(logits):
         from trimtab.models.invariant.kernels import head_kernel
 
         return head_kernel.add_exponentials(total, logits)
@@ -78,7 +78,7 @@ def add_exponentials(total: Float[Tensor, " tokens"], logits: Float[Tensor, "tok
     return peak + mass.log()
 
 
-PART = 1 << 18  # elements: temporaries of this size stay in a core's cache
+CHUNK = 1 << 18  # elements: temporaries of this size stay in a core's cache
 
 
 class InvariantRMSNorm(nn.Module):
@@ -88,8 +88,8 @@ class InvariantRMSNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        weight = self.weight.to(computing(self.weight))
-        if uses_kernels(hidden_states):
+        weight = self.weight.to(compute_dtype(self.weight))
+        if use_triton(hidden_states):
             from trimtab.models.invariant.kernels import autograd
 
             return autograd.rms_norm(hidden_states, weight, self.variance_epsilon)
@@ -109,14 +109,14 @@ class InvariantSiLU(nn.Module):
 
 
 def _silu(states: Tensor) -> Tensor:
-    if uses_kernels(states):
+    if use_triton(states):
         from trimtab.models.invariant.kernels import row_kernels
 
         return row_kernels.silu(states)
     result = torch.empty_like(states, memory_format=torch.contiguous_format)
-    for part, into in zip(states.reshape(-1).split(PART), result.view(-1).split(PART), strict=True):
-        wide = part.to(torch.promote_types(states.dtype, torch.float32))
-        into.copy_(wide.div(wide.neg().exp_().add_(1)))
+    for part, out in zip(states.reshape(-1).split(CHUNK), result.view(-1).split(CHUNK), strict=True):
+        exact = part.to(torch.promote_types(states.dtype, torch.float32))
+        out.copy_(exact.div(exact.neg().exp_().add_(1)))
     return result
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Size, Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.models.sharding import is_sharded, local
+from trimtab.models.sharding import is_sharded, local_shard
 
 
 def write(folder: Path, named: Mapping[str, Tensor], rank: int) -> Path | None:
@@ -67,7 +67,7 @@ class Shards(Mapping[str, Tensor]):
         """Copy values into `targets`, for a DTensor this rank's part; shapes and dtypes must match."""
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-        parts = {name: target for name, target in targets.items() if local(target).numel() or target.ndim == 0}
+        parts = {name: target for name, target in targets.items() if local_shard(target).numel() or target.ndim == 0}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(parts), self._metadata, is_coordinator=True)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
@@ -101,7 +101,7 @@ def fill(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         return
     for name, target in targets.items():
         if is_sharded(target):
-            local(target).copy_(_part(tensors[name], target))
+            local_shard(target).copy_(_part(tensors[name], target))
         else:
             target.copy_(tensors[name])
 
@@ -115,4 +115,4 @@ def _part(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def _has_part(tensor: Tensor, rank: int) -> bool:
-    return local(tensor).numel() > 0 if is_sharded(tensor) else rank == 0
+    return local_shard(tensor).numel() > 0 if is_sharded(tensor) else rank == 0

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from trimtab.config import Config
-from trimtab.models.perturbation import LARGEST, Perturbation, PerturbationCoverage
+from trimtab.models.perturbation import MAX_STD, Perturbation, PerturbationCoverage
 from trimtab.seeds import derive
 from trimtab.training.batching import MiniBatch
 from trimtab.training.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord, TrainedModule
@@ -59,7 +59,7 @@ class PerturbationFeature(Feature):
     def check_update(self) -> None:
         if self.perturbation.diverged:
             raise NonFiniteUpdateError(
-                f"an update made the perturbation's standard deviation larger than {LARGEST:g}",
+                f"an update made the perturbation's standard deviation larger than {MAX_STD:g}",
                 weights_are_good=False,
                 advice="lower perturbation.lr",
             )

@@ -12,7 +12,7 @@ import torch
 from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.models.logprobs import TokenScores
-from trimtab.models.routing import FREE, RouterInfo, Routes, agreement, routers
+from trimtab.models.routing import UNROUTED, RouterInfo, Routes, router_info, routing_agreement
 from trimtab.runs.expert_column import stored_bytes
 from trimtab.training.batching import MicroBatch, MiniBatch
 from trimtab.training.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord
@@ -36,7 +36,7 @@ class RoutingReplay(Feature):
     @classmethod
     def build(cls, config: Config, model: Any) -> RoutingReplay:
         """Raises `TrimtabError` for a model that is dense, or a mixture of experts of an unknown architecture."""
-        info = routers(model)
+        info = router_info(model)
         if info.layers == 0:
             raise TrimtabError(
                 f'routing.replay = "{config.routing.replay}" needs a mixture of experts, and {config.model.path!r} is '
@@ -72,10 +72,10 @@ class RoutingReplay(Feature):
         if call.purpose == "proximal" and chosen is not None:
             if replayed is None:
                 return micro.with_extras(routes=chosen)
-            return micro.with_extras(agreed=agreement(chosen, replayed))
+            return micro.with_extras(agreed=routing_agreement(chosen, replayed))
         counts = micro.extras.get("agreed") if call.first_epoch else None
         if chosen is not None and replayed is not None:
-            counts = agreement(chosen, replayed)
+            counts = routing_agreement(chosen, replayed)
         if counts is not None:
             self._agreed, self._compared = self._agreed + counts[0], self._compared + counts[1]
         return micro
@@ -128,7 +128,7 @@ def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int
     Args:
         prompt_of: index of the prompt of each response. Samples share one pass over their prompt; the experts of the
             first sample are replayed there.
-        time: padded length of the responses. Their last tokens are not run through the model and are `FREE`, like
+        time: padded length of the responses. Their last tokens are not run through the model and are `UNROUTED`, like
             padding.
 
     Raises:
@@ -138,8 +138,8 @@ def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int
     prompt_lengths = [len(trajectory.prompt.ids) for trajectory in trajectories]
     first = {prompt: row for row, prompt in reversed(list(enumerate(prompt_of)))}
     shape = (routers.layers, routers.chosen)
-    prompts = np.full((len(first), max(prompt_lengths), *shape), FREE, dtype=np.int16)
-    responses = np.full((len(records), time, *shape), FREE, dtype=np.int16)
+    prompts = np.full((len(first), max(prompt_lengths), *shape), UNROUTED, dtype=np.int16)
+    responses = np.full((len(records), time, *shape), UNROUTED, dtype=np.int16)
     for prompt, row in first.items():
         prompts[prompt, prompts.shape[1] - prompt_lengths[row] :] = records[row][: prompt_lengths[row]]
     for row, (record, start) in enumerate(zip(records, prompt_lengths, strict=True)):

@@ -23,7 +23,7 @@ from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
 from trimtab.models.logprobs import score
-from trimtab.models.routing import FREE, RouterInfo
+from trimtab.models.routing import UNROUTED, RouterInfo
 from trimtab.objectives.calibrate import from_section
 from trimtab.rollout.collector import RolloutStats
 from trimtab.runs import trajectories
@@ -65,10 +65,14 @@ def test_prompts_are_padded_left_responses_right_and_a_prompt_is_its_first_sampl
         routed(trajectory(9, [8, 8, 8], prompt=[4]), [1, 2, 0]),
     ]
     found = packed(rows, (0, 1, 2)).extras["routes"]
-    assert found.prompts.flatten(1).tolist() == [[0, 1, 2], [FREE, FREE, 1]]
-    assert found.responses.flatten(1).tolist() == [[3, FREE, FREE], [FREE, FREE, FREE], [2, 0, FREE]]
+    assert found.prompts.flatten(1).tolist() == [[0, 1, 2], [UNROUTED, UNROUTED, 1]]
+    assert found.responses.flatten(1).tolist() == [
+        [3, UNROUTED, UNROUTED],
+        [UNROUTED, UNROUTED, UNROUTED],
+        [2, 0, UNROUTED],
+    ]
     turned = packed(rows, (2, 1, 0)).extras["routes"]
-    assert turned.prompts.flatten(1).tolist() == [[FREE, FREE, 1], [3, 3, 3]]
+    assert turned.prompts.flatten(1).tolist() == [[UNROUTED, UNROUTED, 1], [3, 3, 3]]
     assert "routes" not in packed(rows, (0, 1, 2), RoutingReplay("proximal", ONE)).extras
 
 
@@ -81,7 +85,7 @@ def test_prompts_are_padded_left_responses_right_and_a_prompt_is_its_first_sampl
         (np.zeros((3, 2, 1), dtype=np.int16), r"recorded in the shape \(3, 2, 1\)"),
         (np.zeros((3, 1, 2), dtype=np.int16), r"recorded in the shape \(3, 1, 2\)"),
         ([0, 4, 1], "expert 4 is recorded, this model has 4"),
-        ([0, FREE, 1], "expert -1 is recorded"),
+        ([0, UNROUTED, 1], "expert -1 is recorded"),
     ],
 )
 def test_a_wrong_record_is_an_error_that_names_its_response(routes: Any, line: str) -> None:

@@ -1,20 +1,20 @@
 """Batch-invariant attention in Triton: one kernel for packed rows and for decoding with a cache.
 
-A query sees keys of its prompt and of its own response. Both are cut into blocks of `KEYS`, counted from the prompt's
-and from the response's first key, as in `invariant_attention.py`. One program works on a tile of rows, a row being a
-query of one head; heads that share a key head are rows of one program. It walks over the blocks twice: for the
-maximum of each row's scores (exact in any order), and for the sum of exponentials and the weighted values, which are
-added block by block in order, in float32.
+A query attends to keys of its prompt and of its own response. Both are split into blocks of `KEY_BLOCK`, counted from
+the first key of the prompt and of the response, as in `invariant_attention.py`. One program computes a tile of rows; a
+row is a query of one head, and heads that share a key head are rows of one program. It iterates over the blocks twice:
+for the maximum of each row's scores (exact in any order), and for the sum of exponentials and the weighted values,
+which are added block by block in order, in float32.
 
-Why a row's bits do not depend on the others, on how many queries a program holds, or on prefill or decoding:
-- Scores, sums over a block and weighted values come from instructions on tiles of one shape; a decoding program's
-  tile is filled up with copies of its last query. (A kernel for single queries is another order:
-  vllm-project/flash-attention#169.) Within a tile all rows are treated alike; see `triton_product.product`.
-- Keys that a row does not see have exponential 0 and add exactly 0, whether they are other queries' keys (prefill) or
-  are not there yet (decoding). Values must be finite: 0 times infinity is no zero.
-- Where a block begins depends on the text alone. Splitting the keys over programs, by their number or by the batch's
-  size, would change the order of the sum; a fixed size of splits, as in the article `triton_product` names, or, as
-  here, none at all, does not. The price is paid by long rows in small batches.
+A row's bits do not depend on the other rows, on the number of queries in a program, or on prefill or decoding:
+- Scores, sums over a block and weighted values are computed on tiles of one shape; in decoding, a program's tile is
+  padded with copies of its last query. (A kernel for single queries sums in another order:
+  vllm-project/flash-attention#169.) All rows of a tile are computed alike; see `matmul_kernel.batch_invariant_matmul`.
+- Keys that a row does not attend to have exponential 0 and add exactly 0, whether they belong to other queries
+  (prefill) or do not exist yet (decoding). Values must be finite: 0 times infinity is NaN.
+- Where a block starts depends on the text alone. Splitting the keys over programs by their number or by the batch size
+  would change the order of the sum; splits of a fixed size (as in the article that `matmul_kernel` cites) or none at
+  all, as here, do not. The cost is speed for long rows in small batches.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from torch import Tensor
 from trimtab.errors import TrimtabError
 from trimtab.models.invariant.kernels.runtime import (
     LAUNCH,
-    aligned,
-    interpreted,
+    as_aligned,
+    ceil_divide,
+    check_operands,
+    is_interpreted,
     jit,
-    parts,
     power_of_2,
-    require,
     tl,
 )
-from trimtab.models.packed_attention import Layout, Rows
+from trimtab.models.packed_attention import PackedLayout, PaddedRows
 
-KEYS = 64
+KEY_BLOCK = 64
 
 
 class Tile(NamedTuple):
-    """Rows of one program, and how it is compiled."""
+    """The number of rows of one program, and its compilation options."""
 
     queries: int
     warps: int
     stages: int
 
 
-# By the type alone. float32 is computed outside of tensor cores: with more rows its numbers spill out of the registers.
+# By dtype alone. float32 is computed outside of tensor cores: with more rows its values would not fit the registers.
 TILES = {torch.bfloat16: Tile(64, warps=4, stages=2), torch.float32: Tile(16, warps=4, stages=1)}
 
 
-class Keys(NamedTuple):
-    """Where each sequence's keys and values lie: sequence `i` starts at `key[row[i], :, first[i]]`."""
+class StoredKeys(NamedTuple):
+    """The keys and values of all sequences: sequence `i` starts at `key[row[i], :, first[i]]`."""
 
     key: Float[Tensor, "rows key_heads time width"]
     value: Float[Tensor, "rows key_heads time width"]
@@ -62,29 +62,33 @@ class Keys(NamedTuple):
     first: Int[Tensor, " sequences"]
 
 
-class Queries(NamedTuple):
-    """Consecutive queries of each sequence, and what the first of them sees; itself at least.
+class QuerySpans(NamedTuple):
+    """Consecutive queries of each sequence, and the number of keys that the first one attends to (at least its own).
 
-    Each further query sees one key more: of the response, or, where the first sees none of it, of the prompt.
+    Each further query attends to one key more: of the response, or of the prompt if the first attends to no response.
     """
 
-    first: Int[Tensor, " sequences"]  # among all queries
+    first: Int[Tensor, " sequences"]  # index among all queries
     counts: Int[Tensor, " sequences"]
-    prompt: Int[Tensor, " sequences"]  # keys of the prompt that the first query sees
+    prompt: Int[Tensor, " sequences"]  # keys of the prompt that the first query attends to
     response: Int[Tensor, " sequences"]
-    longest: int  # the largest count, or more
+    longest: int  # the largest count, or an upper bound of it
 
 
 def attend(
-    query: Float[Tensor, "tokens heads width"], queries: Queries, prompt: Keys, response: Keys, scaling: float
+    query: Float[Tensor, "tokens heads width"],
+    queries: QuerySpans,
+    prompt: StoredKeys,
+    response: StoredKeys,
+    scaling: float,
 ) -> Float[Tensor, "tokens heads width"]:
-    """softmax(scaling * query . keys) @ values for each query and head. No gradient. bfloat16 or float32, on CUDA.
+    """Returns softmax(scaling * query . keys) @ values for each query and head, in bfloat16 or float32, on CUDA.
 
-    Exponentials are rounded to the type of the values before they weigh them; sums and the quotient are float32.
-    Queries that belong to no sequence are zeros in the result. A prompt and a response may lie in one tensor or in
-    two; decoding is a sequence of one query.
+    It has no gradient. Exponentials are rounded to the dtype of the values before they are multiplied; sums and the
+    quotient are float32. The result is 0 for queries that belong to no sequence. Prompt and response may be stored in
+    one tensor or in two; in decoding every sequence has one query.
     """
-    dtype = require(query, prompt.key, prompt.value, response.key, response.value)
+    dtype = check_operands(query, prompt.key, prompt.value, response.key, response.value)
     _, heads, width = query.shape
     key_heads = prompt.key.shape[1]
     tile = TILES[dtype]
@@ -94,10 +98,10 @@ def attend(
         )
     if width % 8:
         raise TrimtabError(f"invariant attention on CUDA wants heads of a multiple of 8 numbers, got {width}")
-    query = aligned(query)
+    query = as_aligned(query)
     out = torch.zeros_like(query)
     group, sequences = heads // key_heads, len(queries.counts)
-    tiles = parts(queries.longest, tile.queries // group)
+    tiles = ceil_divide(queries.longest, tile.queries // group)
     if sequences and tiles:
         prompt_key, prompt_value = _stored(prompt.key, prompt), _stored(prompt.value, prompt)
         response_key, response_value = _stored(response.key, response), _stored(response.value, response)
@@ -108,7 +112,7 @@ def attend(
             *(prompt_key.head, prompt_key.token, prompt_value.head, prompt_value.token),
             *(response_key.head, response_key.token, response_value.head, response_value.token),
             *(tiles, scaling, width, group, key_heads),
-            *(tile.queries, KEYS, max(16, power_of_2(width)), interpreted()),
+            *(tile.queries, KEY_BLOCK, max(16, power_of_2(width)), is_interpreted()),
             num_warps=tile.warps,
             num_stages=tile.stages,
             **LAUNCH,
@@ -116,35 +120,35 @@ def attend(
     return out
 
 
-def packed(
+def attend_packed(
     query: Float[Tensor, "tokens channels"],
     key: Float[Tensor, "tokens key_channels"],
     value: Float[Tensor, "tokens key_channels"],
-    layout: Layout,
+    layout: PackedLayout,
     width: int,
     scaling: float,
 ) -> Float[Tensor, "tokens channels"]:
-    """`attend` over a packed micro-batch: prompts look at themselves, responses at their prompt and at themselves."""
+    """Returns `attend` over a packed micro-batch: prompts attend to themselves, responses also to their prompt."""
     prompts, index = layout.prompt_lengths.long(), layout.prompt_index
     responses = _lengths(layout.responses, query.device)
     one, zero = torch.ones_like(prompts), torch.zeros_like(responses)
-    begins = layout.prompts.start + prompts.cumsum(0) - prompts
-    own = torch.cat([begins, layout.responses.start + responses.cumsum(0) - responses])
-    spans = Queries(
-        first=own,
+    prompt_starts = layout.prompts.start + prompts.cumsum(0) - prompts
+    starts = torch.cat([prompt_starts, layout.responses.start + responses.cumsum(0) - responses])
+    spans = QuerySpans(
+        first=starts,
         counts=torch.cat([prompts, responses]),
         prompt=torch.cat([one, prompts[index]]),
         response=torch.cat([one - 1, zero + 1]),
         longest=max(layout.prompts.width, layout.responses.width),
     )
     k, v = (x.view(1, len(query), -1, width).transpose(1, 2) for x in (key.contiguous(), value.contiguous()))
-    row = torch.zeros_like(own)
-    shared = Keys(k, v, row, torch.cat([begins, begins[index]]))
-    return attend(query.view(len(query), -1, width), spans, shared, Keys(k, v, row, own), scaling).flatten(1)
+    row = torch.zeros_like(starts)
+    shared = StoredKeys(k, v, row, torch.cat([prompt_starts, prompt_starts[index]]))
+    return attend(query.view(len(query), -1, width), spans, shared, StoredKeys(k, v, row, starts), scaling).flatten(1)
 
 
-def _lengths(rows: Rows, device: torch.device) -> Int[Tensor, " rows"]:
-    """How many tokens each row holds, without waiting for the device."""
+def _lengths(rows: PaddedRows, device: torch.device) -> Int[Tensor, " rows"]:
+    """Returns the number of tokens of each row, without synchronizing with the device."""
     if rows.slots is None:
         return torch.full((rows.batch,), rows.width, device=device)
     counts = torch.zeros(rows.batch, dtype=torch.int64, device=device)
@@ -152,7 +156,7 @@ def _lengths(rows: Rows, device: torch.device) -> Int[Tensor, " rows"]:
 
 
 class _Stored(NamedTuple):
-    """Numbers and where to find them: distances in numbers, of heads and tokens, and each sequence's start."""
+    """A tensor with the start of each sequence and the strides of heads and tokens, all in elements."""
 
     data: Tensor
     start: Int[Tensor, " sequences"]
@@ -160,15 +164,15 @@ class _Stored(NamedTuple):
     token: int
 
 
-def _stored(data: Tensor, keys: Keys) -> _Stored:
-    """As it lies, if every row of a head starts at an aligned address, so that one variant of the kernel reads all."""
-    if data.stride(3) != 1 or data.data_ptr() % 16 or any(distance % 8 for distance in data.stride()[:3]):
-        data = aligned(data)
+def _stored(data: Tensor, keys: StoredKeys) -> _Stored:
+    """Returns the tensor, copied unless every row of a head is aligned, so that one kernel variant reads all."""
+    if data.stride(3) != 1 or data.data_ptr() % 16 or any(stride % 8 for stride in data.stride()[:3]):
+        data = as_aligned(data)
     row, head, token, _ = data.stride()
     return _Stored(data, keys.row.long() * row + keys.first * token, head, token)
 
 
-# Arguments in groups, one line for each.
+# One line for each group of arguments.
 # fmt: off
 @jit(
     do_not_specialize=[
@@ -252,7 +256,7 @@ def _highest(
     top, rows, base, distance, keys, seen, scaling, width,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDEN: tl.constexpr,
 ):
-    """The highest score of each row so far, over one sequence's keys: exact in any order."""
+    """Returns the maximum of `top` and the scores of one sequence's keys, by row: exact in any order."""
     for start in range(0, keys, KEYS):
         scores = _scores(rows, base, distance, start, keys, seen, scaling, width, KEYS, WIDTH, WIDEN)
         top = tl.maximum(top, tl.max(scores, axis=1))
@@ -265,7 +269,7 @@ def _add(
     total, result, top, rows, key, key_distance, value, value_distance, keys, seen, scaling, width,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDEN: tl.constexpr,
 ):
-    """Sums of exponentials and weighted values so far, with those of one sequence's keys, block by block."""
+    """Adds the exponentials and the weighted values of one sequence's keys to the sums, block by block."""
     for start in range(0, keys, KEYS):
         scores = _scores(rows, key, key_distance, start, keys, seen, scaling, width, KEYS, WIDTH, WIDEN)
         part = tl.exp(scores - top[:, None])
@@ -281,14 +285,14 @@ def _add(
 @jit()
 @no_type_check
 def _start(data, start, head):
-    """Where a sequence's keys or values of one head begin. `_stored` sees to it that all rows are aligned."""
+    """Returns the address of a sequence's keys or values of one head. `_stored` guarantees that rows are aligned."""
     return data + tl.multiple_of(tl.load(start) + head, 8)
 
 
 @jit()
 @no_type_check
 def _block(base, distance, start, keys, width, KEYS: tl.constexpr, WIDTH: tl.constexpr):
-    """(KEYS, WIDTH) keys or values from `start` on; zeros past the last one."""
+    """Returns (KEYS, WIDTH) keys or values from `start` on; zeros past the last one."""
     key = (start + tl.arange(0, KEYS)).to(tl.int64)
     place = tl.arange(0, WIDTH)
     where = tl.multiple_of(key * distance, [8])
@@ -311,7 +315,7 @@ def _scores(
     WIDTH: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """(QUERIES, KEYS) scores of the keys from `start` on; -inf for keys that a row does not see."""
+    """Returns (QUERIES, KEYS) scores of the keys from `start` on; -inf for keys that a row does not attend to."""
     block = _block(base, distance, start, keys, width, KEYS, WIDTH)
     if WIDEN:
         block = block.to(tl.float32)
@@ -323,7 +327,7 @@ def _scores(
 @jit()
 @no_type_check
 def _weigh(part, values, result, WIDEN: tl.constexpr):
-    """`result` plus exponentials times values, both in the values' type."""
+    """Returns `result` plus exponentials times values, both in the dtype of the values."""
     weights = part.to(values.dtype)
     if WIDEN:
         weights = weights.to(tl.float32)

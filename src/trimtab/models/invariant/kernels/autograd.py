@@ -1,5 +1,7 @@
-"""Kernels with gradients, for the trainer's forward. The backwards are PyTorch's products and sums, which need not be
-invariant: no two sides compare gradients."""
+"""Kernels with gradients, for the trainer's forward.
+
+The backwards are PyTorch's products and sums. They need not be invariant, because only the trainer computes gradients.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from trimtab.models.invariant.kernels import matmul_kernel, row_kernels
 
 
 def linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
-    """`states @ weight.T` by `triton_product.product`, with its gradient. Both have one type."""
+    """Returns `states @ weight.T` by `batch_invariant_matmul`, with gradient. Both have the same dtype."""
     result: Any = _Linear.apply(states, weight)
     return result
 
@@ -21,7 +23,7 @@ def linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> F
 def rms_norm(
     states: Float[Tensor, "*batch width"], weight: Float[Tensor, " width"], epsilon: float
 ) -> Float[Tensor, "*batch width"]:
-    """`triton_rows.rms_norm` (float32) with its gradient."""
+    """Returns `row_kernels.rms_norm` (float32), with gradient."""
     result: Any = _RMSNorm.apply(states, weight, epsilon)
     return result
 
@@ -31,7 +33,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(states, weight)
         rows = states.reshape(-1, states.shape[-1])
-        return matmul_kernel.product(rows, weight).view(*states.shape[:-1], len(weight))
+        return matmul_kernel.batch_invariant_matmul(rows, weight).view(*states.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:

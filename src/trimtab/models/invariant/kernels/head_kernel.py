@@ -1,4 +1,4 @@
-"""Log-probs of tokens in Triton, from logits or hidden states, without holding tokens x vocabulary."""
+"""Batch-invariant log-probs of tokens in Triton, from logits, or from hidden states without storing all logits."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.models.invariant.kernels.matmul_kernel import product
-from trimtab.models.invariant.kernels.runtime import LAUNCH, jit, parts, power_of_2, require, tl
+from trimtab.models.invariant.kernels.matmul_kernel import batch_invariant_matmul
+from trimtab.models.invariant.kernels.runtime import LAUNCH, ceil_divide, check_operands, jit, power_of_2, tl
 
-# Words whose exponentials are summed at once. Fixed: the sum's order is that of the tiles.
+# Vocabulary entries of one tile. Fixed, because the order of the sum is that of the tiles.
 WORDS = 1024
-# Logits alive at once: 16 MiB in bfloat16, which a large GPU's cache holds. A multiple of WORDS, so that tiles lie at
-# the same words as in whole logits.
+# Logits that exist at once: 16 MiB in bfloat16, which fits the cache of a large GPU. A multiple of WORDS, so that tiles
+# start at the same entries as in complete logits.
 SEGMENT, TOKENS = 8 * WORDS, 1024
-# Rows of one program that adds up tiles.
+# Rows of one program that sums tiles.
 ROWS = 64
 WARPS = 4
 
@@ -27,34 +27,37 @@ def logsumexp(
     temperature: float = 1.0,
     bias: Float[Tensor, " vocabulary"] | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """Log of the sum of `exp((logits + bias) / temperature)` of each row, in float32. No gradient.
+    """Returns the log of the sum of `exp((logits + bias) / temperature)` of each row, in float32. It has no gradient.
 
-    One program takes one row's tile of `WORDS` words and notes its maximum and its sum relative to it. Then each row's
-    tiles are added in order, lane by lane, relative to the row's maximum. Tiles lie at fixed words, so the order never
-    depends on how many rows there are or into which segments the vocabulary was cut; one program per whole row would
-    leave a GPU idle while it decodes. (The cut of a row over programs by its width alone: vllm-project/vllm#49367.)
-    Words of -inf change nothing, at the end of a row or within.
+    One program reads one row's tile of `WORDS` vocabulary entries and stores its maximum and its sum relative to the
+    maximum. Then each row's tiles are added in order, relative to the row's maximum. Tiles start at fixed entries, so
+    that the order depends neither on the number of rows nor on the segments of the vocabulary. One program for a whole
+    row would leave a GPU idle in decoding. (Splitting a row over programs by its width alone: vllm-project/vllm#49367.)
+    Entries of -inf change nothing, at the end of a row or within.
     """
-    require(logits)
-    notes = _notes(len(logits), logits.shape[1], logits.device)
-    _note(logits, bias, temperature, notes, 0)
-    return _add_up(*notes)
+    check_operands(logits)
+    partials = _allocate_tiles(len(logits), logits.shape[1], logits.device)
+    _reduce_tiles(logits, bias, temperature, partials, 0)
+    return _add_up(*partials)
 
 
 def add_exponentials(
     total: Float[Tensor, " tokens"], logits: Float[Tensor, "tokens words"]
 ) -> Float[Tensor, " tokens"]:
-    """`logaddexp(total, logsumexp(logits))` of each row in float32: further words of a sum begun before. No gradient.
+    """Returns `logaddexp(total, logsumexp(logits))` of each row in float32. It has no gradient.
 
-    For a head that takes the vocabulary in pieces of its own: pieces must begin at the same words in sampler and
-    trainer. `total` is added first, then the words' tiles in order.
+    For a head that splits the vocabulary itself; its parts must start at the same entries in sampler and trainer.
+    `total` is added first, then the tiles in order.
     """
-    require(total, logits)
-    notes = _notes(len(logits), logits.shape[1], logits.device)
-    _note(logits, None, 1.0, notes, 0)
-    # What was summed before stands as one tile more: its maximum and a sum of 1 relative to it.
+    check_operands(total, logits)
+    partials = _allocate_tiles(len(logits), logits.shape[1], logits.device)
+    _reduce_tiles(logits, None, 1.0, partials, 0)
+    # The previous sum becomes an additional first tile: its maximum, and a sum of 1 relative to it.
     return _add_up(
-        *(torch.cat([first[None], note]) for first, note in zip((total, torch.ones_like(total)), notes, strict=True))
+        *(
+            torch.cat([first[None], partial])
+            for first, partial in zip((total, torch.ones_like(total)), partials, strict=True)
+        )
     )
 
 
@@ -64,9 +67,10 @@ def chosen_logps(
     temperature: float = 1.0,
     bias: Float[Tensor, " vocabulary"] | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Log-prob of each row's id under softmax((logits + bias) / temperature), and the row's `logsumexp`. No gradient.
+    """Returns the log-prob of each row's id under softmax((logits + bias) / temperature), and the row's `logsumexp`.
 
-    For a sampler that holds its logits. Equal bits to `head_logps` of the hidden states they came from.
+    For a sampler that stores its logits; the bits equal those of `head_logps` of the hidden states they were computed
+    from. It has no gradient.
     """
     total = logsumexp(logits, temperature, bias)
     return _exact(logits.gather(1, ids[:, None])[:, 0], bias, ids, temperature) - total, total
@@ -77,7 +81,7 @@ def log_softmax(
     temperature: float = 1.0,
     bias: Float[Tensor, " vocabulary"] | None = None,
 ) -> Float[Tensor, "tokens vocabulary"]:
-    """Log-softmax of (logits + bias) / temperature over each row, in float32. No gradient. See `logsumexp`."""
+    """Returns the log-softmax of (logits + bias) / temperature over each row, in float32. It has no gradient."""
     return _exact(logits, bias, slice(None), temperature) - logsumexp(logits, temperature, bias)[:, None]
 
 
@@ -88,29 +92,29 @@ def head_logps(
     temperature: float = 1.0,
     bias: Float[Tensor, " vocabulary"] | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """`chosen_logps(product(hidden, weight), ids, temperature, bias)`, bit for bit, in parts of tokens x vocabulary.
+    """Returns `chosen_logps(batch_invariant_matmul(hidden, weight), ...)` bit for bit, without storing all logits.
 
-    The two kernels are the same ones, not fused: in a fused kernel the sum over words would follow the product's
-    layout in registers, another order than the sampler's. A part's logits pass through the cache; what is kept for a
-    token is two numbers for each `WORDS` words.
+    The two kernels are the same and not fused: a fused kernel would sum in the order of the product's layout in
+    registers, not in the sampler's. The logits of a part stay in the cache; two numbers are stored for each token and
+    tile.
     """
-    require(hidden, weight)
+    check_operands(hidden, weight)
     vocabulary = len(weight)
     logp, total = (torch.empty(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(2))
     for first in range(0, len(hidden), TOKENS):
         rows = slice(first, first + TOKENS)
-        some, own = hidden[rows], ids[rows]
-        notes = _notes(len(some), vocabulary, hidden.device)
-        chosen = torch.zeros(len(some), dtype=torch.float32, device=hidden.device)
+        part, part_ids = hidden[rows], ids[rows]
+        partials = _allocate_tiles(len(part), vocabulary, hidden.device)
+        chosen = torch.zeros(len(part), dtype=torch.float32, device=hidden.device)
         for start in range(0, vocabulary, SEGMENT):
             words = slice(start, min(start + SEGMENT, vocabulary))
-            own_bias = None if bias is None else bias[words]
-            logits = product(some, weight[words])
-            _note(logits, own_bias, temperature, notes, start // WORDS)
-            local = (own - start).clamp(0, logits.shape[1] - 1)
-            picked = _exact(logits.gather(1, local[:, None])[:, 0], own_bias, local, temperature)
-            chosen = torch.where((own >= start) & (own < words.stop), picked, chosen)
-        total[rows] = _add_up(*notes)
+            part_bias = None if bias is None else bias[words]
+            logits = batch_invariant_matmul(part, weight[words])
+            _reduce_tiles(logits, part_bias, temperature, partials, start // WORDS)
+            local = (part_ids - start).clamp(0, logits.shape[1] - 1)
+            picked = _exact(logits.gather(1, local[:, None])[:, 0], part_bias, local, temperature)
+            chosen = torch.where((part_ids >= start) & (part_ids < words.stop), picked, chosen)
+        total[rows] = _add_up(*partials)
         logp[rows] = chosen - total[rows]
     return logp, total
 
@@ -120,24 +124,26 @@ def _exact(logits: Tensor, bias: Tensor | None, words: Tensor | slice, temperatu
     return exact / temperature
 
 
-def _notes(tokens: int, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Each tile's maximum and sum, a row of them for all tokens: adding up then reads in order."""
-    shape = (parts(vocabulary, WORDS), tokens)
+def _allocate_tiles(tokens: int, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Allocates the maximum and the sum of each tile, (tiles, tokens): `_add_up` then reads contiguous memory."""
+    shape = (ceil_divide(vocabulary, WORDS), tokens)
     return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(
         shape, dtype=torch.float32, device=device
     )
 
 
-def _note(logits: Tensor, bias: Tensor | None, temperature: float, notes: tuple[Tensor, Tensor], tile: int) -> None:
-    """Fill the notes of these logits' tiles, the first of which is `tile`."""
+def _reduce_tiles(
+    logits: Tensor, bias: Tensor | None, temperature: float, partials: tuple[Tensor, Tensor], tile: int
+) -> None:
+    """Computes maximum and sum of the tiles of these logits; `tile` is the index of the first one."""
     if temperature <= 0:
         raise TrimtabError(f"log-probs at temperature {temperature}; it must be above 0")
     tokens, words = logits.shape
     if not tokens:
         return
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    largest, total = (note[tile:] for note in notes)
-    _tiles[(tokens, parts(words, WORDS))](
+    largest, total = (partial[tile:] for partial in partials)
+    _tiles[(tokens, ceil_divide(words, WORDS))](
         *(logits, logits if bias is None else bias, largest, total),
         *(tokens, words, logits.stride(0), temperature, bias is not None, WORDS),
         num_warps=WARPS,
@@ -149,13 +155,13 @@ def _add_up(largest: Tensor, total: Tensor) -> Float[Tensor, " tokens"]:
     tiles, tokens = largest.shape
     out = torch.empty(tokens, dtype=torch.float32, device=largest.device)
     if tokens:
-        _rows[(parts(tokens, ROWS),)](
+        _rows[(ceil_divide(tokens, ROWS),)](
             largest, total, out, tokens, tiles, ROWS, num_warps=power_of_2(ROWS // 32), **LAUNCH
         )
     return out
 
 
-# Logits start anywhere and lie at any distance; a variant for aligned ones would sum in another order.
+# Logits have any address and stride; a variant for aligned ones would sum in another order.
 @jit(
     do_not_specialize=["tokens", "words", "distance"],
     do_not_specialize_on_alignment=["logits", "bias", "largest", "total"],

@@ -8,11 +8,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.models.invariant.kernels.runtime import LAUNCH, aligned, interpreted, jit, parts, require, tl
+from trimtab.models.invariant.kernels.runtime import (
+    LAUNCH,
+    as_aligned,
+    ceil_divide,
+    check_operands,
+    is_interpreted,
+    jit,
+    tl,
+)
 
 
 class Tile(NamedTuple):
-    """Rows and columns one program computes, how much of the sum it takes at once, and how it is compiled."""
+    """Rows and columns that one program computes, the depth of one summand, and the compilation options."""
 
     rows: int
     columns: int
@@ -21,35 +29,34 @@ class Tile(NamedTuple):
     stages: int
 
 
-# 64 rows are the fewest for Hopper's own instruction, and what a decoding batch wastes of them reads nothing. float32
-# is computed outside of tensor cores, so its tile must leave registers free.
+# Hopper's matrix instruction needs at least 64 rows; the unused rows of a small decoding batch read no memory. float32
+# is computed outside of tensor cores, so its tile is smaller to fit the registers.
 TILES = {torch.bfloat16: Tile(64, 128, 64, warps=4, stages=3), torch.float32: Tile(32, 64, 32, warps=4, stages=2)}
-# Tiles of rows that one column of the weight is kept in cache for: programs in this order, the same numbers.
+# Tiles of rows that share one column of the weight in cache. It orders programs and changes no numbers.
 GROUP = 8
 
 
-def product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
-    """`a @ b.T` in their type, summed in float32. No gradient. bfloat16 or float32, on CUDA.
+def batch_invariant_matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
+    """Returns `a @ b.T` in their dtype (bfloat16 or float32, on CUDA), summed in float32. It has no gradient.
 
-    A row's bits depend on that row and `b` alone: the tile's shape depends on the type only, one program computes an
-    element, and it adds tiles of k in order, from the first (a sum split over programs would be faster for few rows).
-    Inside a tile the order is the tensor core's, which is the same for every row of the tile: that is the hardware's
-    property, which benchmarks/invariant_cuda.py checks. Rows past the end are zeros and nothing but their own results
-    depends on them.
+    A row's bits depend on that row and `b` alone: the shape of a tile depends on the dtype alone, and one program
+    computes an element and adds the tiles of k in order (splitting the sum would be faster for few rows). Inside a tile
+    the order is that of the tensor core, which is the same for every row of the tile: a property of the hardware, which
+    benchmarks/invariant_cuda.py checks. Rows past the end are zeros and do not affect other rows.
 
-    After the analysis in "Defeating nondeterminism in LLM inference" (Thinking Machines Lab 2025). Tiles of other
-    heights for few rows (as vllm-project/vllm#49131 proposes) can be faster, and are other instructions.
+    After the analysis in "Defeating nondeterminism in LLM inference" (Thinking Machines Lab 2025). Tiles of fewer rows
+    (as vllm-project/vllm#49131 proposes) can be faster, but use other instructions.
     """
-    dtype = require(a, b)
-    a, b = aligned(a), aligned(b)
+    dtype = check_operands(a, b)
+    a, b = as_aligned(a), as_aligned(b)
     rows, columns = len(a), len(b)
     out = torch.empty(rows, columns, dtype=dtype, device=a.device)
     if rows and columns:
         tile = TILES[dtype]
-        grid = (parts(rows, tile.rows) * parts(columns, tile.columns),)
+        grid = (ceil_divide(rows, tile.rows) * ceil_divide(columns, tile.columns),)
         _product[grid](
             *(a, b, out, rows, columns, a.shape[1]),
-            *(tile.rows, tile.columns, tile.depth, GROUP, interpreted()),
+            *(tile.rows, tile.columns, tile.depth, GROUP, is_interpreted()),
             num_warps=tile.warps,
             num_stages=tile.stages,
             **LAUNCH,
@@ -77,7 +84,7 @@ def _product(
     band = program // (GROUP * across)
     height = tl.minimum(tl.cdiv(rows, ROWS) - band * GROUP, GROUP)
     within = program % (GROUP * across)
-    # 64 bits: a batch's logits can be more numbers than 32 can count.
+    # 64 bits: a batch may have more logits than 32 bits can index.
     row = ((band * GROUP + within % height) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = ((within // height) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     place = tl.arange(0, DEPTH)

@@ -1,7 +1,7 @@
-"""RMSNorm and SiLU in Triton.
+"""Batch-invariant RMSNorm and SiLU in Triton.
 
-The gate's product and rotary positions need no kernel: PyTorch computes them as single products and sums, each rounded
-once, which leaves a kernel no choice.
+The product with the gate and rotary positions need no kernel: PyTorch computes them by single products and sums, each
+of which is correctly rounded.
 """
 
 from __future__ import annotations
@@ -12,9 +12,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.models.invariant.kernels.runtime import LAUNCH, aligned, jit, parts, power_of_2, require, tl
+from trimtab.models.invariant.kernels.runtime import (
+    LAUNCH,
+    as_aligned,
+    ceil_divide,
+    check_operands,
+    jit,
+    power_of_2,
+    tl,
+)
 
-# Numbers of one program of SiLU.
+# Elements of one program of SiLU.
 BLOCK = 1024
 WARPS = 4
 
@@ -22,32 +30,34 @@ WARPS = 4
 def rms_norm(
     states: Float[Tensor, "*batch width"], weight: Float[Tensor, " width"], epsilon: float
 ) -> Float[Tensor, "*batch width"]:
-    """`weight * states / sqrt(mean(states^2) + epsilon)` over the last dimension, in float32. No gradient.
+    """Returns `weight * states / sqrt(mean(states^2) + epsilon)` over the last dimension, in float32. No gradient.
 
-    One program computes one row, whose sum of squares is one reduction of a block that depends on the width alone. (A
-    block of threads chosen from the number of rows made vLLM's kernel depend on the batch: vllm-project/vllm#48391.)
+    One program computes one row; its sum of squares is one reduction of a block whose size depends on the width alone.
+    (vLLM's kernel chose the size of its thread block by the number of rows, so its bits depended on the batch:
+    vllm-project/vllm#48391.)
     """
-    require(states)
-    require(weight)
+    check_operands(states)
+    check_operands(weight)
     width = states.shape[-1]
-    rows = aligned(states)
+    rows = as_aligned(states)
     out = torch.empty_like(rows, dtype=torch.float32)
     if rows.numel():
         grid = (rows.numel() // width,)
-        _rms_norm[grid](rows, aligned(weight), out, width, epsilon, power_of_2(width), num_warps=WARPS, **LAUNCH)
+        _rms_norm[grid](rows, as_aligned(weight), out, width, epsilon, power_of_2(width), num_warps=WARPS, **LAUNCH)
     return out
 
 
 def silu(states: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-    """`states / (1 + exp(-states))`, number by number, in float32 and rounded once. No gradient.
+    """Returns `states / (1 + exp(-states))`, computed in float32 and rounded once. It has no gradient.
 
-    One compiled variant serves every count and place of a number; PyTorch's kernels treat the last block otherwise.
+    One compiled variant computes all elements, whatever their number; PyTorch's kernels compute the last block by other
+    code.
     """
-    dtype = require(states)
-    states = aligned(states)
+    dtype = check_operands(states)
+    states = as_aligned(states)
     out = torch.empty_like(states, dtype=dtype)
     if out.numel():
-        _silu[(parts(out.numel(), BLOCK),)](states, out, out.numel(), BLOCK, num_warps=WARPS, **LAUNCH)
+        _silu[(ceil_divide(out.numel(), BLOCK),)](states, out, out.numel(), BLOCK, num_warps=WARPS, **LAUNCH)
     return out
 
 
