@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.support.engines import EOS, SIZE, prompts
 
-from trimtab.config import load_config
+from trimtab.config import EngineConfig, VllmConfig, load_config
 from trimtab.engines.embedded.decoding_rows import build_rows
 from trimtab.engines.vllm import setup
 from trimtab.engines.vllm.vllm_engine import VllmEngine
@@ -60,11 +60,11 @@ def test_every_start_keeps_the_sampling_contract(device: Any) -> None:
 
 
 def test_keep_sets_need_a_gpu(device: Any) -> None:
-    assert started("engine.vllm.sampling_mask=true")["return_sampling_mask"] is True
+    assert started("engine.vllm.sampling_mask=true", "sampling.top_k=20")["return_sampling_mask"] is True
     assert "return_sampling_mask" not in started()
     device.cpu = True
     with pytest.raises(TrimtabError, match="sampling_mask needs a GPU"):
-        started("engine.vllm.sampling_mask=true")
+        started("engine.vllm.sampling_mask=true", "sampling.top_k=20")
 
 
 @pytest.mark.usefixtures("device")
@@ -83,7 +83,7 @@ def test_requests_that_vllm_accepts_beside_keep_sets(
     keep_sets: bool, temperature: float, top_k: int, asked: tuple[float, int]
 ) -> None:
     engine = VllmEngine.__new__(VllmEngine)
-    engine._config = load_config("quickstart-vllm", [f"engine.vllm.sampling_mask={str(keep_sets).lower()}"]).engine
+    engine._config = EngineConfig(type="vllm", vllm=VllmConfig(sampling_mask=keep_sets))
     engine._vocabulary, engine._eos = SIZE, {EOS}
     sampling = Sampling(temperature=temperature, top_k=top_k, max_tokens=5)
     [row] = build_rows(1, 1, sampling, 0, None)
