@@ -74,7 +74,7 @@ def sizes(loaded: LoadedModel, rows: list[Trajectory]) -> None:
 
 def trained(loaded: LoadedModel, rows: list[Trajectory], rounds: int) -> None:
     """Forward and backward with replay and measured agreement, against both without."""
-    replay = RoutingReplay("rollout", routers(loaded.model))
+    replay = RoutingReplay("rollout", router_info(loaded.model))
     micro = replay.pack(to_tensors(rows, range(len(rows)), 12, torch.device("cpu")), rows)
     loaded.model.train()
     jobs = [lambda on=on: update(loaded, micro, on) for on in (False, True)]

@@ -52,7 +52,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match="give a run directory"):
         read_phases(tmp_path / "nothing")
     with pytest.raises(TrimtabError, match="has 2 steps"):
-        read(run(tmp_path, [STEP] * 2))
+        read_phases(run(tmp_path, [STEP] * 2))
     (tmp_path / "metrics.jsonl").write_text("{\n")
     with pytest.raises(TrimtabError, match=r"metrics.jsonl.*line 1"):
         read_phases(tmp_path)

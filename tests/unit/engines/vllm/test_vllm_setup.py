@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.support.engines import EOS, SIZE, prompts
 
-from trimtab.config import load_config
+from trimtab.config import EngineConfig, VllmConfig, load_config
 from trimtab.engines.embedded.decoding_rows import build_rows
 from trimtab.engines.vllm import setup
 from trimtab.engines.vllm.vllm_engine import VllmEngine
@@ -83,8 +83,7 @@ def test_requests_that_vllm_accepts_beside_keep_sets(
     keep_sets: bool, temperature: float, top_k: int, asked: tuple[float, int]
 ) -> None:
     engine = VllmEngine.__new__(VllmEngine)
-    sets = ["engine.vllm.sampling_mask=true", "sampling.top_k=20"] if keep_sets else []
-    engine._config = load_config("quickstart-vllm", sets).engine
+    engine._config = EngineConfig(type="vllm", vllm=VllmConfig(sampling_mask=keep_sets))
     engine._vocabulary, engine._eos = SIZE, {EOS}
     sampling = Sampling(temperature=temperature, top_k=top_k, max_tokens=5)
     [row] = build_rows(1, 1, sampling, 0, None)
