@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 # Status codes of temporary failures: too many requests, a gateway without its server, a server that starts or stops.
 TRANSIENT = frozenset((408, 425, 429, 502, 503, 504))
-# Seconds. A machine that has crashed delays the end of a call by as much.
+# Seconds after which a machine that does not answer counts as unreachable.
 CONNECT_TIMEOUT = 4.0
 # Seconds without data before the kernel's first probe, seconds between probes, and number of probes: a machine that has
 # crashed is noticed in a minute, rather than when the request times out.
