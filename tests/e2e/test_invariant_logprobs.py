@@ -133,14 +133,14 @@ def test_batch_threads_prefixes_and_prefill_blocks_change_no_bit(
 def test_the_cache_stays_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slabs are whole blocks of keys, far more than the tokens of a short text."""
     slabs: list[int] = []
-    empty = rollout_invariant._Slabs.empty.__func__
+    empty = rollout_invariant._Cache.empty.__func__
 
     def measured(cls: Any, *arguments: Any) -> Any:
         made = empty(cls, *arguments)
         slabs.append(sum(slab.nbytes for slab in (*made.keys, *made.values)))
         return made
 
-    monkeypatch.setattr(rollout_invariant._Slabs, "empty", classmethod(measured))
+    monkeypatch.setattr(rollout_invariant._Cache, "empty", classmethod(measured))
     monkeypatch.setattr(embedded_engine, "CACHE_BYTES", 1 << 19)
     engine = EmbeddedEngine(made(), tokenizer(), "bfloat16")
     engine.generate(asked([10] * 40), 1, replace(FREE, max_tokens=10), seed=0)
