@@ -71,25 +71,16 @@ def compare_implementations(a: Implementation, b: Implementation) -> Comparison:
         TrimtabError: no operation ran on both sides, or they share no token.
     """
     recordings = _run(a), _run(b)
-    shared = [name for name in recordings[1].tracks if name in recordings[0].tracks]
-    counts = {name: _count_differing(*(recording.tracks[name] for recording in recordings)) for name in shared}
+    shared = [name for name in recordings[1].tensors if name in recordings[0].tensors]
+    counts = {name: _count_differing(*(recording.tensors[name] for recording in recordings)) for name in shared}
     tokens = max((common for common, _ in counts.values()), default=0)
     if tokens == 0:
         raise TrimtabError(
             "the two sides have no operation with equal tokens in common: compare modules of one structure, and say "
             "which rows of one are which of the other"
         )
-    only = tuple(
-        tuple(
-            name
-            for name in dict.fromkeys(tensor_name.operation for tensor_name in own_part)
-            if name not in _names(other_part)
-        )
-        for own_part, other_part in (
-            (recordings[0].tracks, recordings[1].tracks),
-            (recordings[1].tracks, recordings[0].tracks),
-        )
-    )
+    ran = [list(dict.fromkeys(name.operation for name in recording.tensors)) for recording in recordings]
+    only = tuple(tuple(name for name in ran[i] if name not in ran[1 - i]) for i in (0, 1))
     first = next((name for name in shared if counts[name][1]), None)
     difference = None if first is None else _describe_difference(first, shared, counts[first], recordings, (a, b))
     return Comparison(tokens, len(_names(shared)), difference, (only[0], only[1]))
@@ -165,15 +156,15 @@ def _names(names: Any) -> set[str]:
 def _count_differing(a: RecordedTensor, b: RecordedTensor) -> tuple[int, int]:
     """Returns the number of common tokens and the number of those whose bits differ. Tokens may occur repeatedly."""
     (keys_a, values_a), (keys_b, values_b) = a.joined(), b.joined()
-    common, apart = set[int](), set[int]()
+    common, differing = set[int](), set[int]()
     for keys, values, others, other_values in (
         (keys_a, values_a, keys_b, values_b),
         (keys_b, values_b, keys_a, values_a),
     ):
-        own_part, other_part = _match_keys(keys, others)
-        common.update(keys[own_part].tolist())
-        apart.update(keys[own_part][values[own_part] != other_values[other_part]].tolist())
-    return len(common), len(apart)
+        index, other_index = _match_keys(keys, others)
+        common.update(keys[index].tolist())
+        differing.update(keys[index][values[index] != other_values[other_index]].tolist())
+    return len(common), len(differing)
 
 
 def _match_keys(keys: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,9 +185,9 @@ def _describe_difference(
     name, position = first.operation, shared.index(first)
     before = [tensor_name.operation for tensor_name in shared[:position] if tensor_name.half == "output"]
     inside = name if first.half == "output" else None
-    again = [_run(side, first, inside) for side in sides]
-    tracks = [recording.tracks[first] for recording in again]
-    types = tuple("/".join(sorted(track.types)) for track in tracks)
+    rerun = [_run(side, first, inside) for side in sides]
+    tensors = [recording.tensors[first] for recording in rerun]
+    types = tuple("/".join(sorted(tensor.types)) for tensor in tensors)
     number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return Difference(
         operation=name,
@@ -206,10 +197,10 @@ def _describe_difference(
         after=before[-1] if before else None,
         tokens=counts[1],
         compared=counts[0],
-        largest=_largest(*tracks),
+        largest=_largest(*tensors),
         types=(types[0], types[1]),
         weights=_weights(name, recordings) if first.half == "output" else None,
-        inside=None if inside is None else _inside(name, again[0], again[1]),
+        inside=None if inside is None else _inside(name, rerun[0], rerun[1]),
     )
 
 
@@ -232,8 +223,8 @@ def _largest(a: RecordedTensor, b: RecordedTensor) -> float | None:
         (keys_a, values_a, keys_b, values_b),
         (keys_b, values_b, keys_a, values_a),
     ):
-        own_part, other_part = _match_keys(keys, others)
-        largest = max(largest, float((values[own_part] - other_values[other_part]).abs().max()))
+        index, other_index = _match_keys(keys, others)
+        largest = max(largest, float((values[index] - other_values[other_index]).abs().max()))
     return largest
 
 
@@ -242,15 +233,17 @@ def _weights(operation: str, recordings: tuple[ForwardRecording, ForwardRecordin
     modules = [recording.modules.get(operation) for recording in recordings]
     if modules[0] is None or modules[1] is None:
         return None
-    own_part, other_part = (dict(module.named_parameters(recurse=False)) for module in modules if module is not None)
-    for name in sorted(own_part.keys() & other_part.keys()):
-        a, b = own_part[name].detach().cpu(), other_part[name].detach().cpu()
+    parameters, other_parameters = (
+        dict(module.named_parameters(recurse=False)) for module in modules if module is not None
+    )
+    for name in sorted(parameters.keys() & other_parameters.keys()):
+        a, b = parameters[name].detach().cpu(), other_parameters[name].detach().cpu()
         if a.shape != b.shape:
             return f"{name} has shape {tuple(a.shape)} and {tuple(b.shape)}"
         types = f"{a.dtype} and {b.dtype}".replace("torch.", "")
         narrow = min(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).bits)
-        if bool((apart := a.to(narrow) != b.to(narrow)).any()):
-            return f"{name} differs in {int(apart.sum())} of {a.numel()} numbers ({types})"
+        if bool((differs := a.to(narrow) != b.to(narrow)).any()):
+            return f"{name} differs in {int(differs.sum())} of {a.numel()} numbers ({types})"
         if a.dtype != b.dtype:
             return f"{name} is {types}, and equal once rounded"
     return None
@@ -262,16 +255,16 @@ def _inside(operation: str, a: ForwardRecording, b: ForwardRecording) -> str | N
         return None
     if a.steps != b.steps or len(a.steps) > 1:
         names = [{name for names in recording.steps for name in names} for recording in (a, b)]
-        alone = [", ".join(sorted(own_part - other_part)) for own_part, other_part in (names, names[::-1])]
+        alone = [", ".join(sorted(first - second)) for first, second in (names, names[::-1])]
         sides = zip(("first", "second"), alone, strict=True)
         message = "; ".join(f"the {which} side alone runs {names}" for which, names in sides if names)
         return message or "the same tensor operations, in another order or number"
     for index, name in enumerate(next(iter(a.steps))):
         tensor_name = TensorName(step_name(operation, index), "output")
         if (
-            tensor_name in a.tracks
-            and tensor_name in b.tracks
-            and _count_differing(a.tracks[tensor_name], b.tracks[tensor_name])[1]
+            tensor_name in a.tensors
+            and tensor_name in b.tensors
+            and _count_differing(a.tensors[tensor_name], b.tensors[tensor_name])[1]
         ):
             return f"{name}, number {index + 1} of {len(next(iter(a.steps)))}"
     return None

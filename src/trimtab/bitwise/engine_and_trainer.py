@@ -38,7 +38,7 @@ BATCHES, CONTINUED, PREFIX = ((0, 1, 2, 3, 4, 5), (6, 7)), 1, 6 / 7
 
 @dataclass(frozen=True)
 class SampleTexts:
-    """`responses[i]` continues `prompts[owner[i]]`."""
+    """The fixed texts: `responses[i]` continues `prompts[owner[i]]`."""
 
     prompts: list[IntArray]
     responses: list[IntArray]
@@ -64,16 +64,16 @@ def make_texts(vocabulary: int, avoid: Sequence[int], context: int | None) -> Sa
     share = 1.0 if context is None else min(1.0, context / longest)
     rng = np.random.default_rng(0)
     ids = np.stack([rng.choice(allowed, branches, replace=False) for _ in range(longest)], 1)
-    sample_texts, branch = SampleTexts([], [], []), 0
+    texts, branch = SampleTexts([], [], []), 0
     for prompt, responses in LENGTHS:
         start = max(1, int(prompt * share))
         for index, length in enumerate(responses):
             stop = start + max(1, int(length * share))
-            sample_texts.responses.append(ids[branch + index, start:stop])
-            sample_texts.owner.append(len(sample_texts.prompts))
-        sample_texts.prompts.append(ids[branch, :start])
+            texts.responses.append(ids[branch + index, start:stop])
+            texts.owner.append(len(texts.prompts))
+        texts.prompts.append(ids[branch, :start])
         branch += len(responses)
-    return sample_texts
+    return texts
 
 
 @dataclass(frozen=True)
@@ -94,53 +94,49 @@ def compare_sampler_and_trainer(sides: SamplerAndTrainer, padding: int) -> Compa
     """
     config = sides.trainer.config
     size = sides.trainer.get_input_embeddings().num_embeddings
-    sample_texts = make_texts(size, [padding], getattr(config, "max_position_embeddings", None))
+    texts = make_texts(size, [padding], getattr(config, "max_position_embeddings", None))
     result = compare_implementations(
-        lambda recording: _run_sampler(sides, sample_texts, recording),
-        lambda recording: _run_trainer(sides, sample_texts, padding, recording),
+        lambda recording: _run_sampler(sides, texts, recording),
+        lambda recording: _run_trainer(sides, texts, padding, recording),
     )
-    if result.tokens < sample_texts.run:
-        raise TrimtabError(
-            f"both sides met only {result.tokens} of {sample_texts.run} tokens: this model reorders them"
-        )
+    if result.tokens < texts.run:
+        raise TrimtabError(f"both sides ran only {result.tokens} of {texts.run} tokens: this model reorders them")
     return result
 
 
-def _run_trainer(
-    sides: SamplerAndTrainer, sample_texts: SampleTexts, padding: int, recording: ForwardRecording
-) -> None:
+def _run_trainer(sides: SamplerAndTrainer, texts: SampleTexts, padding: int, recording: ForwardRecording) -> None:
     model = sides.trainer
-    batch = TokenBatch.pack(sample_texts.prompts, sample_texts.responses, sample_texts.owner, pad_id=padding)
+    batch = TokenBatch.pack(texts.prompts, texts.responses, texts.owner, pad_id=padding)
     batch = TokenBatch(*(getattr(batch, name).to(model.device) for name in batch.__dataclass_fields__))
     with torch.enable_grad(), sides.precision(), _recorded(model, recording):
         logp = score(model, batch, temperature=sides.temperature).logp
     real = batch.response_mask
-    starts = torch.tensor([len(sample_texts.prompts[owner]) for owner in sample_texts.owner], device=model.device)
+    starts = torch.tensor([len(texts.prompts[owner]) for owner in texts.owner], device=model.device)
     positions = starts[:, None] + torch.arange(real.shape[1], device=model.device)
     _record_logps(recording, positions[real], batch.response_ids[real], logp[real])
 
 
 @torch.inference_mode()
-def _run_sampler(sides: SamplerAndTrainer, sample_texts: SampleTexts, recording: ForwardRecording) -> None:
+def _run_sampler(sides: SamplerAndTrainer, texts: SampleTexts, recording: ForwardRecording) -> None:
     with _recorded(sides.sampler._model, recording):
         for rows in BATCHES:
-            _decode(sides, sample_texts, list(rows), recording)
+            _decode(sides, texts, list(rows), recording)
 
 
-def _decode(sides: SamplerAndTrainer, sample_texts: SampleTexts, rows: list[int], recording: ForwardRecording) -> None:
+def _decode(sides: SamplerAndTrainer, texts: SampleTexts, rows: list[int], recording: ForwardRecording) -> None:
     model = sides.sampler._model
-    done = {row: int(PREFIX * len(sample_texts.responses[row])) if row == CONTINUED else 0 for row in rows}
-    decoder = _decoder(model, _prefill_plan(sample_texts, rows, done, model.device))
+    done = {row: int(PREFIX * len(texts.responses[row])) if row == CONTINUED else 0 for row in rows}
+    decoder = _decoder(model, _prefill_plan(texts, rows, done, model.device))
     logits = decoder.first
     while True:
-        ids = torch.tensor([int(sample_texts.responses[row][done[row]]) for row in rows], device=model.device)
+        ids = torch.tensor([int(texts.responses[row][done[row]]) for row in rows], device=model.device)
         positions = torch.tensor(
-            [len(sample_texts.prompts[sample_texts.owner[row]]) + done[row] for row in rows], device=model.device
+            [len(texts.prompts[texts.owner[row]]) + done[row] for row in rows], device=model.device
         )
         _record_logps(recording, positions, ids, _log_probs(model, logits, ids, sides.temperature))
         for row in rows:
             done[row] += 1
-        alive = [index for index, row in enumerate(rows) if done[row] < len(sample_texts.responses[row])]
+        alive = [index for index, row in enumerate(rows) if done[row] < len(texts.responses[row])]
         if not alive:
             return
         if len(alive) < len(rows):
@@ -163,18 +159,16 @@ def _log_probs(model: Any, logits: Tensor, ids: Tensor, temperature: float) -> T
     return (logits.float() / temperature).log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
 
-def _prefill_plan(
-    sample_texts: SampleTexts, rows: Sequence[int], done: dict[int, int], device: torch.device
-) -> PrefillPlan:
-    used = list(dict.fromkeys(sample_texts.owner[row] for row in rows))
-    starts = list(dict.fromkeys((used.index(sample_texts.owner[row]), row if done[row] else None) for row in rows))
-    texts = [() if row is None else sample_texts.responses[row][: done[row]] for _, row in starts]
+def _prefill_plan(texts: SampleTexts, rows: Sequence[int], done: dict[int, int], device: torch.device) -> PrefillPlan:
+    prompts = list(dict.fromkeys(texts.owner[row] for row in rows))
+    starts = list(dict.fromkeys((prompts.index(texts.owner[row]), row if done[row] else None) for row in rows))
+    prefixes = [() if row is None else texts.responses[row][: done[row]] for _, row in starts]
     return PrefillPlan(
-        prompts=[torch.from_numpy(sample_texts.prompts[prompt]).to(device) for prompt in used],
-        prefixes=[torch.tensor(np.array(text, dtype=np.int64), device=device) for text in texts],
+        prompts=[torch.from_numpy(texts.prompts[prompt]).to(device) for prompt in prompts],
+        prefixes=[torch.tensor(np.array(prefix, dtype=np.int64), device=device) for prefix in prefixes],
         prompt=torch.tensor([prompt for prompt, _ in starts], device=device),
         row=torch.tensor(
-            [starts.index((used.index(sample_texts.owner[row]), row if done[row] else None)) for row in rows],
+            [starts.index((prompts.index(texts.owner[row]), row if done[row] else None)) for row in rows],
             device=device,
         ),
     )

@@ -61,14 +61,14 @@ class RecordedTensor:
 class ForwardRecording:
     """The recording of one implementation, in the order in which its operations first ran.
 
-    `full`: the tensor whose values are kept; `inside`: the operation whose tensor operations are recorded as well.
+    `full`: the tensor whose values are recorded; `inside`: the operation whose tensor operations are recorded as well.
     """
 
     full: TensorName | None = None
     inside: str | None = None
     modules: dict[str, nn.Module] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
-    tracks: dict[TensorName, RecordedTensor] = field(default_factory=dict)
+    tensors: dict[TensorName, RecordedTensor] = field(default_factory=dict)
     steps: set[tuple[str, ...]] = field(default_factory=set)  # distinct sequences of the tensor operations inside
     _keys: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     _calls: dict[str, int] = field(default_factory=dict)
@@ -94,12 +94,12 @@ class ForwardRecording:
                 types.append(str(leaf.dtype).removeprefix("torch."))
         if not rows:
             return
-        place = TensorName(operation, half)
-        track = self.tracks.setdefault(place, RecordedTensor())
-        track.types.add("+".join(dict.fromkeys(types)))
+        name = TensorName(operation, half)
+        recorded = self.tensors.setdefault(name, RecordedTensor())
+        recorded.types.add("+".join(dict.fromkeys(types)))
         whole = torch.cat([row.double() for row in rows], 1)
-        track.keys.append(self._keys)
-        track.values.append((whole if place == self.full else row_digests(whole)).cpu())
+        recorded.keys.append(self._keys)
+        recorded.values.append((whole if name == self.full else row_digests(whole)).cpu())
 
     def run(self, operation: str, work: Callable[[], Any]) -> Any:
         """Returns `work()` and records its tensor operations if this operation is `inside`."""
@@ -133,8 +133,8 @@ def record_forward(
 def record_tokens(backbone: nn.Module, recording: ForwardRecording) -> Iterator[None]:
     """Starts a forward of the recording with the token keys of every forward of a transformers backbone inside."""
 
-    def begin(_module: nn.Module, _args: Any, given: dict[str, Any]) -> None:
-        recording.begin(token_keys(given["position_ids"], given["input_ids"]))
+    def begin(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        recording.begin(token_keys(kwargs["position_ids"], kwargs["input_ids"]))
 
     handle = backbone.register_forward_pre_hook(begin, with_kwargs=True)
     try:

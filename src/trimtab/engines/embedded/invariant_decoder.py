@@ -38,7 +38,7 @@ Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _FunctionAttends(CachedAttention):
+class _FunctionAttention(CachedAttention):
     """Wraps a function as the attention of a forward pass."""
 
     attention: Attention
@@ -49,7 +49,7 @@ class _FunctionAttends(CachedAttention):
 
 @dataclass(slots=True)
 class _Cache:
-    """Keys and values of all layers, (owners, key heads, a multiple of `KEYS`, width); float32 or wider on a CPU.
+    """Keys and values of all layers, (owners, key heads, a multiple of `KEY_BLOCK`, width); float32 or wider on a CPU.
 
     An owner is a prompt or a row.
     """
@@ -158,7 +158,7 @@ class InvariantDecoder:
             input_ids=tokens[None],
             position_ids=positions[None],
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
-            layout=_FunctionAttends(attention),
+            layout=_FunctionAttention(attention),
             use_cache=False,
         ).last_hidden_state[0]
 
