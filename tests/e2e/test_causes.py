@@ -58,7 +58,7 @@ def plain(bundled) -> tuple[plant.Rollout, np.ndarray]:
 
 def test_float32_on_policy_is_clean(plain) -> None:
     rollout, scored = plain
-    clean = plant.chunk(rollout, scored, entropy=rollout.entropy, ids=rollout.ids)
+    clean = plant.table(rollout, scored, entropy=rollout.entropy, ids=rollout.ids)
     assert plant.names(clean) == set()
     assert plant.names(plant.part(clean, 500)) == set()
 
@@ -68,17 +68,17 @@ def test_bfloat16_is_precision_and_eight_bits_are_not(bundled) -> None:
     half = copy.deepcopy(bundled.model).to(torch.bfloat16)
     for trainer in (bundled.rescore(noisy), plant.rescore(half, noisy)):
         for columns in ({}, {"ids": noisy.ids}):
-            whole = plant.chunk(noisy, trainer, **columns)
+            whole = plant.table(noisy, trainer, **columns)
             assert plant.names(whole) == {"precision"}
             assert plant.names(plant.part(whole, 500)) == {"precision"}
     coarse = bundled.sample(plant.rounded(bundled.model, 8))
-    assert plant.names(plant.chunk(coarse, bundled.rescore(coarse), ids=coarse.ids)) == {"quantized"}
+    assert plant.names(plant.table(coarse, bundled.rescore(coarse), ids=coarse.ids)) == {"quantized"}
 
 
 @pytest.mark.parametrize("temperature", [0.7, 0.9, 1.3])
 def test_the_trainer_at_another_temperature(bundled, plain, temperature) -> None:
     rollout, _ = plain
-    other = plant.chunk(rollout, bundled.rescore(rollout, temperature=temperature))
+    other = plant.table(rollout, bundled.rescore(rollout, temperature=temperature))
     assert plant.names(other) == {"temperature"}
     assert plant.names(plant.part(other, 500)) == {"temperature"}
 
@@ -86,28 +86,28 @@ def test_the_trainer_at_another_temperature(bundled, plain, temperature) -> None
 def test_the_sampler_at_another_temperature_reported_raw_or_not(bundled) -> None:
     rollout = bundled.sample(temperature=0.7)
     raw, processed = bundled.rescore(rollout), bundled.rescore(rollout, temperature=0.7)
-    assert plant.names(plant.chunk(rollout, raw)) == {"temperature"}
-    assert plant.names(plant.chunk(rollout, processed, behavior=raw)) == {"raw-logprobs"}
-    assert plant.names(plant.chunk(rollout, processed, entropy=rollout.entropy)) == set()
+    assert plant.names(plant.table(rollout, raw)) == {"temperature"}
+    assert plant.names(plant.table(rollout, processed, behavior=raw)) == {"raw-logprobs"}
+    assert plant.names(plant.table(rollout, processed, entropy=rollout.entropy)) == set()
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.95}, {"top_k": 20}])
 def test_truncated_sampling_and_its_replay(bundled, cut) -> None:
     rollout = bundled.sample(**cut)
     whole, kept = bundled.rescore(rollout), bundled.rescore(rollout, kept=True)
-    assert plant.names(plant.chunk(rollout, whole)) == {"truncated-sampling"}
-    assert plant.names(plant.part(plant.chunk(rollout, whole), 500)) == {"truncated-sampling"}
-    assert plant.names(plant.chunk(rollout, kept, entropy=rollout.entropy)) == set()
-    assert plant.names(plant.chunk(rollout, kept, behavior=whole)) == {"raw-logprobs"}
+    assert plant.names(plant.table(rollout, whole)) == {"truncated-sampling"}
+    assert plant.names(plant.part(plant.table(rollout, whole), 500)) == {"truncated-sampling"}
+    assert plant.names(plant.table(rollout, kept, entropy=rollout.entropy)) == set()
+    assert plant.names(plant.table(rollout, kept, behavior=whole)) == {"raw-logprobs"}
 
 
 @pytest.mark.parametrize("by", [-2, -1, 1, 2])
 def test_shifted_lists(plain, by) -> None:
     rollout, scored = plain
     for where in ({}, {"every": 3}, {"since": 20}):
-        moved = plant.chunk(rollout, plant.shifted(rollout.starts, scored, by, **where))
+        moved = plant.table(rollout, plant.shifted(rollout.starts, scored, by, **where))
         assert plant.names(moved) == {"misaligned"}
-    quarter = plant.part(plant.chunk(rollout, plant.shifted(rollout.starts, scored, by)), 500)
+    quarter = plant.part(plant.table(rollout, plant.shifted(rollout.starts, scored, by)), 500)
     assert plant.names(quarter) == {"misaligned"}
 
 
@@ -120,7 +120,7 @@ def test_lists_shifted_from_a_turn_on(plain, by, every) -> None:
     for start, stop in itertools.pairwise(rollout.starts):
         mask[min(start + 14, stop - 1) : min(start + 18, stop - 1)] = False
     turned, whole = (
-        plant.chunk(rollout, plant.shifted(rollout.starts, scored, by, every=every, since=since), mask=mask)
+        plant.table(rollout, plant.shifted(rollout.starts, scored, by, every=every, since=since), mask=mask)
         for since in (18, 0)
     )
     assert plant.names(whole) == {"misaligned"}
@@ -146,10 +146,10 @@ def test_text_that_was_encoded_again_where_a_turn_begins(bundled, plain) -> None
         ids.append(changed)
         mask.append(trained)
     trainer = bundled.rescore(rollout, ids=ids)
-    again = plant.chunk(rollout, trainer, mask=np.concatenate(mask))
+    again = plant.table(rollout, trainer, mask=np.concatenate(mask))
     assert "retokenized" in plant.names(again)
     assert "misaligned" not in plant.names(again)
-    untouched = plant.chunk(rollout, scored, mask=np.concatenate(mask))
+    untouched = plant.table(rollout, scored, mask=np.concatenate(mask))
     assert plant.names(untouched) == set()
 
 
@@ -161,14 +161,14 @@ def test_old_weights(bundled, plain) -> None:
     trainer = plant.rescore(later, rollout)
     responses, tokens = len(rollout.responses), len(trainer)
     old = np.full(responses, 2)
-    constant = plant.chunk(rollout, trainer, version=np.zeros(tokens, np.int64), proximal_version=old)
+    constant = plant.table(rollout, trainer, version=np.zeros(tokens, np.int64), proximal_version=old)
     assert "stale" in plant.names(constant)
     # Every second response comes from the new weights themselves.
     exact = bundled.sample(later)
     joined = plant.Rollout(rollout.prompts, [*rollout.responses, *exact.responses])
     both = np.concatenate([trainer, plant.rescore(later, exact)])
     version = np.where(np.arange(len(both)) < tokens, 0, 2)
-    aged = plant.chunk(joined, both, version=version, proximal_version=np.full(len(joined.responses), 2))
+    aged = plant.table(joined, both, version=version, proximal_version=np.full(len(joined.responses), 2))
     assert plant.names(aged) == {"stale"}
 
 
@@ -176,10 +176,10 @@ def test_two_causes_at_once(bundled) -> None:
     rounded = plant.rounded(bundled.model, 8)
     cold = bundled.sample(rounded, temperature=0.7)
     trainer = bundled.rescore(cold)
-    assert "temperature" in plant.names(plant.chunk(cold, trainer))
+    assert "temperature" in plant.names(plant.table(cold, trainer))
     cut = bundled.sample(rounded, top_p=0.9)
-    assert plant.names(plant.chunk(cut, bundled.rescore(cut))) >= {"truncated-sampling"}
-    assert plant.names(plant.chunk(cut, plant.shifted(cut.starts, bundled.rescore(cut), -1))) >= {
+    assert plant.names(plant.table(cut, bundled.rescore(cut))) >= {"truncated-sampling"}
+    assert plant.names(plant.table(cut, plant.shifted(cut.starts, bundled.rescore(cut), -1))) >= {
         "misaligned",
         "truncated-sampling",
     }

@@ -44,7 +44,7 @@ def laboratory() -> Laboratory:
 
 def test_a_float32_run_on_policy_has_no_cause(laboratory) -> None:
     rollout = laboratory.sample()
-    clean = plant.chunk(rollout, plant.rescore(laboratory.model, rollout), entropy=rollout.entropy, ids=rollout.ids)
+    clean = plant.table(rollout, plant.rescore(laboratory.model, rollout), entropy=rollout.entropy, ids=rollout.ids)
     for tokens in (500, 2000, 10**6):
         assert plant.names(plant.part(clean, tokens)) == set()
 
@@ -53,7 +53,7 @@ def test_a_float32_run_on_policy_has_no_cause(laboratory) -> None:
 def test_bfloat16_is_precision_at_most(laboratory, both) -> None:
     rollout = laboratory.sample(dtype="bfloat16")
     model = copy.deepcopy(laboratory.model).to(torch.bfloat16) if both else laboratory.model
-    noisy = plant.chunk(rollout, plant.rescore(model, rollout))
+    noisy = plant.table(rollout, plant.rescore(model, rollout))
     for tokens in (500, 2000, 10**6):
         assert plant.names(plant.part(noisy, tokens)) == {"precision"}
 
@@ -63,13 +63,13 @@ def test_temperatures_of_trainer_and_sampler(laboratory, temperature) -> None:
     drawn, plain = laboratory.sample(temperature=temperature), laboratory.sample()
     scored = plant.rescore(laboratory.model, drawn, temperature=temperature)
     ours = plant.rescore(laboratory.model, drawn)
-    assert plant.names(plant.chunk(drawn, ours)) == {"temperature"}
-    assert plant.names(plant.chunk(plain, plant.rescore(laboratory.model, plain, temperature=temperature))) == {
+    assert plant.names(plant.table(drawn, ours)) == {"temperature"}
+    assert plant.names(plant.table(plain, plant.rescore(laboratory.model, plain, temperature=temperature))) == {
         "temperature"
     }
-    assert plant.names(plant.chunk(drawn, scored, entropy=drawn.entropy)) == set()
+    assert plant.names(plant.table(drawn, scored, entropy=drawn.entropy)) == set()
     # Tokens follow the trainer's temperature, the sampler reports the model's own log-probs.
-    assert "raw-logprobs" in plant.names(plant.chunk(drawn, scored, behavior=ours))
+    assert "raw-logprobs" in plant.names(plant.table(drawn, scored, behavior=ours))
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_p": 0.99}, {"top_k": 2}])
@@ -77,24 +77,24 @@ def test_truncation_on_either_side(laboratory, cut) -> None:
     drawn = laboratory.sample(**cut)
     whole, kept = plant.rescore(laboratory.model, drawn), plant.rescore(laboratory.model, drawn, kept=True)
     for tokens in (500, 10**6):
-        assert plant.names(plant.part(plant.chunk(drawn, whole), tokens)) == {"truncated-sampling"}
-        assert plant.names(plant.part(plant.chunk(drawn, kept), tokens)) == set()
-        assert plant.names(plant.part(plant.chunk(drawn, kept, behavior=whole), tokens)) == {"raw-logprobs"}
+        assert plant.names(plant.part(plant.table(drawn, whole), tokens)) == {"truncated-sampling"}
+        assert plant.names(plant.part(plant.table(drawn, kept), tokens)) == set()
+        assert plant.names(plant.part(plant.table(drawn, kept, behavior=whole), tokens)) == {"raw-logprobs"}
 
 
 def test_raw_log_probs_on_both_sides_show_in_the_contract(laboratory) -> None:
     drawn = laboratory.sample(top_p=0.9)
     whole = plant.rescore(laboratory.model, drawn)
-    silent = plant.chunk(drawn, whole, behavior=whole)
+    silent = plant.table(drawn, whole, behavior=whole)
     responses = silent.responses
     assert plant.names(silent) == set()  # nothing in these numbers alone says so
-    known = plant.chunk(drawn, whole, behavior=whole, top_p=np.full(responses, 0.9))
+    known = plant.table(drawn, whole, behavior=whole, top_p=np.full(responses, 0.9))
     assert plant.names(known) == {"raw-logprobs"}
-    said = plant.chunk(drawn, whole, behavior=whole, temperature=np.full(responses, 0.7), raw=np.ones(responses, bool))
+    said = plant.table(drawn, whole, behavior=whole, temperature=np.full(responses, 0.7), raw=np.ones(responses, bool))
     assert plant.names(said) == {"raw-logprobs"}
-    entropy = plant.chunk(drawn, whole, behavior=whole, entropy=drawn.entropy)
+    entropy = plant.table(drawn, whole, behavior=whole, entropy=drawn.entropy)
     assert plant.names(entropy) == {"raw-logprobs"}
-    processed = plant.chunk(drawn, plant.rescore(laboratory.model, drawn, kept=True), top_p=np.full(responses, 0.9))
+    processed = plant.table(drawn, plant.rescore(laboratory.model, drawn, kept=True), top_p=np.full(responses, 0.9))
     assert plant.names(processed) == set()
 
 
@@ -103,7 +103,7 @@ def test_shifts_of_all_of_some_and_of_the_rest(laboratory, by) -> None:
     rollout = laboratory.sample()
     scored = plant.rescore(laboratory.model, rollout)
     for where in ({}, {"every": 4}, {"since": 4}):
-        moved = plant.chunk(rollout, plant.shifted(rollout.starts, scored, by, **where))
+        moved = plant.table(rollout, plant.shifted(rollout.starts, scored, by, **where))
         found = plant.causes(moved)
         assert [cause.name for cause in found] == ["misaligned"]
         assert f"moved by {by:+d}" in found[0].evidence
@@ -116,7 +116,7 @@ def test_log_probs_of_other_responses(laboratory) -> None:
     same = [row for row in range(len(starts) - 1) if starts[row + 1] - starts[row] == 11]
     for row, other in zip(same, same[1:] + same[:1], strict=True):
         mixed[starts[row] : starts[row + 1]] = scored[starts[other] : starts[other + 1]]
-    found = plant.causes(plant.chunk(rollout, mixed))
+    found = plant.causes(plant.table(rollout, mixed))
     assert [cause.name for cause in found] == ["misaligned"]
     assert "another response" in found[0].evidence
 
@@ -124,7 +124,7 @@ def test_log_probs_of_other_responses(laboratory) -> None:
 @pytest.mark.parametrize("bits", [4, 3])
 def test_rounded_weights(laboratory, bits) -> None:
     rollout = laboratory.sample(bits=bits)
-    coarse = plant.chunk(rollout, plant.rescore(laboratory.model, rollout))
+    coarse = plant.table(rollout, plant.rescore(laboratory.model, rollout))
     for tokens in (500, 10**6):
         assert plant.names(plant.part(coarse, tokens)) == {"quantized"}
 
@@ -134,7 +134,7 @@ def test_jumps_are_told_from_noise(laboratory) -> None:
     scored = plant.rescore(laboratory.model, rollout)
     hit = generator.random(len(scored)) < 0.005
     scored[hit] = -generator.uniform(6, 14, hit.sum())
-    assert plant.names(plant.chunk(rollout, scored)) == {"retokenized", "precision"}
+    assert plant.names(plant.table(rollout, scored)) == {"retokenized", "precision"}
 
 
 def test_small_jumps_where_turns_meet(laboratory) -> None:
@@ -144,7 +144,7 @@ def test_small_jumps_where_turns_meet(laboratory) -> None:
     place = np.arange(len(scored)) - starts[np.repeat(np.arange(len(starts) - 1), np.diff(starts))]
     hit = (place == 6) & (generator.random(len(scored)) < 0.5)
     scored[hit] -= 4.0
-    turns = plant.chunk(rollout, scored, mask=(place < 4) | (place > 5))
+    turns = plant.table(rollout, scored, mask=(place < 4) | (place > 5))
     assert plant.names(turns) == {"retokenized", "quantized"}
 
 
@@ -161,8 +161,8 @@ def test_lag_shows_in_ages_and_in_advantages(laboratory, updates, lr) -> None:
     mean = np.bincount(rollout.group, reward) / np.bincount(rollout.group)
     advantage = (reward - mean[rollout.group]) / 0.5
     later = plant.rescore(plant.improved(laboratory.model, rollout, advantage, updates=updates, lr=lr), rollout)
-    assert "stale" in plant.names(plant.chunk(rollout, later, advantage=advantage))
-    assert "stale" in plant.names(plant.chunk(rollout, later, reward=reward, group=rollout.group))
+    assert "stale" in plant.names(plant.table(rollout, later, advantage=advantage))
+    assert "stale" in plant.names(plant.table(rollout, later, reward=reward, group=rollout.group))
     # Half of the responses are fresh and come from a 4-bit sampler: lag on one half, rounding on the other.
     other = laboratory.sample(bits=4)
     half = len(rollout.responses) // 2
@@ -170,7 +170,7 @@ def test_lag_shows_in_ages_and_in_advantages(laboratory, updates, lr) -> None:
     fresh = plant.rescore(laboratory.model, other)[other.starts[half] :]
     trainer = np.concatenate([later[: rollout.starts[half]], fresh])
     versions = np.where(np.arange(len(trainer)) < rollout.starts[half], 0, updates)
-    aged = plant.chunk(joined, trainer, version=versions, proximal_version=np.full(len(joined.responses), updates))
+    aged = plant.table(joined, trainer, version=versions, proximal_version=np.full(len(joined.responses), updates))
     if (lr, updates) != (1e-4, 1):  # one small update moves logits less than four bits do
         assert plant.names(aged) == {"stale", "quantized"}
 
@@ -180,9 +180,9 @@ def test_rounded_weights_are_not_called_stale(laboratory) -> None:
     reward = np.array([float(list(c.text[:10]) == sorted(c.text[:10])) for _, c in rollout.responses])
     scored = plant.rescore(laboratory.model, rollout)
     responses = len(rollout.responses)
-    assert plant.names(plant.chunk(rollout, scored, reward=reward, group=rollout.group)) == {"quantized"}
+    assert plant.names(plant.table(rollout, scored, reward=reward, group=rollout.group)) == {"quantized"}
     ages = np.arange(responses) % 2
-    mixed = plant.chunk(rollout, scored, version=np.zeros(len(scored), np.int64), proximal_version=ages)
+    mixed = plant.table(rollout, scored, version=np.zeros(len(scored), np.int64), proximal_version=ages)
     assert plant.names(mixed) == {"quantized"}
 
 
@@ -197,21 +197,21 @@ def test_rounded_weights_are_not_called_stale(laboratory) -> None:
 def test_two_causes_at_once(laboratory, sampling, bits, expected) -> None:
     rollout = laboratory.sample(bits=bits, **sampling)
     scored = plant.rescore(laboratory.model, rollout)
-    assert plant.names(plant.chunk(rollout, scored)) == expected
-    assert "misaligned" in plant.names(plant.chunk(rollout, plant.shifted(rollout.starts, scored, 1)))
+    assert plant.names(plant.table(rollout, scored)) == expected
+    assert "misaligned" in plant.names(plant.table(rollout, plant.shifted(rollout.starts, scored, 1)))
 
 
 def test_noise_cut_off_at_probability_one_is_no_truncation(laboratory) -> None:
     rollout, generator = laboratory.sample(), np.random.default_rng(3)
     noise = 0.3 * generator.normal(size=len(rollout.behavior)) * np.minimum(1, -3 * rollout.behavior)
-    assert plant.names(plant.chunk(rollout, np.minimum(rollout.behavior + noise, 0))) == {"quantized"}
+    assert plant.names(plant.table(rollout, np.minimum(rollout.behavior + noise, 0))) == {"quantized"}
 
 
 def test_values_that_are_not_finite(laboratory) -> None:
     rollout = laboratory.sample()
     scored = plant.rescore(laboratory.model, rollout)
     scored[[3, 40]] = -np.inf
-    found = plant.causes(plant.chunk(rollout, scored), nonfinite={"logp_proximal -inf": 2})
+    found = plant.causes(plant.table(rollout, scored), nonfinite={"logp_proximal -inf": 2})
     assert [cause.name for cause in found] == ["non-finite"]
     assert "2 logp_proximal -inf" in found[0].evidence
 
@@ -219,20 +219,20 @@ def test_values_that_are_not_finite(laboratory) -> None:
 def test_rounding_of_the_file_is_no_cause(laboratory) -> None:
     rollout = laboratory.sample()
     scored = np.round(plant.rescore(laboratory.model, rollout), 3)
-    written = plant.chunk(rollout, scored)
+    written = plant.table(rollout, scored)
     assert plant.names(written, floor=1e-3**2 / 24) == set()
     assert plant.names(written) <= {"precision"}
 
 
 def test_greedy_tokens(laboratory) -> None:
     rollout = laboratory.sample(temperature=0.0)
-    found = plant.causes(plant.chunk(rollout, plant.rescore(laboratory.model, rollout)))
+    found = plant.causes(plant.table(rollout, plant.rescore(laboratory.model, rollout)))
     assert [cause.name for cause in found] == ["temperature"]
 
 
 def test_too_few_tokens_name_nothing_and_every_cause_explains_itself(laboratory) -> None:
     rollout = laboratory.sample(temperature=0.6)
-    whole = plant.chunk(rollout, plant.rescore(laboratory.model, rollout))
+    whole = plant.table(rollout, plant.rescore(laboratory.model, rollout))
     assert plant.causes(plant.part(whole, 40)) == ()
     (cause,) = plant.causes(whole)
     assert 0.5 < cause.confidence <= 1

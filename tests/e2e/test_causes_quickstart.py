@@ -33,8 +33,8 @@ class Step:
     trainer: np.ndarray
 
     @property
-    def chunk(self) -> TokenTable:
-        return plant.chunk(self.rollout, self.trainer, ids=self.rollout.ids, group=self.rollout.group)
+    def table(self) -> TokenTable:
+        return plant.table(self.rollout, self.trainer, ids=self.rollout.ids, group=self.rollout.group)
 
 
 class Quickstart:
@@ -83,7 +83,7 @@ def distance(whole: TokenTable) -> float:
 
 def test_bfloat16_is_precision_and_eight_bits_are_quantized(steps: dict[str, list[Step]]) -> None:
     """All steps together, as a run has them; single ones come nearer to the border, on both sides of it."""
-    whole = {name: TokenTable.concat([step.chunk for step in found]) for name, found in steps.items()}
-    print({name: [distance(chunk), *(distance(step.chunk) for step in steps[name])] for name, chunk in whole.items()})
+    whole = {name: TokenTable.concat([step.table for step in found]) for name, found in steps.items()}
+    print({name: [distance(table), *(distance(step.table) for step in steps[name])] for name, table in whole.items()})
     assert plant.names(whole["bfloat16"]) == {"precision"}
     assert plant.names(whole["int8"]) == {"quantized"}

@@ -123,7 +123,7 @@ def improved(model: Any, rollout: Rollout, advantage: np.ndarray, *, updates: in
     return other
 
 
-def chunk(rollout: Rollout, trainer: np.ndarray, behavior: np.ndarray | None = None, **columns: Any) -> TokenTable:
+def table(rollout: Rollout, trainer: np.ndarray, behavior: np.ndarray | None = None, **columns: Any) -> TokenTable:
     behavior = rollout.behavior if behavior is None else behavior
     given = {"mask": np.ones(len(behavior), dtype=bool), **columns}
     return TokenTable(
@@ -135,7 +135,7 @@ def chunk(rollout: Rollout, trainer: np.ndarray, behavior: np.ndarray | None = N
 
 
 def part(whole: TokenTable, tokens: int, seed: int = 0) -> TokenTable:
-    """Whole responses of the chunk, at random, until there are `tokens` of them."""
+    """Whole responses of the table, at random, until there are `tokens` of them."""
     lengths = np.diff(whole.starts)
     order = np.random.default_rng(seed).permutation(whole.responses)
     rows = np.sort(order[: int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1])

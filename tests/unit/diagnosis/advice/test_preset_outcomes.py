@@ -16,7 +16,7 @@ RATIOS = [[1.0, 1.1, 0.9], [4.0, 1.0], [0.4, 0.5, 1.0, 1.0]]
 """Three responses of 3, 2 and 4 tokens; products .99, 4 and .2."""
 
 
-def chunk(ratios: list[list[float]], advantage: list[float] | None = None) -> TokenTable:
+def table(ratios: list[list[float]], advantage: list[float] | None = None) -> TokenTable:
     lengths = [len(row) for row in ratios]
     log = np.log(np.concatenate(ratios)).astype(np.float32)
     return TokenTable(
@@ -78,7 +78,7 @@ def test_every_preset_has_a_row_and_those_with_bounds_a_second_one() -> None:
 
 def test_hand_numbers() -> None:
     rows = published(
-        chunk(RATIOS, [1.0, 1.0, 1.0]),
+        table(RATIOS, [1.0, 1.0, 1.0]),
         *("grpo", "token-tis", "icepop", "seq-tis", "token-mis", "geo-mask", "geo-mask-token-tis"),
     )
     flat = np.concatenate(RATIOS)
@@ -115,10 +115,10 @@ def test_hand_numbers() -> None:
 
 
 def test_what_the_sign_decides_is_averaged_where_it_is_unknown() -> None:
-    up = published(chunk(RATIOS, [1.0, 1.0, 1.0]), "token-bypass")["token-bypass"]
-    down = published(chunk(RATIOS, [-1.0, -1.0, -1.0]), "token-bypass")["token-bypass"]
-    unknown = published(chunk(RATIOS), "token-bypass")["token-bypass"]
-    half = published(chunk(RATIOS, [0.0, 0.0, 0.0]), "token-bypass")["token-bypass"]
+    up = published(table(RATIOS, [1.0, 1.0, 1.0]), "token-bypass")["token-bypass"]
+    down = published(table(RATIOS, [-1.0, -1.0, -1.0]), "token-bypass")["token-bypass"]
+    unknown = published(table(RATIOS), "token-bypass")["token-bypass"]
+    half = published(table(RATIOS, [0.0, 0.0, 0.0]), "token-bypass")["token-bypass"]
     assert up.kept == pytest.approx(8 / 9)  # A > 0 cuts the ratio of 4
     assert down.kept == pytest.approx(7 / 9)  # A < 0 cuts .4 and .5
     assert unknown.kept == half.kept == pytest.approx(7.5 / 9)
@@ -129,17 +129,17 @@ def test_what_the_sign_decides_is_averaged_where_it_is_unknown() -> None:
 
 def test_dual_clip_and_opsm_act_on_negative_advantages_only() -> None:
     data = [[12.0], [1.0], [0.9]]
-    rows = published(chunk(data, [-1.0, -1.0, -1.0]), "seq-bypass", "opsm")
+    rows = published(table(data, [-1.0, -1.0, -1.0]), "seq-bypass", "opsm")
     assert rows["seq-bypass"].kept == pytest.approx(2 / 3)  # 12 is beyond the dual clip of 10
     assert rows["opsm"].kept == pytest.approx(2 / 3)  # drift -log .9 = .105 is beyond .05
-    assert published(chunk(data, [1.0, 1.0, 1.0]), "opsm")["opsm"].kept == 1.0
+    assert published(table(data, [1.0, 1.0, 1.0]), "opsm")["opsm"].kept == 1.0
 
 
 def test_m2po_cuts_what_exceeds_its_second_moment() -> None:
     # A > 0 judges the tokens above 1. The mean square of log 1.1 and log 4 is far above .04: the 4 is cut.
-    row = published(chunk(RATIOS, [1.0, 1.0, 1.0]), "m2po")["m2po"]
+    row = published(table(RATIOS, [1.0, 1.0, 1.0]), "m2po")["m2po"]
     assert row.kept == pytest.approx(8 / 9)
-    assert published(chunk([[1.1, 1.0, 0.9]], [1.0]), "m2po")["m2po"].kept == 1.0
+    assert published(table([[1.1, 1.0, 0.9]], [1.0]), "m2po")["m2po"].kept == 1.0
 
 
 @pytest.mark.parametrize("preset", ["token-tis", "seq-tis", "token-mis", "icepop", "geo-mask", "geo-mask-token-tis"])
@@ -175,7 +175,7 @@ def test_equal_policies_leave_everything_as_it_is() -> None:
 
 
 def test_short_data_is_not_calibrated() -> None:
-    clean = chunk([[1.0, 1.2], [2.0, 2.0]], [1.0, 1.0])
+    clean = table([[1.0, 1.2], [2.0, 2.0]], [1.0, 1.0])
     assert not any(row.calibrated for row in outcomes(Data.of(clean), ("geo-mask", "token-tis")))
     clean.mask[:] = False
     assert outcomes(Data.of(clean)) == ()

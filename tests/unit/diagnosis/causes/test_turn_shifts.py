@@ -63,9 +63,9 @@ def moved(
     return TokenTable(starts=whole.starts, mask=whole.mask, behavior=whole.behavior, proximal=values)
 
 
-def only(chunk: TokenTable) -> Cause:
+def only(table: TokenTable) -> Cause:
     """The one cause besides the noise."""
-    found = [cause for cause in causes(chunk) if cause.name not in ("precision", "quantized")]
+    found = [cause for cause in causes(table) if cause.name not in ("precision", "quantized")]
     assert len(found) == 1, [cause.name for cause in found]
     return found[0]
 

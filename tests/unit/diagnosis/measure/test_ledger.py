@@ -8,17 +8,17 @@ from trimtab.diagnosis.measure.bins import LOG_RATIO_BINS
 from trimtab.diagnosis.measure.ledger import KeyedSums
 
 
-def filled(most: int, steps: list[int], chunks: int = 1, other: int = 0) -> KeyedSums:
+def filled(most: int, steps: list[int], tables: int = 1, other: int = 0) -> KeyedSums:
     """One token of log-ratio bin `step` for each step, sums 1, largest value the step."""
     ledger = KeyedSums(most)
-    for part in np.array_split(np.array(steps), chunks):
+    for part in np.array_split(np.array(steps), tables):
         keys = np.column_stack([part, np.full(len(part), other)])
         ledger.add(keys, np.ones((len(part), 1)), part[:, None].astype(float), (np.arange(len(part)), part))
     return ledger
 
 
 def test_equal_keys_merge() -> None:
-    ledger = filled(10, [3, 1, 3, 3], chunks=2)
+    ledger = filled(10, [3, 1, 3, 3], tables=2)
     (first, one), (second, three) = ledger.rows()
     assert (first, second) == ((1, 0), (3, 0))
     assert (one[0][0], three[0][0]) == (1, 3)
@@ -30,8 +30,8 @@ def test_equal_keys_merge() -> None:
 
 def test_neighbors_merge_until_they_fit() -> None:
     # 9 steps do not fit into 4 rows by twos (5 blocks), but by fours: 0-3, 4-7, 8.
-    for chunks in (1, 2, 9):
-        ledger = filled(4, list(range(9)), chunks)
+    for tables in (1, 2, 9):
+        ledger = filled(4, list(range(9)), tables)
         assert ledger.width == 4
         assert [(key[0], row[0][0], row[1][0]) for key, row in ledger.rows()] == [(0, 4, 3), (1, 4, 7), (2, 1, 8)]
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from tests.support.token_chunks import chunk, whole
+from tests.support.token_tables import table, whole
 
 from trimtab.diagnosis.measure.by_length import rejected
 
@@ -31,7 +31,7 @@ def test_each_length_is_a_bin_when_there_are_few() -> None:
     # The untrained token does not count as length; the response without a trained one is no response.
     ratios = [[0.8], [0.0, 0.0, 0.0], [math.log(2.5), 0.0, 0.0, 1.0], [0.0]]
     mask = [[True], [True, True, True], [True, True, True, False], [False]]
-    view = whole(chunk(ratios, mask=mask)).views["length"]
+    view = whole(table(ratios, mask=mask)).views["length"]
     assert view.labels == ("1-2", "3")
     assert view.count.tolist() == [1, 6]
     assert view.edges is not None
@@ -44,7 +44,7 @@ def test_each_length_is_a_bin_when_there_are_few() -> None:
 
 def test_ten_bins_share_responses_evenly() -> None:
     lengths = np.random.default_rng(0).integers(1, 300, 1000)
-    view = whole(chunk([[0.0] * length for length in lengths])).views["length"]
+    view = whole(table([[0.0] * length for length in lengths])).views["length"]
     assert len(view.labels) == 10
     assert view.columns["responses"].sum() == 1000
     # A fine bin is at most 1/32 of its length wide.
@@ -60,7 +60,7 @@ def test_ten_bins_share_responses_evenly() -> None:
 def test_planted_drift_rejects_long_responses_by_product_and_not_by_mean() -> None:
     # The same drift of 0.2% a token everywhere: the product leaves [.5, 2] after 347 tokens.
     lengths = np.tile([50, 100, 200, 300, 500, 900], 20)
-    view = whole(chunk([[0.002] * length for length in lengths])).views["length"]
+    view = whole(table([[0.002] * length for length in lengths])).views["length"]
     assert view.columns["rejected/sequence [0.5, 2]"].tolist() == [0, 0, 0, 0, 1, 1]
     assert view.columns["rejected/geometric [0.99, 1.01]"].tolist() == [0] * 6
     assert view.columns["rejected/geometric [0.99, 1.001]"].tolist() == [1] * 6

@@ -1,4 +1,4 @@
-"""The pass as a whole: any cut of the data into chunks gives the same, and bad streams are refused."""
+"""The pass as a whole: any cut of the data into tables gives the same, and bad streams are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.token_chunks import ORIGIN, chunk, noisy, pieces, whole
+from tests.support.token_tables import ORIGIN, noisy, pieces, table, whole
 
 from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.records import Measured
@@ -61,35 +61,35 @@ def test_seed_draws_the_bootstrap_only() -> None:
 
 def test_scatter_has_the_trainer_in_rows_and_the_sampler_in_columns() -> None:
     # Sampler 0.255, trainer 0.855; an untrained token does not count.
-    found = whole(chunk([[np.log(0.855 / 0.255), 0.0]], behavior=np.log(0.255), mask=[[True, False]])).scatter
+    found = whole(table([[np.log(0.855 / 0.255), 0.0]], behavior=np.log(0.255), mask=[[True, False]])).scatter
     assert found.shape == (100, 100)
     assert found.sum() == found[85, 25] == 1
 
 
-def test_origin_is_asked_after_the_last_chunk() -> None:
+def test_origin_is_asked_after_the_last_table() -> None:
     seen: list[str] = []
 
-    def chunks() -> Any:
+    def tables() -> Any:
         yield DATA
         seen.append("end")
 
-    found = measure(chunks(), lambda: (seen.append("origin"), ORIGIN)[1])
+    found = measure(tables(), lambda: (seen.append("origin"), ORIGIN)[1])
     assert seen == ["end", "origin"]
     assert found.origin is ORIGIN
 
 
 def test_no_trained_token_is_an_error_in_one_line() -> None:
     with pytest.raises(TrimtabError, match="no response has a trained token: check loss_mask"):
-        whole(chunk([[0.0, 0.0]], mask=[[False, False]]))
+        whole(table([[0.0, 0.0]], mask=[[False, False]]))
     with pytest.raises(TrimtabError, match="no response has a trained token"):
         whole()
 
 
 def test_untrained_responses_and_empty_chunks_are_no_trouble() -> None:
     empty = pieces(DATA, [0])[0]
-    untrained = chunk([[0.0]], mask=[[False]])
+    untrained = table([[0.0]], mask=[[False]])
     assert empty.responses == 0
     assert_same(whole(empty, *pieces(DATA, [20]), empty), DATA_AT_ONCE)
-    found = whole(untrained, chunk([[0.5]]))
+    found = whole(untrained, table([[0.5]]))
     assert found.size.mismatch["sequences"] == 1
     assert found.sample.responses == 2

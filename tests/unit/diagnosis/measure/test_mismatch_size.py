@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.support.token_chunks import ORIGIN, chunk, noisy, pieces, whole
+from tests.support.token_tables import ORIGIN, noisy, pieces, table, whole
 
 import trimtab
 from trimtab.diagnosis.measure import measure
@@ -46,7 +46,7 @@ def test_figures_are_those_of_mismatch(noise: float) -> None:
 
 
 def test_figures_with_log_ratios_beyond_the_safety_bound() -> None:
-    data = chunk([[30.0, -25.0], [0.1, 0.2]], behavior=-40.0)
+    data = table([[30.0, -25.0], [0.1, 0.2]], behavior=-40.0)
     exact = trimtab.mismatch(*padded(data, torch.float64)).finalize()
     assert whole(data).size.mismatch == pytest.approx(exact)
     assert exact["ratio_bounded"] == 0.5
@@ -74,16 +74,16 @@ def test_rows_by_step_are_those_of_the_step_alone() -> None:
 
 
 def test_many_steps_become_at_most_200_rows() -> None:
-    found = sized(chunk([[0.1]] * 1000, step=np.arange(1000, 2000)))
+    found = sized(table([[0.1]] * 1000, step=np.arange(1000, 2000)))
     assert len(found.by_step) == 125
     assert (found.by_step[0]["step"], found.by_step[0]["step_last"]) == (1000, 1007)
     assert sum(row["tokens"] for row in found.by_step) == 1000
-    assert sized(chunk([[0.1]])).by_step == ()
+    assert sized(table([[0.1]])).by_step == ()
 
 
 def test_interval_of_k1_by_hand() -> None:
     # Two clusters of one token with log-ratios .1 and .3: k1 -.2, standard error .1, one degree of freedom.
-    found = sized(chunk([[0.1], [0.3]])).intervals["k1"]
+    found = sized(table([[0.1], [0.3]])).intervals["k1"]
     assert found.value == pytest.approx(-0.2)
     assert (found.low, found.high) == pytest.approx((-0.2 - 1.2706, -0.2 + 1.2706), rel=1e-4)
 
@@ -103,19 +103,19 @@ def test_intervals_hold_their_value_and_stay_in_range() -> None:
 def test_groups_widen_intervals_when_their_rows_agree() -> None:
     # 30 groups of 10 equal rows hold as much as 30 rows: the interval is about sqrt(10) as wide as without groups.
     ratios = np.repeat(np.random.default_rng(0).normal(0, 0.1, 30), 10)[:, None].tolist()
-    alone, grouped = (sized(chunk(ratios, **extra)) for extra in ({}, {"group": np.arange(300) // 10}))
+    alone, grouped = (sized(table(ratios, **extra)) for extra in ({}, {"group": np.arange(300) // 10}))
     widths = [size.intervals["k1"].high - size.intervals["k1"].low for size in (alone, grouped)]
     assert widths[1] / widths[0] == pytest.approx(math.sqrt(10), rel=0.15)
 
 
 def test_more_groups_than_buckets_keep_their_interval() -> None:
     # 10,000 independent tokens of deviation .1: half a width is 1.96 * .1 / 100 however clusters are merged.
-    found = sized(chunk(np.random.default_rng(0).normal(0, 0.1, (10_000, 1)).tolist())).intervals["k1"]
+    found = sized(table(np.random.default_rng(0).normal(0, 0.1, (10_000, 1)).tolist())).intervals["k1"]
     assert (found.high - found.low) / 2 == pytest.approx(0.00196, rel=0.1)
 
 
 def test_identical_policies_are_certain() -> None:
-    found = sized(chunk([[0.0] * 5] * 20, behavior=-np.random.default_rng(0).exponential(1.0, (20, 5))))
+    found = sized(table([[0.0] * 5] * 20, behavior=-np.random.default_rng(0).exponential(1.0, (20, 5))))
     assert found.verdict == "exact"
     assert (found.intervals["k3"].low, found.intervals["k3"].high) == (0, 0)
     assert (found.intervals["ess_token"].low, found.intervals["ess_token"].high) == (1, 1)
@@ -124,13 +124,13 @@ def test_identical_policies_are_certain() -> None:
 
 def test_products_carried_by_one_sequence_have_no_interval() -> None:
     assert "ess_seq" in sized(noisy(5, 100, noise=0.01)).intervals
-    found = sized(chunk([[0.0]] * 99 + [[15.0, 15.0, 15.0]], behavior=-50.0))
+    found = sized(table([[0.0]] * 99 + [[15.0, 15.0, 15.0]], behavior=-50.0))
     assert "ess_seq" not in found.intervals
     assert all(math.isfinite(interval.value) for interval in found.intervals.values())
 
 
 def test_one_response_has_figures_and_no_interval() -> None:
-    found = sized(chunk([[TWO, 0.0]]))
+    found = sized(table([[TWO, 0.0]]))
     assert found.mismatch["ratio_mean"] == pytest.approx(1.5)
     assert math.isnan(found.intervals["ratio_mean"].low)
 
@@ -160,6 +160,6 @@ def test_bfloat16_on_both_sides_of_one_policy_is_rounding() -> None:
     both = [
         torch.from_numpy(values).to(torch.bfloat16).to(torch.float32).numpy().reshape(-1) for values in (exact, moved)
     ]
-    found = sized(replace(chunk([[0.0] * 40] * 50), behavior=both[0], proximal=both[1]))
+    found = sized(replace(table([[0.0] * 40] * 50), behavior=both[0], proximal=both[1]))
     assert found.verdict == "rounding"
     assert "bfloat16" in found.floor_note

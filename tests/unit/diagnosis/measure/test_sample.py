@@ -1,10 +1,10 @@
-"""Even, bounded, the same whatever the chunks."""
+"""Even, bounded, the same whatever the tables."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.support.token_chunks import chunk, noisy, pieces
+from tests.support.token_tables import noisy, pieces, table
 
 from trimtab.diagnosis.measure.sample import Sample
 from trimtab.diagnosis.tokens import TokenTable
@@ -29,7 +29,7 @@ def same(one: TokenTable, other: TokenTable) -> bool:
 
 def numbered(lengths: list[int]) -> TokenTable:
     """Every token carries the index of its response as id."""
-    return chunk([[0.0] * length for length in lengths], ids=[[row] * length for row, length in enumerate(lengths)])
+    return table([[0.0] * length for length in lengths], ids=[[row] * length for row, length in enumerate(lengths)])
 
 
 def test_all_is_kept_where_it_fits() -> None:
@@ -79,7 +79,7 @@ def test_huge_responses_are_cut_and_leave_room() -> None:
 
 def test_chunks_of_other_columns_are_refused() -> None:
     with pytest.raises(TrimtabError, match=r"different columns \(ids only in some\)"):
-        drawn([chunk([[0.0]]), chunk([[0.0]], ids=[[1]])], tokens=10)
+        drawn([table([[0.0]]), table([[0.0]], ids=[[1]])], tokens=10)
 
 
 def test_select_and_concat_undo_each_other() -> None:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from tests.support.token_chunks import chunk, trained
+from tests.support.token_tables import table, trained
 
 from trimtab.diagnosis.measure.bins import plane
 from trimtab.diagnosis.measure.trained_tokens import FIELDS, hash_index
@@ -14,7 +14,7 @@ from trimtab.diagnosis.measure.trained_tokens import FIELDS, hash_index
 
 def test_sums_of_responses_by_hand() -> None:
     # Ratios 2 and 1/2 at the trained tokens of the first response, 4 in the third; the second has no trained token.
-    data = chunk(
+    data = table(
         [[math.log(2), 9.0, -math.log(2)], [5.0], [math.log(4)]],
         behavior=[[math.log(0.25), 0.0, math.log(0.5)], [0.0], [math.log(0.25)]],
         mask=[[True, False, True], [False], [True]],
@@ -50,27 +50,27 @@ def test_sums_of_responses_by_hand() -> None:
 
 def test_a_trained_token_that_is_not_finite_is_refused() -> None:
     with pytest.raises(ValueError, match="not finite"):
-        trained(chunk([[0.0, math.nan]]))
-    assert len(trained(chunk([[0.0, math.nan]], mask=[[True, False]]))) == 1
+        trained(table([[0.0, math.nan]]))
+    assert len(trained(table([[0.0, math.nan]], mask=[[True, False]]))) == 1
 
 
 def test_clusters_are_groups_of_a_step() -> None:
     ratios = [[0.0]] * 4
-    alone = trained(chunk(ratios)).cluster
+    alone = trained(table(ratios)).cluster
     assert len(set(alone.tolist())) == 4
-    groups = trained(chunk(ratios, group=[7, 7, 8, 7])).cluster
+    groups = trained(table(ratios, group=[7, 7, 8, 7])).cluster
     assert groups[0] == groups[1] == groups[3] != groups[2]
-    stepped = trained(chunk(ratios, group=[7, 7, 8, 7], step=[1, 1, 1, 2])).cluster
+    stepped = trained(table(ratios, group=[7, 7, 8, 7], step=[1, 1, 1, 2])).cluster
     assert stepped[0] == stepped[1]
     assert len(set(stepped.tolist())) == 3
     # Swapping what is step and what is group must give other clusters.
-    assert trained(chunk([[0.0]], group=[1], step=[2])).cluster != trained(chunk([[0.0]], group=[2], step=[1])).cluster
+    assert trained(table([[0.0]], group=[1], step=[2])).cluster != trained(table([[0.0]], group=[2], step=[1])).cluster
 
 
 def test_turns_by_hand() -> None:
     # Trained runs of 2 and 3 tokens around an untrained one; the leading untrained token begins no turn; then a
     # response of one turn that follows without a gap.
-    data = chunk([[0.0] * 7, [0.0] * 2], mask=[[False, True, True, False, True, True, True], [True, True]])
+    data = table([[0.0] * 7, [0.0] * 2], mask=[[False, True, True, False, True, True, True], [True, True]])
     turns = trained(data).turns
     assert turns.number.tolist() == [0, 0, 1, 1, 1, 0, 0]
     assert turns.after[2:5].tolist() == [0, 1, 2]
@@ -89,6 +89,6 @@ def test_scrambled_numbers_are_even_and_fixed() -> None:
 
 
 def test_a_log_prob_far_above_zero_overflows_nothing() -> None:
-    found = trained(chunk([[-1000.0, math.log(0.5)]], behavior=[[1000.0, 0.0]]))
+    found = trained(table([[-1000.0, math.log(0.5)]], behavior=[[1000.0, 0.0]]))
     assert np.isfinite(np.square(found.sums)).all()  # as variances over responses need them
     assert plane(found.q, found.p, 10).sum() == 2

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from tests.support.token_chunks import chunk, noisy, whole
+from tests.support.token_tables import noisy, table, whole
 
 from trimtab.diagnosis.measure.bins import PROBABILITY_EDGES
 
@@ -15,7 +15,7 @@ TWO = math.log(2)
 
 def test_by_probability_by_hand() -> None:
     # Ratios 2 and 1/2 at p = 0.25, ratio 1 at p = 0.9; bins likely tokens last.
-    view = whole(chunk([[TWO, -TWO, 0.0]], behavior=[[math.log(0.25)] * 2 + [math.log(0.9)]])).views["probability"]
+    view = whole(table([[TWO, -TWO, 0.0]], behavior=[[math.log(0.25)] * 2 + [math.log(0.9)]])).views["probability"]
     assert view.count.tolist() == [0] * 13 + [2, 1]
     assert view.labels[13:] == ("0.22 - 0.46", "0.46 - 1")
     assert view.labels[0] == "below 2.2e-05"
@@ -37,14 +37,14 @@ def test_by_position_counts_untrained_tokens_as_places() -> None:
     # Of ten tokens the trained ones stand in tenths 0, 4 and 9.
     mask = [place in (0, 4, 9) for place in range(10)]
     ratios = [TWO if place == 4 else 0.0 for place in range(10)]
-    view = whole(chunk([ratios], mask=[mask])).views["position"]
+    view = whole(table([ratios], mask=[mask])).views["position"]
     assert view.count.tolist() == [1, 0, 0, 0, 1, 0, 0, 0, 0, 1]
     assert view.ratio_mean[[0, 4, 9]] == pytest.approx([1, 2, 1])
 
 
 def test_by_entropy_by_hand() -> None:
     entropy = [[0.0, 0.005, 0.25, 0.3, math.nan, 7.5]]
-    view = whole(chunk([[0.0, TWO, 0.0, 0.0, 0.0, -TWO]], entropy=entropy)).views["entropy"]
+    view = whole(table([[0.0, TWO, 0.0, 0.0, 0.0, -TWO]], entropy=entropy)).views["entropy"]
     assert view.labels[0] == "0 - 0.01"
     assert view.labels[-1] == "6 - 7.5"
     assert view.count.tolist() == [2, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1]
@@ -58,7 +58,7 @@ def test_by_turn_by_hand() -> None:
     # Turns of 5, 2 and 1 tokens: the second's tokens stand behind its own boundary, not before the next.
     mask = [[True] * 5 + [False, True, True, False, False, True]]
     ratios = [[0.0] * 4 + [0.1] + [9.0, 0.2, 0.3, 9.0, 9.0, 0.4]]
-    views = whole(chunk(ratios, mask=mask)).views
+    views = whole(table(ratios, mask=mask)).views
     assert views["turn"].labels == ("-3", "-2", "-1", "0", "+1", "+2", "+3", "elsewhere")
     assert views["turn"].count.tolist() == [1, 1, 1, 2, 1, 0, 0, 2]
     assert views["turn"].log_ratio_mean[2:5] == pytest.approx([0.1, 0.3, 0.3], rel=1e-5)
@@ -69,7 +69,7 @@ def test_by_turn_by_hand() -> None:
 
 def test_single_turns_have_no_turn_view() -> None:
     mask = [[False, True, True, False], [True, True]]
-    views = whole(chunk([[0.0] * 4, [0.0] * 2], mask=mask)).views
+    views = whole(table([[0.0] * 4, [0.0] * 2], mask=mask)).views
     assert "turn" not in views
     assert "turn-number" not in views
 
@@ -79,7 +79,7 @@ def test_planted_jump_at_turns_is_seen_there_only() -> None:
     mask = np.tile([True] * 9 + [False] * 3, (50, 4))
     ratios = 0.01 * rng.standard_normal(mask.shape)
     ratios[:, 12::12] += 1.0
-    view = whole(chunk(ratios.tolist(), mask=mask.tolist())).views["turn"]
+    view = whole(table(ratios.tolist(), mask=mask.tolist())).views["turn"]
     k3 = dict(zip(view.labels, view.k3, strict=True))
     assert k3["0"] > 0.5
     assert max(value for place, value in k3.items() if place != "0") < 1e-3
@@ -87,7 +87,7 @@ def test_planted_jump_at_turns_is_seen_there_only() -> None:
 
 
 def test_columns_that_are_absent_cost_their_views_only() -> None:
-    assert set(whole(chunk([[0.0, 0.1]])).views) == {"probability", "position", "length"}
+    assert set(whole(table([[0.0, 0.1]])).views) == {"probability", "position", "length"}
     assert set(whole(noisy(0, 40)).views) == {
         *("probability", "position", "length", "token", "turn", "turn-number", "version", "entropy")
     }

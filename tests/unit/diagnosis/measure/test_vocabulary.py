@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from tests.support.token_chunks import chunk, whole
+from tests.support.token_tables import table, whole
 
 TWO = math.log(2)
 
@@ -14,7 +14,7 @@ TWO = math.log(2)
 def test_ids_by_hand() -> None:
     # k3 is 1 - log 2 for ratio 2 and log 2 - 1/2 for ratio 1/2; an untrained token of id 5 does not count.
     view = whole(
-        chunk([[TWO, TWO, -TWO, 0.0, 9.0]], ids=[[5, 5, 7, 9, 5]], mask=[[True, True, True, True, False]])
+        table([[TWO, TWO, -TWO, 0.0, 9.0]], ids=[[5, 5, 7, 9, 5]], mask=[[True, True, True, True, False]])
     ).views["token"]
     first, second = 2 * (1 - TWO), TWO - 0.5
     assert view.labels == ("5", "7", "9")
@@ -34,7 +34,7 @@ def test_planted_ids_stand_first_whatever_the_vocabulary() -> None:
     ratios = 0.001 * rng.standard_normal(4000)
     ratios[::40] = 0.5
     ratios[1::80] = -0.2
-    view = whole(chunk(ratios.reshape(40, 100).tolist(), ids=ids.reshape(40, 100).tolist())).views["token"]
+    view = whole(table(ratios.reshape(40, 100).tolist(), ids=ids.reshape(40, 100).tolist())).views["token"]
     assert view.labels[:2] == ("199999", "150000")
     assert len(view.labels) == 20
     assert view.median[:2] == pytest.approx([0.5, -0.2], rel=1e-6)
@@ -42,13 +42,13 @@ def test_planted_ids_stand_first_whatever_the_vocabulary() -> None:
 
 
 def test_ids_of_no_vocabulary_share_a_place() -> None:
-    view = whole(chunk([[1.0, 1.0, 0.0]], ids=[[-3, 1 << 60, 4]])).views["token"]
+    view = whole(table([[1.0, 1.0, 0.0]], ids=[[-3, 1 << 60, 4]])).views["token"]
     assert view.labels == ("other", "4")
     assert view.columns["id"].tolist() == [-1, 4]
     assert view.count.tolist() == [2, 1]
 
 
 def test_no_mismatch_has_no_shares() -> None:
-    view = whole(chunk([[0.0, 0.0]], ids=[[2, 1]])).views["token"]
+    view = whole(table([[0.0, 0.0]], ids=[[2, 1]])).views["token"]
     assert view.labels == ("1", "2")
     assert view.columns["share"].tolist() == [0.0, 0.0]

@@ -78,9 +78,9 @@ def test_a_bad_row_is_counted_and_the_good_ones_are_read(tmp_path: Path, bad: An
     extras = {"loss_mask": [True, True], "response_ids": [1, 2], "off_policy": False}
     used = {name: value for name, value in extras.items() if isinstance(bad, dict) and name in bad}
     good = row(**used)
-    (chunk,), origin = read(lines(tmp_path / "a.jsonl", good, bad, good))
-    assert chunk.starts.tolist() == [0, 2, 4]
-    assert chunk.trainer.tolist() == [-1.5, -2.0, -1.5, -2.0]
+    (table,), origin = read(lines(tmp_path / "a.jsonl", good, bad, good))
+    assert table.starts.tolist() == [0, 2, 4]
+    assert table.trainer.tolist() == [-1.5, -2.0, -1.5, -2.0]
     assert origin.dropped == {reason: 1}
 
 
@@ -90,33 +90,33 @@ def test_every_non_finite_number_is_counted_by_column_and_kind(tmp_path: Path) -
         row((-1.0, NAN), (NAN, -2.0), loss_mask=[True, False]),
     ]  # fmt: skip
     whole = [{"entropy": [1.0, 1.0], "loss_mask": [True, True], **item} for item in (*data, GOOD)]
-    (chunk,), origin = read(lines(tmp_path / "a.jsonl", *whole))
+    (table,), origin = read(lines(tmp_path / "a.jsonl", *whole))
     assert origin.nonfinite == {
         "logp_behavior nan": 1, "logp_behavior -inf": 2, "logp_proximal inf": 1, "logp_proximal nan": 1,
         "entropy nan": 1,
     }  # fmt: skip
     assert origin.dropped == {"no finite log-prob at any trained token": 2}
-    assert np.diff(chunk.starts).tolist() == [1, 1, 2]
-    assert chunk.behavior.tolist() == [-1.0, *GOOD["logp_behavior"][:1], *GOOD["logp_behavior"]]
+    assert np.diff(table.starts).tolist() == [1, 1, 2]
+    assert table.behavior.tolist() == [-1.0, *GOOD["logp_behavior"][:1], *GOOD["logp_behavior"]]
     assert any(found.startswith("4 responses with values") for found in origin.findings)
 
 
 @pytest.mark.parametrize("low", [-3.4028235e38, -1e30, -1e9])
 def test_the_lowest_float_of_a_mask_is_minus_infinity(tmp_path: Path, low: float) -> None:
-    (chunk,), origin = read(lines(tmp_path / "a.jsonl", row((low, -2.0)), row((-2.0, -1.0), (-9999.0, 1e30))))
+    (table,), origin = read(lines(tmp_path / "a.jsonl", row((low, -2.0)), row((-2.0, -1.0), (-9999.0, 1e30))))
     assert origin.nonfinite == {"logp_behavior -inf": 1, "logp_proximal inf": 1}
-    assert chunk.behavior.tolist() == [-2.0, -2.0]
-    assert chunk.trainer.tolist() == [GOOD["logp_proximal"][1], -9999.0]
+    assert table.behavior.tolist() == [-2.0, -2.0]
+    assert table.trainer.tolist() == [GOOD["logp_proximal"][1], -9999.0]
 
 
 @pytest.mark.parametrize("garbage", [NAN, INF, -INF, 1e30, 0.0])
 def test_what_stands_at_an_untrained_token_does_not_matter(tmp_path: Path, garbage: float) -> None:
     data = row((-1.0, garbage, -3.0), (-1.0, garbage, -3.0), loss_mask=[True, False, True], entropy=[1.0, garbage, 1.0])
-    (chunk,), origin = read(lines(tmp_path / "a.jsonl", data))
-    assert chunk.behavior.tolist() == [-1, 0, -3]
-    assert chunk.trainer.tolist() == [-1, 0, -3]
-    assert chunk.entropy is not None
-    assert chunk.entropy.tolist() == [1, 0, 1]
+    (table,), origin = read(lines(tmp_path / "a.jsonl", data))
+    assert table.behavior.tolist() == [-1, 0, -3]
+    assert table.trainer.tolist() == [-1, 0, -3]
+    assert table.entropy is not None
+    assert table.entropy.tolist() == [1, 0, 1]
     assert not origin.dropped
     assert not origin.nonfinite
 
@@ -129,8 +129,8 @@ def test_a_log_prob_above_zero_is_a_finding_and_rounding_is_not(tmp_path: Path) 
 
 
 def test_a_reward_that_is_no_number_is_a_finding(tmp_path: Path) -> None:
-    (chunk,), origin = read(lines(tmp_path / "a.jsonl", row(reward="1.0"), row(reward=1.0), row(reward=None)))
-    np.testing.assert_array_equal(chunk.reward, [np.nan, 1, np.nan])  # type: ignore[arg-type]
+    (table,), origin = read(lines(tmp_path / "a.jsonl", row(reward="1.0"), row(reward=1.0), row(reward=None)))
+    np.testing.assert_array_equal(table.reward, [np.nan, 1, np.nan])  # type: ignore[arg-type]
     assert origin.findings == ("reward is not a finite number in 2 of 3 responses",)
 
 
@@ -149,16 +149,16 @@ def test_log_probs_of_zero_everywhere_are_a_finding(tmp_path: Path) -> None:
 def test_a_half_written_last_line_is_counted(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", GOOD)
     path.write_text(path.read_text() + json.dumps(GOOD)[:30])
-    (chunk,), origin = read(path)
-    assert chunk.responses == 1
+    (table,), origin = read(path)
+    assert table.responses == 1
     assert origin.dropped == {"unfinished last line": 1}
 
 
 def test_bytes_that_are_no_text_are_counted(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", GOOD)
     path.write_bytes(path.read_bytes() + b'{"text": "\xff\xfe"}\n' + path.read_bytes())
-    (chunk,), origin = read(path)
-    assert chunk.responses == 2
+    (table,), origin = read(path)
+    assert table.responses == 2
     assert origin.dropped == {"not UTF-8": 1}
 
 
@@ -241,8 +241,8 @@ def test_a_parquet_file_of_no_rows_and_of_one(tmp_path: Path) -> None:
     empty = {name: pa.array([], kind) for name in GOOD}
     one = {name: pa.array([[-1.0]], kind) for name in GOOD}
     assert "the files hold no rows" in refused(parquet(tmp_path / "a.parquet", empty))
-    (chunk,), _ = read(parquet(tmp_path / "a.parquet", one))
-    assert chunk.starts.tolist() == [0, 1]
+    (table,), _ = read(parquet(tmp_path / "a.parquet", one))
+    assert table.starts.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -272,16 +272,16 @@ def test_any_list_of_numbers_will_do(tmp_path: Path, kind: pa.DataType) -> None:
     column = pa.array(np.array([-1, -2, -3, -4], np.float16)).cast(pa.float64()).cast(kind.value_type)
     lists = pa.ListArray.from_arrays(pa.array([0, 2, 4], pa.int32()), column).cast(kind)
     path = parquet(tmp_path / "a.parquet", {"logp_behavior": lists, "logp_proximal": [[-1.0, -2.0], [-3.5, -4.0]]})
-    (chunk,), _ = read(path)
-    assert chunk.behavior.tolist() == [-1, -2, -3, -4]
+    (table,), _ = read(path)
+    assert table.behavior.tolist() == [-1, -2, -3, -4]
 
 
 def test_columns_that_only_some_files_have(tmp_path: Path) -> None:
     plain = lines(tmp_path / "a.jsonl", GOOD)
     entropy = lines(tmp_path / "b.jsonl", row(entropy=[1.0, 1.0]))
-    (chunk,), origin = read(plain, entropy)
-    assert chunk.responses == 2
-    assert chunk.entropy is None
+    (table,), origin = read(plain, entropy)
+    assert table.responses == 2
+    assert table.entropy is None
     assert origin.findings == ("entropy is in 1 of 2 files only and was left out",)
     current = lines(tmp_path / "c.jsonl", {"logp_behavior": [-1.0], "logp_current": [-1.0]})
     assert "has no logp_proximal" in refused(plain, current)

@@ -35,18 +35,18 @@ def content(name: str) -> bytes:
 
 
 def check(path: Path) -> None:
-    """Read it; whatever comes must keep the promises of a chunk, and whatever is said must be one line."""
+    """Read it; whatever comes must keep the promises of a table, and whatever is said must be one line."""
     said = ""
     try:
         source = open_log([path])
-        for chunk in source.tables(8):
-            assert chunk.starts[0] == 0
-            assert (np.diff(chunk.starts) > 0).all()
-            for values in (chunk.mask, chunk.behavior, chunk.trainer):
-                assert len(values) == chunk.tokens
-            assert np.isfinite(chunk.behavior).all()
-            assert np.isfinite(chunk.trainer).all()
-            assert np.add.reduceat(chunk.mask, chunk.starts[:-1]).all()
+        for table in source.tables(8):
+            assert table.starts[0] == 0
+            assert (np.diff(table.starts) > 0).all()
+            for values in (table.mask, table.behavior, table.trainer):
+                assert len(values) == table.tokens
+            assert np.isfinite(table.behavior).all()
+            assert np.isfinite(table.trainer).all()
+            assert np.add.reduceat(table.mask, table.starts[:-1]).all()
         origin = source.summary()
         assert origin.trained > 0
     except TrimtabError as error:
@@ -123,5 +123,5 @@ def test_rows_of_anything(rows: list[dict[str, object]], tmp_path_factory: pytes
 
 def test_the_undamaged_files_are_read() -> None:
     for name in SOURCES:
-        assert sum(chunk.responses for chunk in open_log([DATA / name]).tables()) > 0
+        assert sum(table.responses for table in open_log([DATA / name]).tables()) > 0
     assert pq.read_table(DATA / "trl/completions_00001.parquet").num_rows == 4

@@ -20,27 +20,27 @@ DATA = Path(__file__).parent / "data"
 
 def read(*names: str, **options: object) -> tuple[TokenTable, DataSummary]:
     source = open_log([DATA / name for name in names], **options)  # type: ignore[arg-type]
-    (chunk,) = source.tables()
-    return chunk, source.summary()
+    (table,) = source.tables()
+    return table, source.summary()
 
 
 def test_verl_padding_is_cut_and_a_tool_token_stays_untrained() -> None:
-    chunk, origin = read("verl/3.jsonl")
+    table, origin = read("verl/3.jsonl")
     rows = [json.loads(line) for line in (DATA / "verl/3.jsonl").read_text().splitlines()]
     assert origin.framework == "verl"
     assert origin.anchor == "proximal"
-    assert chunk.starts.tolist() == [0, 5, 8, 12, 14]  # the lengths 5, 3, 4, 2 of the attention mask, of 5 padded
-    assert chunk.mask.tolist() == [True, True, False, *[True] * 11]
+    assert table.starts.tolist() == [0, 5, 8, 12, 14]  # the lengths 5, 3, 4, 2 of the attention mask, of 5 padded
+    assert table.mask.tolist() == [True, True, False, *[True] * 11]
     expected = [
         value for row, length in zip(rows, (5, 3, 4, 2), strict=True) for value in row["old_log_probs"][:length]
     ]
     expected[2] = 0  # 7.0 in the file, at a token that is not trained
-    np.testing.assert_allclose(chunk.trainer, expected, rtol=1e-6)
-    assert chunk.group is not None
-    assert chunk.group.tolist() == [0, 0, 1, 1]
-    assert chunk.reward is not None
-    assert chunk.reward.tolist() == [1, 0, 0, 1]
-    np.testing.assert_allclose(chunk.advantage, [0.5, -0.5, -0.7, 0.7], rtol=1e-6)  # type: ignore[arg-type]
+    np.testing.assert_allclose(table.trainer, expected, rtol=1e-6)
+    assert table.group is not None
+    assert table.group.tolist() == [0, 0, 1, 1]
+    assert table.reward is not None
+    assert table.reward.tolist() == [1, 0, 0, 1]
+    np.testing.assert_allclose(table.advantage, [0.5, -0.5, -0.7, 0.7], rtol=1e-6)  # type: ignore[arg-type]
     assert origin.findings == ()
 
 
@@ -56,22 +56,22 @@ def test_verl_tensors_read_as_the_lines_do() -> None:
 
 def test_trl_repeats_a_batch_in_each_file_and_it_counts_once() -> None:
     one = pq.read_table(DATA / "trl/completions_00001.parquet").to_pylist()
-    chunk, origin = read("trl")
+    table, origin = read("trl")
     assert origin.framework == "trl"
     assert origin.files == 2
     assert origin.dropped == {"the same response again, in a later file": 4}
-    assert np.diff(chunk.starts).tolist() == [sum(row["completion_mask"]) for row in one] == [1, 6, 6, 6]
-    np.testing.assert_allclose(chunk.behavior[1:7], one[1]["sampling_per_token_logps"], rtol=1e-6)
-    np.testing.assert_allclose(chunk.trainer[1:7], one[1]["old_per_token_logps"], rtol=1e-6)
-    assert chunk.advantage is not None
-    np.testing.assert_allclose(chunk.advantage, [row["advantage"] for row in one])
+    assert np.diff(table.starts).tolist() == [sum(row["completion_mask"]) for row in one] == [1, 6, 6, 6]
+    np.testing.assert_allclose(table.behavior[1:7], one[1]["sampling_per_token_logps"], rtol=1e-6)
+    np.testing.assert_allclose(table.trainer[1:7], one[1]["old_per_token_logps"], rtol=1e-6)
+    assert table.advantage is not None
+    np.testing.assert_allclose(table.advantage, [row["advantage"] for row in one])
 
 
 def test_trl_rewards_have_the_name_of_their_function() -> None:
-    chunk, origin = read("trl", columns={"reward": "length"})
+    table, origin = read("trl", columns={"reward": "length"})
     rows = pq.read_table(DATA / "trl/completions_00001.parquet").to_pylist()
     assert "reward" not in origin.missing
-    np.testing.assert_array_equal(chunk.reward, [row["length"] for row in rows])
+    np.testing.assert_array_equal(table.reward, [row["length"] for row in rows])
 
 
 def test_trl_tool_tokens_are_untrained(tmp_path: Path) -> None:
@@ -81,28 +81,28 @@ def test_trl_tool_tokens_are_untrained(tmp_path: Path) -> None:
         "sampling_per_token_logps": [-1.0, 0.0, 0.0, -2.0, 0.0], "old_per_token_logps": [-1.5, -9.0, -9.0, -2.0, -9.0],
     }  # fmt: skip
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
-    (chunk,) = open_log([tmp_path / "a.jsonl"]).tables()
-    assert chunk.mask.tolist() == [True, False, False, True]
-    assert chunk.trainer.tolist() == [-1.5, 0, 0, -2]
+    (table,) = open_log([tmp_path / "a.jsonl"]).tables()
+    assert table.mask.tolist() == [True, False, False, True]
+    assert table.trainer.tolist() == [-1.5, 0, 0, -2]
 
 
 def test_miles_ranks_that_hold_the_same_responses_count_once() -> None:
-    chunk, origin = read("miles/train_data")
+    table, origin = read("miles/train_data")
     first = torch.load(DATA / "miles/train_data/7_0.pt", weights_only=True)["rollout_data"]
     assert origin.framework == "miles"
     assert origin.dropped == {"the same response in the file of another rank": 2}
-    assert chunk.starts.tolist() == [0, 2, 5, 7, 10]
-    assert chunk.ids is not None
-    assert chunk.ids[:5].tolist() == [10, 11, 12, 13, 14]  # the last tokens: `tokens` begins with the prompt 1 2 3
-    np.testing.assert_array_equal(chunk.behavior[:2], first["rollout_log_probs"][0].numpy())
-    np.testing.assert_array_equal(chunk.trainer[:2], first["log_probs"][0].numpy())
-    assert chunk.group is not None
-    assert chunk.group.tolist() == [0, 0, 1, 1]  # of the prompts 1 2 3 and 4 5
-    assert chunk.version is not None
-    assert chunk.version.tolist() == [4, 4, 3, 3, 3, 4, 4, 3, 3, 3]
+    assert table.starts.tolist() == [0, 2, 5, 7, 10]
+    assert table.ids is not None
+    assert table.ids[:5].tolist() == [10, 11, 12, 13, 14]  # the last tokens: `tokens` begins with the prompt 1 2 3
+    np.testing.assert_array_equal(table.behavior[:2], first["rollout_log_probs"][0].numpy())
+    np.testing.assert_array_equal(table.trainer[:2], first["log_probs"][0].numpy())
+    assert table.group is not None
+    assert table.group.tolist() == [0, 0, 1, 1]  # of the prompts 1 2 3 and 4 5
+    assert table.version is not None
+    assert table.version.tolist() == [4, 4, 3, 3, 3, 4, 4, 3, 3, 3]
     assert "oldest" in origin.findings[0]
-    assert chunk.step is not None
-    assert chunk.step.tolist() == [7] * 4
+    assert table.step is not None
+    assert table.step.tolist() == [7] * 4
 
 
 def test_a_folder_of_dump_details_is_read_on_the_trainers_side() -> None:
@@ -115,7 +115,7 @@ def test_miles_ranks_without_the_trainers_side_are_left_out(tmp_path: Path) -> N
     del payload["rollout_data"]["log_probs"]
     torch.save(payload, tmp_path / "7_0.pt")
     source = open_log([tmp_path])
-    assert sum(chunk.responses for chunk in source.tables()) == 2
+    assert sum(table.responses for table in source.tables()) == 2
     assert "1 file without the trainer's log-probs" in source.summary().findings[0]
 
 
@@ -127,30 +127,30 @@ def test_miles_context_parallel_shards_are_refused(tmp_path: Path) -> None:
 
 
 def test_slime_puts_all_ranks_into_one_file() -> None:
-    chunk, origin = read("slime", framework="slime")
+    table, origin = read("slime", framework="slime")
     assert origin.framework == "miles"
     assert origin.responses == 4
-    assert chunk.reward is not None
-    assert chunk.reward.tolist() == [1, 0, 1, 0]
-    assert chunk.advantage is not None
-    assert chunk.advantage.tolist() == [1, -1, 0.5, -0.5]
+    assert table.reward is not None
+    assert table.reward.tolist() == [1, 0, 1, 0]
+    assert table.advantage is not None
+    assert table.advantage.tolist() == [1, -1, 0.5, -0.5]
     miles, _ = read("miles/train_data")
-    np.testing.assert_array_equal(chunk.behavior, miles.behavior)
+    np.testing.assert_array_equal(table.behavior, miles.behavior)
 
 
 def test_prime_rl_prompts_are_cut_and_nulls_counted() -> None:
-    chunk, origin = read("prime-rl")
+    table, origin = read("prime-rl")
     rows = [json.loads(line) for line in (DATA / "prime-rl/token_exports/step_2/rank_0.jsonl").read_text().splitlines()]
     assert origin.framework == "prime-rl"
     assert origin.anchor == "current"
     # The first response has a trainer log-prob that was not finite, which the exporter writes as null.
     assert origin.nonfinite == {"logp_current nan": 1}
     assert not origin.dropped
-    assert chunk.ids is not None
-    assert chunk.ids[chunk.starts[1] :].tolist() == rows[1]["token_ids"][1:] == [7, 8, 9, 10]
-    np.testing.assert_allclose(chunk.trainer[chunk.starts[1] :], rows[1]["trainer_logprobs"][1:], rtol=1e-6)
-    assert chunk.advantage is not None
-    assert chunk.advantage.tolist() == [1, -1]
+    assert table.ids is not None
+    assert table.ids[table.starts[1] :].tolist() == rows[1]["token_ids"][1:] == [7, 8, 9, 10]
+    np.testing.assert_allclose(table.trainer[table.starts[1] :], rows[1]["trainer_logprobs"][1:], rtol=1e-6)
+    assert table.advantage is not None
+    assert table.advantage.tolist() == [1, -1]
 
 
 def test_prime_rl_tokens_without_weight_in_the_rl_loss_are_untrained(tmp_path: Path) -> None:
@@ -158,10 +158,10 @@ def test_prime_rl_tokens_without_weight_in_the_rl_loss_are_untrained(tmp_path: P
            "inference_logprobs": [0, 0, -1, -2], "trainer_logprobs": [0, -5, -1, -2],
            "rl_weights": [0, 0, 1, None]}  # fmt: skip
     (tmp_path / "rank_0.jsonl").write_text(json.dumps(row) + "\n")
-    (chunk,) = open_log([tmp_path]).tables()
-    assert chunk.ids is not None
-    assert chunk.ids.tolist() == [3, 4]
-    assert chunk.mask.all()
+    (table,) = open_log([tmp_path]).tables()
+    assert table.ids is not None
+    assert table.ids.tolist() == [3, 4]
+    assert table.mask.all()
 
 
 @pytest.mark.parametrize(

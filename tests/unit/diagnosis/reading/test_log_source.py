@@ -46,14 +46,14 @@ def write_lines(path: Path, data: list[dict[str, Any]]) -> Path:
     return path
 
 
-def arrays(chunk: TokenTable) -> dict[str, np.ndarray]:
-    return {name: value for name, value in vars(chunk).items() if value is not None}
+def arrays(table: TokenTable) -> dict[str, np.ndarray]:
+    return {name: value for name, value in vars(table).items() if value is not None}
 
 
 def test_every_column_is_read(tmp_path: Path) -> None:
     data = rows(6)
     source = open_log([write_parquet(tmp_path / "a.parquet", data)])
-    (chunk,) = source.tables()
+    (table,) = source.tables()
     origin = source.summary()
 
     def flat(name: str) -> list[Any]:
@@ -62,18 +62,18 @@ def test_every_column_is_read(tmp_path: Path) -> None:
     assert origin.framework == "trimtab"
     assert dict(origin.missing) == {}
     assert (origin.responses, origin.tokens, origin.trained) == (6, len(flat("response_ids")), len(flat("loss_mask")))
-    assert chunk.behavior.dtype == np.float32
-    np.testing.assert_array_equal(chunk.behavior, np.array(flat("logp_behavior"), np.float32))
-    np.testing.assert_array_equal(chunk.trainer, np.array(flat("logp_proximal"), np.float32))
-    np.testing.assert_array_equal(chunk.entropy, np.array(flat("entropy"), np.float32))
-    np.testing.assert_array_equal(chunk.ids, flat("response_ids"))
-    np.testing.assert_array_equal(chunk.version, flat("policy_version"))
-    np.testing.assert_array_equal(np.diff(chunk.starts), [len(row["response_ids"]) for row in data])
-    for name, value in (("reward", chunk.reward), ("advantage", chunk.advantage)):
+    assert table.behavior.dtype == np.float32
+    np.testing.assert_array_equal(table.behavior, np.array(flat("logp_behavior"), np.float32))
+    np.testing.assert_array_equal(table.trainer, np.array(flat("logp_proximal"), np.float32))
+    np.testing.assert_array_equal(table.entropy, np.array(flat("entropy"), np.float32))
+    np.testing.assert_array_equal(table.ids, flat("response_ids"))
+    np.testing.assert_array_equal(table.version, flat("policy_version"))
+    np.testing.assert_array_equal(np.diff(table.starts), [len(row["response_ids"]) for row in data])
+    for name, value in (("reward", table.reward), ("advantage", table.advantage)):
         np.testing.assert_array_equal(value, [row[name] for row in data])
-    assert arrays(chunk)["group"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert arrays(table)["group"].tolist() == [0, 0, 1, 1, 2, 2]
     for name, value in (("temperature", 0.8), ("top_p", 0.9), ("top_k", 5), ("raw", True), ("proximal_version", 1)):
-        assert set(arrays(chunk)[name].tolist()) == {value}
+        assert set(arrays(table)[name].tolist()) == {value}
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 40, 10_000])
@@ -81,12 +81,12 @@ def test_lines_and_parquet_give_the_same_chunks_of_whole_responses(tmp_path: Pat
     data = rows(60)
     whole = next(iter(open_log([write_parquet(tmp_path / "a.parquet", data)]).tables()))
     for path in (tmp_path / "a.parquet", write_lines(tmp_path / "a.jsonl", data)):
-        chunks = list(open_log([path]).tables(tokens))
-        assert max(chunk.tokens for chunk in chunks) <= max(2 * tokens, 9)
+        tables = list(open_log([path]).tables(tokens))
+        assert max(table.tokens for table in tables) <= max(2 * tokens, 9)
         for name, value in arrays(whole).items():
             if name != "starts":
-                np.testing.assert_array_equal(np.concatenate([arrays(chunk)[name] for chunk in chunks]), value)
-        lengths = np.concatenate([np.diff(chunk.starts) for chunk in chunks])
+                np.testing.assert_array_equal(np.concatenate([arrays(table)[name] for table in tables]), value)
+        lengths = np.concatenate([np.diff(table.starts) for table in tables])
         np.testing.assert_array_equal(lengths, np.diff(whole.starts))
 
 
@@ -97,11 +97,11 @@ def test_a_run_is_read_in_the_order_of_its_steps(tmp_path: Path) -> None:
     for step in (10, 2, 1):
         write_parquet(folder / f"step-{step}.parquet", rows(4, seed=step, step=step))
     for path in (tmp_path / "run", folder):
-        (chunk,) = open_log([path]).tables()
-        assert chunk.step is not None
-        assert chunk.step.tolist() == [1] * 4 + [2] * 4 + [10] * 4
-        assert chunk.group is not None
-        assert chunk.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]  # group 0 of each step is another one
+        (table,) = open_log([path]).tables()
+        assert table.step is not None
+        assert table.step.tolist() == [1] * 4 + [2] * 4 + [10] * 4
+        assert table.group is not None
+        assert table.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]  # group 0 of each step is another one
 
 
 def test_the_trainers_own_files_are_read(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_the_trainers_own_files_are_read(tmp_path: Path) -> None:
 
     trajectories.write(tmp_path / "step-1.parquet", [row(False), row(True), row(False)], step=1)
     source = open_log([tmp_path / "step-1.parquet"])
-    (chunk,) = source.tables()
-    assert chunk.trainer.tolist() == [-0.5, -1.5, -0.5, -1.5]
+    (table,) = source.tables()
+    assert table.trainer.tolist() == [-0.5, -1.5, -0.5, -1.5]
     origin = source.summary()
     assert origin.anchor == "current"
     assert origin.dropped == {"external trace (off_policy)": 1}
@@ -144,20 +144,20 @@ def test_columns_can_be_named_and_left_out(tmp_path: Path) -> None:
     for path in (write_parquet(tmp_path / "a.parquet", data), write_lines(tmp_path / "a.jsonl", data)):
         columns = {"logp_behavior": "rollout_lp", "logp_proximal": "train_lp", "loss_mask": "m"}
         source = open_log([path], columns=columns | {"response_ids": "toks", "response_length": "n"})
-        (chunk,) = source.tables()
+        (table,) = source.tables()
         assert source.summary().framework == "columns"
-        assert chunk.trainer.tolist() == [-1.5, 0, -3]
-        assert chunk.mask.tolist() == [True, False, True]
-        assert chunk.ids is not None
-        assert chunk.ids.tolist() == [1, 2, 3]
+        assert table.trainer.tolist() == [-1.5, 0, -3]
+        assert table.mask.tolist() == [True, False, True]
+        assert table.ids is not None
+        assert table.ids.tolist() == [1, 2, 3]
 
 
 def test_an_empty_name_leaves_a_column_out(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", rows(2))
     source = open_log([path], columns={"entropy": "", "sampling": ""})
-    (chunk,) = source.tables()
-    assert chunk.entropy is None
-    assert chunk.temperature is None
+    (table,) = source.tables()
+    assert table.entropy is None
+    assert table.temperature is None
     assert {"entropy", "sampling"} <= source.summary().missing.keys()
 
 
@@ -185,5 +185,5 @@ def test_a_file_named_twice_in_other_words_counts_once(tmp_path: Path, monkeypat
     write_parquet(file, rows(4))
     monkeypatch.chdir(tmp_path)
     source = open_log([Path("a.parquet"), file])
-    assert sum(chunk.responses for chunk in source.tables()) == 4
+    assert sum(table.responses for table in source.tables()) == 4
     assert source.summary().files == 1

@@ -65,7 +65,7 @@ def test_an_array_and_its_rows_are_never_in_memory_as_a_whole(tmp_path: Path, pa
     path.write_bytes(gzip.compress(content, 1) if packed else content)
     tracemalloc.start()
     try:
-        count = sum(chunk.tokens for chunk in open_log([path]).tables(30_000))
+        count = sum(table.tokens for table in open_log([path]).tables(30_000))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -81,13 +81,13 @@ def test_cells_are_read_as_python_and_json_write_them(tmp_path: Path) -> None:
         '"[-1.0, -2.0]","[-1.5,-2e0]","[True, False]","[5, 9007199254740993]",3,prompt a,\n'
         '"[-1.0, nan, -inf]","[-1.5, -2, null]","[true, false, 0]","[1, 2, 3]",4,7,0.5\n'
     )
-    (chunk,), origin = read(path)
-    assert chunk.behavior.tolist() == [-1.0, 0.0, -1.0, 0.0, 0.0]
-    assert chunk.mask.tolist() == [True, False, True, False, False]
-    assert chunk.ids is not None
-    assert chunk.ids.tolist() == [5, 9007199254740993, 1, 2, 3]
-    assert chunk.step is not None
-    assert chunk.step.tolist() == [3, 4]
+    (table,), origin = read(path)
+    assert table.behavior.tolist() == [-1.0, 0.0, -1.0, 0.0, 0.0]
+    assert table.mask.tolist() == [True, False, True, False, False]
+    assert table.ids is not None
+    assert table.ids.tolist() == [5, 9007199254740993, 1, 2, 3]
+    assert table.step is not None
+    assert table.step.tolist() == [3, 4]
     assert "reward is not a finite number in 1 of 2 responses" in origin.findings
 
 
@@ -97,8 +97,8 @@ def test_rows_left_out_are_named(tmp_path: Path) -> None:
         "logp_behavior,logp_proximal\n[-1.0],[-1.5]\n"
         '-0.5,"[-1.0]"\n"[-1.0, -2.0]",[-1.0]\n[-1.0]\n"[a, b]","[-1.0, -2.0]"\n'
     )
-    (chunk,), origin = read(path)
-    assert chunk.responses == 1
+    (table,), origin = read(path)
+    assert table.responses == 1
     assert dict(origin.dropped) == {
         "logp_behavior is not a list of numbers": 2,
         "lists of different lengths": 1,
@@ -142,9 +142,9 @@ def test_a_folder_reads_packed_files_and_prefers_other_files_to_tables(tmp_path:
     (tmp_path / "weights.gz").write_bytes(gzip.compress(b"nothing of interest"))
     (tmp_path / "2.jsonl.gz").write_bytes(gzip.compress(json.dumps(GOOD).encode()))
     write_lines(tmp_path / "10.jsonl", [GOOD, GOOD])
-    chunks, origin = read(tmp_path)
+    tables, origin = read(tmp_path)
     assert origin.files == 2
-    assert [chunk.responses for chunk in chunks] == [3]
+    assert [table.responses for table in tables] == [3]
     for name in ("2.jsonl.gz", "10.jsonl"):
         (tmp_path / name).unlink()
     assert "metrics.csv has no logp_behavior" in refused(tmp_path)

@@ -1,4 +1,4 @@
-"""Small data for tests of measuring: chunks from lists, chunks at random, chunks cut in pieces."""
+"""Small data for tests of measuring: tables from lists, tables at random, tables cut in pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.diagnosis.tokens import TokenTable
 ORIGIN = DataSummary(framework="trimtab", files=1, responses=0, tokens=0, trained=0, anchor="proximal")
 
 
-def chunk(log_ratio: Sequence[Sequence[float]], **columns: Any) -> TokenTable:
+def table(log_ratio: Sequence[Sequence[float]], **columns: Any) -> TokenTable:
     """Responses of the given log-ratios, all trained, every token of behavior log-prob -1 unless columns say so.
 
     Per-token columns are given per response like `log_ratio`; `behavior` may be one number.
@@ -44,8 +44,8 @@ def trained(data: TokenTable) -> Trained:
     return Trained.of(data, 0)
 
 
-def whole(*chunks: TokenTable, seed: int = 0) -> Measured:
-    return measure(iter(chunks), lambda: ORIGIN, seed=seed)
+def whole(*tables: TokenTable, seed: int = 0) -> Measured:
+    return measure(iter(tables), lambda: ORIGIN, seed=seed)
 
 
 def noisy(seed: int, responses: int, *, noise: float = 0.05, length: int = 20) -> TokenTable:
@@ -74,7 +74,7 @@ def noisy(seed: int, responses: int, *, noise: float = 0.05, length: int = 20) -
 
 
 def pieces(data: TokenTable, cuts: Iterable[int]) -> list[TokenTable]:
-    """The chunk cut before the given responses; pieces may be empty."""
+    """The table cut before the given responses; pieces may be empty."""
     ends = [0, *sorted(cuts), data.responses]
     index = np.arange(data.responses)
     return [data.select((index >= low) & (index < high)) for low, high in itertools.pairwise(ends)]
