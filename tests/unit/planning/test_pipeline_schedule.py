@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.support.simulated_schedule import simulate
 
@@ -38,9 +40,22 @@ def test_an_idle_engine_runs_as_far_ahead_as_it_may() -> None:
     assert [steady_cycle(Phases(generate=4, train=1), ahead).lag_mean for ahead in (1, 2, 5)] == [1, 1, 1]
 
 
+def is_tied(phases: Phases, ahead: int) -> bool:
+    """Whether weights are published at the very moment an engine asks for them: rounding decides which it gets."""
+    early, late = (replace(phases, load=phases.load + change) for change in (-1e-6, 1e-6))
+    return steady_cycle(early, ahead).lag_mean != steady_cycle(late, ahead).lag_mean
+
+
+def test_a_tie_is_noticed() -> None:
+    # Engines take 3.6 s, and so do scoring and trainer together.
+    assert is_tied(Phases(generate=0.1, train=0.1, score=0.2, publish=3.3, load=3.5), 2)
+    assert not is_tied(Phases(generate=0.1, train=0.1, score=0.2, publish=3.3, load=3.4), 2)
+
+
 @settings(max_examples=40, deadline=None)
 @given(phases=phases, ahead=st.integers(0, 4), updates=st.integers(1, 3))
 def test_the_arithmetic_is_that_of_the_loop(phases: Phases, ahead: int, updates: int) -> None:
+    assume(not is_tied(phases, ahead))
     expected = steady_cycle(phases, ahead)
     period, mean, most = simulate(phases, ahead, updates=updates)
     assert period == pytest.approx(expected.seconds, rel=0.02)  # a cycle of several steps may be cut at both ends
