@@ -57,7 +57,7 @@ def test_a_tie_is_noticed() -> None:
 def test_the_arithmetic_is_that_of_the_loop(phases: Phases, ahead: int, updates: int) -> None:
     assume(not is_tied(phases, ahead))
     expected = steady_cycle(phases, ahead)
-    period, mean, most = simulate(phases, ahead, updates=updates)
+    period, mean, most = simulate(phases, ahead, updates=updates, steps=900)
     assert period == pytest.approx(expected.seconds, rel=0.02)  # a cycle of several steps may be cut at both ends
     assert most == expected.lag_max * updates
     assert mean == pytest.approx(expected.lag_mean * updates, abs=0.1)
