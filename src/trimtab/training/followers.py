@@ -188,7 +188,7 @@ class FollowerRunDirectory(RunDirectory):
 
     writes = False
 
-    def _take(self) -> None:
+    def _take_lock(self) -> None:
         pass
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ class FollowerRunDirectory(RunDirectory):
     def close(self) -> None:
         pass
 
-    def _abandon(self) -> None:
+    def _discard_if_unused(self) -> None:
         pass
 
 
