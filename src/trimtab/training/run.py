@@ -215,6 +215,8 @@ def build_trainer(
 ) -> Trainer:
     """Build engines, rollout source, learner and trainer around a loaded model."""
     ranks = current_ranks()
+    if config.routing.replay != "none":
+        routing_replay.RoutingReplay.build(config, loaded.model)  # refuses a dense model before engines are built
     device = ranks.device or default_device()
     if ranks.size == 1 or (ranks.is_leader and config.engine.type == "embedded"):
         # Before engines are built: the embedded engine copies the model on the device where it finds it.
