@@ -39,7 +39,7 @@ from trimtab.training import custom_objective
 from trimtab.training.backends import LOCAL_BACKENDS, Backends
 from trimtab.training.checkpoint import snapshot
 from trimtab.training.export import save_model_files
-from trimtab.training.features import build_features
+from trimtab.training.features import build_features, routing_replay
 from trimtab.training.features.feature import Feature
 from trimtab.training.followers import AbsentEngine, run_directory, shard_model, shared_source
 from trimtab.training.learner import Learner
