@@ -23,7 +23,7 @@ from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models import invariant
 from trimtab.models.load import load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.types import Completion, Problem, Prompt, Sampling
+from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 BUDGET = 2048  # tokens of a micro-batch
 
@@ -83,16 +83,16 @@ def walk(path: str, numerics: str, tokens: int, seed: int) -> tuple[Tally, int]:
         optimizer.zero_grad()
         rounds += 1
         print(f"{numerics}: {tally.tokens} tokens, {tally.unequal} unequal", file=sys.stderr, flush=True)
-        engine.publish(model.named_parameters(), rounds)
+        engine.update_weights(model.named_parameters(), rounds)
     return tally, rounds
 
 
-def kind(rng: np.random.Generator, vocabulary: int) -> tuple[list[Prompt], int, Sampling]:
+def kind(rng: np.random.Generator, vocabulary: int) -> tuple[list[Prompt], int, SamplingParams]:
     longest = int(np.exp(rng.uniform(0, np.log(512))).round())
     lengths = rng.integers(3, 300, size=int(rng.integers(1, 13)))
     prompts = [Prompt(Problem(str(i), "", ""), "", rng.integers(3, vocabulary, size=n)) for i, n in enumerate(lengths)]
     temperature = float(rng.choice([0.7, 1.0]))
-    return prompts, int(rng.integers(1, 9)), Sampling(temperature, max_tokens=longest, ignore_stop=True)
+    return prompts, int(rng.integers(1, 9)), SamplingParams(temperature, max_tokens=longest, ignore_stop=True)
 
 
 def clipped(one: Completion, length: int) -> Completion:

@@ -24,7 +24,7 @@ from trimtab.models.logprobs import TokenBatch, score
 from trimtab.models.lora import named_weights
 from trimtab.rollout.canary import UNMOVED_SIGMAS, Canary
 from trimtab.training.export import save_model_files
-from trimtab.types import Prompt, Sampling
+from trimtab.types import Prompt, SamplingParams
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def walk(
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=options.lr, betas=(0.9, 0.95))
     rng, pulls = np.random.default_rng(options.seed), []
     for version in range(options.looks):
-        engine.publish(named_weights(model), version)
+        engine.update_weights(named_weights(model), version)
         expected = canary.expect(model, version)
         assert expected is not None
         difference = canary.check(engine, expected)
@@ -63,7 +63,7 @@ def walk(
             pulls.append(pull)
             print(f"look {version}: difference {difference:.4f}, pull {pull:.1f}", flush=True)
         for prompt in prompts:
-            [group] = engine.generate([prompt], 2, Sampling(max_tokens=16, ignore_stop=True), seed=options.seed)
+            [group] = engine.generate([prompt], 2, SamplingParams(max_tokens=16, ignore_stop=True), seed=options.seed)
             batch = TokenBatch.pack([prompt.ids], [one.response_ids for one in group], [0] * len(group), pad_id=0)
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 logp = score(model, batch).logp

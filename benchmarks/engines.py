@@ -26,7 +26,7 @@ from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import load
 from trimtab.models.lora import named_weights
 from trimtab.training.export import save_model_files
-from trimtab.types import Engine, Sampling
+from trimtab.types import Engine, SamplingParams
 
 CASES = ((32, 48), (128, 48), (64, 256))
 
@@ -59,7 +59,7 @@ def main() -> None:
             publications(engines, loaded.model, options.rounds)
             for rows, tokens in CASES:
                 prompts = make_prompts(loaded.tokenizer, rows // SAMPLES)
-                sampling = Sampling(max_tokens=tokens, ignore_stop=True)
+                sampling = SamplingParams(max_tokens=tokens, ignore_stop=True)
                 runs = {
                     name: functools.partial(engine.generate, prompts, SAMPLES, sampling, seed=0)
                     for name, engine in engines.items()
@@ -71,7 +71,9 @@ def main() -> None:
 
 def publications(engines: dict[str, Engine], model: torch.nn.Module, rounds: int) -> None:
     """All weights, float32 to bfloat16."""
-    runs = {name: lambda engine=engine: engine.publish(named_weights(model), 0) for name, engine in engines.items()}
+    runs = {
+        name: lambda engine=engine: engine.update_weights(named_weights(model), 0) for name, engine in engines.items()
+    }
     for name, seconds in measure(runs, rounds).items():
         print(f"  {name:16} publication {statistics.median(seconds):.2f} s", flush=True)
 

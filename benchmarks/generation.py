@@ -21,7 +21,7 @@ import torch
 
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import load
-from trimtab.types import Problem, Prompt, Sampling
+from trimtab.types import Problem, Prompt, SamplingParams
 
 SAMPLES = 8
 CASES = ((32, 48), (64, 64), (128, 48))
@@ -57,7 +57,7 @@ def make_prompts(tokenizer: Any, count: int) -> list[Prompt]:
 
 
 def contest(engine: EmbeddedEngine, model: Any, prompts: list[Prompt], tokens: int) -> dict[str, Callable[[], Any]]:
-    sampling = Sampling(max_tokens=tokens, ignore_stop=True)
+    sampling = SamplingParams(max_tokens=tokens, ignore_stop=True)
     width = max(len(prompt.ids) for prompt in prompts)
     ids = torch.zeros(len(prompts), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)

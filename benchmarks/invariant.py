@@ -21,7 +21,7 @@ from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models import invariant
 from trimtab.models.load import load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.types import Completion, Prompt, Sampling
+from trimtab.types import Completion, Prompt, SamplingParams
 
 CASES = ((64, 48), (64, 192))
 TARGET = 1.5
@@ -39,7 +39,7 @@ class Side:
         self.model.train()
 
     def sample(self, prompts: Sequence[Prompt], tokens: int) -> list[list[Completion]]:
-        return self.engine.generate(prompts, SAMPLES, Sampling(max_tokens=tokens, ignore_stop=True), seed=0)
+        return self.engine.generate(prompts, SAMPLES, SamplingParams(max_tokens=tokens, ignore_stop=True), seed=0)
 
     def train(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> float:
         """Largest difference to the log-probs that the completions carry."""

@@ -31,7 +31,7 @@ from trimtab.models.invariant.kernels.matmul_kernel import batch_invariant_matmu
 from trimtab.models.invariant.kernels.row_kernels import rms_norm, silu
 from trimtab.models.load import load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.types import Problem, Prompt, Sampling
+from trimtab.types import Problem, Prompt, SamplingParams
 
 # Of SmolLM2-135M: width, inner width, vocabulary; heads, key heads and their width.
 HIDDEN, INNER, VOCABULARY = 576, 1536, 49152
@@ -206,7 +206,7 @@ def model(name: str, rounds: int) -> None:
         if numerics == "invariant":
             invariant.make_invariant(one)
         engine = EmbeddedEngine(one, loaded.tokenizer, torch.bfloat16)
-        sampling = Sampling(max_tokens=256, temperature=0.7)
+        sampling = SamplingParams(max_tokens=256, temperature=0.7)
         groups = engine.generate(asked, 8, sampling, seed=0)
         completions = [completion for group in groups for completion in group]
         responses = [completion.response_ids for completion in completions]

@@ -25,7 +25,7 @@ from trimtab.models.load import BUNDLED, LABORATORY, load
 from trimtab.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.runs import sampling_mask_column
 from trimtab.training.sft import laboratory_folder
-from trimtab.types import Completion, Problem, Prompt, Sampling
+from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 TRUNCATIONS: tuple[dict[str, Any], ...] = ({"top_p": 0.9}, {"top_p": 0.95}, {"top_k": 20}, {"top_k": 50})
 TEXTS = (
@@ -50,7 +50,7 @@ def main() -> None:
         for truncation in TRUNCATIONS:
             if truncation.get("top_k", 0) < loaded.model.config.vocab_size:
                 tokens = min(options.tokens, 11) if small else options.tokens
-                sampling = Sampling(max_tokens=tokens, ignore_stop=True, **truncation)
+                sampling = SamplingParams(max_tokens=tokens, ignore_stop=True, **truncation)
                 drawn = engine.generate(prompts, SAMPLES, sampling, seed=0)
                 _report(name, truncation, loaded.model, prompts, [row for group in drawn for row in group])
 
@@ -67,7 +67,7 @@ def _prompts(tokenizer: Any, small: bool) -> list[Prompt]:
 def _report(
     name: str, truncation: dict[str, Any], model: Any, prompts: Sequence[Prompt], rows: Sequence[Completion]
 ) -> None:
-    sets = [ids for row in rows for ids in row.kept or ()]
+    sets = [ids for row in rows for ids in row.sampling_mask or ()]
     sizes = np.array([len(ids) for ids in sets])
     print(f"{name}, {', '.join(f'{key} {value}' for key, value in truncation.items())}: {len(sets)} tokens")
     print(f"  ids a token   mean {sizes.mean():.1f}, median {np.median(sizes):.0f}, largest {sizes.max()}")
@@ -79,7 +79,7 @@ def _report(
         [index // SAMPLES for index in range(len(rows))],
         pad_id=0,
     )
-    packed = pack_kept([row.kept or () for row in rows], batch.response_ids.shape[1])
+    packed = pack_kept([row.sampling_mask or () for row in rows], batch.response_ids.shape[1])
     behavior = torch.from_numpy(np.concatenate([row.logp_behavior for row in rows]))
     with torch.no_grad():
         inside, whole = (score(model, batch, kept=kept).logp[batch.response_mask] for kept in (packed, None))
@@ -107,12 +107,12 @@ def _sizes(rows: Sequence[Completion], vocabulary: int) -> dict[str, int]:
 
 
 def _lists(rows: Sequence[Completion], dtype: np.dtype[Any]) -> pa.Array:
-    return pa.array([[ids.astype(dtype) for ids in row.kept or ()] for row in rows])
+    return pa.array([[ids.astype(dtype) for ids in row.sampling_mask or ()] for row in rows])
 
 
 def _bits(row: Completion, vocabulary: int) -> bytes:
-    inside = np.zeros((len(row.kept or ()), vocabulary), dtype=np.bool_)
-    for token, ids in enumerate(row.kept or ()):
+    inside = np.zeros((len(row.sampling_mask or ()), vocabulary), dtype=np.bool_)
+    for token, ids in enumerate(row.sampling_mask or ()):
         inside[token, ids] = True
     return np.packbits(inside, axis=1).tobytes()
 

@@ -30,7 +30,7 @@ from trimtab.models.load import BUNDLED, LABORATORY, MIXTURE, load
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.models.routing import router_info
 from trimtab.training.sft import laboratory_folder
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 SAMPLERS: dict[str, tuple[str, WeightQuantization]] = {
     "float32": ("float32", NO_QUANTIZATION),
@@ -55,7 +55,7 @@ class Sampled:
 
 def sample(engine: EmbeddedEngine, task: Any, tokenizer: Any, prompts: int, samples: int) -> Sampled:
     asked = [tasks.encode(task, problem, tokenizer) for problem in task.train[:prompts]]
-    sampling = Sampling(max_tokens=min(task.max_tokens, 32), stop=task.stop)
+    sampling = SamplingParams(max_tokens=min(task.max_tokens, 32), stop=task.stop)
     groups = engine.generate(asked, samples, sampling, seed=0)
     answers = [(index, answer) for index, group in enumerate(groups) for answer in group]
     batch = TokenBatch.pack(

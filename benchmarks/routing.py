@@ -41,7 +41,7 @@ from trimtab.models.load import LABORATORY, MIXTURE, SWITCH, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.models.routing import UNROUTED, Routes, router_info, routing_agreement
 from trimtab.training.sft import warm_start
-from trimtab.types import Completion, Sampling
+from trimtab.types import Completion, SamplingParams
 
 TWIN = "dense twin"
 MODELS = (LABORATORY, TWIN, MIXTURE, SWITCH)
@@ -122,7 +122,7 @@ def draw(loaded: LoadedModel, dtype: str, rounding: WeightQuantization, prompts:
     task, mixture = tasks.build("sort"), router_info(loaded.model).layers > 0
     asked = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.train[:prompts]]
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, rounding=rounding, routes=mixture)
-    groups = engine.generate(asked, samples, Sampling(max_tokens=task.max_tokens, stop=task.stop), seed=0)
+    groups = engine.generate(asked, samples, SamplingParams(max_tokens=task.max_tokens, stop=task.stop), seed=0)
     answers = [(index, answer) for index, group in enumerate(groups) for answer in group]
     batch = TokenBatch.pack(
         [one.ids for one in asked],
@@ -136,16 +136,16 @@ def draw(loaded: LoadedModel, dtype: str, rounding: WeightQuantization, prompts:
 
 def padded(batch: TokenBatch, groups: Sequence[Sequence[Completion]]) -> Routes:
     """The engine's record in the shape of the micro-batch; of a prompt its first sample's."""
-    assert groups[0][0].routes is not None
-    sizes = groups[0][0].routes.shape[1:]
+    assert groups[0][0].routed_experts is not None
+    sizes = groups[0][0].routed_experts.shape[1:]
     prompts = torch.full((*batch.prompt_mask.shape, *sizes), UNROUTED, dtype=torch.int16)
     responses = torch.full((*batch.response_mask.shape, *sizes), UNROUTED, dtype=torch.int16)
     row = 0
     for prompt, group in enumerate(groups):
         count = int(batch.prompt_mask[prompt].sum())
         for answer in group:
-            found = torch.from_numpy(np.array(answer.routes))
-            prompts[prompt, -count:] = torch.from_numpy(np.array(group[0].routes))[:count]
+            found = torch.from_numpy(np.array(answer.routed_experts))
+            prompts[prompt, -count:] = torch.from_numpy(np.array(group[0].routed_experts))[:count]
             responses[row, : len(found) - count] = found[count:]
             row += 1
     return Routes(prompts, responses)

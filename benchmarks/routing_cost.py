@@ -27,7 +27,7 @@ from trimtab.runs.expert_column import stored_bytes
 from trimtab.training.batching import MicroBatch, to_tensors
 from trimtab.training.features.routing_replay import RoutingReplay
 from trimtab.training.sft import laboratory_folder
-from trimtab.types import Completion, Prompt, Sampling, Trajectory
+from trimtab.types import Completion, Prompt, SamplingParams, Trajectory
 
 PROMPTS, SAMPLES = 16, 8
 
@@ -47,7 +47,7 @@ def main() -> None:
 def sampled(loaded: LoadedModel, rounds: int) -> list[Trajectory]:
     """Batches of the engine that records, against those of one that does not."""
     task = tasks.build("sort")
-    sampling = Sampling(max_tokens=task.max_tokens, stop=task.stop)
+    sampling = SamplingParams(max_tokens=task.max_tokens, stop=task.stop)
     asked = PromptStream(task, loaded.tokenizer, 0).take(PROMPTS)
     engines = [EmbeddedEngine(loaded.model, loaded.tokenizer, torch.float32, routes=on) for on in (False, True)]
     found: list[list[list[Completion]]] = []
@@ -57,13 +57,13 @@ def sampled(loaded: LoadedModel, rounds: int) -> list[Trajectory]:
     return [trajectory(p, i, one, sampling) for i, (p, group) in enumerate(groups) for one in group]
 
 
-def trajectory(prompt: Prompt, group: int, completion: Completion, sampling: Sampling) -> Trajectory:
+def trajectory(prompt: Prompt, group: int, completion: Completion, sampling: SamplingParams) -> Trajectory:
     mask = torch.ones(len(completion.response_ids), dtype=torch.bool).numpy()
     return Trajectory(prompt, group, completion, sampling, mask, 0.0, {})
 
 
 def sizes(loaded: LoadedModel, rows: list[Trajectory]) -> None:
-    bare = [replace(row, completion=replace(row.completion, routes=None)) for row in rows]
+    bare = [replace(row, completion=replace(row.completion, routed_experts=None)) for row in rows]
     tokens = sum(len(row.prompt.ids) + len(row) - 1 for row in rows)
     whole, without = (len(trajectories.to_bytes(some)) for some in (rows, bare))
     kind, each = router_info(loaded.model), stored_bytes(rows) / tokens

@@ -28,7 +28,7 @@ from trimtab.models.load import LABORATORY, LoadedModel, load
 from trimtab.rollout.collector import PromptStream
 from trimtab.training.export import save_model_files
 from trimtab.training.sft import laboratory_folder
-from trimtab.types import Completion, Engine, Sampling
+from trimtab.types import Completion, Engine, SamplingParams
 
 TARGET = 1.05  # of a batch, where a batch takes longer than a few messages
 # name -> task, prompts of a batch, forced tokens of a response; 8 samples each
@@ -64,13 +64,13 @@ def main() -> None:
 def compare(name: str, loaded: LoadedModel, threads: int, rounds: int) -> None:
     kind, count, tokens = CASES[name]
     prompts = PromptStream(tasks.build(kind), loaded.tokenizer, 0).take(count)
-    sampling, weights = Sampling(max_tokens=tokens, ignore_stop=True), list(loaded.model.state_dict().items())
+    sampling, weights = SamplingParams(max_tokens=tokens, ignore_stop=True), list(loaded.model.state_dict().items())
     with tempfile.TemporaryDirectory() as folder:
         save_model_files(loaded.model, loaded.tokenizer, Path(folder) / "model")
         spec = {"type": "embedded", "model": f"{folder}/model", "dtype": "bfloat16", "rounding": {}}
         start = time.perf_counter()
         worker = RemoteEngine(ProcessTransport(spec, threads=threads))
-        worker.publish(iter(weights), 0)
+        worker.update_weights(iter(weights), 0)
         started = time.perf_counter() - start
         own = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16)
         print(f"{name}: {count} prompts x {SAMPLES} x {tokens} tokens, bfloat16, {threads} threads, {rounds} rounds")
@@ -80,7 +80,7 @@ def compare(name: str, loaded: LoadedModel, threads: int, rounds: int) -> None:
             return engine.generate(prompts, SAMPLES, sampling, seed=seed)
 
         def publish(engine: Engine, version: int) -> None:
-            engine.publish(iter(weights), version)
+            engine.update_weights(iter(weights), version)
 
         assert same(generate(own, 0), generate(worker, 0))
         target = "" if name == LABORATORY else f"   target <= {TARGET}"
@@ -88,7 +88,7 @@ def compare(name: str, loaded: LoadedModel, threads: int, rounds: int) -> None:
         report("publication", alternate(publish, own, worker, rounds))
         writing = statistics.median(timed(share, weights) for _ in range(rounds))
         shared = share(weights)
-        taking = statistics.median(timed(worker.publish, shared, i) for i in range(rounds))
+        taking = statistics.median(timed(worker.update_weights, shared, i) for i in range(rounds))
         print(f"  of it: writing {writing:.4f} s; taking over what is written {taking:.4f} s")
         waits = [interrupted(worker, prompts, sampling, seed) for seed in range(rounds)]
         step = timed(generate, worker, 0) / tokens
@@ -114,9 +114,9 @@ def timed(call: Callable[..., Any], *arguments: Any) -> float:
     return time.perf_counter() - start
 
 
-def interrupted(worker: Engine, prompts: list[Any], sampling: Sampling, seed: int) -> float:
+def interrupted(worker: Engine, prompts: list[Any], sampling: SamplingParams, seed: int) -> float:
     clock = Clock()
-    worker.generate(prompts, SAMPLES, sampling, seed=seed, interrupt=clock)
+    worker.generate(prompts, SAMPLES, sampling, seed=seed, abort=clock)
     return time.perf_counter() - clock.set_at
 
 

@@ -22,7 +22,7 @@ class DivergedError(TrimtabError):
 
 
 class EngineDeadError(TrimtabError):
-    """An engine died or became unreachable during a call; `Engine.recover` restarts it."""
+    """An engine died or became unreachable during a call; `Engine.restart` restarts it."""
 
 
 class Stopped(KeyboardInterrupt):

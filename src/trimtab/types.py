@@ -46,7 +46,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """The sampling parameters of a completion; stored with every trajectory.
 
     `temperature == 0` is greedy. `top_k == 0` and `top_p == 1` disable truncation. `logprobs` selects the distribution
@@ -73,10 +73,10 @@ class Sampling:
 class Completion:
     """One sampled response: token ids, their log-probs under the sampler, and the policy version of each token.
 
-    `kept` is the sampling mask: under truncated sampling, the vocabulary ids each token was drawn from (METHODS 3.4,
+    `sampling_mask`: under truncated sampling, the vocabulary ids each token was drawn from (METHODS 3.4,
     "keep sampling mask"). The trainer renormalizes over them so that both policies share one action space.
 
-    `routes` are the routed experts of a mixture-of-experts model, (prompt + response - 1, layers, k): one entry for
+    `routed_experts` are those of a mixture-of-experts model, (prompt + response - 1, layers, k): one entry for
     each token that was run through the model, which the last token is not (METHODS 8.1). Where the weights changed
     during the response, an entry is of the policy that ran its token first.
     """
@@ -84,11 +84,11 @@ class Completion:
     response_ids: IntArray
     logp_behavior: FloatArray
     policy_version: IntArray
-    finish: FinishReason
+    finish_reason: FinishReason
     text: str
     entropy: FloatArray | None = None
-    kept: tuple[IntArray, ...] | None = None
-    routes: ExpertArray | None = None
+    sampling_mask: tuple[IntArray, ...] | None = None
+    routed_experts: ExpertArray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +98,7 @@ class Trajectory:
     prompt: Prompt
     group: int
     completion: Completion
-    sampling: Sampling
+    sampling: SamplingParams
     loss_mask: BoolArray
     reward: float
     rewards: Mapping[str, float]
@@ -174,48 +174,48 @@ class AbortSignal(Protocol):
 class Engine(Protocol):
     """Samples responses and returns their log-probs. Its only state is the weights: all randomness is in `seed`.
 
-    Calls come from one thread at a time. A call during which the engine died raises `EngineDeadError`; after `recover`
-    the engine runs again but has no weights, so `publish` has to precede `generate`.
+    Calls come from one thread at a time. A call during which the engine died raises `EngineDeadError`; after `restart`
+    the engine runs again but has no weights, so `update_weights` has to precede `generate`.
     """
 
     policy_version: int
-    decoded: int  # total tokens run through the model one at a time
-    prefilled: int  # total tokens run through the model in parallel, without padding
+    decoded_tokens: int  # total tokens run through the model one at a time
+    prefilled_tokens: int  # total tokens run through the model in parallel, without padding
 
     def generate(
         self,
         prompts: Sequence[Prompt],
         samples: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         seed: int,
         prefixes: Sequence[Sequence[Completion]] | None = None,
-        interrupt: AbortSignal | None = None,
+        abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """Returns `samples` completions for each prompt, in order. Equal arguments and weights give equal tokens.
 
         `prefixes[p][s]` holds the first tokens of sample s of prompt p, of any origin. The completion returned is the
         whole response; its log-probs and policy versions are per token, those of the prefix unchanged. An empty prefix
-        gives exactly the result of no prefix. A complete response (`finish="stop"`, or `max_tokens` long) is returned
-        unchanged.
+        gives exactly the result of no prefix. A complete response (`finish_reason="stop"`, or `max_tokens` long) is
+        returned unchanged.
 
-        Soon after `interrupt` is set the call returns: incomplete responses have `finish="abort"` and may have no
+        Soon after `abort` is set the call returns: incomplete responses have `finish_reason="abort"` and may have no
         token. They can be passed as `prefixes` of a later call, under the same or other weights.
         """
         ...
 
-    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
         """Load named weights (full precision, adapters merged); tokens sampled from now on carry `version`.
 
-        `exact` skips everything the engine applies to weights on purpose (quantization, noise).
+        `as_is` skips everything the engine applies to weights on purpose (quantization, noise).
         """
         ...
 
-    def weights(self) -> Iterable[tuple[str, Any]]:
-        """Returns the weights in use, by the names `publish` takes; publishing them with `exact` changes no bit."""
+    def named_weights(self) -> Iterable[tuple[str, Any]]:
+        """Returns the weights in use, by the names `update_weights` takes; with `as_is` that changes no bit."""
         ...
 
-    def recover(self) -> None:
+    def restart(self) -> None:
         """Restart the engine after `EngineDeadError`; does nothing while it is alive.
 
         Raises `TrimtabError` when it cannot be restarted.
@@ -232,7 +232,7 @@ EMPTY = Completion(
     response_ids=np.empty(0, dtype=np.int64),
     logp_behavior=np.empty(0, dtype=np.float32),
     policy_version=np.empty(0, dtype=np.int64),
-    finish="length",
+    finish_reason="length",
     text="",
 )
 
@@ -244,17 +244,18 @@ def cut(completion: Completion, kept: int) -> Completion:
     undefined because it depends on the tokens that follow.
     """
     n = len(completion.response_ids)
-    k = min(kept, n - 1 if completion.finish == "stop" else n)
+    experts = completion.routed_experts
+    k = min(kept, n - 1 if completion.finish_reason == "stop" else n)
     return replace(
         completion,
         response_ids=completion.response_ids[:k],
         logp_behavior=completion.logp_behavior[:k],
         policy_version=completion.policy_version[:k],
-        finish="length",
+        finish_reason="length",
         text="",
         entropy=None if completion.entropy is None else completion.entropy[:k],
-        kept=None if completion.kept is None else completion.kept[:k],
-        routes=None if completion.routes is None else completion.routes[: len(completion.routes) - (n - k)],
+        sampling_mask=None if completion.sampling_mask is None else completion.sampling_mask[:k],
+        routed_experts=None if experts is None else experts[: len(experts) - (n - k)],
     )
 
 
@@ -266,16 +267,16 @@ def splice(prefix: Completion, whole: Completion) -> Completion:
     k = len(prefix.response_ids)
     if k == 0:
         return whole
-    old, new, old_kept, new_kept = prefix.entropy, whole.entropy, prefix.kept, whole.kept
-    routes, old_routes = whole.routes, prefix.routes
+    old, new, old_kept, new_kept = prefix.entropy, whole.entropy, prefix.sampling_mask, whole.sampling_mask
+    routes, old_routes = whole.routed_experts, prefix.routed_experts
     return replace(
         whole,
         response_ids=np.concatenate([prefix.response_ids, whole.response_ids[k:]]),
         logp_behavior=np.concatenate([prefix.logp_behavior, whole.logp_behavior[k:]]),
         policy_version=np.concatenate([prefix.policy_version, whole.policy_version[k:]]),
         entropy=None if old is None or new is None else np.concatenate([old, new[k:]]),
-        kept=None if old_kept is None or new_kept is None else old_kept + new_kept[k:],
-        routes=None
+        sampling_mask=None if old_kept is None or new_kept is None else old_kept + new_kept[k:],
+        routed_experts=None
         if routes is None or old_routes is None
         else np.concatenate([old_routes, routes[len(old_routes) :]]),
     )

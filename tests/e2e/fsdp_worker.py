@@ -22,7 +22,7 @@ from trimtab.runs import trajectories
 from trimtab.training import assignment, run
 from trimtab.training.backends import Backends
 from trimtab.training.ranks import join
-from trimtab.types import Completion, Engine, Prompt, Sampling
+from trimtab.types import Completion, Engine, Prompt, SamplingParams
 
 
 class Recorded:
@@ -42,14 +42,14 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
         taken = {name: tensor.clone() for name, tensor in weights}
         sums = {name: float(tensor.double().square().sum()) for name, tensor in taken.items()}
         (self._out / "published.json").write_text(json.dumps(sums))
-        self._engine.publish(taken.items(), version, exact=exact)
+        self._engine.update_weights(taken.items(), version, as_is=as_is)
 
     def generate(
-        self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, **keywords: Any
+        self, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, **keywords: Any
     ) -> list[list[Completion]]:
         if sampling.temperature == 0:
             return self._engine.generate(prompts, samples, sampling, **keywords)

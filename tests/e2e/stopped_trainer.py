@@ -27,7 +27,7 @@ from tests.support.engines import prompt
 from trimtab.engines.remote.process_transport import ProcessTransport
 from trimtab.engines.remote.remote_engine import RemoteEngine
 from trimtab.models import laboratory
-from trimtab.types import AbortSignal, Sampling
+from trimtab.types import AbortSignal, SamplingParams
 
 ENGINE = {"type": "embedded", "dtype": "float32", "rounding": {}}
 
@@ -68,7 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)
     spec = {**ENGINE, "model": settings["model"]}
     with actor(spec, settings["address"]) if settings["address"] else worker(spec) as engine:
-        engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
+        engine.update_weights(laboratory.build(1)[0].named_parameters(), version=5)
         call(engine, None)
         engine.hang_timeout = settings["patience"]
         for interruptible in settings["calls"]:
@@ -99,8 +99,8 @@ def actor(spec: dict[str, Any], address: str) -> Iterator[Any]:
 
 
 def call(engine: Any, interrupt: AbortSignal | None) -> None:
-    long = Sampling(max_tokens=40, ignore_stop=True)
-    found = engine.generate([prompt([1, 2, 3])] * 16, 16, long, seed=0, interrupt=interrupt)
+    long = SamplingParams(max_tokens=40, ignore_stop=True)
+    found = engine.generate([prompt([1, 2, 3])] * 16, 16, long, seed=0, abort=interrupt)
     rows = [(one.response_ids.tolist(), one.logp_behavior.tolist()) for one in chain(*found)]
     # More than a pipe holds would keep it waiting here, where it must not be stopped, and be cut short by the signal.
     print(engine.transport.pid, hashlib.sha256(json.dumps(rows).encode()).hexdigest(), flush=True)

@@ -15,18 +15,18 @@ TIME = 3.0  # seconds that slow work takes
 
 
 class Troubled(EmbeddedEngine):
-    def generate(self, *arguments: Any, seed: int, interrupt: Any, **keywords: Any) -> Any:
+    def generate(self, *arguments: Any, seed: int, abort: Any, **keywords: Any) -> Any:
         if seed == STUCK:
             threading.Event().wait()
         end = time.monotonic() + TIME * (seed == SLOW)
         while time.monotonic() < end:
-            interrupt.is_set()
+            abort.is_set()
             time.sleep(0.1)
-        return super().generate(*arguments, seed=seed, interrupt=interrupt, **keywords)
+        return super().generate(*arguments, seed=seed, abort=abort, **keywords)
 
-    def publish(self, weights: Any, version: int, **keywords: Any) -> None:
+    def update_weights(self, weights: Any, version: int, **keywords: Any) -> None:
         time.sleep(TIME * (version == SLOW))
-        super().publish(weights, version, **keywords)
+        super().update_weights(weights, version, **keywords)
 
 
 if __name__ == "__main__":

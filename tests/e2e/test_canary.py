@@ -57,7 +57,7 @@ def engine_of(model: nn.Module, dtype: torch.dtype = torch.float32, kind: type =
 
 
 def look(watch: Canary, engine: Any, model: Any, version: int) -> float:
-    engine.publish(model.named_parameters(), version)
+    engine.update_weights(model.named_parameters(), version)
     return check(watch, engine, model, version)
 
 
@@ -144,11 +144,11 @@ class Skips(EmbeddedEngine):
 
     skipping = False
 
-    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
         if self.skipping:
             self.policy_version = version
         else:
-            super().publish(weights, version, exact=exact)
+            super().update_weights(weights, version, as_is=as_is)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -191,7 +191,7 @@ def publish_but_the_head(engine: EmbeddedEngine, model: Any, version: int) -> No
     """The head keeps a copy of its own, which the publication does not reach."""
     head = engine._model.lm_head
     old = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    engine.publish(model.named_parameters(), version)
+    engine.update_weights(model.named_parameters(), version)
     head.weight = old
 
 
@@ -216,7 +216,7 @@ def test_a_head_that_falls_behind_slowly_is_caught() -> None:
         for version in range(1, 60):
             update(model, 0.01, seed=version)
             engine._model.lm_head.weight = engine._model.model.embed_tokens.weight
-            engine.publish(model.named_parameters(), version)
+            engine.update_weights(model.named_parameters(), version)
             engine._model.lm_head.weight = nn.Parameter(head, requires_grad=False)
             check(watch, engine, model, version)
 
@@ -238,7 +238,7 @@ def test_a_part_that_was_not_taken_over_is_caught_without_a_tied_head() -> None:
     look(watch, engine, model, 0)
     old = engine._model.model.layers[1].mlp.down_proj.weight.detach().clone()
     update(model, 0.1, seed=1)
-    engine.publish(model.named_parameters(), 1)
+    engine.update_weights(model.named_parameters(), 1)
     engine._model.model.layers[1].mlp.down_proj.weight.data.copy_(old)
     with pytest.raises(TrimtabError, match="a part of the weights was not taken over"):
         check(watch, engine, model, 1)
@@ -266,7 +266,7 @@ def _dated(completion: Completion, version: int) -> Completion:
         completion.response_ids,
         completion.logp_behavior,
         np.full(len(completion.response_ids), version),
-        completion.finish,
+        completion.finish_reason,
         completion.text,
     )
 
@@ -303,7 +303,7 @@ def test_engines_are_looked_at_one_by_one() -> None:
     expected = watch.expect(model, 1)
     assert expected is not None
     for engine in engines:
-        engine.publish(model.named_parameters(), 1)
+        engine.update_weights(model.named_parameters(), 1)
     watch.check(engines[0], expected)
     with pytest.raises(TrimtabError, match="skipped"):
         watch.check(engines[1], expected)
@@ -327,7 +327,7 @@ def test_a_bound_of_ones_own_and_a_remembered_one() -> None:
     resumed.noise = 1e-4
     other = policy()
     update(other, 0.1, seed=9)
-    engine.publish(other.named_parameters(), 1)
+    engine.update_weights(other.named_parameters(), 1)
     expected = resumed.expect(model, 1)
     assert expected is not None
     with pytest.raises(TrimtabError, match=r"bound 0\.001"):

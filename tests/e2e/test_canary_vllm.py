@@ -41,7 +41,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Canary:
 
 
 def look(watch: Canary, engine: Any, model: Any, version: int) -> float:
-    engine.publish(model.named_parameters(), version)
+    engine.update_weights(model.named_parameters(), version)
     expected = watch.expect(model, version)
     assert expected is not None
     return watch.check(engine, expected)

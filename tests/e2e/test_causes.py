@@ -11,7 +11,7 @@ import torch
 from tests.support import planted_causes as plant
 
 from trimtab.models.load import BUNDLED, load
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ class Bundled:
         self.prompts = plant.prompts_of([*chats, *PLAIN], self.tokenizer)
 
     def sample(self, model=None, dtype: str = "float32", tokens: int = 48, **sampling) -> plant.Rollout:
-        contract = Sampling(max_tokens=tokens, **sampling)
+        contract = SamplingParams(max_tokens=tokens, **sampling)
         return plant.sample(model or self.model, self.tokenizer, self.prompts, 2, contract, dtype)
 
     def rescore(self, rollout: plant.Rollout, **keywords) -> np.ndarray:

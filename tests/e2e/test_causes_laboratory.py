@@ -13,7 +13,7 @@ from tests.support import planted_causes as plant
 
 from trimtab.models.load import load
 from trimtab.training.sft import laboratory_folder
-from trimtab.types import Prompt, Sampling
+from trimtab.types import Prompt, SamplingParams
 
 pytestmark = pytest.mark.e2e
 
@@ -29,7 +29,7 @@ class Laboratory:
         key = (bits, dtype, *sorted(sampling.items()))
         if key not in self._cache:
             model = plant.rounded(self.model, bits) if bits else self.model
-            contract = Sampling(max_tokens=11, stop=(".",), **sampling)
+            contract = SamplingParams(max_tokens=11, stop=(".",), **sampling)
             self._cache[key] = plant.sample(model, self.tokenizer, self.prompts, 6, contract, dtype)
         return self._cache[key]
 

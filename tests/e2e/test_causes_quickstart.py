@@ -18,7 +18,7 @@ from trimtab.diagnosis.causes.evidence import LogprobPairs
 from trimtab.diagnosis.causes.precision import noise_of
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.models.load import BUNDLED, load
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ class Quickstart:
 
     def step(self, model: Any, sampler: Any, seed: int) -> Step:
         prompts, _ = self.prompts(seed)
-        sampling = Sampling(max_tokens=8, stop=("\n",))
+        sampling = SamplingParams(max_tokens=8, stop=("\n",))
         rollout = plant.sample(sampler, self.tokenizer, prompts, SAMPLES, sampling, "bfloat16")
         own = [completion.response_ids for _, completion in rollout.responses]
         with torch.autocast("cpu", torch.bfloat16):

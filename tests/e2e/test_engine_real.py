@@ -8,7 +8,7 @@ import torch
 
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import BUNDLED, load
-from trimtab.types import Problem, Prompt, Sampling
+from trimtab.types import Problem, Prompt, SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -38,13 +38,15 @@ def exact_logp(model, prompt: Prompt, ids: np.ndarray) -> np.ndarray:
 
 def test_float32_log_probs_equal_a_full_forward(loaded, asked) -> None:
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.float32)
-    out = engine.generate(asked, 3, Sampling(max_tokens=24, stop=("\n",)), seed=0)
+    out = engine.generate(asked, 3, SamplingParams(max_tokens=24, stop=("\n",)), seed=0)
     lengths = set()
     for prompt, group in zip(asked, out, strict=True):
         for completion in group:
             exact = exact_logp(loaded.model, prompt, completion.response_ids)
             np.testing.assert_allclose(completion.logp_behavior, exact, atol=1e-4)
-            assert (completion.finish == "stop") == (len(completion.response_ids) < 24 or completion.text.count("\n"))
+            assert (completion.finish_reason == "stop") == (
+                len(completion.response_ids) < 24 or completion.text.count("\n")
+            )
             assert "\n" not in completion.text
             lengths.add(len(completion.response_ids))
     assert len(lengths) > 3
@@ -52,7 +54,7 @@ def test_float32_log_probs_equal_a_full_forward(loaded, asked) -> None:
 
 def test_bfloat16_differs_from_the_trainer_as_much_as_its_precision(loaded, asked) -> None:
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16)
-    out = engine.generate(asked, 3, Sampling(max_tokens=24), seed=0)
+    out = engine.generate(asked, 3, SamplingParams(max_tokens=24), seed=0)
     log_ratio = np.concatenate(
         [
             exact_logp(loaded.model, prompt, completion.response_ids) - completion.logp_behavior
@@ -73,9 +75,9 @@ def test_published_weights_are_the_ones_that_sample(loaded, asked) -> None:
         name: p.detach() + 0.02 * p.detach().std() * torch.randn(p.shape, generator=generator)
         for name, p in loaded.model.named_parameters()
     }
-    engine.publish(noisy.items(), version=3)
+    engine.update_weights(noisy.items(), version=3)
     original = {name: p.detach().clone() for name, p in loaded.model.named_parameters()}
-    [group] = engine.generate(asked[:1], 4, Sampling(max_tokens=16, ignore_stop=True), seed=0)
+    [group] = engine.generate(asked[:1], 4, SamplingParams(max_tokens=16, ignore_stop=True), seed=0)
     before = [exact_logp(loaded.model, asked[0], c.response_ids) for c in group]
     try:
         loaded.model.load_state_dict(noisy, strict=False)

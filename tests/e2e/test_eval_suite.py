@@ -22,7 +22,7 @@ from trimtab.models import load as models
 from trimtab.runs.directory import read_metrics
 from trimtab.training.run import train
 from trimtab.training.sft import laboratory_folder
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 pytestmark = pytest.mark.slow
 KILLER = Path(__file__).with_name("eval_killed.py")
@@ -221,7 +221,7 @@ class Listening:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
-    def generate(self, prompts: Any, samples: int, sampling: Sampling, *, seed: int, prefixes: Any = None) -> Any:
+    def generate(self, prompts: Any, samples: int, sampling: SamplingParams, *, seed: int, prefixes: Any = None) -> Any:
         self.prefixes = prefixes
         self.answers = self.engine.generate(prompts, samples, sampling, seed=seed, prefixes=prefixes)
         return self.answers
@@ -232,7 +232,7 @@ def test_the_first_half_of_the_tokens_is_the_relays(sorter: tuple[EmbeddedEngine
     begins = Listening(EmbeddedEngine(untrained.model, untrained.tokenizer, "float32"))
     completes = Listening(sorter[0])
     task = tasks.build("sort")
-    sampling = Sampling(max_tokens=task.max_tokens, stop=task.stop)
+    sampling = SamplingParams(max_tokens=task.max_tokens, stop=task.stop)
     with rewards.build([], task) as scorer:
         result = evaluate(
             completes, sorter[1], task, scorer,
@@ -245,7 +245,7 @@ def test_the_first_half_of_the_tokens_is_the_relays(sorter: tuple[EmbeddedEngine
             assert np.array_equal(whole.response_ids[:half], own.response_ids[:half])
             assert np.array_equal(whole.logp_behavior[:half], own.logp_behavior[:half])
             kept.append(half)
-            ended += own.finish == "stop" and len(own.response_ids) < task.max_tokens
+            ended += own.finish_reason == "stop" and len(own.response_ids) < task.max_tokens
     assert ended > 10, "responses of many lengths, the untrained model ends where it likes"
     assert len(set(kept)) > 3
     assert result.prefix == pytest.approx(np.mean(kept))

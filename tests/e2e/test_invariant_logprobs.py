@@ -25,14 +25,14 @@ from trimtab.models.invariant import invariant_layers
 from trimtab.models.invariant.invariant_attention import KEY_BLOCK
 from trimtab.models.invariant.invariant_layers import add_exponentials
 from trimtab.models.logprobs import TokenBatch, pack_kept, score
-from trimtab.types import Completion, Problem, Prompt, Sampling
+from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 pytestmark = pytest.mark.e2e
 
 TYPES = [("bfloat16", True), ("float32", False)]
 # Within a block of keys, at its end, and over several.
 LENGTHS = (3, KEY_BLOCK, KEY_BLOCK + 1, 150)
-FREE = Sampling(temperature=0.7, max_tokens=KEY_BLOCK + 6, ignore_stop=True)
+FREE = SamplingParams(temperature=0.7, max_tokens=KEY_BLOCK + 6, ignore_stop=True)
 
 
 def made(name: str = "llama") -> Any:
@@ -48,7 +48,11 @@ def asked(lengths: Sequence[int] = LENGTHS) -> list[Prompt]:
 
 
 def trained(
-    model: Any, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], sampling: Sampling, autocast: bool
+    model: Any,
+    prompts: Sequence[Prompt],
+    groups: Sequence[Sequence[Completion]],
+    sampling: SamplingParams,
+    autocast: bool,
 ) -> list[np.ndarray]:
     """One packed micro-batch of everything, with gradient."""
     flat = [one for group in groups for one in group]
@@ -56,7 +60,7 @@ def trained(
     batch = TokenBatch.pack([p.ids for p in prompts], [one.response_ids for one in flat], index, pad_id=0)
     kept = None
     if sampling.truncated:
-        kept = pack_kept([one.kept or () for one in flat], batch.response_ids.shape[1])
+        kept = pack_kept([one.sampling_mask or () for one in flat], batch.response_ids.shape[1])
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         logp = score(model, batch, temperature=sampling.temperature, kept=kept).logp
     logp.sum().backward()
@@ -97,8 +101,10 @@ def test_native_ones_are_not() -> None:
     assert max(np.abs(row - one.logp_behavior).max() for row, one in zip(rows, chain(*groups), strict=True)) > 1e-3
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.9, 0.8, 0, 30, ("w1",)), Sampling(1.0, 1.0, 5, 30, ("w1",))])
-def test_with_stops_and_truncated_sampling_too(sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(0.9, 0.8, 0, 30, ("w1",)), SamplingParams(1.0, 1.0, 5, 30, ("w1",))]
+)
+def test_with_stops_and_truncated_sampling_too(sampling: SamplingParams) -> None:
     """Rows leave the batch one by one, and sets of tokens renormalise both sides."""
     model = made()
     groups = EmbeddedEngine(model, tokenizer(), "bfloat16").generate(asked(), 6, sampling, seed=1)
@@ -120,7 +126,7 @@ def test_batch_threads_prefixes_and_prefill_blocks_change_no_bit(
     for one, other in zip(chain(*short), chain(*groups), strict=True):
         np.testing.assert_array_equal(one.logp_behavior, other.logp_behavior[:8])
     monkeypatch.setattr(decoder, "PREFILL_TOKENS", 40)
-    part = engine.generate(prompts, 2, FREE, seed=0, interrupt=After(20))
+    part = engine.generate(prompts, 2, FREE, seed=0, abort=After(20))
     assert_same(engine.generate(prompts, 2, FREE, seed=0, prefixes=part), groups)
     # The trainer, each response alone; and with scores worked on in parts of a row.
     monkeypatch.setattr(packed_attention, "BLOCK_SCORES", 1 << 14)

@@ -102,7 +102,7 @@ class Tampered:
 
     def generate(self, *args: Any, **keywords: Any) -> list[list[Completion]]:
         groups = self._engine.generate(*args, **keywords)
-        if groups[0][0].kept is not None:
+        if groups[0][0].sampling_mask is not None:
             groups[0][0] = self._change(groups[0][0])
         return groups
 
@@ -116,25 +116,25 @@ def tampered(change: Change) -> Backends:
 
 def without(completion: Completion, *, own: bool) -> Completion:
     """One id less in the largest set: the sampled one, or the first of the others."""
-    assert completion.kept is not None
-    sets = list(completion.kept)
+    assert completion.sampling_mask is not None
+    sets = list(completion.sampling_mask)
     token = int(np.argmax([len(ids) for ids in sets]))
     sampled = sets[token] == completion.response_ids[token]
     leave = sampled if own else ~sampled & (np.cumsum(~sampled) == 1)
     assert leave.sum() == 1
     sets[token] = sets[token][~leave]
-    return replace(completion, kept=tuple(sets))
+    return replace(completion, sampling_mask=tuple(sets))
 
 
 def short(completion: Completion) -> Completion:
-    assert completion.kept is not None
-    return replace(completion, kept=completion.kept[:-1])
+    assert completion.sampling_mask is not None
+    return replace(completion, sampling_mask=completion.sampling_mask[:-1])
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda one: replace(one, kept=None), "carry no keep sets: ratios over the whole vocabulary"),
+        (lambda one: replace(one, sampling_mask=None), "carry no keep sets: ratios over the whole vocabulary"),
         (lambda one: without(one, own=True), "is not in its own keep set"),
         (short, "keep sets for .* tokens"),
     ],

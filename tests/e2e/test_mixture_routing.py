@@ -15,7 +15,7 @@ from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, Weight
 from trimtab.models.load import LABORATORY, MIXTURE, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.training.sft import laboratory_folder
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 pytestmark = pytest.mark.e2e
 
@@ -37,7 +37,7 @@ def sampled(loaded: LoadedModel, sampler: str) -> tuple[TokenBatch, np.ndarray]:
     task = tasks.build("sort")
     asked = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.train[:64]]
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, rounding=rounding)
-    groups = engine.generate(asked, 4, Sampling(max_tokens=task.max_tokens, stop=task.stop), seed=0)
+    groups = engine.generate(asked, 4, SamplingParams(max_tokens=task.max_tokens, stop=task.stop), seed=0)
     answers = [(index, answer) for index, group in enumerate(groups) for answer in group]
     batch = TokenBatch.pack(
         [one.ids for one in asked],

@@ -12,12 +12,12 @@ import torch
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import BUNDLED, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.types import Completion, Problem, Prompt, Sampling, cut
+from trimtab.types import Completion, Problem, Prompt, SamplingParams, cut
 
 pytestmark = pytest.mark.e2e
 
 TEXTS = ("Question: What is 31 + 48?\nAnswer:", "Once upon a time", "The three primary colors are")
-SAMPLING = Sampling(max_tokens=24, ignore_stop=True)
+SAMPLING = SamplingParams(max_tokens=24, ignore_stop=True)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,9 @@ def continued(loaded: LoadedModel, asked: list[Prompt], dtype: torch.dtype) -> t
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype)
     source = engine.generate(asked, 4, SAMPLING, seed=0)
     prefixes = [[cut(g[0], 0), cut(g[1], 5), cut(g[1], 5), cut(g[3], 11)] for g in source]
-    before = engine.prefilled
+    before = engine.prefilled_tokens
     out = engine.generate(asked, 4, SAMPLING, seed=1, prefixes=prefixes)
-    assert engine.prefilled - before == sum(len(one.ids) for one in asked) + 3 * (5 + 11)
+    assert engine.prefilled_tokens - before == sum(len(one.ids) for one in asked) + 3 * (5 + 11)
     rows = [completion.response_ids for completion in chain(*out)]
     batch = TokenBatch.pack([one.ids for one in asked], rows, [p for p in range(3) for _ in range(4)], pad_id=0)
     with torch.no_grad():

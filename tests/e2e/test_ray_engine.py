@@ -34,11 +34,11 @@ from trimtab.models.load import load
 from trimtab.rewards import Response
 from trimtab.rollout.collector import PromptStream
 from trimtab.training.export import save_model_files
-from trimtab.types import Problem, Prompt, Sampling
+from trimtab.types import Problem, Prompt, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SAMPLING = Sampling(max_tokens=12, stop=(".",))
+SAMPLING = SamplingParams(max_tokens=12, stop=(".",))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def weights(model: tuple[Any, Path], scale: float = 1.0) -> list[tuple[str, torc
 
 def rows(groups: Any) -> list[tuple[list[int], list[float], list[int], str]]:
     return [
-        (c.response_ids.tolist(), c.logp_behavior.tolist(), c.policy_version.tolist(), c.finish)
+        (c.response_ids.tolist(), c.logp_behavior.tolist(), c.policy_version.tolist(), c.finish_reason)
         for group in groups
         for c in group
     ]
@@ -106,23 +106,23 @@ def rows(groups: Any) -> list[tuple[list[int], list[float], list[int], str]]:
 def test_an_actor_samples_what_the_same_engine_samples_here(engines, prompts, model, config) -> None:
     here = build(engine_spec(config, model[1]))
     for version, scale in ((3, 1.0), (4, 1.5)):
-        here.publish(weights(model, scale), version)
+        here.update_weights(weights(model, scale), version)
         shared = share(weights(model, scale))
         for engine in engines:
-            before = engine.decoded, engine.prefilled
-            engine.publish(shared, version)
+            before = engine.decoded_tokens, engine.prefilled_tokens
+            engine.update_weights(shared, version)
             there = engine.generate(prompts, 3, SAMPLING, seed=5)
-            at = here.decoded, here.prefilled
+            at = here.decoded_tokens, here.prefilled_tokens
             assert rows(there) == rows(here.generate(prompts, 3, SAMPLING, seed=5))
             assert {v for _, _, versions, _ in rows(there) for v in versions} == {version}
-            assert (engine.decoded - before[0], engine.prefilled - before[1]) == (
-                here.decoded - at[0],
-                here.prefilled - at[1],
+            assert (engine.decoded_tokens - before[0], engine.prefilled_tokens - before[1]) == (
+                here.decoded_tokens - at[0],
+                here.prefilled_tokens - at[1],
             )
             assert all(c.logp_behavior.flags.writeable for group in there for c in group)
-    found = dict(engines[0].weights())
-    assert found.keys() == dict(here.weights()).keys()
-    assert all(torch.equal(found[name], weight) for name, weight in here.weights())
+    found = dict(engines[0].named_weights())
+    assert found.keys() == dict(here.named_weights()).keys()
+    assert all(torch.equal(found[name], weight) for name, weight in here.named_weights())
 
 
 def test_one_publication_is_stored_once_for_all_engines(seats, model) -> None:  # noqa: ARG001  # connected
@@ -140,7 +140,7 @@ def test_one_publication_is_stored_once_for_all_engines(seats, model) -> None:  
 
 def test_a_stale_object_is_refused_and_the_engine_keeps_its_weights(engines, prompts, model) -> None:
     engine = engines[0]
-    engine.publish(weights(model), 1)
+    engine.update_weights(weights(model), 1)
     before = rows(engine.generate(prompts, 2, SAMPLING, seed=1))
     old = engine.transport._publisher.put(weights(model, 0.5), 2)
     new = engine.transport._publisher.put(weights(model, 2.0), 3)
@@ -148,7 +148,7 @@ def test_a_stale_object_is_refused_and_the_engine_keeps_its_weights(engines, pro
     engine.transport._publisher = type("Planted", (), {"put": lambda *_: mixed})()
     try:
         with pytest.raises(TrimtabError, match="mixed them up"):
-            engine.publish([], 3)
+            engine.update_weights([], 3)
     finally:
         engine.transport._publisher = engines[1].transport._publisher
     assert rows(engine.generate(prompts, 2, SAMPLING, seed=1)) == before
@@ -156,22 +156,22 @@ def test_a_stale_object_is_refused_and_the_engine_keeps_its_weights(engines, pro
 
 def test_an_interrupted_response_goes_on_under_new_weights(engines, prompts, model) -> None:
     engine, samples, length = engines[0], 256, 50
-    engine.publish(weights(model), 1)
-    sampling, begun = Sampling(max_tokens=length, ignore_stop=True), None
+    engine.update_weights(weights(model), 1)
+    sampling, begun = SamplingParams(max_tokens=length, ignore_stop=True), None
     for _ in range(50):
         # Set at the second look, some milliseconds after the call. Over before it arrived: from the start again.
-        found = engine.generate(prompts[:1], samples, sampling, seed=2, prefixes=begun and [begun], interrupt=After(1))
-        begun = None if all(c.finish == "length" for c in found[0]) else found[0]
+        found = engine.generate(prompts[:1], samples, sampling, seed=2, prefixes=begun and [begun], abort=After(1))
+        begun = None if all(c.finish_reason == "length" for c in found[0]) else found[0]
         if begun is not None and len(begun[0].response_ids):
             break
     assert begun is not None
-    assert {c.finish for c in begun} == {"abort"}
-    engine.publish(weights(model, 1.1), 2)
-    (whole,) = engine.generate(prompts[:1], samples, sampling, seed=2, prefixes=[begun], interrupt=threading.Event())
+    assert {c.finish_reason for c in begun} == {"abort"}
+    engine.update_weights(weights(model, 1.1), 2)
+    (whole,) = engine.generate(prompts[:1], samples, sampling, seed=2, prefixes=[begun], abort=threading.Event())
     for start, full in zip(begun, whole, strict=True):
         cut = len(start.response_ids)
         assert 0 < cut < length
-        assert full.finish == "length"
+        assert full.finish_reason == "length"
         assert full.response_ids[:cut].tolist() == start.response_ids.tolist()
         assert full.policy_version.tolist() == [1] * cut + [2] * (length - cut)
 
@@ -179,8 +179,8 @@ def test_an_interrupted_response_goes_on_under_new_weights(engines, prompts, mod
 def test_a_killed_actor_is_lost_and_its_successor_takes_its_seat(engines, prompts, model) -> None:
     engine, other = engines
     published = share(weights(model))
-    engine.publish(published, 1)
-    expected, done = rows(engine.generate(prompts, 2, SAMPLING, seed=9)), engine.decoded
+    engine.update_weights(published, 1)
+    expected, done = rows(engine.generate(prompts, 2, SAMPLING, seed=9)), engine.decoded_tokens
     pid, lost = engine.transport.pid, []
 
     class Kill:
@@ -193,19 +193,19 @@ def test_a_killed_actor_is_lost_and_its_successor_takes_its_seat(engines, prompt
             return False
 
     with pytest.raises(EngineDeadError, match=rf"^process {pid} on .*died\) during generate$"):
-        engine.generate(prompts, 256, Sampling(max_tokens=50, ignore_stop=True), seed=9, interrupt=Kill())
+        engine.generate(prompts, 256, SamplingParams(max_tokens=50, ignore_stop=True), seed=9, abort=Kill())
     with pytest.raises(EngineDeadError):
-        engine.publish(published, 1)
-    other.publish(published, 1)  # the neighbor does not notice
-    engine.recover()
+        engine.update_weights(published, 1)
+    other.update_weights(published, 1)  # the neighbor does not notice
+    engine.restart()
     assert engine.transport.pid not in (pid, other.transport.pid)
     with pytest.raises(TrimtabError, match="publish before generating"):
         engine.generate(prompts, 2, SAMPLING, seed=9)
-    engine.publish(published, 1)
+    engine.update_weights(published, 1)
     assert rows(engine.generate(prompts, 2, SAMPLING, seed=9)) == expected
-    assert engine.decoded > done
+    assert engine.decoded_tokens > done
     again = engine.transport.pid
-    engine.recover()  # alive: nothing happens
+    engine.restart()  # alive: nothing happens
     assert engine.transport.pid == again
 
 
@@ -220,29 +220,29 @@ class Stop:
         return False
 
 
-@pytest.mark.parametrize("doing", ["generate", "publish"])
+@pytest.mark.parametrize("doing", ["generate", "update_weights"])
 def test_a_stopped_actor_is_given_up_and_its_successor_takes_its_seat(
     engines, prompts, model, doing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, published = engines[0], share(weights(model))
-    engine.publish(published, 1)
+    engine.update_weights(published, 1)
     expected, pid = rows(engine.generate(prompts, 2, SAMPLING, seed=9)), engine.transport.pid
     monkeypatch.setattr(engine, "hang_timeout", 3.0)
-    if doing == "publish":
+    if doing == "update_weights":
         os.kill(pid, signal.SIGSTOP)
-    long = Sampling(max_tokens=50, ignore_stop=True)
+    long = SamplingParams(max_tokens=50, ignore_stop=True)
     calls = {
-        "generate": lambda: engine.generate(prompts, 256, long, seed=9, interrupt=Stop(pid)),
-        "publish": lambda: engine.publish(published, 2),
+        "generate": lambda: engine.generate(prompts, 256, long, seed=9, abort=Stop(pid)),
+        "update_weights": lambda: engine.update_weights(published, 2),
     }
     with pytest.raises(
         EngineDeadError, match=rf"^process {pid} on .*no sign of life for 3 s \(engine.hang_timeout\) during {doing}$"
     ):
         calls[doing]()
     monkeypatch.undo()
-    engine.recover()
+    engine.restart()
     assert engine.transport.pid != pid
-    engine.publish(published, 1)
+    engine.update_weights(published, 1)
     assert rows(engine.generate(prompts, 2, SAMPLING, seed=9)) == expected
 
 

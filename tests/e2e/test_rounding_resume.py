@@ -15,7 +15,7 @@ from trimtab.models.load import load
 from trimtab.training.checkpoint import store
 from trimtab.training.export import export
 from trimtab.training.run import train
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 pytestmark = pytest.mark.e2e
 
@@ -69,7 +69,7 @@ def test_training_reports_the_accuracy_of_the_clean_policy(tmp_path: Path) -> No
             task,
             scorer,
             problems=list(task.test[:128]),
-            sampling=Sampling(temperature=0.0, max_tokens=task.max_tokens, stop=task.stop),
+            sampling=SamplingParams(temperature=0.0, max_tokens=task.max_tokens, stop=task.stop),
             seed=0,
         )
     assert reported == result.accuracy

@@ -79,7 +79,7 @@ def test_the_record_has_one_byte_for_each_token_layer_and_choice(tmp_path: Path)
         found = trajectories.read(out / "trajectories" / f"step-{row['step']:06d}.parquet")
         tokens = sum(len(one.trajectory.prompt.ids) + len(one.trajectory) - 1 for one in found)
         assert row["routing/bytes"] == tokens * 2 * 2
-        assert all(one.trajectory.completion.routes is None for one in found)
+        assert all(one.trajectory.completion.routed_experts is None for one in found)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_a_resumed_run_finds_the_record_in_its_checkpoint(tmp_path: Path) -> Non
     shutil.copytree(whole, half)
     folders = list_checkpoints(half / "checkpoints")
     [pending] = folders[2].rglob("pending.parquet")
-    assert all(one.completion.routes is not None for one in trajectories.from_bytes(pending.read_bytes()))
+    assert all(one.completion.routed_experts is not None for one in trajectories.from_bytes(pending.read_bytes()))
     for folder in folders[3:]:
         shutil.rmtree(folder)
     train(load_config(half / "config.toml"), out=half, resume=True)

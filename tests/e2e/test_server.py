@@ -22,12 +22,12 @@ from trimtab.engines.server.server_engine import ServerEngine
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
 from trimtab.models.load import LoadedModel, load
 from trimtab.training.sft import laboratory_folder
-from trimtab.types import Completion, Prompt, Sampling
+from trimtab.types import Completion, Prompt, SamplingParams
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 TASK = tasks.build("sort")
-SAMPLING = Sampling(max_tokens=20, stop=(".",))
+SAMPLING = SamplingParams(max_tokens=20, stop=(".",))
 SAMPLES, SEED = 4, 11
 
 
@@ -71,12 +71,12 @@ def engine_over(
     settings |= {"folder": None if folder is None else str(folder)}
     config = EngineConfig.model_validate({"type": "server", "dtype": "float32", "server": settings | options})
     engine = ServerEngine(config.server.urls, laboratory.tokenizer, config, laboratory_folder())
-    engine.publish(laboratory.model.named_parameters(), 0)
+    engine.update_weights(laboratory.model.named_parameters(), 0)
     return engine
 
 
 def expected(
-    laboratory: LoadedModel, prompts: Sequence[Prompt], sampling: Sampling = SAMPLING
+    laboratory: LoadedModel, prompts: Sequence[Prompt], sampling: SamplingParams = SAMPLING
 ) -> list[list[Completion]]:
     """What the servers' own model writes for the seeds they are sent."""
     local = EmbeddedEngine(laboratory.model, laboratory.tokenizer, torch.float32)
@@ -89,7 +89,7 @@ def assert_equal(found: list[list[Completion]], wanted: list[list[Completion]], 
         assert one.response_ids.tolist() == other.response_ids.tolist()
         np.testing.assert_array_equal(one.logp_behavior, other.logp_behavior)  # JSON carries every bit
         assert set(one.policy_version.tolist()) <= {version}
-        assert (one.finish, one.text) == (other.finish, other.text)
+        assert (one.finish_reason, one.text) == (other.finish_reason, other.text)
         assert one.entropy is None
 
 
@@ -118,12 +118,12 @@ class TestWire:
         engine = engine_over(laboratory, served)
         found = engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED)
         assert_equal(found, expected(laboratory, prompts))
-        stopped = [one for row in found for one in row if one.finish == "stop"]
+        stopped = [one for row in found for one in row if one.finish_reason == "stop"]
         assert stopped
         assert all(laboratory.tokenizer.decode(one.response_ids).endswith(".") for one in stopped)  # it is kept
         assert not any(one.text.endswith(".") for one in stopped)
-        assert engine.decoded == sum(len(one.response_ids) for row in found for one in row)
-        assert engine.prefilled == sum(SAMPLES * len(prompt.ids) for prompt in prompts)
+        assert engine.decoded_tokens == sum(len(one.response_ids) for row in found for one in row)
+        assert engine.prefilled_tokens == sum(SAMPLES * len(prompt.ids) for prompt in prompts)
         asked = [seed for one in served for seed in one.noted("asked")]
         assert len(asked) == len(set(asked)) == len(prompts) * SAMPLES
 
@@ -144,15 +144,15 @@ class TestWire:
     ) -> None:
         self._short_seeds(served, monkeypatch)
         engine = engine_over(laboratory, served, tmp_path)
-        engine.publish(changed(laboratory).items(), 7)
+        engine.update_weights(changed(laboratory).items(), 7)
         assert engine.policy_version == 7
         found = engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED)
         assert_equal(found, expected(other_model(laboratory), prompts), version=7)
 
-        held = dict(engine.weights())
+        held = dict(engine.named_weights())
         assert held.keys() == changed(laboratory).keys()
         assert all(torch.equal(held[name], weight) for name, weight in changed(laboratory).items())
-        engine.publish(laboratory.model.named_parameters(), 8)
+        engine.update_weights(laboratory.model.named_parameters(), 8)
         assert len(list(tmp_path.rglob("*.safetensors"))) == 1  # what came before is gone
         assert_equal(engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED), expected(laboratory, prompts), version=8)
         engine.close()
@@ -166,19 +166,19 @@ class TestWire:
         forced = replace(SAMPLING, ignore_stop=True)
         served[0].behave(after=1, tokens=3)
         with ThreadPoolExecutor() as pool:
-            call = pool.submit(engine.generate, prompts, 2, forced, seed=SEED, interrupt=interrupt)
+            call = pool.submit(engine.generate, prompts, 2, forced, seed=SEED, abort=interrupt)
             served[0].holds(2 * len(prompts))
             interrupt.set()
             begun = call.result()
-        assert {(one.finish, len(one.response_ids)) for row in begun for one in row} == {("abort", 3)}
+        assert {(one.finish_reason, len(one.response_ids)) for row in begun for one in row} == {("abort", 3)}
         served[0].behave()
-        engine.publish(changed(laboratory).items(), 5)
+        engine.update_weights(changed(laboratory).items(), 5)
         done = engine.generate(prompts, 2, forced, seed=SEED, prefixes=begun)
         for prompt, row, old in zip(prompts, done, begun, strict=True):
             for one, first in zip(row, old, strict=True):
                 assert one.response_ids.tolist()[:3] == first.response_ids.tolist()
                 assert one.policy_version.tolist() == [0] * 3 + [5] * 17
-                assert one.finish == "length"
+                assert one.finish_reason == "length"
                 assert_log_probs(other_model(laboratory), prompt, one, start=3)
         again = engine.generate(prompts, 2, forced, seed=SEED, prefixes=done)
         assert [[one is other for one, other in zip(*rows, strict=True)] for rows in zip(again, done, strict=True)] == (
@@ -191,8 +191,8 @@ class TestWire:
         interrupt = threading.Event()
         interrupt.set()
         served[0].behave(after=1)
-        found = engine_over(laboratory, served[:1]).generate(prompts, 2, SAMPLING, seed=SEED, interrupt=interrupt)
-        assert {(one.finish, len(one.response_ids)) for row in found for one in row} == {("abort", 0)}
+        found = engine_over(laboratory, served[:1]).generate(prompts, 2, SAMPLING, seed=SEED, abort=interrupt)
+        assert {(one.finish_reason, len(one.response_ids)) for row in found for one in row} == {("abort", 0)}
 
     def test_a_token_without_a_log_prob_is_an_error(
         self, laboratory: LoadedModel, served: list[Served], prompts: list[Prompt]
@@ -220,7 +220,7 @@ class TestWire:
         served[0].behave(reject=True)
         advice = "--worker-extension-cls" if served[0].kind == "vllm" else "engine.server.folder"
         with pytest.raises(TrimtabError, match=advice) as raised:
-            engine.publish(laboratory.model.named_parameters(), 1)
+            engine.update_weights(laboratory.model.named_parameters(), 1)
         assert not isinstance(raised.value, EngineDeadError)
 
 
@@ -259,7 +259,7 @@ class TestKills:
     ) -> None:
         """Both hold everything; one dies and comes back with its first weights, while the other still holds."""
         engine = engine_over(laboratory, servers, concurrency=2)
-        engine.publish(changed(laboratory).items(), 3)
+        engine.update_weights(changed(laboratory).items(), 3)
         first, second = servers
         first.behave(after=1)
         second.behave(after=1)
@@ -280,7 +280,7 @@ class TestKills:
     ) -> None:
         alone = servers[0]
         engine = engine_over(laboratory, [alone], concurrency=2)
-        engine.publish(changed(laboratory).items(), 3)
+        engine.update_weights(changed(laboratory).items(), 3)
         alone.behave(after=6)
         warned = pytest.warns(TrimtabWarning, match="waiting 30 s for one to come back")
         with ThreadPoolExecutor() as pool, warned:
@@ -310,13 +310,13 @@ class TestKills:
                 call.result()
         assert len(alone.noted("answered")) == 5
         with pytest.raises(EngineDeadError):
-            engine.publish(changed(laboratory).items(), 3)
+            engine.update_weights(changed(laboratory).items(), 3)
         alone.start()
-        engine.recover()
+        engine.restart()
         if newer:
-            engine.publish(changed(laboratory).items(), 4)
+            engine.update_weights(changed(laboratory).items(), 4)
         else:
-            engine.publish(laboratory.model.named_parameters(), 0)
+            engine.update_weights(laboratory.model.named_parameters(), 0)
         found = engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED)
         wanted = other_model(laboratory) if newer else laboratory
         assert_equal(found, expected(wanted, prompts), version=4 if newer else 0)
@@ -329,7 +329,7 @@ class TestKills:
     ) -> None:
         alone = servers[1]  # beside another server it might come too late to get any work
         engine = engine_over(laboratory, [alone])
-        engine.publish(changed(laboratory).items(), 3)
+        engine.update_weights(changed(laboratory).items(), 3)
         alone.kill()
         alone.start()
         found = engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED)
@@ -351,7 +351,7 @@ class TestKills:
                 engine.generate(prompts, 1, SAMPLING, seed=SEED)
             assert not isinstance(raised.value, EngineDeadError)
             with pytest.raises(TrimtabError, match="came back with"):
-                engine.recover()
+                engine.restart()
             with pytest.raises(TrimtabError, match="start all servers alike"):
                 engine_over(laboratory, [impostor, servers[1]])
             impostor.kill()
@@ -361,7 +361,7 @@ class TestKills:
         engine = engine_over(laboratory, servers[:1], reconnect_timeout=0.3)
         servers[0].kill()
         with pytest.raises(TrimtabError, match=r"1 of 1 inference servers did not answer within 0\.3 s"):
-            engine.recover()
+            engine.restart()
         with pytest.raises(TrimtabError, match="start them, or raise"):
             engine_over(laboratory, servers[:1], reconnect_timeout=0.3)
 

@@ -24,7 +24,7 @@ from trimtab.engines.server.server_engine import ServerEngine
 from trimtab.errors import EngineDeadError
 from trimtab.models import bundled
 from trimtab.models.load import LoadedModel, load
-from trimtab.types import Completion, Problem, Prompt, Sampling
+from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 pytestmark = [
@@ -45,7 +45,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 TEXTS = ["Question: 3 + 4\nAnswer: 7\n\nQuestion: 2 + 6\nAnswer:", "The capital of France is"]
-FORCED = Sampling(max_tokens=24, ignore_stop=True)
+FORCED = SamplingParams(max_tokens=24, ignore_stop=True)
 # Float32 on both sides; batches that differ change log-probs by 1e-5, wrong weights by tenths.
 NOISE = 1e-3
 
@@ -100,7 +100,9 @@ def engine(process: tuple[subprocess.Popen[bytes], str], smollm: LoadedModel) ->
     engine.close()
 
 
-def difference(model: nn.Module, prompts: Sequence[Prompt], found: list[list[Completion]], sampling: Sampling) -> float:
+def difference(
+    model: nn.Module, prompts: Sequence[Prompt], found: list[list[Completion]], sampling: SamplingParams
+) -> float:
     """Largest |log-prob of the engine - log-prob of a full forward|, over tokens of the newest version."""
     worst = 0.0
     for prompt, row in zip(prompts, found, strict=True):
@@ -126,10 +128,10 @@ def wait_for_tokens(url: str, count: int) -> None:
 def test_it_samples_from_what_was_published(
     engine: ServerEngine, smollm: LoadedModel, changed: nn.Module, prompts: list[Prompt]
 ) -> None:
-    engine.publish(smollm.model.named_parameters(), 1)
+    engine.update_weights(smollm.model.named_parameters(), 1)
     first = engine.generate(prompts, 2, FORCED, seed=5)
     assert difference(smollm.model, prompts, first, FORCED) < NOISE
-    engine.publish(changed.named_parameters(), 2)
+    engine.update_weights(changed.named_parameters(), 2)
     second = engine.generate(prompts, 2, FORCED, seed=5)  # the same prompts: their old prefixes must be forgotten
     assert difference(changed, prompts, second, FORCED) < NOISE
     assert difference(smollm.model, prompts, second, FORCED) > 100 * NOISE
@@ -139,7 +141,7 @@ def test_it_samples_from_what_was_published(
 def test_log_probs_are_those_after_the_temperature(
     engine: ServerEngine, smollm: LoadedModel, prompts: list[Prompt]
 ) -> None:
-    engine.publish(smollm.model.named_parameters(), 3)
+    engine.update_weights(smollm.model.named_parameters(), 3)
     warm = replace(FORCED, temperature=0.7)
     assert difference(smollm.model, prompts, engine.generate(prompts, 2, warm, seed=6), warm) < NOISE
 
@@ -147,8 +149,8 @@ def test_log_probs_are_those_after_the_temperature(
 def test_the_token_that_completes_a_stop_is_kept(
     engine: ServerEngine, smollm: LoadedModel, prompts: list[Prompt]
 ) -> None:
-    found = engine.generate(prompts, 3, Sampling(max_tokens=24, stop=("\n",)), seed=7)
-    stopped = [one for row in found for one in row if one.finish == "stop"]
+    found = engine.generate(prompts, 3, SamplingParams(max_tokens=24, stop=("\n",)), seed=7)
+    stopped = [one for row in found for one in row if one.finish_reason == "stop"]
     assert stopped
     for one in stopped:
         assert "\n" in smollm.tokenizer.decode(one.response_ids[-1:])
@@ -163,19 +165,19 @@ def test_an_interrupted_call_goes_on_under_new_weights(
     changed: nn.Module,
     prompts: list[Prompt],
 ) -> None:
-    engine.publish(smollm.model.named_parameters(), 4)
+    engine.update_weights(smollm.model.named_parameters(), 4)
     interrupt = threading.Event()
     long = replace(FORCED, max_tokens=400)
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(engine.generate, prompts, 2, long, seed=8, interrupt=interrupt)
+        call = pool.submit(engine.generate, prompts, 2, long, seed=8, abort=interrupt)
         wait_for_tokens(process[1], 40)
         interrupt.set()
         begun = call.result()
-    assert {one.finish for row in begun for one in row} == {"abort"}
+    assert {one.finish_reason for row in begun for one in row} == {"abort"}
     written = [[one for one in row if len(one.response_ids)] for row in begun]  # some may not have begun
     assert any(written)
     assert difference(smollm.model, prompts, written, long) < NOISE
-    engine.publish(changed.named_parameters(), 5)
+    engine.update_weights(changed.named_parameters(), 5)
     longest = max(len(one.response_ids) for row in begun for one in row)
     more = replace(FORCED, max_tokens=longest + 5)
     done = engine.generate(prompts, 2, more, seed=8, prefixes=begun)

@@ -15,11 +15,11 @@ from tests.support.vllm_support import needs_vllm, policy, prompts, start, updat
 from trimtab.engines.stopping import StopChecker
 from trimtab.engines.vllm import setup, stepped_runner
 from trimtab.errors import TrimtabError
-from trimtab.types import EMPTY, Completion, Sampling, cut
+from trimtab.types import EMPTY, Completion, SamplingParams, cut
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 
-FORCED = Sampling(max_tokens=12, ignore_stop=True)
+FORCED = SamplingParams(max_tokens=12, ignore_stop=True)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def engine(shared: Any) -> Any:
-    shared.publish(policy().state_dict().items(), 7)
+    shared.update_weights(policy().state_dict().items(), 7)
     return shared
 
 
@@ -43,7 +43,7 @@ def all_of(groups: list[list[Completion]]) -> list[Completion]:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_are_those_of_the_sampled_distribution(engine: Any, temperature: float) -> None:
-    sampling = Sampling(temperature=temperature, max_tokens=12, ignore_stop=True)
+    sampling = SamplingParams(temperature=temperature, max_tokens=12, ignore_stop=True)
     asked = prompts([5, 40, 70])
     for prompt, group in zip(asked, engine.generate(asked, 3, sampling, seed=1), strict=True):
         for completion in group:
@@ -51,13 +51,13 @@ def test_log_probs_are_those_of_the_sampled_distribution(engine: Any, temperatur
             chosen = exact[torch.arange(12), torch.from_numpy(completion.response_ids)]
             np.testing.assert_allclose(completion.logp_behavior, chosen.numpy(), atol=1e-4)
             assert completion.policy_version.tolist() == [7] * 12
-            assert completion.finish == "length"
+            assert completion.finish_reason == "length"
             assert completion.entropy is None
 
 
 def test_tokens_are_drawn_with_these_probabilities(engine: Any) -> None:
     [prompt] = prompts([9])
-    draws = all_of(engine.generate([prompt], 1000, Sampling(max_tokens=1, ignore_stop=True), seed=5))
+    draws = all_of(engine.generate([prompt], 1000, SamplingParams(max_tokens=1, ignore_stop=True), seed=5))
     counts = np.bincount([completion.response_ids[0] for completion in draws], minlength=len(PIECES))
     wanted = processed(policy(), prompt, draws[0], FORCED)[0].exp().numpy() * 1000
     likely = wanted > 5
@@ -68,28 +68,32 @@ def test_tokens_are_drawn_with_these_probabilities(engine: Any) -> None:
 def test_greedy_takes_the_likeliest_and_its_log_prob_is_zero(engine: Any) -> None:
     asked = prompts([6, 33])
     for prompt, [completion] in zip(
-        asked, engine.generate(asked, 1, Sampling(temperature=0, max_tokens=8, ignore_stop=True), seed=0), strict=True
+        asked,
+        engine.generate(asked, 1, SamplingParams(temperature=0, max_tokens=8, ignore_stop=True), seed=0),
+        strict=True,
     ):
         assert completion.response_ids.tolist() == processed(policy(), prompt, completion, FORCED).argmax(-1).tolist()
         assert completion.logp_behavior.tolist() == [0.0] * 8
 
 
 def test_a_response_ends_at_the_token_that_completes_a_stop(engine: Any) -> None:
-    sampling = Sampling(max_tokens=40, stop=("\n", "ab"), stop_ids=(20,))
+    sampling = SamplingParams(max_tokens=40, stop=("\n", "ab"), stop_ids=(20,))
     rule = StopChecker(tokenizer(), {EOS}, sampling)
     done = all_of(engine.generate(prompts([5, 9, 17, 30]), 12, sampling, seed=3))
     last = set()
     for completion in done:
         ids = completion.response_ids.tolist()
         ended = [rule.ended([ids[: n + 1]])[0] for n in range(len(ids))]
-        assert ended == [False] * (len(ids) - 1) + [completion.finish == "stop"]
-        assert completion.finish == "stop" or len(ids) == 40
+        assert ended == [False] * (len(ids) - 1) + [completion.finish_reason == "stop"]
+        assert completion.finish_reason == "stop" or len(ids) == 40
         assert len(completion.logp_behavior) == len(ids)
         assert "\n" not in completion.text
         assert "ab" not in completion.text
-        last.add(PIECES[ids[-1]] if completion.finish == "stop" else "")
+        last.add(PIECES[ids[-1]] if completion.finish_reason == "stop" else "")
     assert len(last) >= 4  # several stops, and the length, really ended responses
-    forced = all_of(engine.generate(prompts([5]), 8, Sampling(max_tokens=40, stop=("\n",), ignore_stop=True), seed=3))
+    forced = all_of(
+        engine.generate(prompts([5]), 8, SamplingParams(max_tokens=40, stop=("\n",), ignore_stop=True), seed=3)
+    )
     assert {len(completion.response_ids) for completion in forced} == {40}
 
 
@@ -105,7 +109,7 @@ def test_tokens_depend_on_seed_prompt_and_sample_alone(engine: Any) -> None:
 def test_a_prefix_is_kept_and_the_rest_is_drawn_anew(engine: Any) -> None:
     asked = prompts([5, 40])
     before = engine.generate(asked, 2, FORCED, seed=2)
-    engine.publish(policy().state_dict().items(), 8)
+    engine.update_weights(policy().state_dict().items(), 8)
     lengths = [[5, 0], [11, 1]]
     prefixes = [[cut(whole, n) for whole, n in zip(*pair, strict=True)] for pair in zip(before, lengths, strict=True)]
     after = engine.generate(asked, 2, FORCED, seed=2, prefixes=prefixes)
@@ -132,13 +136,13 @@ def _rows(*begun: int) -> list[Any]:
 
 def test_an_interrupted_call_keeps_what_there_is_and_goes_on_under_other_weights(engine: Any) -> None:
     asked = prompts([5, 40])
-    parts = engine.generate(asked, 3, FORCED, seed=4, interrupt=After(5))
+    parts = engine.generate(asked, 3, FORCED, seed=4, abort=After(5))
     for part in all_of(parts):
-        assert part.finish == "abort"
+        assert part.finish_reason == "abort"
         assert 0 < len(part.response_ids) == len(part.logp_behavior) < 12
     model = policy()
     update(model, 0.2, seed=0)
-    engine.publish(model.named_parameters(), 9)
+    engine.update_weights(model.named_parameters(), 9)
     for prompt, olds, news in zip(asked, parts, engine.generate(asked, 3, FORCED, seed=4, prefixes=parts), strict=True):
         for old, new in zip(olds, news, strict=True):
             n = len(old.response_ids)
@@ -146,10 +150,10 @@ def test_an_interrupted_call_keeps_what_there_is_and_goes_on_under_other_weights
             exact = processed(model, prompt, new, FORCED)[torch.arange(12), torch.from_numpy(new.response_ids)]
             np.testing.assert_allclose(new.logp_behavior[n:], exact[n:].numpy(), atol=1e-4)
     whole = engine.generate(asked, 3, FORCED, seed=4)
-    again = engine.generate(asked, 3, FORCED, seed=4, prefixes=whole, interrupt=After(0))
+    again = engine.generate(asked, 3, FORCED, seed=4, prefixes=whole, abort=After(0))
     assert tokens(again) == tokens(whole)  # nothing was left to interrupt
-    untouched = engine.generate(asked, 1, FORCED, seed=4, interrupt=After(0))
-    assert [(part.finish, len(part.response_ids)) for part in all_of(untouched)] == [("abort", 0)] * 2
+    untouched = engine.generate(asked, 1, FORCED, seed=4, abort=After(0))
+    assert [(part.finish_reason, len(part.response_ids)) for part in all_of(untouched)] == [("abort", 0)] * 2
 
 
 def test_published_weights_are_used_at_once_and_completely(engine: Any) -> None:
@@ -157,7 +161,7 @@ def test_published_weights_are_used_at_once_and_completely(engine: Any) -> None:
     engine.generate(asked, 2, FORCED, seed=6)
     for version in range(1, 4):
         update(model, 0.3, seed=version)
-        engine.publish(model.state_dict().items(), version)
+        engine.update_weights(model.state_dict().items(), version)
         for prompt, group in zip(asked, engine.generate(asked, 2, FORCED, seed=6), strict=True):
             for completion in group:
                 exact = processed(model, prompt, completion, FORCED)
@@ -167,13 +171,13 @@ def test_published_weights_are_used_at_once_and_completely(engine: Any) -> None:
 
 def test_the_weights_in_use_can_be_had_back(engine: Any) -> None:
     before = tokens(engine.generate(prompts([5]), 4, FORCED, seed=0))
-    held = {name: tensor.clone() for name, tensor in engine.weights()}
+    held = {name: tensor.clone() for name, tensor in engine.named_weights()}
     for name, tensor in policy().named_parameters():
         assert torch.equal(held[name], tensor), name
     other = policy(seed=1)
-    engine.publish(other.named_parameters(), 1)
+    engine.update_weights(other.named_parameters(), 1)
     assert tokens(engine.generate(prompts([5]), 4, FORCED, seed=0)) != before
-    engine.publish(held.items(), 0, exact=True)
+    engine.update_weights(held.items(), 0, as_is=True)
     assert tokens(engine.generate(prompts([5]), 4, FORCED, seed=0)) == before
 
 
@@ -192,17 +196,17 @@ def test_bad_weights_are_refused_and_change_nothing(engine: Any) -> None:
     ]
     for weights, message in cases:
         with pytest.raises(TrimtabError, match=message):
-            engine.publish(weights.items(), 99)
+            engine.update_weights(weights.items(), 99)
         assert engine.policy_version == 7
     assert tokens(engine.generate(prompts([5]), 4, FORCED, seed=0)) == before
 
 
 def test_what_cannot_be_sampled_is_refused(engine: Any) -> None:
     for sampling, message in [
-        (Sampling(top_p=0.9, max_tokens=4), r"engine\.vllm\.sampling_mask"),
-        (Sampling(top_k=5, max_tokens=4), r"engine\.vllm\.sampling_mask"),
-        (Sampling(temperature=0.001, max_tokens=4), r"samples at 0\.01 to 2"),
-        (Sampling(max_tokens=300), "context holds 256"),
+        (SamplingParams(top_p=0.9, max_tokens=4), r"engine\.vllm\.sampling_mask"),
+        (SamplingParams(top_k=5, max_tokens=4), r"engine\.vllm\.sampling_mask"),
+        (SamplingParams(temperature=0.001, max_tokens=4), r"samples at 0\.01 to 2"),
+        (SamplingParams(max_tokens=300), "context holds 256"),
     ]:
         with pytest.raises(TrimtabError, match=message):
             engine.generate(prompts([5]), 1, sampling, seed=0)
@@ -210,7 +214,7 @@ def test_what_cannot_be_sampled_is_refused(engine: Any) -> None:
 
 def test_keep_sets_travel_with_their_tokens(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM returns them on GPUs only: here they are put into its answers."""
-    real, sampling = stepped_runner.to_delta, Sampling(top_k=5, max_tokens=6, ignore_stop=True)
+    real, sampling = stepped_runner.to_delta, SamplingParams(top_k=5, max_tokens=6, ignore_stop=True)
 
     def masked(output: Any) -> stepped_runner.TokenDelta:
         found = real(output)
@@ -222,9 +226,11 @@ def test_keep_sets_travel_with_their_tokens(engine: Any, monkeypatch: pytest.Mon
         engine.generate(prompts([5]), 1, sampling, seed=0)
     monkeypatch.setattr(stepped_runner, "to_delta", masked)
     [[completion]] = engine.generate(prompts([5]), 1, sampling, seed=0)
-    assert [kept.tolist() for kept in completion.kept] == [sorted([90, int(i), 2]) for i in completion.response_ids]
+    assert [kept.tolist() for kept in completion.sampling_mask] == [
+        sorted([90, int(i), 2]) for i in completion.response_ids
+    ]
     with pytest.raises(TrimtabError, match="top_k only"):
-        engine.generate(prompts([5]), 1, Sampling(top_p=0.9, max_tokens=6), seed=0)
+        engine.generate(prompts([5]), 1, SamplingParams(top_p=0.9, max_tokens=6), seed=0)
 
 
 def test_keep_sets_need_a_gpu(engine: Any) -> None:
@@ -245,7 +251,7 @@ def test_a_token_without_its_log_prob_is_an_error(engine: Any, monkeypatch: pyte
     with pytest.raises(TrimtabError, match="without its log-prob"):
         engine.generate(prompts([5]), 2, FORCED, seed=0)
     monkeypatch.setattr(stepped_runner, "to_delta", real)
-    engine.publish(policy().state_dict().items(), 7)  # nothing was left running: the prefix cache can be emptied
+    engine.update_weights(policy().state_dict().items(), 7)  # nothing was left running: the prefix cache can be emptied
     assert len(engine.generate(prompts([5]), 2, FORCED, seed=0)[0]) == 2
 
 
@@ -258,8 +264,8 @@ def test_more_prompts_than_one_batch_holds(engine: Any) -> None:
 
 
 def test_tokens_run_through_the_model_are_counted(engine: Any) -> None:
-    decoded, prefilled = engine.decoded, engine.prefilled
+    decoded, prefilled = engine.decoded_tokens, engine.prefilled_tokens
     engine.generate(prompts([70]), 4, FORCED, seed=0)
-    assert engine.decoded - decoded == 4 * 11
+    assert engine.decoded_tokens - decoded == 4 * 11
     # Two full blocks of 32 are run once for all four samples, what follows them for each.
-    assert engine.prefilled - prefilled == 64 + 4 * 6
+    assert engine.prefilled_tokens - prefilled == 64 + 4 * 6

@@ -25,14 +25,14 @@ from trimtab.engines.remote.process_transport import ProcessTransport
 from trimtab.engines.remote.remote_engine import RemoteEngine
 from trimtab.errors import EngineDeadError
 from trimtab.training.export import save_model_files
-from trimtab.types import Completion, Sampling
+from trimtab.types import Completion, SamplingParams
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 
 # Long enough that an interruption, which crosses two processes, always comes before the end.
 LENGTH = 200
-ASKED, LONG = prompts([5, 40]), Sampling(max_tokens=LENGTH, ignore_stop=True)
-FORCED = Sampling(max_tokens=12, ignore_stop=True)
+ASKED, LONG = prompts([5, 40]), SamplingParams(max_tokens=LENGTH, ignore_stop=True)
+FORCED = SamplingParams(max_tokens=12, ignore_stop=True)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def engine(spec: dict[str, Any]) -> Iterator[RemoteEngine]:
     started = RemoteEngine(ProcessTransport(spec, threads=1))
-    started.publish(policy().named_parameters(), 0)
+    started.update_weights(policy().named_parameters(), 0)
     yield started
     family = psutil.Process(started.transport.pid).children(recursive=True)
     started.close()
@@ -69,19 +69,19 @@ def test_it_samples_publishes_and_is_interrupted(engine: RemoteEngine) -> None:
     whole = engine.generate(ASKED, 3, FORCED, seed=0)
     check_exact(model, whole, 0)
     update(model, 0.3, seed=0)
-    engine.publish(model.named_parameters(), 1)
+    engine.update_weights(model.named_parameters(), 1)
     check_exact(model, engine.generate(ASKED, 3, FORCED, seed=0), 1)
-    part = interrupted(lambda stop: engine.generate(ASKED, 2, LONG, seed=0, interrupt=stop))
-    assert {one.finish for one in chain(*part)} == {"abort"}
+    part = interrupted(lambda stop: engine.generate(ASKED, 2, LONG, seed=0, abort=stop))
+    assert {one.finish_reason for one in chain(*part)} == {"abort"}
     check_exact(model, part, 1)
-    engine.publish(policy(seed=1).named_parameters(), 2)  # needs an empty engine
+    engine.update_weights(policy(seed=1).named_parameters(), 2)  # needs an empty engine
     done = engine.generate(ASKED, 2, LONG, seed=0, prefixes=part)
     check_exact(policy(seed=1), done, 2, begun=part)
     for begun, one in zip(chain(*part), chain(*done), strict=True):
         k = len(begun.response_ids)
         assert one.policy_version.tolist() == [1] * k + [2] * (LENGTH - k)
         assert one.response_ids[:k].tolist() == begun.response_ids.tolist()
-    held = dict(engine.weights())
+    held = dict(engine.named_weights())
     assert all(torch.equal(held[name], tensor) for name, tensor in policy(seed=1).named_parameters())
 
 
@@ -99,16 +99,16 @@ def family_of(engine: RemoteEngine) -> list[psutil.Process]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_process_is_lost_and_comes_back(engine: RemoteEngine, number: signal.Signals) -> None:
     """SIGTERM is what a cluster sends to every process of a job."""
-    engine.publish(policy().named_parameters(), 4)
+    engine.update_weights(policy().named_parameters(), 4)
     family = family_of(engine)
     kill = After(2, then=lambda: os.kill(engine.transport.pid, number))
     with pytest.raises(EngineDeadError, match=r"was killed .*during generate"):
-        engine.generate(ASKED, 3, LONG, seed=0, interrupt=kill)
+        engine.generate(ASKED, 3, LONG, seed=0, abort=kill)
     assert all(gone(process.pid) for process in family)  # with the memory they held
-    engine.recover()
-    engine.publish(policy(seed=2).named_parameters(), 5)
+    engine.restart()
+    engine.update_weights(policy(seed=2).named_parameters(), 5)
     check_exact(policy(seed=2), engine.generate(ASKED, 3, FORCED, seed=0), 5)
-    engine.recover()  # alive: nothing to do, and nothing is forgotten
+    engine.restart()  # alive: nothing to do, and nothing is forgotten
     check_exact(policy(seed=2), engine.generate(ASKED, 3, FORCED, seed=0), 5)
 
 
@@ -120,7 +120,7 @@ from trimtab.engines.remote.remote_engine import RemoteEngine
 
 if __name__ == "__main__":
     engine = RemoteEngine(ProcessTransport(json.loads(sys.argv[1]), threads=1))
-    engine.publish(policy().named_parameters(), 0)
+    engine.update_weights(policy().named_parameters(), 0)
     print(engine.transport.pid, flush=True)
     sys.stdin.read()
 """
@@ -147,7 +147,7 @@ def test_a_process_of_vllm_itself_that_dies_is_an_engine_that_died(
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setattr(process_transport, "WORKER", "tests.e2e.vllm_split_worker")
     engine = RemoteEngine(ProcessTransport(spec, threads=1))
-    engine.publish(policy().named_parameters(), 1)
+    engine.update_weights(policy().named_parameters(), 1)
     check_exact(policy(), engine.generate(ASKED, 3, FORCED, seed=0), 1)
     host, *own = family_of(engine)
     [worker] = [process for process in own if "Worker" in process.name()]
@@ -155,7 +155,7 @@ def test_a_process_of_vllm_itself_that_dies_is_an_engine_that_died(
     with pytest.raises(EngineDeadError, match="one of vLLM's processes died"):
         engine.generate(ASKED, 3, LONG, seed=0)
     assert all(gone(process.pid) for process in (host, *own))
-    engine.recover()
-    engine.publish(policy(seed=2).named_parameters(), 2)
+    engine.restart()
+    engine.update_weights(policy(seed=2).named_parameters(), 2)
     check_exact(policy(seed=2), engine.generate(ASKED, 3, FORCED, seed=0), 2)
     engine.close()

@@ -30,14 +30,14 @@ from trimtab.errors import DivergedError, EngineDeadError, TrimtabError
 from trimtab.models import laboratory
 from trimtab.models.load import load
 from trimtab.training.export import save_model_files
-from trimtab.types import EMPTY, Completion, Sampling
+from trimtab.types import EMPTY, Completion, SamplingParams
 
 pytestmark = pytest.mark.e2e
 
 ASKED = [replace(one, ids=one.ids % 14) for one in prompts([5, 1, 17, 20])]
-FREE = Sampling(max_tokens=30, ignore_stop=True)
-STOPS = Sampling(max_tokens=30, stop=("3",), stop_ids=(7,))
-TRUNCATED = Sampling(max_tokens=12, temperature=0.7, top_k=8, top_p=0.8)
+FREE = SamplingParams(max_tokens=30, ignore_stop=True)
+STOPS = SamplingParams(max_tokens=30, stop=("3",), stop_ids=(7,))
+TRUNCATED = SamplingParams(max_tokens=12, temperature=0.7, top_k=8, top_p=0.8)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,8 @@ def shared(folder: Path) -> Iterator[RemoteEngine]:
 @pytest.fixture
 def engine(shared: RemoteEngine) -> RemoteEngine:
     """The one process of this module, or its successor, with the weights of seed 1 as version 5."""
-    shared.recover()
-    shared.publish(laboratory.build(1)[0].named_parameters(), version=5)
+    shared.restart()
+    shared.update_weights(laboratory.build(1)[0].named_parameters(), version=5)
     return shared
 
 
@@ -73,7 +73,7 @@ def local(dtype: str = "float32", rounding: WeightQuantization | None = None, se
     """The same engine in this process."""
     model, tokenizer = load(laboratory.NAME, dtype=torch.float32)[:2]
     engine = EmbeddedEngine(model, tokenizer, dtype, rounding=rounding or WeightQuantization())
-    engine.publish(laboratory.build(seed)[0].named_parameters(), version=5)
+    engine.update_weights(laboratory.build(seed)[0].named_parameters(), version=5)
     return engine
 
 
@@ -91,26 +91,31 @@ class Announced:
 def assert_same(found: list[list[Completion]], expected: list[list[Completion]]) -> None:
     assert [len(group) for group in found] == [len(group) for group in expected]
     for one, other in zip(chain(*found), chain(*expected), strict=True):
-        assert (one.finish, one.text) == (other.finish, other.text)
+        assert (one.finish_reason, one.text) == (other.finish_reason, other.text)
         for name in ("response_ids", "logp_behavior", "policy_version", "entropy"):
             a, b = getattr(one, name), getattr(other, name)
             assert a.dtype == b.dtype
             assert a.tobytes() == b.tobytes(), name
-        assert all(np.array_equal(a, b) for a, b in zip(one.kept or (), other.kept or (), strict=True))
+        assert all(
+            np.array_equal(a, b) for a, b in zip(one.sampling_mask or (), other.sampling_mask or (), strict=True)
+        )
 
 
 def test_tokens_and_log_probs_have_the_bits_of_this_process(engine: RemoteEngine) -> None:
     own = local()
-    before = engine.decoded, engine.prefilled
+    before = engine.decoded_tokens, engine.prefilled_tokens
     for sampling in (FREE, STOPS, TRUNCATED):
         found = engine.generate(ASKED, 4, sampling, seed=3)
         assert_same(found, own.generate(ASKED, 4, sampling, seed=3))
-        part = own.generate(ASKED, 4, sampling, seed=3, interrupt=After(3))
+        part = own.generate(ASKED, 4, sampling, seed=3, abort=After(3))
         again = engine.generate(ASKED, 4, sampling, seed=3, prefixes=part)
         assert_same(again, own.generate(ASKED, 4, sampling, seed=3, prefixes=part))
-        own.decoded -= sum(max(0, len(one.response_ids) - 1) for one in chain(*part))
-        own.prefilled -= sum(len(one.ids) for one in ASKED)
-    assert (engine.decoded - before[0], engine.prefilled - before[1]) == (own.decoded, own.prefilled)
+        own.decoded_tokens -= sum(max(0, len(one.response_ids) - 1) for one in chain(*part))
+        own.prefilled_tokens -= sum(len(one.ids) for one in ASKED)
+    assert (engine.decoded_tokens - before[0], engine.prefilled_tokens - before[1]) == (
+        own.decoded_tokens,
+        own.prefilled_tokens,
+    )
     assert engine.policy_version == 5
 
 
@@ -118,26 +123,26 @@ def test_tokens_and_log_probs_have_the_bits_of_this_process(engine: RemoteEngine
 def test_another_dtype_and_rounding_too(folder: Path, dtype: str, rounding: WeightQuantization) -> None:
     spec = spec_of(folder, dtype, bits=rounding.bits or 8, noise=rounding.noise, seed=rounding.seed)
     engine, own = RemoteEngine(ProcessTransport(spec, threads=1)), local(dtype, rounding)
-    engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
+    engine.update_weights(laboratory.build(1)[0].named_parameters(), version=5)
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), own.generate(ASKED, 4, FREE, seed=3))
-    weights = dict(engine.weights())
-    assert list(weights) == [name for name, _ in own.weights()]
-    assert all(torch.equal(weights[name], weight) for name, weight in own.weights())
-    engine.publish(weights.items(), version=6, exact=True)
-    own.publish([(name, weight.clone()) for name, weight in own.weights()], version=6, exact=True)
+    weights = dict(engine.named_weights())
+    assert list(weights) == [name for name, _ in own.named_weights()]
+    assert all(torch.equal(weights[name], weight) for name, weight in own.named_weights())
+    engine.update_weights(weights.items(), version=6, as_is=True)
+    own.update_weights([(name, weight.clone()) for name, weight in own.named_weights()], version=6, as_is=True)
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), own.generate(ASKED, 4, FREE, seed=3))
     engine.close()
 
 
 def test_an_interruption_arrives_and_going_on_loses_nothing(engine: RemoteEngine) -> None:
     whole = local().generate(ASKED, 64, FREE, seed=3)
-    part = engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(0))
-    assert {one.finish for one in chain(*part)} == {"abort"}
+    part = engine.generate(ASKED, 64, FREE, seed=3, abort=After(0))
+    assert {one.finish_reason for one in chain(*part)} == {"abort"}
     rounds = 0
-    while any(one.finish == "abort" for one in chain(*part)):
+    while any(one.finish_reason == "abort" for one in chain(*part)):
         rounds += 1
         # Later and later, so that it ends on any machine.
-        part = engine.generate(ASKED, 64, FREE, seed=3, prefixes=part, interrupt=After(rounds))
+        part = engine.generate(ASKED, 64, FREE, seed=3, prefixes=part, abort=After(rounds))
     for one, other in zip(chain(*part), chain(*whole), strict=True):
         assert one.response_ids.tolist() == other.response_ids.tolist()
         np.testing.assert_allclose(one.logp_behavior, other.logp_behavior, atol=1e-4)
@@ -146,8 +151,8 @@ def test_an_interruption_arrives_and_going_on_loses_nothing(engine: RemoteEngine
 
 
 def test_an_interrupted_response_goes_on_under_other_weights(engine: RemoteEngine) -> None:
-    part = interrupted(lambda stop: engine.generate(ASKED, 64, FREE, seed=3, interrupt=stop))
-    engine.publish(laboratory.build(2)[0].named_parameters(), version=9)
+    part = interrupted(lambda stop: engine.generate(ASKED, 64, FREE, seed=3, abort=stop))
+    engine.update_weights(laboratory.build(2)[0].named_parameters(), version=9)
     own = local(seed=2)
     own.policy_version = 9
     found = engine.generate(ASKED, 64, FREE, seed=3, prefixes=part)
@@ -159,21 +164,21 @@ def test_an_interrupted_response_goes_on_under_other_weights(engine: RemoteEngin
 
 def test_killed_while_generating(engine: RemoteEngine) -> None:
     expected = engine.generate(ASKED, 4, FREE, seed=3)
-    counted, pid = engine.decoded, engine.transport.pid
+    counted, pid = engine.decoded_tokens, engine.transport.pid
     with pytest.raises(EngineDeadError, match=r"was killed .* during generate") as lost:
-        engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(0, then=lambda: os.kill(pid, signal.SIGKILL)))
+        engine.generate(ASKED, 64, FREE, seed=3, abort=After(0, then=lambda: os.kill(pid, signal.SIGKILL)))
     assert "\n" not in str(lost.value)
     assert gone(pid)
-    with pytest.raises(EngineDeadError, match="recover"):
+    with pytest.raises(EngineDeadError, match="restart"):
         engine.generate(ASKED, 4, FREE, seed=3)
-    engine.recover()
+    engine.restart()
     assert engine.transport.pid not in (None, pid)
     with pytest.raises(TrimtabError, match="publish before generating"):
         engine.generate(ASKED, 4, FREE, seed=3)
-    engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
+    engine.update_weights(laboratory.build(1)[0].named_parameters(), version=5)
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)
-    assert engine.decoded == counted + 4 * 4 * 29
-    engine.recover()
+    assert engine.decoded_tokens == counted + 4 * 4 * 29
+    engine.restart()
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)  # a living engine keeps its weights
 
 
@@ -193,7 +198,7 @@ class Stop:
         return False
 
 
-@pytest.mark.parametrize("doing", ["generate", "publish"])
+@pytest.mark.parametrize("doing", ["generate", "update_weights"])
 def test_a_stopped_process_is_given_up(engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
     expected = engine.generate(ASKED, 4, FREE, seed=3)
     pid = engine.transport.pid
@@ -202,8 +207,8 @@ def test_a_stopped_process_is_given_up(engine: RemoteEngine, monkeypatch: pytest
     if doing != "generate":
         os.kill(pid, signal.SIGSTOP)
     calls = {
-        "generate": lambda: engine.generate(ASKED, 64, FREE, seed=3, interrupt=Stop(pid)),
-        "publish": lambda: engine.publish(laboratory.build(1)[0].named_parameters(), version=6),
+        "generate": lambda: engine.generate(ASKED, 64, FREE, seed=3, abort=Stop(pid)),
+        "update_weights": lambda: engine.update_weights(laboratory.build(1)[0].named_parameters(), version=6),
     }
     with pytest.raises(
         EngineDeadError, match=rf"gave no sign of life for 2 s \(engine.hang_timeout\).* during {doing}$"
@@ -211,8 +216,8 @@ def test_a_stopped_process_is_given_up(engine: RemoteEngine, monkeypatch: pytest
         calls[doing]()
     assert gone(pid)
     monkeypatch.undo()  # a new process needs its time to start
-    engine.recover()
-    engine.publish(laboratory.build(1)[0].named_parameters(), version=5)
+    engine.restart()
+    engine.update_weights(laboratory.build(1)[0].named_parameters(), version=5)
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)
 
 
@@ -224,18 +229,18 @@ def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setattr(process_transport, "WORKER", "tests.e2e.stuck_worker")
     engine = RemoteEngine(ProcessTransport(spec_of(folder), threads=1))
-    engine.publish(laboratory.build(1)[0].named_parameters(), 5)
+    engine.update_weights(laboratory.build(1)[0].named_parameters(), 5)
     expected = engine.generate(ASKED, 4, FREE, seed=3)
     engine.hang_timeout = PATIENCE
     assert stuck_worker.TIME > PATIENCE
-    engine.publish(laboratory.build(1)[0].named_parameters(), stuck_worker.SLOW)
-    slow = engine.generate(ASKED, 1, FREE, seed=stuck_worker.SLOW, interrupt=threading.Event())
+    engine.update_weights(laboratory.build(1)[0].named_parameters(), stuck_worker.SLOW)
+    slow = engine.generate(ASKED, 1, FREE, seed=stuck_worker.SLOW, abort=threading.Event())
     assert [len(one.response_ids) for one in chain(*slow)] == [30] * 4
     with pytest.raises(EngineDeadError, match="gave no sign of life for 2 s"):
-        engine.generate(ASKED, 4, FREE, seed=stuck_worker.STUCK, interrupt=threading.Event())
+        engine.generate(ASKED, 4, FREE, seed=stuck_worker.STUCK, abort=threading.Event())
     engine.hang_timeout = remote_engine.HANG_TIMEOUT
-    engine.recover()
-    engine.publish(laboratory.build(1)[0].named_parameters(), 5)
+    engine.restart()
+    engine.update_weights(laboratory.build(1)[0].named_parameters(), 5)
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), expected)
     engine.hang_timeout = PATIENCE
     with pytest.raises(EngineDeadError, match="gave no sign of life for 2 s"):
@@ -260,7 +265,7 @@ def test_the_process_is_no_rank_of_the_trainer(folder: Path, monkeypatch: pytest
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     engine = RemoteEngine(ProcessTransport(spec_of(folder), threads=1))
-    engine.publish(laboratory.build(1)[0].named_parameters(), 5)  # once it answers, its environment is there
+    engine.update_weights(laboratory.build(1)[0].named_parameters(), 5)  # once it answers, its environment is there
     environment = psutil.Process(engine.transport.pid).environ()
     engine.close()
     assert told.keys() & environment.keys() == {"LOCAL_CACHE"}
@@ -282,8 +287,8 @@ def test_killed_while_publishing(engine: RemoteEngine, monkeypatch: pytest.Monke
     monkeypatch.setattr(process_transport, "share", remembered)
     pid = engine.transport.pid
     with pytest.raises(EngineDeadError, match="during publish"):
-        engine.publish(weights(), version=6)
-    engine.recover()
+        engine.update_weights(weights(), version=6)
+    engine.restart()
     # Stopped, it cannot take what it was sent: it dies with the weights on their way.
     pid = engine.transport.pid
     os.kill(pid, signal.SIGSTOP)
@@ -291,7 +296,7 @@ def test_killed_while_publishing(engine: RemoteEngine, monkeypatch: pytest.Monke
 
     def publish() -> None:
         try:
-            engine.publish(laboratory.build(1)[0].named_parameters(), version=6)
+            engine.update_weights(laboratory.build(1)[0].named_parameters(), version=6)
         except EngineDeadError as error:
             caught.append(error)
 
@@ -299,7 +304,7 @@ def test_killed_while_publishing(engine: RemoteEngine, monkeypatch: pytest.Monke
     caller.start()
     os.kill(pid, signal.SIGKILL)
     caller.join()
-    assert "publish" in str(caught[0])
+    assert "update_weights" in str(caught[0])
     assert [copy.close.alive for copy in copies] == [False, False]  # though the error, and its frames, are still held
 
 
@@ -307,7 +312,7 @@ def test_it_says_how_the_process_ended(engine: RemoteEngine) -> None:
     os.kill(engine.transport.pid, signal.SIGTERM)
     assert gone(engine.transport.pid)
     with pytest.raises(EngineDeadError, match="killed by SIGTERM"):
-        engine.weights()
+        engine.named_weights()
 
 
 @pytest.mark.parametrize("state", ["busy", "forked"])
@@ -335,8 +340,8 @@ def test_a_users_mistake_is_the_same_line_as_in_this_process(engine: RemoteEngin
         lambda e: e.generate([prompt([99])], 1, FREE, seed=0),
         lambda e: e.generate([prompt([1] * 60)], 1, FREE, seed=0),
         lambda e: e.generate(ASKED, 1, FREE, seed=0, prefixes=[[EMPTY]]),
-        lambda e: e.publish(twice, version=8),
-        lambda e: e.publish([("unknown", torch.zeros(1))], version=8),
+        lambda e: e.update_weights(twice, version=8),
+        lambda e: e.update_weights([("unknown", torch.zeros(1))], version=8),
     ]
     for call in calls:
         lines = []
@@ -353,7 +358,7 @@ def test_a_users_mistake_is_the_same_line_as_in_this_process(engine: RemoteEngin
 def test_a_diverged_model_keeps_its_name(engine: RemoteEngine) -> None:
     weights = {name: weight.detach().clone() for name, weight in laboratory.build(1)[0].named_parameters()}
     weights["lm_head.weight"].fill_(3e38)
-    engine.publish(weights.items(), version=6)
+    engine.update_weights(weights.items(), version=6)
     with pytest.raises(DivergedError, match="not finite"):
         engine.generate(ASKED, 1, FREE, seed=0)
 
@@ -369,7 +374,7 @@ def test_a_wrong_description_is_one_line(folder: Path) -> None:
     engine = RemoteEngine(ProcessTransport(spec_of(folder, dtype="float16"), threads=1))
     for _ in range(2):
         with pytest.raises(TrimtabError, match="'float16'") as caught:
-            engine.publish(laboratory.build(1)[0].named_parameters(), version=1)
+            engine.update_weights(laboratory.build(1)[0].named_parameters(), version=1)
         assert type(caught.value) is TrimtabError
     engine.close()
 
@@ -380,7 +385,7 @@ def test_ctrl_c_leaves_no_answer_behind(engine: RemoteEngine) -> None:
 
     pid = engine.transport.pid
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(ASKED, 64, FREE, seed=3, interrupt=After(0, then=stop))
+        engine.generate(ASKED, 64, FREE, seed=3, abort=After(0, then=stop))
     assert gone(pid)
     with pytest.raises(EngineDeadError):
         engine.generate(ASKED, 1, FREE, seed=3)
@@ -392,7 +397,7 @@ def test_another_engine_with_the_same_weights_samples_alike_until_it_is_closed(
     weights = share(laboratory.build(1)[0].named_parameters())
     other = RemoteEngine(ProcessTransport(spec_of(folder), threads=1))
     for one in (engine, other):
-        one.publish(weights, version=5)
+        one.update_weights(weights, version=5)
     expected = local().generate(ASKED, 4, FREE, seed=3)
     for one in (engine, other):
         assert_same(one.generate(ASKED, 4, FREE, seed=3), expected)
@@ -400,7 +405,7 @@ def test_another_engine_with_the_same_weights_samples_alike_until_it_is_closed(
 
     def generate() -> None:
         try:
-            other.generate(ASKED * 8, 64, FREE, seed=3, interrupt=Announced(busy))
+            other.generate(ASKED * 8, 64, FREE, seed=3, abort=Announced(busy))
         except EngineDeadError as error:
             caught.append(error)
 
@@ -415,4 +420,4 @@ def test_another_engine_with_the_same_weights_samples_alike_until_it_is_closed(
     with pytest.raises(EngineDeadError):
         other.generate(ASKED, 1, FREE, seed=3)
     with pytest.raises(TrimtabError, match="closed"):
-        other.recover()
+        other.restart()

@@ -12,7 +12,7 @@ import sys
 
 from trimtab.engines.remote.process_transport import ProcessTransport
 from trimtab.engines.remote.remote_engine import RemoteEngine
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 
 class Announced:
@@ -46,10 +46,10 @@ def generate(engine: RemoteEngine) -> None:
 
     from trimtab.models import laboratory
 
-    engine.publish(laboratory.build(0)[0].named_parameters(), version=1)
-    words, long = f"{engine.transport.pid} {os.getpid()}", Sampling(max_tokens=40, ignore_stop=True)
+    engine.update_weights(laboratory.build(0)[0].named_parameters(), version=1)
+    words, long = f"{engine.transport.pid} {os.getpid()}", SamplingParams(max_tokens=40, ignore_stop=True)
     while True:
-        engine.generate([prompt([1, 2, 3])] * 64, 16, long, seed=0, interrupt=Announced(words))
+        engine.generate([prompt([1, 2, 3])] * 64, 16, long, seed=0, abort=Announced(words))
         words = ""
 
 

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from trimtab.types import Completion, Problem, Prompt, Sampling
+from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 PIECES = ["?", "<eos>", "\n", "a", "b", "c", "ab", "x\ny", "\n\n", " end", "é", *[f"w{i} " for i in range(86)]]
 EOS = 1
@@ -107,7 +107,7 @@ def interrupted(generate: Callable[[After], list[list[Completion]]]) -> list[lis
     """What `generate` gives when it is interrupted as soon as some response has begun, which is later elsewhere."""
     for looks in range(200):
         groups = generate(After(looks))
-        assert any(one.finish == "abort" for group in groups for one in group), "it was over before it had begun"
+        assert any(one.finish_reason == "abort" for group in groups for one in group), "it was over before it had begun"
         if any(len(one.response_ids) for group in groups for one in group):
             return groups
     raise AssertionError("interrupted 200 times, none had begun")
@@ -123,13 +123,13 @@ def prompts(lengths: Sequence[int], seed: int = 0) -> list[Prompt]:
 
 
 @torch.no_grad()
-def processed(model: Any, asked: Prompt, completion: Completion, sampling: Sampling) -> torch.Tensor:
+def processed(model: Any, asked: Prompt, completion: Completion, sampling: SamplingParams) -> torch.Tensor:
     """Log-probs of the sampled distribution at every response position, (tokens, vocabulary), by one full forward."""
     ids = torch.tensor(np.concatenate([asked.ids, completion.response_ids]))[None]
     scores = model(ids).logits[0, len(asked.ids) - 1 : -1].double() / sampling.temperature
-    if completion.kept is not None:
+    if completion.sampling_mask is not None:
         outside = torch.ones_like(scores, dtype=torch.bool)
-        for t, kept in enumerate(completion.kept):
+        for t, kept in enumerate(completion.sampling_mask):
             outside[t, torch.from_numpy(kept)] = False
         scores = scores.masked_fill(outside, float("-inf"))
     return scores.log_softmax(-1)

@@ -16,7 +16,7 @@ import numpy as np
 
 from trimtab.config import load_config
 from trimtab.runs import trajectories
-from trimtab.types import Completion, Problem, Prompt, Sampling, Trajectory
+from trimtab.types import Completion, Problem, Prompt, SamplingParams, Trajectory
 
 EVIL = '<script>alert("x")</script> & <img src=x onerror=alert(1)> \u202eabc'
 
@@ -149,14 +149,14 @@ def _rows(rng: np.random.Generator, step: int, reward: float, text: str | None, 
                 response_ids=np.arange(length),
                 logp_behavior=rng.normal(-0.4, 0.2, length).astype(np.float32),
                 policy_version=np.full(length, step - 1),
-                finish="stop" if right else "length",
+                finish_reason="stop" if right else "length",
                 text=answer,
             )
             scored = Trajectory(
                 prompt=prompt,
                 group=step * 100 + group,
                 completion=completion,
-                sampling=Sampling(),
+                sampling=SamplingParams(),
                 loss_mask=np.ones(length, dtype=np.bool_),
                 reward=float(right),
                 rewards={"exact": float(right)},

@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.remote.shared_weights import SharedWeights
 from trimtab.models.load import LoadedModel, load
-from trimtab.types import EMPTY, Completion, Problem, Prompt, Sampling
+from trimtab.types import EMPTY, Completion, Problem, Prompt, SamplingParams
 
 
 class Service:
@@ -72,14 +72,14 @@ class Service:
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
         with self._lock:
-            self.engine.publish(weights.items(), 0)
+            self.engine.update_weights(weights.items(), 0)
 
     def abort_all(self) -> None:
         with self._aborted:
             self._aborts += 1
             self._aborted.notify_all()
 
-    def sample(self, ids: list[int], sampling: Sampling, seed: int) -> Completion:
+    def sample(self, ids: list[int], sampling: SamplingParams, seed: int) -> Completion:
         """One response; held after some tokens if this server is told to, until somebody aborts it."""
         with self._lock:
             self._asked += 1
@@ -92,13 +92,13 @@ class Service:
                 self._aborted.wait_for(lambda: self._aborts > seen)
             tokens = self.options.get("tokens", 0)
             if tokens == 0:
-                return replace(EMPTY, finish="abort")
+                return replace(EMPTY, finish_reason="abort")
             sampling = replace(sampling, max_tokens=min(tokens, sampling.max_tokens))
         prompt = Prompt(Problem("p", "", ""), "", np.array(ids, dtype=np.int64))
         with self._lock:
             [[found]] = self.engine.generate([prompt], 1, sampling, seed=seed)
-        if number >= self.options.get("after", sys.maxsize) and found.finish == "length":
-            found = replace(found, finish="abort")
+        if number >= self.options.get("after", sys.maxsize) and found.finish_reason == "length":
+            found = replace(found, finish_reason="abort")
         if "raw" in self.options:
             found = replace(found, logp_behavior=np.full_like(found.logp_behavior, -0.1))
         return found
@@ -167,7 +167,7 @@ class Handler(BaseHTTPRequestHandler):
         assert body["logprobs"] == 0
         assert body["return_token_ids"] is True
         assert not self.service.paused
-        sampling = Sampling(
+        sampling = SamplingParams(
             temperature=body["temperature"],
             top_k=body["top_k"],
             max_tokens=body["max_tokens"],
@@ -182,7 +182,7 @@ class Handler(BaseHTTPRequestHandler):
             "index": 0,
             "text": found.text,
             "logprobs": logprobs,
-            "finish_reason": found.finish,
+            "finish_reason": found.finish_reason,
             "token_ids": found.response_ids.tolist(),
         }
         return {"id": f"cmpl-{body.get('request_id')}", "object": "text_completion", "choices": [choice]}
@@ -231,7 +231,7 @@ class Handler(BaseHTTPRequestHandler):
     def sglang_generate(self, body: Any) -> Any:
         params = body["sampling_params"]
         assert body["return_logprob"] is True
-        sampling = Sampling(
+        sampling = SamplingParams(
             temperature=params["temperature"],
             max_tokens=params["max_new_tokens"],
             stop=tuple(params.get("stop", ())),
@@ -243,7 +243,7 @@ class Handler(BaseHTTPRequestHandler):
         ids = found.response_ids.tolist()
         info = {
             "id": body.get("rid"),
-            "finish_reason": {"type": found.finish},
+            "finish_reason": {"type": found.finish_reason},
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(ids),
             "weight_version": self.service.label,
@@ -251,7 +251,7 @@ class Handler(BaseHTTPRequestHandler):
                 [logp, i, None] for logp, i in zip(self.service.logprobs(found), ids, strict=True)
             ],
         }
-        if found.finish == "abort" and not ids:  # before prefill
+        if found.finish_reason == "abort" and not ids:  # before prefill
             del info["output_token_logprobs"]
         return {"text": found.text, "output_ids": ids, "meta_info": info}
 

@@ -17,7 +17,7 @@ from trimtab.diagnosis.tokens import TokenTable
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.embedded.weight_quantization import WeightQuantization, matrices
 from trimtab.models.logprobs import TokenBatch, pack_kept, score
-from trimtab.types import Completion, Problem, Prompt, Sampling
+from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,12 @@ def prompts_of(texts: Sequence[str], tokenizer: Any) -> list[Prompt]:
 
 
 def sample(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt], samples: int, sampling: Sampling, dtype: str = "float32"
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    samples: int,
+    sampling: SamplingParams,
+    dtype: str = "float32",
 ) -> Rollout:
     out = EmbeddedEngine(model, tokenizer, dtype).generate(prompts, samples, sampling, seed=7)
     return Rollout(prompts, [(i, completion) for i, group in enumerate(out) for completion in group])
@@ -88,7 +93,7 @@ def _score(model: Any, rollout: Rollout, temperature: float, kept: bool, rows: l
         index = [prompt for prompt, _ in rollout.responses[start : start + ROWS]]
         used = sorted(set(index))
         batch = TokenBatch.pack([rollout.prompts[i].ids for i in used], part, [used.index(i) for i in index], pad_id=0)
-        sets = [c.kept or () for _, c in rollout.responses[start : start + ROWS]]
+        sets = [c.sampling_mask or () for _, c in rollout.responses[start : start + ROWS]]
         packed = pack_kept(sets, batch.response_ids.shape[1]) if kept else None
         logp = score(model, batch, temperature=temperature, kept=packed).logp
         done.append(logp[batch.response_mask].float().numpy())

@@ -15,12 +15,12 @@ from trimtab.models.laboratory import build
 from trimtab.rollout.async_source import AsyncSource
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.collector import Collector, PromptStream
-from trimtab.types import AbortSignal, Completion, Engine, Prompt, Sampling
+from trimtab.types import AbortSignal, Completion, Engine, Prompt, SamplingParams
 
 _, TOKENIZER = build(0)
 TASK = tasks.build("sort", digits=3, holdout=8)
 LENGTH = 4
-SAMPLING = Sampling(max_tokens=LENGTH, stop=(".",))
+SAMPLING = SamplingParams(max_tokens=LENGTH, stop=(".",))
 # What one call does: (number of the call from 0, the interrupt) -> tokens to write in all. It may wait, and may raise.
 Act = Callable[[int, AbortSignal], int]
 
@@ -33,7 +33,7 @@ class Scripted:
     """Writes "12." and so on, token by token, up to as many as `act` says; the rest is interrupted."""
 
     def __init__(self, act: Act = whole) -> None:
-        self.policy_version, self.decoded, self.prefilled = -1, 0, 0
+        self.policy_version, self.decoded_tokens, self.prefilled_tokens = -1, 0, 0
         self.act = act
         self.calls = 0
         self.recovered = 0
@@ -44,16 +44,16 @@ class Scripted:
         self,
         prompts: Sequence[Prompt],
         samples: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         seed: int,
         prefixes: Sequence[Sequence[Completion]] | None = None,
-        interrupt: AbortSignal | None = None,
+        abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         del sampling, seed
         call, self.calls = self.calls, self.calls + 1
         version = self.policy_version
-        length = self.act(call, interrupt or threading.Event())
+        length = self.act(call, abort or threading.Event())
         begun = prefixes or [[None] * samples for _ in prompts]
         return [
             [self._write(prefix, length, version, sample) for sample, prefix in enumerate(group)] for group in begun
@@ -70,19 +70,19 @@ class Scripted:
             response_ids=np.array(TOKENIZER.encode(text, add_special_tokens=False), dtype=np.int64),
             logp_behavior=np.full(len(versions), -1.0, dtype=np.float32),
             policy_version=versions,
-            finish="stop" if len(versions) == LENGTH else "abort",
+            finish_reason="stop" if len(versions) == LENGTH else "abort",
             text=text,
         )
 
-    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
         assert [name for name, _ in weights] == ["w"]
         self.policy_version = version
-        self.published.append((version, exact))
+        self.published.append((version, as_is))
 
-    def weights(self) -> Iterable[tuple[str, Any]]:
+    def named_weights(self) -> Iterable[tuple[str, Any]]:
         return ()
 
-    def recover(self) -> None:
+    def restart(self) -> None:
         self.recovered += 1
         self.policy_version = -1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.types import Completion, FinishReason, Problem, Prompt, Sampling, Trajectory
+from trimtab.types import Completion, FinishReason, Problem, Prompt, SamplingParams, Trajectory
 
 
 def trajectory(
@@ -17,7 +17,7 @@ def trajectory(
     finish: FinishReason = "stop",
     kept: list[list[int]] | None = None,
 ) -> Trajectory:
-    sampling = Sampling(top_k=2) if kept else Sampling()
+    sampling = SamplingParams(top_k=2) if kept else SamplingParams()
     return Trajectory(
         prompt=Prompt(Problem(f"p{group}", "q", "a"), "q", np.array(prompt or [1, 2], dtype=np.int64)),
         group=group,
@@ -25,9 +25,9 @@ def trajectory(
             response_ids=np.array(response, dtype=np.int64),
             logp_behavior=np.full(len(response), logp, dtype=np.float32),
             policy_version=np.zeros(len(response), dtype=np.int64),
-            finish=finish,
+            finish_reason=finish,
             text="",
-            kept=tuple(np.array(ids, dtype=np.int64) for ids in kept) if kept else None,
+            sampling_mask=tuple(np.array(ids, dtype=np.int64) for ids in kept) if kept else None,
         ),
         sampling=sampling,
         loss_mask=np.ones(len(response), dtype=np.bool_),

@@ -59,13 +59,13 @@ def completions(draw: st.DrawFn) -> Completion:
         response_ids=numbers(np.int64, INTS),
         logp_behavior=numbers(np.float32, floats),
         policy_version=numbers(np.int64, INTS),
-        finish=draw(st.sampled_from(["stop", "length", "abort"])),
+        finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
         text=draw(TEXT),
         entropy=numbers(np.float32, floats) if draw(st.booleans()) else None,
-        kept=tuple(np.array(draw(st.lists(INTS, max_size=4)), np.int64) for _ in range(n))
+        sampling_mask=tuple(np.array(draw(st.lists(INTS, max_size=4)), np.int64) for _ in range(n))
         if draw(st.booleans())
         else None,
-        routes=draw(ROUTES),
+        routed_experts=draw(ROUTES),
     )
 
 

@@ -45,12 +45,12 @@ class EngineActor(EngineHost):
     def generate(self, engine: Engine, request: bytes) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _pickled(super().generate(engine, *_unpickled(request)))
 
-    def publish(self, engine: Engine, news: Publication, exact: bool) -> None:
+    def update_weights(self, engine: Engine, news: Publication, as_is: bool) -> None:
         shards = unpack(fetch(news.references), news.key, news.version)
-        engine.publish(shards, news.version, exact=exact)
+        engine.update_weights(shards, news.version, as_is=as_is)
 
-    def weights(self, engine: Engine) -> Publication:
-        return publication(pack(engine.weights(), "", engine.policy_version, self._shard_size))
+    def named_weights(self, engine: Engine) -> Publication:
+        return publication(pack(engine.named_weights(), "", engine.policy_version, self._shard_size))
 
     def close(self) -> None:
         if self.engine is not None:  # it may still be starting
@@ -102,7 +102,7 @@ class RayTransport:
         self._method, self._call = method, next(self._calls)
         if method == "generate":
             arguments = (_pickled(arguments),)
-        if method == "publish":
+        if method == "update_weights":
             weights, version, exact = arguments
             arguments = (self._publisher.put(weights, version), exact)
         with self._known_loss():
@@ -119,7 +119,7 @@ class RayTransport:
             if error is None and self._method == "generate":
                 value = _unpickled(value)
             if (
-                error is None and self._method == "weights"
+                error is None and self._method == "named_weights"
             ):  # objects stay in the store while a tensor of theirs is used
                 value = list(unpack(fetch(value.references), value.key, value.version))
         return value, error, state

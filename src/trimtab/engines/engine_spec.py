@@ -6,7 +6,8 @@ The specification is one of
      "routes": false unless given, "numerics": "native" unless given}
     {"type": "vllm", "model": folder, "engine": the [engine] section of a recipe}
 
-The folder needs no weights (config, generation config and tokenizer are enough): they arrive by `Engine.publish`.
+The folder needs no weights (config, generation config and tokenizer are enough): they arrive by
+`Engine.update_weights`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 
 from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes, is_complete
 from trimtab.errors import TrimtabError
-from trimtab.types import EMPTY, AbortSignal, Completion, Prompt, Sampling, cut, splice
+from trimtab.types import EMPTY, AbortSignal, Completion, Prompt, SamplingParams, cut, splice
 
 
 class FakeEngine:
@@ -27,8 +27,8 @@ class FakeEngine:
         self, script: Mapping[str, Sequence[str | Completion]], *, tokenizer: Any = None, logp: float = -1.0
     ) -> None:
         self.policy_version = 0
-        self.decoded = 0
-        self.prefilled = 0
+        self.decoded_tokens = 0
+        self.prefilled_tokens = 0
         self.published: list[tuple[int, list[str]]] = []
         self._script, self._tokenizer, self._logp = script, tokenizer, logp
 
@@ -36,17 +36,17 @@ class FakeEngine:
         self,
         prompts: Sequence[Prompt],
         samples: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         seed: int,
         prefixes: Prefixes | None = None,
-        interrupt: AbortSignal | None = None,
+        abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """Returns the scripted completions, cut at `max_tokens`. `seed` has no effect.
 
-        A prefix replaces as many scripted tokens. All responses grow token by token together, and `interrupt` is
-        checked before each token. `prefilled` and `decoded` count tokens as a model would run them: each prompt and
-        each distinct prefix in one pass, all sampled tokens but the first one at a time.
+        A prefix replaces as many scripted tokens. All responses grow token by token together, and `abort` is
+        checked before each token. `prefilled_tokens` and `decoded_tokens` count tokens as a model would run them: each
+        prompt and each distinct prefix in one pass, all sampled tokens but the first one at a time.
         """
         del seed
         missing = [prompt.problem.id for prompt in prompts if not self._script.get(prompt.problem.id)]
@@ -60,15 +60,15 @@ class FakeEngine:
             for pair in zip(starts, whole, strict=True)
         ]
         steps = max((max(group) for group in remaining if group), default=0)
-        if interrupt is not None:
-            steps = next((step for step in range(steps) if interrupt.is_set()), steps)
+        if abort is not None:
+            steps = next((step for step in range(steps) if abort.is_set()), steps)
         self._count(prompts, starts, remaining, steps)
         return [
             [_grown(prefix, full, steps) for prefix, full in zip(*pair, strict=True)]
             for pair in zip(starts, whole, strict=True)
         ]
 
-    def _whole(self, prompt: Prompt, prefixes: Sequence[Completion], sampling: Sampling) -> list[Completion]:
+    def _whole(self, prompt: Prompt, prefixes: Sequence[Completion], sampling: SamplingParams) -> list[Completion]:
         script, completions = self._script[prompt.problem.id], []
         for sample, prefix in enumerate(prefixes):
             full = self._play(script[sample % len(script)], sampling)
@@ -86,29 +86,29 @@ class FakeEngine:
             return
         for prompt, prefixes, sizes in zip(prompts, starts, remaining, strict=True):
             distinct = {tuple(prefix.response_ids.tolist()) for prefix, n in zip(prefixes, sizes, strict=True) if n}
-            self.prefilled += len(prompt.ids) * bool(distinct) + sum(len(ids) for ids in distinct)
-            self.decoded += sum(max(0, min(n, steps) - 1) for n in sizes)
+            self.prefilled_tokens += len(prompt.ids) * bool(distinct) + sum(len(ids) for ids in distinct)
+            self.decoded_tokens += sum(max(0, min(n, steps) - 1) for n in sizes)
 
-    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
-        """Records the version and the weight names. `exact` has no effect, because nothing is quantized."""
-        del exact
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
+        """Records the version and the weight names. `as_is` has no effect, because nothing is quantized."""
+        del as_is
         self.published.append((version, [name for name, _ in weights]))
         self.policy_version = version
 
-    def weights(self) -> Iterable[tuple[str, Any]]:
+    def named_weights(self) -> Iterable[tuple[str, Any]]:
         """Returns nothing: a script has no weights."""
         return ()
 
-    def recover(self) -> None:
+    def restart(self) -> None:
         """Does nothing: a scripted engine cannot fail."""
 
     def close(self) -> None:
         """Does nothing."""
 
-    def _play(self, line: str | Completion, sampling: Sampling) -> Completion:
+    def _play(self, line: str | Completion, sampling: SamplingParams) -> Completion:
         if isinstance(line, Completion):
-            ids, logp, text, finish = line.response_ids, line.logp_behavior, line.text, line.finish
-            entropy, kept, routes = line.entropy, line.kept, line.routes
+            ids, logp, text, finish = line.response_ids, line.logp_behavior, line.text, line.finish_reason
+            entropy, kept, routes = line.entropy, line.sampling_mask, line.routed_experts
         else:
             if self._tokenizer is None:
                 raise TrimtabError("the script gives text: FakeEngine needs a tokenizer to encode it")
@@ -120,15 +120,15 @@ class FakeEngine:
             response_ids=ids[:n],
             logp_behavior=logp[:n],
             policy_version=np.full(min(n, len(ids)), self.policy_version, dtype=np.int64),
-            finish="length" if len(ids) > n else finish,
+            finish_reason="length" if len(ids) > n else finish,
             text=text,
             entropy=None if entropy is None else entropy[:n],
-            kept=None if kept is None else kept[:n],
-            routes=None if routes is None else routes[: len(routes) - max(0, len(ids) - n)],
+            sampling_mask=None if kept is None else kept[:n],
+            routed_experts=None if routes is None else routes[: len(routes) - max(0, len(ids) - n)],
         )
 
 
 def _grown(prefix: Completion, whole: Completion, steps: int) -> Completion:
     """Returns `whole`, or its part up to `steps` tokens after the prefix, marked as aborted."""
     n = len(prefix.response_ids) + steps
-    return whole if n >= len(whole.response_ids) else replace(cut(whole, n), finish="abort")
+    return whole if n >= len(whole.response_ids) else replace(cut(whole, n), finish_reason="abort")

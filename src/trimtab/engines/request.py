@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trimtab.errors import TrimtabError
-from trimtab.types import Prompt, Sampling
+from trimtab.types import Prompt, SamplingParams
 
 # vLLM's range. It silently raises lower temperatures to the minimum, and so samples another distribution than
 # requested; it refuses temperatures above the maximum.
@@ -15,7 +15,13 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 
 
 def validate_request(
-    prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int, *, vocabulary: int, context: int | None
+    prompts: Sequence[Prompt],
+    samples: int,
+    sampling: SamplingParams,
+    seed: int,
+    *,
+    vocabulary: int,
+    context: int | None,
 ) -> None:
     """Validates the arguments of `Engine.generate` before anything is sampled.
 
@@ -52,7 +58,7 @@ def validate_request(
             )
 
 
-def check_vllm_temperature(sampling: Sampling) -> None:
+def check_vllm_temperature(sampling: SamplingParams) -> None:
     """Raises `TrimtabError` for a temperature at which vLLM, in this process or on a server, would not sample."""
     if 0 < sampling.temperature < MIN_TEMPERATURE or sampling.temperature > MAX_TEMPERATURE:
         raise TrimtabError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 
 class StopChecker:
@@ -15,7 +15,7 @@ class StopChecker:
     log-probs remain exactly what was sampled; only the text is cut, before the stop string.
     """
 
-    def __init__(self, tokenizer: Any, eos_ids: Iterable[int], sampling: Sampling) -> None:
+    def __init__(self, tokenizer: Any, eos_ids: Iterable[int], sampling: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._ids = frozenset() if sampling.ignore_stop else frozenset(eos_ids) | frozenset(sampling.stop_ids)
         self._strings = () if sampling.ignore_stop else tuple(text for text in sampling.stop if text)

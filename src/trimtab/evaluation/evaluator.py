@@ -16,7 +16,7 @@ from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import ERRORS_KEPT, EvalResult, Part, ProblemResult
 from trimtab.rewards import Score, Scorer
 from trimtab.rollout.truncation import prefix_tokens
-from trimtab.types import Completion, Engine, Problem, Prompt, Sampling, Task, cut
+from trimtab.types import Completion, Engine, Problem, Prompt, SamplingParams, Task, cut
 
 # Largest number of prompts, and about that of responses, in one engine call. An interruption loses one call.
 PROMPTS_PER_CALL = 64
@@ -40,7 +40,7 @@ def evaluate(
     *,
     problems: Sequence[Problem],
     samples: int = 1,
-    sampling: Sampling,
+    sampling: SamplingParams,
     seed: int,
     progress: Progress | None = None,
     relay: Relay | None = None,
@@ -114,7 +114,7 @@ def _sample(
     engine: Engine,
     prompts: Sequence[Prompt],
     samples: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     seeds: tuple[int, int],
     relay: Relay | None,
 ) -> tuple[list[list[Completion]], int]:
@@ -158,7 +158,7 @@ def _count(
     return Part(
         problems=tuple(result for result in results if result is not None),
         answers=len(pairs),
-        cut=sum(answer.finish == "length" for _, answer in pairs),
+        cut=sum(answer.finish_reason == "length" for _, answer in pairs),
         tokens=sum(len(answer.response_ids) for _, answer in pairs),
         prefix=prefix,
         failures=len(errors),
@@ -197,7 +197,7 @@ class Relay:
             )
 
     def prefixes(
-        self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, *, seed: int
+        self, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, *, seed: int
     ) -> list[list[Completion]]:
         """Returns a prefix for each sample of each prompt, from a response of its own; it never contains the stop."""
         answers = self.engine.generate(prompts, samples, sampling, seed=seed)

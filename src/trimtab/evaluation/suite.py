@@ -18,7 +18,7 @@ from trimtab.evaluation.evaluator import Progress, Relay, evaluate, require_prob
 from trimtab.evaluation.result_store import Store
 from trimtab.evaluation.settings import Mode, ModelSpec, Settings, TaskSpec
 from trimtab.rewards import Scorer
-from trimtab.types import Engine, Problem, RewardSpec, Sampling, Task
+from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 
 
 class Watch(NamedTuple):
@@ -189,7 +189,7 @@ def _fingerprint(engine: Engine, model: Any) -> str:
         settings = {} if part is None else part.to_dict()
         named = {key: value for key, value in settings.items() if key not in ("_name_or_path", "transformers_version")}
         digest.update(json.dumps(named, sort_keys=True, default=str).encode())
-    for name, tensor in engine.weights():
+    for name, tensor in engine.named_weights():
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
@@ -227,7 +227,7 @@ def _measure(
 ) -> EvalResult:
     """Returns the result of one model, task and mode."""
     samples = 1 if mode == "greedy" else settings.samples
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=0.0 if mode == "greedy" else settings.sampling_temperature,
         top_p=settings.top_p,
         max_tokens=settings.max_tokens or bench.spec.max_tokens or bench.task.max_tokens,
@@ -276,7 +276,9 @@ def _shared(settings: Settings) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if key not in ("greedy", "relay_ratio")}
 
 
-def _header(subject: _Subject, bench: _Bench, samples: int, sampling: Sampling, settings: Settings) -> dict[str, Any]:
+def _header(
+    subject: _Subject, bench: _Bench, samples: int, sampling: SamplingParams, settings: Settings
+) -> dict[str, Any]:
     """Returns everything that the counts of one model, task and mode depend on."""
     prompts = [tasks.encode(bench.task, problem, subject.tokenizer) for problem in bench.problems]
     digest = hashlib.sha256()

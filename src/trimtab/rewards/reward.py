@@ -23,7 +23,7 @@ class Response:
 
     @classmethod
     def of(cls, completion: Completion) -> Response:
-        return cls(completion.text, completion.finish, len(completion.response_ids))
+        return cls(completion.text, completion.finish_reason, len(completion.response_ids))
 
     def body(self, stops: Iterable[str]) -> str:
         """Returns the text before the first stop string, without surrounding blanks.

@@ -94,14 +94,14 @@ class AsyncSource:
                     if quantized or thread.version != version or thread.engine.policy_version != version:
                         shared = shared or stack.enter_context(closing(share(weights)))
                         thread.version = None
-                        thread.engine.publish(shared, version, exact=True)
+                        thread.engine.update_weights(shared, version, as_is=True)
                     return function(thread.engine)
                 except EngineDeadError as error:
                     self._notify(f"engine {thread.number} was lost ({error}); starting it again")
                     self._state.sleep(attempt / 2)
                     thread.version = None
                     with suppress(EngineDeadError):  # reported by the next attempt
-                        thread.engine.recover()
+                        thread.engine.restart()
                         self._state.buffer.count(RolloutStats(restarts=1))
             raise EngineDeadError(
                 f"engine {thread.number} was lost {MAX_RESTARTS} times in a row: look at what ends it"

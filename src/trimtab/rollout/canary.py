@@ -22,7 +22,7 @@ from torch import nn
 
 from trimtab.config import CanaryConfig, Config
 from trimtab.errors import DivergedError, TrimtabError
-from trimtab.types import BoolArray, Completion, Engine, FloatArray, IntArray, Problem, Prompt, Sampling
+from trimtab.types import BoolArray, Completion, Engine, FloatArray, IntArray, Problem, Prompt, SamplingParams
 
 # Length of a context: one token more than the largest block of a prefix cache (16 to 128 tokens), so that at least one
 # block is cached.
@@ -191,7 +191,7 @@ class Canary:
     def _sample(self, engine: Engine, expected: Expected) -> _EngineSamples:
         """Samples one token at every context with `Engine.generate`."""
         prompts = [Prompt(Problem(f"canary {i}", "", ""), "", ids) for i, ids in enumerate(expected.contexts)]
-        sampling = Sampling(temperature=self._temperature, max_tokens=1, ignore_stop=True)
+        sampling = SamplingParams(temperature=self._temperature, max_tokens=1, ignore_stop=True)
         completions: list[Completion] = [
             group[0] for group in engine.generate(prompts, 1, sampling, seed=SEED, prefixes=None)
         ]

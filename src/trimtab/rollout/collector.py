@@ -19,7 +19,7 @@ from trimtab.rollout.prefixes import PrefixPool
 from trimtab.rollout.sampling_contract import check_trajectory
 from trimtab.rollout.schedule import GroupRange
 from trimtab.seeds import derive
-from trimtab.types import EXTERNAL_VERSION, Completion, Engine, Prompt, Sampling, Task, Trajectory
+from trimtab.types import EXTERNAL_VERSION, Completion, Engine, Prompt, SamplingParams, Task, Trajectory
 
 Group = list[Trajectory]
 
@@ -141,7 +141,7 @@ class Collector:
     stream: PromptStream
     engine: Engine
     scorer: Scorer
-    sampling: Sampling
+    sampling: SamplingParams
     prefixes: PrefixPool | None = None
     experts: Demonstrations | None = None
     room: int | None = None
@@ -149,10 +149,10 @@ class Collector:
     def sample(self, request: GroupRange, stats: RolloutStats) -> list[Group]:
         """Generates and scores the groups of a request, in this thread."""
         start = time.perf_counter()
-        decoded, prefilled = self.engine.decoded, self.engine.prefilled
+        decoded, prefilled = self.engine.decoded_tokens, self.engine.prefilled_tokens
         prompts, completions = self._generate(request, stats)
-        stats.decoded += self.engine.decoded - decoded
-        stats.prefilled += self.engine.prefilled - prefilled
+        stats.decoded += self.engine.decoded_tokens - decoded
+        stats.prefilled += self.engine.prefilled_tokens - prefilled
         stats.seconds_generating += time.perf_counter() - start
         return self.score_groups(request, prompts, completions, stats)
 
@@ -245,7 +245,7 @@ class Collector:
                 stats.dropped += 1
                 stats.errors.append(f"problem {prompt.problem.id!r}: the engine reported a non-finite log-prob")
                 continue
-            truncated = self.config.trainer.mask_truncated and completion.finish == "length"
+            truncated = self.config.trainer.mask_truncated and completion.finish_reason == "length"
             trajectory = Trajectory(
                 prompt=prompt,
                 group=number,

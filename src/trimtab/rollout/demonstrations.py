@@ -17,7 +17,7 @@ from trimtab.config import GOLD, DemonstrationConfig
 from trimtab.engines.stopping import StopChecker
 from trimtab.errors import TrimtabError, nearest
 from trimtab.tasks.file import read_rows
-from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, Sampling, Task
+from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, SamplingParams, Task
 
 
 @dataclass
@@ -30,14 +30,14 @@ class Demonstrations:
 
     texts: Callable[[Problem], Sequence[str]]
     tokenizer: Any
-    sampling: Sampling
+    sampling: SamplingParams
     context: int | None = None
     dropped: int = 0
     missing: int = 0
 
     @classmethod
     def load(
-        cls, config: DemonstrationConfig, task: Task, tokenizer: Any, sampling: Sampling, context: int | None
+        cls, config: DemonstrationConfig, task: Task, tokenizer: Any, sampling: SamplingParams, context: int | None
     ) -> Demonstrations:
         """Loads `config.path`: the task's gold answers, or the rows (prompt, response) of a file.
 
@@ -88,7 +88,7 @@ class Demonstrations:
         return traces
 
 
-def encode_demonstration(text: str, tokenizer: Any, sampling: Sampling) -> Completion:
+def encode_demonstration(text: str, tokenizer: Any, sampling: SamplingParams) -> Completion:
     """Encodes a text as the response an engine would have returned: up to and including its first ending.
 
     A text without an ending gets the task's first stop string, or else the end token. There is no behavior policy:
@@ -103,7 +103,7 @@ def encode_demonstration(text: str, tokenizer: Any, sampling: Sampling) -> Compl
         response_ids=np.asarray(ids, dtype=np.int64),
         logp_behavior=np.full(len(ids), np.nan, dtype=np.float32),
         policy_version=np.full(len(ids), EXTERNAL_VERSION, dtype=np.int64),
-        finish="stop",
+        finish_reason="stop",
         text=rule.text(ids),
     )
 
@@ -112,7 +112,7 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _endings(tokenizer: Any, sampling: Sampling) -> tuple[str, ...]:
+def _endings(tokenizer: Any, sampling: SamplingParams) -> tuple[str, ...]:
     """Strings that end a response: the stop strings and the text of the end token."""
     return (*sampling.stop, *(() if tokenizer.eos_token is None else (tokenizer.eos_token,)))
 

@@ -159,7 +159,7 @@ class EngineThread:
 
     def _update_weights(self, update: WeightUpdate) -> None:
         self.version = None
-        self.engine.publish(update.weights, update.version)
+        self.engine.update_weights(update.weights, update.version)
         if self.state.canary is not None and update.expected is not None:
             self.state.canary.check(self.engine, update.expected)
         self.version = update.version
@@ -170,7 +170,7 @@ class EngineThread:
         with self.state.buffer.changed:  # tokenizers are not thread-safe
             prompts = collector.stream.at(request.first, request.count)
         completions: list[list[Completion]] | None = None
-        start, decoded, prefilled = time.perf_counter(), self.engine.decoded, self.engine.prefilled
+        start, decoded, prefilled = time.perf_counter(), self.engine.decoded_tokens, self.engine.prefilled_tokens
         while True:
             completions = self.engine.generate(
                 prompts,
@@ -178,9 +178,9 @@ class EngineThread:
                 collector.sampling,
                 seed=collector.seed(request),
                 prefixes=completions,
-                interrupt=self.interrupt,
+                abort=self.interrupt,
             )
-            unfinished = sum(completion.finish == "abort" for group in completions for completion in group)
+            unfinished = sum(completion.finish_reason == "abort" for group in completions for completion in group)
             if not unfinished:
                 break
             with self.state.buffer.changed:
@@ -191,7 +191,7 @@ class EngineThread:
             if update is not None:
                 self._update_weights(update)
         stats.seconds_generating = time.perf_counter() - start
-        stats.decoded, stats.prefilled = self.engine.decoded - decoded, self.engine.prefilled - prefilled
+        stats.decoded, stats.prefilled = self.engine.decoded_tokens - decoded, self.engine.prefilled_tokens - prefilled
         return GeneratedGroups(request, prompts, completions, stats)
 
     def _restart(self, lost: EngineDeadError) -> None:
@@ -208,7 +208,7 @@ class EngineThread:
                     raise SourceClosed
             self.state.note(f"engine {self.number} was lost ({lost}); starting it again")
             try:
-                self.engine.recover()
+                self.engine.restart()
             except EngineDeadError as error:
                 lost = error
                 continue

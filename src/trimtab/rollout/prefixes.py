@@ -18,7 +18,7 @@ from trimtab.errors import TrimtabError
 from trimtab.rollout.truncation import Rule, build, prefix_tokens
 from trimtab.runs import trajectories
 from trimtab.seeds import derive
-from trimtab.types import EMPTY, Completion, Engine, Prompt, Sampling, Trajectory, cut
+from trimtab.types import EMPTY, Completion, Engine, Prompt, SamplingParams, Trajectory, cut
 
 
 @dataclass
@@ -32,7 +32,7 @@ class PrefixPool:
 
     config: PrefixConfig
     engine: Engine
-    sampling: Sampling
+    sampling: SamplingParams
     samples: int
     seed: int
     cycle: int = 0

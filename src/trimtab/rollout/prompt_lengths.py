@@ -12,14 +12,14 @@ from trimtab.config import Config
 from trimtab.errors import TrimtabError
 from trimtab.rollout.collector import PromptStream
 from trimtab.seeds import derive
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 MAX_SURVEYED = 2000
 """Largest number of problems in a survey: a task may have a million."""
 KEY = "sampling.max_prompt_tokens"
 
 
-def prompt_room(config: Config, sampling: Sampling, contexts: Iterable[int | None]) -> int | None:
+def prompt_room(config: Config, sampling: SamplingParams, contexts: Iterable[int | None]) -> int | None:
     """Number of prompt tokens that `sampling.max_tokens` leaves in the smallest context; None if none is known.
 
     Raises `TrimtabError` if nothing is left, or less than the recipe's `sampling.max_prompt_tokens`.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from trimtab.errors import TrimtabError
-from trimtab.types import Sampling, Trajectory
+from trimtab.types import SamplingParams, Trajectory
 
 
-def check(sampling: Sampling, *, kept: bool) -> None:
+def check(sampling: SamplingParams, *, kept: bool) -> None:
     """Refuse data whose importance ratios would be biased.
 
     Args:
         sampling: the parameters that the tokens were sampled with.
-        kept: whether every token has a sampling mask (`Completion.kept`).
+        kept: whether every token has a sampling mask (`Completion.sampling_mask`).
 
     Raises:
         TrimtabError: greedy data; "raw" log-probs under a processed distribution, where pi/mu is off by the temperature
@@ -44,7 +44,7 @@ def check_trajectory(trajectory: Trajectory) -> None:
     Raises `TrimtabError` also for masks that do not fit its tokens: another number of them, a token outside its mask,
     more than top_k ids.
     """
-    sampling, kept = trajectory.sampling, trajectory.completion.kept
+    sampling, kept = trajectory.sampling, trajectory.completion.sampling_mask
     check(sampling, kept=kept is not None)
     if not sampling.truncated or kept is None:
         return
@@ -58,7 +58,7 @@ def check_trajectory(trajectory: Trajectory) -> None:
             raise TrimtabError(f"{name}, token {token}: {len(mask)} ids in its keep set under top_k {sampling.top_k}")
 
 
-def _describe(sampling: Sampling) -> str:
+def _describe(sampling: SamplingParams) -> str:
     parts = [f"temperature {sampling.temperature:g}"] if sampling.temperature != 1 else []
     parts += [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
     parts += [f"top_k {sampling.top_k}"] if sampling.top_k else []

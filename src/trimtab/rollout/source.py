@@ -108,7 +108,7 @@ class SyncSource:
     def publish(self, weights: Weights, version: int, expected: Expected | None = None) -> None:
         if self.single:
             self.buffer.discard()
-        self.engine.publish(weights, version)
+        self.engine.update_weights(weights, version)
         if self.canary is not None and expected is not None:
             self.canary.check(self.engine, expected)
 
@@ -117,10 +117,10 @@ class SyncSource:
     ) -> Result:
         if self.published == version and not quantized:
             return function(self.engine)
-        saved, saved_version = [(name, weight.clone()) for name, weight in self.engine.weights()], self.published
-        self.engine.publish(weights, version, exact=True)
+        saved, saved_version = [(name, weight.clone()) for name, weight in self.engine.named_weights()], self.published
+        self.engine.update_weights(weights, version, as_is=True)
         result = function(self.engine)
-        self.engine.publish(saved, saved_version, exact=True)
+        self.engine.update_weights(saved, saved_version, as_is=True)
         return result
 
     def state(self, updates: int) -> SourceState:
@@ -129,7 +129,7 @@ class SyncSource:
         meta |= {"position": self.collector.stream.position, "published": self.published}
         if self.collector.prefixes is not None:
             files[PREFIXES], meta["prefixes"] = self.collector.prefixes.to_bytes(), self.collector.prefixes.meta()
-        return {"engine": dict(self.engine.weights())} if self.published != updates else {}, meta, files
+        return {"engine": dict(self.engine.named_weights())} if self.published != updates else {}, meta, files
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
         self.buffer.restore(meta, files)
@@ -140,7 +140,7 @@ class SyncSource:
             prompts = stream.at(stream.position - waiting, waiting)
             self.collector.prefixes.restore(files[PREFIXES], meta["prefixes"], prompts)
         if "engine" in tensors:
-            self.engine.publish(tensors["engine"].items(), meta["published"], exact=True)
+            self.engine.update_weights(tensors["engine"].items(), meta["published"], as_is=True)
 
     def close(self) -> None:
         self.engine.close()

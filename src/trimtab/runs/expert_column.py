@@ -18,7 +18,7 @@ _INDEX_TYPES: dict[int, Any] = {1: np.uint8, 2: np.int16}
 
 def encode(trajectories: Sequence[Trajectory]) -> pa.Array | None:
     """Returns a column of records, null for a trajectory without routed experts; None if all have none."""
-    routed_experts = [trajectory.completion.routes for trajectory in trajectories]
+    routed_experts = [trajectory.completion.routed_experts for trajectory in trajectories]
     if all(routes is None for routes in routed_experts):
         return None
     return pa.array([None if routes is None else _record(routes) for routes in routed_experts], _TYPE)
@@ -37,7 +37,7 @@ def decode(value: Mapping[str, Any] | None) -> ExpertArray | None:
 
 def stored_bytes(trajectories: Sequence[Trajectory]) -> int:
     """Returns the size in bytes of the column before compression."""
-    routed_experts = [trajectory.completion.routes for trajectory in trajectories]
+    routed_experts = [trajectory.completion.routed_experts for trajectory in trajectories]
     return sum(routes.size * _index_bytes(routes) for routes in routed_experts if routes is not None)
 
 

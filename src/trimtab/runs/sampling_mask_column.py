@@ -29,7 +29,7 @@ def encode(completions: Sequence[Completion]) -> pa.Array | None:
 
     Raises `ValueError` if only some have one, or if one does not have as many sets as tokens.
     """
-    masks = [completion.kept for completion in completions]
+    masks = [completion.sampling_mask for completion in completions]
     if all(sets is None for sets in masks):
         return None
     if missing := sum(sets is None for sets in masks):

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
 from trimtab.runs import atomic, expert_column, sampling_mask_column
-from trimtab.types import Completion, FloatArray, Problem, Prompt, Sampling, Trajectory
+from trimtab.types import Completion, FloatArray, Problem, Prompt, SamplingParams, Trajectory
 
 ROW_GROUP_BYTES, ROW_GROUP_ROWS = 1 << 30, 1 << 20  # largest bytes of a binary column and rows in one row group
 
@@ -63,7 +63,7 @@ def write(path: Path, rows: Sequence[Row], step: int) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """Reads the rows of a trajectory file, the inverse of `write` except for `kept` and `routes`.
+    """Reads the rows of a trajectory file, the inverse of `write` except for sampling masks and routed experts.
 
     Raises `TrimtabError` if the file was not written by the trainer.
     """
@@ -112,7 +112,7 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "off_policy": pa.array(external, pa.bool_()) if any(external) else None,
         "prompt_text": pa.array([t.prompt.text for t in trajectories], pa.string()),
         "text": pa.array([c.text for c in completions], pa.string()),
-        "finish": pa.array([c.finish for c in completions], pa.string()),
+        "finish": pa.array([c.finish_reason for c in completions], pa.string()),
         "rewards": pa.array([list(t.rewards.items()) for t in trajectories], pa.map_(pa.string(), pa.float64())),
         "question": pa.array([problem.question for problem in problems], pa.string()),
         "answer": pa.array([problem.answer for problem in problems], pa.string()),
@@ -129,8 +129,10 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
 def _row_group_size(completions: Sequence[Completion]) -> int:
     """Returns the rows per row group: parquet limits a binary column of a group to 2 GiB, which experts and sampling
     masks may exceed."""
-    routes = max((0 if c.routes is None else c.routes.nbytes for c in completions), default=0)
-    kept = max((0 if c.kept is None else sum(ids.nbytes for ids in c.kept) for c in completions), default=0)
+    routes = max((0 if c.routed_experts is None else c.routed_experts.nbytes for c in completions), default=0)
+    kept = max(
+        (0 if c.sampling_mask is None else sum(ids.nbytes for ids in c.sampling_mask) for c in completions), default=0
+    )
     return max(1, ROW_GROUP_BYTES // max(routes, kept, ROW_GROUP_BYTES // ROW_GROUP_ROWS))
 
 
@@ -156,17 +158,17 @@ def _row(columns: dict[str, Any], index: int) -> Row:
         response_ids=value("response_ids"),
         logp_behavior=value("logp_behavior"),
         policy_version=value("policy_version"),
-        finish=value("finish"),
+        finish_reason=value("finish"),
         text=value("text"),
         entropy=None if external else optional("entropy"),
-        kept=sampling_mask_column.decode(optional("kept")),
-        routes=expert_column.decode(optional("routes")),
+        sampling_mask=sampling_mask_column.decode(optional("kept")),
+        routed_experts=expert_column.decode(optional("routes")),
     )
     trajectory = Trajectory(
         prompt=Prompt(problem, value("prompt_text"), value("prompt_ids")),
         group=value("group"),
         completion=completion,
-        sampling=Sampling(
+        sampling=SamplingParams(
             **value("sampling"), **limits | {"stop": tuple(limits["stop"]), "stop_ids": tuple(limits["stop_ids"])}
         ),
         loss_mask=value("loss_mask"),
@@ -195,7 +197,7 @@ def _entropies(trajectories: Sequence[Trajectory]) -> list[FloatArray | None]:
     ]
 
 
-def _fields(sampling: Sampling, names: Sequence[str]) -> dict[str, Any]:
+def _fields(sampling: SamplingParams, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(sampling, name) for name in names}
 
 

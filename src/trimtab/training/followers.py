@@ -164,12 +164,12 @@ class FollowerSource:
 class AbsentEngine:
     """The engine of ranks that have none. Every call raises `RuntimeError`."""
 
-    policy_version = decoded = prefilled = 0
+    policy_version = decoded_tokens = prefilled_tokens = 0
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         raise RuntimeError("only rank 0 has engines")
 
-    generate = publish = weights = recover = close = _refuse
+    generate = update_weights = named_weights = restart = close = _refuse
 
 
 class FollowerRunDirectory(RunDirectory):

@@ -61,4 +61,4 @@ def _explain_missing_signal(trajectories: Sequence[Trajectory], max_tokens: int)
 
 def _all_truncated(trajectories: Sequence[Trajectory]) -> bool:
     sampled = [trajectory for trajectory in trajectories if not trajectory.off_policy]
-    return bool(sampled) and all(trajectory.completion.finish == "length" for trajectory in sampled)
+    return bool(sampled) and all(trajectory.completion.finish_reason == "length" for trajectory in sampled)

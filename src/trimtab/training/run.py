@@ -50,7 +50,7 @@ from trimtab.training.ranks import current_ranks, join
 from trimtab.training.sft import laboratory_folder
 from trimtab.training.sinks import open_sinks
 from trimtab.training.stop import Stop
-from trimtab.types import Engine, Problem, RewardSpec, Sampling, Task
+from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 
 RewardFunction = Callable[[str, Problem], float]
 
@@ -304,9 +304,9 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     return add_lora(model, **config.model.lora.model_dump()) if config.model.lora.rank else model
 
 
-def sampling_params(config: Config, task: Task) -> Sampling:
+def sampling_params(config: Config, task: Task) -> SamplingParams:
     """The sampling parameters of a run: the recipe's distribution, the task's stop strings and length."""
-    return Sampling(
+    return SamplingParams(
         temperature=config.sampling.temperature,
         top_p=config.sampling.top_p,
         top_k=config.sampling.top_k,

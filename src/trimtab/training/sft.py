@@ -25,7 +25,7 @@ from trimtab.runs import atomic
 from trimtab.training.batching import MicroBatch, micro_batches, to_tensors
 from trimtab.training.observer import NullObserver, Observer
 from trimtab.training.optim import build_optimizer, learning_rate, set_learning_rate
-from trimtab.types import Sampling, Task, Trajectory
+from trimtab.types import SamplingParams, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) ->
 
 
 def _gold_batch(config: Config, loaded: LoadedModel, stream: PromptStream) -> Iterator[MicroBatch]:
-    rows, sampling = [], Sampling(stop=stream.task.stop)
+    rows, sampling = [], SamplingParams(stop=stream.task.stop)
     for group, prompt in enumerate(stream.take(config.sft.batch)):
         completion = encode_demonstration(stream.task.gold(prompt.problem), loaded.tokenizer, sampling)
         mask = np.ones(len(completion.response_ids), dtype=np.bool_)

@@ -16,12 +16,12 @@ from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.types import EMPTY, Completion, Prompt, Sampling, cut
+from trimtab.types import EMPTY, Completion, Prompt, SamplingParams, cut
 
 LENGTHS = [5, 1, 17, 30]
-STOPS = Sampling(max_tokens=24, stop=("a",), stop_ids=(7, 8))
-FREE = Sampling(max_tokens=12, ignore_stop=True)
-TRUNCATED = Sampling(max_tokens=14, temperature=0.7, top_k=20, top_p=0.8, ignore_stop=True)
+STOPS = SamplingParams(max_tokens=24, stop=("a",), stop_ids=(7, 8))
+FREE = SamplingParams(max_tokens=12, ignore_stop=True)
+TRUNCATED = SamplingParams(max_tokens=14, temperature=0.7, top_k=20, top_p=0.8, ignore_stop=True)
 Groups = list[list[Completion]]
 
 
@@ -40,8 +40,8 @@ def pairs(*groups: Groups) -> list[tuple[Completion, ...]]:
 
 def same_bits(a: Completion, b: Completion) -> bool:
     arrays = [(a.response_ids, b.response_ids), (a.logp_behavior, b.logp_behavior), (a.entropy, b.entropy)]
-    arrays += [(a.policy_version, b.policy_version), *zip(a.kept or (), b.kept or (), strict=True)]
-    return (a.text, a.finish) == (b.text, b.finish) and all(np.array_equal(x, y) for x, y in arrays)
+    arrays += [(a.policy_version, b.policy_version), *zip(a.sampling_mask or (), b.sampling_mask or (), strict=True)]
+    return (a.text, a.finish_reason) == (b.text, b.finish_reason) and all(np.array_equal(x, y) for x, y in arrays)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,18 +50,18 @@ def test_empty_prefixes_change_no_bit(name: str, dtype: torch.dtype) -> None:
     engine, asked = make(name, dtype), prompts(LENGTHS)
     for sampling in (STOPS, TRUNCATED):
         plain = engine.generate(asked, 3, sampling, seed=1)
-        counted = engine.decoded, engine.prefilled
+        counted = engine.decoded_tokens, engine.prefilled_tokens
         empty = engine.generate(asked, 3, sampling, seed=1, prefixes=[[EMPTY] * 3 for _ in asked])
         assert all(same_bits(a, b) for a, b in pairs(plain, empty))
-        assert (engine.decoded, engine.prefilled) == (2 * counted[0], 2 * counted[1])
-        engine.decoded = engine.prefilled = 0
+        assert (engine.decoded_tokens, engine.prefilled_tokens) == (2 * counted[0], 2 * counted[1])
+        engine.decoded_tokens = engine.prefilled_tokens = 0
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("sampling", [STOPS, TRUNCATED], ids=["stops", "truncated"])
 @pytest.mark.parametrize("lengths", [(4, 4, 4, 4, 4), (0, 1, 5, 9, 13)], ids=["even", "ragged"])
 def test_a_responses_own_beginning_leads_to_the_same_response(
-    name: str, sampling: Sampling, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    name: str, sampling: SamplingParams, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoder, "PREFILL_TOKENS", 90)  # several blocks of prefixes, padded ones among them
     engine, asked = make(name), prompts(LENGTHS)
@@ -71,12 +71,14 @@ def test_a_responses_own_beginning_leads_to_the_same_response(
     assert tokens(again) == tokens(plain)
     for whole, prefix, completion in pairs(plain, prefixes, again):
         k = len(prefix.response_ids)
-        assert (completion.finish, completion.text) == (whole.finish, whole.text)
+        assert (completion.finish_reason, completion.text) == (whole.finish_reason, whole.text)
         assert np.array_equal(completion.logp_behavior[:k], whole.logp_behavior[:k])
         np.testing.assert_allclose(completion.logp_behavior, whole.logp_behavior, atol=1e-4)
         np.testing.assert_allclose(completion.entropy, whole.entropy, atol=1e-4)
-        assert all(np.array_equal(a, b) for a, b in zip(completion.kept or (), whole.kept or (), strict=True))
-        assert (completion.kept is None) == (not sampling.truncated)
+        assert all(
+            np.array_equal(a, b) for a, b in zip(completion.sampling_mask or (), whole.sampling_mask or (), strict=True)
+        )
+        assert (completion.sampling_mask is None) == (not sampling.truncated)
     assert {len(prefix.response_ids) for prefix in chain(*prefixes)} >= set(lengths)
 
 
@@ -103,7 +105,7 @@ def test_the_suffix_is_the_current_policys_and_the_prefix_stays_as_it_was(name: 
     engine = EmbeddedEngine(old, its_tokenizer, torch.float32)
     asked = [replace(one, ids=one.ids % 14) for one in prompts([6, 11, 9])]
     historical = engine.generate(asked, 4, FREE, seed=3)
-    engine.publish(new.named_parameters(), version=7)
+    engine.update_weights(new.named_parameters(), version=7)
     prefixes = begun(historical, (0, 3, 3, 7))
     mixed = engine.generate(asked, 4, FREE, seed=4, prefixes=prefixes)
     exact = exact_logp(new, asked, mixed)
@@ -132,13 +134,13 @@ def test_a_shared_prefix_is_run_once_and_changes_nothing(name: str) -> None:
     engine, asked = make(name), prompts(LENGTHS)
     source = engine.generate(asked, 2, FREE, seed=3)
     shared = [[cut(group[0], 5)] * 3 + [cut(group[1], 2)] * 3 for group in source]
-    before = engine.prefilled
+    before = engine.prefilled_tokens
     out = engine.generate(asked, 6, FREE, seed=8, prefixes=shared)
     repeated = [2 * n for n in LENGTHS] if name == "gpt2" else LENGTHS  # the general path runs prompt and prefix as one
-    assert engine.prefilled - before == sum(repeated) + 4 * (5 + 2)
+    assert engine.prefilled_tokens - before == sum(repeated) + 4 * (5 + 2)
     equal = [[replace(prefix, response_ids=prefix.response_ids.copy()) for prefix in group] for group in shared]
     assert tokens(engine.generate(asked, 6, FREE, seed=8, prefixes=equal)) == tokens(out)
-    assert engine.prefilled - before == 2 * (sum(repeated) + 4 * (5 + 2))
+    assert engine.prefilled_tokens - before == 2 * (sum(repeated) + 4 * (5 + 2))
     for s in range(6):  # each sample's prefix on its own, all others sampled whole
         alone = [[prefix if i == s else EMPTY for i, prefix in enumerate(group)] for group in shared]
         found = engine.generate(asked, 6, FREE, seed=8, prefixes=alone)
@@ -152,10 +154,10 @@ def test_tokens_are_counted_without_padding(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(embedded_engine, "COMPACT_SHARE", 2)  # finished rows stay in the batch, and do not count
     engine, asked = make(), prompts([5, 3])
     plain = engine.generate(asked, 4, FREE, seed=3)
-    assert (engine.prefilled, engine.decoded) == (8, 2 * 4 * 11)
+    assert (engine.prefilled_tokens, engine.decoded_tokens) == (8, 2 * 4 * 11)
     prefixes = [[EMPTY, cut(group[1], 4), cut(group[1], 4), cut(group[3], 7)] for group in plain]
     engine.generate(asked, 4, FREE, seed=3, prefixes=prefixes)
-    assert (engine.prefilled, engine.decoded) == (8 + 8 + 2 * (4 + 7), 88 + 2 * (11 + 7 + 7 + 4))
+    assert (engine.prefilled_tokens, engine.decoded_tokens) == (8 + 8 + 2 * (4 + 7), 88 + 2 * (11 + 7 + 7 + 4))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -175,12 +177,12 @@ def test_who_shares_the_batch_does_not_change_a_row(name: str, monkeypatch: pyte
 
 def test_a_stop_string_may_begin_in_the_prefix() -> None:
     engine, [one] = make(), prompts([5])
-    [group] = engine.generate([one], 40, Sampling(max_tokens=2, ignore_stop=True), seed=0)
+    [group] = engine.generate([one], 40, SamplingParams(max_tokens=2, ignore_stop=True), seed=0)
     first, second = max((tuple(c.response_ids.tolist()) for c in group), key=lambda pair: len(PIECES[pair[0]]))
     prefix = next(cut(c, 1) for c in group if c.response_ids.tolist() == [first, second])
-    sampling = Sampling(max_tokens=9, stop=(PIECES[first][-1] + PIECES[second],))
+    sampling = SamplingParams(max_tokens=9, stop=(PIECES[first][-1] + PIECES[second],))
     [out] = engine.generate([one], 40, sampling, seed=0, prefixes=[[prefix] * 40])
-    ended = {c.response_ids[1] == second: (c.finish, c.text, len(c.response_ids)) for c in out}
+    ended = {c.response_ids[1] == second: (c.finish_reason, c.text, len(c.response_ids)) for c in out}
     assert ended[True] == ("stop", PIECES[first][:-1], 2)
     assert ended[False][2] > 2
 
@@ -209,7 +211,7 @@ def prefix_of(ids: Sequence[int], **changes) -> Completion:
         ([[EMPTY], [prefix_of([11], kept=(np.array([11]),))]], FREE, ["'p1'", "has keep sets", "not truncated"]),
     ],
 )
-def test_prefixes_that_do_not_fit_are_named(prefixes: Groups, sampling: Sampling, words: list[str]) -> None:
+def test_prefixes_that_do_not_fit_are_named(prefixes: Groups, sampling: SamplingParams, words: list[str]) -> None:
     with pytest.raises(TrimtabError) as caught:
         make().generate(prompts([4, 6]), 1, sampling, seed=0, prefixes=prefixes)
     assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -92,8 +92,8 @@ def test_the_description_of_an_engine_is_json_and_builds_that_engine(tmp_path: P
         EmbeddedEngine(*laboratory.build(0), "bfloat16", rounding=weight_quantization(recipe)),
     )
     for one in (engine, own):
-        one.publish(laboratory.build(1)[0].named_parameters(), version=3)
-    for (name, weight), (twin, other) in zip(engine.weights(), own.weights(), strict=True):
+        one.update_weights(laboratory.build(1)[0].named_parameters(), version=3)
+    for (name, weight), (twin, other) in zip(engine.named_weights(), own.named_weights(), strict=True):
         assert name == twin
         assert torch.equal(weight, other)
 
@@ -117,4 +117,4 @@ def test_without_processes_the_engine_is_in_this_one(tmp_path: Path) -> None:
     [engine] = build_engines(config({"dtype": "float32"}), LoadedModel(model, tokenizer, ""), tmp_path)
     assert isinstance(engine, EmbeddedEngine)
     assert torch.get_num_threads() == threads
-    assert next(iter(engine.weights()))[1].dtype == torch.float32
+    assert next(iter(engine.named_weights()))[1].dtype == torch.float32

@@ -8,7 +8,7 @@ from tests.support.engines import PIECES, prompt
 
 from trimtab.engines.fake import FakeEngine
 from trimtab.errors import TrimtabError
-from trimtab.types import Completion, Sampling, cut
+from trimtab.types import Completion, SamplingParams, cut
 
 
 class Letters:
@@ -19,7 +19,7 @@ class Letters:
 
 def test_it_plays_its_script_in_order_and_starts_over() -> None:
     engine = FakeEngine({"p": ["ab", "c"], "q": ["a"]}, tokenizer=Letters(), logp=-0.5)
-    out = engine.generate([prompt([1], "q"), prompt([1], "p")], 3, Sampling(), seed=0)
+    out = engine.generate([prompt([1], "q"), prompt([1], "p")], 3, SamplingParams(), seed=0)
     assert [[c.text for c in group] for group in out] == [["a", "a", "a"], ["ab", "c", "ab"]]
     assert out[1][0].response_ids.tolist() == [PIECES.index("a"), PIECES.index("b")]
     assert out[1][0].logp_behavior.tolist() == [-0.5, -0.5]
@@ -28,35 +28,39 @@ def test_it_plays_its_script_in_order_and_starts_over() -> None:
 def test_versions_follow_what_was_published_and_length_is_cut() -> None:
     whole = Completion(np.arange(5), -np.arange(5, dtype=np.float32), np.zeros(5, int), "stop", "abcde")
     engine = FakeEngine({"p": [whole]})
-    engine.publish([("w", None)], version=4)
-    [[out]] = engine.generate([prompt([1])], 1, Sampling(max_tokens=3), seed=0)
+    engine.update_weights([("w", None)], version=4)
+    [[out]] = engine.generate([prompt([1])], 1, SamplingParams(max_tokens=3), seed=0)
     assert engine.published == [(4, ["w"])]
     assert out.policy_version.tolist() == [4, 4, 4]
-    assert (out.finish, out.response_ids.tolist(), out.logp_behavior.tolist()) == ("length", [0, 1, 2], [0, -1, -2])
+    assert (out.finish_reason, out.response_ids.tolist(), out.logp_behavior.tolist()) == (
+        "length",
+        [0, 1, 2],
+        [0, -1, -2],
+    )
 
 
 def test_what_is_not_scripted_is_named() -> None:
     with pytest.raises(TrimtabError, match="'other'"):
-        FakeEngine({"p": ["a"]}).generate([prompt([1], "other")], 1, Sampling(), seed=0)
+        FakeEngine({"p": ["a"]}).generate([prompt([1], "other")], 1, SamplingParams(), seed=0)
     with pytest.raises(TrimtabError, match="tokenizer"):
-        FakeEngine({"p": ["a"]}).generate([prompt([1])], 1, Sampling(), seed=0)
+        FakeEngine({"p": ["a"]}).generate([prompt([1])], 1, SamplingParams(), seed=0)
 
 
 def test_a_prefix_takes_the_place_of_the_script_and_tokens_are_counted() -> None:
     whole = Completion(np.arange(5), -np.arange(5, dtype=np.float32), np.zeros(5, int), "stop", "abcde")
     begun = Completion(np.array([8, 9]), np.array([-8, -9], np.float32), np.zeros(2, int), "length", "")
     engine = FakeEngine({"p": [whole]})
-    engine.publish([], version=3)
+    engine.update_weights([], version=3)
     prefixes = [[begun, cut(begun, 0), begun]]
-    [out] = engine.generate([prompt([1, 2, 3])], 3, Sampling(), seed=0, prefixes=prefixes)
+    [out] = engine.generate([prompt([1, 2, 3])], 3, SamplingParams(), seed=0, prefixes=prefixes)
     assert [c.response_ids.tolist() for c in out] == [[8, 9, 2, 3, 4], [0, 1, 2, 3, 4], [8, 9, 2, 3, 4]]
     assert out[0].logp_behavior.tolist() == [-8, -9, -2, -3, -4]
     assert out[0].policy_version.tolist() == [0, 0, 3, 3, 3]
-    assert (engine.prefilled, engine.decoded) == (3 + 2, 2 + 4 + 2)
+    assert (engine.prefilled_tokens, engine.decoded_tokens) == (3 + 2, 2 + 4 + 2)
 
 
 def test_a_prefix_as_long_as_its_script_is_named() -> None:
     engine = FakeEngine({"p": ["ab"]}, tokenizer=Letters())
     long = Completion(np.array([8, 9]), np.zeros(2, np.float32), np.zeros(2, int), "length", "")
     with pytest.raises(TrimtabError, match="'p'"):
-        engine.generate([prompt([1])], 1, Sampling(), seed=0, prefixes=[[long]])
+        engine.generate([prompt([1])], 1, SamplingParams(), seed=0, prefixes=[[long]])

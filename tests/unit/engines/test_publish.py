@@ -8,9 +8,9 @@ from tests.support.engines import prompts, tiny, tokenizer, tokens
 
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
-FORCED = Sampling(max_tokens=12, ignore_stop=True)
+FORCED = SamplingParams(max_tokens=12, ignore_stop=True)
 
 
 def sampled(engine: EmbeddedEngine) -> list[list[list[int]]]:
@@ -22,7 +22,7 @@ def sampled(engine: EmbeddedEngine) -> list[list[list[int]]]:
 def test_a_published_model_samples_like_an_engine_made_from_it(name: str, dtype: torch.dtype) -> None:
     engine = EmbeddedEngine(tiny(name, seed=0), tokenizer(), dtype)
     before = sampled(engine)
-    engine.publish(tiny(name, seed=1).named_parameters(), version=7)
+    engine.update_weights(tiny(name, seed=1).named_parameters(), version=7)
     fresh = EmbeddedEngine(tiny(name, seed=1), tokenizer(), dtype)
     assert sampled(engine) == sampled(fresh) != before
     for group in engine.generate(prompts([4]), 2, FORCED, seed=0):
@@ -40,7 +40,7 @@ def test_nothing_is_shared_with_the_trainer(dtype: torch.dtype) -> None:
         for p in model.parameters():
             p.zero_()
     assert sampled(engine) == before
-    engine.publish(state.items(), version=1)
+    engine.update_weights(state.items(), version=1)
     assert sampled(engine) == before
     with torch.no_grad():
         for tensor in state.values():
@@ -57,9 +57,9 @@ def test_rotary_frequencies_are_not_rounded() -> None:
 def test_weights_in_use_publish_again_without_a_change() -> None:
     engine = EmbeddedEngine(tiny(), tokenizer(), torch.bfloat16)
     before = sampled(engine)
-    saved = {name: tensor.clone() for name, tensor in engine.weights()}
-    engine.publish(tiny(seed=1).named_parameters(), version=1)
-    engine.publish(saved.items(), version=0)
+    saved = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    engine.update_weights(tiny(seed=1).named_parameters(), version=1)
+    engine.update_weights(saved.items(), version=0)
     assert sampled(engine) == before
 
 
@@ -67,15 +67,15 @@ def test_a_tied_head_may_be_named_but_not_differ() -> None:
     engine = EmbeddedEngine(tiny(), tokenizer(), torch.float32)
     state = tiny(seed=1).state_dict()
     assert "lm_head.weight" in state
-    engine.publish(state.items(), version=1)
+    engine.update_weights(state.items(), version=1)
     state["lm_head.weight"] = state["lm_head.weight"].clone()
-    engine.publish(state.items(), version=2)
+    engine.update_weights(state.items(), version=2)
     only_head = {name: tensor for name, tensor in state.items() if name != "model.embed_tokens.weight"}
-    engine.publish(only_head.items(), version=3)
+    engine.update_weights(only_head.items(), version=3)
     assert sampled(engine) == sampled(EmbeddedEngine(tiny(seed=1), tokenizer(), torch.float32))
     state["lm_head.weight"][0, 0] += 1
     with pytest.raises(TrimtabError, match=r"lm_head\.weight.*tied"):
-        engine.publish(state.items(), version=4)
+        engine.update_weights(state.items(), version=4)
 
 
 def _without(state: dict[str, torch.Tensor]) -> None:
@@ -114,7 +114,7 @@ def test_a_bad_publication_changes_nothing(spoil, words) -> None:
     state = {name: p.detach().clone() for name, p in tiny(seed=1).named_parameters()}
     spoil(state)
     with pytest.raises(TrimtabError) as caught:
-        engine.publish(state.items(), version=9)
+        engine.update_weights(state.items(), version=9)
     assert all(word in str(caught.value) for word in words)
     assert engine.policy_version == 0
     assert sampled(engine) == before
@@ -124,7 +124,7 @@ def test_large_finite_weights_are_not_refused() -> None:
     engine = EmbeddedEngine(tiny(), tokenizer(), torch.float32)
     state = {name: p.detach().clone() for name, p in tiny().named_parameters()}
     state["model.layers.0.mlp.down_proj.weight"].fill_(3e38)  # the sum overflows
-    engine.publish(state.items(), version=1)
+    engine.update_weights(state.items(), version=1)
     assert engine.policy_version == 1
 
 
@@ -132,7 +132,7 @@ def test_a_name_published_twice_is_an_error() -> None:
     engine = EmbeddedEngine(tiny(), tokenizer(), torch.float32)
     twice = [*tiny().named_parameters(), *tiny().named_parameters()]
     with pytest.raises(TrimtabError, match="twice"):
-        engine.publish(twice, version=1)
+        engine.update_weights(twice, version=1)
 
 
 def test_a_diverged_model_is_reported_when_sampling() -> None:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from trimtab.engines.stopping import StopChecker, eos_ids
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 
 def ids(*pieces: str) -> list[int]:
@@ -36,7 +36,7 @@ def end(rule: StopChecker, response: list[int]) -> int | None:
     ],
 )
 def test_stop_strings(stop: str, pieces: tuple[str, ...], length: int | None, text: str) -> None:
-    rule = StopChecker(tokenizer(), [EOS], Sampling(stop=(stop,)))
+    rule = StopChecker(tokenizer(), [EOS], SamplingParams(stop=(stop,)))
     response = ids(*pieces)
     assert end(rule, response) == length
     assert rule.text(response[:length]) == text
@@ -44,14 +44,14 @@ def test_stop_strings(stop: str, pieces: tuple[str, ...], length: int | None, te
 
 def test_a_stop_string_far_longer_than_one_token_is_found() -> None:
     stop = "ab" * 30 + "c"
-    rule = StopChecker(tokenizer(), [EOS], Sampling(stop=(stop, "never")))
+    rule = StopChecker(tokenizer(), [EOS], SamplingParams(stop=(stop, "never")))
     response = ids(*"c", *"ab" * 30, "c", "a")
     assert end(rule, response) == 62
     assert rule.text(response[:62]) == "c"
 
 
 def test_the_earliest_of_several_stop_strings_cuts_the_text() -> None:
-    rule = StopChecker(tokenizer(), [EOS], Sampling(stop=("y", "\n")))
+    rule = StopChecker(tokenizer(), [EOS], SamplingParams(stop=("y", "\n")))
     assert rule.text(ids("a", "x\ny")) == "ax"
 
 
@@ -62,20 +62,20 @@ def test_characters_of_several_tokens_are_found_when_complete() -> None:
     backend.decoder = decoders.ByteLevel()
     bytewise = PreTrainedTokenizerFast(tokenizer_object=backend)
     response = bytewise.encode("αβ🙂 done")
-    rule = StopChecker(bytewise, [], Sampling(stop=("🙂",)))
+    rule = StopChecker(bytewise, [], SamplingParams(stop=("🙂",)))
     assert len("αβ🙂".encode()) == 8
     assert end(rule, response) == 8
     assert rule.text(response[:8]) == "αβ"
 
 
 def test_ids_end_a_response_and_special_tokens_are_no_text() -> None:
-    rule = StopChecker(tokenizer(), [EOS], Sampling(stop_ids=(PIECES.index("c"),)))
+    rule = StopChecker(tokenizer(), [EOS], SamplingParams(stop_ids=(PIECES.index("c"),)))
     assert rule.ended([ids("a", "<eos>"), ids("b", "c"), ids("c", "b")]) == [True, True, False]
     assert rule.text(ids("a", "<eos>")) == "a"
 
 
 def test_forced_length_ignores_every_stop() -> None:
-    rule = StopChecker(tokenizer(), [EOS], Sampling(stop=("a",), stop_ids=(2,), ignore_stop=True))
+    rule = StopChecker(tokenizer(), [EOS], SamplingParams(stop=("a",), stop_ids=(2,), ignore_stop=True))
     assert rule.ended([[EOS], [2], ids("a")]) == [False] * 3
     assert rule.text(ids("a", "b")) == "ab"
 
@@ -89,7 +89,7 @@ def test_every_end_of_text_id_is_known() -> None:
 
 def test_only_responses_whose_last_token_can_complete_a_stop_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = tokenizer()
-    rule, decode, read = StopChecker(reader, [EOS], Sampling(stop=("ba",))), reader.decode, []
+    rule, decode, read = StopChecker(reader, [EOS], SamplingParams(stop=("ba",))), reader.decode, []
 
     def counted(tokens: list[int], **how: bool) -> str:
         read.append(list(tokens))

@@ -11,7 +11,7 @@ from tests.support.engines import CONFIGS, prompt, tiny
 from trimtab.engines.request import validate_request
 from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import TrimtabError
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -66,16 +66,16 @@ def test_large_finite_weights_pass_although_their_sum_overflows() -> None:
 
 
 def test_requests_that_cannot_be_sampled_are_refused() -> None:
-    validate_request([prompt([1, 2])], 1, Sampling(max_tokens=8), 0, vocabulary=3, context=10)
+    validate_request([prompt([1, 2])], 1, SamplingParams(max_tokens=8), 0, vocabulary=3, context=10)
     for asked, samples, sampling, seed, message in [
-        ([1], 0, Sampling(), 0, "samples = 0"),
-        ([1], 1, Sampling(max_tokens=0), 0, "max_tokens = 0"),
-        ([1], 1, Sampling(), -1, "seed = -1"),
-        ([1], 1, Sampling(top_p=0.0), 0, "need temperature >= 0, 0 < top_p <= 1"),
-        ([1], 1, Sampling(logprobs="raw"), 0, '"processed" log-probs only'),
-        ([], 1, Sampling(), 0, "has no tokens"),
-        ([3], 1, Sampling(max_tokens=1), 0, "outside the model's vocabulary of 3"),
-        ([1, 2, 0], 1, Sampling(max_tokens=8), 0, "context holds 10"),
+        ([1], 0, SamplingParams(), 0, "samples = 0"),
+        ([1], 1, SamplingParams(max_tokens=0), 0, "max_tokens = 0"),
+        ([1], 1, SamplingParams(), -1, "seed = -1"),
+        ([1], 1, SamplingParams(top_p=0.0), 0, "need temperature >= 0, 0 < top_p <= 1"),
+        ([1], 1, SamplingParams(logprobs="raw"), 0, '"processed" log-probs only'),
+        ([], 1, SamplingParams(), 0, "has no tokens"),
+        ([3], 1, SamplingParams(max_tokens=1), 0, "outside the model's vocabulary of 3"),
+        ([1, 2, 0], 1, SamplingParams(max_tokens=8), 0, "context holds 10"),
     ]:
         with pytest.raises(TrimtabError, match=message):
             validate_request([prompt(asked)], samples, sampling, seed, vocabulary=3, context=10)

@@ -14,11 +14,11 @@ from trimtab import rewards, tasks
 from trimtab.engines.fake import FakeEngine
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import evaluate
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 TASK = tasks.build("arithmetic", holdout=3)
-FOUR = Sampling(temperature=1.0, max_tokens=8, stop=TASK.stop)
-GREEDY = Sampling(temperature=0.0, max_tokens=8, stop=TASK.stop)
+FOUR = SamplingParams(temperature=1.0, max_tokens=8, stop=TASK.stop)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, stop=TASK.stop)
 
 
 def script(*wrong_ones):

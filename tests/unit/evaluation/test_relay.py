@@ -9,10 +9,10 @@ from trimtab.engines.fake import FakeEngine
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import evaluate
 from trimtab.evaluation.evaluator import Relay
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 TASK = tasks.build("arithmetic", holdout=2)
-SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=TASK.stop)
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=8, stop=TASK.stop)
 
 
 class Recording(FakeEngine):

@@ -13,10 +13,10 @@ from trimtab.engines.fake import FakeEngine
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import evaluate
 from trimtab.evaluation.result_store import Store
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 TASK = tasks.build("arithmetic", holdout=200)  # four batches
-SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=TASK.stop)
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=8, stop=TASK.stop)
 SETTINGS = {"samples": 2, "seed": 0, "nested": {"temperature": 1.0}}
 HEADER = {"model": {"weights": "abc"}, "stop": ("\n",)}
 

@@ -22,7 +22,7 @@ from trimtab.rollout.async_source import AsyncSource
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.collector import Collector, Group, PromptStream
 from trimtab.rollout.source import RolloutSource, SyncSource
-from trimtab.types import AbortSignal, Engine, Prompt, Sampling
+from trimtab.types import AbortSignal, Engine, Prompt, SamplingParams
 
 Open = Callable[..., Desk]
 
@@ -155,11 +155,11 @@ class Gold(Scripted):
         self.dull = dull
         self.asked: list[str] = []
 
-    def generate(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, **keywords: Any) -> Any:
+    def generate(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, **keywords: Any) -> Any:
         self.asked = [prompt.problem.id for prompt in prompts]
         groups = super().generate(prompts, samples, sampling, **keywords)
         for prompt, group in zip(prompts, groups, strict=True):
-            if prompt.problem.id != self.dull and group[0].finish == "stop":
+            if prompt.problem.id != self.dull and group[0].finish_reason == "stop":
                 ids = np.array(TOKENIZER.encode(TASK.gold(prompt.problem), add_special_tokens=False), dtype=np.int64)
                 group[0] = replace(group[0], response_ids=ids, text=TASK.gold(prompt.problem))
         return groups
@@ -224,7 +224,7 @@ def test_continue_goes_on_under_the_new_weights(desk: Open) -> None:
     groups, stats = one.feed.take(1, 1)
     assert versions(groups) == [[0, 0, 0, 1]] * 8
     assert stats.interrupted == 8
-    assert {t.completion.finish for group in groups for t in group} == {"stop"}
+    assert {t.completion.finish_reason for group in groups for t in group} == {"stop"}
 
 
 def test_finish_writes_every_response_under_one_version(desk: Open) -> None:

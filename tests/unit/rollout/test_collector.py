@@ -15,7 +15,7 @@ from trimtab.models.laboratory import build
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.collector import Collector, PromptStream
 from trimtab.rollout.source import SyncSource
-from trimtab.types import Completion, Sampling
+from trimtab.types import Completion, SamplingParams
 
 _, TOKENIZER = build(0)
 TASK = tasks.build("sort", digits=3, holdout=8)
@@ -36,8 +36,8 @@ def feed(scorer: rewards.Scorer, script: dict[str, list[str | Completion]], **tr
     config = load_config({"trainer": {"prompts": 2, "samples": 2, **trainer}})
     stream = PromptStream(TASK, TOKENIZER, seed=0)
     engine = FakeEngine(script, tokenizer=TOKENIZER)
-    engine.publish([], UPDATES)
-    collector = Collector(config, stream, engine, scorer, Sampling(max_tokens=4, stop=(".",)))
+    engine.update_weights([], UPDATES)
+    collector = Collector(config, stream, engine, scorer, SamplingParams(max_tokens=4, stop=(".",)))
     return SyncSource(collector, Buffer(config.trainer))
 
 
@@ -119,21 +119,21 @@ def test_truncated_responses_can_be_left_out_of_the_loss(scorer: rewards.Scorer)
     script[name] = ["12345678", "99."]
     made = feed(scorer, script, mask_truncated=True)
     (group, _), _ = made.take(UPDATES, batches_left=1)
-    assert group[0].completion.finish == "length"
+    assert group[0].completion.finish_reason == "length"
     assert not group[0].loss_mask.any()
     assert group[1].loss_mask.all()
 
 
 def test_truncated_sampling_without_keep_sets_is_refused(scorer: rewards.Scorer) -> None:
     made = feed(scorer, script_for([True, True]))
-    made.collector.sampling = Sampling(max_tokens=4, stop=(".",), top_p=0.9)
+    made.collector.sampling = SamplingParams(max_tokens=4, stop=(".",), top_p=0.9)
     with pytest.raises(TrimtabError, match="keep sets"):
         made.take(UPDATES, batches_left=1)
 
 
 def test_raw_log_probs_at_another_temperature_are_refused(scorer: rewards.Scorer) -> None:
     made = feed(scorer, script_for([True, True]))
-    made.collector.sampling = Sampling(max_tokens=4, stop=(".",), temperature=0.7, logprobs="raw")
+    made.collector.sampling = SamplingParams(max_tokens=4, stop=(".",), temperature=0.7, logprobs="raw")
     with pytest.raises(TrimtabError, match="raw"):
         made.take(UPDATES, batches_left=1)
 

@@ -22,12 +22,12 @@ from trimtab.models.load import load
 from trimtab.rollout.demonstrations import Demonstrations, encode_demonstration
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Plain
-from trimtab.types import EXTERNAL_VERSION, Problem, Prompt, RewardSpec, Sampling
+from trimtab.types import EXTERNAL_VERSION, Problem, Prompt, RewardSpec, SamplingParams
 
 PIECES = ["?", "<eos>", "\n", "a", "b", "c", "ab"]
 EOS = 1
 SORT = tasks.build("sort", digits=3, holdout=8)
-SAMPLING = Sampling(max_tokens=4, stop=(".",))
+SAMPLING = SamplingParams(max_tokens=4, stop=(".",))
 
 
 def tokenizer(end: str | None) -> PreTrainedTokenizerFast:
@@ -69,7 +69,9 @@ def traces_file(path: Path, rows: Sequence[Any]) -> DemonstrationConfig:
 def experts(
     source: DemonstrationConfig, of: BuiltTask, *, max_tokens: int = 8, context: int | None = None
 ) -> Demonstrations:
-    return Demonstrations.load(source, of, PIECE_TOKENIZER, Sampling(max_tokens=max_tokens, stop=of.stop), context)
+    return Demonstrations.load(
+        source, of, PIECE_TOKENIZER, SamplingParams(max_tokens=max_tokens, stop=of.stop), context
+    )
 
 
 def texts(found: Sequence[Any]) -> list[str]:
@@ -91,7 +93,7 @@ def texts(found: Sequence[Any]) -> list[str]:
     ],
 )
 def test_a_trace_is_what_an_engine_would_have_returned(stop, text, ids, shown):
-    sampling = Sampling(max_tokens=8, stop=stop)
+    sampling = SamplingParams(max_tokens=8, stop=stop)
     trace = encode_demonstration(text, PIECE_TOKENIZER, sampling)
     assert trace.response_ids.tolist() == pieces(*ids)
     assert trace.text == shown
@@ -101,20 +103,20 @@ def test_a_trace_is_what_an_engine_would_have_returned(stop, text, ids, shown):
 
 
 def test_nothing_is_claimed_about_who_wrote_it():
-    trace = encode_demonstration("ab", PIECE_TOKENIZER, Sampling(stop=("\n",)))
+    trace = encode_demonstration("ab", PIECE_TOKENIZER, SamplingParams(stop=("\n",)))
     assert np.isnan(trace.logp_behavior).all()
     assert trace.logp_behavior.dtype == np.float32
     assert trace.policy_version.tolist() == [EXTERNAL_VERSION, EXTERNAL_VERSION]
-    assert (trace.entropy, trace.kept, trace.finish) == (None, None, "stop")
+    assert (trace.entropy, trace.sampling_mask, trace.finish_reason) == (None, None, "stop")
 
 
 def test_a_sampled_response_written_down_comes_back_token_for_token():
     """A real engine on the (untrained) laboratory model, ended by a stop string and by the end token."""
     model, words, _ = loaded()
     engine = EmbeddedEngine(model, words, torch.float32)
-    sampling = Sampling(max_tokens=40, stop=("9",))
+    sampling = SamplingParams(max_tokens=40, stop=("9",))
     prompts = [tasks.encode(SORT, SORT.train[index], words) for index in range(4)]
-    ended = [c for group in engine.generate(prompts, 8, sampling, seed=0) for c in group if c.finish == "stop"]
+    ended = [c for group in engine.generate(prompts, 8, sampling, seed=0) for c in group if c.finish_reason == "stop"]
     assert {int(completion.response_ids[-1]) for completion in ended} == {9, *eos_ids(model, words)}
     for completion in ended:
         whole = words.decode(completion.response_ids)
@@ -217,4 +219,4 @@ def test_a_missing_file_is_named(tmp_path):
 def test_responses_without_an_end_are_refused():
     endless = tokenizer(None)
     with pytest.raises(TrimtabError, match="no stop string and the tokenizer no end token"):
-        Demonstrations.load(DemonstrationConfig(), task(problem("x"), stop=()), endless, Sampling(), None)
+        Demonstrations.load(DemonstrationConfig(), task(problem("x"), stop=()), endless, SamplingParams(), None)

@@ -16,12 +16,12 @@ from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
 from trimtab.rollout.prefixes import PrefixPool
 from trimtab.seeds import derive
-from trimtab.types import Completion, Prompt, Sampling
+from trimtab.types import Completion, Prompt, SamplingParams
 
-SAMPLING = Sampling(max_tokens=12, stop=(".",))
+SAMPLING = SamplingParams(max_tokens=12, stop=(".",))
 
 
-def make(samples: int = 4, sampling: Sampling = SAMPLING, **config: Any) -> PrefixPool:
+def make(samples: int = 4, sampling: SamplingParams = SAMPLING, **config: Any) -> PrefixPool:
     model, tokenizer = laboratory.build(0)
     engine = EmbeddedEngine(model, tokenizer, torch.float32)
     return PrefixPool(PrefixConfig(**config), engine, sampling, samples, seed=7)
@@ -57,9 +57,11 @@ def test_prefixes_are_the_historical_policys_own_tokens_and_hold_no_stop() -> No
     """No more than the budget is sampled, and a continuation under unchanged weights is what would have been."""
     pool, asked = make(samples=8, refresh=2, ratio=0.5), ask(6)
     pool.observe([12, 12])
-    before = pool.engine.decoded
+    before = pool.engine.decoded_tokens
     pool.refill(asked)
-    assert pool.engine.decoded - before <= 6 * 8 * 5  # the budget is 6: five tokens are fed, the sixth only drawn
+    assert (
+        pool.engine.decoded_tokens - before <= 6 * 8 * 5
+    )  # the budget is 6: five tokens are fed, the sixth only drawn
     _, prefixes = pool.take(6)
     stop = laboratory.ALPHABET.index(laboratory.END)
     cut_at_stop = [k for group in lengths(prefixes) for k in group if k < 6]
@@ -99,7 +101,7 @@ def test_shared_prefixes_are_drawn_once_and_given_to_neighbors() -> None:
     for pool in (alone, shared):
         pool.observe([12])
         pool.refill(ask(3))
-    assert shared.engine.decoded < 0.6 * alone.engine.decoded
+    assert shared.engine.decoded_tokens < 0.6 * alone.engine.decoded_tokens
     _, prefixes = shared.take(3)
     for group in prefixes:
         assert group[0] is group[1]
@@ -139,7 +141,7 @@ def test_what_is_never_used_costs_nothing() -> None:
         pool.observe([12])
         pool.refill(ask(2 * pool.batches))
         assert pool.starts_cycle
-        assert (pool.engine.decoded, pool.engine.prefilled) == (0, 0)
+        assert (pool.engine.decoded_tokens, pool.engine.prefilled_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_what_is_never_used_costs_nothing() -> None:
     [(SAMPLING, 12), (replace(SAMPLING, top_k=5), 12), (SAMPLING, 1)],
     ids=["full", "top-k", "zero"],
 )
-def test_a_restored_pool_goes_on_as_the_saved_one(sampling: Sampling, seen: int) -> None:
+def test_a_restored_pool_goes_on_as_the_saved_one(sampling: SamplingParams, seen: int) -> None:
     pool, asked = make(sampling=sampling, refresh=4, ratio=0.5, share=2), ask(6)
     pool.observe([seen])
     pool.refill(asked)
@@ -168,8 +170,10 @@ def test_a_restored_pool_goes_on_as_the_saved_one(sampling: Sampling, seen: int)
                 assert np.array_equal(x.logp_behavior, y.logp_behavior)
                 assert np.array_equal(x.policy_version, y.policy_version)
                 assert np.array_equal(x.entropy, y.entropy)
-                assert (x.kept is None) == (y.kept is None)
-                assert all(np.array_equal(i, j) for i, j in zip(x.kept or (), y.kept or (), strict=True))
+                assert (x.sampling_mask is None) == (y.sampling_mask is None)
+                assert all(
+                    np.array_equal(i, j) for i, j in zip(x.sampling_mask or (), y.sampling_mask or (), strict=True)
+                )
     for either in (pool, other):
         either.refill(asked)
     a, b = pool.take(6)[1], other.take(6)[1]

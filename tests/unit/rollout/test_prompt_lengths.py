@@ -15,7 +15,7 @@ from trimtab.rollout.prompt_lengths import MAX_SURVEYED, Survey, prompt_room
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Plain
 from trimtab.training.held_out import HeldOut
-from trimtab.types import Problem, Sampling
+from trimtab.types import Problem, SamplingParams
 
 _, TOKENIZER = build(0)
 
@@ -44,7 +44,7 @@ def test_the_room_of_a_prompt_is_what_the_context_leaves(
     given: int | None, contexts: tuple[int | None, ...], expected: int | None
 ) -> None:
     config = load_config({"sampling": {} if given is None else {"max_prompt_tokens": given}})
-    assert prompt_room(config, Sampling(max_tokens=10), contexts) == expected
+    assert prompt_room(config, SamplingParams(max_tokens=10), contexts) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_the_room_of_a_prompt_is_what_the_context_leaves(
 def test_what_no_context_can_hold_is_refused(given: int | None, most: int, named: str) -> None:
     config = load_config({"sampling": {} if given is None else {"max_prompt_tokens": given}})
     with pytest.raises(TrimtabError, match=named):
-        prompt_room(config, Sampling(max_tokens=most), (64,))
+        prompt_room(config, SamplingParams(max_tokens=most), (64,))
 
 
 def test_a_survey_says_how_long_prompts_are_and_how_many_are_left_out() -> None:
@@ -134,7 +134,7 @@ def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> 
     engine = FakeEngine({"p0": ["1."], "p2": ["2."], "p4": ["2."]}, tokenizer=TOKENIZER)
     config = load_config({"eval": {"problems": 5}})
     with rewards.build([RewardSpec("exact")], source.task) as scorer:
-        sampling = Sampling(max_tokens=4, stop=(".",))
+        sampling = SamplingParams(max_tokens=4, stop=(".",))
         collector = SimpleNamespace(config=config, stream=source, scorer=scorer, sampling=sampling, room=6)
         held_out = HeldOut.of(collector)  # pyright: ignore[reportArgumentType]
         assert held_out.measure(engine, collector) == (pytest.approx(1 / 5), 5)  # pyright: ignore[reportArgumentType]

@@ -8,21 +8,21 @@ from tests.support.engines import prompt
 
 from trimtab.errors import TrimtabError
 from trimtab.rollout.sampling_contract import check, check_trajectory
-from trimtab.types import Completion, Sampling, Trajectory
+from trimtab.types import Completion, SamplingParams, Trajectory
 
 
 @pytest.mark.parametrize(
     ("sampling", "kept", "words"),
     [
-        (Sampling(temperature=0.8, logprobs="raw"), False, ['"raw"', "temperature 0.8", "processed"]),
-        (Sampling(top_p=0.9, logprobs="raw"), True, ['"raw"', "top_p 0.9"]),
-        (Sampling(top_k=20, logprobs="raw"), True, ['"raw"', "top_k 20"]),
-        (Sampling(top_p=0.9), False, ["keep sets", "top_p 0.9", "biased"]),
-        (Sampling(top_k=5, temperature=0.5), False, ["keep sets", "top_k 5"]),
-        (Sampling(temperature=0.0), False, ["greedily"]),
+        (SamplingParams(temperature=0.8, logprobs="raw"), False, ['"raw"', "temperature 0.8", "processed"]),
+        (SamplingParams(top_p=0.9, logprobs="raw"), True, ['"raw"', "top_p 0.9"]),
+        (SamplingParams(top_k=20, logprobs="raw"), True, ['"raw"', "top_k 20"]),
+        (SamplingParams(top_p=0.9), False, ["keep sets", "top_p 0.9", "biased"]),
+        (SamplingParams(top_k=5, temperature=0.5), False, ["keep sets", "top_k 5"]),
+        (SamplingParams(temperature=0.0), False, ["greedily"]),
     ],
 )
-def test_refused(sampling: Sampling, kept: bool, words: list[str]) -> None:
+def test_refused(sampling: SamplingParams, kept: bool, words: list[str]) -> None:
     with pytest.raises(TrimtabError) as caught:
         check(sampling, kept=kept)
     assert all(word in str(caught.value) for word in words)
@@ -32,30 +32,30 @@ def test_refused(sampling: Sampling, kept: bool, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("sampling", "kept"),
     [
-        (Sampling(), False),
-        (Sampling(logprobs="raw"), False),  # both distributions are one at temperature 1 without truncation
-        (Sampling(temperature=0.7), False),
-        (Sampling(top_p=0.9, top_k=5), True),
+        (SamplingParams(), False),
+        (SamplingParams(logprobs="raw"), False),  # both distributions are one at temperature 1 without truncation
+        (SamplingParams(temperature=0.7), False),
+        (SamplingParams(top_p=0.9, top_k=5), True),
     ],
 )
-def test_accepted(sampling: Sampling, kept: bool) -> None:
+def test_accepted(sampling: SamplingParams, kept: bool) -> None:
     check(sampling, kept=kept)
 
 
-TRUNCATED = Sampling(top_p=0.9, top_k=3)
+TRUNCATED = SamplingParams(top_p=0.9, top_k=3)
 
 
-def truncated(kept: list[list[int]] | None, sampling: Sampling = TRUNCATED) -> Trajectory:
+def truncated(kept: list[list[int]] | None, sampling: SamplingParams = TRUNCATED) -> Trajectory:
     ids = np.array([7, 2])
     sets = None if kept is None else tuple(np.array(among) for among in kept)
-    completion = Completion(ids, np.float32([-1.0, -0.5]), np.array([0, 0]), "stop", "", kept=sets)
+    completion = Completion(ids, np.float32([-1.0, -0.5]), np.array([0, 0]), "stop", "", sampling_mask=sets)
     return Trajectory(prompt([1], "sum"), 0, completion, sampling, np.array([True, True]), 0.0, {})
 
 
 def test_a_trajectory_with_its_own_keep_sets_is_accepted() -> None:
     check_trajectory(truncated([[2, 7], [2]]))
-    check_trajectory(truncated([[2, 5, 7, 9], [0, 2]], Sampling(top_p=0.9)))
-    check_trajectory(truncated(None, Sampling()))
+    check_trajectory(truncated([[2, 5, 7, 9], [0, 2]], SamplingParams(top_p=0.9)))
+    check_trajectory(truncated(None, SamplingParams()))
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ def response(n: int, finish: FinishReason = "stop", entropy: list[float] | None 
         response_ids=np.arange(10, 10 + n),
         logp_behavior=-np.arange(n, dtype=np.float32),
         policy_version=np.full(n, 3),
-        finish=finish,
+        finish_reason=finish,
         text="text",
         entropy=None if entropy is None else np.array(entropy, np.float32),
-        kept=tuple(np.array([i]) for i in range(n)),
+        sampling_mask=tuple(np.array([i]) for i in range(n)),
     )
 
 
@@ -65,8 +65,8 @@ def test_a_cut_keeps_every_field_in_step_and_drops_the_ending(n: int, kept: int,
     assert prefix.logp_behavior.tolist() == [-i for i in range(k)]
     assert prefix.policy_version.tolist() == [3] * k
     assert prefix.entropy.tolist() == list(range(k))
-    assert [ids.tolist() for ids in prefix.kept] == [[i] for i in range(k)]
-    assert (prefix.finish, prefix.text) == ("length", "")
+    assert [ids.tolist() for ids in prefix.sampling_mask] == [[i] for i in range(k)]
+    assert (prefix.finish_reason, prefix.text) == ("length", "")
 
 
 def test_entropy_cuts_before_one_of_the_highest_positions() -> None:

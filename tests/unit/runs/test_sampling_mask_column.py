@@ -16,7 +16,9 @@ SETS = st.lists(st.lists(st.integers(0, 200_000), unique=True).map(sorted), max_
 def completion(*sets: list[int]) -> Completion:
     n = len(sets)
     kept = tuple(np.array(ids, dtype=np.int64) for ids in sets)
-    return Completion(np.zeros(n, np.int64), np.zeros(n, np.float32), np.zeros(n, np.int64), "stop", "", kept=kept)
+    return Completion(
+        np.zeros(n, np.int64), np.zeros(n, np.float32), np.zeros(n, np.int64), "stop", "", sampling_mask=kept
+    )
 
 
 def stored(*sets: list[int]) -> dict:

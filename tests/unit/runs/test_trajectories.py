@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
 from trimtab.runs.trajectories import Row
-from trimtab.types import Completion, Problem, Prompt, Sampling, Trajectory
+from trimtab.types import Completion, Problem, Prompt, SamplingParams, Trajectory
 
 CONTRACT = {
     "step": pa.int64(),
@@ -53,7 +53,7 @@ def row(**changes: Any) -> Row:
         response_ids=ints(7, 8, 2),
         logp_behavior=floats(-0.1, -1e-30, -12.345678),
         policy_version=ints(4, 4, 5),
-        finish="stop",
+        finish_reason="stop",
         text="42\n",
         entropy=floats(0.5, 0.0, 3.25),
     )
@@ -61,7 +61,7 @@ def row(**changes: Any) -> Row:
         prompt=Prompt(Problem("add-7", "40+2?", "42", {"source": "made up"}), "Q: 40+2?\nA: ", ints(1, 5)),
         group=3,
         completion=completion,
-        sampling=Sampling(temperature=0.7, top_p=0.9, top_k=20, max_tokens=16, stop=("\n", "Q:"), stop_ids=(2,)),
+        sampling=SamplingParams(temperature=0.7, top_p=0.9, top_k=20, max_tokens=16, stop=("\n", "Q:"), stop_ids=(2,)),
         loss_mask=np.array([True, False, True]),
         reward=1.25,
         rewards={"zz/exact": 1.0, "format": 0.25},
@@ -211,7 +211,9 @@ def test_lengths_inside_the_trajectory_are_checked_too() -> None:
     for short in (
         dataclasses.replace(trajectory, loss_mask=np.array([True])),
         dataclasses.replace(trajectory, completion=dataclasses.replace(trajectory.completion, policy_version=ints(1))),
-        dataclasses.replace(trajectory, completion=dataclasses.replace(trajectory.completion, kept=(ints(1),))),
+        dataclasses.replace(
+            trajectory, completion=dataclasses.replace(trajectory.completion, sampling_mask=(ints(1),))
+        ),
     ):
         with pytest.raises(ValueError, match="of row 0 has 1 entries for 3 response tokens"):
             trajectories.to_bytes([short])
@@ -261,12 +263,12 @@ def some_trajectories(draw: st.DrawFn) -> list[Trajectory]:
                 response_ids=array(np.int64, size),
                 logp_behavior=array(np.float32, size),
                 policy_version=array(np.int64, size),
-                finish=draw(st.sampled_from(["stop", "length", "abort"])),
+                finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
                 text=draw(text),
                 entropy=array(np.float32, size) if with_entropy and not off_policy else None,
-                kept=kept if with_kept else None,
+                sampling_mask=kept if with_kept else None,
             ),
-            sampling=Sampling(
+            sampling=SamplingParams(
                 temperature=draw(number),
                 top_p=draw(number),
                 top_k=draw(st.integers(0, 9)),
@@ -312,13 +314,13 @@ def test_records_too_large_for_one_group_of_rows_go_into_several(monkeypatch: py
     cut = trajectories.to_bytes(pending)
     assert pq.ParquetFile(pa.BufferReader(cut)).num_row_groups == 3
     for found, given_ in zip(trajectories.from_bytes(cut), pending, strict=True):
-        assert found.completion.routes is not None
-        np.testing.assert_array_equal(found.completion.routes, given_.completion.routes)
+        assert found.completion.routed_experts is not None
+        np.testing.assert_array_equal(found.completion.routed_experts, given_.completion.routed_experts)
 
 
 def test_files_come_back_but_for_the_sets_of_ids(tmp_path: Path) -> None:
     whole = row()
-    completion = dataclasses.replace(whole.trajectory.completion, kept=(ints(1, 2), ints(), ints(3)))
+    completion = dataclasses.replace(whole.trajectory.completion, sampling_mask=(ints(1, 2), ints(), ints(3)))
     truncated = dataclasses.replace(whole, trajectory=dataclasses.replace(whole.trajectory, completion=completion))
     trajectories.write(tmp_path / "a.parquet", [truncated, truncated], 1)
     first, second = trajectories.read(tmp_path / "a.parquet")

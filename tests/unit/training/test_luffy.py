@@ -22,11 +22,11 @@ from trimtab.rollout.source import SyncSource
 from trimtab.training.batching import MicroBatch, micro_batches, to_tensors
 from trimtab.training.learner import Learner
 from trimtab.training.step_statistics import StepStatistics
-from trimtab.types import Problem, Sampling
+from trimtab.types import Problem, SamplingParams
 
 MODEL, TOKENIZER = build(0)
 TASK = tasks.build("sort", digits=3, holdout=8)
-SAMPLING = Sampling(max_tokens=4, stop=(".",))
+SAMPLING = SamplingParams(max_tokens=4, stop=(".",))
 GAMMA = 0.1
 ADVANTAGES = (0.5, -1.0, 2.0)
 UPDATES = 9
@@ -55,7 +55,7 @@ def feed(scorer: rewards.Scorer, config: Config) -> SyncSource:
     stream = PromptStream(TASK, TOKENIZER, seed=0)
     script = {item.problem.id: ["99."] for item in PromptStream(TASK, TOKENIZER, seed=0).take(64)}
     engine = FakeEngine(script, tokenizer=TOKENIZER)
-    engine.publish([], UPDATES)
+    engine.update_weights([], UPDATES)
     collector = Collector(config, stream, engine, scorer, SAMPLING, experts=experts)
     return SyncSource(collector, Buffer(config.trainer))
 

@@ -14,7 +14,7 @@ from trimtab.engines.embedded.sampling import SampledTokens, uniform_draws
 from trimtab.engines.stopping import StopChecker
 from trimtab.errors import TrimtabError
 from trimtab.models.routing import RouterInfo
-from trimtab.types import Completion, FinishReason, Prompt, Sampling
+from trimtab.types import Completion, FinishReason, Prompt, SamplingParams
 
 Prefixes = Sequence[Sequence[Completion]]
 
@@ -67,26 +67,28 @@ class DecodingRow:
         no_entropy = self.prefix is not None and self.prefix.entropy is None
         routes = np.concatenate(self.routes) if self.routes else None
         if self.prefix is not None and len(new) == 0:
-            routes = self.prefix.routes
+            routes = self.prefix.routed_experts
         return Completion(
             response_ids=np.array(self.ids, dtype=np.int64),
             logp_behavior=np.array(self.logp, dtype=np.float32),
             policy_version=np.concatenate([np.asarray(old, dtype=np.int64), new]),
-            finish=self.finish,
+            finish_reason=self.finish,
             text=stop.text(self.ids),
             entropy=None if no_entropy else np.array(self.entropy, dtype=np.float32),
-            kept=tuple(self.kept) if self.kept else None,
-            routes=routes,
+            sampling_mask=tuple(self.kept) if self.kept else None,
+            routed_experts=routes,
         )
 
 
 def is_complete(prefix: Completion, max_tokens: int) -> bool:
     """Returns whether this prefix is a whole response, as an aborted call returns those that had already ended."""
     n = len(prefix.response_ids)
-    return n > 0 and (prefix.finish == "stop" or n == max_tokens)
+    return n > 0 and (prefix.finish_reason == "stop" or n == max_tokens)
 
 
-def build_rows(count: int, samples: int, sampling: Sampling, seed: int, prefixes: Prefixes | None) -> list[DecodingRow]:
+def build_rows(
+    count: int, samples: int, sampling: SamplingParams, seed: int, prefixes: Prefixes | None
+) -> list[DecodingRow]:
     """Returns `samples` rows for each of `count` prompts, prompt by prompt."""
     rows = [
         DecodingRow(p, s, uniform_draws(seed, p, s, sampling.max_tokens)) for p in range(count) for s in range(samples)
@@ -99,10 +101,10 @@ def build_rows(count: int, samples: int, sampling: Sampling, seed: int, prefixes
             continue
         row.prefix = prefix
         row.complete = is_complete(prefix, sampling.max_tokens)
-        row.finish = "stop" if row.complete and prefix.finish == "stop" else "length"
+        row.finish = "stop" if row.complete and prefix.finish_reason == "stop" else "length"
         row.ids, row.logp = prefix.response_ids.tolist(), prefix.logp_behavior.tolist()
         row.entropy = [] if prefix.entropy is None else prefix.entropy.tolist()
-        row.kept = list(prefix.kept or ())
+        row.kept = list(prefix.sampling_mask or ())
     return rows
 
 
@@ -118,7 +120,7 @@ def append_sampled(rows: list[DecodingRow], live: list[int], sampled: SampledTok
             row.kept.append(sampled.kept[i])
 
 
-def abort(rows: Iterable[DecodingRow]) -> None:
+def mark_aborted(rows: Iterable[DecodingRow]) -> None:
     """Marks rows as aborted; they keep the tokens sampled so far."""
     for row in rows:
         row.finish = "abort"
@@ -140,7 +142,9 @@ def plan_prefill(rows: Sequence[DecodingRow], prompts: Sequence[Prompt], device:
     )
 
 
-def check_prefixes(prefixes: Prefixes | None, prompts: Sequence[Prompt], samples: int, sampling: Sampling) -> None:
+def check_prefixes(
+    prefixes: Prefixes | None, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams
+) -> None:
     """Validates that prefixes fit the prompts, the number of samples and the sampling parameters.
 
     Raises:
@@ -157,7 +161,7 @@ def check_prefixes(prefixes: Prefixes | None, prompts: Sequence[Prompt], samples
         )
     for name, prompt, prefix in _distinct_prefixes(prefixes, prompts):
         length = len(prefix.response_ids)
-        fields = (prefix.logp_behavior, prefix.policy_version, prefix.entropy, prefix.kept)
+        fields = (prefix.logp_behavior, prefix.policy_version, prefix.entropy, prefix.sampling_mask)
         if any(len(values) != length for values in fields if values is not None):
             raise TrimtabError(f"{name}: its log-probs, versions, entropies or keep sets are not {length} like its ids")
         if length > sampling.max_tokens:
@@ -165,14 +169,16 @@ def check_prefixes(prefixes: Prefixes | None, prompts: Sequence[Prompt], samples
                 f"{name} has {length} tokens, max_tokens for the whole response is {sampling.max_tokens}: "
                 "cut the prefix or raise max_tokens"
             )
-        if sampling.truncated != (prefix.kept is not None):
+        if sampling.truncated != (prefix.sampling_mask is not None):
             raise TrimtabError(
                 f"{name} {'has no' if sampling.truncated else 'has'} keep sets, but the sampling is "
                 f"{'' if sampling.truncated else 'not '}truncated: draw the prefix under the same top_p and top_k"
             )
         run = len(prompt.ids) + length - 1
-        if prefix.routes is not None and len(prefix.routes) != run:
-            raise TrimtabError(f"{name}: its experts are recorded for {len(prefix.routes)} tokens, but {run} were run")
+        if prefix.routed_experts is not None and len(prefix.routed_experts) != run:
+            raise TrimtabError(
+                f"{name}: its experts are recorded for {len(prefix.routed_experts)} tokens, but {run} were run"
+            )
 
 
 def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: StopChecker, vocabulary: int) -> None:
@@ -187,14 +193,14 @@ def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: Sto
         ids = prefix.response_ids
         if np.min(ids) < 0 or np.max(ids) >= vocabulary:
             raise TrimtabError(f"{name} has token ids outside the model's vocabulary of {vocabulary}")
-        if prefix.finish != "stop" and stop.contains_stop(ids.tolist()):
+        if prefix.finish_reason != "stop" and stop.contains_stop(ids.tolist()):
             raise TrimtabError(f"{name} contains a stop, so it is already complete: cut it before its last token")
 
 
 def check_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: RouterInfo) -> None:
     """Raises `TrimtabError` for prefixes whose routed experts do not exist in this model."""
     for name, _, prefix in _distinct_prefixes(prefixes or [], prompts if prefixes else []):
-        routes = prefix.routes
+        routes = prefix.routed_experts
         if routes is None or not routes.size:
             continue
         if routes.shape[1:] != (routers.layers, routers.chosen) or routes.min() < 0 or routes.max() >= routers.experts:

@@ -15,12 +15,12 @@ from trimtab.engines.embedded.decoder import CachedDecoder, Decoder
 from trimtab.engines.embedded.decoding_rows import (
     DecodingRow,
     Prefixes,
-    abort,
     append_sampled,
     build_rows,
     check_prefixes,
     check_routes,
     check_tokens,
+    mark_aborted,
     plan_prefill,
 )
 from trimtab.engines.embedded.expert_recorder import ExpertRecorder, Tape
@@ -36,7 +36,7 @@ from trimtab.errors import TrimtabError, nearest
 from trimtab.models.invariant import is_invariant
 from trimtab.models.invariant.invariant_attention import KEY_BLOCK, round_up
 from trimtab.models.routing import record_routing, router_info
-from trimtab.types import AbortSignal, Completion, Prompt, Sampling
+from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Limit of the keys and values of one batch. The split into batches depends on the arguments alone, so results repeat.
@@ -54,7 +54,7 @@ class EmbeddedEngine:
     Args:
         dtype: of the copy: "float32", "bfloat16" or a torch dtype. Rollouts in bfloat16 differ from a float32 trainer.
         rounding: quantization and noise applied to every published weight, a controlled additional mismatch.
-        routes: completions hold the routed experts of each token (`types.Completion.routes`).
+        routes: completions hold the routed experts of each token (`types.Completion.routed_experts`).
 
     Raises:
         TrimtabError: an unknown dtype; `routes` for a model without known routers.
@@ -74,8 +74,8 @@ class EmbeddedEngine:
                 raise TrimtabError(f"unknown engine dtype {dtype!r}{nearest(dtype, DTYPES)}")
             dtype = DTYPES[dtype]
         self.policy_version = 0
-        self.decoded = 0
-        self.prefilled = 0
+        self.decoded_tokens = 0
+        self.prefilled_tokens = 0
         self._tokenizer = tokenizer
         self._eos = eos_ids(model, tokenizer)
         self._model = _copy_model(model, dtype)
@@ -94,11 +94,11 @@ class EmbeddedEngine:
         self,
         prompts: Sequence[Prompt],
         samples: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         seed: int,
         prefixes: Prefixes | None = None,
-        interrupt: AbortSignal | None = None,
+        abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """Returns `samples` completions for each prompt, in order.
 
@@ -106,7 +106,7 @@ class EmbeddedEngine:
         position of the token) alone. `prefixes[p][s]` holds the first tokens of a response, of any origin; equal
         prefixes of one prompt are run through the model once, and a complete response is returned unchanged.
 
-        `interrupt` is checked before every token. The completions of an aborted call, given as `prefixes` of a call
+        `abort` is checked before every token. The completions of an aborted call, given as `prefixes` of a call
         with the same seed and weights, are continued with the tokens of the call without abort. This holds in float32
         and with invariant numerics; otherwise the keys and values of a prefix are rounded slightly differently in
         bfloat16.
@@ -127,19 +127,19 @@ class EmbeddedEngine:
         rows = build_rows(len(prompts), samples, sampling, seed, prefixes)
         with record_routing(self._model) if self._routes else contextlib.nullcontext() as tape:
             for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
-                if interrupt is not None and interrupt.is_set():
-                    abort(batch)
+                if abort is not None and abort.is_set():
+                    mark_aborted(batch)
                 else:
-                    self._decode(batch, prompts, sampling, stop, interrupt, tape)
+                    self._decode(batch, prompts, sampling, stop, abort, tape)
         done = [row.completion(self.policy_version, stop) for row in rows]
         return [done[p * samples : (p + 1) * samples] for p in range(len(prompts))]
 
     @torch.no_grad()
-    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
         """Copies named weights into the model; tokens sampled from now on carry `version`.
 
         Names are those of `model.named_parameters()` or `model.state_dict()`; a tied head may be named or left out.
-        All weights are validated before any is copied. The engine's quantization is applied unless `exact`.
+        All weights are validated before any is copied. The engine's quantization is applied unless `as_is`.
 
         Raises:
             TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, or two names
@@ -150,17 +150,17 @@ class EmbeddedEngine:
         for name, tensor in given.items():
             state[name].data.copy_(tensor)
         self.policy_version = version
-        if not exact:
+        if not as_is:
             self._quantize()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Returns the weights in use (not copies), by the names `publish` takes.
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Returns the weights in use (not copies), by the names `update_weights` takes.
 
-        Publishing them with `exact` changes no bit.
+        Loading them with `as_is` changes no bit.
         """
         return self._model.named_parameters()
 
-    def recover(self) -> None:
+    def restart(self) -> None:
         """Does nothing: the engine has no process of its own to restart."""
 
     def close(self) -> None:
@@ -214,9 +214,9 @@ class EmbeddedEngine:
         self,
         rows: list[DecodingRow],
         prompts: Sequence[Prompt],
-        sampling: Sampling,
+        sampling: SamplingParams,
         stop: StopChecker,
-        interrupt: AbortSignal | None,
+        abort: AbortSignal | None,
         tape: Tape | None,
     ) -> None:
         """Decodes all rows in lockstep.
@@ -225,7 +225,7 @@ class EmbeddedEngine:
         """
         recorder = None if tape is None else ExpertRecorder(tape)
         decoder, last = self._decoder(rows, prompts, sampling.max_tokens, recorder), sampling.max_tokens - 1
-        self.prefilled += decoder.prefilled
+        self.prefilled_tokens += decoder.prefilled
         logits, live = decoder.first, [True] * len(rows)
         while True:
             uniform = [row.uniform_draws[min(len(row.ids), last)] for row in rows]
@@ -241,8 +241,8 @@ class EmbeddedEngine:
             live_count = live.count(True)
             if not live_count:
                 return
-            if interrupt is not None and interrupt.is_set():
-                abort(row for row, alive in zip(rows, live, strict=True) if alive)
+            if abort is not None and abort.is_set():
+                mark_aborted(row for row, alive in zip(rows, live, strict=True) if alive)
                 return
             tokens = sampled.ids
             if len(live) - live_count > COMPACT_SHARE * len(live):
@@ -256,7 +256,7 @@ class EmbeddedEngine:
             logits = decoder.step(tokens)
             if recorder is not None:
                 recorder.step(rows, live)
-            self.decoded += live_count
+            self.decoded_tokens += live_count
 
 
 def _copy_model(model: Any, dtype: torch.dtype) -> Any:

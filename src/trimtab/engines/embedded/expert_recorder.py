@@ -54,7 +54,7 @@ class ExpertRecorder:
             parts = [self._prompts[prompt[index_of_start]]] if self._prompts else []
             if row.prefix_length or not parts:
                 parts.append(self._starts[index_of_start])
-            previous = None if row.prefix is None else row.prefix.routes
+            previous = None if row.prefix is None else row.prefix.routed_experts
             if previous is not None:
                 parts = [previous, np.concatenate(parts)[len(previous) :]]
             row.routes = parts

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trimtab.errors import DivergedError
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 # On a CPU, rows are processed in blocks of this size, which stay in a core's cache through several passes.
 BLOCK_BYTES = 1 << 20
@@ -45,7 +45,7 @@ def uniform_draws(seed: int, prompt: int, sample: int, count: int) -> NDArray[np
     return np.random.Generator(np.random.Philox(key)).random(count)
 
 
-def sample_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> SampledTokens:
+def sample_tokens(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> SampledTokens:
     """Samples one token per row.
 
     Args:
@@ -73,7 +73,7 @@ def sample_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Sample
     return sampled
 
 
-def _greedy(logits: Tensor, sampling: Sampling) -> SampledTokens:
+def _greedy(logits: Tensor, sampling: SamplingParams) -> SampledTokens:
     """Returns the most likely tokens. At temperature 0 log-prob and entropy are 0 by definition."""
     top, ids = logits.max(-1)
     _require_finite(top)
@@ -95,7 +95,7 @@ def _scores(logits: Tensor, temperature: float) -> Tensor:
     return scores if temperature == 1 else scores.div_(temperature)
 
 
-def _sample_full(scores: Tensor, uniform: Tensor, _sampling: Sampling) -> SampledTokens:
+def _sample_full(scores: Tensor, uniform: Tensor, _sampling: SamplingParams) -> SampledTokens:
     rows, vocabulary = scores.shape
     mass = scores.exp()
     covered = vocabulary // CHUNK * CHUNK
@@ -128,7 +128,7 @@ def _locate(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return index, target - below
 
 
-def _sample_truncated(scores: Tensor, uniform: Tensor, sampling: Sampling) -> SampledTokens:
+def _sample_truncated(scores: Tensor, uniform: Tensor, sampling: SamplingParams) -> SampledTokens:
     vocabulary = scores.shape[1]
     count = min(sampling.top_k or TOP_P_CANDIDATES, vocabulary)
     values, ids = scores.topk(count, -1)

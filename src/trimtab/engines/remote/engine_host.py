@@ -28,7 +28,7 @@ SHUTDOWN_TIMEOUT = 5.0  # seconds for the engine to close
 class EngineHost:
     """Answers one call at a time; `abort` and `progress` may be called beside it, from other threads.
 
-    Subclasses define `publish` and `weights`, because how weights arrive depends on the transport.
+    Subclasses define `update_weights` and `named_weights`, because how weights arrive depends on the transport.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class EngineHost:
             value = getattr(self, method)(self.engine, *arguments)
         except Exception as raised:
             error = _to_send(raised)
-        return value, error, (self.engine.policy_version, self.engine.decoded, self.engine.prefilled)
+        return value, error, (self.engine.policy_version, self.engine.decoded_tokens, self.engine.prefilled_tokens)
 
     def generate(
         self, engine: Engine, prompts: Any, samples: int, sampling: Any, seed: int, prefixes: Any
@@ -72,7 +72,7 @@ class EngineHost:
         signal = _AbortSignal(self, self._call)
         self._generating = True
         try:
-            return engine.generate(prompts, samples, sampling, seed=seed, prefixes=prefixes, interrupt=signal)
+            return engine.generate(prompts, samples, sampling, seed=seed, prefixes=prefixes, abort=signal)
         finally:
             self._generating = False
 
@@ -128,7 +128,7 @@ class ProcessHost(EngineHost):
             self._busy = False
             with contextlib.ExitStack() as cleanup:
                 descriptor = None
-                if method == "weights" and error is None:
+                if method == "named_weights" and error is None:
                     shared = cleanup.enter_context(contextlib.closing(value))
                     descriptor, value = shared.descriptor, shared.entries
                 self._parent.send((value, error, state), descriptor)
@@ -137,16 +137,18 @@ class ProcessHost(EngineHost):
         self._closed.set()
         threading.Event().wait()  # `Parent` ends the process
 
-    def publish(self, engine: Engine, descriptor: int, entries: Sequence[Any], version: int, exact: bool) -> None:
+    def update_weights(
+        self, engine: Engine, descriptor: int, entries: Sequence[Any], version: int, as_is: bool
+    ) -> None:
         from trimtab.engines.remote.shared_weights import SharedWeights
 
         with contextlib.closing(SharedWeights(descriptor, entries)) as shared:
-            engine.publish(shared, version, exact=exact)
+            engine.update_weights(shared, version, as_is=as_is)
 
-    def weights(self, engine: Engine) -> Any:
+    def named_weights(self, engine: Engine) -> Any:
         from trimtab.engines.remote.shared_weights import share
 
-        return share(engine.weights())
+        return share(engine.named_weights())
 
     def _receive(self, message: Message) -> None:
         if isinstance(message.content, int):

@@ -47,7 +47,7 @@ class ProcessTransport:
         """`SharedWeights` are passed on directly; other weights are copied to a shared file first."""
         self._call, descriptor = next(self._calls), None
         with contextlib.ExitStack() as cleanup:  # a caught error must not keep a copy of the model open
-            if method == "publish":
+            if method == "update_weights":
                 weights, *rest = arguments
                 if not isinstance(weights, SharedWeights):
                     weights = cleanup.enter_context(contextlib.closing(share(weights)))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.types import AbortSignal, Completion, Problem, Prompt, Sampling
+from trimtab.types import AbortSignal, Completion, Problem, Prompt, SamplingParams
 
 POLL_INTERVAL = 0.01  # seconds between checks of the abort signal
 STALL_THRESHOLD = 1.0  # seconds: polls further apart mean that this process itself was suspended
@@ -65,7 +65,7 @@ class Transport(Protocol):
 
 
 # The result; the error: a `TrimtabError` as itself, any other exception as its traceback; and `policy_version`,
-# `decoded` and `prefilled` of the hosted engine.
+# `decoded_tokens` and `prefilled_tokens` of the hosted engine.
 Answer = tuple[Any, Exception | str | None, tuple[int, int, int]]
 
 
@@ -81,8 +81,8 @@ class RemoteEngine:
     """
 
     def __init__(self, transport: Transport, *, hang_timeout: float = HANG_TIMEOUT) -> None:
-        self.decoded = 0
-        self.prefilled = 0
+        self.decoded_tokens = 0
+        self.prefilled_tokens = 0
         self.transport, self.hang_timeout = transport, hang_timeout
         self._closed = False
         self._begin()
@@ -90,19 +90,19 @@ class RemoteEngine:
     def _begin(self) -> None:
         self.policy_version = 0
         self._alive, self._has_weights = True, False
-        self._before = (self.decoded, self.prefilled)
+        self._before = (self.decoded_tokens, self.prefilled_tokens)
 
     def generate(
         self,
         prompts: Sequence[Prompt],
         samples: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         seed: int,
         prefixes: Prefixes | None = None,
-        interrupt: AbortSignal | None = None,
+        abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
-        """See `types.Engine`. `interrupt` is checked every 10 ms and takes effect at the next token.
+        """See `types.Engine`. `abort` is checked every 10 ms and takes effect at the next token.
 
         Raises:
             EngineDeadError: the other side died or sends no heartbeat.
@@ -113,23 +113,23 @@ class RemoteEngine:
             raise TrimtabError("the engine has no weights yet: publish before generating")
         # Answers stay here; what else a problem holds may not be picklable.
         asked = [Prompt(Problem(prompt.problem.id, "", ""), prompt.text, prompt.ids) for prompt in prompts]
-        return self._call("generate", asked, samples, sampling, seed, prefixes, interrupt=interrupt)
+        return self._call("generate", asked, samples, sampling, seed, prefixes, abort=abort)
 
-    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
         """See `types.Engine`.
 
         Raises:
             EngineDeadError: the other side died or sends no heartbeat; a new one has no weights.
             TrimtabError: what the hosted engine refuses; there is not enough memory for a copy.
         """
-        self._call("publish", weights, version, exact)
+        self._call("update_weights", weights, version, as_is)
         self._has_weights = True
 
-    def weights(self) -> Iterable[tuple[str, Any]]:
+    def named_weights(self) -> Iterable[tuple[str, Any]]:
         """Returns copies of the weights in use."""
-        return self._call("weights")
+        return self._call("named_weights")
 
-    def recover(self) -> None:
+    def restart(self) -> None:
         """Starts a new process if there is none; it has no weights, and `policy_version` is 0 again.
 
         Raises:
@@ -148,13 +148,13 @@ class RemoteEngine:
             self._closed = True
             self.transport.close()
 
-    def _call(self, method: str, *arguments: Any, interrupt: AbortSignal | None = None) -> Any:
+    def _call(self, method: str, *arguments: Any, abort: AbortSignal | None = None) -> Any:
         if self._closed or not self._alive:
-            raise EngineDeadError("the engine's process is gone: recover the engine, then publish weights")
+            raise EngineDeadError("the engine's process is gone: restart the engine, then publish weights")
         try:
             self.transport.submit(method, *arguments)
             try:
-                self._wait(interrupt)
+                self._wait(abort)
                 value, error, state = self.transport.result()
             except BaseException:
                 self._discard()  # its answer must not be taken for that of the next call
@@ -165,7 +165,7 @@ class RemoteEngine:
         if self._closed:
             raise EngineDeadError(f"the engine was closed during {method}")
         self.policy_version, decoded, prefilled = state
-        self.decoded, self.prefilled = self._before[0] + decoded, self._before[1] + prefilled
+        self.decoded_tokens, self.prefilled_tokens = self._before[0] + decoded, self._before[1] + prefilled
         if isinstance(error, EngineDeadError):
             self._discard()  # the hosted engine is dead; it is restarted in a new process
         if isinstance(error, Exception):
@@ -174,15 +174,15 @@ class RemoteEngine:
             raise RuntimeError(f"the engine's process failed:\n{error}")
         return value
 
-    def _wait(self, interrupt: AbortSignal | None) -> None:
+    def _wait(self, abort: AbortSignal | None) -> None:
         """Waits for the end of the call; forwards the abort signal. Raises `TransportLost` if the other side hangs."""
         seen = self.transport.heartbeat()
         alive = before = time.monotonic()
         while True:
-            if interrupt is not None and interrupt.is_set():
+            if abort is not None and abort.is_set():
                 self.transport.abort()
-                interrupt = None
-            if self.transport.wait(STALL_THRESHOLD / 2 if interrupt is None else POLL_INTERVAL):
+                abort = None
+            if self.transport.wait(STALL_THRESHOLD / 2 if abort is None else POLL_INTERVAL):
                 return
             now = time.monotonic()
             # Time during which this process was suspended (Ctrl-Z, a frozen container) does not count.

@@ -31,7 +31,7 @@ from trimtab.engines.server.weight_folder import WeightFolder
 from trimtab.engines.stopping import StopChecker, eos_ids
 from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
-from trimtab.types import AbortSignal, Completion, FinishReason, Prompt, Sampling
+from trimtab.types import AbortSignal, Completion, FinishReason, Prompt, SamplingParams
 
 
 class ServerEngine:
@@ -64,8 +64,8 @@ class ServerEngine:
         self.notify = notify or _warn
         settings = config.server
         self.policy_version = 0
-        self.decoded = 0
-        self.prefilled = 0
+        self.decoded_tokens = 0
+        self.prefilled_tokens = 0
         self._tokenizer = tokenizer
         self._settings = settings
         model = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
@@ -91,11 +91,11 @@ class ServerEngine:
         self,
         prompts: Sequence[Prompt],
         samples: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         seed: int,
         prefixes: Prefixes | None = None,
-        interrupt: AbortSignal | None = None,
+        abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """Returns `samples` completions for each prompt, in order; see `types.Engine`.
 
@@ -112,7 +112,7 @@ class ServerEngine:
         check_tokens(prefixes, prompts, stop, self._vocabulary)
         starts = [None if prefixes is None else prefixes[p][s] for p in range(len(prompts)) for s in range(samples)]
         requests = self._requests(prompts, samples, sampling, seed, starts)
-        results = self._run_requests(requests, interrupt)
+        results = self._run_requests(requests, abort)
         requested = {request.index for request in requests}
         completions = [
             prefix
@@ -120,14 +120,14 @@ class ServerEngine:
             else _completion(prefix, results.get(index), stop, sampling, self.policy_version)
             for index, prefix in enumerate(starts)
         ]
-        self.decoded += sum(len(result.ids) for result in results.values())
-        self.prefilled += sum(len(request.request.ids) for request in requests if request.index in results)
+        self.decoded_tokens += sum(len(result.ids) for result in results.values())
+        self.prefilled_tokens += sum(len(request.request.ids) for request in requests if request.index in results)
         return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
 
-    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:  # noqa: ARG002
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:  # noqa: ARG002
         """Loads named weights into every server that is alive; others get them when they are back.
 
-        `exact` has no effect, because weights are never quantized here.
+        `as_is` has no effect, because weights are never quantized here.
 
         Raises:
             EngineDeadError: no server is left.
@@ -138,11 +138,11 @@ class ServerEngine:
         run(load_weights(self._servers, folder, label))
         self.policy_version = version
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Returns the weights as last published, in the servers' dtype."""
         return self._folder.read()
 
-    def recover(self) -> None:
+    def restart(self) -> None:
         """Waits up to `reconnect_timeout` for the first server that is back; it must serve the same model as before."""
         timeout = self._settings.reconnect_timeout
         run(wait_for_servers(self._servers, self._folder.current, timeout, self.notify, everyone=False))
@@ -163,7 +163,7 @@ class ServerEngine:
                 )
         return first.model
 
-    def _check(self, sampling: Sampling) -> None:
+    def _check(self, sampling: SamplingParams) -> None:
         if self._settings.kind == "vllm":
             check_vllm_temperature(sampling)
         if sampling.truncated:
@@ -176,7 +176,7 @@ class ServerEngine:
         self,
         prompts: Sequence[Prompt],
         samples: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         seed: int,
         starts: Sequence[Completion | None],
     ) -> list[QueuedRequest]:
@@ -221,7 +221,11 @@ def _warn(line: str) -> None:
 
 
 def _completion(
-    prefix: Completion | None, result: CompletionResult | None, stop: StopChecker, sampling: Sampling, version: int
+    prefix: Completion | None,
+    result: CompletionResult | None,
+    stop: StopChecker,
+    sampling: SamplingParams,
+    version: int,
 ) -> Completion:
     """Returns the whole response.
 
@@ -243,7 +247,7 @@ def _completion(
         response_ids=np.array(ids, dtype=np.int64),
         logp_behavior=logp if prefix is None else np.concatenate([prefix.logp_behavior, logp]),
         policy_version=versions if prefix is None else np.concatenate([prefix.policy_version, versions]),
-        finish=finish,
+        finish_reason=finish,
         text=stop.text(ids),
     )
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from trimtab.engines.server.http_client import Connection
 from trimtab.errors import TrimtabError
-from trimtab.types import FinishReason, Sampling
+from trimtab.types import FinishReason, SamplingParams
 
 # vLLM's substitute for a log-prob that is minus infinity or missing, which JSON cannot express.
 PLACEHOLDER = -9999.0
@@ -24,7 +24,7 @@ class CompletionRequest:
     ids: list[int]
     max_tokens: int  # beyond `ids`
     seed: int  # 63 bits
-    sampling: Sampling
+    sampling: SamplingParams
     stop_ids: tuple[int, ...]
 
 

@@ -54,23 +54,23 @@ class VllmRunner:
         """Whether one of vLLM's own processes (tensor parallelism) has died: the engine cannot go on without it."""
         return getattr(self._engine.model_executor, "is_failed", False)
 
-    def run(self, requests: Sequence[Request], on_tokens: OnTokens, interrupt: AbortSignal | None) -> None:
-        """Runs until every request is complete or `interrupt` is set; then no request is running any more.
+    def run(self, requests: Sequence[Request], on_tokens: OnTokens, abort: AbortSignal | None) -> None:
+        """Runs until every request is complete or `abort` is set; then no request is running any more.
 
         Raises:
             EngineDeadError: one of vLLM's own processes died.
         """
         with self._known_death():
-            self._run(requests, on_tokens, interrupt)
+            self._run(requests, on_tokens, abort)
 
-    def _run(self, requests: Sequence[Request], on_tokens: OnTokens, interrupt: AbortSignal | None) -> None:
+    def _run(self, requests: Sequence[Request], on_tokens: OnTokens, abort: AbortSignal | None) -> None:
         running: dict[str, int] = {}
         try:
             for index, request in enumerate(requests):
                 self._count += 1
                 running[str(self._count)] = index
                 self._engine.add_request(str(self._count), {"prompt_token_ids": request.ids}, request.params)
-            while running and not (interrupt is not None and interrupt.is_set()):
+            while running and not (abort is not None and abort.is_set()):
                 complete = []
                 for output in self._engine.step():
                     index = running.get(output.request_id)

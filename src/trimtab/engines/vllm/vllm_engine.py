@@ -33,7 +33,7 @@ from trimtab.engines.vllm import setup
 from trimtab.engines.vllm.stepped_runner import Request, TokenDelta, VllmRunner
 from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import DivergedError, TrimtabError
-from trimtab.types import AbortSignal, Completion, Prompt, Sampling
+from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams
 
 
 class VllmEngine:
@@ -50,8 +50,8 @@ class VllmEngine:
         """
         setup.import_vllm(eager=config.vllm.eager)
         self.policy_version = 0
-        self.decoded = 0
-        self.prefilled = 0
+        self.decoded_tokens = 0
+        self.prefilled_tokens = 0
         self._tokenizer, self._config = tokenizer, config
         settings = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
         self._manifest = WeightManifest.read(model_folder)
@@ -67,11 +67,11 @@ class VllmEngine:
         self,
         prompts: Sequence[Prompt],
         samples: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         seed: int,
         prefixes: Prefixes | None = None,
-        interrupt: AbortSignal | None = None,
+        abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """See `types.Engine`. Entropies are not reported.
 
@@ -93,26 +93,26 @@ class VllmEngine:
         def on_tokens(index: int, delta: TokenDelta) -> bool:
             row = unfinished[index]
             if len(row.ids) == row.prefix_length:
-                self.prefilled += len(requests[index].ids) - delta.cached
-                self.decoded -= 1
+                self.prefilled_tokens += len(requests[index].ids) - delta.cached
+                self.decoded_tokens -= 1
             return self._append_tokens(row, delta, sampling, stop)
 
-        self._runner.run(requests, on_tokens, interrupt)
+        self._runner.run(requests, on_tokens, abort)
         completions = [replace(row.completion(self.policy_version, stop), entropy=None) for row in rows]
         return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
 
-    def publish(self, weights: Iterable[tuple[str, Any]], version: int, *, exact: bool = False) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
         """Loads named weights; tokens sampled from now on carry `version`.
 
         Names are those of the checkpoint; a tied head may be named or left out. All weights are validated before any is
-        passed to vLLM. `exact` has no effect: vLLM's own quantization, if any, cannot be switched off.
+        passed to vLLM. `as_is` has no effect: vLLM's own quantization, if any, cannot be switched off.
 
         Raises:
             TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, two names of
                 one tied weight carry different values, or vLLM did not load a weight.
             EngineDeadError: one of vLLM's own processes died (tensor parallelism).
         """
-        del exact
+        del as_is
         dtype = getattr(torch, self._config.dtype)
         chosen = self._manifest.check(weights)
         with ExitStack() as on_error:
@@ -127,11 +127,11 @@ class VllmEngine:
             on_error.pop_all()
         self._weights, self.policy_version = shared, version
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Returns the weights as last published, in the engine's dtype; publishing them again changes no bit."""
         return iter(() if self._weights is None else self._weights)
 
-    def recover(self) -> None:
+    def restart(self) -> None:
         """Does nothing, unless one of vLLM's own processes has died. Raises `TrimtabError` then."""
         if self._runner.dead:
             raise TrimtabError("vLLM cannot be restarted in this process: set engine.workers = 1, then it is")
@@ -145,7 +145,7 @@ class VllmEngine:
             self._weights.close()
             self._weights = None
 
-    def _check(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int) -> None:
+    def _check(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, seed: int) -> None:
         validate_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=self._context)
         if self._weights is None:
             raise TrimtabError("the engine has no weights yet: publish before generating")
@@ -159,7 +159,7 @@ class VllmEngine:
             if sampling.top_k == 0:
                 raise TrimtabError("vLLM returns keep sets with top_k only: set sampling.top_k as well")
 
-    def _request(self, row: DecodingRow, prompt: Prompt, sampling: Sampling, seed: int) -> Request:
+    def _request(self, row: DecodingRow, prompt: Prompt, sampling: SamplingParams, seed: int) -> Request:
         from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
         key = (row.prompt, row.sample, row.prefix_length) if row.prefix_length else (row.prompt, row.sample)
@@ -183,7 +183,7 @@ class VllmEngine:
         )
         return Request([*prompt.ids.tolist(), *row.ids], params)
 
-    def _append_tokens(self, row: DecodingRow, delta: TokenDelta, sampling: Sampling, stop: StopChecker) -> bool:
+    def _append_tokens(self, row: DecodingRow, delta: TokenDelta, sampling: SamplingParams, stop: StopChecker) -> bool:
         """Appends tokens up to the end of the response and drops any after it; returns whether the end is reached."""
         for index, (token, logp) in enumerate(zip(delta.ids, delta.logp, strict=True)):
             if logp is None:
@@ -197,7 +197,7 @@ class VllmEngine:
             row.logp.append(logp if sampling.temperature > 0 else 0.0)
             if sampling.truncated:
                 row.kept.append(self._kept(delta, index, sampling))
-            self.decoded += 1
+            self.decoded_tokens += 1
             if stop.ended([row.ids])[0]:
                 row.finish = "stop"
                 return True
@@ -208,7 +208,7 @@ class VllmEngine:
             raise TrimtabError(f"vLLM ended a response of {len(row.ids)} tokens early ({delta.reason})")
         return False
 
-    def _kept(self, delta: TokenDelta, index: int, sampling: Sampling) -> np.ndarray:
+    def _kept(self, delta: TokenDelta, index: int, sampling: SamplingParams) -> np.ndarray:
         if sampling.temperature == 0:
             return np.array([delta.ids[index]], dtype=np.int64)
         if delta.kept is None or index >= len(delta.kept):

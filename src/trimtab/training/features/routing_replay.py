@@ -90,7 +90,7 @@ class RoutingReplay(Feature):
         """How often routers would have chosen the replayed experts themselves, and the size of the engine's record."""
         agreed, compared = (record.statistics.counts[f"routing/{name}"] for name in ("agreed", "compared"))
         metrics: dict[str, float] = {"routing/agreement": agreed / compared} if compared else {}
-        if any(trajectory.completion.routes is not None for trajectory in record.trajectories):
+        if any(trajectory.completion.routed_experts is not None for trajectory in record.trajectories):
             metrics["routing/bytes"] = stored_bytes(record.trajectories)
         return metrics
 
@@ -103,7 +103,7 @@ def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
             the response.
     """
     completion, name = trajectory.completion, f"a response to problem {trajectory.prompt.problem.id!r}"
-    routes = completion.routes
+    routes = completion.routed_experts
     if routes is None:
         raise TrimtabError(
             f'{name} comes without the experts of its tokens, which routing.replay = "rollout" needs: use an engine '

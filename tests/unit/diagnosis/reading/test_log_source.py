@@ -106,17 +106,17 @@ def test_a_run_is_read_in_the_order_of_its_steps(tmp_path: Path) -> None:
 
 def test_the_trainers_own_files_are_read(tmp_path: Path) -> None:
     from trimtab.runs import trajectories
-    from trimtab.types import Completion, Problem, Prompt, Sampling, Trajectory
+    from trimtab.types import Completion, Problem, Prompt, SamplingParams, Trajectory
 
     def row(external: bool) -> trajectories.Row:
         logps = np.array([-1.0, -2.0], np.float32)
         completion = Completion(
-            response_ids=np.array([3, 4]), logp_behavior=logps, policy_version=np.array([0, 0]), finish="stop",
+            response_ids=np.array([3, 4]), logp_behavior=logps, policy_version=np.array([0, 0]), finish_reason="stop",
             text="ab", entropy=None if external else logps * -1,
         )  # fmt: skip
         trajectory = Trajectory(
             prompt=Prompt(Problem("q", "?", "!"), "?", np.array([1])), group=0, completion=completion,
-            sampling=Sampling(max_tokens=2), loss_mask=np.array([True, True]), reward=1.0, rewards={},
+            sampling=SamplingParams(max_tokens=2), loss_mask=np.array([True, True]), reward=1.0, rewards={},
             off_policy=external,
         )  # fmt: skip
         return trajectories.Row(trajectory, logp_current=logps + 0.5)

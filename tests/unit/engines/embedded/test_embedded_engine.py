@@ -13,10 +13,10 @@ from trimtab.engines.embedded import decoder, embedded_engine
 from trimtab.engines.embedded.decoding_rows import DecodingRow
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 LENGTHS = [5, 1, 17, 30]
-FORCED = Sampling(max_tokens=20, ignore_stop=True)
+FORCED = SamplingParams(max_tokens=20, ignore_stop=True)
 
 
 def make(name: str = "llama", dtype: torch.dtype = torch.float32) -> EmbeddedEngine:
@@ -27,12 +27,12 @@ def make(name: str = "llama", dtype: torch.dtype = torch.float32) -> EmbeddedEng
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(max_tokens=40, stop=("a",), stop_ids=(7, 8)),  # rows end early and leave the batch
-        Sampling(max_tokens=20, temperature=0.7, top_k=20, top_p=0.8, ignore_stop=True),
+        SamplingParams(max_tokens=40, stop=("a",), stop_ids=(7, 8)),  # rows end early and leave the batch
+        SamplingParams(max_tokens=20, temperature=0.7, top_k=20, top_p=0.8, ignore_stop=True),
     ],
     ids=["stops", "truncated"],
 )
-def test_log_probs_and_entropy_equal_a_full_forward(name: str, sampling: Sampling, monkeypatch) -> None:
+def test_log_probs_and_entropy_equal_a_full_forward(name: str, sampling: SamplingParams, monkeypatch) -> None:
     monkeypatch.setattr(decoder, "PREFILL_TOKENS", 36)  # several prefill blocks, padded ones among them
     engine, asked = make(name), prompts(LENGTHS)
     out = engine.generate(asked, 5, sampling, seed=3)
@@ -44,7 +44,7 @@ def test_log_probs_and_entropy_equal_a_full_forward(name: str, sampling: Samplin
             np.testing.assert_allclose(completion.logp_behavior, chosen, atol=1e-4)
             entropy = -(exact.exp() * exact.clamp(min=-1e9)).sum(-1)
             np.testing.assert_allclose(completion.entropy, entropy, atol=1e-4)
-            ends.add((completion.finish, len(completion.response_ids)))
+            ends.add((completion.finish_reason, len(completion.response_ids)))
     if not sampling.ignore_stop:
         assert len(ends) > 3  # the batch really shrank on the way
 
@@ -81,8 +81,8 @@ def test_replaced_linear_maps_are_not_bypassed() -> None:
 
 def test_greedy_follows_the_model() -> None:
     model, [one] = tiny(), prompts([9])
-    [[completion]] = make().generate([one], 1, Sampling(temperature=0.0, max_tokens=12, ignore_stop=True), seed=0)
-    exact = processed(model, one, completion, Sampling())
+    [[completion]] = make().generate([one], 1, SamplingParams(temperature=0.0, max_tokens=12, ignore_stop=True), seed=0)
+    exact = processed(model, one, completion, SamplingParams())
     assert completion.response_ids.tolist() == exact.argmax(-1).tolist()
     assert completion.logp_behavior.tolist() == [0.0] * 12
 
@@ -90,7 +90,7 @@ def test_greedy_follows_the_model() -> None:
 def test_sampled_frequencies_match_the_exact_distribution() -> None:
     """Chi-square of the first two tokens together, and the mean importance ratio of a bfloat16 engine."""
     engine, [one] = make(), prompts([6])
-    sampling = Sampling(max_tokens=2, top_k=6, ignore_stop=True)
+    sampling = SamplingParams(max_tokens=2, top_k=6, ignore_stop=True)
     [group] = engine.generate([one], 4000, sampling, seed=11)
     pairs, counts = np.unique([c.response_ids for c in group], axis=0, return_counts=True)
     by_pair = {tuple(c.response_ids): float(c.logp_behavior.sum()) for c in group}
@@ -105,7 +105,7 @@ def test_sampled_frequencies_match_the_exact_distribution() -> None:
 
 def test_mean_ratio_of_exact_to_behavior_is_one() -> None:
     """E_mu[pi/mu] = 1 holds only if mu is what really sampled: here mu is bfloat16 and pi float32."""
-    model, sampling = tiny("qwen3"), Sampling(max_tokens=1, ignore_stop=True)
+    model, sampling = tiny("qwen3"), SamplingParams(max_tokens=1, ignore_stop=True)
     [one] = prompts([6])
     [group] = make("qwen3", torch.bfloat16).generate([one], 4000, sampling, seed=2)
     exact = processed(model, one, group[0], sampling)[0]
@@ -117,9 +117,9 @@ def test_mean_ratio_of_exact_to_behavior_is_one() -> None:
 
 def test_equal_arguments_give_equal_tokens_whatever_happened_before() -> None:
     engine, asked = make(dtype=torch.bfloat16), prompts(LENGTHS)
-    sampling = Sampling(max_tokens=16, stop=("a",))
+    sampling = SamplingParams(max_tokens=16, stop=("a",))
     first = engine.generate(asked, 4, sampling, seed=5)
-    engine.generate(asked[:2], 3, Sampling(temperature=0.3), seed=9)
+    engine.generate(asked[:2], 3, SamplingParams(temperature=0.3), seed=9)
     torch.manual_seed(123)
     again = engine.generate(asked, 4, sampling, seed=5)
     assert tokens(first) == tokens(again)
@@ -133,7 +133,7 @@ def test_equal_arguments_give_equal_tokens_whatever_happened_before() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_who_shares_the_batch_does_not_change_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, asked = make(name), prompts(LENGTHS)
-    sampling = Sampling(max_tokens=24, stop=("a",), stop_ids=(7, 8, 9))
+    sampling = SamplingParams(max_tokens=24, stop=("a",), stop_ids=(7, 8, 9))
     whole = tokens(engine.generate(asked, 6, sampling, seed=5))
     assert tokens(engine.generate(asked, 2, sampling, seed=5)) == [group[:2] for group in whole]
     with monkeypatch.context() as patch:
@@ -151,8 +151,8 @@ def test_who_shares_the_batch_does_not_change_a_row(name: str, monkeypatch: pyte
 
 def test_stops_and_text() -> None:
     asked = prompts([4] * 12)
-    sampling = Sampling(max_tokens=30, stop=("\n",), stop_ids=(7,))
-    plain = Sampling(max_tokens=30, ignore_stop=True)
+    sampling = SamplingParams(max_tokens=30, stop=("\n",), stop_ids=(7,))
+    plain = SamplingParams(max_tokens=30, ignore_stop=True)
     engine = make()
     # The same draws without any stop show what each response would have been.
     free = list(chain(*engine.generate(asked, 4, plain, seed=1)))
@@ -162,43 +162,43 @@ def test_stops_and_text() -> None:
         places = [t for t, i in enumerate(longer.response_ids) if i in stopping]
         length = places[0] + 1 if places else 30
         assert completion.response_ids.tolist() == longer.response_ids[:length].tolist()
-        assert completion.finish == ("stop" if places else "length")
+        assert completion.finish_reason == ("stop" if places else "length")
         assert "\n" not in completion.text
         assert "<eos>" not in completion.text
         assert len(completion.logp_behavior) == len(completion.policy_version) == length
-    assert {completion.finish for completion in ended} == {"stop", "length"}
+    assert {completion.finish_reason for completion in ended} == {"stop", "length"}
     assert {len(completion.response_ids) for completion in free} == {30}
 
 
 def test_keep_sets_hold_what_was_sampled() -> None:
-    sampling = Sampling(max_tokens=10, top_p=0.7, stop=("a",))
+    sampling = SamplingParams(max_tokens=10, top_p=0.7, stop=("a",))
     for completion in chain(*make().generate(prompts([3, 8]), 6, sampling, seed=0)):
-        assert completion.kept is not None
-        assert len(completion.kept) == len(completion.response_ids)
-        assert all(i in kept for i, kept in zip(completion.response_ids, completion.kept, strict=True))
-        assert all(np.all(np.diff(kept) > 0) for kept in completion.kept)
+        assert completion.sampling_mask is not None
+        assert len(completion.sampling_mask) == len(completion.response_ids)
+        assert all(i in kept for i, kept in zip(completion.response_ids, completion.sampling_mask, strict=True))
+        assert all(np.all(np.diff(kept) > 0) for kept in completion.sampling_mask)
 
 
 def test_edges_of_the_arguments() -> None:
     engine = make()
-    assert engine.generate([], 4, Sampling(), seed=0) == []
-    [[one]] = engine.generate(prompts([3]), 1, Sampling(max_tokens=1), seed=0)
+    assert engine.generate([], 4, SamplingParams(), seed=0) == []
+    [[one]] = engine.generate(prompts([3]), 1, SamplingParams(max_tokens=1), seed=0)
     assert len(one.response_ids) == 1
-    [[last]] = engine.generate(prompts([100]), 1, Sampling(max_tokens=28, ignore_stop=True), seed=0)
+    [[last]] = engine.generate(prompts([100]), 1, SamplingParams(max_tokens=28, ignore_stop=True), seed=0)
     assert len(last.response_ids) == 28  # exactly the context
 
 
 @pytest.mark.parametrize(
     ("asked", "samples", "sampling", "words"),
     [
-        ([prompt(range(2, 60), "long-one")], 1, Sampling(max_tokens=71), ["'long-one'", "58", "71", "128"]),
-        ([prompt([], "void")], 1, Sampling(), ["'void'", "no tokens"]),
-        ([prompt([SIZE], "odd")], 1, Sampling(), ["'odd'", str(SIZE)]),
-        ([prompt([3])], 0, Sampling(), ["samples = 0"]),
-        ([prompt([3])], 1, Sampling(max_tokens=0), ["max_tokens = 0"]),
-        ([prompt([3])], 1, Sampling(logprobs="raw"), ["processed"]),
-        ([prompt([3])], 1, Sampling(top_p=0.0), ["top_p"]),
-        ([prompt([3])], 1, Sampling(temperature=-1.0), ["temperature"]),
+        ([prompt(range(2, 60), "long-one")], 1, SamplingParams(max_tokens=71), ["'long-one'", "58", "71", "128"]),
+        ([prompt([], "void")], 1, SamplingParams(), ["'void'", "no tokens"]),
+        ([prompt([SIZE], "odd")], 1, SamplingParams(), ["'odd'", str(SIZE)]),
+        ([prompt([3])], 0, SamplingParams(), ["samples = 0"]),
+        ([prompt([3])], 1, SamplingParams(max_tokens=0), ["max_tokens = 0"]),
+        ([prompt([3])], 1, SamplingParams(logprobs="raw"), ["processed"]),
+        ([prompt([3])], 1, SamplingParams(top_p=0.0), ["top_p"]),
+        ([prompt([3])], 1, SamplingParams(temperature=-1.0), ["temperature"]),
     ],
 )
 def test_bad_arguments_are_named(asked, samples, sampling, words) -> None:

@@ -17,11 +17,11 @@ from trimtab.engines.embedded.decoder import CachedDecoder
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.fake import FakeEngine
 from trimtab.errors import TrimtabError
-from trimtab.types import Completion, Prompt, Sampling, cut, splice
+from trimtab.types import Completion, Prompt, SamplingParams, cut, splice
 
 LENGTHS = [5, 1, 17, 30]
-STOPS = Sampling(max_tokens=20, stop=("a",), stop_ids=(7, 8))
-FREE = Sampling(max_tokens=10, ignore_stop=True)
+STOPS = SamplingParams(max_tokens=20, stop=("a",), stop_ids=(7, 8))
+FREE = SamplingParams(max_tokens=10, ignore_stop=True)
 SIZES = {
     "vocab_size": SIZE,
     "hidden_size": 48,
@@ -75,17 +75,17 @@ def same_experts(found: np.ndarray | None, expected: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("name", list(LAYERS))
 @pytest.mark.parametrize("sampling", [STOPS, FREE], ids=["stops", "forced"])
-def test_every_token_that_is_run_has_the_experts_of_a_plain_forward(name: str, sampling: Sampling) -> None:
+def test_every_token_that_is_run_has_the_experts_of_a_plain_forward(name: str, sampling: SamplingParams) -> None:
     """Prompts and prefixes of several lengths, samples that share a prompt, rows that leave early."""
     model, asked = make(name), prompts(LENGTHS)
     groups = engine_of(model).generate(asked, 5, sampling, seed=1)
     lengths = set()
     for one, group in zip(asked, groups, strict=True):
         for answer in group:
-            assert answer.routes is not None
-            assert answer.routes.dtype == np.int16
-            assert answer.routes.shape == (len(one.ids) + len(answer.response_ids) - 1, LAYERS[name], 2)
-            assert same_experts(answer.routes, chosen(model, one, answer))
+            assert answer.routed_experts is not None
+            assert answer.routed_experts.dtype == np.int16
+            assert answer.routed_experts.shape == (len(one.ids) + len(answer.response_ids) - 1, LAYERS[name], 2)
+            assert same_experts(answer.routed_experts, chosen(model, one, answer))
             lengths.add(len(answer.response_ids))
     assert len(lengths) > 3 or sampling is FREE
 
@@ -96,7 +96,7 @@ def test_prompts_in_several_blocks_and_batches(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(shared_prompt_decoder, "BLOCK", 4)
     model, asked = make("qwen3-moe"), prompts([9, 3, 14, 9, 2, 30])
     for one, group in zip(asked, engine_of(model).generate(asked, 3, FREE, seed=1), strict=True):
-        assert all(same_experts(answer.routes, chosen(model, one, answer)) for answer in group)
+        assert all(same_experts(answer.routed_experts, chosen(model, one, answer)) for answer in group)
 
 
 def test_a_model_with_a_window_takes_the_other_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_a_model_with_a_window_takes_the_other_path(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(embedded_engine, "CachedDecoder", lambda *given: used.append(1) or CachedDecoder(*given))
     model, asked = make("qwen3-moe"), prompts(LENGTHS)
     for one, group in zip(asked, engine_of(model).generate(asked, 3, STOPS, seed=1), strict=True):
-        assert all(same_experts(answer.routes, chosen(model, one, answer)) for answer in group)
+        assert all(same_experts(answer.routed_experts, chosen(model, one, answer)) for answer in group)
     assert used
 
 
@@ -116,8 +116,8 @@ def test_recording_changes_no_bit_and_is_off_unless_asked_for(name: str) -> None
     assert tokens(plain) == tokens(watched)
     for one, other in zip(chain(*plain), chain(*watched), strict=True):
         assert one.logp_behavior.tobytes() == other.logp_behavior.tobytes()
-        assert one.routes is None
-        assert other.routes is not None
+        assert one.routed_experts is None
+        assert other.routed_experts is not None
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
@@ -125,20 +125,20 @@ def test_an_interrupted_response_keeps_what_was_recorded_of_its_beginning(name: 
     """The first tokens were run by the old policy, all others by the new one; each has its own policy's experts."""
     old, new, asked = make(name), make(name, seed=1), prompts(LENGTHS)
     engine = engine_of(old)
-    begun = engine.generate(asked, 3, FREE, seed=3, interrupt=After(4))
-    engine.publish(new.named_parameters(), 1)
+    begun = engine.generate(asked, 3, FREE, seed=3, abort=After(4))
+    engine.update_weights(new.named_parameters(), 1)
     done = engine.generate(asked, 3, FREE, seed=3, prefixes=begun)
     for one, prefixes, group in zip(asked, begun, done, strict=True):
         for prefix, answer in zip(prefixes, group, strict=True):
-            assert prefix.finish == "abort"
-            assert prefix.routes is not None
-            assert answer.routes is not None
+            assert prefix.finish_reason == "abort"
+            assert prefix.routed_experts is not None
+            assert answer.routed_experts is not None
             run = len(one.ids) + len(prefix.response_ids) - 1
-            assert len(prefix.routes) == run
-            assert np.array_equal(answer.routes[:run], prefix.routes)
-            assert same_experts(prefix.routes, chosen(old, one, prefix))
-            assert same_experts(answer.routes[run:], chosen(new, one, answer)[run:])
-            assert not same_experts(answer.routes, chosen(new, one, answer))
+            assert len(prefix.routed_experts) == run
+            assert np.array_equal(answer.routed_experts[:run], prefix.routed_experts)
+            assert same_experts(prefix.routed_experts, chosen(old, one, prefix))
+            assert same_experts(answer.routed_experts[run:], chosen(new, one, answer)[run:])
+            assert not same_experts(answer.routed_experts, chosen(new, one, answer))
 
 
 def test_what_was_not_reached_again_keeps_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,15 +149,17 @@ def test_what_was_not_reached_again_keeps_its_record(monkeypatch: pytest.MonkeyP
     found = engine.generate(asked, 3, FREE, seed=3)
     begun = [[cut(answer, 3) for answer in group] for group in found]
     begun[0] = found[0]
-    again = engine.generate(asked, 3, FREE, seed=3, prefixes=begun, interrupt=After(1))
+    again = engine.generate(asked, 3, FREE, seed=3, prefixes=begun, abort=After(1))
     for one, other in zip(chain(*again), chain(*begun), strict=True):
-        assert one.routes is not None
-        assert other.routes is not None
-        assert len(one.routes) == 30 + len(one.response_ids) - 1
-        assert np.array_equal(one.routes[: len(other.routes)], other.routes)
+        assert one.routed_experts is not None
+        assert other.routed_experts is not None
+        assert len(one.routed_experts) == 30 + len(one.response_ids) - 1
+        assert np.array_equal(one.routed_experts[: len(other.routed_experts)], other.routed_experts)
     assert any(len(one.response_ids) == 3 for one in chain(*again))
     whole = engine.generate(asked, 3, FREE, seed=3, prefixes=again)
-    assert all(np.array_equal(a.routes, b.routes) for a, b in zip(chain(*whole), chain(*found), strict=True))
+    assert all(
+        np.array_equal(a.routed_experts, b.routed_experts) for a, b in zip(chain(*whole), chain(*found), strict=True)
+    )
 
 
 def test_a_prefix_without_a_record_gets_one_from_this_engine_s_pass_over_it() -> None:
@@ -165,7 +167,7 @@ def test_a_prefix_without_a_record_gets_one_from_this_engine_s_pass_over_it() ->
     found = engine_of(model, routes=False).generate(asked, 3, FREE, seed=3)
     begun = [[cut(answer, 1 + place) for place, answer in enumerate(group)] for group in found]
     for one, group in zip(asked, engine_of(model).generate(asked, 3, FREE, seed=3, prefixes=begun), strict=True):
-        assert all(same_experts(answer.routes, chosen(model, one, answer)) for answer in group)
+        assert all(same_experts(answer.routed_experts, chosen(model, one, answer)) for answer in group)
 
 
 def test_an_engine_that_does_not_record_claims_nothing_about_its_tokens() -> None:
@@ -173,9 +175,9 @@ def test_an_engine_that_does_not_record_claims_nothing_about_its_tokens() -> Non
     [[whole]] = engine_of(model).generate(asked, 1, FREE, seed=3)
     plain = engine_of(model, routes=False)
     [[grown]] = plain.generate(asked, 1, FREE, seed=3, prefixes=[[cut(whole, 3)]])
-    assert grown.routes is None
+    assert grown.routed_experts is None
     [[back]] = plain.generate(asked, 1, FREE, seed=3, prefixes=[[whole]])
-    assert np.array_equal(back.routes, whole.routes)
+    assert np.array_equal(back.routed_experts, whole.routed_experts)
 
 
 def test_a_prefix_whose_record_does_not_fit_is_refused() -> None:
@@ -183,8 +185,8 @@ def test_a_prefix_whose_record_does_not_fit_is_refused() -> None:
     engine = engine_of(model)
     [[whole]] = engine.generate(asked, 1, FREE, seed=3)
     short = cut(whole, 3)
-    assert short.routes is not None
-    broken = replace(short, routes=short.routes[:-1])
+    assert short.routed_experts is not None
+    broken = replace(short, routed_experts=short.routed_experts[:-1])
     with pytest.raises(TrimtabError, match="experts are recorded for 6 tokens, but 7 were run"):
         engine.generate(asked, 1, FREE, seed=3, prefixes=[[broken]])
 
@@ -202,25 +204,25 @@ def test_cutting_and_joining_keep_one_entry_for_every_token_that_was_run() -> No
             response_ids=np.array([7, 8, 9]),
             logp_behavior=np.zeros(3, dtype=np.float32),
             policy_version=np.zeros(3, dtype=np.int64),
-            finish="length",
+            finish_reason="length",
             text="",
-            routes=np.arange(first, first + 6, dtype=np.int16)[:, None, None],
+            routed_experts=np.arange(first, first + 6, dtype=np.int16)[:, None, None],
         )
 
     one, other = numbered(0), numbered(10)
-    assert [cut(one, k).routes.ravel().tolist() for k in range(4)] == [[*range(k)] for k in (3, 4, 5, 6)]
-    assert splice(cut(one, 2), other).routes.ravel().tolist() == [0, 1, 2, 3, 4, 15]
-    assert splice(cut(one, 2), replace(other, routes=None)).routes is None
-    assert splice(replace(cut(one, 2), routes=None), other).routes is None
-    [[played]] = FakeEngine({"p0": [one]}).generate(prompts([4]), 1, Sampling(max_tokens=2), seed=0)
-    assert played.routes.ravel().tolist() == [0, 1, 2, 3, 4]
+    assert [cut(one, k).routed_experts.ravel().tolist() for k in range(4)] == [[*range(k)] for k in (3, 4, 5, 6)]
+    assert splice(cut(one, 2), other).routed_experts.ravel().tolist() == [0, 1, 2, 3, 4, 15]
+    assert splice(cut(one, 2), replace(other, routed_experts=None)).routed_experts is None
+    assert splice(replace(cut(one, 2), routes=None), other).routed_experts is None
+    [[played]] = FakeEngine({"p0": [one]}).generate(prompts([4]), 1, SamplingParams(max_tokens=2), seed=0)
+    assert played.routed_experts.ravel().tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("change", [lambda r: r[:, :, :1], lambda r: r[:, :1], lambda r: r + 6, lambda r: r - 6])
 def test_a_prefix_with_another_models_experts_is_refused(change: Any) -> None:
     engine, asked = engine_of(make("mixtral")), prompts([5])
-    [[begun]] = engine.generate(asked, 1, FREE, seed=0, interrupt=After(3))
-    assert begun.routes is not None
-    foreign = replace(begun, routes=change(begun.routes))
+    [[begun]] = engine.generate(asked, 1, FREE, seed=0, abort=After(3))
+    assert begun.routed_experts is not None
+    foreign = replace(begun, routed_experts=change(begun.routed_experts))
     with pytest.raises(TrimtabError, match="records experts that this model does not have: it has 3 mixture layers"):
         engine.generate(asked, 1, FREE, seed=0, prefixes=[[foreign]])

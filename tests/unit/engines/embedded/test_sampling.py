@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from trimtab.engines.embedded import sampling as module
 from trimtab.engines.embedded.sampling import sample_tokens, uniform_draws
 from trimtab.errors import TrimtabError
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 
 def stratified(count: int) -> torch.Tensor:
     return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
 
-def reference(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def reference(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """Processed probabilities of one row in float64, by a plain sort."""
     scores = logits.double() / sampling.temperature
     order = scores.argsort(descending=True)
@@ -33,21 +33,21 @@ def reference(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 SETTINGS = [
-    Sampling(),
-    Sampling(temperature=0.5),
-    Sampling(temperature=1.7),
-    Sampling(top_k=7),
-    Sampling(top_p=0.8),
-    Sampling(top_p=0.999),
-    Sampling(temperature=0.7, top_k=40, top_p=0.9),
-    Sampling(top_k=1),
-    Sampling(top_p=1e-9),
+    SamplingParams(),
+    SamplingParams(temperature=0.5),
+    SamplingParams(temperature=1.7),
+    SamplingParams(top_k=7),
+    SamplingParams(top_p=0.8),
+    SamplingParams(top_p=0.999),
+    SamplingParams(temperature=0.7, top_k=40, top_p=0.9),
+    SamplingParams(top_k=1),
+    SamplingParams(top_p=1e-9),
 ]
 
 
 @pytest.mark.parametrize("size", [3, 128, 211, 700])
 @pytest.mark.parametrize("how", SETTINGS, ids=str)
-def test_evenly_spread_uniforms_give_each_token_its_share(size: int, how: Sampling) -> None:
+def test_evenly_spread_uniforms_give_each_token_its_share(size: int, how: SamplingParams) -> None:
     logits = 2 * torch.randn(size, generator=torch.Generator().manual_seed(size))
     exact = reference(logits, how)
     count = 4000
@@ -68,7 +68,7 @@ def test_evenly_spread_uniforms_give_each_token_its_share(size: int, how: Sampli
 def test_top_p_wider_than_the_candidates_sorts_the_vocabulary() -> None:
     flat = torch.randn(3, 2000, generator=torch.Generator().manual_seed(0)) * 0.1
     flat[1] *= 100  # one row is content with few candidates, in the same batch
-    how = Sampling(top_p=0.9)
+    how = SamplingParams(top_p=0.9)
     sampled = sample_tokens(flat, stratified(3), how)
     assert sampled.kept is not None
     for row, ids in zip(flat, sampled.kept, strict=True):
@@ -77,7 +77,7 @@ def test_top_p_wider_than_the_candidates_sorts_the_vocabulary() -> None:
 
 
 def test_tied_scores_keep_exactly_k_tokens() -> None:
-    sampled = sample_tokens(torch.zeros(200, 50), stratified(200), Sampling(top_k=4))
+    sampled = sample_tokens(torch.zeros(200, 50), stratified(200), SamplingParams(top_k=4))
     assert sampled.kept is not None
     assert {len(ids) for ids in sampled.kept} == {4}
     assert set(sampled.ids.tolist()) == set(sampled.kept[0].tolist())
@@ -91,7 +91,7 @@ def test_a_token_without_mass_is_never_drawn(size: int, seed: int, uniform: floa
     impossible = torch.rand(size, generator=torch.Generator().manual_seed(seed + 1)) < 0.7
     impossible[seed % size] = False
     logits[impossible] -= 1e4
-    for how in (Sampling(), Sampling(top_p=0.95)):
+    for how in (SamplingParams(), SamplingParams(top_p=0.95)):
         sampled = sample_tokens(logits[None], torch.tensor([uniform], dtype=torch.float64), how)
         assert not impossible[sampled.ids.item()]
         assert sampled.logp.item() <= 1e-6
@@ -99,7 +99,7 @@ def test_a_token_without_mass_is_never_drawn(size: int, seed: int, uniform: floa
 
 def test_peaked_distribution_keeps_its_small_log_probs() -> None:
     sampled = sample_tokens(
-        torch.tensor([[12.0, 0.0, 0.0]]), torch.tensor([1 - 2**-53], dtype=torch.float64), Sampling()
+        torch.tensor([[12.0, 0.0, 0.0]]), torch.tensor([1 - 2**-53], dtype=torch.float64), SamplingParams()
     )
     assert sampled.ids.item() == 2
     assert sampled.logp.item() == pytest.approx(-12.0000123, abs=2e-6)
@@ -107,18 +107,20 @@ def test_peaked_distribution_keeps_its_small_log_probs() -> None:
 
 def test_greedy_takes_the_top_token_with_certainty() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
-    sampled = sample_tokens(logits, stratified(2), Sampling(temperature=0.0))
+    sampled = sample_tokens(logits, stratified(2), SamplingParams(temperature=0.0))
     assert sampled.ids.tolist() == [1, 0]
     assert sampled.logp.tolist() == [0.0, 0.0]
     assert sampled.entropy.tolist() == [0.0, 0.0]
-    truncated = sample_tokens(logits, stratified(2), Sampling(temperature=0.0, top_k=2))
+    truncated = sample_tokens(logits, stratified(2), SamplingParams(temperature=0.0, top_k=2))
     assert truncated.kept is not None
     assert [ids.tolist() for ids in truncated.kept] == [[1], [0]]
 
 
-@pytest.mark.parametrize("how", [Sampling(), Sampling(top_k=2), Sampling(top_p=0.5), Sampling(temperature=0.0)])
+@pytest.mark.parametrize(
+    "how", [SamplingParams(), SamplingParams(top_k=2), SamplingParams(top_p=0.5), SamplingParams(temperature=0.0)]
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
-def test_non_finite_logits_are_an_error(how: Sampling, bad: float) -> None:
+def test_non_finite_logits_are_an_error(how: SamplingParams, bad: float) -> None:
     logits = torch.zeros(3, 10)
     logits[1, 4] = bad
     with pytest.raises(TrimtabError, match="not finite"):
@@ -127,9 +129,9 @@ def test_non_finite_logits_are_an_error(how: Sampling, bad: float) -> None:
 
 def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(9, 211, generator=torch.Generator().manual_seed(0))
-    whole = sample_tokens(logits, stratified(9), Sampling())
+    whole = sample_tokens(logits, stratified(9), SamplingParams())
     monkeypatch.setattr(module, "BLOCK_BYTES", 2 * 211 * 4)
-    split = sample_tokens(logits, stratified(9), Sampling())
+    split = sample_tokens(logits, stratified(9), SamplingParams())
     assert torch.equal(whole.ids, split.ids)
     assert torch.equal(whole.logp, split.logp)
 
@@ -137,7 +139,7 @@ def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_logits_are_left_as_they_were() -> None:
     logits = torch.randn(4, 30)
     before = logits.clone()
-    for how in (Sampling(temperature=0.5), Sampling(temperature=2.0, top_p=0.5)):
+    for how in (SamplingParams(temperature=0.5), SamplingParams(temperature=2.0, top_p=0.5)):
         sample_tokens(logits, stratified(4), how)
     assert torch.equal(logits, before)
 

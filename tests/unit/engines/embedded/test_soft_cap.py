@@ -8,7 +8,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.laboratory import build
-from trimtab.types import Problem, Prompt, Sampling
+from trimtab.types import Problem, Prompt, SamplingParams
 
 _, TOKENIZER = build(0)
 
@@ -42,7 +42,7 @@ def gemma2() -> Gemma2ForCausalLM:
 def test_log_probs_are_those_of_the_capped_model() -> None:
     model = gemma2()
     prompts = [Prompt(Problem(str(i), "", ""), "", np.arange(1, 4 + 3 * i) % 10) for i in range(2)]
-    sampling = Sampling(max_tokens=12, ignore_stop=True)
+    sampling = SamplingParams(max_tokens=12, ignore_stop=True)
     answers = EmbeddedEngine(model, TOKENIZER, torch.float32).generate(prompts, 2, sampling, seed=0)
     differences = {}
     for attention in ("eager", "sdpa"):

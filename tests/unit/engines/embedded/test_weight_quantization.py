@@ -15,9 +15,9 @@ from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, Weight
 from trimtab.errors import TrimtabError
 from trimtab.models.load import load
 from trimtab.training.run import check
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
-FORCED = Sampling(max_tokens=12, ignore_stop=True)
+FORCED = SamplingParams(max_tokens=12, ignore_stop=True)
 INT3, NOISY = WeightQuantization(bits=3), WeightQuantization(bits=4, noise=0.1, seed=5)
 
 
@@ -26,7 +26,7 @@ def engine_of(model, rounding: WeightQuantization, dtype: torch.dtype = torch.fl
 
 
 def bits_of(engine: EmbeddedEngine) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in engine.weights()}
+    return {name: weight.clone() for name, weight in engine.named_weights()}
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -104,16 +104,16 @@ def test_the_sampler_holds_the_rounded_weights_and_the_trainer_its_own(name, rou
     first, second = tiny(name, seed=0), tiny(name, seed=1)
     before = {key: p.detach().clone() for key, p in second.named_parameters()}
     engine = engine_of(first, rounding, dtype)
-    engine.publish(second.named_parameters(), version=7)
+    engine.update_weights(second.named_parameters(), version=7)
     assert same(before, dict(second.named_parameters()))
     chosen = set(matrices(second))
-    for key, weight in engine.weights():
+    for key, weight in engine.named_weights():
         given = before[key].to(dtype)
         expected = rounding.apply(key, given, 7) if key in chosen else given
         assert torch.equal(weight, expected), key
         assert torch.equal(weight, given) == (key not in chosen), key
     made = engine_of(second, rounding, dtype)
-    made.publish(second.named_parameters(), version=7)
+    made.update_weights(second.named_parameters(), version=7)
     assert same(bits_of(engine), bits_of(made))
 
 
@@ -134,11 +134,11 @@ def test_what_is_sampled_has_the_probabilities_of_the_rounded_weights() -> None:
 def test_evaluation_and_putting_back_leave_no_trace(rounding: WeightQuantization) -> None:
     """What training does around an evaluation: exact weights in, the sampler's own back, bit for bit."""
     engine, clean = engine_of(tiny(seed=0), rounding), tiny(seed=1)
-    engine.publish(tiny(seed=0).named_parameters(), version=3)
+    engine.update_weights(tiny(seed=0).named_parameters(), version=3)
     own = bits_of(engine)
-    engine.publish(clean.named_parameters(), version=4, exact=True)
+    engine.update_weights(clean.named_parameters(), version=4, as_is=True)
     assert same(bits_of(engine), {key: p.detach() for key, p in clean.named_parameters()})
-    engine.publish(own.items(), version=3, exact=True)
+    engine.update_weights(own.items(), version=3, as_is=True)
     assert same(bits_of(engine), own)
     assert engine.policy_version == 3
 

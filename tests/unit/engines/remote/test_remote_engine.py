@@ -13,7 +13,7 @@ from trimtab.engines.remote import remote_engine
 from trimtab.engines.remote.engine_host import EngineHost
 from trimtab.engines.remote.remote_engine import Answer, RemoteEngine, TransportLost
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.types import Problem, Prompt, Sampling
+from trimtab.types import Problem, Prompt, SamplingParams
 
 
 class Clock:
@@ -86,7 +86,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Scripted:
 @pytest.fixture
 def engine(transport: Scripted) -> RemoteEngine:
     engine = RemoteEngine(transport, hang_timeout=5)
-    engine.publish([], 1)
+    engine.update_weights([], 1)
     return engine
 
 
@@ -95,7 +95,7 @@ def nothing() -> None:
 
 
 def generate(engine: RemoteEngine) -> Any:
-    return engine.generate(prompts([5]), 1, Sampling(), seed=0)
+    return engine.generate(prompts([5]), 1, SamplingParams(), seed=0)
 
 
 def test_without_heartbeats_it_is_lost_and_with_them_it_may_take_its_time(
@@ -110,13 +110,13 @@ def test_without_heartbeats_it_is_lost_and_with_them_it_may_take_its_time(
     ):
         generate(engine)
     assert transport.kills
-    with pytest.raises(EngineDeadError, match="recover"):
+    with pytest.raises(EngineDeadError, match="restart"):
         generate(engine)
-    engine.recover()
+    engine.restart()
     assert transport.restarts == 1
     with pytest.raises(TrimtabError, match="publish before generating"):
         generate(engine)
-    engine.recover()  # alive: nothing to do
+    engine.restart()  # alive: nothing to do
     assert transport.restarts == 1
 
 
@@ -132,11 +132,11 @@ def test_counters_go_on_after_a_restart(engine: RemoteEngine, transport: Scripte
     transport.answer = (None, EngineDeadError("its own engine is dead"), (1, 9, 4))
     with pytest.raises(EngineDeadError, match=r"^its own engine is dead$"):
         generate(engine)
-    engine.recover()
+    engine.restart()
     assert engine.policy_version == 0
     transport.answer = (None, None, (2, 5, 1))
-    engine.publish([], 2)
-    assert (engine.policy_version, engine.decoded, engine.prefilled) == (2, 14, 5)
+    engine.update_weights([], 2)
+    assert (engine.policy_version, engine.decoded_tokens, engine.prefilled_tokens) == (2, 14, 5)
 
 
 def test_an_interrupted_wait_leaves_no_answer_for_the_next_call(engine: RemoteEngine, transport: Scripted) -> None:
@@ -157,12 +157,12 @@ def test_a_lost_transport_is_named_with_the_call(engine: RemoteEngine, transport
 
     transport.plan = [lose]
     with pytest.raises(EngineDeadError, match=r"^it was killed during weights$"):
-        engine.weights()
+        engine.named_weights()
 
 
 def test_answers_stay_here(engine: RemoteEngine, transport: Scripted) -> None:
     asked = Prompt(Problem("name", "question", "answer", {"any": object()}), "text", prompts([3])[0].ids)
-    engine.generate([asked], 1, Sampling(), seed=0)
+    engine.generate([asked], 1, SamplingParams(), seed=0)
     [sent] = transport.asked[-1][1]
     assert sent.problem == Problem("name", "", "")
     assert sent.text == "text"
@@ -177,11 +177,11 @@ class Hosted:
     def __init__(self, host: EngineHost) -> None:
         self.host, self.seen = host, list[tuple[int, int, bool]]()
 
-    def generate(self, *_: Any, interrupt: Any, **__: Any) -> list[Any]:
+    def generate(self, *_: Any, abort: Any, **__: Any) -> list[Any]:
         for _check in range(3):
             before = self.host.progress()
             assert self.host.progress() == before
-            self.seen.append((before, self.host.progress(), interrupt.is_set()))
+            self.seen.append((before, self.host.progress(), abort.is_set()))
         return []
 
 
@@ -190,8 +190,8 @@ def test_progress_is_that_of_the_process_but_while_it_generates_tokens() -> None
     host.engine = engine = Hosted(host)  # pyright: ignore[reportAttributeAccessIssue]
     assert host.progress() != host.progress()
     host.abort(7)
-    host.answer(8, "generate", ([], 1, Sampling(), 0, None))
-    host.answer(7, "generate", ([], 1, Sampling(), 0, None))
+    host.answer(8, "generate", ([], 1, SamplingParams(), 0, None))
+    host.answer(7, "generate", ([], 1, SamplingParams(), 0, None))
     assert [aborted for *_, aborted in engine.seen] == [False] * 3 + [True] * 3
     before = [first for first, *_ in engine.seen[:3]]
     assert len(set(before)) == 3

@@ -28,9 +28,9 @@ from trimtab.engines.server.vllm_protocol import VllmProtocol
 from trimtab.engines.server.weight_folder import PREFIX, WeightFolder, entries
 from trimtab.engines.stopping import StopChecker
 from trimtab.errors import TrimtabError
-from trimtab.types import Completion, Sampling
+from trimtab.types import Completion, SamplingParams
 
-SAMPLING = Sampling(max_tokens=6, stop=("ab",))
+SAMPLING = SamplingParams(max_tokens=6, stop=("ab",))
 ASK = CompletionRequest(
     name="run-1-0", ids=[3, 4], max_tokens=4, seed=(1 << 62) + 5, sampling=SAMPLING, stop_ids=(EOS,)
 )
@@ -45,7 +45,9 @@ def test_a_missing_log_prob_is_never_a_number(value: float | None) -> None:
         validate_result("http://x", [5, 6], [-0.5], "stop")
 
 
-def finished(answer: CompletionResult, prefix: Completion | None = None, sampling: Sampling = SAMPLING) -> Completion:
+def finished(
+    answer: CompletionResult, prefix: Completion | None = None, sampling: SamplingParams = SAMPLING
+) -> Completion:
     return _completion(prefix, answer, StopChecker(tokenizer(), {EOS}, sampling), sampling, 9)
 
 
@@ -60,13 +62,13 @@ def test_a_stop_that_begins_in_the_prefix_ends_the_response() -> None:
     assert one.response_ids.tolist() == ids("c", "a", "b")
     np.testing.assert_array_equal(one.logp_behavior, np.float32([-1, -2, -0.1]))
     assert one.policy_version.tolist() == [4, 4, 9]
-    assert (one.finish, one.text, one.entropy) == ("stop", "c", None)
+    assert (one.finish_reason, one.text, one.entropy) == ("stop", "c", None)
 
 
 def test_how_a_response_ended() -> None:
     def ended(pieces: list[str], finish: Any) -> tuple[str, int]:
         one = finished(CompletionResult(ids(*pieces), [-0.5] * len(pieces), finish))
-        return one.finish, len(one.response_ids)
+        return one.finish_reason, len(one.response_ids)
 
     assert ended(["c", "<eos>"], "stop") == ("stop", 2)
     assert ended(["c"] * 6, "length") == ("length", 6)
@@ -74,7 +76,7 @@ def test_how_a_response_ended() -> None:
     assert ended(["c", "c"], "abort") == ("abort", 2)
     assert ended(["c"] * 6, "abort") == ("length", 6)  # there was nothing left to end
     assert ended(["c", "c"], "stop") == ("stop", 2)  # an end that only the server knows
-    assert finished(CompletionResult([], [], "abort")).finish == "abort"
+    assert finished(CompletionResult([], [], "abort")).finish_reason == "abort"
 
 
 def test_seeds_are_of_a_response_and_another_one_for_its_rest() -> None:
@@ -137,9 +139,9 @@ class TestPublished:
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
 def test_temperatures_vllm_would_not_sample_at_are_refused(temperature: float) -> None:
     with pytest.raises(TrimtabError, match="vLLM samples at"):
-        check_vllm_temperature(Sampling(temperature=temperature))
+        check_vllm_temperature(SamplingParams(temperature=temperature))
     for fine in (0.0, 0.01, 2.0):
-        check_vllm_temperature(Sampling(temperature=fine))
+        check_vllm_temperature(SamplingParams(temperature=fine))
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://x/v1", "http://x?y"])
@@ -203,7 +205,7 @@ def test_what_vllm_is_asked_and_how_it_is_read(scripted: Scripted) -> None:
     # Whatever the model's generation config says, the distribution is the one that was asked for.
     assert [body[k] for k in ("top_p", "top_k", "min_p", "repetition_penalty")] == [1.0, 0, 0.0, 1.0]
     assert (body["logprobs"], body["return_token_ids"], body["skip_special_tokens"]) == (0, True, False)
-    forced = CompletionRequest("n", [3], 4, 1, Sampling(ignore_stop=True, stop=("ab",)), ())
+    forced = CompletionRequest("n", [3], 4, 1, SamplingParams(ignore_stop=True, stop=("ab",)), ())
     asyncio.run(VllmProtocol(None).request(scripted.connection, forced, MODEL))
     assert (scripted.asked[1][1]["ignore_eos"], scripted.asked[1][1]["stop"]) == (True, [])
     for changes, said in [

@@ -30,7 +30,7 @@ from trimtab.engines.server.server_pool import (
 from trimtab.engines.server.server_protocol import CompletionRequest, CompletionResult, Model
 from trimtab.engines.server.sglang_protocol import SglangProtocol
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 MODEL, LABEL = Model("m", None), "current"
 RIGHT, WRONG = -0.25, -9.0  # log-probs under the current weights and under others
@@ -118,7 +118,7 @@ class FakeNetwork:
 
     def call_into(self, results: dict[int, CompletionResult], count: int, abort: Any = None, **settings: Any) -> None:
         requests = [
-            QueuedRequest(i, CompletionRequest(str(i), [i], 4, i, Sampling(), ()))
+            QueuedRequest(i, CompletionRequest(str(i), [i], 4, i, SamplingParams(), ()))
             for i in range(count)
             if i not in results
         ]

@@ -14,7 +14,7 @@ from trimtab.engines.embedded.decoding_rows import build_rows
 from trimtab.engines.vllm import setup
 from trimtab.engines.vllm.vllm_engine import VllmEngine
 from trimtab.errors import TrimtabError
-from trimtab.types import Sampling
+from trimtab.types import SamplingParams
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_requests_that_vllm_accepts_beside_keep_sets(
     engine = VllmEngine.__new__(VllmEngine)
     engine._config = EngineConfig(type="vllm", vllm=VllmConfig(sampling_mask=keep_sets))
     engine._vocabulary, engine._eos = SIZE, {EOS}
-    sampling = Sampling(temperature=temperature, top_k=top_k, max_tokens=5)
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, max_tokens=5)
     [row] = build_rows(1, 1, sampling, 0, None)
     params = engine._request(row, prompts([3])[0], sampling, seed=0).params
     assert (params.temperature, params.top_k) == asked

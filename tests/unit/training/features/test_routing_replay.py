@@ -48,7 +48,7 @@ def routed(one: Trajectory, routes: Any) -> Trajectory:
     """`routes`: a list of one number for each token that is run, an array, or None."""
     if isinstance(routes, list):
         routes = np.array(routes, dtype=np.int16)[:, None, None]
-    return replace(one, completion=replace(one.completion, routes=routes))
+    return replace(one, completion=replace(one.completion, routed_experts=routes))
 
 
 REPLAY = RoutingReplay("rollout", ONE)
@@ -102,7 +102,7 @@ ROUTES = hnp.arrays(np.int16, st.tuples(st.just(4), st.just(2), st.just(3)), ele
 @given(st.lists(st.none() | ROUTES, min_size=1, max_size=4))
 def test_pending_records_come_back_bit_for_bit(records: list[np.ndarray | None]) -> None:
     rows = [routed(trajectory(0, [5, 6, 7]), record) for record in records]
-    found = [one.completion.routes for one in trajectories.from_bytes(trajectories.to_bytes(rows))]
+    found = [one.completion.routed_experts for one in trajectories.from_bytes(trajectories.to_bytes(rows))]
     for one, record in zip(found, records, strict=True):
         assert (one is None) == (record is None)
         if one is not None and record is not None:
@@ -123,7 +123,7 @@ def test_step_files_leave_the_record_out_and_so_do_runs_that_have_none(tmp_path:
     row = routed(trajectory(0, [5, 6]), [0, 1, 2])
     trajectories.write(tmp_path / "a.parquet", [trajectories.Row(row)], 1)
     assert "routes" not in pq.read_schema(tmp_path / "a.parquet").names
-    assert trajectories.read(tmp_path / "a.parquet")[0].trajectory.completion.routes is None
+    assert trajectories.read(tmp_path / "a.parquet")[0].trajectory.completion.routed_experts is None
     assert "routes" not in pq.read_schema(pa.BufferReader(trajectories.to_bytes([trajectory(0, [5])]))).names
 
 
