@@ -303,7 +303,7 @@ def test_records_too_large_for_one_group_of_rows_go_into_several(monkeypatch: py
         dataclasses.replace(
             one,
             completion=dataclasses.replace(
-                one.completion, routes=np.full((size, 3, 2), [number, number + 1], dtype=np.int16)
+                one.completion, routed_experts=np.full((size, 3, 2), [number, number + 1], dtype=np.int16)
             ),
         )
         for number in range(5)

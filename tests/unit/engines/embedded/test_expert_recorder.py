@@ -213,7 +213,7 @@ def test_cutting_and_joining_keep_one_entry_for_every_token_that_was_run() -> No
     assert [cut(one, k).routed_experts.ravel().tolist() for k in range(4)] == [[*range(k)] for k in (3, 4, 5, 6)]
     assert splice(cut(one, 2), other).routed_experts.ravel().tolist() == [0, 1, 2, 3, 4, 15]
     assert splice(cut(one, 2), replace(other, routed_experts=None)).routed_experts is None
-    assert splice(replace(cut(one, 2), routes=None), other).routed_experts is None
+    assert splice(replace(cut(one, 2), routed_experts=None), other).routed_experts is None
     [[played]] = FakeEngine({"p0": [one]}).generate(prompts([4]), 1, SamplingParams(max_tokens=2), seed=0)
     assert played.routed_experts.ravel().tolist() == [0, 1, 2, 3, 4]
 

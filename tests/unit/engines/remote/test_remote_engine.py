@@ -156,7 +156,7 @@ def test_a_lost_transport_is_named_with_the_call(engine: RemoteEngine, transport
         raise TransportLost("it was killed")
 
     transport.plan = [lose]
-    with pytest.raises(EngineDeadError, match=r"^it was killed during weights$"):
+    with pytest.raises(EngineDeadError, match=r"^it was killed during named_weights$"):
         engine.named_weights()
 
 
@@ -172,7 +172,7 @@ def test_answers_stay_here(engine: RemoteEngine, transport: Scripted) -> None:
 class Hosted:
     """In the place of the engine: checks its abort signal three times."""
 
-    policy_version = decoded = prefilled = 0
+    policy_version = decoded_tokens = prefilled_tokens = 0
 
     def __init__(self, host: EngineHost) -> None:
         self.host, self.seen = host, list[tuple[int, int, bool]]()
