@@ -19,7 +19,7 @@ from trimtab.engines.factory import build_engines
 from trimtab.models import sharding
 from trimtab.models.load import LoadedModel
 from trimtab.runs import trajectories
-from trimtab.training import assignment, run
+from trimtab.training import assignment, followers, run
 from trimtab.training.backends import Backends
 from trimtab.training.ranks import join
 from trimtab.types import Completion, Engine, Prompt, SamplingParams
@@ -72,15 +72,15 @@ def train(job: Mapping[str, Any]) -> None:
 def plant(fault: str | None) -> None:
     """Break the arithmetic of several ranks."""
     if fault == "average":
-        shard = sharding.apply_fsdp
+        apply_fsdp = sharding.apply_fsdp
 
         def averaged(model: Any, mesh: Any, **options: Any) -> None:
-            shard(model, mesh, **options)
+            apply_fsdp(model, mesh, **options)
             for module in model.modules():
                 if hasattr(module, "set_gradient_divide_factor"):
                     module.set_gradient_divide_factor(float(mesh.size()))
 
-        sys.modules["trimtab.training.followers"].shard = averaged  # pyright: ignore[reportAttributeAccessIssue]
+        followers.apply_fsdp = averaged
     elif fault == "twice":
         assign_micro_batches = assignment.assign_micro_batches
 

@@ -141,15 +141,10 @@ def table(rollout: Rollout, trainer: np.ndarray, behavior: np.ndarray | None = N
 
 def part(whole: TokenTable, tokens: int, seed: int = 0) -> TokenTable:
     """Whole responses of the table, at random, until there are `tokens` of them."""
-    lengths = np.diff(whole.starts)
     order = np.random.default_rng(seed).permutation(whole.responses)
-    rows = np.sort(order[: int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1])
-    places = np.concatenate([np.arange(whole.starts[r], whole.starts[r + 1]) for r in rows])
-    cut = {}
-    for name, values in vars(whole).items():
-        if values is not None and name != "starts":
-            cut[name] = values[places] if len(values) == whole.tokens else values[rows]
-    return TokenTable(starts=np.concatenate([[0], np.cumsum(lengths[rows])]), **cut)
+    keep = np.zeros(whole.responses, dtype=bool)
+    keep[order[: int(np.searchsorted(np.cumsum(whole.lengths[order]), tokens)) + 1]] = True
+    return whole.select(keep)
 
 
 def measured(sample: TokenTable, nonfinite: dict[str, int] | None = None, floor: float = 0.0) -> Measured:

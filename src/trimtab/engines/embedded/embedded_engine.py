@@ -86,7 +86,7 @@ class EmbeddedEngine:
         self._quantized_names = matrices(self._model) if rounding.active else ()
         self._routes = routes
         if routes and router_info(self._model).layers == 0:
-            raise TrimtabError("the engine's model has no experts whose choice could be record_routing: it is dense")
+            raise TrimtabError("the engine's model has no experts whose choice could be recorded: it is dense")
         self._quantize()
 
     @torch.inference_mode()
