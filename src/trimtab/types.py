@@ -73,12 +73,12 @@ class SamplingParams:
 class Completion:
     """One sampled response: token ids, their log-probs under the sampler, and the policy version of each token.
 
-    `sampling_mask`: under truncated sampling, the vocabulary ids each token was drawn from (METHODS 3.4,
-    "keep sampling mask"). The trainer renormalizes over them so that both policies share one action space.
+    `sampling_mask`: under truncated sampling, the vocabulary ids each token was drawn from
+    (docs/results/sampling-masks.md). The trainer renormalizes over them so that both policies share one action space.
 
-    `routed_experts` are those of a mixture-of-experts model, (prompt + response - 1, layers, k): one entry for
-    each token that was run through the model, which the last token is not (METHODS 8.1). Where the weights changed
-    during the response, an entry is of the policy that ran its token first.
+    `routed_experts` are those of a mixture-of-experts model (docs/routing.md), (prompt + response - 1, layers, k): one
+    entry for each token that was run through the model, which the last token is not. Where the weights changed during
+    the response, an entry is of the policy that ran its token first.
     """
 
     response_ids: IntArray

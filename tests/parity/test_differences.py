@@ -175,7 +175,7 @@ def test_verl_gives_a_group_of_one_its_raw_reward(verl, load):
 
 
 def test_trl_adds_1e4_to_the_standard_deviation(trl, load, close64):
-    """1e-6 is the common choice (verl, METHODS 12#20); both use n - 1."""
+    """1e-6 is the common choice (verl); both use n - 1."""
     for name in ("mild", "ragged"):
         given = load(name)
         theirs = trl.tensor("advantage/group", name, "advantages")

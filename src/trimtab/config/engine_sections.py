@@ -119,7 +119,7 @@ class RayConfig(Section):
 
 
 class RoutingConfig(Section):
-    """Routing replay (METHODS 8.1). Only the choice of experts is replayed: gates come from the scores of the pass."""
+    """Routing replay. Only the choice of experts is replayed: gates come from the scores of the pass."""
 
     replay: Literal["none", "proximal", "rollout"] = Field(
         default="none",

@@ -15,8 +15,8 @@ def check(sampling: SamplingParams, *, kept: bool) -> None:
 
     Raises:
         TrimtabError: greedy data; "raw" log-probs under a processed distribution, where pi/mu is off by the temperature
-            and by the mass truncation removed; truncated sampling without keep sets, where the trainer would
-            normalise over the whole vocabulary and every ratio would be low by the kept mass (METHODS 3.4).
+            and by the mass truncation removed; truncated sampling without sampling masks, where the trainer would
+            normalise over the whole vocabulary and every ratio would be low by the kept mass.
     """
     if sampling.temperature == 0:
         raise TrimtabError(

@@ -1,4 +1,4 @@
-"""Collects the routed experts of each token during decoding (METHODS 8.1, R3).
+"""Collects the routed experts of each token during decoding (R3, docs/routing.md).
 
 The model's routing tape holds choices in the order of the forward passes, padding included; the decoder assigns them to
 tokens. The last token of a response is never run, so a response of n tokens has an entry for each token of its prompt

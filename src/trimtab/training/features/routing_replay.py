@@ -1,4 +1,4 @@
-"""Routing replay (METHODS 8.1): the trained policy uses the experts of the engine, or of its proximal pass."""
+"""Routing replay (docs/routing.md): the trained policy uses the experts of the engine, or of its proximal pass."""
 
 from __future__ import annotations
 

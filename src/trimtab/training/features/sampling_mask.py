@@ -1,4 +1,4 @@
-"""Sampling masks (METHODS 3.4): under top-p and top-k, log-probs are renormalized over the tokens that were allowed."""
+"""Sampling masks (docs/results/sampling-masks.md): under top-p and top-k, log-probs are renormalized over the tokens that were allowed."""
 
 from __future__ import annotations
 
