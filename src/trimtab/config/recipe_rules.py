@@ -192,8 +192,8 @@ RECIPE_RULES = (
     Rule(
         "truncation-servers",
         lambda f: _truncates(f) and f.config.engine.type == "server",
-        f"sampling.top_p and top_k do not work with servers, which do not return keep sets ({_MASS}): set top_p = 1 "
-        'and top_k = 0, or use engine.type = "embedded"',
+        f"sampling.top_p and top_k do not work with servers, which do not return sampling masks ({_MASS}): set "
+        'top_p = 1 and top_k = 0, or use engine.type = "embedded"',
     ),
     Rule(
         "truncation-vllm",

@@ -105,7 +105,7 @@ def score(
     `record` returns the experts that the routers chose themselves, or under `routes` would have chosen.
 
     Raises `TrimtabError` for an architecture whose head is not supported, a temperature that is not
-    positive, padding on the wrong side, a response token outside its own keep set, or routes of another model.
+    positive, padding on the wrong side, a response token outside its own sampling mask, or routes of another model.
     """
     if not temperature > 0:
         raise TrimtabError(f"temperature {temperature} must be positive to score")
@@ -156,7 +156,7 @@ def _check_kept(batch: TokenBatch, kept: Tensor) -> None:
     if bool(outside.any()):
         row, time = (int(i) for i in outside.nonzero()[0])
         raise TrimtabError(
-            f"response {row}, token {time}: id {int(batch.response_ids[row, time])} is not in its own keep set; "
+            f"response {row}, token {time}: id {int(batch.response_ids[row, time])} is not in its own sampling mask; "
             "the engine must report the set each token was drawn from"
         )
 

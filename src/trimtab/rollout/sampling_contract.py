@@ -32,7 +32,7 @@ def check(sampling: SamplingParams, *, kept: bool) -> None:
         )
     if sampling.truncated and not kept:
         raise TrimtabError(
-            f"the tokens were drawn under {_describe(sampling)} but carry no keep sets: ratios over the whole "
+            f"the tokens were drawn under {_describe(sampling)} but carry no sampling masks: ratios over the whole "
             "vocabulary would be biased by the kept mass; use an engine that records them, or set top_p = 1 "
             "and top_k = 0"
         )
@@ -50,12 +50,18 @@ def check_trajectory(trajectory: Trajectory) -> None:
         return
     ids, name = trajectory.completion.response_ids, f"response to {trajectory.prompt.problem.id!r}"
     if len(kept) != len(ids):
-        raise TrimtabError(f"{name}: {len(kept)} keep sets for {len(ids)} tokens; the engine must report one for each")
+        raise TrimtabError(
+            f"{name}: {len(kept)} sampling masks for {len(ids)} tokens; the engine must report one for each"
+        )
     for token, (id_, mask) in enumerate(zip(ids, kept, strict=True)):
         if id_ not in mask:
-            raise TrimtabError(f"{name}, token {token}: id {id_} is not in its own keep set, the ids it was drawn from")
+            raise TrimtabError(
+                f"{name}, token {token}: id {id_} is not in its own sampling mask, the ids it was drawn from"
+            )
         if 0 < sampling.top_k < len(mask):
-            raise TrimtabError(f"{name}, token {token}: {len(mask)} ids in its keep set under top_k {sampling.top_k}")
+            raise TrimtabError(
+                f"{name}, token {token}: {len(mask)} ids in its sampling mask under top_k {sampling.top_k}"
+            )
 
 
 def _describe(sampling: SamplingParams) -> str:

@@ -2,8 +2,8 @@
 
 Under top-p a set has from one to thousands of ids, in ascending order. Stored are the first id of each set and the
 differences between consecutive ids, in as few bytes as the largest difference needs, grouped by byte position, lowest
-bytes first: most differences are small, and bytes of one position compress best (`benchmarks/keep_sets.py` compares
-other encodings).
+bytes first: most differences are small, and bytes of one position compress best (`benchmarks/sampling_masks.py`
+compares other encodings).
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ BROKEN = {
         (f"{SERVER} engine.hang_timeout=60.0 trainer.max_lag=2", "engine.hang_timeout = 60"),
     ],
     "truncation-servers": [
-        (f"{SERVER} sampling.top_p=0.9", "servers, which do not return keep sets (without the sets each token"),
+        (f"{SERVER} sampling.top_p=0.9", "servers, which do not return sampling masks (without the sets each token"),
         (f"{SERVER} sampling.top_k=20", "by the mass that was cut): set top_p = 1"),
     ],
     "truncation-vllm": [

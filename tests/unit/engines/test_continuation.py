@@ -207,11 +207,11 @@ def prefix_of(ids: Sequence[int], **changes) -> Completion:
         ([[EMPTY], [prefix_of([SIZE])]], FREE, ["'p1'", str(SIZE)]),
         ([[EMPTY], [prefix_of([11, 12], logp_behavior=np.zeros(1, np.float32))]], FREE, ["'p1'", "log-probs"]),
         ([[EMPTY], [prefix_of([11, 12], policy_version=np.zeros(3, np.int64))]], FREE, ["'p1'", "versions"]),
-        ([[EMPTY], [prefix_of([11])]], TRUNCATED, ["'p1'", "has no keep sets", "top_p"]),
+        ([[EMPTY], [prefix_of([11])]], TRUNCATED, ["'p1'", "has no sampling masks", "top_p"]),
         (
             [[EMPTY], [prefix_of([11], sampling_mask=(np.array([11]),))]],
             FREE,
-            ["'p1'", "has keep sets", "not truncated"],
+            ["'p1'", "has sampling masks", "not truncated"],
         ),
     ],
 )

@@ -204,7 +204,7 @@ def test_kept_sets_renormalise_over_the_set() -> None:
 def test_token_outside_its_keep_set_is_refused() -> None:
     kept = pack_kept([[np.array([token]) for token in response] for response in RESPONSES], 7)
     kept[1, 2, 0] = 3
-    with pytest.raises(TrimtabError, match="response 1, token 2: id 42 is not in its own keep set"):
+    with pytest.raises(TrimtabError, match="response 1, token 2: id 42 is not in its own sampling mask"):
         score(build("llama"), batch(), kept=kept)
 
 

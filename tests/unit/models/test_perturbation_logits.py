@@ -38,7 +38,7 @@ def full_noise(tokens: int, vocabulary: int, seed: int = SEED) -> Tensor:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("restricted", [False, True])
 def test_equals_all_logits_at_once(softcap: float | None, restricted: bool) -> None:
-    """Values and every gradient, log_sigma's too, with soft cap, bias, temperature, entropy and keep sets."""
+    """Values and every gradient, log_sigma's too, with soft cap, bias, temperature, entropy and sampling masks."""
     torch.manual_seed(1)
     tensors = [torch.randn(*shape, dtype=torch.float64) for shape in ((5, 3), (8, 3), (8,))]
     tensors.append(torch.full((1,), STD, dtype=torch.float64).log())

@@ -127,7 +127,7 @@ def test_truncated_responses_can_be_left_out_of_the_loss(scorer: rewards.Scorer)
 def test_truncated_sampling_without_keep_sets_is_refused(scorer: rewards.Scorer) -> None:
     made = feed(scorer, script_for([True, True]))
     made.collector.sampling = SamplingParams(max_tokens=4, stop=(".",), top_p=0.9)
-    with pytest.raises(TrimtabError, match="keep sets"):
+    with pytest.raises(TrimtabError, match="sampling masks"):
         made.take(UPDATES, batches_left=1)
 
 

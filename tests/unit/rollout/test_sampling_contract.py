@@ -17,8 +17,8 @@ from trimtab.types import Completion, SamplingParams, Trajectory
         (SamplingParams(temperature=0.8, logprobs="raw"), False, ['"raw"', "temperature 0.8", "processed"]),
         (SamplingParams(top_p=0.9, logprobs="raw"), True, ['"raw"', "top_p 0.9"]),
         (SamplingParams(top_k=20, logprobs="raw"), True, ['"raw"', "top_k 20"]),
-        (SamplingParams(top_p=0.9), False, ["keep sets", "top_p 0.9", "biased"]),
-        (SamplingParams(top_k=5, temperature=0.5), False, ["keep sets", "top_k 5"]),
+        (SamplingParams(top_p=0.9), False, ["sampling masks", "top_p 0.9", "biased"]),
+        (SamplingParams(top_k=5, temperature=0.5), False, ["sampling masks", "top_k 5"]),
         (SamplingParams(temperature=0.0), False, ["greedily"]),
     ],
 )
@@ -61,11 +61,11 @@ def test_a_trajectory_with_its_own_keep_sets_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("kept", "words"),
     [
-        (None, "carry no keep sets"),
-        ([[2, 7]], "response to 'sum': 1 keep sets for 2 tokens"),
-        ([[2, 7], [3, 5]], "response to 'sum', token 1: id 2 is not in its own keep set"),
-        ([[], [2]], "token 0: id 7 is not in its own keep set"),
-        ([[2, 5, 7, 9], [2]], "token 0: 4 ids in its keep set under top_k 3"),
+        (None, "carry no sampling masks"),
+        ([[2, 7]], "response to 'sum': 1 sampling masks for 2 tokens"),
+        ([[2, 7], [3, 5]], "response to 'sum', token 1: id 2 is not in its own sampling mask"),
+        ([[], [2]], "token 0: id 7 is not in its own sampling mask"),
+        ([[2, 5, 7, 9], [2]], "token 0: 4 ids in its sampling mask under top_k 3"),
     ],
 )
 def test_sets_that_cannot_be_those_of_the_tokens_are_refused(kept: list[list[int]] | None, words: str) -> None:

@@ -1,4 +1,4 @@
-"""Keep sets in files: every id back, in few bytes, and nothing by halves."""
+"""Sampling masks in files: every id back, in few bytes, and nothing by halves."""
 
 from __future__ import annotations
 

@@ -149,8 +149,8 @@ def check_prefixes(
 
     Raises:
         TrimtabError: not one prefix for each sample of each prompt; per-token fields of another length than the ids;
-            longer than `max_tokens`; keep sets missing, or given where the sampling is not truncated; experts recorded
-            for another number of tokens.
+            longer than `max_tokens`; sampling masks missing, or given where the sampling is not truncated; experts
+            recorded for another number of tokens.
     """
     if prefixes is None:
         return
@@ -163,7 +163,9 @@ def check_prefixes(
         length = len(prefix.response_ids)
         fields = (prefix.logp_behavior, prefix.policy_version, prefix.entropy, prefix.sampling_mask)
         if any(len(values) != length for values in fields if values is not None):
-            raise TrimtabError(f"{name}: its log-probs, versions, entropies or keep sets are not {length} like its ids")
+            raise TrimtabError(
+                f"{name}: its log-probs, versions, entropies or sampling masks are not {length} like its ids"
+            )
         if length > sampling.max_tokens:
             raise TrimtabError(
                 f"{name} has {length} tokens, max_tokens for the whole response is {sampling.max_tokens}: "
@@ -171,7 +173,7 @@ def check_prefixes(
             )
         if sampling.truncated != (prefix.sampling_mask is not None):
             raise TrimtabError(
-                f"{name} {'has no' if sampling.truncated else 'has'} keep sets, but the sampling is "
+                f"{name} {'has no' if sampling.truncated else 'has'} sampling masks, but the sampling is "
                 f"{'' if sampling.truncated else 'not '}truncated: draw the prefix under the same top_p and top_k"
             )
         run = len(prompt.ids) + length - 1

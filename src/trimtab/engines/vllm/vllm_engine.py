@@ -157,7 +157,7 @@ class VllmEngine:
                     "(vLLM on a GPU), or top_p = 1 and top_k = 0"
                 )
             if sampling.top_k == 0:
-                raise TrimtabError("vLLM returns keep sets with top_k only: set sampling.top_k as well")
+                raise TrimtabError("vLLM returns sampling masks with top_k only: set sampling.top_k as well")
 
     def _request(self, row: DecodingRow, prompt: Prompt, sampling: SamplingParams, seed: int) -> Request:
         from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]

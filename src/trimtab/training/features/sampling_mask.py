@@ -1,4 +1,4 @@
-"""Sampling masks (docs/results/sampling-masks.md): under top-p and top-k, log-probs are renormalized over the tokens that were allowed."""
+"""Renormalizes log-probs over the sampling masks of truncated sampling (docs/results/sampling-masks.md)."""
 
 from __future__ import annotations
 

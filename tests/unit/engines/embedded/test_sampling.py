@@ -1,4 +1,4 @@
-"""One uniform number in, one token out: exact frequencies, exact log-probs, exact keep sets."""
+"""One uniform number in, one token out: exact frequencies, exact log-probs, exact sampling masks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Keep sets of truncated sampling: how large they are, what storing them takes, and what leaving them out does.
+"""Sampling masks of truncated sampling: how large they are, what storing them takes, and what leaving them out does.
 
-    python benchmarks/keep_sets.py [--models laboratory smollm2-135m-instruct] [--tokens 64]
+    python benchmarks/sampling_masks.py [--models laboratory smollm2-135m-instruct] [--tokens 64]
 
 For every truncation: how many ids a token was drawn from; bytes a token in a parquet file, for several forms of the
 column (`runs/sampling_mask_column.py` is "steps"); and the mean ratio pi/mu of the sampled tokens, mu from the sampler

@@ -134,9 +134,9 @@ def short(completion: Completion) -> Completion:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda one: replace(one, sampling_mask=None), "carry no keep sets: ratios over the whole vocabulary"),
-        (lambda one: without(one, own=True), "is not in its own keep set"),
-        (short, "keep sets for .* tokens"),
+        (lambda one: replace(one, sampling_mask=None), "carry no sampling masks: ratios over the whole vocabulary"),
+        (lambda one: without(one, own=True), "is not in its own sampling mask"),
+        (short, "sampling masks for .* tokens"),
     ],
 )
 def test_sets_that_are_lost_on_the_way_end_the_run(tmp_path: Path, change: Change, words: str) -> None:
