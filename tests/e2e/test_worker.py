@@ -286,7 +286,7 @@ def test_killed_while_publishing(engine: RemoteEngine, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(process_transport, "share", remembered)
     pid = engine.transport.pid
-    with pytest.raises(EngineDeadError, match="during publish"):
+    with pytest.raises(EngineDeadError, match="during update_weights"):
         engine.update_weights(weights(), version=6)
     engine.restart()
     # Stopped, it cannot take what it was sent: it dies with the weights on their way.
