@@ -90,6 +90,59 @@ class Completion:
     sampling_mask: tuple[IntArray, ...] | None = None
     routed_experts: ExpertArray | None = None
 
+    @classmethod
+    def empty(cls) -> Completion:
+        """Returns the prefix of no tokens: the whole response is sampled."""
+        return cls(
+            response_ids=np.empty(0, dtype=np.int64),
+            logp_behavior=np.empty(0, dtype=np.float32),
+            policy_version=np.empty(0, dtype=np.int64),
+            finish_reason="length",
+            text="",
+        )
+
+    def truncated(self, tokens: int) -> Completion:
+        """Returns the first `tokens` tokens as a prefix, without text.
+
+        The token that ended a response is always left out, so that the ending is sampled again. The text of a prefix is
+        undefined because it depends on the tokens that follow.
+        """
+        n = len(self.response_ids)
+        experts = self.routed_experts
+        k = min(tokens, n - 1 if self.finish_reason == "stop" else n)
+        return replace(
+            self,
+            response_ids=self.response_ids[:k],
+            logp_behavior=self.logp_behavior[:k],
+            policy_version=self.policy_version[:k],
+            finish_reason="length",
+            text="",
+            entropy=None if self.entropy is None else self.entropy[:k],
+            sampling_mask=None if self.sampling_mask is None else self.sampling_mask[:k],
+            routed_experts=None if experts is None else experts[: len(experts) - (n - k)],
+        )
+
+    def continued_by(self, whole: Completion) -> Completion:
+        """Returns `whole` with its first tokens replaced by those of this prefix.
+
+        An optional field that either of the two lacks is None in the result.
+        """
+        k = len(self.response_ids)
+        if k == 0:
+            return whole
+        entropy, masks, routes = self.entropy, self.sampling_mask, self.routed_experts
+        return replace(
+            whole,
+            response_ids=np.concatenate([self.response_ids, whole.response_ids[k:]]),
+            logp_behavior=np.concatenate([self.logp_behavior, whole.logp_behavior[k:]]),
+            policy_version=np.concatenate([self.policy_version, whole.policy_version[k:]]),
+            entropy=None if entropy is None or whole.entropy is None else np.concatenate([entropy, whole.entropy[k:]]),
+            sampling_mask=None if masks is None or whole.sampling_mask is None else masks + whole.sampling_mask[k:],
+            routed_experts=None
+            if routes is None or whole.routed_experts is None
+            else np.concatenate([routes, whole.routed_experts[len(routes) :]]),
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
@@ -225,58 +278,3 @@ class Engine(Protocol):
     def close(self) -> None:
         """Shut down the engine and every process it started. Idempotent."""
         ...
-
-
-# An empty prefix: the whole response is sampled.
-EMPTY = Completion(
-    response_ids=np.empty(0, dtype=np.int64),
-    logp_behavior=np.empty(0, dtype=np.float32),
-    policy_version=np.empty(0, dtype=np.int64),
-    finish_reason="length",
-    text="",
-)
-
-
-def cut(completion: Completion, kept: int) -> Completion:
-    """Returns the first `kept` tokens of `completion` as a prefix, without text.
-
-    The token that ended a response is always left out, so that the ending is sampled again. The text of a prefix is
-    undefined because it depends on the tokens that follow.
-    """
-    n = len(completion.response_ids)
-    experts = completion.routed_experts
-    k = min(kept, n - 1 if completion.finish_reason == "stop" else n)
-    return replace(
-        completion,
-        response_ids=completion.response_ids[:k],
-        logp_behavior=completion.logp_behavior[:k],
-        policy_version=completion.policy_version[:k],
-        finish_reason="length",
-        text="",
-        entropy=None if completion.entropy is None else completion.entropy[:k],
-        sampling_mask=None if completion.sampling_mask is None else completion.sampling_mask[:k],
-        routed_experts=None if experts is None else experts[: len(experts) - (n - k)],
-    )
-
-
-def splice(prefix: Completion, whole: Completion) -> Completion:
-    """Returns `whole` with its first tokens replaced by those of `prefix`.
-
-    An optional field that either of the two lacks is None in the result.
-    """
-    k = len(prefix.response_ids)
-    if k == 0:
-        return whole
-    old, new, old_kept, new_kept = prefix.entropy, whole.entropy, prefix.sampling_mask, whole.sampling_mask
-    routes, old_routes = whole.routed_experts, prefix.routed_experts
-    return replace(
-        whole,
-        response_ids=np.concatenate([prefix.response_ids, whole.response_ids[k:]]),
-        logp_behavior=np.concatenate([prefix.logp_behavior, whole.logp_behavior[k:]]),
-        policy_version=np.concatenate([prefix.policy_version, whole.policy_version[k:]]),
-        entropy=None if old is None or new is None else np.concatenate([old, new[k:]]),
-        sampling_mask=None if old_kept is None or new_kept is None else old_kept + new_kept[k:],
-        routed_experts=None
-        if routes is None or old_routes is None
-        else np.concatenate([old_routes, routes[len(old_routes) :]]),
-    )

@@ -12,7 +12,7 @@ import torch
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.models.load import BUNDLED, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.types import Completion, Problem, Prompt, SamplingParams, cut
+from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 pytestmark = pytest.mark.e2e
 
@@ -34,7 +34,7 @@ def continued(loaded: LoadedModel, asked: list[Prompt], dtype: torch.dtype) -> t
     """Responses that begin with 0, 5, 5 (the same) and 11 tokens of others, and their exact log-probs."""
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype)
     source = engine.generate(asked, 4, SAMPLING, seed=0)
-    prefixes = [[cut(g[0], 0), cut(g[1], 5), cut(g[1], 5), cut(g[3], 11)] for g in source]
+    prefixes = [[g[0].truncated(0), g[1].truncated(5), g[1].truncated(5), g[3].truncated(11)] for g in source]
     before = engine.prefilled_tokens
     out = engine.generate(asked, 4, SAMPLING, seed=1, prefixes=prefixes)
     assert engine.prefilled_tokens - before == sum(len(one.ids) for one in asked) + 3 * (5 + 11)

@@ -15,7 +15,7 @@ from tests.support.vllm_support import needs_vllm, policy, prompts, start, updat
 from trimtab.engines.stopping import StopChecker
 from trimtab.engines.vllm import setup, stepped_runner
 from trimtab.errors import TrimtabError
-from trimtab.types import EMPTY, Completion, SamplingParams, cut
+from trimtab.types import Completion, SamplingParams
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 
@@ -111,7 +111,9 @@ def test_a_prefix_is_kept_and_the_rest_is_drawn_anew(engine: Any) -> None:
     before = engine.generate(asked, 2, FORCED, seed=2)
     engine.update_weights(policy().state_dict().items(), 8)
     lengths = [[5, 0], [11, 1]]
-    prefixes = [[cut(whole, n) for whole, n in zip(*pair, strict=True)] for pair in zip(before, lengths, strict=True)]
+    prefixes = [
+        [whole.truncated(n) for whole, n in zip(*pair, strict=True)] for pair in zip(before, lengths, strict=True)
+    ]
     after = engine.generate(asked, 2, FORCED, seed=2, prefixes=prefixes)
     for prompt, olds, news, kept in zip(asked, before, after, lengths, strict=True):
         for old, new, n in zip(olds, news, kept, strict=True):
@@ -128,10 +130,10 @@ def test_a_prefix_is_kept_and_the_rest_is_drawn_anew(engine: Any) -> None:
 def _rows(*begun: int) -> list[Any]:
     from trimtab.engines.embedded.decoding_rows import build_rows
 
-    whole = cut(
-        Completion(np.arange(2, 8), np.full(6, -1.0, np.float32), np.zeros(6, np.int64), "length", ""), max(begun)
+    whole = Completion(np.arange(2, 8), np.full(6, -1.0, np.float32), np.zeros(6, np.int64), "length", "").truncated(
+        max(begun)
     )
-    return [build_rows(1, 1, FORCED, 2, [[cut(whole, n) if n else EMPTY]])[0] for n in begun]
+    return [build_rows(1, 1, FORCED, 2, [[whole.truncated(n) if n else Completion.empty()]])[0] for n in begun]
 
 
 def test_an_interrupted_call_keeps_what_there_is_and_goes_on_under_other_weights(engine: Any) -> None:

@@ -30,7 +30,7 @@ from trimtab.errors import DivergedError, EngineDeadError, TrimtabError
 from trimtab.models import laboratory
 from trimtab.models.load import load
 from trimtab.training.export import save_model_files
-from trimtab.types import EMPTY, Completion, SamplingParams
+from trimtab.types import Completion, SamplingParams
 
 pytestmark = pytest.mark.e2e
 
@@ -339,7 +339,7 @@ def test_a_users_mistake_is_the_same_line_as_in_this_process(engine: RemoteEngin
         lambda e: e.generate(ASKED, 0, FREE, seed=0),
         lambda e: e.generate([prompt([99])], 1, FREE, seed=0),
         lambda e: e.generate([prompt([1] * 60)], 1, FREE, seed=0),
-        lambda e: e.generate(ASKED, 1, FREE, seed=0, prefixes=[[EMPTY]]),
+        lambda e: e.generate(ASKED, 1, FREE, seed=0, prefixes=[[Completion.empty()]]),
         lambda e: e.update_weights(twice, version=8),
         lambda e: e.update_weights([("unknown", torch.zeros(1))], version=8),
     ]

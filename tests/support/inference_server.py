@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.remote.shared_weights import SharedWeights
 from trimtab.models.load import LoadedModel, load
-from trimtab.types import EMPTY, Completion, Problem, Prompt, SamplingParams
+from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 
 class Service:
@@ -92,7 +92,7 @@ class Service:
                 self._aborted.wait_for(lambda: self._aborts > seen)
             tokens = self.options.get("tokens", 0)
             if tokens == 0:
-                return replace(EMPTY, finish_reason="abort")
+                return replace(Completion.empty(), finish_reason="abort")
             sampling = replace(sampling, max_tokens=min(tokens, sampling.max_tokens))
         prompt = Prompt(Problem("p", "", ""), "", np.array(ids, dtype=np.int64))
         with self._lock:

@@ -10,7 +10,7 @@ import numpy as np
 
 from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes, is_complete
 from trimtab.errors import TrimtabError
-from trimtab.types import EMPTY, AbortSignal, Completion, Prompt, SamplingParams, cut, splice
+from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams
 
 
 class FakeEngine:
@@ -53,7 +53,7 @@ class FakeEngine:
         if missing:
             raise TrimtabError(f"no completion is scripted for prompt {missing[0]!r}; add it to the script")
         check_prefixes(prefixes, prompts, samples, sampling)
-        starts = prefixes or [[EMPTY] * samples for _ in prompts]
+        starts = prefixes or [[Completion.empty()] * samples for _ in prompts]
         whole = [self._whole(prompt, group, sampling) for prompt, group in zip(prompts, starts, strict=True)]
         remaining = [
             [len(full.response_ids) - len(prefix.response_ids) for prefix, full in zip(*pair, strict=True)]
@@ -76,7 +76,7 @@ class FakeEngine:
                 full = prefix
             elif len(prefix.response_ids) >= len(full.response_ids) > 0:
                 raise TrimtabError(f"a prefix of prompt {prompt.problem.id!r} leaves nothing of its script to play")
-            completions.append(splice(prefix, full))
+            completions.append(prefix.continued_by(full))
         return completions
 
     def _count(
@@ -131,4 +131,4 @@ class FakeEngine:
 def _grown(prefix: Completion, whole: Completion, steps: int) -> Completion:
     """Returns `whole`, or its part up to `steps` tokens after the prefix, marked as aborted."""
     n = len(prefix.response_ids) + steps
-    return whole if n >= len(whole.response_ids) else replace(cut(whole, n), finish_reason="abort")
+    return whole if n >= len(whole.response_ids) else replace(whole.truncated(n), finish_reason="abort")

@@ -16,7 +16,7 @@ from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import ERRORS_KEPT, EvalResult, Part, ProblemResult
 from trimtab.rewards import Score, Scorer
 from trimtab.rollout.truncation import prefix_tokens
-from trimtab.types import Completion, Engine, Problem, Prompt, SamplingParams, Task, cut
+from trimtab.types import Completion, Engine, Problem, Prompt, SamplingParams, Task
 
 # Largest number of prompts, and about that of responses, in one engine call. An interruption loses one call.
 PROMPTS_PER_CALL = 64
@@ -202,5 +202,6 @@ class Relay:
         """Returns a prefix for each sample of each prompt, from a response of its own; it never contains the stop."""
         answers = self.engine.generate(prompts, samples, sampling, seed=seed)
         return [
-            [cut(answer, prefix_tokens(self.ratio, len(answer.response_ids))) for answer in group] for group in answers
+            [answer.truncated(prefix_tokens(self.ratio, len(answer.response_ids))) for answer in group]
+            for group in answers
         ]

@@ -18,7 +18,7 @@ from trimtab.errors import TrimtabError
 from trimtab.rollout.truncation import Rule, build, prefix_tokens
 from trimtab.runs import trajectories
 from trimtab.seeds import derive
-from trimtab.types import EMPTY, Completion, Engine, Prompt, SamplingParams, Trajectory, cut
+from trimtab.types import Completion, Engine, Prompt, SamplingParams, Trajectory
 
 
 @dataclass
@@ -71,12 +71,12 @@ class PrefixPool:
         whole = self._rule.whole
         limit = self.sampling.max_tokens if whole else self._budget()
         seed, count = derive(self.seed, "prefix", self.cycle), self.samples // self.config.share
-        drawn = [[EMPTY] * count for _ in prompts]
+        drawn = [[Completion.empty()] * count for _ in prompts]
         if limit:
             drawn = self.engine.generate(prompts, count, replace(self.sampling, max_tokens=limit), seed=seed)
         rng = np.random.default_rng(derive(self.seed, "prefix-cut", self.cycle))
         self._waiting = [
-            (prompt, [self._rule.prefix(one, rng.random()) if whole else cut(one, limit) for one in group])
+            (prompt, [self._rule.prefix(one, rng.random()) if whole else one.truncated(limit) for one in group])
             for prompt, group in zip(prompts, drawn, strict=True)
         ]
         self.cycle += 1

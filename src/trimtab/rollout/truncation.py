@@ -14,7 +14,7 @@ import numpy as np
 from trimtab.config import PrefixConfig
 from trimtab.errors import TrimtabError, nearest
 from trimtab.plugins import check_arguments, load_function
-from trimtab.types import Completion, FloatArray, IntArray, cut
+from trimtab.types import Completion, FloatArray, IntArray
 
 # (response ids, entropy in nats or None, a uniform random number in [0, 1)) -> tokens to keep
 Truncation = Callable[[IntArray, FloatArray | None, float], int]
@@ -43,7 +43,7 @@ class Rule:
                 f"prefix rule {self.name!r} answered {kept!r} for a response of {n} tokens; "
                 f"it must return how many to keep, an int from 0 to {max(n - 1, 0)}"
             )
-        return cut(completion, int(kept))
+        return completion.truncated(int(kept))
 
 
 def build(config: PrefixConfig) -> Rule:

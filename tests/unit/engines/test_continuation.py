@@ -16,7 +16,7 @@ from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.types import EMPTY, Completion, Prompt, SamplingParams, cut
+from trimtab.types import Completion, Prompt, SamplingParams
 
 LENGTHS = [5, 1, 17, 30]
 STOPS = SamplingParams(max_tokens=24, stop=("a",), stop_ids=(7, 8))
@@ -31,7 +31,7 @@ def make(name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0)
 
 def begun(groups: Groups, lengths: Sequence[int]) -> Groups:
     """Prefixes of their own responses; sample s of every prompt keeps `lengths[s]` tokens, if it has them."""
-    return [[cut(one, k) for one, k in zip(group, lengths, strict=True)] for group in groups]
+    return [[one.truncated(k) for one, k in zip(group, lengths, strict=True)] for group in groups]
 
 
 def pairs(*groups: Groups) -> list[tuple[Completion, ...]]:
@@ -51,7 +51,7 @@ def test_empty_prefixes_change_no_bit(name: str, dtype: torch.dtype) -> None:
     for sampling in (STOPS, TRUNCATED):
         plain = engine.generate(asked, 3, sampling, seed=1)
         counted = engine.decoded_tokens, engine.prefilled_tokens
-        empty = engine.generate(asked, 3, sampling, seed=1, prefixes=[[EMPTY] * 3 for _ in asked])
+        empty = engine.generate(asked, 3, sampling, seed=1, prefixes=[[Completion.empty()] * 3 for _ in asked])
         assert all(same_bits(a, b) for a, b in pairs(plain, empty))
         assert (engine.decoded_tokens, engine.prefilled_tokens) == (2 * counted[0], 2 * counted[1])
         engine.decoded_tokens = engine.prefilled_tokens = 0
@@ -133,7 +133,7 @@ def exact_logp(model, asked: list[Prompt], groups: Groups) -> list[np.ndarray]:
 def test_a_shared_prefix_is_run_once_and_changes_nothing(name: str) -> None:
     engine, asked = make(name), prompts(LENGTHS)
     source = engine.generate(asked, 2, FREE, seed=3)
-    shared = [[cut(group[0], 5)] * 3 + [cut(group[1], 2)] * 3 for group in source]
+    shared = [[group[0].truncated(5)] * 3 + [group[1].truncated(2)] * 3 for group in source]
     before = engine.prefilled_tokens
     out = engine.generate(asked, 6, FREE, seed=8, prefixes=shared)
     repeated = [2 * n for n in LENGTHS] if name == "gpt2" else LENGTHS  # the general path runs prompt and prefix as one
@@ -142,7 +142,7 @@ def test_a_shared_prefix_is_run_once_and_changes_nothing(name: str) -> None:
     assert tokens(engine.generate(asked, 6, FREE, seed=8, prefixes=equal)) == tokens(out)
     assert engine.prefilled_tokens - before == 2 * (sum(repeated) + 4 * (5 + 2))
     for s in range(6):  # each sample's prefix on its own, all others sampled whole
-        alone = [[prefix if i == s else EMPTY for i, prefix in enumerate(group)] for group in shared]
+        alone = [[prefix if i == s else Completion.empty() for i, prefix in enumerate(group)] for group in shared]
         found = engine.generate(asked, 6, FREE, seed=8, prefixes=alone)
         for group, expected in zip(found, out, strict=True):
             assert group[s].response_ids.tolist() == expected[s].response_ids.tolist()
@@ -155,7 +155,9 @@ def test_tokens_are_counted_without_padding(monkeypatch: pytest.MonkeyPatch) -> 
     engine, asked = make(), prompts([5, 3])
     plain = engine.generate(asked, 4, FREE, seed=3)
     assert (engine.prefilled_tokens, engine.decoded_tokens) == (8, 2 * 4 * 11)
-    prefixes = [[EMPTY, cut(group[1], 4), cut(group[1], 4), cut(group[3], 7)] for group in plain]
+    prefixes = [
+        [Completion.empty(), group[1].truncated(4), group[1].truncated(4), group[3].truncated(7)] for group in plain
+    ]
     engine.generate(asked, 4, FREE, seed=3, prefixes=prefixes)
     assert (engine.prefilled_tokens, engine.decoded_tokens) == (8 + 8 + 2 * (4 + 7), 88 + 2 * (11 + 7 + 7 + 4))
 
@@ -179,7 +181,7 @@ def test_a_stop_string_may_begin_in_the_prefix() -> None:
     engine, [one] = make(), prompts([5])
     [group] = engine.generate([one], 40, SamplingParams(max_tokens=2, ignore_stop=True), seed=0)
     first, second = max((tuple(c.response_ids.tolist()) for c in group), key=lambda pair: len(PIECES[pair[0]]))
-    prefix = next(cut(c, 1) for c in group if c.response_ids.tolist() == [first, second])
+    prefix = next(c.truncated(1) for c in group if c.response_ids.tolist() == [first, second])
     sampling = SamplingParams(max_tokens=9, stop=(PIECES[first][-1] + PIECES[second],))
     [out] = engine.generate([one], 40, sampling, seed=0, prefixes=[[prefix] * 40])
     ended = {c.response_ids[1] == second: (c.finish_reason, c.text, len(c.response_ids)) for c in out}
@@ -199,17 +201,25 @@ def prefix_of(ids: Sequence[int], **changes) -> Completion:
     ("prefixes", "sampling", "words"),
     [
         ([[prefix_of([11])]], FREE, ["1 prompts", "2 prompts"]),
-        ([[prefix_of([11])] * 2, [EMPTY]], FREE, ["[1, 2] samples", "2 prompts with 1"]),
-        ([[EMPTY], [prefix_of([11] * 13)]], FREE, ["'p1'", "13 tokens", "max_tokens"]),
-        ([[EMPTY], [prefix_of([11, 7])]], STOPS, ["'p1'", "sample 0", "already complete"]),
-        ([[EMPTY], [prefix_of([11, EOS])]], STOPS, ["already complete"]),
-        ([[EMPTY], [prefix_of([PIECES.index("ab")])]], STOPS, ["already complete"]),
-        ([[EMPTY], [prefix_of([SIZE])]], FREE, ["'p1'", str(SIZE)]),
-        ([[EMPTY], [prefix_of([11, 12], logp_behavior=np.zeros(1, np.float32))]], FREE, ["'p1'", "log-probs"]),
-        ([[EMPTY], [prefix_of([11, 12], policy_version=np.zeros(3, np.int64))]], FREE, ["'p1'", "versions"]),
-        ([[EMPTY], [prefix_of([11])]], TRUNCATED, ["'p1'", "has no sampling masks", "top_p"]),
+        ([[prefix_of([11])] * 2, [Completion.empty()]], FREE, ["[1, 2] samples", "2 prompts with 1"]),
+        ([[Completion.empty()], [prefix_of([11] * 13)]], FREE, ["'p1'", "13 tokens", "max_tokens"]),
+        ([[Completion.empty()], [prefix_of([11, 7])]], STOPS, ["'p1'", "sample 0", "already complete"]),
+        ([[Completion.empty()], [prefix_of([11, EOS])]], STOPS, ["already complete"]),
+        ([[Completion.empty()], [prefix_of([PIECES.index("ab")])]], STOPS, ["already complete"]),
+        ([[Completion.empty()], [prefix_of([SIZE])]], FREE, ["'p1'", str(SIZE)]),
         (
-            [[EMPTY], [prefix_of([11], sampling_mask=(np.array([11]),))]],
+            [[Completion.empty()], [prefix_of([11, 12], logp_behavior=np.zeros(1, np.float32))]],
+            FREE,
+            ["'p1'", "log-probs"],
+        ),
+        (
+            [[Completion.empty()], [prefix_of([11, 12], policy_version=np.zeros(3, np.int64))]],
+            FREE,
+            ["'p1'", "versions"],
+        ),
+        ([[Completion.empty()], [prefix_of([11])]], TRUNCATED, ["'p1'", "has no sampling masks", "top_p"]),
+        (
+            [[Completion.empty()], [prefix_of([11], sampling_mask=(np.array([11]),))]],
             FREE,
             ["'p1'", "has sampling masks", "not truncated"],
         ),
@@ -223,13 +233,15 @@ def test_prefixes_that_do_not_fit_are_named(prefixes: Groups, sampling: Sampling
 
 
 def test_a_stop_in_the_prefix_is_nothing_where_stops_are_ignored() -> None:
-    [[out], _] = make().generate(prompts([4, 6]), 1, FREE, seed=0, prefixes=[[prefix_of([11, EOS])], [EMPTY]])
+    [[out], _] = make().generate(
+        prompts([4, 6]), 1, FREE, seed=0, prefixes=[[prefix_of([11, EOS])], [Completion.empty()]]
+    )
     assert len(out.response_ids) == 12
 
 
 def test_what_a_prefix_does_not_know_the_response_does_not_claim() -> None:
     [[out], [other]] = make().generate(
-        prompts([4, 6]), 1, FREE, seed=0, prefixes=[[prefix_of([11], entropy=None)], [EMPTY]]
+        prompts([4, 6]), 1, FREE, seed=0, prefixes=[[prefix_of([11], entropy=None)], [Completion.empty()]]
     )
     assert out.entropy is None
     assert other.entropy is not None

@@ -8,7 +8,7 @@ from tests.support.engines import PIECES, prompt
 
 from trimtab.engines.fake import FakeEngine
 from trimtab.errors import TrimtabError
-from trimtab.types import Completion, SamplingParams, cut
+from trimtab.types import Completion, SamplingParams
 
 
 class Letters:
@@ -51,7 +51,7 @@ def test_a_prefix_takes_the_place_of_the_script_and_tokens_are_counted() -> None
     begun = Completion(np.array([8, 9]), np.array([-8, -9], np.float32), np.zeros(2, int), "length", "")
     engine = FakeEngine({"p": [whole]})
     engine.update_weights([], version=3)
-    prefixes = [[begun, cut(begun, 0), begun]]
+    prefixes = [[begun, begun.truncated(0), begun]]
     [out] = engine.generate([prompt([1, 2, 3])], 3, SamplingParams(), seed=0, prefixes=prefixes)
     assert [c.response_ids.tolist() for c in out] == [[8, 9, 2, 3, 4], [0, 1, 2, 3, 4], [8, 9, 2, 3, 4]]
     assert out[0].logp_behavior.tolist() == [-8, -9, -2, -3, -4]

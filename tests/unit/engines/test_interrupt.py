@@ -15,7 +15,7 @@ from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.fake import FakeEngine
 from trimtab.models import laboratory
 from trimtab.models.logprobs import TokenBatch, score
-from trimtab.types import Completion, SamplingParams, cut
+from trimtab.types import Completion, SamplingParams
 
 LENGTHS = [5, 1, 17, 30]
 STOPS = SamplingParams(max_tokens=24, stop=("a",), stop_ids=(7, 8))
@@ -143,5 +143,7 @@ def test_a_whole_response_comes_back_as_it_is_and_costs_nothing() -> None:
         assert (one.finish_reason, one.text) == (whole.finish_reason, whole.text)
         assert np.array_equal(one.logp_behavior, whole.logp_behavior)
     longer = replace(STOPS, max_tokens=30)
-    grown = engine.generate(asked, 3, longer, seed=1, prefixes=[[cut(one, 24) for one in group] for group in plain])
+    grown = engine.generate(
+        asked, 3, longer, seed=1, prefixes=[[one.truncated(24) for one in group] for group in plain]
+    )
     assert max(len(one.response_ids) for one in chain(*grown)) > 24

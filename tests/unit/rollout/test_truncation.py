@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trimtab.config import PrefixConfig
 from trimtab.errors import TrimtabError
 from trimtab.rollout.truncation import Rule, before_high_entropy, build, prefix_tokens
-from trimtab.types import Completion, FinishReason, cut
+from trimtab.types import Completion, FinishReason
 
 
 def response(n: int, finish: FinishReason = "stop", entropy: list[float] | None = None) -> Completion:
@@ -59,7 +59,7 @@ def test_length_keeps_a_share_and_never_the_stop() -> None:
 @given(n=st.integers(1, 40), kept=st.integers(0, 60), finish=st.sampled_from(["stop", "length"]))
 def test_a_cut_keeps_every_field_in_step_and_drops_the_ending(n: int, kept: int, finish: FinishReason) -> None:
     whole = response(n, finish, entropy=list(range(n)))
-    prefix = cut(whole, kept)
+    prefix = whole.truncated(kept)
     k = min(kept, n - 1 if finish == "stop" else n)
     assert prefix.response_ids.tolist() == list(range(10, 10 + k))
     assert prefix.logp_behavior.tolist() == [-i for i in range(k)]

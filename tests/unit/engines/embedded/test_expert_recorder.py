@@ -17,7 +17,7 @@ from trimtab.engines.embedded.decoder import CachedDecoder
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.fake import FakeEngine
 from trimtab.errors import TrimtabError
-from trimtab.types import Completion, Prompt, SamplingParams, cut, splice
+from trimtab.types import Completion, Prompt, SamplingParams
 
 LENGTHS = [5, 1, 17, 30]
 STOPS = SamplingParams(max_tokens=20, stop=("a",), stop_ids=(7, 8))
@@ -147,7 +147,7 @@ def test_what_was_not_reached_again_keeps_its_record(monkeypatch: pytest.MonkeyP
     model, asked = make("qwen3-moe"), prompts([30, 30, 30])
     engine = engine_of(model)
     found = engine.generate(asked, 3, FREE, seed=3)
-    begun = [[cut(answer, 3) for answer in group] for group in found]
+    begun = [[answer.truncated(3) for answer in group] for group in found]
     begun[0] = found[0]
     again = engine.generate(asked, 3, FREE, seed=3, prefixes=begun, abort=After(1))
     for one, other in zip(chain(*again), chain(*begun), strict=True):
@@ -165,7 +165,7 @@ def test_what_was_not_reached_again_keeps_its_record(monkeypatch: pytest.MonkeyP
 def test_a_prefix_without_a_record_gets_one_from_this_engine_s_pass_over_it() -> None:
     model, asked = make("qwen3-moe"), prompts(LENGTHS)
     found = engine_of(model, routes=False).generate(asked, 3, FREE, seed=3)
-    begun = [[cut(answer, 1 + place) for place, answer in enumerate(group)] for group in found]
+    begun = [[answer.truncated(1 + place) for place, answer in enumerate(group)] for group in found]
     for one, group in zip(asked, engine_of(model).generate(asked, 3, FREE, seed=3, prefixes=begun), strict=True):
         assert all(same_experts(answer.routed_experts, chosen(model, one, answer)) for answer in group)
 
@@ -174,7 +174,7 @@ def test_an_engine_that_does_not_record_claims_nothing_about_its_tokens() -> Non
     model, asked = make("qwen3-moe"), prompts([5])
     [[whole]] = engine_of(model).generate(asked, 1, FREE, seed=3)
     plain = engine_of(model, routes=False)
-    [[grown]] = plain.generate(asked, 1, FREE, seed=3, prefixes=[[cut(whole, 3)]])
+    [[grown]] = plain.generate(asked, 1, FREE, seed=3, prefixes=[[whole.truncated(3)]])
     assert grown.routed_experts is None
     [[back]] = plain.generate(asked, 1, FREE, seed=3, prefixes=[[whole]])
     assert np.array_equal(back.routed_experts, whole.routed_experts)
@@ -184,7 +184,7 @@ def test_a_prefix_whose_record_does_not_fit_is_refused() -> None:
     model, asked = make("qwen3-moe"), prompts([5])
     engine = engine_of(model)
     [[whole]] = engine.generate(asked, 1, FREE, seed=3)
-    short = cut(whole, 3)
+    short = whole.truncated(3)
     assert short.routed_experts is not None
     broken = replace(short, routed_experts=short.routed_experts[:-1])
     with pytest.raises(TrimtabError, match="experts are recorded for 6 tokens, but 7 were run"):
@@ -210,10 +210,10 @@ def test_cutting_and_joining_keep_one_entry_for_every_token_that_was_run() -> No
         )
 
     one, other = numbered(0), numbered(10)
-    assert [cut(one, k).routed_experts.ravel().tolist() for k in range(4)] == [[*range(k)] for k in (3, 4, 5, 6)]
-    assert splice(cut(one, 2), other).routed_experts.ravel().tolist() == [0, 1, 2, 3, 4, 15]
-    assert splice(cut(one, 2), replace(other, routed_experts=None)).routed_experts is None
-    assert splice(replace(cut(one, 2), routed_experts=None), other).routed_experts is None
+    assert [one.truncated(k).routed_experts.ravel().tolist() for k in range(4)] == [[*range(k)] for k in (3, 4, 5, 6)]
+    assert one.truncated(2).continued_by(other).routed_experts.ravel().tolist() == [0, 1, 2, 3, 4, 15]
+    assert one.truncated(2).continued_by(replace(other, routed_experts=None)).routed_experts is None
+    assert replace(one.truncated(2), routed_experts=None).continued_by(other).routed_experts is None
     [[played]] = FakeEngine({"p0": [one]}).generate(prompts([4]), 1, SamplingParams(max_tokens=2), seed=0)
     assert played.routed_experts.ravel().tolist() == [0, 1, 2, 3, 4]
 
