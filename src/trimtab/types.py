@@ -73,6 +73,10 @@ class SamplingParams:
 class Completion:
     """One sampled response: token ids, their log-probs under the sampler, and the policy version of each token.
 
+    `loss_mask`: in a multi-turn response, True at tokens the policy sampled and False at those of observations, whose
+    log-prob and entropy are NaN, whose version is `EXTERNAL_VERSION` and whose sampling mask is the token itself.
+    Every observation has at least one token. None: all tokens were sampled. `text` is that of the last turn.
+
     `sampling_mask`: under truncated sampling, the vocabulary ids each token was drawn from
     (docs/results/sampling-masks.md). The trainer renormalizes over them so that both policies share one action space.
 
@@ -89,6 +93,19 @@ class Completion:
     entropy: FloatArray | None = None
     sampling_mask: tuple[IntArray, ...] | None = None
     routed_experts: ExpertArray | None = None
+    loss_mask: BoolArray | None = None
+
+    @property
+    def sampled(self) -> BoolArray:
+        """Whether the policy sampled each token, (tokens,)."""
+        return np.ones(len(self.response_ids), dtype=np.bool_) if self.loss_mask is None else self.loss_mask
+
+    @property
+    def turn(self) -> IntArray:
+        """The number of the model turn of each token, from 0, (tokens,); an observation belongs to the turn before."""
+        sampled = self.sampled
+        begins = sampled & ~np.concatenate([[True], sampled[:-1]])
+        return begins.cumsum(dtype=np.int64)
 
     @classmethod
     def empty(cls) -> Completion:
@@ -120,6 +137,7 @@ class Completion:
             entropy=None if self.entropy is None else self.entropy[:k],
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask[:k],
             routed_experts=None if experts is None else experts[: len(experts) - (n - k)],
+            loss_mask=None if self.loss_mask is None else self.loss_mask[:k],
         )
 
     def continued_by(self, whole: Completion) -> Completion:
@@ -141,6 +159,9 @@ class Completion:
             routed_experts=None
             if routes is None or whole.routed_experts is None
             else np.concatenate([routes, whole.routed_experts[len(routes) :]]),
+            loss_mask=None
+            if self.loss_mask is None and whole.loss_mask is None
+            else np.concatenate([self.sampled, whole.sampled[k:]]),
         )
 
 
@@ -224,6 +245,38 @@ class AbortSignal(Protocol):
     def is_set(self) -> bool: ...
 
 
+class TurnResult(NamedTuple):
+    """What follows a turn of the model: an observation and the next turn, or the end of the response.
+
+    `ids` are the tokens of the observation, at least one, with `finish_reason` None. Otherwise the response ends, and
+    `ids` is empty.
+    """
+
+    ids: IntArray
+    finish_reason: FinishReason | None
+
+
+class TurnHandler(Protocol):
+    """Decides what follows each turn of the responses of one request: runs tools, ends responses.
+
+    It serves the `generate` call of the request and the calls that continue its aborted responses. `prompt` and
+    `sample` are the indices of a response in the call.
+    """
+
+    max_turn_tokens: int
+
+    def submit(self, prompt: int, sample: int, completion: Completion) -> None:
+        """Begins to handle the last turn of `completion`, which ended with a stop. Returns at once.
+
+        A turn that was submitted before is not handled again.
+        """
+        ...
+
+    def result(self, prompt: int, sample: int, timeout: float) -> TurnResult | None:
+        """Returns what follows the turn submitted last, or None if it is not known after `timeout` seconds."""
+        ...
+
+
 class Engine(Protocol):
     """Samples responses and returns their log-probs. Its only state is the weights: all randomness is in `seed`.
 
@@ -243,6 +296,7 @@ class Engine(Protocol):
         *,
         seed: int,
         prefixes: Sequence[Sequence[Completion]] | None = None,
+        turns: TurnHandler | None = None,
         abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """Returns `samples` completions for each prompt, in order. Equal arguments and weights give equal tokens.
@@ -251,6 +305,10 @@ class Engine(Protocol):
         whole response; its log-probs and policy versions are per token, those of the prefix unchanged. An empty prefix
         gives exactly the result of no prefix. A complete response (`finish_reason="stop"`, or `max_tokens` long) is
         returned unchanged.
+
+        With `turns`, a stop ends a turn instead of the response: `turns` returns an observation, which is appended, or
+        the end of the response. Responses advance independently of each other. `max_tokens` counts all tokens of a
+        response; a turn of `turns.max_turn_tokens` tokens without a stop ends it.
 
         Soon after `abort` is set the call returns: incomplete responses have `finish_reason="abort"` and may have no
         token. They can be passed as `prefixes` of a later call, under the same or other weights.

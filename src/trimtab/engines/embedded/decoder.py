@@ -19,6 +19,8 @@ from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 
 # Tokens of prompts that are run through the model together. More cost memory without being faster.
 PREFILL_TOKENS = 4096
+# Added to a batch whose rows waited for so long that its positions are used up.
+EXTRA_POSITIONS = 32
 
 
 class Decoder(Protocol):
@@ -31,8 +33,11 @@ class Decoder(Protocol):
     first: Tensor
     prefilled: int
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """Appends one token to every row, (rows,) ids, and returns the logits after it, (rows, vocabulary)."""
+    def step(self, tokens: Tensor, paused: Tensor | None = None) -> Tensor:
+        """Appends one token to every row, (rows,) ids, and returns the logits after it, (rows, vocabulary).
+
+        Rows of the index `paused` do not change; their token and logits have no meaning.
+        """
         ...
 
     def keep(self, index: Tensor) -> None:
@@ -90,10 +95,13 @@ class CachedDecoder:
         # A finished row that is not removed yet may exceed the context, where learned positions end.
         self._last_position = (getattr(model.config, "max_position_embeddings", None) or width + capacity) - 1
         self._filled = width
+        self._layers = [_PreallocatedLayer(layer, start_of_row, capacity) for layer in cache.layers]
         self._cache = DynamicCache()
-        self._cache.layers = list[Any](_PreallocatedLayer(layer, start_of_row, capacity) for layer in cache.layers)
+        self._cache.layers = list[Any](self._layers)
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, paused: Tensor | None = None) -> Tensor:
+        if self._filled == self._mask.shape[1]:
+            self._make_room()
         self._filled += 1
         out = self._model(
             input_ids=tokens.unsqueeze(-1),
@@ -103,7 +111,26 @@ class CachedDecoder:
             use_cache=True,
         )
         self._position = self._position + 1
+        if paused is not None:
+            self._position[paused] -= 1
+            self._shift_right(paused)
         return out.logits[:, -1]
+
+    def _shift_right(self, rows: Tensor) -> None:
+        """Removes the last token of `rows`, whose other tokens stay aligned on the right."""
+        end = self._filled
+        self._mask[rows, 1:end] = self._mask[rows, : end - 1]
+        self._mask[rows, 0] = 0
+        for layer in self._layers:
+            layer.shift_right(rows)
+
+    def _make_room(self) -> None:
+        """Removes the positions on the left that are padding in every row; without any it adds positions."""
+        left = int(self._mask[:, : self._filled].any(0).int().argmax())
+        self._mask = F.pad(self._mask[:, left:], (0, left or EXTRA_POSITIONS), value=1)
+        self._filled -= left
+        for layer in self._layers:
+            layer.make_room(left)
 
     def keep(self, index: Tensor) -> None:
         self._mask = self._mask[index]
@@ -144,6 +171,18 @@ class _PreallocatedLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         return self._length
+
+    def shift_right(self, rows: Tensor) -> None:
+        for states in (self._keys, self._values):
+            states[rows, :, 1 : self._length] = states[rows, :, : self._length - 1]
+
+    def make_room(self, left: int) -> None:
+        """Removes the first `left` positions; with none it adds `EXTRA_POSITIONS`."""
+        self._keys, self._values = (
+            F.pad(states[:, :, left:], (0, 0, 0, left or EXTRA_POSITIONS)) for states in (self._keys, self._values)
+        )
+        self._length -= left
+        self.keys, self.values = self._view()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._keys, self._values = self._keys[indices], self._values[indices]

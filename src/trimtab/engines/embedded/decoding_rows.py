@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +16,7 @@ from trimtab.engines.embedded.sampling import SampledTokens, uniform_draws
 from trimtab.engines.stopping import StopChecker
 from trimtab.errors import TrimtabError
 from trimtab.models.routing import RouterInfo
-from trimtab.types import Completion, FinishReason, Prompt, SamplingParams
+from trimtab.types import EXTERNAL_VERSION, Completion, FinishReason, Prompt, SamplingParams, TurnResult
 
 Prefixes = Sequence[Sequence[Completion]]
 
@@ -35,9 +37,11 @@ class PrefillPlan:
 
 @dataclass(slots=True)
 class DecodingRow:
-    """One response during decoding; `ids`, `logp`, `entropy` and `kept` begin with those of `prefix`.
+    """One response during decoding; `ids`, `logp`, `entropy`, `kept` and `sampled` begin with those of `prefix`.
 
-    `routes` holds the routed experts of prompt and response, where they are recorded, from the first step on.
+    `routes` holds the routed experts of prompt and response, where they are recorded, from the first step on. In a
+    multi-turn response, `turn_start` is the length before its last turn, and `observation` has the tokens that an
+    engine without a prefill of its own appends one by one, in place of sampled ones.
     """
 
     prompt: int
@@ -51,11 +55,30 @@ class DecodingRow:
     routes: list[NDArray[np.int16]] = field(default_factory=list)  # each (tokens, layers, k), to be concatenated
     finish: FinishReason = "length"
     complete: bool = False  # nothing is left to sample
+    sampled: list[bool] = field(default_factory=list)
+    turn_start: int = 0
+    observation: deque[int] = field(default_factory=deque)
+    waiting: bool = False  # for the result of its last turn
 
     @property
     def prefix_length(self) -> int:
         """The number of tokens of the prefix."""
         return 0 if self.prefix is None else len(self.prefix.response_ids)
+
+    @property
+    def active(self) -> bool:
+        """Whether the row is to be decoded."""
+        return not self.complete and not self.waiting
+
+    @property
+    def turn_ids(self) -> list[int]:
+        """The tokens of the last turn."""
+        return self.ids[self.turn_start :] if self.turn_start else self.ids
+
+    def is_full(self, max_tokens: int, max_turn_tokens: int | None) -> bool:
+        """Whether the response, or its last turn, has as many tokens as it may have."""
+        full = max_turn_tokens is not None and len(self.ids) - self.turn_start >= max_turn_tokens
+        return full or len(self.ids) >= max_tokens
 
     def completion(self, version: int, stop: StopChecker) -> Completion:
         """Returns the whole response; tokens after the prefix carry `version`.
@@ -63,7 +86,8 @@ class DecodingRow:
         Without entropies of the prefix there are none of the whole.
         """
         old = () if self.prefix is None else self.prefix.policy_version
-        new = np.full(len(self.ids) - self.prefix_length, version, dtype=np.int64)
+        sampled = np.array(self.sampled, dtype=np.bool_)
+        new = np.where(sampled[self.prefix_length :], version, EXTERNAL_VERSION)
         no_entropy = self.prefix is not None and self.prefix.entropy is None
         routes = np.concatenate(self.routes) if self.routes else None
         if self.prefix is not None and len(new) == 0:
@@ -73,21 +97,68 @@ class DecodingRow:
             logp_behavior=np.array(self.logp, dtype=np.float32),
             policy_version=np.concatenate([np.asarray(old, dtype=np.int64), new]),
             finish_reason=self.finish,
-            text=stop.text(self.ids),
+            text=stop.text(self.turn_ids),
             entropy=None if no_entropy else np.array(self.entropy, dtype=np.float32),
             sampling_mask=tuple(self.kept) if self.kept else None,
             routed_experts=routes,
+            loss_mask=None if sampled.all() else sampled,
         )
 
+    def append(self, token: int, logp: float, entropy: float, kept: NDArray[np.int64] | None) -> None:
+        """Appends a sampled token, or the next one of the observation in its place."""
+        observed = bool(self.observation)
+        if observed:
+            token, logp, entropy = self.observation.popleft(), math.nan, math.nan
+            kept = None if kept is None else np.array([token])
+        self.ids.append(token)
+        self.logp.append(logp)
+        self.entropy.append(entropy)
+        self.sampled.append(not observed)
+        if kept is not None:
+            self.kept.append(kept)
+        if observed:
+            self.turn_start = len(self.ids)
 
-def is_complete(prefix: Completion, max_tokens: int) -> bool:
+    def drop_partial_observation(self) -> None:
+        """Removes the tokens of an observation that is not appended completely; its turn is then handled again."""
+        if not self.observation:
+            return
+        while not self.sampled[-1]:
+            for values in (self.ids, self.logp, self.entropy, self.kept, self.sampled, self.routes):
+                if values:
+                    values.pop()
+        self.observation.clear()
+
+    def end_turn(self, result: TurnResult, max_tokens: int) -> None:
+        """Applies what follows the last turn: the row has an observation to append, or is complete.
+
+        Raises:
+            ValueError: the observation is empty, or leaves no token of `max_tokens` to sample.
+        """
+        if result.finish_reason is not None:
+            self.finish, self.complete = result.finish_reason, True
+            return
+        if not 0 < len(result.ids) < max_tokens - len(self.ids):
+            raise ValueError(f"an observation of {len(result.ids)} tokens after {len(self.ids)} of {max_tokens}")
+        self.observation.extend(result.ids.tolist())
+
+
+def is_complete(prefix: Completion, max_tokens: int, *, multi_turn: bool = False) -> bool:
     """Returns whether this prefix is a whole response, as an aborted call returns those that had already ended."""
-    n = len(prefix.response_ids)
-    return n > 0 and (prefix.finish_reason == "stop" or n == max_tokens)
+    n, reason = len(prefix.response_ids), prefix.finish_reason
+    if multi_turn:
+        return n > 0 and reason != "abort"
+    return n > 0 and (reason == "stop" or n == max_tokens)
 
 
 def build_rows(
-    count: int, samples: int, sampling: SamplingParams, seed: int, prefixes: Prefixes | None
+    count: int,
+    samples: int,
+    sampling: SamplingParams,
+    seed: int,
+    prefixes: Prefixes | None,
+    *,
+    multi_turn: bool = False,
 ) -> list[DecodingRow]:
     """Returns `samples` rows for each of `count` prompts, prompt by prompt."""
     rows = [
@@ -100,11 +171,14 @@ def build_rows(
         if len(prefix.response_ids) == 0:
             continue
         row.prefix = prefix
-        row.complete = is_complete(prefix, sampling.max_tokens)
+        row.complete = is_complete(prefix, sampling.max_tokens, multi_turn=multi_turn)
         row.finish = "stop" if row.complete and prefix.finish_reason == "stop" else "length"
         row.ids, row.logp = prefix.response_ids.tolist(), prefix.logp_behavior.tolist()
         row.entropy = [] if prefix.entropy is None else prefix.entropy.tolist()
         row.kept = list(prefix.sampling_mask or ())
+        row.sampled = prefix.sampled.tolist()
+        observed = np.flatnonzero(~prefix.sampled)
+        row.turn_start = int(observed[-1]) + 1 if len(observed) else 0
     return rows
 
 
@@ -112,18 +186,14 @@ def append_sampled(rows: list[DecodingRow], live: list[int], sampled: SampledTok
     """Appends the sampled tokens to the rows of the indices `live`."""
     ids, logp, entropy = sampled.ids.tolist(), sampled.logp.tolist(), sampled.entropy.tolist()
     for i in live:
-        row = rows[i]
-        row.ids.append(ids[i])
-        row.logp.append(logp[i])
-        row.entropy.append(entropy[i])
-        if sampled.kept is not None:
-            row.kept.append(sampled.kept[i])
+        rows[i].append(ids[i], logp[i], entropy[i], None if sampled.kept is None else sampled.kept[i])
 
 
 def mark_aborted(rows: Iterable[DecodingRow]) -> None:
     """Marks rows as aborted; they keep the tokens sampled so far."""
     for row in rows:
         row.finish = "abort"
+        row.drop_partial_observation()
 
 
 def plan_prefill(rows: Sequence[DecodingRow], prompts: Sequence[Prompt], device: torch.device) -> PrefillPlan:
@@ -183,8 +253,15 @@ def check_prefixes(
             )
 
 
-def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: StopChecker, vocabulary: int) -> None:
-    """Validates that prefixes hold ids of the vocabulary only, and no stop unless they are marked as finished.
+def check_tokens(
+    prefixes: Prefixes | None,
+    prompts: Sequence[Prompt],
+    stop: StopChecker,
+    vocabulary: int,
+    *,
+    multi_turn: bool = False,
+) -> None:
+    """Validates that prefixes hold ids of the vocabulary only, and no stop unless they are finished or multi-turn.
 
     Raises:
         TrimtabError: an id outside the vocabulary; a stop id or stop string, unless `finish` is "stop".
@@ -195,7 +272,7 @@ def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: Sto
         ids = prefix.response_ids
         if np.min(ids) < 0 or np.max(ids) >= vocabulary:
             raise TrimtabError(f"{name} has token ids outside the model's vocabulary of {vocabulary}")
-        if prefix.finish_reason != "stop" and stop.contains_stop(ids.tolist()):
+        if not multi_turn and prefix.finish_reason != "stop" and stop.contains_stop(ids.tolist()):
             raise TrimtabError(f"{name} contains a stop, so it is already complete: cut it before its last token")
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from trimtab.engines.embedded.decoder import CachedDecoder, Decoder
+from trimtab.engines.embedded.decoding_loop import DecodingLoop
 from trimtab.engines.embedded.decoding_rows import (
     DecodingRow,
     Prefixes,
-    append_sampled,
     build_rows,
     check_prefixes,
     check_routes,
@@ -23,27 +23,24 @@ from trimtab.engines.embedded.decoding_rows import (
     mark_aborted,
     plan_prefill,
 )
-from trimtab.engines.embedded.expert_recorder import ExpertRecorder, Tape
+from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 from trimtab.engines.embedded.fused_llama import FusedLlama, supports
-from trimtab.engines.embedded.invariant_decoder import InvariantDecoder, with_trainer_logps
-from trimtab.engines.embedded.sampling import sample_tokens
+from trimtab.engines.embedded.invariant_decoder import InvariantDecoder
 from trimtab.engines.embedded.shared_prompt_decoder import SharedPromptDecoder
 from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
 from trimtab.engines.request import validate_request
 from trimtab.engines.stopping import StopChecker, eos_ids
+from trimtab.engines.turn_exchange import TurnExchange, resume_turns
 from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import TrimtabError, nearest
 from trimtab.models.invariant import is_invariant
 from trimtab.models.invariant.invariant_attention import KEY_BLOCK, round_up
 from trimtab.models.routing import record_routing, router_info
-from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams
+from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams, TurnHandler
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Limit of the keys and values of one batch. The split into batches depends on the arguments alone, so results repeat.
 CACHE_BYTES = 2 << 30
-# Finished rows are removed once they exceed this share of the batch. Any share up to a quarter takes the same
-# time on responses of mixed length; never removing rows takes 2.6 times as long.
-COMPACT_SHARE = 1 / 16
 
 
 class EmbeddedEngine:
@@ -98,6 +95,7 @@ class EmbeddedEngine:
         *,
         seed: int,
         prefixes: Prefixes | None = None,
+        turns: TurnHandler | None = None,
         abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """Returns `samples` completions for each prompt, in order.
@@ -121,16 +119,27 @@ class EmbeddedEngine:
         validate_request(prompts, samples, sampling, seed, vocabulary=vocabulary, context=context)
         check_prefixes(prefixes, prompts, samples, sampling)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
-        check_tokens(prefixes, prompts, stop, vocabulary)
+        multi_turn = turns is not None
+        check_tokens(prefixes, prompts, stop, vocabulary, multi_turn=multi_turn)
         if self._routes:
             check_routes(prefixes, prompts, router_info(self._model))
-        rows = build_rows(len(prompts), samples, sampling, seed, prefixes)
+        rows = build_rows(len(prompts), samples, sampling, seed, prefixes, multi_turn=multi_turn)
+        exchange = None if turns is None else TurnExchange(turns, abort)
+        if exchange is not None:
+            resume_turns([row for row in rows if not row.complete], exchange, stop, self.policy_version, sampling)
         with record_routing(self._model) if self._routes else contextlib.nullcontext() as tape:
             for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
                 if abort is not None and abort.is_set():
                     mark_aborted(batch)
                 else:
-                    self._decode(batch, prompts, sampling, stop, abort, tape)
+                    recorder = None if tape is None else ExpertRecorder(tape)
+                    decoder = self._decoder(batch, prompts, sampling.max_tokens, recorder)
+                    loop = DecodingLoop(
+                        decoder, batch, sampling, stop, self.policy_version, exchange, abort, recorder, self._invariant
+                    )
+                    loop.run()
+                    self.prefilled_tokens += decoder.prefilled
+                    self.decoded_tokens += loop.decoded
         done = [row.completion(self.policy_version, stop) for row in rows]
         return [done[p * samples : (p + 1) * samples] for p in range(len(prompts))]
 
@@ -209,54 +218,6 @@ class EmbeddedEngine:
         if recorder is not None:
             recorder.begin(rows, starts.prompt.tolist(), starts.row.tolist())
         return decoder
-
-    def _decode(
-        self,
-        rows: list[DecodingRow],
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        stop: StopChecker,
-        abort: AbortSignal | None,
-        tape: Tape | None,
-    ) -> None:
-        """Decodes all rows in lockstep.
-
-        `live` holds, for each row of the decoder's batch, whether it is still unfinished.
-        """
-        recorder = None if tape is None else ExpertRecorder(tape)
-        decoder, last = self._decoder(rows, prompts, sampling.max_tokens, recorder), sampling.max_tokens - 1
-        self.prefilled_tokens += decoder.prefilled
-        logits, live = decoder.first, [True] * len(rows)
-        while True:
-            uniform = [row.uniform_draws[min(len(row.ids), last)] for row in rows]
-            sampled = sample_tokens(logits, torch.tensor(uniform, dtype=torch.float64, device=logits.device), sampling)
-            if self._invariant:
-                sampled = with_trainer_logps(sampled, logits, sampling.temperature)
-            live_index = [i for i, alive in enumerate(live) if alive]
-            append_sampled(rows, live_index, sampled)
-            for i, ended in zip(live_index, stop.ended([rows[i].ids for i in live_index]), strict=True):
-                if ended:
-                    rows[i].finish = "stop"
-                live[i] = not ended and len(rows[i].ids) <= last
-            live_count = live.count(True)
-            if not live_count:
-                return
-            if abort is not None and abort.is_set():
-                mark_aborted(row for row, alive in zip(rows, live, strict=True) if alive)
-                return
-            tokens = sampled.ids
-            if len(live) - live_count > COMPACT_SHARE * len(live):
-                index = torch.tensor([i for i, alive in enumerate(live) if alive], device=tokens.device)
-                decoder.keep(index)
-                rows, live, tokens = (
-                    [row for row, alive in zip(rows, live, strict=True) if alive],
-                    [True] * live_count,
-                    tokens[index],
-                )
-            logits = decoder.step(tokens)
-            if recorder is not None:
-                recorder.step(rows, live)
-            self.decoded_tokens += live_count
 
 
 def _copy_model(model: Any, dtype: torch.dtype) -> Any:

@@ -181,7 +181,7 @@ class InvariantDecoder:
         self._filled = self._filled[index]
         self._group_by_prompt(self._owner[index])
 
-    def step(self, tokens: Tensor) -> Float[Tensor, "rows vocabulary"]:
+    def step(self, tokens: Tensor, paused: Tensor | None = None) -> Float[Tensor, "rows vocabulary"]:
         while int(self._filled.max()) >= self._responses.keys[0].shape[2]:
             self._responses.grow()
         positions = torch.arange(self._responses.keys[0].shape[2], device=tokens.device)
@@ -193,6 +193,8 @@ class InvariantDecoder:
 
         hidden = self._run(tokens, self._lengths[self._owner] + self._filled, attend)
         self._filled = self._filled + 1
+        if paused is not None:
+            self._filled[paused] -= 1
         return head_logits(hidden, self._parts)
 
     def _attend(self, layer: int, q: Tensor, scaling: float, future: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class SharedPromptDecoder:
         last = self._prefill(starts.prompts)[starts.prompt]
         self._responses = self._prefill_prefixes(starts, prefix_lengths, last)
         self.first = model.logits(last)[starts.row]
-        self._set_left_edge(prefix_lengths[starts.row])
+        self._set_left_edge(self._filled - prefix_lengths[starts.row])
         self._group_by_prompt(starts.prompt[starts.row])
 
     def _prefill(self, prompts: Sequence[Tensor]) -> Tensor:
@@ -117,13 +117,30 @@ class SharedPromptDecoder:
             self._recorder.starts(index.tolist(), position >= padding)
         return last
 
-    def _set_left_edge(self, prefix_lengths: Tensor) -> None:
-        """Sets the position shift and the mask of a ragged left edge; both None where all prefixes are equally long."""
-        edge = self._filled - prefix_lengths
+    def _set_left_edge(self, edge: Tensor) -> None:
+        """Sets the position shift and the mask of a ragged left edge; both None where all rows begin at the left."""
         ragged = bool(edge.any())
         self._position_shift = edge if ragged else None
-        columns = torch.arange(self._filled, device=prefix_lengths.device)
+        columns = torch.arange(int(edge.max()), device=edge.device)
         self._prefix_padding = (columns < edge.unsqueeze(-1))[:, None, None] if ragged else None
+
+    def _shift_right(self, rows: Tensor) -> None:
+        """Removes the last token of `rows`, whose other tokens stay aligned on the right."""
+        end = self._filled
+        for slab in self._responses:
+            slab[:, rows, :, 1:end] = slab[:, rows, :, : end - 1]
+        edge = self._owner.new_zeros(len(self._owner)) if self._position_shift is None else self._position_shift
+        self._set_left_edge(edge.index_add(0, rows, torch.ones_like(rows)))
+
+    def _make_room(self) -> None:
+        """Removes the positions on the left that are padding in every row; without any it adds some."""
+        edge = self._position_shift
+        if edge is None or not (left := int(edge.min())):
+            self._capacity += BLOCK
+            return
+        self._responses = [slab[..., left:, :] for slab in self._responses]
+        self._filled -= left
+        self._set_left_edge(edge - left)
 
     def _group_by_prompt(self, owner: Tensor) -> None:
         """Arranges the rows as (prompts in use, largest number of rows of a prompt), for attention to the prompts."""
@@ -148,12 +165,14 @@ class SharedPromptDecoder:
         self._group_by_prompt(self._owner[index])
 
     def _grow(self) -> None:
+        if self._filled == self._capacity:
+            self._make_room()
         size = min(self._filled + BLOCK, self._capacity)
         for i, slab in enumerate(self._responses):
             self._responses[i] = slab.new_empty(*slab.shape[:3], size, slab.shape[-1])
             self._responses[i][..., : self._filled, :] = slab
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, paused: Tensor | None = None) -> Tensor:
         if self._filled == self._responses[0].shape[-2]:
             self._grow()
         positions = self._lengths[self._owner] + self._filled
@@ -161,6 +180,8 @@ class SharedPromptDecoder:
             positions = positions - self._position_shift
         hidden = self._model.run(tokens, self._model.rotary(positions), self._attend)
         self._filled += 1
+        if paused is not None:
+            self._shift_right(paused)
         return self._model.logits(hidden)
 
     def _attend(self, i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.support.engines import CONFIGS, EOS, PIECES, SIZE, processed, prompt, prompts, tiny, tokenizer, tokens
 
-from trimtab.engines.embedded import decoder, embedded_engine
+from trimtab.engines.embedded import decoder, decoding_loop, embedded_engine
 from trimtab.engines.embedded.decoding_rows import DecodingRow
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.errors import TrimtabError
@@ -137,10 +137,10 @@ def test_who_shares_the_batch_does_not_change_a_row(name: str, monkeypatch: pyte
     whole = tokens(engine.generate(asked, 6, sampling, seed=5))
     assert tokens(engine.generate(asked, 2, sampling, seed=5)) == [group[:2] for group in whole]
     with monkeypatch.context() as patch:
-        patch.setattr(embedded_engine, "COMPACT_SHARE", 2)  # finished rows never leave
+        patch.setattr(decoding_loop, "COMPACT_SHARE", 2)  # finished rows never leave
         assert tokens(engine.generate(asked, 6, sampling, seed=5)) == whole
     with monkeypatch.context() as patch:
-        patch.setattr(embedded_engine, "COMPACT_SHARE", 0)  # they leave at once
+        patch.setattr(decoding_loop, "COMPACT_SHARE", 0)  # they leave at once
         assert tokens(engine.generate(asked, 6, sampling, seed=5)) == whole
     with monkeypatch.context() as patch:
         patch.setattr(embedded_engine, "CACHE_BYTES", 1 << 17)

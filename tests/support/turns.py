@@ -1,0 +1,53 @@
+"""Turn handlers for tests of engines."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+
+import numpy as np
+
+from trimtab.types import Completion, TurnResult
+
+
+class ScriptedTurns:
+    """Answers every turn with one to seven tokens that are a pure function of the response so far.
+
+    Ends a response after `turns` turns, or where an observation would not fit into `max_tokens`.
+
+    Args:
+        late: prompt -> how often a result is asked for before it is known.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        *,
+        turns: int = 3,
+        max_turn_tokens: int = 1000,
+        vocabulary: int = 80,
+        late: dict[int, int] | None = None,
+    ) -> None:
+        self.max_turn_tokens = max_turn_tokens
+        self.submitted: Counter[tuple[int, int]] = Counter()
+        self._max_tokens, self._turns, self._vocabulary, self._late = max_tokens, turns, vocabulary, late or {}
+        self._results: dict[tuple[int, int], TurnResult] = {}
+        self._asked: Counter[tuple[int, int]] = Counter()
+
+    def submit(self, prompt: int, sample: int, completion: Completion) -> None:
+        self.submitted[prompt, sample] += 1
+        self._asked[prompt, sample] = 0
+        self._results[prompt, sample] = self.answer(completion)
+
+    def result(self, prompt: int, sample: int, timeout: float) -> TurnResult | None:
+        del timeout
+        self._asked[prompt, sample] += 1
+        return self._results[prompt, sample] if self._asked[prompt, sample] > self._late.get(prompt, 0) else None
+
+    def answer(self, completion: Completion) -> TurnResult:
+        ids = completion.response_ids
+        rng = np.random.default_rng(zlib.crc32(ids.tobytes()))
+        observation = rng.integers(2, self._vocabulary, rng.integers(1, 8))
+        if int(completion.turn[-1]) + 1 == self._turns or len(ids) + len(observation) >= self._max_tokens:
+            return TurnResult(np.empty(0, np.int64), "stop")
+        return TurnResult(observation, None)
