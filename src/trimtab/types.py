@@ -69,13 +69,32 @@ class SamplingParams:
         return self.top_p < 1.0 or self.top_k > 0
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeOutcome:
+    """What happened in the environment of a multi-turn response.
+
+    Attributes:
+        calls, tool_errors: calls that were made, and those that raised or could not be made.
+        void: the last turn is neither a call nor an answer.
+        failure: why the response is dropped: the environment raised or hung.
+        reward: from the environment; None where the rewards of the recipe score the response.
+    """
+
+    calls: int = 0
+    tool_errors: int = 0
+    void: bool = False
+    failure: str | None = None
+    reward: float | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """One sampled response: token ids, their log-probs under the sampler, and the policy version of each token.
 
     `loss_mask`: in a multi-turn response, True at tokens the policy sampled and False at those of observations, whose
     log-prob and entropy are NaN, whose version is `EXTERNAL_VERSION` and whose sampling mask is the token itself.
-    Every observation has at least one token. None: all tokens were sampled. `text` is that of the last turn.
+    Every observation has at least one token. None: all tokens were sampled. `text` is that of the last turn. `outcome`
+    is set once the response is complete.
 
     `sampling_mask`: under truncated sampling, the vocabulary ids each token was drawn from
     (docs/results/sampling-masks.md). The trainer renormalizes over them so that both policies share one action space.
@@ -94,6 +113,7 @@ class Completion:
     sampling_mask: tuple[IntArray, ...] | None = None
     routed_experts: ExpertArray | None = None
     loss_mask: BoolArray | None = None
+    outcome: EpisodeOutcome | None = None
 
     @property
     def sampled(self) -> BoolArray:

@@ -104,6 +104,16 @@ RECIPE_RULES = (
         'optim.surge has no effect with schedule = {optim.schedule!r}: leave it out or set optim.schedule = "surge"',
     ),
     Rule(
+        "environment-needs-max-tokens",
+        lambda f: f.config.environment and f.config.sampling.max_tokens is None,
+        "[environment] needs sampling.max_tokens: the tokens of a whole episode, results of calls included",
+    ),
+    Rule(
+        "environment-excludes",
+        lambda f: f.config.environment and _single_engine_section(f),
+        "[environment] and [{value}] cannot be combined: a response is either continued by turns or from a prefix",
+    ),
+    Rule(
         "prefix-unused-key",
         _unused_prefix_key,
         "prefix: {value} has no effect with rule = {prefix.rule!r}: leave it out",

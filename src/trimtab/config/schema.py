@@ -89,6 +89,30 @@ class TaskConfig(PluginSection):
     name: str = Field(default="arithmetic", description="the kind of task; the tables of tasks below list all")
 
 
+class EnvironmentConfig(PluginSection):
+    """Multi-turn episodes: an environment whose tools the model calls, and keywords of the environment."""
+
+    name: str = Field(description="`python`: a sandboxed interpreter, or your own class as `module:Class`")
+    format: str = Field(
+        default="tag", description="how a call is written: `tag`, `fence`, or your own class as `module:Format`"
+    )
+    instructions: str = Field(default="", description="text before every prompt: worked examples of calls")
+    max_turns: Count = Field(default=5, description="turns of the model; a call in the last one is not made")
+    max_turn_tokens: Count | None = Field(default=None, description="tokens of a turn; default: sampling.max_tokens")
+    max_observation_tokens: Count = Field(
+        default=256, description="tokens of the result of a call; a longer one is cut in the middle"
+    )
+    timeout: Seconds = Field(default=10.0, description="seconds of one call, after which the episode is dropped")
+    answer: str | None = Field(
+        default=None,
+        description="regular expression of an answer; a last turn with neither call nor answer is void; default: "
+        "any text is an answer",
+    )
+    void: Literal["mask", "keep"] = Field(
+        default="mask", description="`mask`: no loss on responses that end in a void turn; their rewards count"
+    )
+
+
 class RewardConfig(PluginSection):
     """`name` is a built-in reward or a user's own `module:function`."""
 
@@ -286,6 +310,7 @@ class Config(Section):
     threads: Processes | None = Field(default=None, description="threads of PyTorch; default: PyTorch's own choice")
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
+    environment: EnvironmentConfig | None = None
     reward: list[RewardConfig] = Field(default_factory=list, description="default: the task's own reward")
     objective: ObjectiveConfig = ObjectiveConfig()
     advantage: AdvantageConfig = AdvantageConfig()

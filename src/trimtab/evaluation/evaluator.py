@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from trimtab import tasks
+from trimtab.environments.episodes import EpisodeRunner
 from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import ERRORS_KEPT, EvalResult, Part, ProblemResult
 from trimtab.rewards import Score, Scorer
@@ -46,12 +47,14 @@ def evaluate(
     relay: Relay | None = None,
     store: BatchStore | None = None,
     context: int | None = None,
+    episodes: EpisodeRunner | None = None,
 ) -> EvalResult:
     """Samples `samples` responses to every problem and scores them; a `temperature` of 0 is greedy.
 
     A sample is correct if its first reward is 1. The result is a function of `seed`, also after an interruption.
     `progress(done, all)` is called after each batch of problems. With `relay` another model begins every
-    response. `store` keeps the counts of finished batches and returns those it has.
+    response. `store` keeps the counts of finished batches and returns those it has. `episodes` runs multi-turn
+    responses; it cannot be combined with `relay`.
 
     `context` is the context length of the models in tokens. A problem whose prompt does not fit it together with
     `sampling.max_tokens` is not sampled, and all its samples count as wrong. Without `context` the engine refuses it.
@@ -75,7 +78,7 @@ def evaluate(
         if part is None:
             start = time.perf_counter()
             fitting = [prompt for prompt in batch if len(prompt.ids) <= room]
-            sampled, prefix = _sample(engine, fitting, samples, sampling, (seed, number), relay)
+            sampled, prefix = _sample(engine, fitting, samples, sampling, (seed, number), relay, episodes)
             rest = iter(sampled)
             answers = [next(rest) if len(prompt.ids) <= room else None for prompt in batch]
             part = _count(batch, answers, samples, prefix, scorer, start)
@@ -117,6 +120,7 @@ def _sample(
     sampling: SamplingParams,
     seeds: tuple[int, int],
     relay: Relay | None,
+    episodes: EpisodeRunner | None,
 ) -> tuple[list[list[Completion]], int]:
     """Returns the responses and the number of their tokens that the relay model sampled.
 
@@ -125,6 +129,8 @@ def _sample(
     """
     if not prompts:
         return [], 0
+    if episodes is not None:
+        return episodes.generate(engine, prompts, samples, sampling, seed=_seed(*seeds))[1], 0
     if relay is None:
         return engine.generate(prompts, samples, sampling, seed=_seed(*seeds)), 0
     prefixes = relay.prefixes(prompts, samples, sampling, seed=_seed(*seeds, 1))

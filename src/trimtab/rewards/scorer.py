@@ -8,7 +8,7 @@ from types import TracebackType
 
 from trimtab.rewards.reward import Built, Response
 from trimtab.sandbox.pool import Call, Isolated, Outcome, checked, describe
-from trimtab.types import Completion, Problem
+from trimtab.types import Completion, EpisodeOutcome, Problem
 
 Item = tuple[Problem, Response | Completion]
 
@@ -44,7 +44,19 @@ class Scorer:
         self._pool = Isolated([_unpacked(reward.built) for reward in self._outside]) if self._outside else None
 
     def score(self, items: Sequence[Item]) -> list[Score]:
-        """One score per item, in order. Never raises for what a reward does."""
+        """One score per item, in order. Never raises for what a reward does.
+
+        A response whose environment returned a reward has that one; a response whose environment failed has none.
+        """
+        outcomes = [answer.outcome if isinstance(answer, Completion) else None for _, answer in items]
+        scored = [item for item, outcome in zip(items, outcomes, strict=True) if _by_recipe(outcome)]
+        scores = iter(self._score(scored))
+        return [
+            next(scores) if outcome is None or _by_recipe(outcome) else _of_environment(problem, outcome)
+            for (problem, _), outcome in zip(items, outcomes, strict=True)
+        ]
+
+    def _score(self, items: Sequence[Item]) -> list[Score]:
         samples = [
             (problem, answer if isinstance(answer, Response) else Response.of(answer)) for problem, answer in items
         ]
@@ -90,6 +102,16 @@ class Scorer:
         if failed:
             return Score(None, parts, f"problem {problem.id!r}: {'; '.join(failed)}")
         return Score(sum(reward.weight * parts[reward.name] for reward in self.rewards), parts)
+
+
+def _by_recipe(outcome: EpisodeOutcome | None) -> bool:
+    return outcome is None or (outcome.reward is None and outcome.failure is None)
+
+
+def _of_environment(problem: Problem, outcome: EpisodeOutcome) -> Score:
+    if outcome.reward is None:
+        return Score(None, {}, f"problem {problem.id!r}: the environment failed: {outcome.failure}")
+    return Score(outcome.reward, {"environment": outcome.reward})
 
 
 def _call(built: Built, problem: Problem, response: Response) -> Outcome:

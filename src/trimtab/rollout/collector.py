@@ -12,6 +12,7 @@ import numpy as np
 
 from trimtab import tasks
 from trimtab.config import Config
+from trimtab.environments.episodes import EpisodeRunner
 from trimtab.errors import TrimtabError
 from trimtab.rewards import Score, Scorer
 from trimtab.rollout.demonstrations import Demonstrations
@@ -19,7 +20,7 @@ from trimtab.rollout.prefixes import PrefixPool
 from trimtab.rollout.sampling_contract import check_trajectory
 from trimtab.rollout.schedule import GroupRange
 from trimtab.seeds import derive
-from trimtab.types import EXTERNAL_VERSION, Completion, Engine, Prompt, SamplingParams, Task, Trajectory
+from trimtab.types import EXTERNAL_VERSION, Completion, Engine, EpisodeOutcome, Prompt, SamplingParams, Task, Trajectory
 
 Group = list[Trajectory]
 
@@ -119,10 +120,24 @@ class RolloutStats:
     refilled: int = 0
     restarts: int = 0
     interrupted: int = 0
+    episodes: int = 0
+    calls: int = 0
+    tool_errors: int = 0
+    void: int = 0
+    failed_episodes: int = 0
     errors: list[str] = field(default_factory=list)
     seconds_generating: float = 0.0
     seconds_scoring: float = 0.0
     seconds_waiting: float = 0.0
+
+    def add_outcome(self, outcome: EpisodeOutcome | None) -> None:
+        """Counts a multi-turn response."""
+        if outcome is not None:
+            self.episodes += 1
+            self.calls += outcome.calls
+            self.tool_errors += outcome.tool_errors
+            self.void += outcome.void
+            self.failed_episodes += outcome.failure is not None
 
     def add(self, other: RolloutStats) -> None:
         for item in fields(self):
@@ -134,7 +149,7 @@ class Collector:
     """Generates and scores the groups of a run.
 
     `engine` is used by `sample` only. `room` is the number of prompt tokens that `sampling.max_tokens` leaves in the
-    smallest context; None if no context is known.
+    smallest context; None if no context is known. `episodes` runs multi-turn responses.
     """
 
     config: Config
@@ -145,6 +160,7 @@ class Collector:
     prefixes: PrefixPool | None = None
     experts: Demonstrations | None = None
     room: int | None = None
+    episodes: EpisodeRunner | None = None
 
     def sample(self, request: GroupRange, stats: RolloutStats) -> list[Group]:
         """Generates and scores the groups of a request, in this thread."""
@@ -198,6 +214,8 @@ class Collector:
         prompts = self.stream.take(count)
         if self.experts is not None:
             return prompts, self._join_demonstrations(self.experts, request, prompts, stats)
+        if self.episodes is not None:
+            return self.episodes.generate(self.engine, prompts, samples, self.sampling, seed=seed)
         completions = self.engine.generate(prompts, samples, self.sampling, seed=seed)
         if pool is not None:
             pool.observe([len(completion.response_ids) for responses in completions for completion in responses])
@@ -236,22 +254,25 @@ class Collector:
         """The usable trajectories of one prompt; others are counted and reported with their reason."""
         group: Group = []
         for completion, score in scored:
+            stats.add_outcome(completion.outcome)
             if score.total is None:
                 stats.failed_rewards += 1
                 stats.errors.append(score.error or "a reward failed")
                 continue
             external = _is_external(completion)
-            if not external and not np.isfinite(completion.logp_behavior).all():
+            if not external and not np.isfinite(completion.logp_behavior[completion.sampled]).all():
                 stats.dropped += 1
                 stats.errors.append(f"problem {prompt.problem.id!r}: the engine reported a non-finite log-prob")
                 continue
             truncated = self.config.trainer.mask_truncated and completion.finish_reason == "length"
+            environment, outcome = self.config.environment, completion.outcome
+            void = environment is not None and environment.void == "mask" and outcome is not None and outcome.void
             trajectory = Trajectory(
                 prompt=prompt,
                 group=number,
                 completion=completion,
                 sampling=self.sampling,
-                loss_mask=np.full(len(completion.response_ids), not truncated, dtype=np.bool_),
+                loss_mask=completion.sampled & (not truncated and not void),
                 reward=score.total,
                 rewards=score.parts,
                 off_policy=external,

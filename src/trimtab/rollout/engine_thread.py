@@ -6,6 +6,7 @@ engine; setting `EngineThread.interrupt` aborts the current call.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary, Expected
 from trimtab.rollout.collector import Collector, RolloutStats
 from trimtab.rollout.schedule import GroupRange
-from trimtab.types import Completion, Engine, Prompt
+from trimtab.types import Completion, Engine, Prompt, TurnHandler
 
 InFlight = Literal["finish", "discard", "continue"]
 
@@ -169,8 +170,23 @@ class EngineThread:
         collector, stats = self.state.collector, RolloutStats()
         with self.state.buffer.changed:  # tokenizers are not thread-safe
             prompts = collector.stream.at(request.first, request.count)
-        completions: list[list[Completion]] | None = None
         start, decoded, prefilled = time.perf_counter(), self.engine.decoded_tokens, self.engine.prefilled_tokens
+        if collector.episodes is None:
+            completions = self._sample(request, prompts, None, stats)
+        else:
+            with contextlib.closing(collector.episodes.start(prompts, collector.config.trainer.samples)) as episodes:
+                prompts = episodes.prompts
+                completions = episodes.finish(self._sample(request, prompts, episodes, stats))
+        stats.seconds_generating = time.perf_counter() - start
+        stats.decoded, stats.prefilled = self.engine.decoded_tokens - decoded, self.engine.prefilled_tokens - prefilled
+        return GeneratedGroups(request, prompts, completions, stats)
+
+    def _sample(
+        self, request: GroupRange, prompts: Sequence[Prompt], turns: TurnHandler | None, stats: RolloutStats
+    ) -> list[list[Completion]]:
+        """Returns the responses; those of a request that was dropped meanwhile may be aborted."""
+        collector = self.state.collector
+        completions: list[list[Completion]] | None = None
         while True:
             completions = self.engine.generate(
                 prompts,
@@ -178,21 +194,19 @@ class EngineThread:
                 collector.sampling,
                 seed=collector.seed(request),
                 prefixes=completions,
+                turns=turns,
                 abort=self.interrupt,
             )
             unfinished = sum(completion.finish_reason == "abort" for group in completions for completion in group)
             if not unfinished:
-                break
+                return completions
             with self.state.buffer.changed:
                 update = self._wait_if_paused()
             if not self.state.buffer.is_live(request):
-                break
+                return completions
             stats.interrupted += unfinished
             if update is not None:
                 self._update_weights(update)
-        stats.seconds_generating = time.perf_counter() - start
-        stats.decoded, stats.prefilled = self.engine.decoded_tokens - decoded, self.engine.prefilled_tokens - prefilled
-        return GeneratedGroups(request, prompts, completions, stats)
 
     def _restart(self, lost: EngineDeadError) -> None:
         """Restart the engine. Raises the last `EngineDeadError` after `MAX_RESTARTS` attempts."""

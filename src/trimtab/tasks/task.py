@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from pydantic import BaseModel, ConfigDict
 
-from trimtab.tasks.templates import Template
+from trimtab.tasks.templates import Template, beginning
 from trimtab.types import Problem, RewardSpec
 
 
@@ -20,7 +20,7 @@ class TaskOptions(BaseModel):
 
 @dataclass(frozen=True)
 class BuiltTask:
-    """A task ready for use; implements `trimtab.types.Task`."""
+    """A task ready for use; implements `trimtab.types.Task`. `instructions` is text before every prompt."""
 
     name: str
     train: Sequence[Problem]
@@ -30,13 +30,18 @@ class BuiltTask:
     stop: tuple[str, ...]
     max_tokens: int
     notes: tuple[str, ...] = ()
+    instructions: str = ""
 
     @property
     def prompt_style(self) -> str:
         return self.template.style((self.test or self.train)[0])
 
     def prompt_text(self, problem: Problem, tokenizer: Any) -> str:
-        return self.template.prompt(problem, tokenizer)
+        prompt = self.template.prompt(problem, tokenizer)
+        if not self.instructions:
+            return prompt
+        first = beginning(tokenizer)
+        return first + self.instructions + prompt.removeprefix(first)
 
     def gold(self, problem: Problem) -> str:
         target = self.template.target(problem.answer)

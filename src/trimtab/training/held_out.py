@@ -49,6 +49,7 @@ class HeldOut:
             problems=self.problems,
             sampling=replace(collector.sampling, temperature=0.0, top_p=1.0, top_k=0),
             seed=derive(collector.config.seed, "eval"),
+            episodes=collector.episodes,
         )
         scored = len(result.problems)
         total = scored + self.too_long

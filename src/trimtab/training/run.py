@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab import rewards, tasks
+from trimtab import environments, rewards, tasks
 from trimtab.config import Config
 from trimtab.config.rule import Facts
 from trimtab.config.validation import validate
 from trimtab.engines.factory import build_engines
+from trimtab.environments import BuiltEnvironment
+from trimtab.environments.episodes import EpisodeLimits, EpisodeRunner
+from trimtab.environments.formats import build_format
 from trimtab.errors import TrimtabError
 from trimtab.models import invariant
 from trimtab.models.laboratory import NAMES as LABORATORY_MODELS
@@ -65,11 +68,12 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """Objective, task and rewards of a recipe, built and checked before any model is loaded."""
+    """Objective, task, environment and rewards of a recipe, built and checked before any model is loaded."""
 
     objective: Objective
     task: Task
     scorer: Scorer
+    environment: BuiltEnvironment | None = None
 
 
 def train(
@@ -112,6 +116,8 @@ def train(
         config, built = custom_objective.resolve(config, objective)
         parts = check(config, reward, makers, built)
         cleanup.callback(parts.scorer.close)
+        if parts.environment is not None:
+            cleanup.callback(parts.environment.close)
         folder = Path(out or config.out or "runs/run")
         make = partial(RunDirectory.open, folder) if resume else partial(RunDirectory.create, folder, config.dump())
         run = cleanup.enter_context(run_directory(folder, make))
@@ -171,7 +177,7 @@ def check(
     makers: Backends = LOCAL_BACKENDS,
     objective: Objective | None = None,
 ) -> RunParts:
-    """Build the objective (if it is not given), the task and the rewards.
+    """Build the objective (if it is not given), the task, its environment and the rewards.
 
     Raises `TrimtabError` for a recipe whose sections contradict each other. Loads no model.
     """
@@ -182,13 +188,17 @@ def check(
     if config.prefix is not None:
         truncation.build(config.prefix)  # loads a user's function
     task = tasks.build(config.task.name, **config.task.keywords)
+    multi_turn = None
+    if config.environment is not None:
+        multi_turn = environments.build(config.environment.name, config.environment.keywords)
+        task = multi_turn.adapt(task, config.environment.format, config.environment.instructions)
     specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
     if reward is not None:
         specs = [RewardSpec(reward)]
     entries = rewards.weighted(specs, task)
     validate(facts._replace(task=task, rewards=[entry.name for entry in entries]), "task")
     scorer = Scorer(entries) if makers.scorer is None else makers.scorer(config, specs, task)
-    return RunParts(built, task, scorer)
+    return RunParts(built, task, scorer, multi_turn)
 
 
 def load_model(config: Config) -> LoadedModel:
@@ -288,7 +298,25 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
         if expert is None
         else Demonstrations.load(expert, parts.task, loaded.tokenizer, sampling, context),
         room=room,
+        episodes=_build_episodes(config, parts.environment, loaded.tokenizer, sampling),
     )
+
+
+def _build_episodes(
+    config: Config, environment: BuiltEnvironment | None, tokenizer: Any, sampling: SamplingParams
+) -> EpisodeRunner | None:
+    section = config.environment
+    if section is None or environment is None:
+        return None
+    limits = EpisodeLimits(
+        section.max_turns,
+        section.max_turn_tokens or sampling.max_tokens,
+        section.max_observation_tokens,
+        section.timeout,
+        section.answer,
+    )
+    form = build_format(section.format, environment.tools)
+    return EpisodeRunner(environment.factory, form, limits, tokenizer, sampling.max_tokens)
 
 
 def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:

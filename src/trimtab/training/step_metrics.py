@@ -54,6 +54,19 @@ def rollout_metrics(stats: RolloutStats, *, dropped: int) -> dict[str, float]:
         "groups/refilled": stats.refilled,
         "trajectories/stale": stats.stale,
         "trajectories/dropped": stats.dropped + stats.failed_rewards + dropped,
+        **_episode_metrics(stats),
+    }
+
+
+def _episode_metrics(stats: RolloutStats) -> dict[str, float]:
+    """Calls of a multi-turn episode, and shares of episodes and calls that went wrong."""
+    if not stats.episodes:
+        return {}
+    return {
+        "episode/calls": stats.calls / stats.episodes,
+        "episode/tool_errors": stats.tool_errors / max(stats.calls, 1),
+        "episode/void": stats.void / stats.episodes,
+        "episode/failed": stats.failed_episodes,
     }
 
 

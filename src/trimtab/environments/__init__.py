@@ -1,0 +1,69 @@
+"""Environments of multi-turn episodes: tools, the text format of calls and results, the episodes of a request."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from trimtab.environments.environment import check_class, tool_names
+from trimtab.environments.formats import build_format
+from trimtab.errors import TrimtabError, explain, nearest
+from trimtab.plugins import load_function
+from trimtab.types import Task
+
+NAMES = ("python",)
+"""The names of the built-in environments."""
+
+
+@dataclass(frozen=True)
+class BuiltEnvironment:
+    """An environment ready for use: `factory` makes one for an episode, `close` ends what all of them share."""
+
+    factory: Callable[[], Any]
+    tools: tuple[str, ...]
+    close: Callable[[], None] = lambda: None
+
+    def adapt(self, task: Task, form: str, instructions: str) -> Task:
+        """Returns `task` with the stops of the format and the instructions before its prompts.
+
+        Raises:
+            TrimtabError: the format is unknown or does not fit the tools.
+        """
+        stop = build_format(form, self.tools).stop
+        return replace(task, stop=task.stop + stop, instructions=instructions)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def build(name: str | type, options: Mapping[str, Any]) -> BuiltEnvironment:
+    """Returns the environment `name`: "python", a class, or a user's own class as `module:Class`.
+
+    Args:
+        options: keywords of the environment; those of a class are arguments of its constructor.
+
+    Raises:
+        TrimtabError: an unknown name or option, a class that is no environment, a sandbox that cannot run here.
+    """
+    if not isinstance(name, str):
+        return _of_class(name, name.__name__, options)
+    if name == "python":
+        from trimtab.environments import python_environment
+
+        try:
+            checked = python_environment.Options(**options)
+        except ValidationError as error:
+            fields = python_environment.Options.model_fields
+            raise TrimtabError(f"environment {name!r}: {explain(error, fields)}") from None
+        pool = python_environment.build_pool(checked)
+        factory = functools.partial(python_environment.PythonEnvironment, pool)
+        return BuiltEnvironment(factory, tuple(tool_names(python_environment.PythonEnvironment)), pool.close)
+    if ":" not in name:
+        raise TrimtabError(f"unknown environment {name!r}{nearest(name, NAMES)}; write your own as module:Class")
+    return _of_class(load_function(name, "environment"), name, options)
+
+
+def _of_class(kind: Callable[..., Any], name: str, options: Mapping[str, Any]) -> BuiltEnvironment:
+    check_class(kind, name)
+    return BuiltEnvironment(functools.partial(kind, **options), tuple(tool_names(kind)))

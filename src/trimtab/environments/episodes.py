@@ -1,0 +1,262 @@
+"""The episodes of one request: an environment for each response, run between the turns of an engine's call."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from trimtab.environments.environment import BackgroundCall, EnvironmentFailed, ToolError, call_tool, text_of
+from trimtab.environments.formats import Call, Format
+from trimtab.errors import TrimtabError
+from trimtab.types import (
+    Completion,
+    Engine,
+    EpisodeOutcome,
+    FinishReason,
+    IntArray,
+    Problem,
+    Prompt,
+    SamplingParams,
+    TurnResult,
+)
+
+CUT = " ... "
+"""Stands for what is left out of the middle of a long result."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """Bounds of an episode.
+
+    Attributes:
+        turns: turns of the model. A call in the last one is not made.
+        turn_tokens, observation_tokens: tokens of one turn and of one result; a longer result is cut in the middle.
+        timeout: seconds of one call, and of `reset` and `get_reward`.
+        answer: a regular expression that a last turn without a call must contain; None: any text is an answer.
+    """
+
+    turns: int
+    turn_tokens: int
+    observation_tokens: int
+    timeout: float
+    answer: str | None = None
+
+
+@dataclass(slots=True)
+class _Episode:
+    environment: Any
+    calls: int = 0
+    tool_errors: int = 0
+    failure: str | None = None
+    reward: float | None = None
+    length: int = 0  # tokens of the response when its last turn was submitted
+    call: BackgroundCall | None = None
+    result: TurnResult | None = None
+
+
+class EpisodeRunner:
+    """Starts the episodes of requests.
+
+    Args:
+        factory: makes an environment.
+        form: how calls and results are written.
+        tokenizer: encodes results; a copy is used, because tokenizers are not thread-safe.
+        max_tokens: of a response, results included.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        form: Format,
+        limits: EpisodeLimits,
+        tokenizer: Any,
+        max_tokens: int,
+    ) -> None:
+        self.factory, self.form, self.limits = factory, form, limits
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self.max_tokens = max_tokens
+
+    def start(self, prompts: Sequence[Prompt], samples: int) -> Episodes:
+        """Resets an environment for each of `samples` responses to each prompt.
+
+        Raises:
+            TrimtabError: the environments of one prompt begin with different texts.
+        """
+        return Episodes(self, prompts, samples)
+
+    def generate(
+        self, engine: Engine, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, *, seed: int
+    ) -> tuple[list[Prompt], list[list[Completion]]]:
+        """Returns the prompts as the engine got them, and the responses of one `generate` call with their outcomes."""
+        with contextlib.closing(self.start(prompts, samples)) as episodes:
+            completions = engine.generate(episodes.prompts, samples, sampling, seed=seed, turns=episodes)
+            return episodes.prompts, episodes.finish(completions)
+
+    def encode(self, text: str) -> IntArray:
+        return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+
+    def observation(self, result: str) -> IntArray:
+        """Returns the tokens that follow a turn; those of a long result are cut in the middle."""
+        ids, limit = self.encode(result), self.limits.observation_tokens
+        if len(ids) > limit:
+            head, tail = ids[: (limit + 1) // 2], ids[len(ids) - limit // 2 :]
+            result = self.decode(head) + CUT + self.decode(tail)
+        return self.encode(self.form.render(result))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+class Episodes:
+    """The episodes of one request (`types.TurnHandler`), through all its `generate` calls.
+
+    Attributes:
+        prompts: those of the request, with what `reset` returned.
+    """
+
+    def __init__(self, runner: EpisodeRunner, prompts: Sequence[Prompt], samples: int) -> None:
+        self.max_turn_tokens = runner.limits.turn_tokens
+        self._runner = runner
+        self._episodes = [[_Episode(runner.factory()) for _ in range(samples)] for _ in prompts]
+        self.prompts = [self._begin(prompt, group) for prompt, group in zip(prompts, self._reset(prompts), strict=True)]
+
+    def _reset(self, prompts: Sequence[Prompt]) -> list[list[str]]:
+        """Resets all environments at the same time; returns the distinct texts of each prompt's environments."""
+        calls = [
+            [self._background(lambda e=episode, p=prompt: e.environment.reset(**_row(p.problem))) for episode in group]
+            for prompt, group in zip(prompts, self._episodes, strict=True)
+        ]
+        texts = []
+        for group, started in zip(self._episodes, calls, strict=True):
+            returned = [self._value(episode, call, "reset") for episode, call in zip(group, started, strict=True)]
+            working = [value for value, episode in zip(returned, group, strict=True) if episode.failure is None]
+            texts.append(sorted(set(map(text_of, working))))
+        return texts
+
+    def _begin(self, prompt: Prompt, texts: list[str]) -> Prompt:
+        if len(texts) > 1:
+            raise TrimtabError(
+                f"problem {prompt.problem.id!r}: reset() returned {len(texts)} different texts for one prompt; the "
+                "responses of a group share their prompt, so make the text depend on the row alone"
+            )
+        text = prompt.text + "".join(texts)
+        return prompt if text == prompt.text else replace(prompt, text=text, ids=self._runner.encode(text))
+
+    def submit(self, prompt: int, sample: int, completion: Completion) -> None:
+        episode = self._episodes[prompt][sample]
+        n = len(completion.response_ids)
+        if n == episode.length:
+            return  # this turn was submitted before, by a call that was aborted
+        episode.length, episode.result, episode.call = n, None, None
+        turn = int(completion.turn[-1])
+        call = self._call(completion)
+        if call is None or turn + 1 >= self._runner.limits.turns or episode.failure:
+            episode.result = _end("stop" if call is None else "length")
+            return
+        episode.calls += 1
+        episode.call = self._background(lambda: call_tool(episode.environment, call))
+
+    def result(self, prompt: int, sample: int, timeout: float) -> TurnResult | None:
+        episode = self._episodes[prompt][sample]
+        if episode.result is None:
+            assert episode.call is not None
+            if not episode.call.wait(timeout):
+                return None
+            episode.result = self._observe(episode, episode.call)
+        return episode.result
+
+    def finish(self, completions: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
+        """Returns the completed responses with their outcomes; asks the environments for rewards."""
+        episodes = [episode for group in self._episodes for episode in group]
+        pending = [
+            (episode, self._background(episode.environment.get_reward))
+            for episode in episodes
+            if episode.failure is None and hasattr(episode.environment, "get_reward")
+        ]
+        for episode, call in pending:
+            value = self._value(episode, call, "get_reward")
+            if episode.failure is None:
+                self._set_reward(episode, value)
+        return [
+            [replace(one, outcome=self._outcome(episode, one)) for episode, one in zip(group, ones, strict=True)]
+            for group, ones in zip(self._episodes, completions, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Closes the environments that have a method `close`."""
+        for episode in (episode for group in self._episodes for episode in group):
+            close = getattr(episode.environment, "close", None)
+            if close is not None:
+                self._background(close)
+
+    def _outcome(self, episode: _Episode, completion: Completion) -> EpisodeOutcome:
+        void = self._is_void(completion)
+        return EpisodeOutcome(episode.calls, episode.tool_errors, void, episode.failure, episode.reward)
+
+    def _set_reward(self, episode: _Episode, value: Any) -> None:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if np.isfinite(number):
+            episode.reward = number
+        else:
+            episode.failure = f"get_reward returned {value!r}, not a finite number"
+
+    def _call(self, completion: Completion) -> Call | None:
+        last = (completion.turn == completion.turn[-1]) & completion.sampled
+        return self._runner.form.parse(self._runner.decode(completion.response_ids[last].tolist()))
+
+    def _is_void(self, completion: Completion) -> bool:
+        if len(completion.response_ids) == 0 or self._call(completion) is not None:
+            return False
+        answer = self._runner.limits.answer
+        if answer is None:
+            return not completion.text.strip()
+        return re.search(answer, completion.text) is None
+
+    def _observe(self, episode: _Episode, call: BackgroundCall) -> TurnResult:
+        """Returns the result of a call as an observation, or the end of the response where it does not fit."""
+        try:
+            text = text_of(call.value())
+        except EnvironmentFailed as error:
+            episode.failure = f"a tool {error}"
+            return _end("stop")
+        except Exception as error:
+            episode.tool_errors += 1
+            text = str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}"
+            text = f"Error: {text}"
+        ids = self._runner.observation(text)
+        if len(ids) == 0:
+            raise TrimtabError("the format renders a result as no token: let render() add something to an empty result")
+        if episode.length + len(ids) >= self._runner.max_tokens:
+            return _end("length")
+        return TurnResult(ids, None)
+
+    def _value(self, episode: _Episode, call: BackgroundCall, method: str) -> Any:
+        """Returns the value of a call that must not fail; a failure is noted in the outcome."""
+        call.wait(float("inf"))
+        try:
+            return call.value()
+        except EnvironmentFailed as error:
+            episode.failure = f"{method} {error}"
+        except Exception as error:
+            episode.failure = f"{method} raised {type(error).__name__}: {error}"
+        return None
+
+    def _background(self, function: Callable[[], Any]) -> BackgroundCall:
+        return BackgroundCall(function, self._runner.limits.timeout)
+
+
+def _end(reason: FinishReason) -> TurnResult:
+    return TurnResult(np.empty(0, dtype=np.int64), reason)
+
+
+def _row(problem: Problem) -> dict[str, Any]:
+    return {**problem.extra, "id": problem.id, "question": problem.question, "answer": problem.answer}
