@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": {"sandbox", "plugins"},
     "rollout": {"engines", "tasks", "rewards", "models", "runs", "config", "seeds", "plugins"},
     "runs": {"config"},
-    "sandbox": set(),
+    "sandbox": {"processes"},
     "tasks": set(),
     "training": {
         *("evaluation", "rollout", "engines", "bitwise", "models", "tasks", "rewards", "sandbox", "runs"),
