@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": {"sandbox", "plugins"},
     "rollout": {"engines", "environments", "tasks", "rewards", "models", "runs", "config", "seeds", "plugins"},
     "runs": {"config"},
-    "sandbox": set(),
+    "sandbox": {"processes"},
     "tasks": set(),
     "training": {
         *(

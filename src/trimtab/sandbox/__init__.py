@@ -1,1 +1,1 @@
-"""Runs functions that are not ours in processes with limits on time and memory."""
+"""Runs code that is not ours: functions in processes with limits, Python text of a model in a sandbox."""

@@ -1,0 +1,79 @@
+"""The limits of a run of Python code in a sandbox, and its result."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+MAX_CODE = 100_000  # characters
+LOST = "the variables of this session are lost"
+# Control characters other than newline and tab, which could rewrite a terminal, and halves of surrogate pairs, which
+# are no text.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one run may use: seconds, megabytes, characters of output."""
+
+    timeout: float
+    memory_mb: int
+    max_output: int
+
+
+@dataclass(frozen=True, slots=True)
+class CodeResult:
+    """The result of a run.
+
+    Attributes:
+        output: what the code printed, and the value of a last expression as the interactive interpreter shows it.
+            Control characters are escaped (`\\x1b`), so that it can be printed anywhere.
+        error: a traceback, or one line that says which limit ended the run; None if the code ran to its end.
+        timed_out: whether the time limit ended it.
+    """
+
+    output: str
+    error: str | None = None
+    timed_out: bool = False
+
+
+class Sandbox(Protocol):
+    """Runs code of numbered sessions. `run` may be called from several threads, for one session from one at a time."""
+
+    def run(self, session: int, code: str) -> CodeResult:
+        """Never raises for anything that the code does."""
+        ...
+
+    def end(self, session: int) -> None:
+        """Frees what the session holds."""
+        ...
+
+    def close(self) -> None:
+        """Ends all processes."""
+        ...
+
+
+def clean(text: str) -> str:
+    """Returns the text with control characters escaped."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def shorten(text: str, length: int) -> str:
+    """Returns the text with its middle cut out if it is longer than `length` characters."""
+    if len(text) <= length:
+        return text
+    return f"{text[: length // 2]}\n[... {len(text) - length} characters ...]\n{text[len(text) - length // 2 :]}"
+
+
+def took_too_long(limits: Limits) -> str:
+    return f"took longer than {limits.timeout:g} s"
+
+
+def used_too_much_memory(limits: Limits) -> str:
+    return f"used more than {limits.memory_mb} MB of memory"
+
+
+def printed_too_much(limits: Limits) -> str:
+    return f"printed more than {limits.max_output} characters"

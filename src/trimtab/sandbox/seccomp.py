@@ -1,0 +1,82 @@
+"""The system calls that code in a bubblewrap container cannot make, as a filter for `bwrap --seccomp`.
+
+Namespaces keep the code from the machine; the filter keeps it from parts of the kernel that no program here needs:
+memory outside of the limits (memfd, System V shared memory), debugging, keys, new namespaces, modules.
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+
+# Numbers on x86_64 and on aarch64; None where a call does not exist.
+DENIED: dict[str, tuple[int, int]] = {
+    "acct": (163, 89),
+    "add_key": (248, 217),
+    "bpf": (321, 280),
+    "delete_module": (176, 106),
+    "fanotify_init": (300, 262),
+    "finit_module": (313, 273),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fsopen": (430, 430),
+    "fspick": (433, 433),
+    "init_module": (175, 105),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "io_uring_setup": (425, 425),
+    "kcmp": (312, 272),
+    "kexec_load": (246, 104),
+    "keyctl": (250, 219),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "mount": (165, 40),
+    "mount_setattr": (442, 442),
+    "move_mount": (429, 429),
+    "mq_open": (240, 180),
+    "msgget": (68, 186),
+    "open_by_handle_at": (304, 265),
+    "open_tree": (428, 428),
+    "perf_event_open": (298, 241),
+    "personality": (135, 92),
+    "pivot_root": (155, 41),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "ptrace": (101, 117),
+    "quotactl": (179, 60),
+    "reboot": (169, 142),
+    "request_key": (249, 218),
+    "semget": (64, 190),
+    "setns": (308, 268),
+    "shmget": (29, 194),
+    "swapon": (167, 224),
+    "umount2": (166, 39),
+    "unshare": (272, 97),
+    "userfaultfd": (323, 282),
+}
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH of linux/audit.h
+X32 = 0x40000000  # system calls of x86_64's second interface have this bit
+
+# linux/bpf_common.h and linux/seccomp.h
+LOAD, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
+KILL, ALLOW, EPERM = 0x80000000, 0x7FFF0000, 0x00050001
+NUMBER, ARCHITECTURE = 0, 4  # offsets in seccomp_data
+
+
+def program(machine: str | None = None) -> bytes | None:
+    """Returns the filter for this processor's architecture, or None if its calls are not known here."""
+    if (machine := machine or platform.machine()) not in ARCHITECTURES:
+        return None
+    column, architecture = ARCHITECTURES[machine]
+    numbers = sorted(row[column] for row in DENIED.values())
+    steps = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        (JUMP_EQUAL, 1, 0, architecture),  # a program of another architecture would count its calls otherwise
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER),
+        (JUMP_AT_LEAST, len(numbers) + 1, 0, X32),
+        *((JUMP_EQUAL, len(numbers) - index, 0, number) for index, number in enumerate(numbers)),
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, EPERM),
+    ]
+    return b"".join(struct.pack("HBBI", *step) for step in steps)
