@@ -127,7 +127,9 @@ def to_tensors(
         rows=tuple(rows),
         tokens=TokenBatch(**{item.name: getattr(tokens, item.name).to(device) for item in fields(tokens)}),
         mask=_pad([t.loss_mask for t in chosen], time, False).to(device),
-        behavior=_pad([np.where(t.completion.sampled, t.completion.logp_behavior, 0) for t in chosen], time, 0.0).to(device),
+        behavior=_pad([np.where(t.completion.sampled, t.completion.logp_behavior, 0) for t in chosen], time, 0.0).to(
+            device
+        ),
         off_policy=_pad([np.full(len(t), t.off_policy) for t in chosen], time, False).to(device),
         advantage=torch.full((len(chosen), 1), float("nan"), device=device),
     )

@@ -1,0 +1,304 @@
+"""Episodes: tools are called between turns, bounded, and what fails costs one episode only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from trimtab.environments.environment import check_class, tool_names
+from trimtab.environments.episodes import CUT, EpisodeLimits, EpisodeRunner, Episodes
+from trimtab.environments.formats import Format, Tag
+from trimtab.errors import TrimtabError
+from trimtab.models import bundled
+from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, TurnResult
+
+LIMITS = EpisodeLimits(turns=3, turn_tokens=64, observation_tokens=16, timeout=5.0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(bundled.folder())
+
+
+class Counter:
+    """Counts; raises, hangs and returns what it is asked to."""
+
+    def reset(self, **row: Any) -> str | None:
+        self.row, self.count, self.closed = row, 0, False
+        return None
+
+    def add(self, step: int) -> int:
+        """Adds.
+
+        Args:
+            step: what is added.
+        """
+        self.count += step
+        return self.count
+
+    async def later(self, step: int) -> int:
+        """Adds, as a coroutine.
+
+        Args:
+            step: what is added.
+        """
+        return self.add(step)
+
+    def fail(self) -> None:
+        """Raises."""
+        raise KeyError("nothing here")
+
+    def hang(self) -> None:
+        """Never returns."""
+        threading.Event().wait()
+
+    def long(self) -> str:
+        """Returns many words."""
+        return " ".join(map(str, range(100)))
+
+    def _private(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Rewarding(Counter):
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+def start(
+    tokenizer: Any,
+    kind: Callable[[], Any] = Counter,
+    *,
+    limits: EpisodeLimits = LIMITS,
+    samples: int = 2,
+    max_tokens: int = 200,
+    form: Format | None = None,
+) -> Episodes:
+    tools = tuple(tool_names(kind))
+    runner = EpisodeRunner(kind, form or Tag(tools), limits, tokenizer, max_tokens)
+    problem = Problem("p1", "How much?", "3", {"level": 2})
+    return runner.start([Prompt(problem, "How much?", runner.encode("How much?"))], samples)
+
+
+def append(tokenizer: Any, before: Completion | None, text: str, *, sampled: bool = True) -> Completion:
+    """A completion with one more turn, or observation, of this text."""
+    before = before or Completion.empty()
+    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+    value = -1.0 if sampled else np.nan
+    return Completion(
+        response_ids=np.concatenate([before.response_ids, ids]),
+        logp_behavior=np.concatenate([before.logp_behavior, np.full(len(ids), value, np.float32)]),
+        policy_version=np.concatenate([before.policy_version, np.full(len(ids), 0 if sampled else EXTERNAL_VERSION)]),
+        finish_reason="stop",
+        text=text,
+        loss_mask=np.concatenate([before.sampled, np.full(len(ids), sampled)]),
+    )
+
+
+def answer(episodes: Episodes, completion: Completion, sample: int = 0) -> TurnResult:
+    episodes.submit(0, sample, completion)
+    result = None
+    while result is None:
+        result = episodes.result(0, sample, 0.1)
+    return result
+
+
+def text_of(tokenizer: Any, result: TurnResult) -> str:
+    return tokenizer.decode(result.ids.tolist())
+
+
+def test_calls_reach_the_environment_of_their_sample(tokenizer: Any) -> None:
+    episodes = start(tokenizer)
+    first = append(tokenizer, None, "I add. <add>2</add>")
+    result = answer(episodes, first)
+    assert (text_of(tokenizer, result), result.finish_reason) == ("<output>2</output>", None)
+    again = append(tokenizer, append(tokenizer, first, "<output>2</output>", sampled=False), "<later>3</later>")
+    assert text_of(tokenizer, answer(episodes, again)) == "<output>5</output>"
+    assert text_of(tokenizer, answer(episodes, first, sample=1)) == "<output>2</output>"
+    [[one, two]] = episodes.finish([[again, first]])
+    assert one.outcome is not None
+    assert two.outcome is not None
+    assert (one.outcome.calls, two.outcome.calls, one.outcome.tool_errors) == (2, 1, 0)
+    assert one.outcome.reward is None
+
+
+def test_a_turn_that_is_submitted_again_is_not_run_again(tokenizer: Any) -> None:
+    """After an abort the engine submits the turn again, and gets the same result."""
+    episodes = start(tokenizer)
+    first = append(tokenizer, None, "<add>2</add>")
+    assert [text_of(tokenizer, answer(episodes, first)) for _ in range(3)] == ["<output>2</output>"] * 3
+
+
+def test_the_row_reaches_reset(tokenizer: Any) -> None:
+    rows: list[dict[str, Any]] = []
+
+    class Recording(Counter):
+        def reset(self, **row: Any) -> str:
+            rows.append(row)
+            return " Begin."
+
+    episodes = start(tokenizer, Recording)
+    assert rows == [{"level": 2, "id": "p1", "question": "How much?", "answer": "3"}] * 2
+    assert episodes.prompts[0].text == "How much? Begin."
+    assert tokenizer.decode(episodes.prompts[0].ids.tolist()) == "How much? Begin."
+
+
+def test_responses_of_a_group_share_their_prompt(tokenizer: Any) -> None:
+    texts = iter(["a", "b"])
+
+    class Different(Counter):
+        def reset(self, **row: Any) -> str:
+            del row
+            return next(texts)
+
+    with pytest.raises(TrimtabError, match="'p1': reset\\(\\) returned 2 different texts"):
+        start(tokenizer, Different)
+
+
+@pytest.mark.parametrize(
+    ("text", "observation"),
+    [
+        ("<fail></fail>", "Error: KeyError: 'nothing here'"),
+        ("<add>two</add>", "Error: 'two' is not a value of type int"),
+        ("<add></add>", "Error: add: missing a required argument: 'step'"),
+    ],
+)
+def test_errors_of_a_tool_are_told_to_the_model(tokenizer: Any, text: str, observation: str) -> None:
+    episodes = start(tokenizer)
+    turn = append(tokenizer, None, text)
+    assert text_of(tokenizer, answer(episodes, turn)) == f"<output>{observation}</output>"
+    [[one, _]] = episodes.finish([[turn, turn]])
+    assert one.outcome is not None
+    assert (one.outcome.calls, one.outcome.tool_errors, one.outcome.failure) == (1, 1, None)
+
+
+def test_an_environment_that_hangs_costs_its_episode(tokenizer: Any) -> None:
+    limits = EpisodeLimits(turns=3, turn_tokens=64, observation_tokens=16, timeout=0.2)
+    episodes = start(tokenizer, Rewarding, limits=limits)
+    hanging, adding = append(tokenizer, None, "<hang></hang>"), append(tokenizer, None, "<add>2</add>")
+    assert answer(episodes, hanging).finish_reason == "stop"
+    assert text_of(tokenizer, answer(episodes, adding, sample=1)) == "<output>2</output>"
+    [[one, two]] = episodes.finish([[hanging, adding]])
+    assert one.outcome is not None
+    assert two.outcome is not None
+    assert one.outcome.failure == "a tool did not return within 0.2 s (environment.timeout)"
+    assert one.outcome.reward is None
+    assert (two.outcome.failure, two.outcome.reward) == (None, 2.0)
+
+
+@pytest.mark.parametrize("where", ["reset", "get_reward"])
+def test_an_environment_that_raises_costs_its_episode(tokenizer: Any, where: str) -> None:
+    class Broken(Rewarding): ...
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ValueError("no disk")
+
+    setattr(Broken, where, broken)
+    episodes = start(tokenizer, Broken)
+    turn = append(tokenizer, None, "5")
+    assert answer(episodes, turn).finish_reason == "stop"
+    [group] = episodes.finish([[turn, turn]])
+    for one in group:
+        assert one.outcome is not None
+        assert one.outcome.failure == f"{where} raised ValueError: no disk"
+
+
+@pytest.mark.parametrize("value", [float("nan"), "much", None])
+def test_a_reward_that_is_no_number_costs_its_episode(tokenizer: Any, value: Any) -> None:
+    class Odd(Counter):
+        def get_reward(self) -> Any:
+            return value
+
+    turn = append(tokenizer, None, "5")
+    [[one, _]] = start(tokenizer, Odd).finish([[turn, turn]])
+    assert one.outcome is not None
+    assert one.outcome.failure == f"get_reward returned {value!r}, not a finite number"
+
+
+def test_long_results_are_cut_in_the_middle(tokenizer: Any) -> None:
+    result = answer(start(tokenizer), append(tokenizer, None, "<long></long>"))
+    text = text_of(tokenizer, result)
+    assert text.startswith("<output>0 1")
+    assert text.endswith("99</output>")
+    assert CUT in text
+    around = len(tokenizer("<output></output>" + CUT)["input_ids"])
+    assert len(result.ids) <= 16 + around + 2  # tokens may merge or split where parts meet
+
+
+def test_the_last_turn_makes_no_call(tokenizer: Any) -> None:
+    episodes, turn = start(tokenizer), None
+    for _ in range(2):
+        turn = append(tokenizer, turn, "<add>1</add>")
+        turn = append(tokenizer, turn, text_of(tokenizer, answer(episodes, turn)), sampled=False)
+    turn = append(tokenizer, turn, "<add>1</add>")
+    assert answer(episodes, turn).finish_reason == "length"
+    [[one, _]] = episodes.finish([[turn, turn]])
+    assert one.outcome is not None
+    assert (one.outcome.calls, one.outcome.void) == (2, False)
+
+
+def test_a_result_that_does_not_fit_ends_the_episode(tokenizer: Any) -> None:
+    turn = append(tokenizer, None, "<add>1</add>")
+    fitting = len(turn.response_ids) + len(tokenizer("<output>1</output>")["input_ids"]) + 1
+    assert answer(start(tokenizer, max_tokens=fitting), turn).finish_reason is None
+    assert answer(start(tokenizer, max_tokens=fitting - 1), turn).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "void"),
+    [
+        (None, "5", False),
+        (None, " \n", True),
+        (r"\d", "five", True),
+        (r"\d", "5", False),
+        (r"\d", "<add>1</add>", False),
+        (r"\\boxed", "so \\boxed{5}", False),
+    ],
+)
+def test_void_turns(tokenizer: Any, pattern: str | None, text: str, void: bool) -> None:
+    limits = EpisodeLimits(3, 64, 16, 5.0, answer=pattern)
+    turn = append(tokenizer, None, text)
+    [[one, _]] = start(tokenizer, limits=limits).finish([[turn, turn]])
+    assert one.outcome is not None
+    assert one.outcome.void == void
+
+
+def test_environments_are_closed(tokenizer: Any) -> None:
+    made: list[Counter] = []
+
+    class Kept(Counter):
+        def __init__(self) -> None:
+            made.append(self)
+
+    episodes = start(tokenizer, Kept)
+    episodes.close()
+    assert [one.closed for one in made] == [True, True]
+
+
+def test_classes_that_are_no_environment() -> None:
+    class NoReset:
+        def add(self) -> None:
+            """Adds."""
+
+    class NoTool:
+        def reset(self, **row: Any) -> None: ...
+
+    class NoHints(NoTool):
+        def add(self, step) -> None:
+            """Adds."""
+
+    with pytest.raises(TrimtabError, match="'NoReset' has no method reset"):
+        check_class(NoReset, "NoReset")
+    with pytest.raises(TrimtabError, match="'NoTool' has no tool"):
+        check_class(NoTool, "NoTool")
+    with pytest.raises(TrimtabError, match="tool 'add'.*type hint"):
+        check_class(NoHints, "NoHints")
+    check_class(Counter, "Counter")
+    assert tool_names(Counter) == ["add", "fail", "hang", "later", "long"]
