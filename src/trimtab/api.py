@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.config import Config, load_config
+from trimtab.config.schema import EnvironmentConfig
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 from trimtab.report.run_report import write_report
@@ -23,6 +24,7 @@ def train(
     *,
     reward: Callable[[str, Problem], float] | None = None,
     objective: Objective | None = None,
+    environment: type | None = None,
     overrides: Sequence[str] = (),
     out: Path | str | None = None,
     resume: bool = False,
@@ -36,6 +38,8 @@ def train(
     limit; a failing call drops its sample and does not end the run.
     `objective` replaces the recipe's objective, whose section may then have no keywords. A resumed run must be given
     the same objective.
+    `environment` is the class of the environments of multi-turn episodes (docs/environments.md), in place of
+    `environment.name`.
     `overrides` are `section.key=value` strings.
     `progress` writes a line for each step, and other messages, to standard error, unless an `observer` is given.
 
@@ -43,6 +47,10 @@ def train(
     Raises `TrimtabError`, with a one-line message, for every error that the caller can correct.
     """
     resolved = config if isinstance(config, Config) else load_config(config, overrides)
+    if environment is not None:
+        section = resolved.environment or EnvironmentConfig(name="")
+        name = f"{environment.__module__}:{environment.__qualname__}"
+        resolved = resolved.model_copy(update={"environment": section.model_copy(update={"name": name})})
     if resolved.compare is not None:
         raise TrimtabError(
             "the recipe has a [compare] section, which trains several runs: use `trimtab train`, or leave the section "
@@ -59,12 +67,22 @@ def train(
                 "an objective given in code cannot be sent to a cluster: name a function that returns it, "
                 'objective.name = "module:function"'
             )
+        if environment is not None:
+            raise TrimtabError(
+                'a class cannot be sent to a cluster: name it in the recipe, environment.name = "module:Class"'
+            )
         from trimtab.cluster.driver import train as run_on_cluster
 
         result = run_on_cluster(resolved, out=out, resume=resume, observer=run_observer)
     else:
         result = run_training(
-            resolved, reward=reward, objective=objective, out=out, resume=resume, observer=run_observer
+            resolved,
+            reward=reward,
+            objective=objective,
+            environment=environment,
+            out=out,
+            resume=resume,
+            observer=run_observer,
         )
     if follows():
         return result  # only the leader writes the report

@@ -233,6 +233,10 @@ class Task(Protocol):
         """Returns the correct response including the stop string, as the supervised warm start trains on it."""
         ...
 
+    def with_tools(self, stop: tuple[str, ...], schemas: Sequence[Mapping[str, Any]], instructions: str) -> Task:
+        """Returns the task for multi-turn episodes: with the stops of calls, and tools or instructions in prompts."""
+        ...
+
     @property
     def rewards(self) -> tuple[RewardSpec, ...]:
         """The default rewards of the task, used unless the recipe names others."""

@@ -55,7 +55,7 @@ class RayScorer(Scorer):
         self._hosts: list[Any] = [seat.start(RewardHost) for seat in seats]
         self._begin(*range(len(self._hosts)))
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def _score(self, items: Sequence[Item]) -> list[Score]:
         """One score per item, in order. Never raises for what a reward does, or for one lost actor.
 
         Raises:

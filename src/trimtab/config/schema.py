@@ -94,7 +94,7 @@ class EnvironmentConfig(PluginSection):
 
     name: str = Field(description="`python`: a sandboxed interpreter, or your own class as `module:Class`")
     format: str = Field(
-        default="tag", description="how a call is written: `tag`, `fence`, or your own class as `module:Format`"
+        default="tag", description="how a call is written: `tag`, `fence`, `chat`, or your own class as `module:Format`"
     )
     instructions: str = Field(default="", description="text before every prompt: worked examples of calls")
     max_turns: Count = Field(default=5, description="turns of the model; a call in the last one is not made")

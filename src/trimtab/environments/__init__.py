@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from trimtab.environments.environment import check_class, tool_names
-from trimtab.environments.formats import build_format
+from trimtab.environments.chat_format import Chat
+from trimtab.environments.environment import check_class, describe_tool, tool_names
+from trimtab.environments.formats import Format, build_format
 from trimtab.errors import TrimtabError, explain, nearest
 from trimtab.plugins import load_function
 from trimtab.types import Task
@@ -21,20 +22,37 @@ NAMES = ("python",)
 
 @dataclass(frozen=True)
 class BuiltEnvironment:
-    """An environment ready for use: `factory` makes one for an episode, `close` ends what all of them share."""
+    """An environment ready for use.
 
+    Attributes:
+        kind: its class.
+        factory: makes one for an episode.
+        tools: the names of its tools.
+        close: ends what all of them share.
+    """
+
+    kind: Any
     factory: Callable[[], Any]
     tools: tuple[str, ...]
     close: Callable[[], None] = lambda: None
 
     def adapt(self, task: Task, form: str, instructions: str) -> Task:
-        """Returns `task` with the stops of the format and the instructions before its prompts.
+        """Returns `task` with the stops of the format, and instructions or the tools in its prompts.
 
         Raises:
-            TrimtabError: the format is unknown or does not fit the tools.
+            TrimtabError: the format is unknown, or does not fit the tools or the style of the prompts.
         """
-        stop = build_format(form, self.tools).stop
-        return replace(task, stop=task.stop + stop, instructions=instructions)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        if form == "chat":
+            return task.with_tools(stop=(), schemas=self.schemas(), instructions=instructions)
+        return task.with_tools(stop=build_format(form, self.tools).stop, schemas=(), instructions=instructions)
+
+    def format(self, name: str, tokenizer: Any) -> Format:
+        """Returns the format of calls and results. Raises what `adapt` raises, and what `Chat` raises."""
+        return Chat(tokenizer, self.schemas()) if name == "chat" else build_format(name, self.tools)
+
+    def schemas(self) -> tuple[dict[str, Any], ...]:
+        """Returns the JSON schemas of the tools."""
+        return tuple(describe_tool(getattr(self.kind, tool), f"tool {tool!r}") for tool in self.tools)
 
 
 def build(name: str | type, options: Mapping[str, Any]) -> BuiltEnvironment:
@@ -57,8 +75,8 @@ def build(name: str | type, options: Mapping[str, Any]) -> BuiltEnvironment:
             fields = python_environment.Options.model_fields
             raise TrimtabError(f"environment {name!r}: {explain(error, fields)}") from None
         pool = python_environment.build_pool(checked)
-        factory = functools.partial(python_environment.PythonEnvironment, pool)
-        return BuiltEnvironment(factory, tuple(tool_names(python_environment.PythonEnvironment)), pool.close)
+        kind = python_environment.PythonEnvironment
+        return BuiltEnvironment(kind, functools.partial(kind, pool), tuple(tool_names(kind)), pool.close)
     if ":" not in name:
         raise TrimtabError(f"unknown environment {name!r}{nearest(name, NAMES)}; write your own as module:Class")
     return _of_class(load_function(name, "environment"), name, options)
@@ -66,4 +84,4 @@ def build(name: str | type, options: Mapping[str, Any]) -> BuiltEnvironment:
 
 def _of_class(kind: Callable[..., Any], name: str, options: Mapping[str, Any]) -> BuiltEnvironment:
     check_class(kind, name)
-    return BuiltEnvironment(functools.partial(kind, **options), tuple(tool_names(kind)))
+    return BuiltEnvironment(kind, functools.partial(kind, **options), tuple(tool_names(kind)))

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trimtab.environments.formats import Call
+from trimtab.environments.formats import Call, ToolError
 from trimtab.errors import TrimtabError
 
 NOT_TOOLS = {"reset", "get_reward", "close"}
@@ -158,10 +158,6 @@ def call_tool(environment: Any, call: Call) -> Any:
     except TypeError as error:
         raise ToolError(f"{name}: {error}") from None
     return method(*bound.args, **bound.kwargs)
-
-
-class ToolError(Exception):
-    """A call that cannot be made; the model is told so as the result of its call."""
 
 
 def _single_argument(signature: inspect.Signature, text: str) -> list[Any]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.environments.environment import BackgroundCall, EnvironmentFailed, ToolError, call_tool, text_of
-from trimtab.environments.formats import Call, Format
+from trimtab.environments.environment import BackgroundCall, EnvironmentFailed, call_tool, text_of
+from trimtab.environments.formats import Call, Format, ToolError
 from trimtab.errors import TrimtabError
 from trimtab.types import (
     Completion,
@@ -155,11 +155,18 @@ class Episodes:
             return  # this turn was submitted before, by a call that was aborted
         episode.length, episode.result, episode.call = n, None, None
         turn = int(completion.turn[-1])
-        call = self._call(completion)
+        try:
+            call = self._call(completion)
+        except ToolError as error:
+            call = error
         if call is None or turn + 1 >= self._runner.limits.turns or episode.failure:
             episode.result = _end("stop" if call is None else "length")
             return
         episode.calls += 1
+        if isinstance(call, ToolError):
+            episode.tool_errors += 1
+            episode.result = self._observation(episode, f"Error: {call}")
+            return
         episode.call = self._background(lambda: call_tool(episode.environment, call))
 
     def result(self, prompt: int, sample: int, timeout: float) -> TurnResult | None:
@@ -213,8 +220,14 @@ class Episodes:
         last = (completion.turn == completion.turn[-1]) & completion.sampled
         return self._runner.form.parse(self._runner.decode(completion.response_ids[last].tolist()))
 
+    def _has_call(self, completion: Completion) -> bool:
+        try:
+            return self._call(completion) is not None
+        except ToolError:
+            return True
+
     def _is_void(self, completion: Completion) -> bool:
-        if len(completion.response_ids) == 0 or self._call(completion) is not None:
+        if len(completion.response_ids) == 0 or self._has_call(completion):
             return False
         answer = self._runner.limits.answer
         if answer is None:
@@ -222,7 +235,7 @@ class Episodes:
         return re.search(answer, completion.text) is None
 
     def _observe(self, episode: _Episode, call: BackgroundCall) -> TurnResult:
-        """Returns the result of a call as an observation, or the end of the response where it does not fit."""
+        """Returns what follows a call that has ended, or was given up."""
         try:
             text = text_of(call.value())
         except EnvironmentFailed as error:
@@ -232,6 +245,10 @@ class Episodes:
             episode.tool_errors += 1
             text = str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}"
             text = f"Error: {text}"
+        return self._observation(episode, text)
+
+    def _observation(self, episode: _Episode, text: str) -> TurnResult:
+        """Returns a result as an observation, or the end of the response where it does not fit."""
         ids = self._runner.observation(text)
         if len(ids) == 0:
             raise TrimtabError("the format renders a result as no token: let render() add something to an empty result")

@@ -19,6 +19,10 @@ class Call:
     arguments: str | Mapping[str, Any]
 
 
+class ToolError(Exception):
+    """A call that cannot be made; the model gets the message as the result of its call."""
+
+
 class Format(Protocol):
     """The text of calls and results."""
 
@@ -28,7 +32,11 @@ class Format(Protocol):
         ...
 
     def parse(self, text: str) -> Call | None:
-        """Returns the call at the end of a turn, or None. `text` is the whole turn, with the string that ended it."""
+        """Returns the call at the end of a turn, or None. `text` is the whole turn, with the string that ended it.
+
+        Raises:
+            ToolError: there is a call that cannot be understood.
+        """
         ...
 
     def render(self, result: str) -> str:
@@ -98,5 +106,5 @@ def build_format(name: str, tools: tuple[str, ...]) -> Format:
     return form
 
 
-NAMES = ("tag", "fence")
-"""The names of the built-in formats."""
+NAMES = ("tag", "fence", "chat")
+"""The names of the built-in formats; "chat" is in chat_format.py."""

@@ -57,6 +57,7 @@ class Scorer:
         ]
 
     def _score(self, items: Sequence[Item]) -> list[Score]:
+        """Applies the rewards; one score for each item, in order."""
         samples = [
             (problem, answer if isinstance(answer, Response) else Response.of(answer)) for problem, answer in items
         ]

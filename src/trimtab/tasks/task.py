@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from pydantic import BaseModel, ConfigDict
 
-from trimtab.tasks.templates import Template, beginning
+from trimtab.errors import TrimtabError
+from trimtab.tasks.templates import Chat, Template, beginning
 from trimtab.types import Problem, RewardSpec
 
 
@@ -20,7 +21,10 @@ class TaskOptions(BaseModel):
 
 @dataclass(frozen=True)
 class BuiltTask:
-    """A task ready for use; implements `trimtab.types.Task`. `instructions` is text before every prompt."""
+    """A task ready for use; implements `trimtab.types.Task`.
+
+    `instructions` is text before every prompt, `schemas` describe tools in the chat template.
+    """
 
     name: str
     train: Sequence[Problem]
@@ -31,17 +35,44 @@ class BuiltTask:
     max_tokens: int
     notes: tuple[str, ...] = ()
     instructions: str = ""
+    schemas: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def prompt_style(self) -> str:
         return self.template.style((self.test or self.train)[0])
 
     def prompt_text(self, problem: Problem, tokenizer: Any) -> str:
+        if isinstance(self.template, Chat):
+            return self.template.prompt(problem, tokenizer, self.schemas)
         prompt = self.template.prompt(problem, tokenizer)
         if not self.instructions:
             return prompt
         first = beginning(tokenizer)
         return first + self.instructions + prompt.removeprefix(first)
+
+    def with_tools(self, stop: tuple[str, ...], schemas: Sequence[Mapping[str, Any]], instructions: str) -> BuiltTask:
+        """Returns the task as part of multi-turn episodes.
+
+        Args:
+            stop: the strings that end a call.
+            schemas: JSON schemas of the tools, for the chat template.
+            instructions: text before every prompt.
+
+        Raises:
+            TrimtabError: schemas without a chat template, or instructions with one.
+        """
+        chat = isinstance(self.template, Chat)
+        if schemas and not chat:
+            raise TrimtabError(
+                f"environment.format = 'chat' needs prompts in the chat template, and those of task {self.name!r} are "
+                f'{self.prompt_style}: set task.style = "chat", or take another format'
+            )
+        if instructions and chat:
+            raise TrimtabError(
+                "environment.instructions go before plain prompts: with prompts in the chat template, write them to "
+                "task.system"
+            )
+        return replace(self, stop=self.stop + stop, schemas=tuple(schemas), instructions=instructions)
 
     def gold(self, problem: Problem) -> str:
         target = self.template.target(problem.answer)

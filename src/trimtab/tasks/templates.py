@@ -7,7 +7,7 @@ pass, so braces of LaTeX in a template or in a question mean nothing special.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,7 +101,8 @@ class Chat:
         require(self.text, "question")
         require(self.answer, "answer")
 
-    def prompt(self, problem: Problem, tokenizer: Any) -> str:
+    def prompt(self, problem: Problem, tokenizer: Any, schemas: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Returns the whole prompt; `schemas` are JSON schemas of tools."""
         if not getattr(tokenizer, "chat_template", None):
             raise TrimtabError(
                 f"style 'chat': the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; "
@@ -109,7 +110,8 @@ class Chat:
             )
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": fill(self.text, question=problem.question)})
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        tools = {"tools": list(schemas)} if schemas else {}
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **tools)
 
     def target(self, answer: str) -> str:
         return fill(self.answer, answer=answer)

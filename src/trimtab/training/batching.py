@@ -160,6 +160,11 @@ def _pieces(trajectories: Sequence[Trajectory], group: Sequence[int], budget: in
     yield piece, size
 
 
+def _sampled_logp(trajectory: Trajectory) -> np.ndarray:
+    """Returns the log-probs of the sampler, 0 at tokens of observations, which have none."""
+    return np.where(trajectory.completion.sampled, trajectory.completion.logp_behavior, np.float32(0))
+
+
 def _pad(rows: Sequence[np.ndarray], time: int, value: float | bool) -> torch.Tensor:
     padded = np.full((len(rows), time), value, dtype=rows[0].dtype)
     for index, row in enumerate(rows):

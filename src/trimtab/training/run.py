@@ -20,7 +20,6 @@ from trimtab.config.validation import validate
 from trimtab.engines.factory import build_engines
 from trimtab.environments import BuiltEnvironment
 from trimtab.environments.episodes import EpisodeLimits, EpisodeRunner
-from trimtab.environments.formats import build_format
 from trimtab.errors import TrimtabError
 from trimtab.models import invariant
 from trimtab.models.laboratory import NAMES as LABORATORY_MODELS
@@ -81,6 +80,7 @@ def train(
     *,
     reward: RewardFunction | None = None,
     objective: Objective | None = None,
+    environment: type | None = None,
     out: Path | str | None = None,
     resume: bool = False,
     observer: Observer | None = None,
@@ -114,7 +114,7 @@ def train(
         cleanup.enter_context(stop.signals())
         cleanup.enter_context(join())
         config, built = custom_objective.resolve(config, objective)
-        parts = check(config, reward, makers, built)
+        parts = check(config, reward, makers, built, environment)
         cleanup.callback(parts.scorer.close)
         if parts.environment is not None:
             cleanup.callback(parts.environment.close)
@@ -176,6 +176,7 @@ def check(
     reward: RewardFunction | None = None,
     makers: Backends = LOCAL_BACKENDS,
     objective: Objective | None = None,
+    environment: type | None = None,
 ) -> RunParts:
     """Build the objective (if it is not given), the task, its environment and the rewards.
 
@@ -190,7 +191,7 @@ def check(
     task = tasks.build(config.task.name, **config.task.keywords)
     multi_turn = None
     if config.environment is not None:
-        multi_turn = environments.build(config.environment.name, config.environment.keywords)
+        multi_turn = environments.build(environment or config.environment.name, config.environment.keywords)
         task = multi_turn.adapt(task, config.environment.format, config.environment.instructions)
     specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
     if reward is not None:
@@ -315,7 +316,7 @@ def _build_episodes(
         section.timeout,
         section.answer,
     )
-    form = build_format(section.format, environment.tools)
+    form = environment.format(section.format, tokenizer)
     return EpisodeRunner(environment.factory, form, limits, tokenizer, sampling.max_tokens)
 
 

@@ -298,7 +298,7 @@ def test_classes_that_are_no_environment() -> None:
         check_class(NoReset, "NoReset")
     with pytest.raises(TrimtabError, match="'NoTool' has no tool"):
         check_class(NoTool, "NoTool")
-    with pytest.raises(TrimtabError, match="tool 'add'.*type hint"):
+    with pytest.raises(TrimtabError, match=r"tool 'add'.*type hint"):
         check_class(NoHints, "NoHints")
     check_class(Counter, "Counter")
     assert tool_names(Counter) == ["add", "fail", "hang", "later", "long"]

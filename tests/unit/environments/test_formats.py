@@ -49,7 +49,7 @@ def test_the_opening_line_of_a_block_is_no_stop() -> None:
 
 
 def test_unknown_formats_are_one_line() -> None:
-    with pytest.raises(TrimtabError, match="unknown format 'tags'.*'tag'"):
+    with pytest.raises(TrimtabError, match=r"unknown format 'tags'.*'tag'"):
         build_format("tags", ("python",))
     with pytest.raises(TrimtabError, match="does not name the tool, and there are 2"):
         build_format("fence", ("a", "b"))

@@ -1,0 +1,74 @@
+"""Calls and results in the tokenizer's own chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trimtab.environments.formats import Call, ToolError
+from trimtab.errors import TrimtabError
+
+_QUESTION = {"role": "user", "content": "?"}
+_REASONED = "<think>\nThus.\n</think>\n\nI call."
+_ADVICE = "take environment.format = 'tag' or 'fence', or a chat template that only appends"
+
+
+class Chat:
+    """A call as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, its result as a message of role "tool".
+
+    What follows a turn is the text that the template puts between the end of an assistant message and the beginning of
+    the next one; it is appended to the sampled tokens, which are never rendered again.
+
+    Args:
+        schemas: JSON schemas of the tools.
+
+    Raises:
+        TrimtabError: the template shows no tools, changes earlier messages when a result follows them, or does not end
+            a message with the tokenizer's end-of-sequence token.
+    """
+
+    def __init__(self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> None:
+        self._tokenizer, self._schemas = tokenizer, list(schemas)
+        self._label = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'this tokenizer'}"
+        if self._apply([_QUESTION]) == self._apply([_QUESTION], tools=None):
+            raise TrimtabError(f"{self._label} does not show tools to the model: {_ADVICE}")
+        self.render("")
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """None: the end-of-sequence token ends a message."""
+        return ()
+
+    def parse(self, text: str) -> Call | None:
+        calls = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
+        if not calls:
+            return None
+        if len(calls) > 1:
+            raise ToolError(f"{len(calls)} calls in one turn: make one call, and wait for its result")
+        try:
+            content = json.loads(calls[0])
+            return Call(content["name"], dict(content.get("arguments") or {}))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ToolError(f'the call is not {{"name": ..., "arguments": {{...}}}}: {error}') from None
+
+    def render(self, result: str) -> str:
+        function = {"name": self._schemas[0]["function"]["name"], "arguments": {}}
+        called = {
+            "role": "assistant",
+            "content": _REASONED,
+            "tool_calls": [{"type": "function", "function": function}],
+        }
+        answer = {"role": "tool", "name": function["name"], "content": result}
+        before = self._apply([_QUESTION, called])
+        after = self._apply([_QUESTION, called, answer], add_generation_prompt=True)
+        if not after.startswith(before.rstrip("\n")):
+            raise TrimtabError(f"{self._label} changes earlier turns when a result follows them: {_ADVICE}")
+        end = self._tokenizer.eos_token
+        if not end or end not in before:
+            raise TrimtabError(f"{self._label} does not end a message with {end!r}: {_ADVICE}")
+        return after[before.rindex(end) + len(end) :]
+
+    def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, **{"tools": self._schemas, **options})
