@@ -46,7 +46,8 @@ def main(root: Path, told: Path) -> None:
         failed = refused(root, ranks)
         ranks.gather(b"")  # the leader has cleaned up
         assert sorted(item.name for item in root.iterdir()) == ["step-000001", "step-000002"]
-        here: dict[str, Any] = {"failed": failed, "notes": {}}
+        leaders = [ranks.broadcast_bool(ranks.is_leader), ranks.broadcast_bool(not ranks.is_leader)]
+        here: dict[str, Any] = {"failed": failed, "notes": {}, "leader's": leaders}
         for name, damage in DAMAGES.items():
             ranks.gather(b"")
             if ranks.rank == 1:

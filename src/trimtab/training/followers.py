@@ -29,8 +29,6 @@ from trimtab.runs.directory import RunDirectory
 from trimtab.training.ranks import Ranks, current_ranks
 from trimtab.types import Engine
 
-_WEIGHTS_NEEDED, _WEIGHTS_NOT_NEEDED = b"needed", b"not needed"
-
 
 def shard_model(model: nn.Module, config: Config) -> nn.Module:
     """Shard `model` in place over the ranks, as `[sharding]` says, and return it; one process leaves it unchanged.
@@ -98,12 +96,12 @@ class LeaderSource:
         def announced_weights() -> Iterator[tuple[str, Tensor]]:
             nonlocal needed
             needed = True
-            self._ranks.broadcast(_WEIGHTS_NEEDED)
+            self._ranks.broadcast_bool(True)
             yield from weights
 
         result = self._source.evaluate_with(announced_weights(), version, function, quantized=quantized)
         if not needed:
-            self._ranks.broadcast(_WEIGHTS_NOT_NEEDED)
+            self._ranks.broadcast_bool(False)
         self._ranks.broadcast(json.dumps(result).encode())
         return result
 
@@ -146,7 +144,7 @@ class FollowerSource:
         *,
         quantized: bool,  # noqa: ARG002
     ) -> Result:
-        if self._ranks.broadcast(b"") == _WEIGHTS_NEEDED:
+        if self._ranks.broadcast_bool(False):
             _gather(weights)
         return json.loads(self._ranks.broadcast(b""))
 

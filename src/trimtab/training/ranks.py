@@ -57,6 +57,10 @@ class Ranks:
             dist.broadcast(buffer, 0, group=self.control)
         return data if self.is_leader else buffer.numpy().tobytes()
 
+    def broadcast_bool(self, value: bool) -> bool:
+        """Return the leader's `value` on every rank."""
+        return self.broadcast(b"1" if value else b"0") == b"1"
+
     def gather(self, data: bytes) -> list[bytes]:
         """Return the `data` of all ranks, in the order of ranks, on every rank."""
         if self.size == 1:

@@ -19,6 +19,7 @@ def test_alone_a_process_leads_and_agrees_with_itself() -> None:
         assert ranks is current_ranks() is SINGLE
         assert ranks.is_leader
         assert ranks.broadcast(b"x") == b"x"
+        assert [ranks.broadcast_bool(value) for value in (True, False)] == [True, False]
         assert ranks.gather(b"y") == [b"y"]
         assert ranks.all_reduce_sum(0.1) == 0.1
         assert ranks.run_on_all_ranks(lambda: 3) == 3

@@ -80,20 +80,19 @@ def save(
         TrimtabError: the disk is full; earlier checkpoints are unchanged.
     """
     folder, ranks = checkpoint_folder(root, step), current_ranks()
-    sharded = {section for section, named in tensors.items() if any(map(is_sharded, named.values()))}
+    sharded = {section: named for section, named in sorted(tensors.items()) if any(map(is_sharded, named.values()))}
     with _new_folder(folder, ranks) as temporary:
+        local = ranks.run_on_all_ranks(partial(_write_shards, folder, temporary, sharded, ranks.rank))
         described: dict[str, Any] = {}
-        if sharded:
-            parts = {section: tensors[section] for section in sorted(sharded)}
-            local = ranks.run_on_all_ranks(partial(_write_shards, folder, temporary, parts, ranks.rank))
-            for part in ranks.gather(json.dumps(local).encode()):
-                described |= json.loads(part)
-        whole = {section: named for section, named in tensors.items() if section not in sharded}
+        for part in ranks.gather(json.dumps(local).encode()):
+            described |= json.loads(part)
 
         @atomic.explained(folder)
         def finish() -> None:
-            for section, named in whole.items():
-                _write_tensors(temporary / f"{section}{_SECTION}", named)
+            for section, named in tensors.items():
+                if section not in sharded:
+                    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+                    save_file(whole, temporary / f"{section}{_SECTION}")
             (temporary / META).write_text(json.dumps(meta))
             for name, data in (files or {}).items():
                 (temporary / name).write_bytes(data)
@@ -227,10 +226,6 @@ def _write_shards(
             if path is not None:
                 described[f"{section}/{path.name}"] = _describe(path)
     return described
-
-
-def _write_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}, path)
 
 
 def _describe(path: Path) -> dict[str, Any]:
