@@ -76,9 +76,9 @@ def _root(
     if (
         context.invoked_subcommand in SINGLE_PROCESS_COMMANDS and "WORLD_SIZE" in os.environ
     ):  # checked first to avoid importing torch
-        from trimtab.training.ranks import several
+        from trimtab.training.ranks import launched_by_torchrun
 
-        if several():
+        if launched_by_torchrun():
             raise TrimtabError(
                 f"`trimtab {context.invoked_subcommand}` is one process: run it without torchrun (or unset WORLD_SIZE)"
             )

@@ -17,7 +17,7 @@ GB = 1e9
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """Returns the plan as data for JSON; in seconds, bytes and tokens per second."""
-    question, steady = plan.question, plan.cycle
+    question, steady = plan.request, plan.cycle
     return {
         "model": {**asdict(question.shape), "parameters": question.shape.parameters},
         "device": asdict(question.device),
@@ -42,7 +42,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             "offload": plan.rank.offload,
             "memory": dict(plan.memory),
             "memory_total": sum(plan.memory.values()),
-            "memory_room": plan.room,
+            "memory_room": plan.memory_limit,
             "longest_response": plan.longest,
             "host_memory": host_memory(question.shape, plan.rank),
             "fits": plan.trainer_fits,
@@ -56,7 +56,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def plan_text(plan: Plan) -> str:
-    question, work, steady = plan.question, plan.work, plan.cycle
+    question, work, steady = plan.request, plan.work, plan.cycle
     shape, gpu = question.shape, question.device
     tokens = f"{work.tokens / 1e6:.1f} million response tokens"
     lines = [
@@ -147,9 +147,9 @@ def _memory_lines(plan: Plan) -> list[str]:
     verdict = "fits" if plan.trainer_fits else f"DOES NOT FIT: responses of {plan.longest} tokens would"
     options = ", ".join(word for word, on in _memory_options(plan) if on) or "nothing recomputed, nothing offloaded"
     cache = f"{plan.engine.cache / 1e3:.0f} thousand tokens of keys and values"
-    lines = [f"memory of a training rank ({options}): {total / GB:.1f} of {plan.room / GB:.1f} GB, {verdict}"]
+    lines = [f"memory of a training rank ({options}): {total / GB:.1f} of {plan.memory_limit / GB:.1f} GB, {verdict}"]
     lines += _table(parts)
-    lines.append(f"CPU memory of all ranks: {host_memory(plan.question.shape, plan.rank) / GB:.0f} GB")
+    lines.append(f"CPU memory of all ranks: {host_memory(plan.request.shape, plan.rank) / GB:.0f} GB")
     engine_verdict = "fits" if plan.engine_fits else "DOES NOT FIT: a response of full length needs more"
     lines.append(
         f"memory of an engine's GPU: {plan.engine.weights / GB:.1f} GB of weights, room for {cache}, {engine_verdict}"

@@ -26,7 +26,7 @@ from trimtab.rollout.collector import Collector, Group, RolloutStats
 from trimtab.rollout.source import Result, RolloutSource, SourceState, Weights
 from trimtab.runs import trajectories
 from trimtab.runs.directory import RunDirectory
-from trimtab.training.ranks import Ranks, current_ranks
+from trimtab.training.ranks import RankGroup, current_ranks
 from trimtab.types import Engine
 
 _WEIGHTS_NEEDED, _WEIGHTS_NOT_NEEDED = b"needed", b"not needed"
@@ -73,7 +73,7 @@ def shared_source(collector: Collector, make: Callable[[], RolloutSource]) -> Ro
 class LeaderSource:
     """The leader's `RolloutSource`: sends batches and results to the other ranks."""
 
-    def __init__(self, source: RolloutSource, ranks: Ranks) -> None:
+    def __init__(self, source: RolloutSource, ranks: RankGroup) -> None:
         self._source, self._ranks = source, ranks
         self.collector = source.collector
 
@@ -123,7 +123,7 @@ class FollowerSource:
     It iterates over published weights too, because gathering a sharded tensor needs every rank.
     """
 
-    def __init__(self, collector: Collector, ranks: Ranks) -> None:
+    def __init__(self, collector: Collector, ranks: RankGroup) -> None:
         self.collector = collector
         self.published = -1
         self._ranks = ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 from trimtab.diagnosis.reading.layouts import LAYOUTS, ROLES, TRIMTAB, Layout, detected, named
 from trimtab.diagnosis.reading.ragged import Table
 from trimtab.diagnosis.reading.torch_table import TorchTable
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 
 COSTS = {
     "response_ids": "no view by token id",
@@ -48,7 +48,7 @@ def resolve(tables: Sequence[Table], framework: str | Layout | None, given: Mapp
     """Assigns columns to roles. Torch files have to be loaded for it, so only the first usable one is inspected."""
     for role in given:
         if role not in ROLES:
-            raise TrimtabError(f"--columns: no role {role!r}{nearest(role, ROLES)}")
+            raise TrimtabError(f"--columns: no role {role!r}{did_you_mean(role, ROLES)}")
     scanned = {table.path: table.names() for table in tables if not isinstance(table, TorchTable)}
     if scanned:
         return _resolved(scanned, framework, given)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 
 LOGPS = ("logp_behavior", "logp_proximal", "logp_current")
 TOKEN_ROLES = (
@@ -177,7 +177,7 @@ def named(framework: str) -> Layout:
     """Returns the layout of a framework. `slime` writes the files of Miles."""
     name = "miles" if framework == "slime" else framework
     if name not in LAYOUTS:
-        raise TrimtabError(f"unknown framework {framework!r}{nearest(framework, [*LAYOUTS, 'slime'])}")
+        raise TrimtabError(f"unknown framework {framework!r}{did_you_mean(framework, [*LAYOUTS, 'slime'])}")
     return LAYOUTS[name]
 
 

@@ -32,7 +32,7 @@ from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, Weight
 from trimtab.engines.request import validate_request
 from trimtab.engines.stopping import StopChecker, eos_ids
 from trimtab.engines.weight_manifest import WeightManifest
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.models.invariant import is_invariant
 from trimtab.models.invariant.invariant_attention import KEY_BLOCK, round_up
 from trimtab.models.routing import record_routing, router_info
@@ -71,7 +71,7 @@ class EmbeddedEngine:
     ) -> None:
         if isinstance(dtype, str):
             if dtype not in DTYPES:
-                raise TrimtabError(f"unknown engine dtype {dtype!r}{nearest(dtype, DTYPES)}")
+                raise TrimtabError(f"unknown engine dtype {dtype!r}{did_you_mean(dtype, DTYPES)}")
             dtype = DTYPES[dtype]
         self.policy_version = 0
         self.decoded_tokens = 0
