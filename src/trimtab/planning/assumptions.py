@@ -103,6 +103,7 @@ DEVICES = {
 
 
 def find_device(name: str) -> Device:
+    """Returns the device of a name in `DEVICES`, in any case. Raises `TrimtabError` for another name."""
     if name.lower() not in DEVICES:
         raise TrimtabError(f"unknown device {name!r}{did_you_mean(name.lower(), DEVICES)}")
     return DEVICES[name.lower()]

@@ -35,7 +35,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One split of the GPUs. memory: bytes of a training rank by term. room: bytes a rank may use."""
+    """One split of the GPUs. `memory` is the bytes of a training rank by term."""
 
     request: PlanRequest
     engine: PlannedEngine
@@ -55,6 +55,7 @@ class Plan:
 
     @property
     def memory_limit(self) -> float:
+        """Bytes that a training rank may use."""
         return self.request.device.memory * self.request.assumed.train_memory
 
     @property
@@ -139,7 +140,7 @@ def best_plan(request: PlanRequest) -> Plan:
     plans = [candidate for split in _splits(request) for candidate in _candidates(request, *split)]
     if not plans:
         raise TrimtabError(_no_split(request))
-    return min(plans, key=lambda each: (not each.fits, not each.engine_fits, each.cycle.seconds, each.phases.in_turn))
+    return min(plans, key=lambda plan: (not plan.fits, not plan.engine_fits, plan.cycle.seconds, plan.phases.in_turn))
 
 
 def _splits(request: PlanRequest) -> Iterator[tuple[int, int]]:
