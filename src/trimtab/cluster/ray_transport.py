@@ -25,7 +25,7 @@ from trimtab.cluster.object_store_weights import (
 )
 from trimtab.config import Config, RayConfig
 from trimtab.engines.remote.engine_host import EngineHost
-from trimtab.engines.remote.remote_engine import Answer, RemoteEngine, TransportLost
+from trimtab.engines.remote.remote_engine import CallResult, RemoteEngine, TransportLost
 from trimtab.errors import EngineDeadError
 from trimtab.types import Engine
 
@@ -121,7 +121,7 @@ class RayTransport:
 
         return bool(ray.wait([self._answer], timeout=seconds)[0])
 
-    def result(self) -> Answer:
+    def result(self) -> CallResult:
         with self._convert_loss():
             value, error, state = get_result(self._answer)
             if error is None and self._method == "generate":

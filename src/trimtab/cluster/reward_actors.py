@@ -20,7 +20,7 @@ from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
 from trimtab.rewards import Response, Score, Scorer, Weighted
 from trimtab.rewards.scorer import Item
-from trimtab.sandbox.pool import GRACE
+from trimtab.sandbox.pool import SUPERVISOR_TIMEOUT
 from trimtab.types import Problem, RewardSpec
 
 LOST_TWICE = "was lost twice: the actor that runs rewards died or did not answer"
@@ -100,7 +100,7 @@ class RayScorer(Scorer):
         for number, call in calls.items():
             part = parts[number]
             try:
-                results = json.loads(get_result(call, timeout=longest * len(part) + 2 * GRACE))
+                results = json.loads(get_result(call, timeout=longest * len(part) + 2 * SUPERVISOR_TIMEOUT))
             except ActorLost:
                 kill_actor(self._hosts[number])
                 self._hosts[number] = self._slots[number].start(RewardHost)

@@ -17,7 +17,7 @@ from torch import Tensor
 from trimtab.engines.remote.shared_weights import SharedWeights, share
 from trimtab.errors import EngineDeadError
 from trimtab.rollout.buffer import Buffer
-from trimtab.rollout.canary import Canary, Expected
+from trimtab.rollout.canary import Canary, CanaryPrediction
 from trimtab.rollout.collector import Collector, Group, RolloutStats
 from trimtab.rollout.engine_thread import MAX_RESTARTS, AsyncState, EngineThread, GeneratedGroups, WeightUpdate
 from trimtab.rollout.source import Result, SourceState, Weights
@@ -73,7 +73,7 @@ class AsyncSource:
         self._deliver_messages()
         return groups, stats
 
-    def publish(self, weights: Weights, version: int, expected: Expected | None = None) -> None:
+    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
         """Copy the weights, so that training can continue; each engine loads them before its next request."""
         update, state = WeightUpdate(version, share(weights), expected), self._state
         with state.buffer.changed:

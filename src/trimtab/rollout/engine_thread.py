@@ -15,7 +15,7 @@ from typing import Literal
 from trimtab.engines.remote.shared_weights import SharedWeights
 from trimtab.errors import RESUME, EngineDeadError, TrimtabError
 from trimtab.rollout.buffer import Buffer
-from trimtab.rollout.canary import Canary, Expected
+from trimtab.rollout.canary import Canary, CanaryPrediction
 from trimtab.rollout.collector import Collector, RolloutStats
 from trimtab.rollout.schedule import GroupRange
 from trimtab.types import Completion, Engine, Prompt
@@ -34,7 +34,7 @@ class WeightUpdate:
 
     version: int
     weights: SharedWeights
-    expected: Expected | None = None
+    expected: CanaryPrediction | None = None
 
 
 @dataclass(frozen=True, slots=True)

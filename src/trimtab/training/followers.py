@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from trimtab.config import Config
 from trimtab.models.sharding import apply_fsdp
-from trimtab.rollout.canary import Expected
+from trimtab.rollout.canary import CanaryPrediction
 from trimtab.rollout.collector import Collector, Group, RolloutStats
 from trimtab.rollout.source import Result, RolloutSource, SourceState, Weights
 from trimtab.runs import trajectories
@@ -86,7 +86,7 @@ class LeaderSource:
         self._ranks.broadcast(trajectories.to_bytes([trajectory for group in groups for trajectory in group]))
         return groups, stats
 
-    def publish(self, weights: Weights, version: int, expected: Expected | None = None) -> None:
+    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
         self._source.publish(weights, version, expected)
 
     def evaluate_with(
@@ -134,7 +134,7 @@ class FollowerSource:
             groups.setdefault(trajectory.group, []).append(trajectory)
         return list(groups.values()), RolloutStats()
 
-    def publish(self, weights: Weights, version: int, expected: Expected | None = None) -> None:  # noqa: ARG002
+    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:  # noqa: ARG002
         _gather(weights)
         self.published = version
 

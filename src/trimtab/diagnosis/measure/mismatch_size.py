@@ -12,7 +12,7 @@ from trimtab.corrections.reduce import Selection
 from trimtab.corrections.statistics import QUANTILES, Histogram, RatioStatistics
 from trimtab.diagnosis.measure.bins import quantiles
 from trimtab.diagnosis.measure.ledger import KeyedSums
-from trimtab.diagnosis.measure.storage_rounding import Column, coarse, floor
+from trimtab.diagnosis.measure.storage_rounding import RoundingDetector, is_coarse, rounding_floor
 from trimtab.diagnosis.measure.trained_tokens import FIELDS, Trained
 from trimtab.diagnosis.records import MismatchSize
 from trimtab.intervals import Interval, cluster_intervals
@@ -50,7 +50,7 @@ class Sizes:
         self._largest = np.full((1, 2), -np.inf)
         self._histogram = Histogram(torch.zeros_like(_histogram(np.zeros(0)).counts))
         self._steps = KeyedSums(STEPS)
-        self._columns = (Column(), Column())
+        self._columns = (RoundingDetector(), RoundingDetector())
 
     def add(self, tokens: Trained) -> None:
         table, places = tokens.table, tokens.places
@@ -79,13 +79,13 @@ class Sizes:
         whole = _statistics(sums, torch.from_numpy(self._largest[0]), self._histogram)
         figures = Metrics({"": whole}).finalize()
         columns = dict(zip(("logp_behavior", f"logp_{anchor}"), self._columns, strict=True))
-        value, note = floor(columns)
+        value, note = rounding_floor(columns)
         return MismatchSize(
             mismatch=figures,
             intervals=_intervals(clusters, figures, seed),
             floor=value,
             floor_note=note,
-            verdict=verdict(figures["k3"], value, coarse(columns)),
+            verdict=verdict(figures["k3"], value, is_coarse(columns)),
             by_step=tuple(self._by_step()),
         )
 

@@ -173,7 +173,7 @@ PRIME_RL = Layout(
 LAYOUTS = {layout.framework: layout for layout in (TRIMTAB, PRIME_RL, TRL, MILES, VERL)}
 
 
-def named(framework: str) -> Layout:
+def layout_of_framework(framework: str) -> Layout:
     """Returns the layout of a framework. `slime` writes the files of Miles."""
     name = "miles" if framework == "slime" else framework
     if name not in LAYOUTS:
@@ -181,7 +181,7 @@ def named(framework: str) -> Layout:
     return LAYOUTS[name]
 
 
-def detected(names: Iterable[str]) -> Layout | None:
+def detect_layout(names: Iterable[str]) -> Layout | None:
     """Returns the first layout with a sign among the columns, or None."""
     present = set(names)
     return next((layout for layout in LAYOUTS.values() if any(sign <= present for sign in layout.signs)), None)

@@ -23,7 +23,7 @@ from trimtab.engines.embedded.decoding_rows import (
     mark_aborted,
     plan_prefill,
 )
-from trimtab.engines.embedded.expert_recorder import ExpertRecorder, Tape
+from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 from trimtab.engines.embedded.fused_llama import FusedLlama, supports
 from trimtab.engines.embedded.invariant_decoder import InvariantDecoder, with_trainer_logps
 from trimtab.engines.embedded.sampling import sample_tokens
@@ -217,7 +217,7 @@ class EmbeddedEngine:
         sampling: SamplingParams,
         stop: StopChecker,
         abort: AbortSignal | None,
-        tape: Tape | None,
+        tape: RoutingTape | None,
     ) -> None:
         """Decodes all rows in lockstep.
 

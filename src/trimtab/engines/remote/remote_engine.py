@@ -35,7 +35,7 @@ class Transport(Protocol):
         """Returns whether the call has ended, after at most `seconds`. Raises `TransportLost`."""
         ...
 
-    def result(self) -> Answer:
+    def result(self) -> CallResult:
         """Returns the answer to the call that has ended. Raises `TransportLost`."""
         ...
 
@@ -66,7 +66,7 @@ class Transport(Protocol):
 
 # The result; the error: a `TrimtabError` as itself, any other exception as its traceback; and `policy_version`,
 # `decoded_tokens` and `prefilled_tokens` of the hosted engine.
-Answer = tuple[Any, Exception | str | None, tuple[int, int, int]]
+CallResult = tuple[Any, Exception | str | None, tuple[int, int, int]]
 
 
 class RemoteEngine:
