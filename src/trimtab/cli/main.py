@@ -59,8 +59,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"trimtab {importlib.metadata.version('trimtab')}")
         raise typer.Exit
 

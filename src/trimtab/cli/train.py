@@ -82,9 +82,9 @@ def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = Fals
     config = load_config(recipe, sets or ())
     run = run_directory(recipe, out, config.out)
     with only_json(as_json), observe(to_stderr=as_json) as observer:
-        from trimtab.training.sft import warm_start
+        from trimtab.training.sft import supervised_warm_start
 
-        result = warm_start(config, out=run, observer=observer)
+        result = supervised_warm_start(config, out=run, observer=observer)
     if as_json:
         print_json({"model": run, "metrics": result.metrics})
     else:

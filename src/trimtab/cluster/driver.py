@@ -79,10 +79,10 @@ def _wait_for_ranks(
     running, events = list(runs), first.poll_events.remote(POLL_TIMEOUT)
     try:
         while running:
-            if stop.asked is not None and not stop_sent:
+            if stop.signal_number is not None and not stop_sent:
                 stop_sent = True
                 for rank in ranks:
-                    rank.stop.remote(stop.asked)
+                    rank.stop.remote(stop.signal_number)
             (ready, *_), _ = ray.wait([events, *running], num_returns=1)
             if ready == events:
                 _show_events(get_result(events), observer, config, run)

@@ -145,7 +145,7 @@ class TrainerRank:
 
     def stop(self, number: int) -> None:
         """Ends the run after the step in progress, like signal `number`."""
-        self._stop.ask(number)
+        self._stop.request(number)
 
     def _set_rank_environment(self, rendezvous: tuple[str, int]) -> None:
         """Sets the variables that torchrun would set. Ray shows an actor only its own device: local rank 0."""

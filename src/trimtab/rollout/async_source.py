@@ -87,7 +87,7 @@ class AsyncSource:
     ) -> Result:
         """Engine threads pause; their requests are finished first, or aborted with `in_flight = "continue"`."""
         with self._pause_engines(), ExitStack() as stack:
-            thread = next(thread for thread in self._threads if not thread.gone)
+            thread = next(thread for thread in self._threads if not thread.is_lost)
             shared = None
             for attempt in range(MAX_RESTARTS):
                 try:

@@ -93,8 +93,10 @@ class Learner:
             if micro.rows:
                 scored[index] = micro
         if self.ranks.size > 1:
-            mine = {f"{index}|{name}": logp for index, by_name in logps.items() for name, logp in by_name.items()}
-            gathered = all_gather_tensors({key: logp for key, logp in mine.items() if len(logp)}, self.ranks)
+            local_logps = {
+                f"{index}|{name}": logp for index, by_name in logps.items() for name, logp in by_name.items()
+            }
+            gathered = all_gather_tensors({key: logp for key, logp in local_logps.items() if len(logp)}, self.ranks)
             logps = {
                 index: {name: gathered[f"{index}|{name}"].to(self.device) for name in models}
                 for index in range(len(batch))

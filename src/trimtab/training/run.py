@@ -31,7 +31,7 @@ from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary
 from trimtab.rollout.collector import Collector, PromptStream
 from trimtab.rollout.demonstrations import Demonstrations
-from trimtab.rollout.prompt_lengths import Survey, prompt_room
+from trimtab.rollout.prompt_lengths import Survey, max_prompt_tokens
 from trimtab.rollout.source import RolloutSource, SyncSource
 from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
@@ -275,8 +275,8 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
     sampling, prefix, expert = sampling_params(config, parts.task), config.prefix, config.demonstrations
     context = getattr(loaded.model.config, "max_position_embeddings", None)
     contexts = (context, config.engine.vllm.context, getattr(engine, "context", None))
-    samples, room = config.trainer.samples, prompt_room(config, sampling, contexts)
-    longest = config.sampling.max_prompt_tokens or room
+    samples, max_prompt = config.trainer.samples, max_prompt_tokens(config, sampling, contexts)
+    longest = config.sampling.max_prompt_tokens or max_prompt
     return Collector(
         config=config,
         stream=PromptStream(parts.task, loaded.tokenizer, config.seed, longest=longest),
@@ -287,7 +287,7 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
         experts=None
         if expert is None
         else Demonstrations.load(expert, parts.task, loaded.tokenizer, sampling, context),
-        room=room,
+        max_prompt=max_prompt,
     )
 
 

@@ -13,7 +13,7 @@ from trimtab.corrections.statistics import QUANTILES, Histogram, RatioStatistics
 from trimtab.diagnosis.measure.bins import quantiles
 from trimtab.diagnosis.measure.ledger import KeyedSums
 from trimtab.diagnosis.measure.storage_rounding import RoundingDetector, is_coarse, rounding_floor
-from trimtab.diagnosis.measure.trained_tokens import FIELDS, Trained
+from trimtab.diagnosis.measure.trained_tokens import FIELDS, TrainedTokens
 from trimtab.diagnosis.records import MismatchSize
 from trimtab.intervals import Interval, cluster_intervals
 from trimtab.objectives.metrics import Metrics
@@ -42,7 +42,7 @@ _SCALES: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
 """Transformations, and their inverses, that make a statistic nearly normal and keep intervals inside its range."""
 
 
-class Sizes:
+class SizeSums:
     """Accumulates the sums from which `MismatchSize` is computed."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Sizes:
         self._steps = KeyedSums(STEPS)
         self._columns = (RoundingDetector(), RoundingDetector())
 
-    def add(self, tokens: Trained) -> None:
+    def add(self, tokens: TrainedTokens) -> None:
         table, places = tokens.table, tokens.places
         for column, values in zip(self._columns, (table.behavior, table.trainer), strict=True):
             column.add(values[places])
