@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from trimtab.errors import TrimtabError
 from trimtab.training.checkpoint import store
-from trimtab.training.ranks import Ranks, join
+from trimtab.training.ranks import RankGroup, join
 
 
 def whole(serial: int) -> dict[str, Tensor]:
@@ -29,7 +29,7 @@ def whole(serial: int) -> dict[str, Tensor]:
     return {**tensors, "rounded": tensors["rounded"].bfloat16()}
 
 
-def save(root: Path, serial: int, ranks: Ranks) -> None:
+def save(root: Path, serial: int, ranks: RankGroup) -> None:
     mesh = init_device_mesh("cpu", (ranks.size,))
     shards = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole(serial).items()}
     plain = {"step": torch.tensor(float(serial)), "shared": torch.arange(3) + serial}
@@ -91,7 +91,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def refused(root: Path, ranks: Ranks) -> str:
+def refused(root: Path, ranks: RankGroup) -> str:
     """One rank's disk is full while it writes its part."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if ranks.rank == 1:

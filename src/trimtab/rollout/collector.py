@@ -144,7 +144,7 @@ class Collector:
     sampling: SamplingParams
     prefixes: PrefixPool | None = None
     experts: Demonstrations | None = None
-    room: int | None = None
+    max_prompt: int | None = None
 
     def sample(self, request: GroupRange, stats: RolloutStats) -> list[Group]:
         """Generates and scores the groups of a request, in this thread."""

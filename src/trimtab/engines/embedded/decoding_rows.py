@@ -142,7 +142,7 @@ def plan_prefill(rows: Sequence[DecodingRow], prompts: Sequence[Prompt], device:
     )
 
 
-def check_prefixes(
+def validate_prefixes(
     prefixes: Prefixes | None, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams
 ) -> None:
     """Validates that prefixes fit the prompts, the number of samples and the sampling parameters.
@@ -183,7 +183,7 @@ def check_prefixes(
             )
 
 
-def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: StopChecker, vocabulary: int) -> None:
+def validate_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: StopChecker, vocabulary: int) -> None:
     """Validates that prefixes hold ids of the vocabulary only, and no stop unless they are marked as finished.
 
     Raises:
@@ -199,7 +199,7 @@ def check_tokens(prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: Sto
             raise TrimtabError(f"{name} contains a stop, so it is already complete: cut it before its last token")
 
 
-def check_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: RouterInfo) -> None:
+def validate_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: RouterInfo) -> None:
     """Raises `TrimtabError` for prefixes whose routed experts do not exist in this model."""
     for name, _, prefix in _distinct_prefixes(prefixes or [], prompts if prefixes else []):
         routes = prefix.routed_experts

@@ -17,13 +17,13 @@ from trimtab.engines.embedded.decoding_rows import (
     Prefixes,
     append_sampled,
     build_rows,
-    check_prefixes,
-    check_routes,
-    check_tokens,
     mark_aborted,
     plan_prefill,
+    validate_prefixes,
+    validate_routes,
+    validate_tokens,
 )
-from trimtab.engines.embedded.expert_recorder import ExpertRecorder, Tape
+from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 from trimtab.engines.embedded.fused_llama import FusedLlama, supports
 from trimtab.engines.embedded.invariant_decoder import InvariantDecoder, with_trainer_logps
 from trimtab.engines.embedded.sampling import sample_tokens
@@ -32,10 +32,10 @@ from trimtab.engines.embedded.weight_quantization import NO_QUANTIZATION, Weight
 from trimtab.engines.request import validate_request
 from trimtab.engines.stopping import StopChecker, eos_ids
 from trimtab.engines.weight_manifest import WeightManifest
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.models.invariant import is_invariant
 from trimtab.models.invariant.invariant_attention import KEY_BLOCK, round_up
-from trimtab.models.routing import record_routing, router_info
+from trimtab.models.routing import RoutingTape, record_routing, router_info
 from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -71,7 +71,7 @@ class EmbeddedEngine:
     ) -> None:
         if isinstance(dtype, str):
             if dtype not in DTYPES:
-                raise TrimtabError(f"unknown engine dtype {dtype!r}{nearest(dtype, DTYPES)}")
+                raise TrimtabError(f"unknown engine dtype {dtype!r}{did_you_mean(dtype, DTYPES)}")
             dtype = DTYPES[dtype]
         self.policy_version = 0
         self.decoded_tokens = 0
@@ -119,11 +119,11 @@ class EmbeddedEngine:
         vocabulary = self._model.get_input_embeddings().num_embeddings
         context = getattr(self._model.config, "max_position_embeddings", None)
         validate_request(prompts, samples, sampling, seed, vocabulary=vocabulary, context=context)
-        check_prefixes(prefixes, prompts, samples, sampling)
+        validate_prefixes(prefixes, prompts, samples, sampling)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
-        check_tokens(prefixes, prompts, stop, vocabulary)
+        validate_tokens(prefixes, prompts, stop, vocabulary)
         if self._routes:
-            check_routes(prefixes, prompts, router_info(self._model))
+            validate_routes(prefixes, prompts, router_info(self._model))
         rows = build_rows(len(prompts), samples, sampling, seed, prefixes)
         with record_routing(self._model) if self._routes else contextlib.nullcontext() as tape:
             for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
@@ -217,7 +217,7 @@ class EmbeddedEngine:
         sampling: SamplingParams,
         stop: StopChecker,
         abort: AbortSignal | None,
-        tape: Tape | None,
+        tape: RoutingTape | None,
     ) -> None:
         """Decodes all rows in lockstep.
 

@@ -36,7 +36,7 @@ from trimtab.runs.layout import (
     list_checkpoints,
 )
 from trimtab.training.checkpoint.sharded_sections import Shards, write
-from trimtab.training.ranks import SINGLE, Ranks, current_ranks
+from trimtab.training.ranks import SINGLE_RANK, RankGroup, current_ranks
 
 FORMAT = 1
 MANIFEST, META = "manifest.json", "meta.json"
@@ -87,7 +87,7 @@ def save(
         for part in ranks.gather(json.dumps(local).encode()):
             described |= json.loads(part)
 
-        @atomic.explained(folder)
+        @atomic.readable_errors(folder)
         def finish() -> None:
             for section, named in tensors.items():
                 if section not in sharded:
@@ -109,10 +109,10 @@ def load(folder: Path, sections: Collection[str] | None = None) -> LoadedCheckpo
 
     Raises `TrimtabError` naming the file that is missing, truncated, changed or unreadable.
     """
-    return _read(folder, _verified(folder, sections, SINGLE), sections)
+    return _read(folder, _verified(folder, sections, SINGLE_RANK), sections)
 
 
-def _verified(folder: Path, sections: Collection[str] | None, ranks: Ranks) -> list[str]:
+def _verified(folder: Path, sections: Collection[str] | None, ranks: RankGroup) -> list[str]:
     """Names of the files of `sections`, after verifying them; each of several ranks verifies a part."""
     files = _manifest(folder)["files"]
     wanted = [name for name in files if _is_wanted(name, sections)]
@@ -203,7 +203,7 @@ def _is_wanted(name: str, sections: Collection[str] | None) -> bool:
 
 
 @contextmanager
-def _new_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
+def _new_folder(folder: Path, ranks: RankGroup) -> Iterator[Path]:
     """The leader's `atomic.new_folder`, which all ranks write to; it is renamed when all are done."""
     with ExitStack() as stack:
 
@@ -219,7 +219,7 @@ def _write_shards(
 ) -> dict[str, Any]:
     """Writes this rank's part of every sharded section; returns size and digest of its files by name."""
     described: dict[str, Any] = {}
-    with atomic.explained(folder):
+    with atomic.readable_errors(folder):
         for section, named in parts.items():
             (temporary / section).mkdir(exist_ok=True)
             path = write(temporary / section, named, rank)
