@@ -56,7 +56,7 @@ def walk(
     rng, pulls = np.random.default_rng(options.seed), []
     for version in range(options.looks):
         engine.update_weights(named_weights(model), version)
-        expected = canary.expect(model, version)
+        expected = canary.predict(model, version)
         assert expected is not None
         difference = canary.check(engine, expected)
         if (pull := canary.metrics().get("canary/pull")) is not None:

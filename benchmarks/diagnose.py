@@ -87,7 +87,7 @@ def phases(folder: Path) -> dict[str, float]:
     def watch(what: str, _tokens: int) -> None:
         marks.setdefault(what, time.perf_counter())
 
-    found = diagnose(folder, watch=watch)
+    found = diagnose(folder, on_progress=watch)
     marks["page"] = time.perf_counter()
     write_page(found, folder / "diagnose.html")
     names, times = list(marks), [*marks.values(), time.perf_counter()]

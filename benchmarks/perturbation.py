@@ -100,7 +100,7 @@ def main() -> None:
     watch = PerturbationCoverage()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         plain = score(model, batches[-1]).logp
-        with perturbation.attached(seed=0, watch=watch):
+        with perturbation.attached(seed=0, coverage=watch):
             difference = (score(model, batches[-1]).logp - plain)[batches[-1].response_mask].abs().mean()
     print(f"mean |change of log-prob| on random tokens {float(difference):.4f}; changed inputs of layers: ", end="")
     print("  ".join(f"{layer}: {fraction:.3f}" for layer, fraction in watch.fractions().items()) or "none")

@@ -40,7 +40,7 @@ from trimtab.models import laboratory
 from trimtab.models.load import LABORATORY, MIXTURE, SWITCH, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.models.routing import UNROUTED, Routes, router_info, routing_agreement
-from trimtab.training.sft import warm_start
+from trimtab.training.sft import supervised_warm_start
 from trimtab.types import Completion, SamplingParams
 
 TWIN = "dense twin"
@@ -99,7 +99,7 @@ def warm(name: str, seed: int, root: Path) -> LoadedModel:
         if name == TWIN:
             path = str(root / "twin")
             _twin(Path(path))
-        warm_start(load_config("laboratory", [f"model.path={path}", f"seed={seed}"]), out=folder)
+        supervised_warm_start(load_config("laboratory", [f"model.path={path}", f"seed={seed}"]), out=folder)
     return load(str(folder), dtype=torch.float32)
 
 

@@ -13,8 +13,8 @@ from trimtab.objectives import Objective
 from trimtab.report.run_report import write_report
 from trimtab.runs.reader import read_run
 from trimtab.training.observer import NullObserver, Observer
-from trimtab.training.ranks import follows
-from trimtab.training.run import RunResult
+from trimtab.training.ranks import is_follower
+from trimtab.training.run import TrainResult
 from trimtab.training.run import train as run_training
 from trimtab.types import Problem
 
@@ -30,7 +30,7 @@ def train(
     resume: bool = False,
     observer: Observer | None = None,
     progress: bool = True,
-) -> RunResult:
+) -> TrainResult:
     """Train with a recipe and write `report.html` into the run directory.
 
     `config` is a recipe name, the path of a TOML file, a mapping, or a `Config`.
@@ -56,7 +56,7 @@ def train(
             "the recipe has a [compare] section, which trains several runs: use `trimtab train`, or leave the section "
             "out and call this once for each objective and seed"
         )
-    run_observer = NullObserver() if follows() else observer or (_progress_lines() if progress else NullObserver())
+    run_observer = NullObserver() if is_follower() else observer or (_progress_lines() if progress else NullObserver())
     if resolved.placement == "ray":
         if reward is not None:
             raise TrimtabError(
@@ -84,7 +84,7 @@ def train(
             resume=resume,
             observer=run_observer,
         )
-    if follows():
+    if is_follower():
         return result  # only the leader writes the report
     run_observer.finished(_accuracy_summary(result.run), write_report(result.run))
     return result

@@ -37,7 +37,7 @@ class TrimtabWarning(UserWarning):
     """A problem that the user should know about and that does not stop the program."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns ` (did you mean ...?)` with up to three close words of `known`, or the whole list when none is close."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
@@ -52,7 +52,7 @@ def explain(error: ValidationError, known: Iterable[str]) -> str:
     first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     option = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"unknown option {option!r}{nearest(option, known)}"
+        return f"unknown option {option!r}{did_you_mean(option, known)}"
     if first["type"] == "missing":
         return f"option {option!r} is missing; give it a value"
     message = first["msg"].removeprefix("Value error, ")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 
 
 def load_function(path: str, what: str) -> Callable[..., Any]:
@@ -33,7 +33,9 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if function is None:
         public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise TrimtabError(f"{what} {path!r}: no {function_name!r} in {module_name!r}{nearest(function_name, public)}")
+        raise TrimtabError(
+            f"{what} {path!r}: no {function_name!r} in {module_name!r}{did_you_mean(function_name, public)}"
+        )
     return function
 
 

@@ -66,7 +66,7 @@ def train(job: Mapping[str, Any]) -> None:
     torch.manual_seed(0)  # adapters begin with random numbers
     config = load_config("laboratory", job["sets"])
     makers = Backends() if job["recording"] is None else Backends(engines)
-    run.train(config, out=job["out"], resume=job["resume"], makers=makers)
+    run.train(config, out=job["out"], resume=job["resume"], backends=makers)
 
 
 def plant(fault: str | None) -> None:

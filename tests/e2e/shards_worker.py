@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from trimtab.errors import TrimtabError
 from trimtab.training.checkpoint import store
-from trimtab.training.ranks import Ranks, join
+from trimtab.training.ranks import RankGroup, join
 
 
 def whole(serial: int) -> dict[str, Tensor]:
@@ -29,7 +29,7 @@ def whole(serial: int) -> dict[str, Tensor]:
     return {**tensors, "rounded": tensors["rounded"].bfloat16()}
 
 
-def save(root: Path, serial: int, ranks: Ranks) -> None:
+def save(root: Path, serial: int, ranks: RankGroup) -> None:
     mesh = init_device_mesh("cpu", (ranks.size,))
     shards = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole(serial).items()}
     plain = {"step": torch.tensor(float(serial)), "shared": torch.arange(3) + serial}
@@ -46,7 +46,8 @@ def main(root: Path, told: Path) -> None:
         failed = refused(root, ranks)
         ranks.gather(b"")  # the leader has cleaned up
         assert sorted(item.name for item in root.iterdir()) == ["step-000001", "step-000002"]
-        here: dict[str, Any] = {"failed": failed, "notes": {}}
+        leaders = [ranks.broadcast_bool(ranks.is_leader), ranks.broadcast_bool(not ranks.is_leader)]
+        here: dict[str, Any] = {"failed": failed, "notes": {}, "leader's": leaders}
         for name, damage in DAMAGES.items():
             ranks.gather(b"")
             if ranks.rank == 1:
@@ -90,7 +91,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def refused(root: Path, ranks: Ranks) -> str:
+def refused(root: Path, ranks: RankGroup) -> str:
     """One rank's disk is full while it writes its part."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if ranks.rank == 1:

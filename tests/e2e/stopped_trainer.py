@@ -87,12 +87,12 @@ def worker(spec: dict[str, Any]) -> Iterator[Any]:
 
 @contextmanager
 def actor(spec: dict[str, Any], address: str) -> Iterator[Any]:
-    from trimtab.cluster.placement_group import connected, reserved
+    from trimtab.cluster.placement_group import connect, reserve_slots
     from trimtab.cluster.ray_transport import build_engines
     from trimtab.config import load_config
 
     config = load_config("laboratory", ["placement=ray", f"ray.address={address}"])
-    with connected(config.ray), reserved(config) as seats:
+    with connect(config.ray), reserve_slots(config) as seats:
         [engine] = build_engines(config, spec, seats.engines)
         yield engine
         engine.close()

@@ -62,14 +62,14 @@ def look(watch: Canary, engine: Any, model: Any, version: int) -> float:
 
 
 def check(watch: Canary, engine: Any, model: Any, version: int) -> float:
-    expected = watch.expect(model, version)
+    expected = watch.predict(model, version)
     assert expected is not None
     return watch.check(engine, expected)
 
 
 def test_what_is_expected_is_the_policy_at_every_context() -> None:
     model = policy()
-    expected = canary(model).expect(model, 3)
+    expected = canary(model).predict(model, 3)
     assert expected is not None
     assert expected.logp.shape == (4 * 16, 14)
     assert [len(ids) for ids in expected.contexts[:16]] == list(range(129, 145))
@@ -81,7 +81,7 @@ def test_what_is_expected_is_the_policy_at_every_context() -> None:
 
 def test_half_of_the_contexts_stay_and_half_are_new_at_every_version() -> None:
     watch = canary(policy())
-    looks = [watch.expect(policy(), version) for version in (0, 1, 2, 13, 14, 500_000)]
+    looks = [watch.predict(policy(), version) for version in (0, 1, 2, 13, 14, 500_000)]
     seen: set[tuple[int, ...]] = set()
     for expected in looks:
         assert expected is not None
@@ -100,7 +100,7 @@ def test_contexts_fit_a_short_model() -> None:
     model, tokenizer = laboratory.build(seed=0)
     watch = Canary.build(load_config("laboratory", ["engine.canary.every=1"]), tokenizer, model)
     assert watch is not None
-    expected = watch.expect(model, 0)
+    expected = watch.predict(model, 0)
     assert expected is not None
     assert max(len(ids) for ids in expected.contexts) == 63  # and one token after it: 64
     assert watch.check(EmbeddedEngine(model, tokenizer, torch.float32), expected) < 1e-5
@@ -111,7 +111,7 @@ def test_contexts_fit_a_context_the_recipe_shortens() -> None:
     words = ["engine.canary.every=1", 'engine.type="vllm"', "engine.vllm.context=40"]
     watch = Canary.build(load_config("laboratory", words), tokenizer, model)
     assert watch is not None
-    expected = watch.expect(model, 0)
+    expected = watch.predict(model, 0)
     assert expected is not None
     assert max(len(ids) for ids in expected.contexts) == 39
 
@@ -290,7 +290,7 @@ def test_weights_that_are_not_finite_are_caught(dtype: torch.dtype) -> None:
         check(watch, engine, model, 0)
     model.model.norm.weight.data.fill_(float("inf"))
     with pytest.raises(DivergedError, match="trained policy of version 1 is not finite"):
-        watch.expect(model, 1)
+        watch.predict(model, 1)
 
 
 def test_engines_are_looked_at_one_by_one() -> None:
@@ -300,7 +300,7 @@ def test_engines_are_looked_at_one_by_one() -> None:
         look(watch, engine, model, 0)
     update(model, 0.05, seed=0)
     engines[1].skipping = True
-    expected = watch.expect(model, 1)
+    expected = watch.predict(model, 1)
     assert expected is not None
     for engine in engines:
         engine.update_weights(model.named_parameters(), 1)
@@ -312,7 +312,7 @@ def test_engines_are_looked_at_one_by_one() -> None:
 def test_every_says_which_publications_are_looked_at() -> None:
     model = policy()
     watch = canary(model, "every=3")
-    assert [watch.expect(model, version) is not None for version in range(7)] == [True, False, False] * 2 + [True]
+    assert [watch.predict(model, version) is not None for version in range(7)] == [True, False, False] * 2 + [True]
     assert Canary.build(load_config("laboratory"), TOKENIZER, model) is None
     assert Canary.build(load_config("quickstart-vllm", ["engine.canary.every=0"]), TOKENIZER, model) is None
     assert Canary.build(load_config("quickstart-vllm"), TOKENIZER, model) is not None
@@ -328,7 +328,7 @@ def test_a_bound_of_ones_own_and_a_remembered_one() -> None:
     other = policy()
     update(other, 0.1, seed=9)
     engine.update_weights(other.named_parameters(), 1)
-    expected = resumed.expect(model, 1)
+    expected = resumed.predict(model, 1)
     assert expected is not None
     with pytest.raises(TrimtabError, match=r"bound 0\.001"):
         resumed.check(engine, expected)

@@ -42,7 +42,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Canary:
 
 def look(watch: Canary, engine: Any, model: Any, version: int) -> float:
     engine.update_weights(model.named_parameters(), version)
-    expected = watch.expect(model, version)
+    expected = watch.predict(model, version)
     assert expected is not None
     return watch.check(engine, expected)
 
@@ -131,7 +131,7 @@ def test_weights_that_vllm_leaves_out_are_an_error(engine: Any, watch: Canary, m
     with pytest.raises(TrimtabError, match=r"did not take over.*layers\.1\.mlp\.down_proj"):
         look(watch, engine, model, 1)
     with pytest.raises(TrimtabError, match="no weights yet"):
-        watch.check(engine, watch.expect(model, 1))
+        watch.check(engine, watch.predict(model, 1))
 
 
 def test_weights_that_are_not_finite_are_caught(engine: Any, watch: Canary) -> None:
@@ -140,7 +140,7 @@ def test_weights_that_are_not_finite_are_caught(engine: Any, watch: Canary) -> N
     look(watch, engine, model, 0)
     norm = worker_of(engine).model_runner.get_model().model.layers[0].input_layernorm.weight
     norm.data.fill_(float("nan"))
-    expected = watch.expect(model, 0)
+    expected = watch.predict(model, 0)
     assert expected is not None
     with pytest.raises(DivergedError, match="not finite"):
         watch.check(engine, expected)

@@ -15,7 +15,7 @@ import torch
 from tests.support import planted_causes as plant
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs
-from trimtab.diagnosis.causes.precision import noise_of
+from trimtab.diagnosis.causes.precision import measure_noise
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.models.load import BUNDLED, load
 from trimtab.types import SamplingParams
@@ -78,7 +78,7 @@ def steps() -> dict[str, list[Step]]:
 
 def distance(whole: TokenTable) -> float:
     """Log-distance from the border, positive on the side of quantized weights."""
-    return noise_of(LogprobPairs.of(whole)).coarse
+    return measure_noise(LogprobPairs.of(whole)).coarseness
 
 
 def test_bfloat16_is_precision_and_eight_bits_are_quantized(steps: dict[str, list[Step]]) -> None:

@@ -95,7 +95,7 @@ def test_killed_at_random_moments(writers: Writers, tmp_path: Path) -> None:
         promised = writers.run(tmp_path, serial + 1, kill_after=random.uniform(0.0005, 0.012))
         serial = check(tmp_path, max(serial, promised))
         killed_inside += any(item.name.startswith(atomic.TEMPORARY) for item in tmp_path.iterdir())
-        atomic.sweep(tmp_path)
+        atomic.remove_leftovers(tmp_path)
         assert not [item for item in tmp_path.iterdir() if not item.name.startswith("step-")]
 
 
@@ -107,6 +107,6 @@ def test_killed_before_each_single_change_of_the_disk(writers: Writers, tmp_path
         promised = writers.run(tmp_path, 1 if same else serial + 1, same=same, kill_at=kill_at)
         found = check(tmp_path, promised if same else max(serial, promised))
         serial = found if not same else 0
-        atomic.sweep(tmp_path)
+        atomic.remove_leftovers(tmp_path)
         assert check(tmp_path, promised) == found
         assert not [item for item in tmp_path.iterdir() if not item.name.startswith("step-")]

@@ -258,7 +258,7 @@ def test_a_model_that_relays_itself_samples_as_it_does_alone() -> None:
     folder = str(laboratory_folder())
     settings = Settings(samples=64, problems=96, dtype="float32")
     results = compare([folder], [TaskSpec("sort")], settings, relay=ModelSpec.of(folder))
-    alone, relay = (results.found[folder, "sort", mode] for mode in ("sampled", "relay"))
+    alone, relay = (results.measured[folder, "sort", mode] for mode in ("sampled", "relay"))
     assert 4.5 < relay.prefix <= 5
     assert 0.2 < alone.accuracy < 0.6
     assert [problem.correct for problem in alone.problems] != [problem.correct for problem in relay.problems]

@@ -29,6 +29,7 @@ def test_three_ranks_write_one_checkpoint(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     said = [json.loads(file.read_text()) for file in told.iterdir()]
     assert len(said) == 3
+    assert all(one["leader's"] == [True, False] for one in said)
     # One rank could not write: all know, and nothing is left of the attempt.
     assert all("step-000003" in one["failed"] for one in said)
     assert sum(one["failed"].startswith("rank 1: ") for one in said) == 2

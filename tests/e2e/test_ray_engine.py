@@ -20,8 +20,8 @@ from tests.support.ray_support import Cluster, local_cluster
 pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
 
 from trimtab import rewards, tasks
-from trimtab.cluster.object_store_weights import Publisher
-from trimtab.cluster.placement_group import ActorSlots, connected, reserved
+from trimtab.cluster.object_store_weights import WeightPublisher
+from trimtab.cluster.placement_group import ActorSlots, connect, reserve_slots
 from trimtab.cluster.ray_transport import HEARTBEAT_INTERVAL, build_engines
 from trimtab.cluster.reward_actors import RayScorer
 from trimtab.config import Config, load_config
@@ -56,7 +56,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def seats(config: Config, cluster: Cluster) -> Iterator[ActorSlots]:
     place = config.ray.model_copy(update={"address": cluster.address})
-    with connected(place), reserved(config.model_copy(update={"ray": place})) as seats:
+    with connect(place), reserve_slots(config.model_copy(update={"ray": place})) as seats:
         yield seats
 
 
@@ -87,7 +87,7 @@ def prompts(config: Config, model: tuple[Any, Path]) -> list[Prompt]:
 def test_resources_that_are_not_there_are_named(seats: ActorSlots, config: Config) -> None:  # noqa: ARG001  # connected
     large = config.model_copy(update={"ray": config.ray.model_copy(update={"trainers": 9, "start_timeout": 0.5})})
     told = r"9 trainers of 1 CPU, 0 GPU; 2 engines of 1 CPU, 0 GPU; 2 rewards of 1 CPU.*it has 8 CPU, 0 GPU in all"
-    with pytest.raises(TrimtabError, match=told), reserved(large):
+    with pytest.raises(TrimtabError, match=told), reserve_slots(large):
         pass
 
 
@@ -128,7 +128,7 @@ def test_an_actor_samples_what_the_same_engine_samples_here(engines, prompts, mo
 def test_one_publication_is_stored_once_for_all_engines(seats, model) -> None:  # noqa: ARG001  # connected
     import ray
 
-    publisher, shared = Publisher(torch.bfloat16, 1 << 18), share(weights(model))
+    publisher, shared = WeightPublisher(torch.bfloat16, 1 << 18), share(weights(model))
     first = publisher.put(shared, 1)
     assert len(first.references) > 2
     assert publisher.put(shared, 1) is first

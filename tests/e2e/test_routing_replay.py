@@ -54,7 +54,7 @@ def comparable(out: Path) -> list[dict[str, Any]]:
 
 def run(out: Path, *sets: str, makers: Backends = LOCAL_BACKENDS) -> Path:
     torch.set_num_threads(1)
-    train(load_config("laboratory", [*SMALL, *sets]), out=out, makers=makers)
+    train(load_config("laboratory", [*SMALL, *sets]), out=out, backends=makers)
     return out
 
 

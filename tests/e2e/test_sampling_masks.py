@@ -37,7 +37,7 @@ Change = Callable[[Completion], Completion]
 
 
 def metrics(out: Path, *sets: str, makers: Backends = LOCAL_BACKENDS) -> list[dict[str, Any]]:
-    train(load_config("laboratory", [*SMALL, *sets]), out=out, makers=makers)
+    train(load_config("laboratory", [*SMALL, *sets]), out=out, backends=makers)
     return read_metrics(out / "metrics.jsonl")
 
 

@@ -114,7 +114,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -
     class AsksAtTwo(NullObserver):
         def step(self, metrics: object) -> None:
             if metrics["step"] == 2:  # type: ignore[index]
-                stop.ask(signal.SIGTERM)
+                stop.request(signal.SIGTERM)
 
     config = load_config("laboratory", [*SMALL, "trainer.steps=4"])
     whole = read_metrics(train(config, out=tmp_path / "whole").run / "metrics.jsonl")

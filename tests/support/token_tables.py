@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.diagnosis.measure import measure
-from trimtab.diagnosis.measure.trained_tokens import Trained
+from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.records import DataSummary, Measured
 from trimtab.diagnosis.tokens import TokenTable
 
@@ -40,8 +40,8 @@ def _flat(values: Any, like: Sequence[Sequence[float]]) -> np.ndarray:
     return np.concatenate([np.asarray(row) for row in values])
 
 
-def trained(data: TokenTable) -> Trained:
-    return Trained.of(data, 0)
+def trained(data: TokenTable) -> TrainedTokens:
+    return TrainedTokens.of(data, 0)
 
 
 def whole(*tables: TokenTable, seed: int = 0) -> Measured:

@@ -160,13 +160,13 @@ def _train(plan: ExperimentPlan, out: Path, workers: int, keep: bool, as_json: b
 def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, advice: Advice | None) -> None:
     from trimtab.report.comparison_table import legend, markdown, summarize
     from trimtab.report.experiment_page import write_experiment_page
-    from trimtab.report.recommendation import Recommendation, ordered, recommend
+    from trimtab.report.recommendation import Recommendation, by_accuracy, recommend
     from trimtab.runs.summary import read_table
 
     grid, order, verdict = summarize(read_table(out)), None, None
     page_texts: dict[str, Any] = {}
     if advice is not None:
-        order, found = ordered(grid), recommend(grid)
+        order, found = by_accuracy(grid), recommend(grid)
         verdict = Recommendation(found.method, " ".join(filter(None, [found.text, advice.caution])))
         page_texts = {"title": "Methods at the mismatch of a run", "notes": advice.lines, "verdict": verdict.text}
     report = write_experiment_page(grid, out / "report.html", methods=order, **page_texts)

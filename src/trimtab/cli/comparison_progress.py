@@ -92,7 +92,7 @@ class PlainProgress:
         self.clock = RemainingTime(todo, min(self.workers, max(1, len(todo))))
         finished_before = f", {len(done)} of them finished before" if done else ""
         when = "; the time left is estimated after the first steps" if todo else ""
-        self.say(f"{self.total} runs{finished_before}; {self.workers} at a time, one thread each{when}")
+        self.write_line(f"{self.total} runs{finished_before}; {self.workers} at a time, one thread each{when}")
 
     def progress(self, name: str, step: int) -> None:
         self.running[name] = step
@@ -111,10 +111,12 @@ class PlainProgress:
         self.ended(f"{name}  {summary_line(result)}  ({duration(result.seconds)})")
 
     def ended(self, line: str) -> None:
-        self.say(f"{self.done}/{self.total}  {line}  {self.remaining()}".rstrip())
+        self.write_line(f"{self.done}/{self.total}  {line}  {self.remaining()}".rstrip())
 
     def estimate(self, left: float) -> None:
-        self.say(f"about {duration(left)} to go at the pace of the first steps; corrected with every run that ends")
+        self.write_line(
+            f"about {duration(left)} to go at the pace of the first steps; corrected with every run that ends"
+        )
 
     def remaining(self) -> str:
         left = self.clock.left()
@@ -123,7 +125,7 @@ class PlainProgress:
     def close(self) -> None:
         """Restore the terminal."""
 
-    def say(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from trimtab.cli.output import Json, Sets, print_json, print_pairs
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 
 
 def register(app: typer.Typer) -> None:
@@ -83,7 +83,9 @@ def explain(
     recipe = name.endswith(".toml") or name in recipe_names()
     is_objective = name in objectives() or (is_own(name) and not recipe)
     if not recipe and not is_objective:
-        raise TrimtabError(f"unknown objective or recipe {name!r}{nearest(name, [*objectives(), *recipe_names()])}")
+        raise TrimtabError(
+            f"unknown objective or recipe {name!r}{did_you_mean(name, [*objectives(), *recipe_names()])}"
+        )
     entries: list[dict[str, Any]] = []
     changes = sets or []
     if is_objective:

@@ -14,7 +14,7 @@ from trimtab.cli.output import Json, print_json
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from trimtab.diagnosis.pipeline import Watch
+    from trimtab.diagnosis.pipeline import OnProgress
 
 PAGE = "diagnose.html"
 Files = Annotated[
@@ -77,9 +77,9 @@ def diagnose(
     from trimtab.diagnosis.output.terminal import verdict
     from trimtab.diagnosis.pipeline import diagnose as run
 
-    with _progress() as watch:
-        diagnosis = run(files, framework=framework, columns=names, tokenizer=tokenizer, watch=watch)
-        watch("drawing the page", diagnosis.measured.origin.tokens)
+    with _progress() as on_progress:
+        diagnosis = run(files, framework=framework, columns=names, tokenizer=tokenizer, on_progress=on_progress)
+        on_progress("drawing the page", diagnosis.measured.origin.tokens)
         page = write_page(diagnosis, target)
     if as_json:
         print_json({**as_dict(diagnosis), "report": page})
@@ -123,7 +123,7 @@ def _width() -> int | None:
 
 
 @contextmanager
-def _progress() -> Iterator[Watch]:
+def _progress() -> Iterator[OnProgress]:
     """Shows the current activity in a transient line on standard error, if that is a terminal."""
     from rich.console import Console
 

@@ -45,11 +45,11 @@ class PlainDisplay:
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
         self.total_steps = total_steps
-        self.say(f"run        {run}")
-        self.say(f"model      {config.model.path}")
-        self.say(f"task       {config.task.name}")
-        self.say(f"objective  {objective_of(config)}")
-        self.say("\n".join(f"  {line}" for line in equation.splitlines()))
+        self.write_line(f"run        {run}")
+        self.write_line(f"model      {config.model.path}")
+        self.write_line(f"task       {config.task.name}")
+        self.write_line(f"objective  {objective_of(config)}")
+        self.write_line("\n".join(f"  {line}" for line in equation.splitlines()))
 
     def phase(self, name: str, done: int, total: int) -> None:
         pass
@@ -57,27 +57,27 @@ class PlainDisplay:
     def step(self, metrics: Mapping[str, float | str]) -> None:
         self._add_values(metrics)
         cells = [f"{name} {value}" for name, value in figures(metrics)]
-        self.say(
+        self.write_line(
             "  ".join([f"step {int(number(metrics, 'step') or 0)}/{self.total_steps}", *cells, self._eta(metrics)])
         )
 
     def evaluated(self, task: str, moment: Moment, value: float) -> None:
         when = f"after step {moment}" if isinstance(moment, int) else f"{moment} training"
-        self.say(f"held-out greedy accuracy on {task}, {when}: {value:.3f}")
+        self.write_line(f"held-out greedy accuracy on {task}, {when}: {value:.3f}")
 
     def message(self, text: str) -> None:
-        self.say(text)
+        self.write_line(text)
 
     def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
         for line in closing_lines(summary):
-            self.say(line)
+            self.write_line(line)
         if report is not None:
-            self.say(f"report: {report}")
+            self.write_line(f"report: {report}")
 
     def close(self) -> None:
         """Restore the terminal."""
 
-    def say(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         # Not wrapped, cropped or parsed as markup: paths must stay intact, and text may come from a model.
         self.console.print(text, markup=False, soft_wrap=True)
 
@@ -125,7 +125,7 @@ class LiveDisplay(PlainDisplay):
         if lines:
             self.console.print(Panel(Text("\n".join(lines)), title="result", title_align="left", border_style="green"))
         if report is not None:
-            self.say(f"report: {report}")
+            self.write_line(f"report: {report}")
 
     def close(self) -> None:
         self._live.stop()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 
 if TYPE_CHECKING:
     from trimtab.evaluation import ModelSpec, TaskSpec
@@ -120,7 +120,7 @@ def _task(text: str, sets: Sequence[str]) -> TaskChoice:
     if name.endswith((".jsonl", ".ndjson", ".json", ".parquet")):
         raise TrimtabError(f"--task {text!r}: a file is measured on as --task file:path={name},holdout=1")
     if not name.endswith(".toml") and name not in recipe_names():
-        raise TrimtabError(f"unknown task or recipe {name!r}{nearest(name, [*tasks.names(), *recipe_names()])}")
+        raise TrimtabError(f"unknown task or recipe {name!r}{did_you_mean(name, [*tasks.names(), *recipe_names()])}")
     return _recipe(name, changes)
 
 

@@ -15,7 +15,7 @@ from trimtab.cli.output import Json, print_json
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from trimtab.evaluation import Results, Watch
+    from trimtab.evaluation import EvalProgress, Results
 
 STANDARD_OUTPUT = "-"
 
@@ -80,7 +80,7 @@ def evaluate(
     task: Tasks = None,
     sets: Sets = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Responses per problem; 1 is greedy.")] = 1,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Greedy accuracy beside that of the samples.")] = False,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Also measure greedy accuracy.")] = False,
     problems: Problems = None,
     temperature: Temperature = None,
     top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0)] = 1.0,
@@ -99,7 +99,7 @@ def evaluate(
     from trimtab.evaluation import Settings, compare
 
     if as_json and markdown == STANDARD_OUTPUT:
-        raise TrimtabError("--json and --markdown - both want standard output: give --markdown a file")
+        raise TrimtabError("--json and --markdown - both write to standard output: give --markdown a file")
     if markdown is not None and markdown != STANDARD_OUTPUT and (problem := _unwritable(Path(markdown))):
         raise TrimtabError(f"cannot write {markdown}: {problem}; give --markdown another file")
     if relay is None and relay_ratio is not None:
@@ -121,14 +121,14 @@ def evaluate(
     )
     relay_model = eval_sources.source(relay, which).spec() if relay is not None else None
     count = len(choices) * len(task_choices) * len(settings.modes(relay is not None))
-    with _interruptible(out), _progress(count) as watch:
+    with _interruptible(out), _progress(count) as progress:
         results = compare(
             [item.spec() for item in choices],
             [choice.spec for choice in task_choices],
             settings,
             relay=relay_model,
             out=out,
-            watch=watch,
+            progress=progress,
         )
     _show(results, markdown, as_json)
 
@@ -162,8 +162,8 @@ def _print(results: Results, markdown: str | None, as_json: bool) -> None:
         console = Console(highlight=False)
         if not console.is_terminal:
             console = Console(highlight=False, width=10_000)  # no wrapping in a file or a pipe
-        for grid in results.grids():
-            console.print(grid.table())
+        for table in results.tables():
+            console.print(table.table())
         for line in results.remarks():
             console.print(line, markup=False)
 
@@ -179,12 +179,12 @@ def _interruptible(out: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(count: int) -> Iterator[Watch | None]:
+def _progress(count: int) -> Iterator[EvalProgress | None]:
     """Shows a progress bar for each of `count` evaluations on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from trimtab.evaluation import Watch
+    from trimtab.evaluation import EvalProgress
 
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -198,4 +198,4 @@ def _progress(count: int) -> Iterator[Watch | None]:
         def on_start(what: str, responses: int) -> None:
             bar.reset(current, description=f"{next(numbers)}/{count} {what}", total=responses)
 
-        yield Watch(on_start, lambda responses: bar.advance(current, responses))
+        yield EvalProgress(on_start, lambda responses: bar.advance(current, responses))

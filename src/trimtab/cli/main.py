@@ -59,8 +59,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"trimtab {importlib.metadata.version('trimtab')}")
         raise typer.Exit
 
@@ -76,9 +76,9 @@ def _root(
     if (
         context.invoked_subcommand in SINGLE_PROCESS_COMMANDS and "WORLD_SIZE" in os.environ
     ):  # checked first to avoid importing torch
-        from trimtab.training.ranks import several
+        from trimtab.training.ranks import launched_by_torchrun
 
-        if several():
+        if launched_by_torchrun():
             raise TrimtabError(
                 f"`trimtab {context.invoked_subcommand}` is one process: run it without torchrun (or unset WORLD_SIZE)"
             )

@@ -17,11 +17,11 @@ GB = 1e9
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """Returns the plan as data for JSON; in seconds, bytes and tokens per second."""
-    question, steady = plan.question, plan.cycle
+    request, steady = plan.request, plan.cycle
     return {
-        "model": {**asdict(question.shape), "parameters": question.shape.parameters},
-        "device": asdict(question.device),
-        "gpus": question.gpus,
+        "model": {**asdict(request.shape), "parameters": request.shape.parameters},
+        "device": asdict(request.device),
+        "gpus": request.gpus,
         "workload": {**asdict(plan.work), "responses": plan.work.responses, "tokens": plan.work.tokens},
         "fits": plan.fits,
         "engines": {
@@ -42,25 +42,25 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             "offload": plan.rank.offload,
             "memory": dict(plan.memory),
             "memory_total": sum(plan.memory.values()),
-            "memory_room": plan.room,
+            "memory_room": plan.memory_limit,
             "longest_response": plan.longest,
-            "host_memory": host_memory(question.shape, plan.rank),
+            "host_memory": host_memory(request.shape, plan.rank),
             "fits": plan.trainer_fits,
             "busy": steady.trainer,
         },
         "seconds": {**asdict(plan.phases), "step": steady.seconds, "step_in_turn": plan.phases.in_turn},
         "lag": _lag(steady.lag_mean, steady.lag_max, plan.work.updates, plan.max_lag),
         "recipe": plan.keys(),
-        "assumptions": asdict(question.assumed),
+        "assumptions": asdict(request.assumed),
     }
 
 
 def plan_text(plan: Plan) -> str:
-    question, work, steady = plan.question, plan.work, plan.cycle
-    shape, gpu = question.shape, question.device
+    request, work, steady = plan.request, plan.work, plan.cycle
+    shape, gpu = request.shape, request.device
     tokens = f"{work.tokens / 1e6:.1f} million response tokens"
     lines = [
-        f"{shape.name} ({shape.parameters / 1e9:.2f} billion parameters) on {question.gpus} x {gpu.name}",
+        f"{shape.name} ({shape.parameters / 1e9:.2f} billion parameters) on {request.gpus} x {gpu.name}",
         f"a step: {work.prompts} prompts of {work.prompt} tokens x {work.samples} responses of {work.response:.0f} "
         f"tokens on average, {work.longest} at most: {tokens}, {work.updates} update{'s' * (work.updates > 1)}",
         "",
@@ -77,7 +77,7 @@ def plan_text(plan: Plan) -> str:
         *_recipe_lines(plan.keys()),
         "",
         "assumed (change with --assume name=value):",
-        *_table((name, f"{value:g}", assumption_reasons()[name]) for name, value in asdict(question.assumed).items()),
+        *_table((name, f"{value:g}", assumption_reasons()[name]) for name, value in asdict(request.assumed).items()),
         f"peaks of {gpu.name}: {gpu.flops / 1e12:g} TFLOP/s, {gpu.bandwidth / 1e12:g} TB/s, "
         f"{gpu.memory / GB:g} GB ({gpu.source})",
         "none of this was measured: train a few steps, then `trimtab plan --run RUN`",
@@ -109,11 +109,11 @@ def measured_text(measured: MeasuredRun, data: Mapping[str, Any]) -> str:
         [
             f"measured: {_seconds(phases.in_turn)} a step, medians of {measured.steps} ({seconds})",
             f"          generation {speed['generate']:.0f} tokens/s, training {speed['train']:.0f} tokens/s",
-            f"predicted with engines beside the trainer and trainer.max_lag = {lag['max_lag']}:",
+            f"predicted with engines running during training and trainer.max_lag = {lag['max_lag']}:",
             f"          {_seconds(predicted['step'])} a step ({phases.in_turn / predicted['step']:.2f}x), engines work "
             f"{predicted['engines_busy']:.0%} of it, the trainer {predicted['trainer_busy']:.0%}",
             f"          tokens {lag['mean']:.1f} updates old on average, {lag['max']} at most",
-            "provided that each side keeps its speed: it needs processors of its own",
+            "provided that both keep their speed, which needs separate processors",
         ]
     )
 
@@ -147,9 +147,9 @@ def _memory_lines(plan: Plan) -> list[str]:
     verdict = "fits" if plan.trainer_fits else f"DOES NOT FIT: responses of {plan.longest} tokens would"
     options = ", ".join(word for word, on in _memory_options(plan) if on) or "nothing recomputed, nothing offloaded"
     cache = f"{plan.engine.cache / 1e3:.0f} thousand tokens of keys and values"
-    lines = [f"memory of a training rank ({options}): {total / GB:.1f} of {plan.room / GB:.1f} GB, {verdict}"]
+    lines = [f"memory of a training rank ({options}): {total / GB:.1f} of {plan.memory_limit / GB:.1f} GB, {verdict}"]
     lines += _table(parts)
-    lines.append(f"CPU memory of all ranks: {host_memory(plan.question.shape, plan.rank) / GB:.0f} GB")
+    lines.append(f"CPU memory of all ranks: {host_memory(plan.request.shape, plan.rank) / GB:.0f} GB")
     engine_verdict = "fits" if plan.engine_fits else "DOES NOT FIT: a response of full length needs more"
     lines.append(
         f"memory of an engine's GPU: {plan.engine.weights / GB:.1f} GB of weights, room for {cache}, {engine_verdict}"

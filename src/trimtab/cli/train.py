@@ -45,7 +45,7 @@ def train(
         from trimtab.api import train as train_recipe
         from trimtab.cli.display import observe
         from trimtab.config import load_config
-        from trimtab.training.ranks import follows
+        from trimtab.training.ranks import is_follower
 
     config = load_config(recipe, sets or ())
     run = run_directory(recipe, out, config.out)
@@ -56,7 +56,7 @@ def train(
             result = _compare(config, run, resume, observer)
         else:
             result = train_recipe(config, out=run, resume=resume, observer=observer).metrics
-    if as_json and not follows():
+    if as_json and not is_follower():
         print_json({"run": run, "report": run / "report.html", "metrics": result})
 
 
@@ -64,9 +64,9 @@ def _compare(config: Config, out: Path, resume: bool, observer: Observer) -> dic
     from trimtab.errors import TrimtabError
     from trimtab.lab.recipe_comparison import run_recipe_comparison
     from trimtab.report.comparison import held_out, write_comparison
-    from trimtab.training.ranks import several
+    from trimtab.training.ranks import launched_by_torchrun
 
-    if several():
+    if launched_by_torchrun():
         raise TrimtabError("a comparison starts processes of its own (compare.workers): run it without torchrun")
     result = run_recipe_comparison(config, out, observer, resume=resume)
     page = write_comparison(result.runs, out / "report.html")
@@ -82,9 +82,9 @@ def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = Fals
     config = load_config(recipe, sets or ())
     run = run_directory(recipe, out, config.out)
     with only_json(as_json), observe(to_stderr=as_json) as observer:
-        from trimtab.training.sft import warm_start
+        from trimtab.training.sft import supervised_warm_start
 
-        result = warm_start(config, out=run, observer=observer)
+        result = supervised_warm_start(config, out=run, observer=observer)
     if as_json:
         print_json({"model": run, "metrics": result.metrics})
     else:

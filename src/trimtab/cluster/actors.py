@@ -10,7 +10,7 @@ from typing import Any
 
 from trimtab.errors import TrimtabError
 
-CALLS = 4  # at once in one actor: the long one, its interruption, and a look from outside
+MAX_CONCURRENT_CALLS = 4  # per actor: the long call, its abort, the heartbeat, and one to spare
 
 
 class ActorLost(Exception):
@@ -39,15 +39,15 @@ class ActorSlot:
         options: dict[str, Any] = {
             "num_cpus": self.cpus,
             "num_gpus": self.gpus,
-            "max_concurrency": CALLS,
+            "max_concurrency": MAX_CONCURRENT_CALLS,
             "max_restarts": 0,  # a restarted engine has no weights: its caller must know
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundle),
         }
         return ray.remote(**options)(host).remote(*arguments)
 
 
-def ask(reference: Any, patience: float | None = None) -> Any:
-    """Returns the result of a remote call; waits at most `patience` seconds if given.
+def get_result(reference: Any, timeout: float | None = None) -> Any:
+    """Returns the result of a remote call, waiting at most `timeout` seconds if given.
 
     Raises:
         TrimtabError: raised by the actor.
@@ -55,13 +55,13 @@ def ask(reference: Any, patience: float | None = None) -> Any:
     """
     import ray
 
-    with explained():
-        return ray.get(reference, timeout=patience)
+    with convert_ray_errors():
+        return ray.get(reference, timeout=timeout)
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """Ray's exceptions as those of `ask`; an unexpected exception of the actor's own code stays as Ray shows it."""
+def convert_ray_errors() -> Iterator[None]:
+    """Converts Ray's exceptions to those of `get_result`; unexpected exceptions of the actor's code are re-raised."""
     from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
     try:
@@ -78,24 +78,24 @@ def explained() -> Iterator[None]:
 
 
 def _reason(text: str) -> str:
-    """The first sentence of the last line of a Ray error, without its list of possible causes."""
+    """Returns the first sentence of the last line of a Ray error, without its list of possible causes."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1].partition(". ")[0][:200] if lines else ""
 
 
-def end(handle: Any) -> None:
+def kill_actor(handle: Any) -> None:
     """Kills an actor's process. Idempotent."""
     import ray
 
     ray.kill(handle, no_restart=True)
 
 
-def enter(folder: str) -> None:
-    """Changes to the folder in which the run was started, so that relative paths of the recipe resolve equally."""
+def use_working_directory(folder: str) -> None:
+    """Changes to the folder in which the run was started, where relative paths of the recipe resolve."""
     try:
         os.chdir(folder)
     except OSError as error:
         raise TrimtabError(
-            f"{folder} is not there on node {os.uname().nodename} ({error.strerror}): start the run in a folder that "
+            f"{folder} does not exist on node {os.uname().nodename} ({error.strerror}): start the run in a folder that "
             "every node of the cluster has"
         ) from None

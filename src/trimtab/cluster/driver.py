@@ -8,143 +8,143 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trimtab.cluster.actors import ActorLost, ask, end
-from trimtab.cluster.placement_group import ActorSlots, connected, reserved
-from trimtab.cluster.trainer_actor import DIVERGED, TrainerRank, replay
+from trimtab.cluster.actors import ActorLost, get_result, kill_actor
+from trimtab.cluster.placement_group import ActorSlots, connect, reserve_slots
+from trimtab.cluster.trainer_actor import DIVERGED, TrainerRank, replay_events
 from trimtab.config import Config
 from trimtab.errors import RESUME, DivergedError, Stopped, TrimtabError
 from trimtab.runs import provenance
 from trimtab.runs.layout import CONFIG
 from trimtab.training.observer import NullObserver, Observer
-from trimtab.training.ranks import several
-from trimtab.training.run import RunResult, check
+from trimtab.training.ranks import launched_by_torchrun
+from trimtab.training.run import TrainResult, check
 from trimtab.training.stop import Stop
 
-NEWS = 1.0  # seconds one look for news lasts at most
-NOTICE = 15.0  # seconds the other ranks of a failed one have to fail as well
+POLL_TIMEOUT = 1.0  # seconds that one poll for events waits at most
+FAILURE_WINDOW = 15.0  # seconds to wait for the other ranks after one has failed
 
 
 def train(
     config: Config, *, out: Path | str | None = None, resume: bool = False, observer: Observer | None = None
-) -> RunResult:
-    """Train as `config` says on the Ray cluster of `config.ray`.
+) -> TrainResult:
+    """Trains on the Ray cluster of `config.ray`; otherwise the same as `trimtab.training.run.train`.
 
-    Everything else is as in `trimtab.training.run.train`. The run directory is written by the first rank, on its node:
-    it must lie where this process sees it too.
+    The run directory is written by the first rank on its node, and must be visible to this process.
 
     Raises:
-        TrimtabError: for anything a user can mend, a rank that died among it.
-        Stopped: by Ctrl-C or SIGTERM, of which the first waits for the step in progress and its checkpoint.
+        TrimtabError: errors that the user can correct, including a rank that died.
+        Stopped: by Ctrl-C or SIGTERM, after the step in progress and its checkpoint.
     """
-    if several():
+    if launched_by_torchrun():
         raise TrimtabError('placement = "ray" starts the ranks itself: leave torchrun out and set ray.trainers')
-    watcher, run = observer or NullObserver(), Path(out or config.out or "runs/run").resolve()
+    observer, run = observer or NullObserver(), Path(out or config.out or "runs/run").resolve()
     check(config).scorer.close()
     stop = Stop()
-    with stop.signals(), connected(config.ray), reserved(config) as seats, _started(seats) as ranks:
-        meeting = _meeting(ranks[0], config.ray.start_timeout)
-        arguments = (config.dump(), str(Path.cwd()), str(run), resume, meeting, seats, provenance.command())
+    with stop.signals(), connect(config.ray), reserve_slots(config) as slots, _start_ranks(slots) as ranks:
+        rendezvous = _rendezvous_address(ranks[0], config.ray.start_timeout)
+        arguments = (config.dump(), str(Path.cwd()), str(run), resume, rendezvous, slots, provenance.command())
         runs = [rank.train.remote(*arguments) for rank in ranks]
         with stop.finishing():
-            metrics = _follow(ranks, runs, watcher, config, run, stop)
-    return RunResult(run, metrics)
+            metrics = _wait_for_ranks(ranks, runs, observer, config, run, stop)
+    return TrainResult(run, metrics)
 
 
 @contextmanager
-def _started(seats: ActorSlots) -> Iterator[list[Any]]:
-    """The ranks. At the end they are killed whatever they do, and with rank 0 the actors it started."""
+def _start_ranks(slots: ActorSlots) -> Iterator[list[Any]]:
+    """Starts one actor per rank and kills them on exit; the actors that rank 0 started end with it."""
     ranks: list[Any] = []
     try:
-        ranks += [seat.start(TrainerRank, rank, len(seats.trainers)) for rank, seat in enumerate(seats.trainers)]
+        ranks += [slot.start(TrainerRank, rank, len(slots.trainers)) for rank, slot in enumerate(slots.trainers)]
         yield ranks
     finally:
         for rank in ranks:
-            end(rank)
+            kill_actor(rank)
 
 
-def _meeting(first: Any, patience: float) -> tuple[str, int]:
+def _rendezvous_address(first: Any, timeout: float) -> tuple[str, int]:
     try:
-        return ask(first.address.remote(), patience)
+        return get_result(first.address.remote(), timeout)
     except ActorLost as lost:
-        raise TrimtabError(f"the first trainer rank did not start ({lost}): look at the cluster's logs") from None
+        raise TrimtabError(f"the first trainer rank did not start ({lost}): see the cluster's logs") from None
 
 
-def _follow(
+def _wait_for_ranks(
     ranks: list[Any], runs: list[Any], observer: Observer, config: Config, run: Path, stop: Stop
 ) -> dict[str, Any]:
-    """Show the first rank's news until all ranks are done; returns its metrics of the last step."""
+    """Waits for all ranks while showing events of the first; returns the metrics of its last step."""
     import ray
     from ray.exceptions import RayTaskError
 
-    first, told, stopped = ranks[0], False, None
-    left, news = list(runs), first.news.remote(NEWS)
+    first, stop_sent, stopped = ranks[0], False, None
+    running, events = list(runs), first.poll_events.remote(POLL_TIMEOUT)
     try:
-        while left:
-            if stop.asked is not None and not told:
-                told = True
+        while running:
+            if stop.signal_number is not None and not stop_sent:
+                stop_sent = True
                 for rank in ranks:
-                    rank.stop.remote(stop.asked)
-            (ready, *_), _ = ray.wait([news, *left], num_returns=1)
-            if ready == news:
-                _show(ask(news), observer, config, run)
-                news = first.news.remote(NEWS)
+                    rank.stop.remote(stop.signal_number)
+            (ready, *_), _ = ray.wait([events, *running], num_returns=1)
+            if ready == events:
+                _show_events(get_result(events), observer, config, run)
+                events = first.poll_events.remote(POLL_TIMEOUT)
             else:
-                left.remove(ready)
+                running.remove(ready)
                 try:
-                    _metrics(ready)
+                    _rank_result(ready)
                 except Stopped as error:
                     stopped = error  # the first rank may still be writing the checkpoint
         if stopped is not None:
             raise stopped
-        _show(ask(first.news.remote(0.0)), observer, config, run)
-        return _metrics(runs[0])
+        _show_events(get_result(first.poll_events.remote(0.0)), observer, config, run)
+        return _rank_result(runs[0])
     except Stopped:
-        _show(ask(first.news.remote(0.0)), observer, config, run)
+        _show_events(get_result(first.poll_events.remote(0.0)), observer, config, run)
         raise
     except (TrimtabError, ActorLost, RayTaskError) as error:
-        cause = _cause(runs, error)
+        cause = _first_cause(runs, error)
         with suppress(ActorLost):
-            replay(ask(first.news.remote(0.0), NOTICE), observer, config)
+            replay_events(get_result(first.poll_events.remote(0.0), FAILURE_WINDOW), observer, config)
         raise cause from None
 
 
-def _show(news: str, observer: Observer, config: Config, run: Path) -> None:
-    if replay(news, observer, config) and not (run / CONFIG).is_file():
+def _show_events(events: str, observer: Observer, config: Config, run: Path) -> None:
+    """Replays events on `observer`. Raises `TrimtabError` if the run directory is not visible to this machine."""
+    if replay_events(events, observer, config) and not (run / CONFIG).is_file():
         raise TrimtabError(
-            f"the first rank writes {run} where this machine does not see it: choose an --out on a file system that "
-            "all nodes share"
+            f"the first rank writes {run}, which this machine does not see: choose an --out on a file system that all "
+            "nodes share"
         )
 
 
-def _metrics(finished: Any) -> dict[str, Any]:
-    """Of a rank that is done. Raises what it failed of."""
-    answer = json.loads(ask(finished))
-    if "stopped" in answer:
-        raise Stopped(answer["stopped"])
-    if "error" in answer:
-        raise (DivergedError if answer["error"] == DIVERGED else TrimtabError)(answer["line"])
-    return answer["metrics"]
+def _rank_result(finished: Any) -> dict[str, Any]:
+    """Returns the last metrics of a finished rank, or raises its error."""
+    result = json.loads(get_result(finished))
+    if "stopped" in result:
+        raise Stopped(result["stopped"])
+    if "error" in result:
+        raise (DivergedError if result["error"] == DIVERGED else TrimtabError)(result["line"])
+    return result["metrics"]
 
 
-def _cause(runs: list[Any], error: Exception) -> Exception:
-    """What to tell when a rank failed: those that wait for it fail as well, in other words and perhaps before it.
+def _first_cause(runs: list[Any], error: Exception) -> Exception:
+    """Returns the error to report after a rank failed: ranks that wait for it fail too, possibly before it does.
 
-    Which rank was lost comes first, then what a rank says in a line of its own, then whatever else was raised.
+    A lost rank takes precedence over a user error, and a user error over any other exception.
     """
     import ray
     from ray.exceptions import RayTaskError
 
-    found: list[tuple[int, Exception]] = []
-    done, _ = ray.wait(runs, num_returns=len(runs), timeout=NOTICE)
+    errors: list[tuple[int, Exception]] = []
+    done, _ = ray.wait(runs, num_returns=len(runs), timeout=FAILURE_WINDOW)
     for rank, run in enumerate(runs):
         try:
-            _metrics(run) if run in done else None
+            _rank_result(run) if run in done else None
         except ActorLost as lost:
-            found.append((0, TrimtabError(f"trainer rank {rank} was lost ({lost}): {RESUME}")))
-        except TrimtabError as told:
-            found.append((1, told))
+            errors.append((0, TrimtabError(f"trainer rank {rank} was lost ({lost}): {RESUME}")))
+        except TrimtabError as user_error:
+            errors.append((1, user_error))
         except Stopped:
-            continue  # because another one failed
+            continue  # because another rank failed
         except RayTaskError as unexpected:
-            found.append((2, unexpected))
-    return min(found, key=lambda entry: entry[0])[1] if found else error
+            errors.append((2, unexpected))
+    return min(errors, key=lambda entry: entry[0])[1] if errors else error

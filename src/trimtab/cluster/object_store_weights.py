@@ -1,7 +1,7 @@
-"""Weight updates through the object store, in objects of bounded size.
+"""Weight updates through Ray's object store, in objects of bounded size.
 
-Each object holds whole tensors and the publication, version and position it belongs to, so that a receiver notices a
-wrong or stale object. On the receiving node tensors share the memory of the object store, without a copy.
+Each object holds whole tensors, and the weight update, version and position it belongs to, so that a receiver detects a
+wrong or stale object. On the receiving node, tensors share the memory of the object store without a copy.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from trimtab.errors import TrimtabError
 
 
 class Shard(NamedTuple):
-    """One object: its place, and (name, dtype without "torch.", shape, bytes) of each tensor."""
+    """One object: key and version of the update, position, and (name, dtype, shape, bytes) by tensor."""
 
     key: str
     version: int
     number: int
-    tensors: list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]
+    tensors: list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]  # dtypes without the prefix "torch."
 
 
 @dataclass(frozen=True, slots=True)
-class Publication:
-    """References to all objects of one publication, in order; `key` is new for every publication."""
+class StoredWeights:
+    """References to all objects of one weight update, in order; `key` is unique."""
 
     key: str
     version: int
     references: tuple[Any, ...]
 
 
-class Publisher:
-    """Puts weights into the object store, once however many engines take the same publication.
+class WeightPublisher:
+    """Puts weights into the object store, once for all engines that load the same update.
 
-    Matrices travel in `dtype`, into which the engine would round them on arrival. Everything else (norms, biases,
-    buffers) is small, may be kept in full precision there, and travels as it is.
+    Matrices are stored in `dtype`, to which the engine would round them on arrival. Other tensors (norms, biases,
+    buffers) are small and engines may keep them in full precision, so they are not converted.
     """
 
     def __init__(self, dtype: torch.dtype, limit: int) -> None:
@@ -52,24 +52,24 @@ class Publisher:
         self._limit = limit
         self._lock = threading.Lock()
         self._source: Iterable[tuple[str, Tensor]] | None = None
-        self._last: Publication | None = None
+        self._last: StoredWeights | None = None
 
-    def put(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Publication:
-        """Returns the publication of `weights`; the one before it is dropped from the store once no engine reads it.
+    def put(self, weights: Iterable[tuple[str, Tensor]], version: int) -> StoredWeights:
+        """Returns references to the stored `weights`; the previous ones are freed once no engine reads them.
 
-        Publications are told apart by the object that holds the weights: version numbers do not do it, because an
+        Repeated calls are recognized by the identity of `weights`: version numbers are not enough, because an
         evaluation publishes two sets of weights under one version.
         """
         with self._lock:
             if self._last is None or self._last.version != version or self._source is not weights:
-                self._source = self._last = None  # gone from the store before the next one fills it
-                self._last = publication(pack(weights, secrets.token_hex(8), version, self._limit, self._dtype))
+                self._source = self._last = None  # freed before the next update fills the store
+                self._last = store_shards(pack(weights, secrets.token_hex(8), version, self._limit, self._dtype))
                 self._source = None if isinstance(weights, Iterator) else weights
             return self._last
 
 
-def publication(shards: Iterable[Shard]) -> Publication:
-    """Puts every object of a publication into the store as it is made."""
+def store_shards(shards: Iterable[Shard]) -> StoredWeights:
+    """Puts the objects of one weight update into the store."""
     import ray
 
     references, last = [], None
@@ -77,7 +77,7 @@ def publication(shards: Iterable[Shard]) -> Publication:
         references.append(ray.put(last))
     if last is None:
         raise TrimtabError("nothing to publish: the model has no weights")
-    return Publication(last.key, last.version, tuple(references))
+    return StoredWeights(last.key, last.version, tuple(references))
 
 
 def pack(
@@ -85,16 +85,16 @@ def pack(
 ) -> Iterator[Shard]:
     """Groups tensors, in order, into objects of at most `limit` bytes (a larger tensor is an object of its own).
 
-    A tied tensor travels once, under its first name.
+    A tied tensor is stored once, under its first name.
     """
     known: dict[tuple[Any, ...], weakref.ref[Tensor]] = {}
     shard, size = Shard(key, version, 0, []), 0
     for name, weight in weights:
-        place = (weight.device, weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
-        # Only a tensor that is still alive proves that one address means one tensor: memory is used again.
-        if weight.numel() and place in known and known[place]() is not None:
+        identity = (weight.device, weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
+        # The first tensor must still be alive, since another one may reuse its memory.
+        if weight.numel() and identity in known and known[identity]() is not None:
             continue
-        known[place] = weakref.ref(weight)
+        known[identity] = weakref.ref(weight)
         tensor = weight.detach()
         if dtype is not None and tensor.ndim > 1 and tensor.is_floating_point():
             tensor = tensor.to(dtype)
@@ -109,22 +109,22 @@ def pack(
 
 
 def unpack(shards: Iterable[Shard], key: str, version: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the named tensors of a publication; they share the memory of the objects and must only be read.
+    """Yields the named tensors of a weight update. They share memory with the objects and must not be written to.
 
     Raises:
-        TrimtabError: an object belongs to another publication or version, or stands in another's place.
+        TrimtabError: an object belongs to another update or version, or is out of order.
     """
     for number, shard in enumerate(shards):
         if shard[:3] != (key, version, number):
             raise TrimtabError(
                 f"object {number} of the weights of version {version} is object {shard.number} of version "
-                f"{shard.version} (publication {shard.key}, expected {key}): the object store mixed them up"
+                f"{shard.version} (update {shard.key}, expected {key}): the object store mixed them up"
             )
         for name, dtype, shape, array in shard.tensors:
             yield name, _tensor(array, getattr(torch, dtype), shape)
 
 
-def fetch(references: Sequence[Any]) -> Iterator[Shard]:
+def fetch_shards(references: Sequence[Any]) -> Iterator[Shard]:
     """Yields the objects behind `references`, one at a time."""
     import ray
 
@@ -133,9 +133,9 @@ def fetch(references: Sequence[Any]) -> Iterator[Shard]:
 
 
 def _tensor(array: NDArray[np.uint8], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    if not array.size:  # no bytes cannot be seen as numbers
+    if not array.size:  # an empty array cannot be viewed as another type
         return torch.empty(tuple(shape), dtype=dtype)
     with warnings.catch_warnings():
-        # Objects of the store are read-only; torch has no such tensors and warns of it.
+        # Objects of the store are read-only; torch has no read-only tensors and warns.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array).view(dtype).reshape(tuple(shape))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trimtab import rewards
-from trimtab.cluster.actors import enter
+from trimtab.cluster.actors import use_working_directory
 from trimtab.cluster.placement_group import ActorSlots
 from trimtab.cluster.ray_transport import build_engines
 from trimtab.cluster.reward_actors import RayScorer
@@ -30,62 +30,59 @@ from trimtab.training.stop import Stop
 from trimtab.types import Engine, RewardSpec, Task
 
 
-class Relay:
-    """The observer of the run.
-
-    Of the phases only the newest is kept: they are the hand of a clock, everything else is a record.
-    """
+class EventBuffer:
+    """An observer that keeps events until the driver polls them. Of consecutive phases only the newest is kept."""
 
     def __init__(self) -> None:
-        self._news: list[list[Any]] = []
+        self._pending: list[list[Any]] = []
         self._changed = threading.Condition()
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:  # noqa: ARG002
-        self._tell("started", equation, total_steps, str(run))
+        self._append("started", equation, total_steps, str(run))
 
     def phase(self, name: str, done: int, total: int) -> None:
-        self._tell("phase", name, done, total)
+        self._append("phase", name, done, total)
 
     def step(self, metrics: Mapping[str, float | str]) -> None:
-        self._tell("step", dict(metrics))
+        self._append("step", dict(metrics))
 
     def evaluated(self, task: str, moment: Moment, value: float) -> None:
-        self._tell("evaluated", task, moment, value)
+        self._append("evaluated", task, moment, value)
 
     def message(self, text: str) -> None:
-        self._tell("message", text)
+        self._append("message", text)
 
     def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
-        """The run itself does not finish a display; the process that writes the report does."""
+        """Called in the process that writes the report, and not here."""
 
-    def take(self, patience: float) -> str:
-        """Everything that happened since the last call, as JSON for `replay`; waits `patience` seconds for any."""
+    def poll(self, timeout: float) -> str:
+        """Returns all events since the last call as JSON for `replay_events`; waits `timeout` seconds for the first."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._news), patience)
-            news, self._news = self._news, []
-        return json.dumps(news, default=lambda number: number.item())  # numpy's scalars
+            self._changed.wait_for(lambda: bool(self._pending), timeout)
+            events, self._pending = self._pending, []
+        return json.dumps(events, default=lambda number: number.item())  # numpy's scalars
 
-    def _tell(self, *event: Any) -> None:
+    def _append(self, *event: Any) -> None:
         with self._changed:
-            if event[0] == "phase" and self._news and self._news[-1][0] == "phase":
-                self._news.pop()
-            self._news.append(list(event))
+            if event[0] == "phase" and self._pending and self._pending[-1][0] == "phase":
+                self._pending.pop()
+            self._pending.append(list(event))
             self._changed.notify_all()
 
 
-def replay(news: str, observer: Observer, config: Config) -> bool:
-    """Tell `observer` what a relay took, in its order; returns whether the run started among it."""
-    events = json.loads(news)
-    for name, *arguments in events:
+def replay_events(events: str, observer: Observer, config: Config) -> bool:
+    """Calls `observer` with polled events, in order; returns whether the start of the run was among them."""
+    parsed = json.loads(events)
+    for name, *arguments in parsed:
         if name == "started":
             equation, total, run = arguments
             observer.started(config, equation, total, Path(run))
         else:
             getattr(observer, name)(*arguments)
-    return any(name == "started" for name, *_ in events)
+    return any(name == "started" for name, *_ in parsed)
 
 
-DIVERGED, MISTAKE = "diverged", "mistake"
+DIVERGED, USER_ERROR = "diverged", "mistake"
 
 
 class TrainerRank:
@@ -94,11 +91,11 @@ class TrainerRank:
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank = rank
         self._ranks = ranks
-        self._relay = Relay()
+        self._events = EventBuffer()
         self._stop = Stop()
 
     def address(self) -> tuple[str, int]:
-        """Where the ranks meet if they meet here: this node, and a port that was free a moment ago."""
+        """Returns a rendezvous address for the ranks: this node, and a port that was free just now."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -112,45 +109,47 @@ class TrainerRank:
         folder: str,
         out: str,
         resume: bool,
-        meeting: tuple[str, int],
-        seats: ActorSlots,
+        rendezvous: tuple[str, int],
+        slots: ActorSlots,
         command: str,
     ) -> str:
-        """Train to the end. The answer is JSON: `metrics` of the last step, or
-        `error`, which kind of one, and its `line`; of a run that was stopped, `stopped` and the signal's number.
+        """Trains to the end and returns JSON: `metrics` of the last step, or the kind of an `error` and its `line`, or
+        for a run that was stopped the signal number `stopped`.
 
-        `command` is what the user started it with.
+        `command` is the command line of the driver.
         """
         try:
-            enter(folder)
-            self._join(meeting)
-            torch.set_num_threads(seats.trainers[self._rank].threads)
+            use_working_directory(folder)
+            self._set_rank_environment(rendezvous)
+            torch.set_num_threads(slots.trainers[self._rank].threads)
             result = train(
                 parse_config(tomllib.loads(recipe), "recipe"),
                 out=Path(out),
                 resume=resume,
-                observer=self._relay if self._rank == 0 else NullObserver(),
-                makers=_makers(folder, seats) if self._rank == 0 else LOCAL_BACKENDS,
+                observer=self._events if self._rank == 0 else NullObserver(),
+                backends=_cluster_backends(folder, slots) if self._rank == 0 else LOCAL_BACKENDS,
                 stop=self._stop,
                 command=command,
             )
         except TrimtabError as error:
-            return json.dumps({"error": DIVERGED if isinstance(error, DivergedError) else MISTAKE, "line": str(error)})
+            return json.dumps(
+                {"error": DIVERGED if isinstance(error, DivergedError) else USER_ERROR, "line": str(error)}
+            )
         except Stopped as stop:
             return json.dumps({"stopped": stop.signal})
         return json.dumps({"metrics": result.metrics}, default=lambda number: number.item())
 
-    def news(self, patience: float) -> str:
-        """What the run has to tell since the last call (see events.py)."""
-        return self._relay.take(patience)
+    def poll_events(self, timeout: float) -> str:
+        """Returns the events since the last call (see `EventBuffer.poll`)."""
+        return self._events.poll(timeout)
 
     def stop(self, number: int) -> None:
-        """End the run after the step in progress, as signal `number` would."""
-        self._stop.ask(number)
+        """Ends the run after the step in progress, like signal `number`."""
+        self._stop.request(number)
 
-    def _join(self, meeting: tuple[str, int]) -> None:
-        """The environment torchrun gives its children. Ray shows an actor its own device only: local rank 0."""
-        host, port = meeting
+    def _set_rank_environment(self, rendezvous: tuple[str, int]) -> None:
+        """Sets the variables that torchrun would set. Ray shows an actor only its own device: local rank 0."""
+        host, port = rendezvous
         os.environ |= {
             "RANK": str(self._rank),
             "WORLD_SIZE": str(self._ranks),
@@ -161,13 +160,13 @@ class TrainerRank:
         }
 
 
-def _makers(folder: str, seats: ActorSlots) -> Backends:
-    """Engines and rewards of the cluster, where they have seats there."""
+def _cluster_backends(folder: str, slots: ActorSlots) -> Backends:
+    """Returns factories of engines and rewards as actors, where there are slots for them."""
 
     def engines(config: Config, loaded: LoadedModel, files: Path) -> Sequence[Engine]:  # noqa: ARG001
-        return build_engines(config, engine_spec(config, files), seats.engines)
+        return build_engines(config, engine_spec(config, files), slots.engines)
 
     def scorer(config: Config, specs: Sequence[RewardSpec], task: Task) -> Scorer:
-        return RayScorer(rewards.weighted(specs, task), config, folder, seats.rewards)
+        return RayScorer(rewards.weighted(specs, task), config, folder, slots.rewards)
 
-    return Backends(engines if seats.engines else None, scorer if seats.rewards else None)
+    return Backends(engines if slots.engines else None, scorer if slots.rewards else None)

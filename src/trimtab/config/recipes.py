@@ -15,7 +15,7 @@ from trimtab.config.rule import Facts
 from trimtab.config.schema import DEPENDENT_SECTIONS, Config
 from trimtab.config.section import PluginSection
 from trimtab.config.validation import validate
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 
 
 def recipe_names() -> list[str]:
@@ -119,7 +119,7 @@ def _read(recipe: str | Path) -> dict[str, Any]:
     if path.suffix != ".toml":
         name = str(recipe)
         if name not in recipe_names():
-            raise TrimtabError(f"unknown recipe {name!r}{nearest(name, recipe_names())}")
+            raise TrimtabError(f"unknown recipe {name!r}{did_you_mean(name, recipe_names())}")
         text = (importlib.resources.files("trimtab") / "recipes" / f"{name}.toml").read_text()
     else:
         try:
@@ -180,7 +180,7 @@ def _explain(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         *parents, word = first["loc"]
-        return f"unknown key {key!r}{nearest(str(word), _known_keys(parents))}"
+        return f"unknown key {key!r}{did_you_mean(str(word), _known_keys(parents))}"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if first["type"] == "model_type" or key == "reward":
         return f"{_not_a_section(key, first['input'])}{more}"

@@ -14,7 +14,7 @@ from trimtab.diagnosis.token_texts import named_tokenizer, texts_of, tokenizer_o
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
-Watch = Callable[[str, int], None]
+OnProgress = Callable[[str, int], None]
 """Progress callback: called with the current activity and the number of tokens read so far."""
 
 
@@ -24,7 +24,7 @@ def diagnose(
     framework: str | None = None,
     columns: Mapping[str, str] | None = None,
     tokenizer: str | None = None,
-    watch: Watch | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Diagnosis:
     """Compares trainer and sampler by the log-probs in files, folders or run directories.
 
@@ -32,7 +32,7 @@ def diagnose(
     columns: column names of the files by those of this package (`logp_behavior`, ...).
     tokenizer: for the texts of token ids: a tokenizer.json, the folder of a model or run that holds one, or a model in
         the local Hugging Face cache; None uses that of the run.
-    watch: progress callback.
+    on_progress: called with the current phase and the number of tokens.
 
     Files are read in blocks, so that memory does not grow with their size. Raises `TrimtabError` when no response is
     usable or an argument is invalid. Invalid responses are dropped and counted in `measured.origin.dropped`.
@@ -40,7 +40,7 @@ def diagnose(
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
     vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
     log = open_log([Path(path) for path in paths], framework=framework, columns=columns or {})
-    on_progress = watch or _ignore_progress
+    on_progress = on_progress or _ignore_progress
     on_progress("reading", 0)
     measured = measure(_with_progress(log.tables(), on_progress), log.summary)
     tokens = measured.origin.tokens
@@ -62,7 +62,7 @@ def _texts(measured: Measured, tokenizer: Path | None) -> tuple[dict[int, str], 
     return texts_of(tokenizer, [int(id_) for id_ in view.columns["id"] if id_ >= 0])
 
 
-def _with_progress(tables: Iterable[TokenTable], on_progress: Watch) -> Iterator[TokenTable]:
+def _with_progress(tables: Iterable[TokenTable], on_progress: OnProgress) -> Iterator[TokenTable]:
     tokens = 0
     for table in tables:
         tokens += table.tokens

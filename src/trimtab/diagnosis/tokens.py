@@ -77,14 +77,14 @@ class TokenTable:
         return self.at_tokens(np.arange(self.responses))
 
     @cached_property
-    def place(self) -> np.ndarray:
+    def position(self) -> np.ndarray:
         """The position of each token in its response (tokens,)."""
         return np.arange(self.tokens) - self.at_tokens(self.starts[:-1])
 
     @property
     def decile(self) -> np.ndarray:
         """The tenth of its response that each token lies in, 0 to 9: ⌊10 i / T⌋ for token i (from 0) of T."""
-        return DECILES * self.place // self.at_tokens(self.lengths)
+        return DECILES * self.position // self.at_tokens(self.lengths)
 
     @cached_property
     def age(self) -> np.ndarray | None:

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.engines.embedded.weight_quantization import WeightQuantization
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.models import invariant
 from trimtab.models.load import default_device
 from trimtab.models.matmul import use_fast_linear
@@ -39,7 +39,7 @@ def build(spec: Mapping[str, Any]) -> Engine:
     """
     builders = {"embedded": _embedded, "vllm": _vllm}
     if spec["type"] not in builders:
-        raise TrimtabError(f"unknown type of engine {spec['type']!r}{nearest(spec['type'], builders)}")
+        raise TrimtabError(f"unknown type of engine {spec['type']!r}{did_you_mean(spec['type'], builders)}")
     folder = Path(spec["model"])
     if not (folder / "config.json").is_file():
         raise TrimtabError(f"model folder {str(folder)!r} has no config.json; give a folder written by save_pretrained")

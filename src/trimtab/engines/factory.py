@@ -74,21 +74,21 @@ def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
     if config.threads:
         threads = config.threads
     else:
-        trainer_threads, threads = split_threads(torch.get_num_threads(), count, beside=bool(config.trainer.max_lag))
+        trainer_threads, threads = split_threads(torch.get_num_threads(), count, is_async=bool(config.trainer.max_lag))
         torch.set_num_threads(trainer_threads)
     spec = engine_spec(config, folder)
     transports = [ProcessTransport(spec, threads=threads, devices=names) for names in devices]
     return [RemoteEngine(transport, hang_timeout=config.engine.hang_timeout) for transport in transports]
 
 
-def split_threads(cores: int, workers: int, *, beside: bool) -> tuple[int, int]:
+def split_threads(cores: int, workers: int, *, is_async: bool) -> tuple[int, int]:
     """Returns the number of threads of this process and of each worker.
 
     Shares are equal, and the remainder goes to this process. `beside`: this process computes at the same time as the
     workers. More threads than cores slow all of them down: two processes of two threads on two cores reach a tenth of
     the throughput of one thread each.
     """
-    if not beside:
+    if not is_async:
         return cores, max(1, cores // workers)
     each = max(1, cores // (workers + 1))
     return max(1, cores - workers * each), each

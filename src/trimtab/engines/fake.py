@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes, is_complete
+from trimtab.engines.embedded.decoding_rows import Prefixes, is_complete, validate_prefixes
 from trimtab.errors import TrimtabError
 from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams
 
@@ -52,7 +52,7 @@ class FakeEngine:
         missing = [prompt.problem.id for prompt in prompts if not self._script.get(prompt.problem.id)]
         if missing:
             raise TrimtabError(f"no completion is scripted for prompt {missing[0]!r}; add it to the script")
-        check_prefixes(prefixes, prompts, samples, sampling)
+        validate_prefixes(prefixes, prompts, samples, sampling)
         starts = prefixes or [[Completion.empty()] * samples for _ in prompts]
         whole = [self._whole(prompt, group, sampling) for prompt, group in zip(prompts, starts, strict=True)]
         remaining = [

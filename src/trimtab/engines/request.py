@@ -58,7 +58,7 @@ def validate_request(
             )
 
 
-def check_vllm_temperature(sampling: SamplingParams) -> None:
+def validate_vllm_temperature(sampling: SamplingParams) -> None:
     """Raises `TrimtabError` for a temperature at which vLLM, in this process or on a server, would not sample."""
     if 0 < sampling.temperature < MIN_TEMPERATURE or sampling.temperature > MAX_TEMPERATURE:
         raise TrimtabError(

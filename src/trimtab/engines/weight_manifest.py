@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class WeightManifest:
 
     def _check_one(self, name: str, tensor: Tensor) -> None:
         if name not in self.shapes:
-            raise TrimtabError(f"weight {name!r} is not in the engine's model{nearest(name, self.shapes)}")
+            raise TrimtabError(f"weight {name!r} is not in the engine's model{did_you_mean(name, self.shapes)}")
         if tensor.shape != self.shapes[name]:
             shapes = f"{tuple(tensor.shape)}, the engine's is {tuple(self.shapes[name])}"
             raise TrimtabError(f"weight {name!r} has shape {shapes}; publish merged weights of the same model")

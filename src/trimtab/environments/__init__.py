@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from trimtab.environments.chat_format import Chat
 from trimtab.environments.environment import check_class, describe_tool, tool_names
 from trimtab.environments.formats import Format, build_format
-from trimtab.errors import TrimtabError, explain, nearest
+from trimtab.errors import TrimtabError, did_you_mean, explain
 from trimtab.plugins import load_function
 from trimtab.types import Task
 
@@ -78,7 +78,7 @@ def build(name: str | type, options: Mapping[str, Any]) -> BuiltEnvironment:
         kind = python_environment.PythonEnvironment
         return BuiltEnvironment(kind, functools.partial(kind, pool), tuple(tool_names(kind)), pool.close)
     if ":" not in name:
-        raise TrimtabError(f"unknown environment {name!r}{nearest(name, NAMES)}; write your own as module:Class")
+        raise TrimtabError(f"unknown environment {name!r}{did_you_mean(name, NAMES)}; write your own as module:Class")
     return _of_class(load_function(name, "environment"), name, options)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import load_function
 
 
@@ -98,7 +98,7 @@ def build_format(name: str, tools: tuple[str, ...]) -> Format:
             raise TrimtabError(f"format 'fence' does not name the tool, and there are {len(tools)}: take format 'tag'")
         return Fence()
     if ":" not in name:
-        raise TrimtabError(f"unknown format {name!r}{nearest(name, NAMES)}; write your own as module:Format")
+        raise TrimtabError(f"unknown format {name!r}{did_you_mean(name, NAMES)}; write your own as module:Format")
     form = load_function(name, "format")()
     missing = [part for part in ("stop", "parse", "render") if not hasattr(form, part)]
     if missing:

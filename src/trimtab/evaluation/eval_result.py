@@ -34,7 +34,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """One problem: how many samples were scored, how many of them are right, their mean reward."""
+    """The result of one problem: number of scored samples, number of correct ones among them, and mean reward."""
 
     id: str
     scored: int
@@ -43,8 +43,8 @@ class ProblemResult:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The counts of one batch of problems: all that is kept of its samples.
+class BatchCounts:
+    """The counts of one batch of problems. Its samples themselves are not kept.
 
     `problems` lists those with at least one scored sample; `answers` counts samples, `cut` those that ended at the
     length limit, `tokens` their response tokens and `prefix` how many of these another model wrote. `too_long` counts
@@ -59,16 +59,18 @@ class Part:
     failures: int
     errors: tuple[str, ...]
     seconds: float
-    too_long: int = 0  # parts of an older version have none: there such a prompt was an error
+    too_long: int = 0  # absent in files of older versions, where such a prompt was an error
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Accuracy is the mean over problems of correct / scored (avg@n). Samples whose reward failed are counted in
+    """The result of one model on one task.
+
+    Accuracy is the mean over problems of correct / scored (avg@n). Samples whose reward failed are counted in
     `failures` and in nothing else; `problems` lists those with at least one scored sample. `truncated` is the share of
-    samples cut by the length limit; `tokens` and `prefix` are mean response tokens, and those a relay model wrote.
-    `too_long` counts problems whose prompt does not fit the context: they were not sampled, and every sample of theirs
-    counts as wrong, with a reward of 0. `prompt` says how the task asks.
+    samples cut by the length limit; `tokens` is the mean number of response tokens, `prefix` of those a relay model
+    wrote. `too_long` counts problems whose prompt does not fit the context: they were not sampled, and all their
+    samples count as wrong with a reward of 0. `prompt` describes the prompt style.
     """
 
     task: str
@@ -87,9 +89,9 @@ class EvalResult:
 
     @classmethod
     def of(
-        cls, parts: Sequence[Part], *, task: str, samples: int, temperature: float, seed: int, prompt: str
+        cls, parts: Sequence[BatchCounts], *, task: str, samples: int, temperature: float, seed: int, prompt: str
     ) -> EvalResult:
-        """The sum of all parts. Raises `TrimtabError` if not a single sample could be scored."""
+        """Returns the sum of all parts. Raises `TrimtabError` if not a single sample could be scored."""
         problems = tuple(problem for part in parts for problem in part.problems)
         errors = tuple(error for part in parts for error in part.errors)
         if not problems:
@@ -117,7 +119,7 @@ class EvalResult:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95% interval of the accuracy, for problems drawn at random."""
+        """95% confidence interval of the accuracy over problems drawn at random."""
         return self.accuracy_estimate.low, self.accuracy_estimate.high
 
     @cached_property
@@ -126,7 +128,7 @@ class EvalResult:
 
     @property
     def scored(self) -> int:
-        """Scored samples of all problems."""
+        """Number of scored samples of all problems."""
         return sum(problem.scored for problem in self.problems)
 
     @property
@@ -134,16 +136,16 @@ class EvalResult:
         return sum(problem.reward for problem in self.problems) / len(self.problems)
 
     def passes(self, ks: Sequence[int]) -> NDArray[np.float64]:
-        """Unbiased pass@k of each problem, (problems, ks). `TrimtabError` if a problem has fewer scored samples."""
+        """Returns the unbiased pass@k, (problems, ks). Raises `TrimtabError` if a problem has fewer scored samples."""
         short = next((problem for problem in self.problems if problem.scored < max(ks)), None)
         if short is not None:
             raise TrimtabError(
-                f"pass@{max(ks)}: problem {short.id!r} has {short.scored} scored samples; draw more, or mend the reward"
+                f"pass@{max(ks)}: problem {short.id!r} has {short.scored} scored samples; draw more, or fix the reward"
             )
         return np.array([[pass_at_k(problem.scored, problem.correct, k) for k in ks] for problem in self.problems])
 
     def pass_at(self, k: int) -> float:
-        """Mean over problems of the unbiased pass@k. Raises `TrimtabError` if a problem has fewer scored samples."""
+        """Returns the mean over problems of the unbiased pass@k, with the errors of `passes`."""
         return float(self.passes([k]).mean())
 
     @property
@@ -161,7 +163,7 @@ class EvalResult:
         return {k: problem_interval(column, self.scored / k) for k, column in zip(self.pass_ks, columns, strict=True)}
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Returns everything as JSON types."""
         low, high = self.interval
         passes = self.pass_estimates.items()
         return {
@@ -175,9 +177,9 @@ class EvalResult:
             "seed": self.seed,
             "prompt": self.prompt,
             "too_long": self.too_long,
-            "pass": {str(k): found.value for k, found in passes},
-            "pass_low": {str(k): found.low for k, found in passes},
-            "pass_high": {str(k): found.high for k, found in passes},
+            "pass": {str(k): estimate.value for k, estimate in passes},
+            "pass_low": {str(k): estimate.low for k, estimate in passes},
+            "pass_high": {str(k): estimate.high for k, estimate in passes},
             "reward": self.reward,
             "failures": self.failures,
             "errors": list(self.errors),
@@ -189,15 +191,15 @@ class EvalResult:
         }
 
     def rows(self) -> list[tuple[str, str]]:
-        """What a reader wants to see first, as (name, value) text."""
+        """Returns the most important numbers as (name, value) text."""
         low, high = self.interval
         kind = "greedy accuracy" if self.temperature == 0 else f"accuracy (avg@{self.samples})"
         lines = [
             ("task", self.task),
             (kind, f"{self.accuracy:.3f}  [{low:.3f}, {high:.3f}]"),
             *(
-                (f"pass@{k}", f"{found.value:.3f}  [{found.low:.3f}, {found.high:.3f}]")
-                for k, found in self.pass_estimates.items()
+                (f"pass@{k}", f"{estimate.value:.3f}  [{estimate.low:.3f}, {estimate.high:.3f}]")
+                for k, estimate in self.pass_estimates.items()
                 if k > 1
             ),
             ("problems x samples", f"{len(self.problems)} x {self.samples}"),

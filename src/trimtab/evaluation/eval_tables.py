@@ -13,8 +13,8 @@ from trimtab.intervals import Interval, macro_average, paired_difference
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Cells of text under a heading; the first `labels` columns name the row, the others hold numbers."""
+class TextTable:
+    """A table of text with a title; the first `labels` columns name the row, the others hold numbers."""
 
     title: str
     columns: Sequence[str]
@@ -28,7 +28,7 @@ class Grid:
         return f"**{self.title}**\n\n{body}\n"
 
     def table(self) -> Any:
-        """The same for a terminal, as something rich prints."""
+        """Returns the table for a terminal, as a rich renderable."""
         from rich.box import SIMPLE_HEAD
         from rich.console import Group
         from rich.table import Table
@@ -42,12 +42,12 @@ class Grid:
         return Group(Text(self.title, style="bold"), table)
 
 
-def percent(estimate: Interval) -> str:
+def format_percent(estimate: Interval) -> str:
     """`37.9 [33.1, 42.6]`, as the papers write accuracies."""
     return f"{100 * estimate.value:.1f} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
 
 
-def points(estimate: Interval) -> str:
+def format_points(estimate: Interval) -> str:
     """A difference in percentage points, `+2.8 [-0.5, 6.1]`."""
     return f"{100 * estimate.value:+.1f} [{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}]"
 
@@ -58,50 +58,50 @@ NOTE = "percent, with 95% intervals over problems"
 
 @dataclass(frozen=True)
 class Results:
-    """Models x tasks x modes (`greedy`, `sampled`, `relay`). The average weighs every task the same (macro mean).
+    """Results by model, task and mode (`greedy`, `sampled`, `relay`). Averages weigh all tasks equally (macro mean).
 
-    `found[model, task, mode]` is what was measured; `relay` names the model that began the responses of that mode.
-    `notes` say what the tasks chosen had to decide.
+    `relay` names the model that began the responses of that mode. `notes` are those of the tasks, such as the choice of
+    a prompt style.
     """
 
     models: tuple[str, ...]
     tasks: tuple[str, ...]
     settings: Mapping[str, Any]
-    found: Mapping[tuple[str, str, str], EvalResult]
+    measured: Mapping[tuple[str, str, str], EvalResult]
     relay: str | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def modes(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(mode for _, _, mode in self.found))
+        return tuple(dict.fromkeys(mode for _, _, mode in self.measured))
 
     def across(self, model: str, mode: str) -> list[EvalResult]:
-        """One result for each task."""
-        return [self.found[model, task, mode] for task in self.tasks]
+        """Returns one result per task."""
+        return [self.measured[model, task, mode] for task in self.tasks]
 
     @cached_property
     def ks(self) -> tuple[int, ...]:
-        """Every k for which all sampled results have a pass@k: powers of two."""
-        sampled = [result.pass_ks for (_, _, mode), result in self.found.items() if mode != "greedy"]
+        """All k, powers of two, for which every sampled result has a pass@k."""
+        sampled = [result.pass_ks for (_, _, mode), result in self.measured.items() if mode != "greedy"]
         return min(sampled, key=len, default=())
 
     def accuracy(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> Interval:
-        """Mean over these tasks (default: all) of avg@n."""
-        return macro_average([self.found[model, task, mode].accuracy_estimate for task in tasks or self.tasks])
+        """Returns the mean of avg@n over `tasks` (default: all)."""
+        return macro_average([self.measured[model, task, mode].accuracy_estimate for task in tasks or self.tasks])
 
     def passes(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> dict[int, Interval]:
-        """Mean over these tasks (default: all) of pass@k, for every k of `ks`."""
-        found = [self.found[model, task, mode].pass_estimates for task in tasks or self.tasks]
-        return {k: macro_average([estimates[k] for estimates in found]) for k in self.ks}
+        """Returns the mean of pass@k over `tasks` (default: all), by k of `ks`."""
+        by_task = [self.measured[model, task, mode].pass_estimates for task in tasks or self.tasks]
+        return {k: macro_average([estimates[k] for estimates in by_task]) for k in self.ks}
 
     def gains(self, model: str, tasks: Sequence[str] | None = None) -> dict[int, Interval]:
-        """pass@k of the relay minus that of the model alone, with the paired interval over problems."""
-        found = [self._gains(model, task) for task in tasks or self.tasks]
-        return {k: macro_average([differences[k] for differences in found]) for k in self.ks}
+        """Returns pass@k with the relay minus that of the model alone, with a paired interval over problems."""
+        by_task = [self._gains(model, task) for task in tasks or self.tasks]
+        return {k: macro_average([differences[k] for differences in by_task]) for k in self.ks}
 
     def _gains(self, model: str, task: str) -> dict[int, Interval]:
-        relay, alone = self.found[model, task, "relay"], self.found[model, task, "sampled"]
-        # A problem whose reward failed on every sample of one side has no partner.
+        relay, alone = self.measured[model, task, "relay"], self.measured[model, task, "sampled"]
+        # A problem of which every reward failed in one of the two results cannot be paired.
         both = {p.id for p in relay.problems} & {p.id for p in alone.problems}
         if not both:
             raise TrimtabError(f"{model!r}, task {task!r}: no problem was scored both with the relay and without")
@@ -113,106 +113,117 @@ class Results:
             for k, one, two in zip(self.ks, *sides, strict=True)
         }
 
-    def grids(self) -> list[Grid]:
-        """Accuracies, pass@k, the relay's gain, and the small print, as far as there is something to show."""
-        grids = [self._accuracies()]
+    def tables(self) -> list[TextTable]:
+        """Returns accuracies, pass@k and the gain by the relay as far as they were measured, and details."""
+        tables = [self._accuracies()]
         if self.ks:
-            grids.append(self._passes())
+            tables.append(self._passes())
         if self.relay is not None:
-            grids.append(self._relayed())
-        return [*grids, self._details()]
+            tables.append(self._relayed())
+        return [*tables, self._details()]
 
     def markdown(self) -> str:
-        return "\n".join(grid.markdown() for grid in self.grids()) + "".join(f"\n{line}\n" for line in self.remarks())
+        return "\n".join(table.markdown() for table in self.tables()) + "".join(
+            f"\n{line}\n" for line in self.remarks()
+        )
 
     def remarks(self) -> list[str]:
-        """What the tables need beside them: how prompts were chosen, prompts that do not fit, failed rewards."""
+        """Returns notes on the tables: how prompts were built, prompts that do not fit, failed rewards."""
         long = [
             f"{model}, {task}: {result.too_long} of {len(result.problems)} prompts do not fit the context with their "
             "response and count as wrong; lower max_tokens or examples"
-            for (model, task, _), result in self.found.items()
+            for (model, task, _), result in self.measured.items()
             if result.too_long
         ]
-        failed = [f"first failed reward: {result.errors[0]}" for result in self.found.values() if result.errors]
+        failed = [f"first failed reward: {result.errors[0]}" for result in self.measured.values() if result.errors]
         return list(dict.fromkeys([*self.notes, *long, *failed]))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON; fractions, not percent."""
-        shown: dict[str, Any] = {
+        """Returns everything as JSON types; fractions, not percent."""
+        record: dict[str, Any] = {
             "settings": dict(self.settings),
             "notes": self.remarks(),
             "results": [
-                {"model": model, "mode": mode, **result.as_dict()} for (model, _, mode), result in self.found.items()
+                {"model": model, "mode": mode, **result.as_dict()} for (model, _, mode), result in self.measured.items()
             ],
             "average": [
                 {
                     "model": model,
                     "mode": mode,
-                    **_spread("accuracy", self.accuracy(model, mode)),
-                    "pass": _by_k(self.passes(model, mode)) if mode != "greedy" and self.ks else {},
+                    **_interval_entries("accuracy", self.accuracy(model, mode)),
+                    "pass": _entries_by_k(self.passes(model, mode)) if mode != "greedy" and self.ks else {},
                 }
                 for model in self.models
                 for mode in self.modes
             ],
         }
         if self.relay is not None:
-            shown["relay"] = [
-                {"model": model, "relay": self.relay, "task": name, "difference": _by_k(self.gains(model, tasks))}
+            record["relay"] = [
+                {
+                    "model": model,
+                    "relay": self.relay,
+                    "task": name,
+                    "difference": _entries_by_k(self.gains(model, tasks)),
+                }
                 for model in self.models
                 for name, tasks in self._columns()
             ]
-        return shown
+        return record
 
     def _columns(self) -> list[tuple[str, Sequence[str]]]:
-        """Every task, and after several the average of them all."""
+        """Returns the columns of tables and their tasks: each task, and the average if there are several."""
         single: list[tuple[str, Sequence[str]]] = [(task, (task,)) for task in self.tasks]
         return single if len(single) == 1 else [*single, (AVERAGE, self.tasks)]
 
     def _name(self, mode: str) -> str:
         return "greedy" if mode == "greedy" else f"avg@{self.settings['samples']}"
 
-    def _accuracies(self) -> Grid:
+    def _accuracies(self) -> TextTable:
         modes = [mode for mode in ("sampled", "greedy") if mode in self.modes]
         cells = [(name, tasks, mode) for name, tasks in self._columns() for mode in modes]
         columns = ["model", *(f"{name} {self._name(mode)}" for name, _, mode in cells)]
         rows = [
-            [model, *(percent(self.accuracy(model, mode, tasks)) for _, tasks, mode in cells)] for model in self.models
+            [model, *(format_percent(self.accuracy(model, mode, tasks)) for _, tasks, mode in cells)]
+            for model in self.models
         ]
-        return Grid(f"Accuracy ({NOTE})", columns, rows)
+        return TextTable(f"Accuracy ({NOTE})", columns, rows)
 
-    def _passes(self) -> Grid:
+    def _passes(self) -> TextTable:
         rows = []
         for model in self.models:
             columns = [self.passes(model, "sampled", tasks) for _, tasks in self._columns()]
-            rows += [[model, str(k), *(percent(column[k]) for column in columns)] for k in self.ks]
-        return Grid(f"pass@k ({NOTE})", ["model", "k", *(name for name, _ in self._columns())], rows, labels=2)
+            rows += [[model, str(k), *(format_percent(column[k]) for column in columns)] for k in self.ks]
+        return TextTable(f"pass@k ({NOTE})", ["model", "k", *(name for name, _ in self._columns())], rows, labels=2)
 
-    def _relayed(self) -> Grid:
+    def _relayed(self) -> TextTable:
         rows = []
         for model in self.models:
             for name, tasks in self._columns():
                 relay, alone = (self.passes(model, mode, tasks) for mode in ("relay", "sampled"))
                 gains = self.gains(model, tasks)
-                rows += [[model, name, str(k), percent(relay[k]), percent(alone[k]), points(gains[k])] for k in self.ks]
+                rows += [
+                    [model, name, str(k), format_percent(relay[k]), format_percent(alone[k]), format_points(gains[k])]
+                    for k in self.ks
+                ]
         title = f"pass@k begun by {self.relay}, ratio {self.settings['relay_ratio']:g}, and alone ({NOTE})"
-        return Grid(title, ["model", "task", "k", "relay", "alone", "difference"], rows, labels=3)
+        return TextTable(title, ["model", "task", "k", "relay", "alone", "difference"], rows, labels=3)
 
-    def _details(self) -> Grid:
+    def _details(self) -> TextTable:
         names = ["model", "task", "mode", "prompt", "problems", "samples", "temperature", "mean reward", "mean tokens"]
         names += ["of these relayed"] if self.relay is not None else []
         rows = []
-        for (model, task, mode), result in self.found.items():
+        for (model, task, mode), result in self.measured.items():
             row = [model, task, mode, result.prompt]
             row += [str(len(result.problems)), str(result.samples), f"{result.temperature:g}"]
             row += [f"{result.reward:.3f}", f"{result.tokens:.1f}"]
             row += [f"{result.prefix:.1f}"] if self.relay is not None else []
             rows.append([*row, f"{result.truncated:.1%}", str(result.failures), f"{result.seconds:.1f}"])
-        return Grid("Details", [*names, "cut by the limit", "failed rewards", "seconds"], rows, labels=4)
+        return TextTable("Details", [*names, "cut by the limit", "failed rewards", "seconds"], rows, labels=4)
 
 
-def _spread(name: str, estimate: Interval) -> dict[str, float]:
+def _interval_entries(name: str, estimate: Interval) -> dict[str, float]:
     return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
-def _by_k(found: Mapping[int, Interval]) -> dict[str, dict[str, float]]:
-    return {str(k): estimate._asdict() for k, estimate in found.items()}
+def _entries_by_k(estimates: Mapping[int, Interval]) -> dict[str, dict[str, float]]:
+    return {str(k): estimate._asdict() for k, estimate in estimates.items()}

@@ -14,12 +14,12 @@ import numpy as np
 from trimtab import tasks
 from trimtab.environments.episodes import EpisodeRunner
 from trimtab.errors import TrimtabError
-from trimtab.evaluation.eval_result import ERRORS_KEPT, EvalResult, Part, ProblemResult
+from trimtab.evaluation.eval_result import ERRORS_KEPT, BatchCounts, EvalResult, ProblemResult
 from trimtab.rewards import Score, Scorer
 from trimtab.rollout.truncation import prefix_tokens
 from trimtab.types import Completion, Engine, Problem, Prompt, SamplingParams, Task
 
-# Largest number of prompts, and about that of responses, in one engine call. An interruption loses one call.
+# Largest number of prompts, and approximately of responses, in one engine call. An interruption loses one call.
 PROMPTS_PER_CALL = 64
 RESPONSES_PER_CALL = 1024
 Progress = Callable[[int, int], None]
@@ -28,9 +28,9 @@ Progress = Callable[[int, int], None]
 class BatchStore(Protocol):
     """Stores finished batches of an evaluation, so that an interrupted one can continue."""
 
-    def get(self, number: int) -> Part | None: ...
+    def get(self, number: int) -> BatchCounts | None: ...
 
-    def append(self, number: int, part: Part) -> None: ...
+    def append(self, number: int, part: BatchCounts) -> None: ...
 
 
 def evaluate(
@@ -68,19 +68,19 @@ def evaluate(
             f"samples = {samples} at temperature 0 are all the same; use 1 sample or a temperature above 0"
         )
     prompts = [tasks.encode(task, problem, tokenizer) for problem in problems]
-    room = sys.maxsize if context is None else context - sampling.max_tokens
+    max_prompt = sys.maxsize if context is None else context - sampling.max_tokens
     _require_one_that_fits(task, prompts, sampling.max_tokens, context)
     size = max(1, min(PROMPTS_PER_CALL, RESPONSES_PER_CALL // samples))
-    parts: list[Part] = []
+    parts: list[BatchCounts] = []
     for number, first in enumerate(range(0, len(problems), size)):
         batch = prompts[first : first + size]
         part = store.get(number) if store is not None else None
         if part is None:
             start = time.perf_counter()
-            fitting = [prompt for prompt in batch if len(prompt.ids) <= room]
+            fitting = [prompt for prompt in batch if len(prompt.ids) <= max_prompt]
             sampled, prefix = _sample(engine, fitting, samples, sampling, (seed, number), relay, episodes)
             rest = iter(sampled)
-            answers = [next(rest) if len(prompt.ids) <= room else None for prompt in batch]
+            answers = [next(rest) if len(prompt.ids) <= max_prompt else None for prompt in batch]
             part = _count(batch, answers, samples, prefix, scorer, start)
             if store is not None:
                 store.append(number, part)
@@ -149,19 +149,19 @@ def _count(
     prefix: int,
     scorer: Scorer,
     start: float,
-) -> Part:
-    """Returns the counts of scored answers; None stands for the answers to a prompt that does not fit: all wrong."""
+) -> BatchCounts:
+    """Scores a batch and returns its counts; an entry of `answers` is None for a prompt that does not fit."""
     pairs = [(prompt.problem, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group or ()]
     scores = scorer.score(pairs)
-    rest, verdict = iter(scores), scorer.rewards[0].name
+    rest, reward = iter(scores), scorer.rewards[0].name
     results = [
         ProblemResult(prompt.problem.id, samples, 0, 0.0)
         if group is None
-        else _problem(prompt.problem, list(itertools.islice(rest, samples)), verdict)
+        else _problem_result(prompt.problem, list(itertools.islice(rest, samples)), reward)
         for prompt, group in zip(prompts, answers, strict=True)
     ]
     errors = [score.error or "reward failed" for score in scores if score.total is None]
-    return Part(
+    return BatchCounts(
         problems=tuple(result for result in results if result is not None),
         answers=len(pairs),
         cut=sum(answer.finish_reason == "length" for _, answer in pairs),
@@ -174,12 +174,13 @@ def _count(
     )
 
 
-def _problem(problem: Problem, scores: Sequence[Score], verdict: str) -> ProblemResult | None:
-    good = [score for score in scores if score.total is not None]
-    if not good:
+def _problem_result(problem: Problem, scores: Sequence[Score], reward: str) -> ProblemResult | None:
+    """Returns the result of one problem by its first reward; None if every reward failed."""
+    scored = [score for score in scores if score.total is not None]
+    if not scored:
         return None
-    correct = sum(score.parts[verdict] >= 1.0 for score in good)
-    return ProblemResult(problem.id, len(good), correct, sum(score.total or 0.0 for score in good) / len(good))
+    correct = sum(score.parts[reward] >= 1.0 for score in scored)
+    return ProblemResult(problem.id, len(scored), correct, sum(score.total or 0.0 for score in scored) / len(scored))
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class Relay:
     def prefixes(
         self, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, *, seed: int
     ) -> list[list[Completion]]:
-        """Returns a prefix for each sample of each prompt, from a response of its own; it never contains the stop."""
+        """Returns a prefix for each sample of each prompt, cut from a response of its own, without the stop."""
         answers = self.engine.generate(prompts, samples, sampling, seed=seed)
         return [
             [answer.truncated(prefix_tokens(self.ratio, len(answer.response_ids))) for answer in group]

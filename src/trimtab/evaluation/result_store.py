@@ -1,8 +1,8 @@
 """An evaluation on disk: counts of every finished batch, from which an interrupted one resumes.
 
-settings.json   how it is measured; other settings are refused
-parts/          one JSONL file for each model, task and mode: first what was measured, then a line a batch
-results.json    results.md   the tables, once all is done
+settings.json   the settings; a run with others is refused
+parts/          one JSONL file per model, task and mode: a header line, then one line per batch
+results.json    results.md   the tables, when all is done
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from trimtab.errors import TrimtabError
-from trimtab.evaluation.eval_result import Part, ProblemResult
+from trimtab.evaluation.eval_result import BatchCounts, ProblemResult
 from trimtab.runs import atomic
 from trimtab.runs.dotted_keys import flatten
 
@@ -37,7 +37,7 @@ class Store:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = folder
-        with atomic.explained(folder):
+        with atomic.readable_errors(folder):
             (folder / PARTS).mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(folder / LOCK)
             try:
@@ -53,13 +53,13 @@ class Store:
             raise
 
     def parts(self, name: str, header: Mapping[str, Any]) -> PartFile:
-        """The batches of one model, task and mode (`name`); `header` is all their numbers depend on."""
+        """Returns the batches of one model, task and mode (`name`); `header` is everything that determines them."""
         slug = re.sub(r"[^A-Za-z0-9.@]+", "-", name).strip("-.")[-80:]
-        key = hashlib.sha256(name.encode()).hexdigest()[:8]  # two names may have one slug
+        key = hashlib.sha256(name.encode()).hexdigest()[:8]  # different names may have the same slug
         return PartFile(self.folder / PARTS / f"{slug}-{key}.jsonl", header)
 
     def write(self, name: str, text: str) -> None:
-        """Replace a file of the folder in one step."""
+        """Writes a file of the folder atomically."""
         atomic.write_text(self.folder / name, text)
 
     def __enter__(self) -> Store:
@@ -74,20 +74,21 @@ class Store:
         path = self.folder / SETTINGS
         if path.exists() and any((self.folder / PARTS).iterdir()):
             _require_equal(_read(path), settings, self.folder)
-        else:  # a command that failed before it measured anything leaves no settings
+        else:  # no batches yet: the settings of a failed command are replaced
             atomic.write_text(path, json.dumps(settings, indent=1))
 
 
 class PartFile:
-    """Batches of one evaluation; a line is appended, and on the disk, before the next batch begins.
+    """The batches of one model, task and mode; each line is synced to disk before the next batch begins.
 
-    A line that a kill or a full disk cut off is dropped when the file is opened. The first batch brings the header.
+    An incomplete last line, left by a kill or a full disk, is removed when the file is opened. The header is written
+    with the first batch.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self.path = path
-        self._parts: dict[int, Part] = {}
-        with atomic.explained(path, "read"):
+        self._parts: dict[int, BatchCounts] = {}
+        with atomic.readable_errors(path, "read"):
             data = path.read_bytes() if path.exists() else b""
             whole = data[: data.rfind(b"\n") + 1]
             if len(whole) < len(data):
@@ -95,17 +96,17 @@ class PartFile:
         lines = whole.decode().splitlines()
         self._header = None if lines else header
         for line in lines[:1]:
-            _require_equal(_parsed(line, path), header, path)
+            _require_equal(_parse_record(line, path), header, path)
         for line in lines[1:]:
-            number, part = _part(_parsed(line, path), path)
+            number, part = _parse_part(_parse_record(line, path), path)
             self._parts[number] = part
 
-    def get(self, number: int) -> Part | None:
-        """Batch `number`, if it was finished before."""
+    def get(self, number: int) -> BatchCounts | None:
+        """Returns batch `number`, or None if it is not finished."""
         return self._parts.get(number)
 
-    def append(self, number: int, part: Part) -> None:
-        """Keep batch `number`. Raises `TrimtabError` if the disk is full; what was kept before stays readable."""
+    def append(self, number: int, part: BatchCounts) -> None:
+        """Appends batch `number`. Raises `TrimtabError` if the disk is full; earlier batches stay readable."""
         records = [] if self._header is None else [self._header]
         records.append({"part": number, **asdict(part)})
         self._append(b"".join(json.dumps(record).encode() + b"\n" for record in records))
@@ -113,10 +114,10 @@ class PartFile:
         self._parts[number] = part
 
     def _append(self, data: bytes) -> None:
-        with atomic.explained(self.path), self.path.open("ab", buffering=0) as file:
+        with atomic.readable_errors(self.path), self.path.open("ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             try:
-                while data:  # a nearly full disk takes a part of it
+                while data:  # a nearly full disk accepts only a part of it
                     data = data[file.write(data) :]
                 os.fsync(file.fileno())
             except OSError:
@@ -124,21 +125,21 @@ class PartFile:
                 raise
 
 
-def _part(record: dict[str, Any], path: Path) -> tuple[int, Part]:
+def _parse_part(record: dict[str, Any], path: Path) -> tuple[int, BatchCounts]:
     try:
         number = int(record.pop("part"))
         problems = tuple(ProblemResult(**problem) for problem in record.pop("problems"))
-        return number, Part(problems=problems, errors=tuple(record.pop("errors")), **record)
+        return number, BatchCounts(problems=problems, errors=tuple(record.pop("errors")), **record)
     except (KeyError, TypeError, ValueError):
-        raise _damaged(path) from None
+        raise _damaged_error(path) from None
 
 
-def _require_equal(kept: Mapping[str, Any], asked: Mapping[str, Any], place: Path) -> None:
-    old, new = flatten(kept), flatten(json.loads(json.dumps(asked)))
+def _require_equal(stored: Mapping[str, Any], requested: Mapping[str, Any], path: Path) -> None:
+    old, new = flatten(stored), flatten(json.loads(json.dumps(requested)))
     for key in [*new, *(key for key in old if key not in new)]:
         if old.get(key) != new.get(key):
             raise TrimtabError(
-                f"{place} was measured with {key} = {_short(old.get(key))}, this command has {_short(new.get(key))}: "
+                f"{path} was measured with {key} = {_short(old.get(key))}, this command has {_short(new.get(key))}: "
                 "repeat its settings, or choose another --out"
             )
 
@@ -149,19 +150,19 @@ def _short(value: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with atomic.explained(path, "read"):
-        return _parsed(path.read_text(), path)
+    with atomic.readable_errors(path, "read"):
+        return _parse_record(path.read_text(), path)
 
 
-def _parsed(text: str, path: Path) -> dict[str, Any]:
+def _parse_record(text: str, path: Path) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except json.JSONDecodeError:
-        raise _damaged(path) from None
+        raise _damaged_error(path) from None
     if not isinstance(record, dict):
-        raise _damaged(path)
+        raise _damaged_error(path)
     return record
 
 
-def _damaged(path: Path) -> TrimtabError:
+def _damaged_error(path: Path) -> TrimtabError:
     return TrimtabError(f"{path} is damaged: delete it, its batches will be measured again")

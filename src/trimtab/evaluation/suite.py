@@ -21,7 +21,7 @@ from trimtab.rewards import Scorer
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 
 
-class Watch(NamedTuple):
+class EvalProgress(NamedTuple):
     """Progress callbacks: `begin(name, responses)` before each evaluation and `advance(responses)` during it."""
 
     begin: Callable[[str, int], None]
@@ -29,7 +29,7 @@ class Watch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Bench:
+class _PreparedTask:
     """A built task with its problems and scorer."""
 
     label: str
@@ -40,7 +40,7 @@ class _Bench:
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _Sampler:
     """A loaded model with its engine."""
 
     label: str
@@ -57,7 +57,7 @@ def compare(
     *,
     relay: ModelSpec | None = None,
     out: Path | None = None,
-    watch: Watch | None = None,
+    progress: EvalProgress | None = None,
 ) -> Results:
     """Measures every model on every task with the embedded engine.
 
@@ -70,23 +70,25 @@ def compare(
         TrimtabError: a task twice, tasks or models that cannot be used, other settings in `out`.
     """
     modes = settings.modes(relay is not None)
-    subjects = [ModelSpec.of(model) if isinstance(model, str) else model for model in models]
-    _require_distinct("model", [subject.label for subject in subjects])
+    model_specs = [ModelSpec.of(model) if isinstance(model, str) else model for model in models]
+    _require_distinct("model", [spec.label for spec in model_specs])
     measured: dict[tuple[str, str, str], EvalResult] = {}
     with ExitStack() as stack:
-        benches = _benches(specs, settings, stack)  # before torch is imported: rewards fork
-        store = stack.enter_context(Store(out, _shared(settings))) if out is not None else None
+        prepared_tasks = _prepare_tasks(specs, settings, stack)  # before torch is imported: rewards fork
+        store = stack.enter_context(Store(out, _shared_settings(settings))) if out is not None else None
         relay_model = _open_model(relay, settings, store) if relay is not None else None
-        for spec in subjects:
-            for (task, mode), result in _measure_all(spec, benches, modes, settings, relay_model, store, watch):
+        for spec in model_specs:
+            for (task, mode), result in _measure_all(
+                spec, prepared_tasks, modes, settings, relay_model, store, progress
+            ):
                 measured[spec.label, task, mode] = result
         results = Results(
-            models=tuple(subject.label for subject in subjects),
-            tasks=tuple(bench.label for bench in benches),
+            models=tuple(spec.label for spec in model_specs),
+            tasks=tuple(prepared.label for prepared in prepared_tasks),
             relay=relay.label if relay is not None else None,
             settings={**asdict(settings), "temperature": settings.sampling_temperature},
-            found=measured,
-            notes=tuple(dict.fromkeys(note for bench in benches for note in bench.task.notes)),
+            measured=measured,
+            notes=tuple(dict.fromkeys(note for prepared in prepared_tasks for note in prepared.task.notes)),
         )
         if store is not None:
             store.write("results.json", json.dumps(results.as_dict(), indent=1, ensure_ascii=False) + "\n")
@@ -123,12 +125,12 @@ def run(
         seed=seed,
         dtype=dtype,
     )
-    watch = _counting(progress, samples) if progress is not None else None
-    [result] = compare([model], [TaskSpec(task, options or {}, reward)], settings, watch=watch).found.values()
+    callbacks = _progress_in_problems(progress, samples) if progress is not None else None
+    [result] = compare([model], [TaskSpec(task, options or {}, reward)], settings, progress=callbacks).measured.values()
     return result
 
 
-def _counting(progress: Progress, samples: int) -> Watch:
+def _progress_in_problems(progress: Progress, samples: int) -> EvalProgress:
     """Returns callbacks that report the responses of one evaluation as `progress(done, all)` problems."""
     counts = [0, 0]
 
@@ -139,13 +141,13 @@ def _counting(progress: Progress, samples: int) -> Watch:
         counts[0] += responses
         progress(counts[0] // samples, counts[1] // samples)
 
-    return Watch(begin, advance)
+    return EvalProgress(begin, advance)
 
 
-def _benches(specs: Sequence[TaskSpec], settings: Settings, stack: ExitStack) -> list[_Bench]:
+def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitStack) -> list[_PreparedTask]:
     built = [tasks.build(spec.name, **spec.options) for spec in specs]
     names = [task.name for task in built]
-    benches = []
+    prepared_tasks = []
     for spec, task in zip(specs, built, strict=True):
         label = task.name
         if names.count(label) > 1 and spec.options:
@@ -153,9 +155,9 @@ def _benches(specs: Sequence[TaskSpec], settings: Settings, stack: ExitStack) ->
         problems = list(task.test if settings.problems is None else task.test[: settings.problems])
         require_problems(task, problems)
         scorer = stack.enter_context(rewards.build(spec.reward, task))
-        benches.append(_Bench(label, spec, task, problems, scorer))
-    _require_distinct("task", [bench.label for bench in benches])
-    return benches
+        prepared_tasks.append(_PreparedTask(label, spec, task, problems, scorer))
+    _require_distinct("task", [prepared.label for prepared in prepared_tasks])
+    return prepared_tasks
 
 
 def _require_distinct(kind: str, labels: Sequence[str]) -> None:
@@ -164,7 +166,7 @@ def _require_distinct(kind: str, labels: Sequence[str]) -> None:
         raise TrimtabError(f"{kind} {twice!r} is given twice; name it once")
 
 
-def _open_model(spec: ModelSpec, settings: Settings, store: Store | None) -> _Subject:
+def _open_model(spec: ModelSpec, settings: Settings, store: Store | None) -> _Sampler:
     with spec.folder() as folder:
         import torch
 
@@ -177,7 +179,7 @@ def _open_model(spec: ModelSpec, settings: Settings, store: Store | None) -> _Su
         engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype)
         weights = _fingerprint(engine, loaded.model) if store is not None else ""
         context = getattr(loaded.model.config, "max_position_embeddings", None)
-        return _Subject(spec.label, engine, loaded.tokenizer, weights, context)
+        return _Sampler(spec.label, engine, loaded.tokenizer, weights, context)
 
 
 def _fingerprint(engine: Engine, model: Any) -> str:
@@ -197,100 +199,101 @@ def _fingerprint(engine: Engine, model: Any) -> str:
 
 def _measure_all(
     spec: ModelSpec,
-    benches: Sequence[_Bench],
+    prepared_tasks: Sequence[_PreparedTask],
     modes: Sequence[Mode],
     settings: Settings,
-    relay_model: _Subject | None,
+    relay_model: _Sampler | None,
     store: Store | None,
-    watch: Watch | None,
+    progress: EvalProgress | None,
 ) -> Iterator[tuple[tuple[str, Mode], EvalResult]]:
     """Yields the result of every task and mode of one model, which is in memory only for this time."""
-    subject = _open_model(spec, settings, store)
-    if relay_model is not None and relay_model.tokenizer.get_vocab() != subject.tokenizer.get_vocab():
+    sampler = _open_model(spec, settings, store)
+    if relay_model is not None and relay_model.tokenizer.get_vocab() != sampler.tokenizer.get_vocab():
         raise TrimtabError(
             f"relay {relay_model.label!r} and {spec.label!r} have different vocabularies: use one family"
         )
-    for bench in benches:
+    for prepared in prepared_tasks:
         for mode in modes:
             relay = relay_model if mode == "relay" else None
-            yield (bench.label, mode), _measure(subject, bench, settings, mode, relay, store, watch)
+            yield (prepared.label, mode), _measure(sampler, prepared, settings, mode, relay, store, progress)
 
 
 def _measure(
-    subject: _Subject,
-    bench: _Bench,
+    sampler: _Sampler,
+    prepared: _PreparedTask,
     settings: Settings,
     mode: Mode,
-    relay_model: _Subject | None,
+    relay_model: _Sampler | None,
     store: Store | None,
-    watch: Watch | None,
+    progress: EvalProgress | None,
 ) -> EvalResult:
     """Returns the result of one model, task and mode."""
     samples = 1 if mode == "greedy" else settings.samples
     sampling = SamplingParams(
         temperature=0.0 if mode == "greedy" else settings.sampling_temperature,
         top_p=settings.top_p,
-        max_tokens=settings.max_tokens or bench.spec.max_tokens or bench.task.max_tokens,
-        stop=bench.task.stop,
+        max_tokens=settings.max_tokens or prepared.spec.max_tokens or prepared.task.max_tokens,
+        stop=prepared.task.stop,
     )
     batches = None
     if store is not None:
-        header = _header(subject, bench, samples, sampling, settings)
+        header = _header(sampler, prepared, samples, sampling, settings)
         if relay_model is not None:
             header["relay"] = {"weights": relay_model.weights, "ratio": settings.relay_ratio}
-        batches = store.parts(f"{subject.label} {bench.label} {mode}", header)
-    contexts = [one.context for one in (subject, relay_model) if one is not None and one.context is not None]
-    if watch is not None:
-        watch.begin(f"{subject.label} · {bench.label} · {mode}", samples * len(bench.problems))
+        batches = store.parts(f"{sampler.label} {prepared.label} {mode}", header)
+    contexts = [one.context for one in (sampler, relay_model) if one is not None and one.context is not None]
+    if progress is not None:
+        progress.begin(f"{sampler.label} · {prepared.label} · {mode}", samples * len(prepared.problems))
     result = evaluate(
-        subject.engine,
-        subject.tokenizer,
-        bench.task,
-        bench.scorer,
-        problems=bench.problems,
+        sampler.engine,
+        sampler.tokenizer,
+        prepared.task,
+        prepared.scorer,
+        problems=prepared.problems,
         samples=samples,
         sampling=sampling,
         seed=settings.seed,
-        progress=_advancing(watch, samples) if watch is not None else None,
+        progress=_progress_of(progress, samples) if progress is not None else None,
         relay=Relay(relay_model.engine, settings.relay_ratio) if relay_model is not None else None,
         store=batches,
         context=min(contexts, default=None),
     )
-    return replace(result, task=bench.label)
+    return replace(result, task=prepared.label)
 
 
-def _advancing(watch: Watch, samples: int) -> Progress:
+def _progress_of(progress: EvalProgress, samples: int) -> Progress:
+    """Returns a callback for `evaluate` that advances `progress` by responses."""
     done = 0
 
-    def progress(count: int, _all: int) -> None:
+    def on_batch(count: int, _all: int) -> None:
         nonlocal done
-        watch.advance(samples * (count - done))
+        progress.advance(samples * (count - done))
         done = count
 
-    return progress
+    return on_batch
 
 
-def _shared(settings: Settings) -> dict[str, Any]:
+def _shared_settings(settings: Settings) -> dict[str, Any]:
     """Returns the settings that all results of a folder share; a greedy or relay column may be added later."""
     kept = {**asdict(settings), "temperature": settings.sampling_temperature}
     return {key: value for key, value in kept.items() if key not in ("greedy", "relay_ratio")}
 
 
 def _header(
-    subject: _Subject, bench: _Bench, samples: int, sampling: SamplingParams, settings: Settings
+    sampler: _Sampler, prepared: _PreparedTask, samples: int, sampling: SamplingParams, settings: Settings
 ) -> dict[str, Any]:
     """Returns everything that the counts of one model, task and mode depend on."""
-    prompts = [tasks.encode(bench.task, problem, subject.tokenizer) for problem in bench.problems]
+    prompts = [tasks.encode(prepared.task, problem, sampler.tokenizer) for problem in prepared.problems]
     digest = hashlib.sha256()
     for prompt in prompts:
         problem = prompt.problem
         extra = json.dumps(problem.extra, sort_keys=True, default=str)
         digest.update(json.dumps([problem.id, problem.answer, extra, prompt.ids.tolist()]).encode())
     return {
-        "model": {"weights": subject.weights},
+        "model": {"weights": sampler.weights},
         "task": {
-            "options": {key: str(value) for key, value in bench.spec.options.items()},
-            "rewards": [_reward(spec) for spec in (bench.spec.reward or bench.task.rewards)],
+            "options": {key: str(value) for key, value in prepared.spec.options.items()},
+            "rewards": [_reward_description(spec) for spec in (prepared.spec.reward or prepared.task.rewards)],
             "problems": digest.hexdigest()[:16],
         },
         "samples": samples,
@@ -300,6 +303,6 @@ def _header(
     }
 
 
-def _reward(spec: RewardSpec) -> str:
+def _reward_description(spec: RewardSpec) -> str:
     name = spec.name if isinstance(spec.name, str) else f"{spec.name.__module__}:{spec.name.__qualname__}"
     return f"{name} weight={spec.weight} {dict(spec.options)}"

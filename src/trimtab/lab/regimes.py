@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 
 RECIPE = "laboratory"
 UPDATES, LEARNING_RATE = 80, 1e-4
@@ -98,7 +98,7 @@ def regime(name: str) -> Regime:
     words = "+".join(ALIASES.get(word, word) for word in name.split("+")).split("+")
     for index, word in enumerate(words):
         if word not in PARTS:
-            raise TrimtabError(f"unknown regime {word!r}{nearest(word, names())}")
+            raise TrimtabError(f"unknown regime {word!r}{did_you_mean(word, names())}")
         if word in words[:index]:
             raise TrimtabError(f"regime {name!r} names {word!r} twice: name each part once")
     parts = [PARTS[word] for word in words]

@@ -118,9 +118,9 @@ def _train(
     try:
         with stop.signals(), stop.finishing():
             while len(finished) < len(cells):
-                if stop.asked is not None:
+                if stop.signal_number is not None:
                     _stop_workers(pool)
-                    raise Stopped(stop.asked)
+                    raise Stopped(stop.signal_number)
                 with suppress(queue.Empty):
                     event = events.get(timeout=POLL_INTERVAL)
                     if event.result is not None:
@@ -137,7 +137,7 @@ def _train(
 def _stop_workers(pool: Sequence[_Worker]) -> None:
     """Make every worker end its run after the current step."""
     for worker in pool:
-        worker.ask_to_stop()
+        worker.request_stop()
     for worker in pool:
         worker.wait()
 
@@ -148,13 +148,13 @@ class _Worker:
     def __init__(
         self, waiting: queue.SimpleQueue[tuple[str, Config]], events: queue.SimpleQueue[_Event], keep: bool
     ) -> None:
-        self._waiting, self._events, self._keep = waiting, events, keep
+        self._waiting, self._events, self._keep_runs = waiting, events, keep
         self._lock = threading.Lock()
         self._stopped = False
         self._process = _start_process()
         threading.Thread(target=self._feed, daemon=True).start()
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Terminate the process gracefully; it gets no further job."""
         with self._lock:
             self._stopped = True
@@ -184,7 +184,7 @@ class _Worker:
 
     def _run_job(self, name: str, config: Config) -> RunSummary:
         try:
-            self._process.send((config, self._keep, provenance.command()))
+            self._process.send((config, self._keep_runs, provenance.command()))
             while True:
                 message = self._process.receive()
                 assert message is not None, "this worker sends no heartbeats"

@@ -50,8 +50,8 @@ def main() -> None:
         except Stopped as stopped:  # the run continues from its checkpoint at the next start
             sys.exit(128 + stopped.signal)
         parent.send(result)
-        if stop.asked is not None:  # stopped during the last step: the run is complete
-            sys.exit(128 + stop.asked)
+        if stop.signal_number is not None:  # stopped during the last step: the run is complete
+            sys.exit(128 + stop.signal_number)
 
 
 def run_cell(config: Config, *, keep: bool, observer: NullObserver, command: str, stop: Stop) -> RunSummary:

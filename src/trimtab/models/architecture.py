@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.models.invariant.invariant_attention import INVARIANT_IMPLEMENTATION
 from trimtab.models.packed_attention import PACKED_IMPLEMENTATION
 
@@ -45,7 +45,7 @@ def model_parts(model: Any) -> ModelParts:
         model = model.get_base_model()
     kind = model.config.model_type
     if kind not in KNOWN_ARCHITECTURES:
-        raise TrimtabError(f"cannot score architecture {kind!r}{nearest(kind, KNOWN_ARCHITECTURES)}")
+        raise TrimtabError(f"cannot score architecture {kind!r}{did_you_mean(kind, KNOWN_ARCHITECTURES)}")
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise TrimtabError(

@@ -71,10 +71,12 @@ def _find_gguf() -> tuple[Path, str]:
     except importlib.metadata.PackageNotFoundError:
         raise TrimtabError(f"the bundled model {NAME!r} is not installed; run `{INSTALL}`") from None
     paths = [Path(str(package.locate_file(file))) for file in package.files or [] if file.suffix == ".gguf"]
-    found = [path for path in paths if path.is_file()]
-    if len(found) != 1:
-        raise TrimtabError(f"{PACKAGE} {package.version} holds {len(found)} GGUF files instead of one; run `{INSTALL}`")
-    return found[0], package.version
+    existing = [path for path in paths if path.is_file()]
+    if len(existing) != 1:
+        raise TrimtabError(
+            f"{PACKAGE} {package.version} holds {len(existing)} GGUF files instead of one; run `{INSTALL}`"
+        )
+    return existing[0], package.version
 
 
 def _complete(final: Path) -> bool:

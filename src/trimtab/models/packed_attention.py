@@ -48,7 +48,7 @@ class PaddedRows(NamedTuple):
     width: int
     slots: Int[Tensor, " tokens"] | None  # where each token sits in the flattened rows; None without padding
 
-    def spread(self, packed: Float[Tensor, "all channels"]) -> Float[Tensor, "batch width channels"]:
+    def to_padded(self, packed: Float[Tensor, "all channels"]) -> Float[Tensor, "batch width channels"]:
         part = packed[self.start : self.stop]
         if self.slots is None:
             return part.view(self.batch, self.width, -1)
@@ -189,7 +189,7 @@ class PackedAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         kept: list[list[Tensor]] = []
         for kind in _kinds(layout, k, v):
-            part, probabilities = _attend(kind, kind.rows.spread(q), layout, key_heads, width, options)
+            part, probabilities = _attend(kind, kind.rows.to_padded(q), layout, key_heads, width, options)
             out[kind.rows.start : kind.rows.stop] = kind.rows.pack(part)
             kept.append(probabilities)
         PackedAttention.remember(ctx, (q, k, v), kept, layout, options, (heads, key_heads, width))
@@ -222,7 +222,7 @@ class PackedAttention(torch.autograd.Function):
             kept, saved = saved[:count], saved[count:]
             rows = kind.rows
             gq, gk, gv = _attend_backward(
-                kind, rows.spread(grad), rows.spread(q), kept, layout, key_heads, width, options
+                kind, rows.to_padded(grad), rows.to_padded(q), kept, layout, key_heads, width, options
             )
             to_q[rows.start : rows.stop] = rows.pack(gq)
             _collect(to_k, gk, rows, layout)
@@ -252,11 +252,11 @@ class _Kind(NamedTuple):
 def _kinds(layout: PackedLayout, k: Tensor, v: Tensor) -> list[_Kind]:
     """Returns the two kinds of rows: prompts attending to themselves, responses to their prompt and themselves."""
     prompts, responses = layout.prompts, layout.responses
-    k_prompt, v_prompt = prompts.spread(k), prompts.spread(v)
+    k_prompt, v_prompt = prompts.to_padded(k), prompts.to_padded(v)
     kinds = [_Kind(prompts, k_prompt, v_prompt, False)]
     if responses.width:
-        keys = torch.cat([k_prompt.index_select(0, layout.prompt_index), responses.spread(k)], dim=1)
-        values = torch.cat([v_prompt.index_select(0, layout.prompt_index), responses.spread(v)], dim=1)
+        keys = torch.cat([k_prompt.index_select(0, layout.prompt_index), responses.to_padded(k)], dim=1)
+        values = torch.cat([v_prompt.index_select(0, layout.prompt_index), responses.to_padded(v)], dim=1)
         kinds.append(_Kind(responses, keys, values, True))
     return kinds
 

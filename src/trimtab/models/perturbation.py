@@ -105,7 +105,7 @@ class Perturbation(nn.Module):
         return not bool((self.log_sigma.detach() <= math.log(MAX_STD)).all())
 
     @contextmanager
-    def attached(self, *, seed: int, watch: PerturbationCoverage | None = None) -> Iterator[None]:
+    def attached(self, *, seed: int, coverage: PerturbationCoverage | None = None) -> Iterator[None]:
         """Perturbs every forward of the model inside, with the noise of `seed` (not negative).
 
         A second forward inside with the same shapes gets the same noise. The backward may run outside: gradient
@@ -117,7 +117,7 @@ class Perturbation(nn.Module):
             )
         self._seed = seed
         try:
-            with self._logits(seed) if self._head else self._layers(seed, watch):
+            with self._logits(seed) if self._head else self._layers(seed, coverage):
                 yield
         finally:
             self._seed = None

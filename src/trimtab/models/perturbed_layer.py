@@ -24,7 +24,7 @@ from trimtab.models.packed_attention import PackedLayout
 
 Perturb = Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch hidden"]]
 # Called with the input of a layer's first product, with and without this layer's noise.
-Watch = Callable[[Tensor, Tensor], None]
+ObserveInput = Callable[[Tensor, Tensor], None]
 
 # The layer whose checkpointed pass is running. A recomputation may run while other noise is attached to the same layer,
 # and must not use it.
@@ -40,14 +40,14 @@ class PerturbedLayer:
     """One decoder layer, perturbed inside `attached`. `dtype` is that of the model's own residual stream."""
 
     def __init__(
-        self, module: nn.Module, dtype: torch.dtype, perturb: Perturb | None = None, watch: Watch | None = None
+        self, module: nn.Module, dtype: torch.dtype, perturb: Perturb | None = None, observe: ObserveInput | None = None
     ) -> None:
         self.module = module
         self.dtype = dtype
         self.perturb = perturb
-        self.watch = watch
+        self.observe = observe
         self._attached = False
-        # This layer's input before and after its noise, until both are passed to `watch`.
+        # This layer's input before and after its noise, until both are passed to `observe`.
         self._clean: Tensor | None = None
         self._perturbed: Tensor | None = None
         self._norm: nn.Module | None = None  # what stands between the perturbed input and the first product
@@ -70,10 +70,10 @@ class PerturbedLayer:
             if self.perturb is not None:
                 handle = self.module.register_forward_pre_hook(self._before_layer, with_kwargs=True)
                 stack.callback(handle.remove)
-            if self.dtype != stream_dtype(self.dtype) or self.watch is not None:
+            if self.dtype != stream_dtype(self.dtype) or self.observe is not None:
                 for child in filter(is_block, children):
                     stack.callback(child.register_forward_pre_hook(self._before_block, with_kwargs=True).remove)
-            if self.watch is not None:
+            if self.observe is not None:
                 for child in filter(is_norm, children):
                     stack.callback(child.register_forward_pre_hook(self._before_norm).remove)
             stack.enter_context(float32_norms(children, self.dtype))
@@ -94,7 +94,7 @@ class PerturbedLayer:
         try:
             if self._attached:
                 return run(*args)
-            self.watch = None  # it was called in the first pass
+            self.observe = None  # it was called in the first pass
             with self._hooks():
                 return run(*args)
         finally:
@@ -105,7 +105,7 @@ class PerturbedLayer:
             return None
         hidden, put = _first(args, kwargs)
         perturbed = self.perturb(hidden)
-        if self.watch is not None:
+        if self.observe is not None:
             self._clean, self._perturbed, self._norm = hidden.detach(), perturbed, None
             layout = kwargs.get("layout")
             self._tokens = layout.responses.stop if isinstance(layout, PackedLayout) else None
@@ -117,19 +117,19 @@ class PerturbedLayer:
 
     def _before_block(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value, put = _first(args, kwargs)
-        if self.watch is not None and self._clean is not None:
-            self._call_watch(value, self._clean)
+        if self.observe is not None and self._clean is not None:
+            self._call_observe(value, self._clean)
             self._clean = self._perturbed = None
         return put(value.to(self.dtype)) if self.dtype != stream_dtype(self.dtype) else None
 
     @torch.no_grad()
-    def _call_watch(self, value: Tensor, clean: Tensor) -> None:
-        assert self.watch is not None
+    def _call_observe(self, value: Tensor, clean: Tensor) -> None:
+        assert self.observe is not None
         clean = clean.to(stream_dtype(clean.dtype))
         if self._norm is not None:
             clean = self._norm.forward(clean)  # not a call of the module, which would run the hooks
         dtype = self._product_dtype(value)
-        self.watch(value[:, : self._tokens].to(dtype), clean[:, : self._tokens].to(dtype))
+        self.observe(value[:, : self._tokens].to(dtype), clean[:, : self._tokens].to(dtype))
 
     def _product_dtype(self, value: Tensor) -> torch.dtype:
         device = value.device.type

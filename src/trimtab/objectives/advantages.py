@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trimtab.corrections.ratios import Number
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 
 KINDS = ("grpo", "dr-grpo", "rloo", "optimal")
 
@@ -34,7 +34,7 @@ def advantages(
     integers). Raises `TrimtabError` for an unknown kind, rewards that are not finite, and `value_beta` of another kind.
     """
     if kind not in KINDS:
-        raise TrimtabError(f"unknown advantage {kind!r}{nearest(kind, KINDS)}")
+        raise TrimtabError(f"unknown advantage {kind!r}{did_you_mean(kind, KINDS)}")
     if value_beta is not None and kind != "optimal":
         raise TrimtabError(f"value_beta has no effect with advantage {kind!r}; it belongs to 'optimal'")
     rewards = torch.as_tensor(rewards)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trimtab.corrections.reduce import Sequences
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.state import State
 
 KINDS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "trained-mean-token-sum")
@@ -37,9 +37,9 @@ class Aggregation:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise TrimtabError(f"unknown aggregation {self.kind!r}{nearest(self.kind, KINDS)}")
+            raise TrimtabError(f"unknown aggregation {self.kind!r}{did_you_mean(self.kind, KINDS)}")
         if self.denominator not in DENOMINATORS:
-            hint = nearest(self.denominator, DENOMINATORS)
+            hint = did_you_mean(self.denominator, DENOMINATORS)
             raise TrimtabError(f"unknown denominator {self.denominator!r}{hint}")
         if self.kind == "constant" and (self.length_max is None or self.length_max < 1):
             raise TrimtabError("aggregation 'constant' divides by length_max tokens: set length_max to 1 or more")

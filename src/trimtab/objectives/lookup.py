@@ -8,7 +8,7 @@ from inspect import Parameter
 from numbers import Integral, Real
 from typing import Any
 
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.objective import Objective
 from trimtab.objectives.presets import PRESETS, Preset
@@ -54,7 +54,7 @@ def objective(name: str, **overrides: Any) -> Objective:
     known = keywords_of(name)
     for key in overrides:
         if key not in known:
-            raise TrimtabError(f"objective {name!r} has no keyword {key!r}{nearest(key, known)}")
+            raise TrimtabError(f"objective {name!r} has no keyword {key!r}{did_you_mean(key, known)}")
     for key, default in known.items():
         if default is Parameter.empty and key not in overrides:
             raise TrimtabError(f"objective {name!r} needs the keyword {key!r}: give it a value")
@@ -75,7 +75,7 @@ def _constructor(name: str) -> Preset:
             raise TrimtabError(f"objective {name!r} is {type(function).__name__}, not a function of its keywords")
         return function
     if name not in PRESETS:
-        raise TrimtabError(f"unknown objective {name!r}{nearest(name, PRESETS)}")
+        raise TrimtabError(f"unknown objective {name!r}{did_you_mean(name, PRESETS)}")
     return PRESETS[name]
 
 

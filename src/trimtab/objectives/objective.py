@@ -18,7 +18,7 @@ from trimtab.corrections.ratios import Number, at_level, beyond_bound, log_ratio
 from trimtab.corrections.reduce import Selection, Sequences, select
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
 from trimtab.corrections.weights import Weight
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.advantages import KINDS
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.metrics import Metrics
@@ -62,7 +62,9 @@ class Objective:
         if refused is not None:
             raise TrimtabError(f"{self.name}: {refused}")
         if self.advantage not in KINDS:
-            raise TrimtabError(f"{self.name}: unknown advantage {self.advantage!r}{nearest(self.advantage, KINDS)}")
+            raise TrimtabError(
+                f"{self.name}: unknown advantage {self.advantage!r}{did_you_mean(self.advantage, KINDS)}"
+            )
         if not self.entropy_coef >= 0:
             raise TrimtabError(f"entropy_coef = {self.entropy_coef:g} would reward certainty, use 0 or more")
 
@@ -271,7 +273,7 @@ def _validate_parts(objective: Objective) -> None:
             raise TrimtabError(f"{objective.name}: {name} = {part!r} is not an instance of {kind.__name__}")
     for rule in masks:
         for name in sorted(rule.reads - set(READABLE)):
-            raise TrimtabError(f"{objective.name}: {rule.rule} reads {name!r}{nearest(name, READABLE)}")
+            raise TrimtabError(f"{objective.name}: {rule.rule} reads {name!r}{did_you_mean(name, READABLE)}")
 
 
 def _weighted_sum(values: Tensor, scale: Tensor) -> Tensor:

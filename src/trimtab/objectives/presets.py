@@ -48,7 +48,7 @@ def grpo(*, clip_low: float = 0.2, clip_high: float = 0.2, clip_dual: float | No
 def dapo(*, clip_low: float = 0.2, clip_high: float = 0.28, clip_dual: float | None = None) -> Objective:
     """GRPO with a higher upper clip bound and a mean over all tokens of the update.
 
-    Use it as `grpo`, where upper clipping takes too much probability from rare tokens.
+    Use it as `grpo`, where the upper clip bound keeps improbable tokens from becoming more probable.
     DAPO, arXiv 2503.14476; its dynamic sampling is a trainer option, its overlong reward a reward option.
     """
     return Objective("dapo", Ratio(), Clipped(clip_low, clip_high, clip_dual))

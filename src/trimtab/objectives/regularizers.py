@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trimtab.corrections.divergences import k1, k2, k3
 from trimtab.corrections.ratios import Number, bounded
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 
 KINDS = ("k1", "k2", "k3", "unbiased")
 
@@ -33,7 +33,7 @@ class KL:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise TrimtabError(f"unknown kl {self.kind!r}{nearest(self.kind, KINDS)}")
+            raise TrimtabError(f"unknown kl {self.kind!r}{did_you_mean(self.kind, KINDS)}")
         if not self.coef >= 0:
             raise TrimtabError(f"kl_coef = {self.coef:g} would reward leaving the reference, use 0 or more")
 

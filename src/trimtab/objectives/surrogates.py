@@ -19,7 +19,7 @@ from trimtab.corrections.protocols import Peers, Setting
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.statistics import Mean, Mergeable
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.state import NO_EVIDENCE, State
@@ -304,7 +304,7 @@ class SecondMoment(Surrogate):
         if not self.tau > 0:
             raise TrimtabError(f"tau = {self.tau:g}: the second moment allowed must be more than 0")
         if self.form not in SECOND_MOMENT_FORMS:
-            raise TrimtabError(f"unknown form {self.form!r}{nearest(self.form, SECOND_MOMENT_FORMS)}")
+            raise TrimtabError(f"unknown form {self.form!r}{did_you_mean(self.form, SECOND_MOMENT_FORMS)}")
 
     @property
     def spans(self) -> bool:

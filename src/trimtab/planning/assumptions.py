@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 
 
 def _assumption(default: float, why: str, low: float = 0.0, high: float = float("inf")) -> float:
@@ -59,7 +59,7 @@ def parse_assumptions(changes: Iterable[str]) -> Assumptions:
         if not equals:
             raise TrimtabError(f"--assume {change!r}: write it as name=value")
         if name not in known:
-            raise TrimtabError(f"--assume: unknown assumption {name!r}{nearest(name, known)}")
+            raise TrimtabError(f"--assume: unknown assumption {name!r}{did_you_mean(name, known)}")
         try:
             values[name] = float(raw)
         except ValueError:
@@ -103,6 +103,7 @@ DEVICES = {
 
 
 def find_device(name: str) -> Device:
+    """Returns the device of a name in `DEVICES`, in any case. Raises `TrimtabError` for another name."""
     if name.lower() not in DEVICES:
-        raise TrimtabError(f"unknown device {name!r}{nearest(name.lower(), DEVICES)}")
+        raise TrimtabError(f"unknown device {name!r}{did_you_mean(name.lower(), DEVICES)}")
     return DEVICES[name.lower()]

@@ -45,7 +45,7 @@ def read_phases(run: Path) -> MeasuredRun:
     rows = [row for row in read_steps(run) if all(row.get(key) is not None for key in _PHASE_KEYS)]
     rows = rows[int(len(rows) * _WARMUP_SHARE) :]
     if len(rows) < 3:
-        raise TrimtabError(f"{run} has {len(rows)} steps to measure by after the first: let it run for 5 or more")
+        raise TrimtabError(f"{run} has {len(rows)} steps to measure after the first: let it run for 5 or more")
     return MeasuredRun(
         _phases(rows),
         steps=len(rows),

@@ -87,7 +87,7 @@ def steps_ahead(max_lag: int | None, updates: int, phases: Phases) -> int:
         return sufficient_steps_ahead(phases)
     if 0 < max_lag < updates:
         raise TrimtabError(
-            f"--max-lag {max_lag} is less than the {updates} updates of a step: nothing could be generated beside "
+            f"--max-lag {max_lag} is less than the {updates} updates of a step: nothing could be generated during "
             f"training; give {updates} or more, or 0"
         )
     return max_lag // updates

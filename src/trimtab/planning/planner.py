@@ -35,9 +35,9 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One split of the GPUs. memory: bytes of a training rank by term. room: bytes a rank may use."""
+    """One split of the GPUs. `memory` is the bytes of a training rank by term."""
 
-    question: PlanRequest
+    request: PlanRequest
     engine: PlannedEngine
     engines: int
     rank: Rank
@@ -47,15 +47,16 @@ class Plan:
 
     @property
     def work(self) -> Workload:
-        return self.question.work
+        return self.request.work
 
     @property
     def slots(self) -> int:
         return self.engine.slots(self.work)
 
     @property
-    def room(self) -> float:
-        return self.question.device.memory * self.question.assumed.train_memory
+    def memory_limit(self) -> float:
+        """Bytes that a training rank may use."""
+        return self.request.device.memory * self.request.assumed.train_memory
 
     @property
     def fits(self) -> bool:
@@ -63,7 +64,7 @@ class Plan:
 
     @property
     def trainer_fits(self) -> bool:
-        return sum(self.memory.values()) <= self.room
+        return sum(self.memory.values()) <= self.memory_limit
 
     @property
     def longest(self) -> int:
@@ -72,10 +73,10 @@ class Plan:
         while low < high:
             middle = (low + high + 1) // 2
             work = replace(self.work, longest=middle, response=min(middle, self.work.response))
-            question = replace(self.question, work=work, micro_batch=1)
-            rank = _rank(question, self.rank.ranks, self.rank.recompute, self.rank.offload)
-            needed = sum(memory.rank_memory(question.shape, rank).values())
-            low, high = (middle, high) if needed <= self.room else (low, middle - 1)
+            request = replace(self.request, work=work, micro_batch=1)
+            rank = _rank(request, self.rank.ranks, self.rank.recompute, self.rank.offload)
+            needed = sum(memory.rank_memory(request.shape, rank).values())
+            low, high = (middle, high) if needed <= self.memory_limit else (low, middle - 1)
         return low
 
     @property
@@ -110,7 +111,7 @@ class Plan:
             "trainer.minibatches": work.updates // work.epochs,
             "trainer.epochs": work.epochs,
             "trainer.max_lag": self.max_lag,
-            "trainer.micro_batch_tokens": self.question.micro_batch,
+            "trainer.micro_batch_tokens": self.request.micro_batch,
             "sampling.max_tokens": work.longest,
             "model.dtype": "float32",
             "model.autocast": "bfloat16",
@@ -118,7 +119,7 @@ class Plan:
             "engine.type": "vllm",
             "engine.dtype": "bfloat16",
             "engine.vllm.tensor_parallel": self.engine.gpus,
-            "engine.vllm.memory": self.question.assumed.engine_memory,
+            "engine.vllm.memory": self.request.assumed.engine_memory,
             "engine.vllm.context": work.prompt + work.longest,
             "placement": "ray",
             "ray.engines": self.engines,
@@ -131,60 +132,60 @@ class Plan:
         return settings
 
 
-def best_plan(question: PlanRequest) -> Plan:
+def best_plan(request: PlanRequest) -> Plan:
     """Returns the fastest split that fits; if none fits, the fastest one, whose memory shows what is missing.
 
     Raises `TrimtabError` if the GPUs cannot be split.
     """
-    plans = [candidate for split in _splits(question) for candidate in _candidates(question, *split)]
+    plans = [candidate for split in _splits(request) for candidate in _candidates(request, *split)]
     if not plans:
-        raise TrimtabError(_no_split(question))
-    return min(plans, key=lambda each: (not each.fits, not each.engine_fits, each.cycle.seconds, each.phases.in_turn))
+        raise TrimtabError(_no_split(request))
+    return min(plans, key=lambda plan: (not plan.fits, not plan.engine_fits, plan.cycle.seconds, plan.phases.in_turn))
 
 
-def _splits(question: PlanRequest) -> Iterator[tuple[int, int]]:
+def _splits(request: PlanRequest) -> Iterator[tuple[int, int]]:
     """Yields GPUs per engine and number of engines, leaving at least one GPU for training."""
-    unit = GPUS_PER_NODE if question.gpus > GPUS_PER_NODE else 1
-    fixed_size = question.tensor_parallel
+    unit = GPUS_PER_NODE if request.gpus > GPUS_PER_NODE else 1
+    fixed_size = request.tensor_parallel
     for size in (1, 2, 4, 8) if fixed_size is None else (fixed_size,):
-        for rollout in range(unit, question.gpus, unit) if question.rollout_gpus is None else (question.rollout_gpus,):
+        for rollout in range(unit, request.gpus, unit) if request.rollout_gpus is None else (request.rollout_gpus,):
             engines = rollout // size
             # An engine samples whole groups: engines beyond the number of prompts would be idle.
-            is_divisible = rollout % size == 0 and question.shape.heads % size == 0
-            if is_divisible and 0 < engines <= question.work.prompts and rollout < question.gpus:
+            is_divisible = rollout % size == 0 and request.shape.heads % size == 0
+            if is_divisible and 0 < engines <= request.work.prompts and rollout < request.gpus:
                 yield size, engines
 
 
-def _no_split(question: PlanRequest) -> str:
-    sizes = f"{question.tensor_parallel or '1, 2, 4 or 8'} GPUs"
-    if any(_splits(question)):
+def _no_split(request: PlanRequest) -> str:
+    sizes = f"{request.tensor_parallel or '1, 2, 4 or 8'} GPUs"
+    if any(_splits(request)):
         return (
-            f"no engine of {sizes} of a {question.device.name} holds {question.shape.name}: raise --tensor-parallel or "
+            f"no engine of {sizes} of a {request.device.name} holds {request.shape.name}: raise --tensor-parallel or "
             "--gpus, or take a --device with more memory"
         )
-    option = f"--rollout-gpus {question.rollout_gpus} " if question.rollout_gpus is not None else ""
+    option = f"--rollout-gpus {request.rollout_gpus} " if request.rollout_gpus is not None else ""
     return (
-        f"{question.gpus} GPUs cannot be split {option}into engines of {sizes} (a divisor of the model's "
-        f"{question.shape.heads} heads) and at least one for training: change --gpus, --rollout-gpus or "
+        f"{request.gpus} GPUs cannot be split {option}into engines of {sizes} (a divisor of the model's "
+        f"{request.shape.heads} heads) and at least one for training: change --gpus, --rollout-gpus or "
         "--tensor-parallel"
     )
 
 
-def _candidates(question: PlanRequest, size: int, engines: int) -> Iterator[Plan]:
+def _candidates(request: PlanRequest, size: int, engines: int) -> Iterator[Plan]:
     """Yields the split without recomputation if it fits, else with it, else with the optimizer in CPU memory."""
-    engine = PlannedEngine(question.shape, question.device, size, question.assumed)
-    slots = engine.slots(question.work)
+    engine = PlannedEngine(request.shape, request.device, size, request.assumed)
+    slots = engine.slots(request.work)
     if slots == 0:
         return
-    generate = _generation(engine, engines, question.work, slots)
-    ranks = question.gpus - size * engines
+    generate = _generation(engine, engines, request.work, slots)
+    ranks = request.gpus - size * engines
     # A single rank is not sharded, and offloading needs sharding.
     variants = ((False, False), (True, False), (True, True))[: 3 if ranks > 1 else 2]
     for recompute, offload in variants:
-        rank = _rank(question, ranks, recompute, offload)
-        phases = _phases(question, rank, generate)
-        ahead = steps_ahead(question.max_lag, question.work.updates, phases)
-        candidate = Plan(question, engine, engines, rank, phases, ahead, memory.rank_memory(question.shape, rank))
+        rank = _rank(request, ranks, recompute, offload)
+        phases = _phases(request, rank, generate)
+        ahead = steps_ahead(request.max_lag, request.work.updates, phases)
+        candidate = Plan(request, engine, engines, rank, phases, ahead, memory.rank_memory(request.shape, rank))
         if candidate.trainer_fits or (recompute, offload) == variants[-1]:
             yield candidate
             return
@@ -198,9 +199,9 @@ def _generation(engine: PlannedEngine, engines: int, work: Workload, slots: int)
     )
 
 
-def _rank(question: PlanRequest, ranks: int, recompute: bool, offload: bool) -> Rank:
-    work = question.work
-    rows = min(work.samples, max(1, (question.micro_batch - work.prompt) // work.longest))
+def _rank(request: PlanRequest, ranks: int, recompute: bool, offload: bool) -> Rank:
+    work = request.work
+    rows = min(work.samples, max(1, (request.micro_batch - work.prompt) // work.longest))
     return Rank(
         ranks=ranks,
         tokens=work.prompt + rows * work.longest,
@@ -213,13 +214,13 @@ def _rank(question: PlanRequest, ranks: int, recompute: bool, offload: bool) -> 
     )
 
 
-def _phases(question: PlanRequest, rank: Rank, generate: float) -> Phases:
-    work, assumed = question.work, question.assumed
+def _phases(request: PlanRequest, rank: Rank, generate: float) -> Phases:
+    work, assumed = request.work, request.assumed
     prompts = work.prompts * math.ceil(work.samples / rank.rows)
-    handover = rank.master * question.shape.parameters / assumed.handover
+    handover = rank.master * request.shape.parameters / assumed.handover
     return Phases(
         generate=generate,
-        train=training_seconds(question.shape, question.device, rank.ranks, work, prompts, rank.recompute, assumed),
+        train=training_seconds(request.shape, request.device, rank.ranks, work, prompts, rank.recompute, assumed),
         score=assumed.score,
         publish=handover,
         load=handover,

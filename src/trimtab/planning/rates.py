@@ -45,7 +45,7 @@ class Workload:
 
     @property
     def square(self) -> float:
-        """Mean of the squared length of a response."""
+        """Mean of the squared response length."""
         return self.longest**2 / (2 * self.exponent + 1)
 
     def lengths(self, count: int) -> list[int]:
@@ -71,8 +71,8 @@ class PlannedEngine:
     @property
     def cache(self) -> float:
         """Tokens of context that fit in the key-value cache; not positive if the weights do not fit."""
-        room = self.device.memory * self.assumptions.engine_memory - self.assumptions.engine_workspace - self.weights
-        return room * self.gpus / (BFLOAT16 * self.shape.kv_values)
+        free = self.device.memory * self.assumptions.engine_memory - self.assumptions.engine_workspace - self.weights
+        return free * self.gpus / (BFLOAT16 * self.shape.kv_values)
 
     def slots(self, work: Workload) -> int:
         """Returns the number of concurrent responses, given the mean length of responses in progress."""
@@ -89,6 +89,7 @@ class PlannedEngine:
         return max(bytes_read / bandwidth, operations / flops) + assumed.decode_overhead
 
     def prefill(self, tokens: float) -> float:
+        """Returns the seconds to compute the keys and values of `tokens` prompt tokens."""
         flops = self.device.flops * self.assumptions.decode_flops * self._speedup
         return 2 * self.shape.products * tokens / flops
 

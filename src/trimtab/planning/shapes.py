@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def find_shape(model: str) -> Shape:
     for ending in ("", "-instruct", "-base"):
         if name.removesuffix(ending) in SHAPES:
             return SHAPES[name.removesuffix(ending)]
-    raise TrimtabError(f"unknown model {model!r}{nearest(name, SHAPES)}; or give a folder with its config.json")
+    raise TrimtabError(f"unknown model {model!r}{did_you_mean(name, SHAPES)}; or give a folder with its config.json")
 
 
 def _read(path: Path) -> Shape:

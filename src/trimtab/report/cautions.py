@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trimtab.report.groups import Group, listed, written
+from trimtab.report.groups import Group, format_value, join_names
 from trimtab.report.summary_columns import accuracy_of
 from trimtab.runs.origins import setting
 from trimtab.runs.reader import Run
@@ -31,7 +31,7 @@ def same_measure(groups: Sequence[Group]) -> bool:
 def cautions(groups: Sequence[Group]) -> list[str]:
     """Returns one sentence for each difference that limits the comparison, most serious first."""
     sentences = [
-        f"{statement} ({_values_by_group(groups, lambda group, key=key: written(_value(group, key)))}): {effect}."
+        f"{statement} ({_values_by_group(groups, lambda group, key=key: format_value(_value(group, key)))}): {effect}."
         for key, statement, effect in _MEASURE
         if _differs(groups, key)
     ]
@@ -65,7 +65,9 @@ def _unfinished(groups: Sequence[Group]) -> list[str]:
         unfinished += [f"{_run_name(group, run)} at step {run.last['step']} of {planned}" for run in runs]
     if not unfinished:
         return []
-    return [f"Unfinished: {listed(unfinished)}. Its numbers are those so far; means and bands end at its last step."]
+    return [
+        f"Unfinished: {join_names(unfinished)}. Its numbers are those so far; means and bands end at its last step."
+    ]
 
 
 def _unmeasured(groups: Sequence[Group]) -> list[str]:
@@ -76,7 +78,7 @@ def _unmeasured(groups: Sequence[Group]) -> list[str]:
         for run in group.runs
         if (accuracy := accuracy_of(run)) is None or accuracy.after is None
     ]
-    return [f"Held-out accuracy was not measured after training: {listed(missing)}."] if missing else []
+    return [f"Held-out accuracy was not measured after training: {join_names(missing)}."] if missing else []
 
 
 def _seeds(groups: Sequence[Group]) -> list[str]:
@@ -123,7 +125,7 @@ def _value(group: Group, key: str) -> Any:
 
 
 def _shown_value(group: Group, key: str) -> str:
-    return written(group.config.get(key))
+    return format_value(group.config.get(key))
 
 
 def _values_by_group(groups: Sequence[Group], show: Callable[[Group], str]) -> str:
@@ -131,7 +133,7 @@ def _values_by_group(groups: Sequence[Group], show: Callable[[Group], str]) -> s
     names_by_value: dict[str, list[str]] = {}
     for group in groups:
         names_by_value.setdefault(show(group), []).append(group.name)
-    return "; ".join(f"{listed(names)} {value}" for value, names in names_by_value.items())
+    return "; ".join(f"{join_names(names)} {value}" for value, names in names_by_value.items())
 
 
 def _run_name(group: Group, run: Run) -> str:

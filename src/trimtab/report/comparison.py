@@ -18,7 +18,7 @@ from trimtab.report.cautions import cautions, same_measure
 from trimtab.report.comparison_figures import BANDS_UP_TO, THIN_UP_TO, draw_panels, picture, swatch
 from trimtab.report.curves import AVERAGED_FROM
 from trimtab.report.differences import align, differing_keys, equation_of
-from trimtab.report.groups import Group, Groups, listed, named_runs, plain, written
+from trimtab.report.groups import Group, Groups, format_value, join_names, named_runs, plain
 from trimtab.report.summary_columns import (
     Column,
     Outcome,
@@ -147,7 +147,7 @@ def _template_values(comparison: Comparison, folder: Path) -> dict[str, Any]:
     names = [group.name for group in groups]
     runs = {
         "legend": [(swatch(index), group.name, _seed_list(group)) for index, group in enumerate(groups)],
-        "panels": [(title, svg, listed(missing)) for title, svg, missing in figures.drawn],
+        "panels": [(title, svg, join_names(missing)) for title, svg, missing in figures.drawn],
         "absent": figures.absent,
         "zero": figures.zero,
         "rules": _interval_notes(groups),
@@ -161,7 +161,10 @@ def _template_values(comparison: Comparison, folder: Path) -> dict[str, Any]:
         ],
         "differences": _difference_table(comparison),
         "parts": [
-            ([(_names_or_all(reading.names, names), reading.pieces) for reading in part.readings], listed(part.without))
+            (
+                [(_names_or_all(reading.names, names), reading.pieces) for reading in part.readings],
+                join_names(part.without),
+            )
             for part in align(comparison.equations)
         ],
         "each": _run_table(comparison, folder),
@@ -185,7 +188,7 @@ def _facts(groups: Sequence[Group]) -> list[tuple[str, str]]:
     for name, key in (("model", "model.path"), ("task", "task.name"), ("lr", "optim.lr"), ("steps", "trainer.steps")):
         value = _shared(groups, key)
         if value is not None:
-            facts.append((name, written(value)))
+            facts.append((name, format_value(value)))
     return facts
 
 
@@ -261,7 +264,7 @@ def _format(column: Column, value: float) -> str:
 def _difference_table(comparison: Comparison) -> dict[str, Any]:
     """Returns the table of differing keys: one column per group, or one row per group where there are many groups."""
     names = [group.name for group in comparison.groups]
-    rows = [(key, [written(value) for value in row]) for key, row in comparison.differences.items()]
+    rows = [(key, [format_value(value) for value in row]) for key, row in comparison.differences.items()]
     if len(names) <= _MAX_GROUP_COLUMNS or len(rows) > 2 * len(names):
         return {"corner": "key", "across": names, "rows": rows}
     columns = [(name, [row[index] for _, row in rows]) for index, name in enumerate(names)]
@@ -269,7 +272,7 @@ def _difference_table(comparison: Comparison) -> dict[str, Any]:
 
 
 def _names_or_all(names: Sequence[str], everyone: Sequence[str]) -> str:
-    return "all" if len(names) == len(everyone) else listed(names)
+    return "all" if len(names) == len(everyone) else join_names(names)
 
 
 def _run_table(comparison: Comparison, folder: Path) -> dict[str, Any]:
@@ -285,7 +288,7 @@ def _run_table(comparison: Comparison, folder: Path) -> dict[str, Any]:
                     "group": group.name,
                     "run": plain(run.path.name),
                     "link": _link(run.path / "report.html", folder),
-                    "seed": written(seed),
+                    "seed": format_value(seed),
                     "cells": [
                         "–" if value is None else _format(column, value)
                         for column, value in zip(columns, shown, strict=True)

@@ -127,31 +127,31 @@ def _interval(values: Sequence[float], limits: tuple[float, float] = UNBOUNDED) 
     return result
 
 
-def markdown(grid: ComparisonTable, methods: Sequence[str] | None = None) -> str:
+def markdown(table: ComparisonTable, methods: Sequence[str] | None = None) -> str:
     """Returns a Markdown table, methods x regimes: mean [interval], rank, `†` where most runs collapsed.
 
     `methods` gives the order of the rows.
     """
-    head = ["method", *grid.regimes]
+    head = ["method", *table.regimes]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for method in methods or grid.methods:
-        cells = [cell_text(grid, method, regime) for regime in grid.regimes]
+    for method in methods or table.methods:
+        cells = [cell_text(table, method, regime) for regime in table.regimes]
         lines.append(f"| {' | '.join([f'`{method}`', *cells])} |")
     return "\n".join(lines)
 
 
-def cell_text(grid: ComparisonTable, method: str, regime: str) -> str:
+def cell_text(table: ComparisonTable, method: str, regime: str) -> str:
     """Returns one cell, such as `0.854 [0.836, 0.867] #1`, or a dash where nothing was trained."""
-    score = grid.scores.get((method, regime))
+    score = table.scores.get((method, regime))
     if score is None:
         return "–"
     mark = "†" if score.collapsed_mostly else ""
     return " ".join(filter(None, [f"{score.accuracy.mean:.3f}", score.interval_text, score.rank_text, mark]))
 
 
-def legend(grid: ComparisonTable) -> str:
+def legend(table: ComparisonTable) -> str:
     """Returns the legend of the table in words."""
-    counts = sorted({len(score.values) for score in grid.scores.values()} - {1})
+    counts = sorted({len(score.values) for score in table.scores.values()} - {1})
     rules = " or ".join(f"[{interval_method(count)}]" for count in counts)
     return (
         f"Held-out greedy accuracy after training: mean over seeds{f' {rules}' if rules else ''}, #rank in the regime; "

@@ -20,7 +20,7 @@ MAX_OPACITY = 0.5  # opacity of the strongest shade at which text is readable in
 
 
 def write_experiment_page(
-    grid: ComparisonTable,
+    table: ComparisonTable,
     path: Path,
     *,
     title: str = TITLE,
@@ -33,23 +33,23 @@ def write_experiment_page(
     `notes` are sentences shown above the table, `verdict` is shown above them. `methods` gives the order of the rows.
     """
     scores = {
-        "legend": legend(grid),
-        "regimes": [{"name": name, "description": text} for name, text in grid.regimes.items()],
+        "legend": legend(table),
+        "regimes": [{"name": name, "description": text} for name, text in table.regimes.items()],
         "rows": [
-            {"method": method, "cells": [_cell(grid, method, regime) for regime in grid.regimes]}
-            for method in methods or grid.methods
+            {"method": method, "cells": [_cell(table, method, regime) for regime in table.regimes]}
+            for method in methods or table.methods
         ],
         "details": [
-            {"regime": regime, **_curves(grid, regime), "rows": _details(grid, regime)} for regime in grid.regimes
+            {"regime": regime, **_curves(table, regime), "rows": _details(table, regime)} for regime in table.regimes
         ],
-        "refused": [f"{regime}, {method}: {reason}" for (method, regime), reason in grid.refused.items()],
-        "failed": [f"{row['regime']}, {row['method']}, seed {row['seed']}: {row['error']}" for row in grid.failed],
+        "refused": [f"{regime}, {method}: {reason}" for (method, regime), reason in table.refused.items()],
+        "failed": [f"{row['regime']}, {row['method']}, seed {row['seed']}: {row['error']}" for row in table.failed],
     }
     values = {
         "over": "Trimtab laboratory",
         "title": title,
         "notes": list(notes),
-        "facts": _facts(grid),
+        "facts": _facts(table),
         "verdict": verdict,
         "cautions": [],
         "scores": scores,
@@ -58,29 +58,29 @@ def write_experiment_page(
     return write_output(path, render("comparison.html.j2", values).encode())
 
 
-def _facts(grid: ComparisonTable) -> list[tuple[str, str]]:
-    rows = [row for score in grid.scores.values() for row in score.rows]
+def _facts(table: ComparisonTable) -> list[tuple[str, str]]:
+    rows = [row for score in table.scores.values() for row in score.rows]
     seconds = sum(row.get("seconds") or 0.0 for row in rows)
     facts = [
         ("runs", str(len(rows))),
-        ("methods", str(len(grid.methods))),
-        ("regimes", str(len(grid.regimes))),
+        ("methods", str(len(table.methods))),
+        ("regimes", str(len(table.regimes))),
         ("seeds", str(len({row["seed"] for row in rows}))),
         ("training", f"{seconds / 60:.0f} min of one thread"),
     ]
-    return facts if grid.before is None else [*facts, ("before training", f"{grid.before:.3f}")]
+    return facts if table.before is None else [*facts, ("before training", f"{table.before:.3f}")]
 
 
-def _cell(grid: ComparisonTable, method: str, regime: str) -> dict[str, str]:
-    score = grid.scores.get((method, regime))
+def _cell(table: ComparisonTable, method: str, regime: str) -> dict[str, str]:
+    score = table.scores.get((method, regime))
     if score is None:
-        return {"text": "–", "interval": "", "rank": "", "style": "", "hint": grid.refused.get((method, regime), "")}
+        return {"text": "–", "interval": "", "rank": "", "style": "", "hint": table.refused.get((method, regime), "")}
     each = "  ".join(f"{seed}: {value:.3f}" for seed, value in zip(score.seeds, score.values, strict=True))
     return {
         "text": f"{score.accuracy.mean:.3f}{' †' if score.collapsed_mostly else ''}",
         "interval": score.interval_text,
         "rank": score.rank_text,
-        "style": _shade(score.accuracy.mean, grid.before),
+        "style": _shade(score.accuracy.mean, table.before),
         "hint": f"by seed {each}" + (f"; {score.diverged} diverged" if score.diverged else ""),
     }
 
@@ -89,19 +89,19 @@ def _shade(value: float, before: float | None) -> str:
     """Returns a CSS background: blue above the initial accuracy, orange below, stronger with distance."""
     start = before or 0.0
     above = value >= start
-    room = (1 - start) if above else start
+    largest = (1 - start) if above else start
     red, green, blue = ABOVE if above else BELOW
-    return f"background: rgba({red}, {green}, {blue}, {MAX_OPACITY * abs(value - start) / max(room, 1e-9):.2f})"
+    return f"background: rgba({red}, {green}, {blue}, {MAX_OPACITY * abs(value - start) / max(largest, 1e-9):.2f})"
 
 
-def _curves(grid: ComparisonTable, regime: str) -> dict[str, Any]:
+def _curves(table: ComparisonTable, regime: str) -> dict[str, Any]:
     """Returns the figures of held-out accuracy in a regime and, where methods share one, its legend."""
-    scores = {method: grid.scores[method, regime] for method in grid.methods if (method, regime) in grid.scores}
+    scores = {method: table.scores[method, regime] for method in table.methods if (method, regime) in table.scores}
     curves = {method: seeds for method, score in scores.items() if (seeds := _series(score))}
     best = min(curves, key=lambda method: scores[method].rank, default="")
     shared = len(curves) <= MAX_SHARED_FIGURE
     return {
-        "figures": accuracy_figures(regime, curves, best, grid.before),
+        "figures": accuracy_figures(regime, curves, best, table.before),
         "swatches": [(swatch(index), method) for index, method in enumerate(curves)] if shared else [],
     }
 
@@ -111,11 +111,11 @@ def _series(score: MethodScore) -> list[Series]:
     return [(np.array(row["curve_steps"]), np.array(row["curve"])) for row in score.rows if row["curve_steps"]]
 
 
-def _details(grid: ComparisonTable, regime: str) -> list[dict[str, Any]]:
-    scores = [(method, grid.scores[method, regime]) for method in grid.methods if (method, regime) in grid.scores]
+def _details(table: ComparisonTable, regime: str) -> list[dict[str, Any]]:
+    scores = [(method, table.scores[method, regime]) for method in table.methods if (method, regime) in table.scores]
     scores.sort(key=lambda pair: pair[1].rank)
     return [
-        {"method": method, "score": cell_text(grid, method, regime), "cells": _numbers(score)}
+        {"method": method, "score": cell_text(table, method, regime), "cells": _numbers(score)}
         for method, score in scores
     ]
 
@@ -131,11 +131,11 @@ def _numbers(score: MethodScore) -> list[str]:
         values = [row[key] for row in score.rows if row.get(key) is not None]
         return float(np.mean(values)) if values else None
 
-    plain = [mean(key) for key in ("accuracy_best", "reward")]
+    measures = [mean(key) for key in ("accuracy_best", "reward")]
     sizes = [mean(key) for key in ("k3", "k3_worst", "ess_worst", "log_ratio_seq_worst", "grad_norm_max")]
     shares = [mean(key) for key in ("clipped", "rejected")]
     return [
-        *("–" if value is None else f"{value:.3f}" for value in plain),
+        *("–" if value is None else f"{value:.3f}" for value in measures),
         *("–" if value is None else short(value) for value in sizes),
         *("–" if value is None else f"{value:.1%}" for value in shares),
         str(sum(row.get("skipped") or 0 for row in score.rows)),

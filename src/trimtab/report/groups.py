@@ -113,12 +113,12 @@ def plain(text: str) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
-def listed(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """Returns the names separated by commas; of more than four the first three and the number of the others."""
     return f"{', '.join(names[:3])} and {len(names) - 3} more" if len(names) > 4 else ", ".join(names)
 
 
-def written(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Returns a configured value as text; None stands for an absent key."""
     if value is None:
         return "–"
@@ -127,7 +127,7 @@ def written(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list):
-        return ", ".join(map(written, value)) or "none"
+        return ", ".join(map(format_value, value)) or "none"
     return plain(str(value))
 
 
@@ -143,7 +143,7 @@ def _names(recipes: Sequence[Mapping[str, Any]], members: Sequence[list[Run]]) -
 
     Groups that share an objective get the differing settings appended, or their folder where these are too long.
     """
-    objectives = [written(recipe.get("objective.name", "run")) for recipe in recipes]
+    objectives = [format_value(recipe.get("objective.name", "run")) for recipe in recipes]
     names = []
     for recipe, name, runs in zip(recipes, objectives, members, strict=True):
         rivals = [other for other, rival in zip(recipes, objectives, strict=True) if rival == name]
@@ -166,7 +166,7 @@ def _settings(recipe: Mapping[str, Any], rivals: Sequence[Mapping[str, Any]]) ->
             distinguishing = rest
     leaves = Counter(key.rpartition(".")[2] for key in distinguishing)
     short = {key: key.rpartition(".")[2] if leaves[key.rpartition(".")[2]] == 1 else key for key in distinguishing}
-    return " ".join(f"{short[key]}={written(recipe.get(key))}" for key in distinguishing)
+    return " ".join(f"{short[key]}={format_value(recipe.get(key))}" for key in distinguishing)
 
 
 def _all_distinct(keys: Sequence[str], recipes: Sequence[Mapping[str, Any]]) -> bool:

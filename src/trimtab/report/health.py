@@ -82,7 +82,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HealthVerdict:
     """The verdict on a run: its state, one line of text, the rule of judgment in words, and findings by metric key."""
 
     state: Literal["healthy", "healthy, but", "not healthy", "not judged"]
@@ -91,7 +91,7 @@ class Verdict:
     findings: Mapping[str, Finding]
 
 
-def health(run: Run) -> Verdict:
+def health(run: Run) -> HealthVerdict:
     """Returns the verdict on all steps a run has logged."""
     findings = {key: finding for key in run.keys if (finding := judge_metric(run, key)) is not None}
     critical = [*_failure(run), *_mismatch(findings), *_ineffective_noise(run), *_collapse(run)]
@@ -107,7 +107,7 @@ def health(run: Run) -> Verdict:
         state, text = "healthy, but", f"Healthy over {length}, but {_joined_clauses(mild)}"
     else:
         state, text = "healthy", f"Healthy over {length}"
-    return Verdict(state, f"{text}.{_ending(run)}", _rule_text(run), findings)
+    return HealthVerdict(state, f"{text}.{_ending(run)}", _rule_text(run), findings)
 
 
 def judge_metric(run: Run, key: str) -> Finding | None:
@@ -208,7 +208,7 @@ def _mismatch(findings: Mapping[str, Finding]) -> Iterator[str]:
 
 
 def _ineffective_noise(run: Run) -> Iterator[str]:
-    noise = perturbation_verdict.verdict(run)
+    noise = perturbation_verdict.perturbation_verdict(run)
     if noise is not None and not noise.acts:
         yield "the noise of the perturbation is in effect a no-op"
 
@@ -298,7 +298,7 @@ def _joined_clauses(clauses: Sequence[str]) -> str:
     return "; ".join(shown)
 
 
-def as_data(verdict: Verdict) -> dict[str, Any]:
+def as_data(verdict: HealthVerdict) -> dict[str, Any]:
     """Returns the verdict for JSON: state, text, rule, and every metric that was outside its range at any step."""
     return {
         "state": verdict.state,

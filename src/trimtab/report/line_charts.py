@@ -42,7 +42,7 @@ class Curve:
     values: np.ndarray
 
 
-def draw(drawn: ResolvedChart, run: Run) -> str:
+def draw_chart(drawn: ResolvedChart, run: Run) -> str:
     """Returns the chart of one run as an `<svg>` element."""
     chart = drawn.chart
     with mpl.rc_context(RC):

@@ -19,7 +19,7 @@ class PerturbationVerdict:
     text: str
 
 
-def verdict(run: Run) -> PerturbationVerdict | None:
+def perturbation_verdict(run: Run) -> PerturbationVerdict | None:
     """Returns the verdict at the last probe step; None if the run has no noise or no probe step yet.
 
     The noise has no effect if the log-probs or the entries change less than the healthy ranges of `perturbation/dlogp`

@@ -15,8 +15,8 @@ from trimtab.report.chart_layout import METHOD_CHARTS, RUN_CHARTS
 from trimtab.report.chart_specs import Chart, ResolvedChart, resolve
 from trimtab.report.differences import equation_of
 from trimtab.report.health import Finding, clipped_share, health
-from trimtab.report.line_charts import draw
-from trimtab.report.perturbation_verdict import verdict
+from trimtab.report.line_charts import draw_chart
+from trimtab.report.perturbation_verdict import perturbation_verdict
 from trimtab.report.token_section import token_section
 from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_catalog import Metric, metric
@@ -67,7 +67,7 @@ def _template_values(run: Run) -> dict[str, Any]:
         "equation": equation_of(run.config, run.last),
         "watch": _outside_ranges(table),
         "sections": _sections(run),
-        "noise": verdict(run),
+        "noise": perturbation_verdict(run),
         "tokens": token_section(run),
         "samples": _samples(run.path),
         "trajectories_every": run.config.get("log", {}).get("trajectories_every", "?"),
@@ -171,7 +171,7 @@ def _chart(run: Run, drawn: ResolvedChart) -> dict[str, Any]:
         "title": drawn.chart.title,
         "now": f"last {number(values[-1])}" if single else "",
         # Not escaped: matplotlib escapes every label itself.
-        "svg": Markup(draw(drawn, run)),
+        "svg": Markup(draw_chart(drawn, run)),
         "what": drawn.chart.what or drawn.chart.caption.what,
         "healthy": drawn.healthy,
     }

@@ -15,7 +15,7 @@ from trimtab.diagnosis.measure.bins import FEWEST, plane
 from trimtab.diagnosis.measure.sample import Sample
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.layouts import TRIMTAB_REPORT
-from trimtab.diagnosis.reading.read_counts import EXTERNAL, NOT_FINITE
+from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE
 from trimtab.diagnosis.token_texts import token_texts
 from trimtab.diagnosis.tokens import DECILES, TokenTable
 from trimtab.pages import charts
@@ -90,7 +90,7 @@ class TokenSectionData:
     def _add_takeovers(self, tokens: TokenTable) -> None:
         if tokens.version is None or tokens.ids is None:
             return
-        positions = token_statistics.cuts(tokens.version, tokens.starts)
+        positions = token_statistics.takeovers(tokens.version, tokens.starts)
         # Values at untrained tokens are not known.
         positions = positions[tokens.mask[positions] & tokens.mask[positions - 1]]
         self.after.append(tokens.ids[positions])
@@ -137,7 +137,7 @@ def _note(data: TokenSectionData) -> str:
     text += f"{data.rows + data.dropped.total():,} responses"
     text += f", an even sample of {data.read:,}." if data.read < data.rows else "."
     reasons = {
-        EXTERNAL: "of external traces, which have no behavior policy",
+        EXTERNAL_TRACE: "of external traces, which have no behavior policy",
         NOT_FINITE: "with a log-prob that is not finite",
     }
     dropped = ", and ".join(f"{count:,} {reasons.get(why, f'({why})')}" for why, count in data.dropped.items())
@@ -257,8 +257,8 @@ def _takeover_table(path: Path, data: TokenSectionData) -> dict[str, Any] | None
     count = sum(len(part) for part in data.after)
     if count == 0:
         return None
-    before = token_statistics.frequent(*_concatenate(data.before, data.before_entropy), TABLE_ROWS)
-    after = token_statistics.frequent(*_concatenate(data.after, data.after_entropy), TABLE_ROWS)
+    before = token_statistics.most_frequent(*_concatenate(data.before, data.before_entropy), TABLE_ROWS)
+    after = token_statistics.most_frequent(*_concatenate(data.after, data.after_entropy), TABLE_ROWS)
     texts, reason = token_texts(path, {row.id for row in [*before, *after]})
 
     def shown(rows: Sequence[Frequent]) -> list[dict[str, Any]]:

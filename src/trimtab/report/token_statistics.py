@@ -115,13 +115,13 @@ def clipped(log_ratio: np.ndarray, advantage: np.ndarray, low: float, high: floa
     return (advantage < 0) & (log_ratio < below), (advantage > 0) & (log_ratio > above)
 
 
-def cuts(version: np.ndarray, starts: np.ndarray) -> np.ndarray:
+def takeovers(version: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Returns the indices (cuts,) of tokens at which the policy version rises inside a response."""
     rises = np.flatnonzero(np.diff(version) > 0) + 1
     return rises[~np.isin(rises, starts)]
 
 
-def frequent(ids: np.ndarray, entropy: np.ndarray | None, most: int) -> list[Frequent]:
+def most_frequent(ids: np.ndarray, entropy: np.ndarray | None, most: int) -> list[Frequent]:
     """Returns the `most` most frequent ids, ties by id, with their mean entropy."""
     unique, index, count = np.unique(ids, return_inverse=True, return_counts=True)
     total = np.full(len(unique), np.nan) if entropy is None else np.bincount(index, weights=entropy)

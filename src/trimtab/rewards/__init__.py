@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from trimtab.errors import TrimtabError, explain, nearest
+from trimtab.errors import TrimtabError, did_you_mean, explain
 from trimtab.plugins import load_function
 from trimtab.rewards.reward import Built, Response, Reward, build_user_reward
 from trimtab.rewards.scorer import Score, Scorer, Weighted
@@ -83,7 +83,7 @@ def _built(spec: RewardSpec, task: Task) -> Built:
         return build_user_reward(load_function(spec.name, "reward"), spec.name)
     if spec.name not in _BUILT_IN:
         raise TrimtabError(
-            f"unknown reward {spec.name!r}{nearest(spec.name, names())}; write your own as module:function"
+            f"unknown reward {spec.name!r}{did_you_mean(spec.name, names())}; write your own as module:function"
         )
     kind = _class_of(spec.name)
     try:

@@ -17,7 +17,7 @@ from torch import Tensor
 from trimtab.engines.remote.shared_weights import SharedWeights, share
 from trimtab.errors import EngineDeadError
 from trimtab.rollout.buffer import Buffer
-from trimtab.rollout.canary import Canary, Expected
+from trimtab.rollout.canary import Canary, CanaryPrediction
 from trimtab.rollout.collector import Collector, Group, RolloutStats
 from trimtab.rollout.engine_thread import MAX_RESTARTS, AsyncState, EngineThread, GeneratedGroups, WeightUpdate
 from trimtab.rollout.source import Result, SourceState, Weights
@@ -73,7 +73,7 @@ class AsyncSource:
         self._deliver_messages()
         return groups, stats
 
-    def publish(self, weights: Weights, version: int, expected: Expected | None = None) -> None:
+    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
         """Copy the weights, so that training can continue; each engine loads them before its next request."""
         update, state = WeightUpdate(version, share(weights), expected), self._state
         with state.buffer.changed:
@@ -87,7 +87,7 @@ class AsyncSource:
     ) -> Result:
         """Engine threads pause; their requests are finished first, or aborted with `in_flight = "continue"`."""
         with self._pause_engines(), ExitStack() as stack:
-            thread = next(thread for thread in self._threads if not thread.gone)
+            thread = next(thread for thread in self._threads if not thread.is_lost)
             shared = None
             for attempt in range(MAX_RESTARTS):
                 try:

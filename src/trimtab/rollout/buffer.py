@@ -66,7 +66,7 @@ class Buffer:
     def is_live(self, request: GroupRange) -> bool:
         """Whether any group of a running request is still live."""
         with self.changed:
-            return any(self.schedule.holds(number) for number in request.numbers)
+            return any(self.schedule.contains(number) for number in request.numbers)
 
     @property
     def missing(self) -> int:
@@ -108,7 +108,7 @@ class Buffer:
             self.schedule.consume(numbers, version)
             groups = [self._groups.pop(number) for number in numbers]
             # The schedule has dropped all groups without signal.
-            self._groups = {number: group for number, group in self._groups.items() if self.schedule.holds(number)}
+            self._groups = {number: group for number, group in self._groups.items() if self.schedule.contains(number)}
             stats, self._stats = self._stats, RolloutStats()
             self.changed.notify_all()
             return groups, stats

@@ -58,7 +58,7 @@ Step 1: read the numbers 6, 1, 9, 4. Step 2: sort them. Step 3: write 1, 4, 6, 9
 
 
 @dataclass(frozen=True, eq=False)
-class Expected:
+class CanaryPrediction:
     """The trainer's log-probs (contexts, vocabulary) of the next token at the canary's contexts."""
 
     version: int
@@ -74,7 +74,7 @@ class _EngineSamples:
     ids: IntArray
     logp: FloatArray
 
-    def difference(self, expected: Expected, among: BoolArray | None = None) -> float:
+    def difference(self, expected: CanaryPrediction, among: BoolArray | None = None) -> float:
         """Mean |log-prob of the engine - log-prob of the trainer| over the contexts where `among` is True."""
         distance = np.abs(self.logp - expected.logp[np.arange(len(self.ids)), self.ids])
         return float(np.mean(distance if among is None else distance[among]))
@@ -89,8 +89,8 @@ class _LastCheck:
     """
 
     samples: _EngineSamples
-    expected: Expected
-    first: Expected
+    expected: CanaryPrediction
+    first: CanaryPrediction
 
 
 class Canary:
@@ -136,7 +136,7 @@ class Canary:
         )
 
     @torch.no_grad()
-    def expect(self, model: nn.Module, version: int) -> Expected | None:
+    def predict(self, model: nn.Module, version: int) -> CanaryPrediction | None:
         """Returns the log-probs expected of an engine with these weights; None if this update is not checked.
 
         Call it at every weight update, while `model` has exactly the published weights.
@@ -154,9 +154,9 @@ class Canary:
         first = texts.shape[1] - checked + 1
         contexts = tuple(row[: first + offset] for row in texts for offset in range(checked))
         fixed = np.repeat(np.arange(len(texts)) % 2 == 0, checked)
-        return Expected(version, contexts, fixed, logp.cpu().numpy())
+        return CanaryPrediction(version, contexts, fixed, logp.cpu().numpy())
 
-    def check(self, engine: Engine, expected: Expected) -> float:
+    def check(self, engine: Engine, expected: CanaryPrediction) -> float:
         """Returns the mean |log-prob difference| between `engine` and `expected`.
 
         Raises:
@@ -188,7 +188,7 @@ class Canary:
         values = {"canary/abs_diff": self._difference, "canary/pull": self._pull}
         return {name: value for name, value in values.items() if value is not None}
 
-    def _sample(self, engine: Engine, expected: Expected) -> _EngineSamples:
+    def _sample(self, engine: Engine, expected: CanaryPrediction) -> _EngineSamples:
         """Samples one token at every context with `Engine.generate`."""
         prompts = [Prompt(Problem(f"canary {i}", "", ""), "", ids) for i, ids in enumerate(expected.contexts)]
         sampling = SamplingParams(temperature=self._temperature, max_tokens=1, ignore_stop=True)
@@ -214,7 +214,7 @@ class Canary:
             return self._config.bound
         return MAX_INITIAL_DIFFERENCE if self.noise is None else max(MARGIN * self.noise, MIN_BOUND)
 
-    def _check_changed(self, samples: _EngineSamples, expected: Expected, last: _LastCheck | None) -> None:
+    def _check_changed(self, samples: _EngineSamples, expected: CanaryPrediction, last: _LastCheck | None) -> None:
         """Raise `TrimtabError` if the log-probs have the same bits as before, although the policy changed."""
         if last is None or self.noise is None or not _equal(last.samples, samples, expected.fixed):
             return
@@ -227,7 +227,9 @@ class Canary:
                 "was skipped"
             )
 
-    def _check_unmoved_part(self, samples: _EngineSamples, expected: Expected, first: Expected, noise: float) -> None:
+    def _check_unmoved_part(
+        self, samples: _EngineSamples, expected: CanaryPrediction, first: CanaryPrediction, noise: float
+    ) -> None:
         """Raise `TrimtabError` if a part of the weights, or of a cache, has stayed at those of the first check.
 
         Such a part shifts the engine's log-probs towards those of the first check, at first by less than the bound.
@@ -248,7 +250,7 @@ class Canary:
                 f"back towards version {first.version}: a part of its weights, or its prefix cache, is that old"
             )
 
-    def _cause(self, samples: _EngineSamples, expected: Expected, last: _LastCheck | None, bound: float) -> str:
+    def _cause(self, samples: _EngineSamples, expected: CanaryPrediction, last: _LastCheck | None, bound: float) -> str:
         fixed, varying = (samples.difference(expected, among) for among in (expected.fixed, ~expected.fixed))
         if varying <= bound < fixed:
             return (

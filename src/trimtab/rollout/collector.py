@@ -159,7 +159,7 @@ class Collector:
     sampling: SamplingParams
     prefixes: PrefixPool | None = None
     experts: Demonstrations | None = None
-    room: int | None = None
+    max_prompt: int | None = None
     episodes: EpisodeRunner | None = None
 
     def sample(self, request: GroupRange, stats: RolloutStats) -> list[Group]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from trimtab.config import GOLD, DemonstrationConfig
 from trimtab.engines.stopping import StopChecker
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.tasks.file import read_rows
 from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, SamplingParams, Task
 
@@ -142,7 +142,7 @@ def _read(path: Path, endings: Sequence[str]) -> dict[str, list[str]]:
 
 def _text(row: Mapping[str, Any], column: str, location: str) -> str:
     if column not in row:
-        raise TrimtabError(f"{location}: no column {column!r}{nearest(column, row)}")
+        raise TrimtabError(f"{location}: no column {column!r}{did_you_mean(column, row)}")
     if not isinstance(row[column], str) or not row[column].strip():
         raise TrimtabError(f"{location}: column {column!r} has no text; fill it in or remove the row")
     return row[column]

@@ -16,7 +16,7 @@ from typing import Literal
 from trimtab.engines.remote.shared_weights import SharedWeights
 from trimtab.errors import RESUME, EngineDeadError, TrimtabError
 from trimtab.rollout.buffer import Buffer
-from trimtab.rollout.canary import Canary, Expected
+from trimtab.rollout.canary import Canary, CanaryPrediction
 from trimtab.rollout.collector import Collector, RolloutStats
 from trimtab.rollout.schedule import GroupRange
 from trimtab.types import Completion, Engine, Prompt, TurnHandler
@@ -35,7 +35,7 @@ class WeightUpdate:
 
     version: int
     weights: SharedWeights
-    expected: Expected | None = None
+    expected: CanaryPrediction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ class EngineThread:
         self.version: int | None = None
         self.request: GroupRange | None = None
         self.idle = True
-        self.gone = False
-        self._lost = 0
+        self.is_lost = False
+        self._losses = 0
         self.thread = threading.Thread(target=self._run, name=f"engine-{number}", daemon=True)
 
     def _run(self) -> None:
@@ -122,7 +122,7 @@ class EngineThread:
                 self.state.buffer.repeat(self.request)
             self._restart(lost)
             return
-        self._lost = 0
+        self._losses = 0
         with self.state.buffer.changed:
             self.state.unscored.append(generated)
             self.state.buffer.changed.notify_all()
@@ -212,11 +212,11 @@ class EngineThread:
         """Restart the engine. Raises the last `EngineDeadError` after `MAX_RESTARTS` attempts."""
         self.version = None
         while True:
-            self._lost += 1
-            if self._lost > MAX_RESTARTS:
+            self._losses += 1
+            if self._losses > MAX_RESTARTS:
                 raise lost
-            if self._lost > 1:
-                self.state.sleep(RESTART_BACKOFF * 2.0 ** (self._lost - 2))
+            if self._losses > 1:
+                self.state.sleep(RESTART_BACKOFF * 2.0 ** (self._losses - 2))
             with self.state.buffer.changed:
                 if self.state.closed:
                     raise SourceClosed
@@ -234,7 +234,7 @@ class EngineThread:
     def _give_up(self, error: EngineDeadError) -> None:
         """End this thread; without any other engine the run fails."""
         with self.state.buffer.changed:
-            self.gone = self.idle = True
+            self.is_lost = self.idle = True
             self.state.working -= 1
             last = self.state.working == 0
         if last:

@@ -19,7 +19,7 @@ MAX_SURVEYED = 2000
 KEY = "sampling.max_prompt_tokens"
 
 
-def prompt_room(config: Config, sampling: SamplingParams, contexts: Iterable[int | None]) -> int | None:
+def max_prompt_tokens(config: Config, sampling: SamplingParams, contexts: Iterable[int | None]) -> int | None:
     """Number of prompt tokens that `sampling.max_tokens` leaves in the smallest context; None if none is known.
 
     Raises `TrimtabError` if nothing is left, or less than the recipe's `sampling.max_prompt_tokens`.

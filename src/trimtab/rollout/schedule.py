@@ -185,7 +185,7 @@ class Schedule:
         """Numbers of pending and running groups."""
         return sorted(self._in_state("pending") + self._in_state("running"))
 
-    def holds(self, number: int) -> bool:
+    def contains(self, number: int) -> bool:
         """Whether a number is live."""
         return number in self._live
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from trimtab.rollout.buffer import Buffer
-from trimtab.rollout.canary import Canary, Expected
+from trimtab.rollout.canary import Canary, CanaryPrediction
 from trimtab.rollout.collector import Collector, Group, RolloutStats
 from trimtab.types import Engine
 
@@ -39,7 +39,7 @@ class RolloutSource(Protocol):
         """
         ...
 
-    def publish(self, weights: Weights, version: int, expected: Expected | None = None) -> None:
+    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
         """Gives the engines new weights. `expected`: log-probs that the canary will check."""
         ...
 
@@ -105,7 +105,7 @@ class SyncSource:
         request = self.buffer.reserve(count, self.engine.policy_version)
         self.buffer.deliver(request, self.collector.sample(request, stats), stats)
 
-    def publish(self, weights: Weights, version: int, expected: Expected | None = None) -> None:
+    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
         if self.single:
             self.buffer.discard()
         self.engine.update_weights(weights, version)

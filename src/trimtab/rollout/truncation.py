@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.config import PrefixConfig
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import check_arguments, load_function
 from trimtab.types import Completion, FloatArray, IntArray
 
@@ -59,7 +59,7 @@ def build(config: PrefixConfig) -> Rule:
         return Rule(rule, lambda _ids, entropy, uniform: before_high_entropy(entropy, uniform, top), True)
     if ":" not in rule:
         raise TrimtabError(
-            f"unknown prefix rule {rule!r}{nearest(rule, ['length', 'entropy'])}, or write module:function"
+            f"unknown prefix rule {rule!r}{did_you_mean(rule, ['length', 'entropy'])}, or write module:function"
         )
     function = load_function(rule, "prefix rule")
     check_arguments(function, f"prefix rule {rule!r}", _ARGUMENTS)

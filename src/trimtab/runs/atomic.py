@@ -24,7 +24,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace the file `path` by `data` atomically. On failure raises `TrimtabError` and keeps the old file."""
-    with explained(path):
+    with readable_errors(path):
         temporary = _temporary_path(path)
         try:
             with temporary.open("xb") as file:
@@ -39,7 +39,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def write_output(path: Path, data: bytes) -> Path:
     """Write a file that a command produces, with its folder if that is missing, and return `path`."""
-    with explained(path):
+    with readable_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, data)
     return path
@@ -58,7 +58,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     two renames); without it a `path` that is not empty is an error. The files get the permissions of the umask.
     Raises `TrimtabError`, naming `path`, for errors of the disk.
     """
-    with explained(path):
+    with readable_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _temporary_path(path)
         temporary.mkdir()
@@ -78,17 +78,17 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 def remove_folder(path: Path) -> None:
     """Delete a folder by renaming it first, so that a partly deleted folder never has its name."""
-    with explained(path, "remove"):
+    with readable_errors(path, "remove"):
         temporary = _temporary_path(path)
         path.rename(temporary)
         shutil.rmtree(temporary)
 
 
-def sweep(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Complete or remove what a killed process left in `folder`; only for the single process that writes there."""
     if not folder.is_dir():
         return
-    with explained(folder, "clean up"):
+    with readable_errors(folder, "clean up"):
         for item in list(folder.iterdir()):
             if item.name.startswith(REPLACED):
                 original = item.with_name(item.name.removeprefix(REPLACED))
@@ -138,7 +138,7 @@ def _replace_folder(temporary: Path, path: Path) -> None:
 
 
 @contextmanager
-def explained(path: Path, verb: str = "write") -> Iterator[None]:
+def readable_errors(path: Path, verb: str = "write") -> Iterator[None]:
     """Raises errors of the disk inside the block as one-line `TrimtabError`s that name `path`."""
     try:
         yield

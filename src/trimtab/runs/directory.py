@@ -68,7 +68,7 @@ class RunDirectory:
                     raise TrimtabError(
                         f"{path} already holds a run ({part.name}): continue it with --resume, or choose another --out"
                     )
-            atomic.sweep(path)
+            atomic.remove_leftovers(path)
             run._new = True
             atomic.write_text(path / CONFIG, config_toml)
             run._open_metrics()
@@ -89,7 +89,7 @@ class RunDirectory:
         run = cls(path)
         try:
             for folder in (path, run.checkpoint_root, run.trajectory_folder):
-                atomic.sweep(folder)
+                atomic.remove_leftovers(folder)
             run._open_metrics()
         except BaseException:
             run.close()

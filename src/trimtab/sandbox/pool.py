@@ -41,7 +41,7 @@ from trimtab.errors import TrimtabError
 
 Function = Callable[..., Any]
 MEMORY = 1 << 30  # bytes a worker may allocate beyond what it inherits
-GRACE = 30.0  # seconds the supervisor may take in addition to all timeouts
+SUPERVISOR_TIMEOUT = 30.0  # seconds the supervisor may take in addition to all timeouts
 LONGEST = 2e6  # seconds: the operating system counts the milliseconds of a wait in 32 bits
 HEADER = struct.Struct("!Q")
 
@@ -101,7 +101,7 @@ class Isolated:
         if self._socket is None:
             self._start()
         assert self._socket is not None
-        self._socket.settimeout(min(LONGEST, sum(request["timeout"] for request in requests) + GRACE))
+        self._socket.settimeout(min(LONGEST, sum(request["timeout"] for request in requests) + SUPERVISOR_TIMEOUT))
         answers = None
         try:
             _send(self._socket, requests)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, Self, get_args
 
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.sandbox.code_result import MAX_CODE, CodeResult, Limits, Sandbox, clean, shorten
 
 SandboxName = Literal["monty", "bubblewrap"]
@@ -130,7 +130,7 @@ def _start(name: str, limits: Limits, *, workers: int, packages: Sequence[str], 
         from trimtab.sandbox.bubblewrap import BubblewrapSandbox
 
         return BubblewrapSandbox(limits, workers=workers, packages=packages, stateful=stateful)
-    raise TrimtabError(f"unknown sandbox {name!r}{nearest(name, get_args(SandboxName))}")
+    raise TrimtabError(f"unknown sandbox {name!r}{did_you_mean(name, get_args(SandboxName))}")
 
 
 def _close(sandbox: Sandbox, owner: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from trimtab.errors import TrimtabError, explain, nearest
+from trimtab.errors import TrimtabError, did_you_mean, explain
 from trimtab.types import Problem, Prompt, Task
 
 _KINDS = {
@@ -32,7 +32,7 @@ def build(name: str, **options: Any) -> Task:
     Raises `TrimtabError`: an unknown name or option (naming the nearest), a bad value, unusable data.
     """
     if name not in _KINDS:
-        raise TrimtabError(f"unknown task {name!r}{nearest(name, names())}")
+        raise TrimtabError(f"unknown task {name!r}{did_you_mean(name, names())}")
     module = importlib.import_module(_KINDS[name])
     try:
         checked = module.Options(**options)
@@ -56,7 +56,7 @@ def encode(task: Task, problem: Problem, tokenizer: Any) -> Prompt:
 def options(name: str) -> dict[str, FieldInfo]:
     """Returns type, default and description of every option, for help texts and docs/recipes.md."""
     if name not in _KINDS:
-        raise TrimtabError(f"unknown task {name!r}{nearest(name, names())}")
+        raise TrimtabError(f"unknown task {name!r}{did_you_mean(name, names())}")
     return _fields(importlib.import_module(_KINDS[name]))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field
 
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.tasks.style import StyleOptions, build_template, limits
 from trimtab.tasks.task import BuiltTask, Procedural
 from trimtab.tasks.templates import Chat
@@ -99,11 +99,13 @@ def _dataset(options: Options, seed: int, size: int) -> Any:
     from reasoning_gym.factory import DATASETS
 
     if options.dataset not in DATASETS:
-        raise TrimtabError(f"reasoning-gym has no dataset {options.dataset!r}{nearest(options.dataset, DATASETS)}")
+        raise TrimtabError(f"reasoning-gym has no dataset {options.dataset!r}{did_you_mean(options.dataset, DATASETS)}")
     known = [name for name in DATASETS[options.dataset][1].__dataclass_fields__ if name not in ("seed", "size")]
     for word in options.config:
         if word not in known:
-            raise TrimtabError(f"reasoning-gym {options.dataset!r}: no config option {word!r}{nearest(word, known)}")
+            raise TrimtabError(
+                f"reasoning-gym {options.dataset!r}: no config option {word!r}{did_you_mean(word, known)}"
+            )
     try:
         return reasoning_gym.create_dataset(options.dataset, seed=seed, size=size, **options.config)
     except Exception as error:  # each dataset checks its config in its own way, mostly with assertions

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from trimtab.errors import TrimtabError, TrimtabWarning, nearest
+from trimtab.errors import TrimtabError, TrimtabWarning, did_you_mean
 from trimtab.tasks.answers import AnswerFormat, extract
 from trimtab.tasks.style import StyleOptions, build_template, limits, split_shots
 from trimtab.tasks.task import BuiltTask
@@ -228,7 +228,7 @@ def _question(row: Mapping[str, Any], source: str, location: str) -> str:
 def _column(row: Mapping[str, Any], column: str, option: str, location: str) -> Any:
     if column not in row:
         raise TrimtabError(
-            f'{location}: no column {column!r}{nearest(column, row)}; set {option} = "<column>" to name it'
+            f'{location}: no column {column!r}{did_you_mean(column, row)}; set {option} = "<column>" to name it'
         )
     return row[column]
 

@@ -38,7 +38,7 @@ class Plain:
     text: str = "{question}"
 
     def __post_init__(self) -> None:
-        require(self.text, "question")
+        require_installed(self.text, "question")
 
     def prompt(self, problem: Problem, tokenizer: Any) -> str:
         return beginning(tokenizer) + fill(self.text, question=problem.question)
@@ -61,8 +61,8 @@ class FewShot:
     text: str = FEW_SHOT
 
     def __post_init__(self) -> None:
-        require(self.text, "question")
-        require(self.text, "answer")
+        require_installed(self.text, "question")
+        require_installed(self.text, "answer")
         if self.text.index("{answer}") < self.text.index("{question}"):
             raise TrimtabError(f"template {self.text!r}: put {{question}} before {{answer}}")
 
@@ -98,8 +98,8 @@ class Chat:
     answer: str = "{answer}"  # the form in which the text asks for the answer
 
     def __post_init__(self) -> None:
-        require(self.text, "question")
-        require(self.answer, "answer")
+        require_installed(self.text, "question")
+        require_installed(self.answer, "answer")
 
     def prompt(self, problem: Problem, tokenizer: Any, schemas: Sequence[Mapping[str, Any]] = ()) -> str:
         """Returns the whole prompt; `schemas` are JSON schemas of tools."""
@@ -126,7 +126,7 @@ def fill(template: str, **values: str) -> str:
     return re.sub(rf"\{{({names})\}}", lambda match: values[match.group(1)], template)
 
 
-def require(template: str, name: str) -> None:
+def require_installed(template: str, name: str) -> None:
     if template.count(f"{{{name}}}") != 1:
         raise TrimtabError(f"template {template!r}: write {{{name}}} exactly once")
 

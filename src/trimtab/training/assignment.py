@@ -12,7 +12,7 @@ import torch
 
 from trimtab.models.logprobs import TokenBatch
 from trimtab.training.batching import MicroBatch
-from trimtab.training.ranks import Ranks
+from trimtab.training.ranks import RankGroup
 
 
 def assign_micro_batches(sizes: Sequence[int], ranks: int) -> list[list[int | None]]:
@@ -35,7 +35,7 @@ def assign_micro_batches(sizes: Sequence[int], ranks: int) -> list[list[int | No
     return shares
 
 
-def assigned_micro_batches(batch: Sequence[MicroBatch], ranks: Ranks) -> Iterator[tuple[int, MicroBatch]]:
+def assigned_micro_batches(batch: Sequence[MicroBatch], ranks: RankGroup) -> Iterator[tuple[int, MicroBatch]]:
     """Yield this rank's micro-batches with their positions in `batch`; an empty one in rounds without one."""
     if ranks.size == 1:
         yield from enumerate(batch)

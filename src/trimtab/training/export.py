@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab.config import Config, load_config
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.models.lora import add_lora, named_weights
 from trimtab.models.quiet import silence_transformers
 from trimtab.runs import atomic
@@ -74,7 +74,7 @@ def _checkpoint(run: Path, which: str) -> store.LoadedCheckpoint:
     if which.startswith("step-"):
         return store.load(root / which, ["model"])
     if which != "best":
-        raise TrimtabError(f"unknown checkpoint {which!r}{nearest(which, ['best', 'last', 'step-000010'])}")
+        raise TrimtabError(f"unknown checkpoint {which!r}{did_you_mean(which, ['best', 'last', 'step-000010'])}")
     marked = best_checkpoint(root)
     if marked is None:
         raise TrimtabError(f"{run} has no best checkpoint: set eval.best to a metric, or ask for the last one")

@@ -21,15 +21,13 @@ from torch import Tensor, nn
 
 from trimtab.config import Config
 from trimtab.models.sharding import apply_fsdp
-from trimtab.rollout.canary import Expected
+from trimtab.rollout.canary import CanaryPrediction
 from trimtab.rollout.collector import Collector, Group, RolloutStats
 from trimtab.rollout.source import Result, RolloutSource, SourceState, Weights
 from trimtab.runs import trajectories
 from trimtab.runs.directory import RunDirectory
-from trimtab.training.ranks import Ranks, current_ranks
+from trimtab.training.ranks import RankGroup, current_ranks
 from trimtab.types import Engine
-
-_WEIGHTS_NEEDED, _WEIGHTS_NOT_NEEDED = b"needed", b"not needed"
 
 
 def shard_model(model: nn.Module, config: Config) -> nn.Module:
@@ -73,7 +71,7 @@ def shared_source(collector: Collector, make: Callable[[], RolloutSource]) -> Ro
 class LeaderSource:
     """The leader's `RolloutSource`: sends batches and results to the other ranks."""
 
-    def __init__(self, source: RolloutSource, ranks: Ranks) -> None:
+    def __init__(self, source: RolloutSource, ranks: RankGroup) -> None:
         self._source, self._ranks = source, ranks
         self.collector = source.collector
 
@@ -86,7 +84,7 @@ class LeaderSource:
         self._ranks.broadcast(trajectories.to_bytes([trajectory for group in groups for trajectory in group]))
         return groups, stats
 
-    def publish(self, weights: Weights, version: int, expected: Expected | None = None) -> None:
+    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
         self._source.publish(weights, version, expected)
 
     def evaluate_with(
@@ -98,12 +96,12 @@ class LeaderSource:
         def announced_weights() -> Iterator[tuple[str, Tensor]]:
             nonlocal needed
             needed = True
-            self._ranks.broadcast(_WEIGHTS_NEEDED)
+            self._ranks.broadcast_bool(True)
             yield from weights
 
         result = self._source.evaluate_with(announced_weights(), version, function, quantized=quantized)
         if not needed:
-            self._ranks.broadcast(_WEIGHTS_NOT_NEEDED)
+            self._ranks.broadcast_bool(False)
         self._ranks.broadcast(json.dumps(result).encode())
         return result
 
@@ -123,7 +121,7 @@ class FollowerSource:
     It iterates over published weights too, because gathering a sharded tensor needs every rank.
     """
 
-    def __init__(self, collector: Collector, ranks: Ranks) -> None:
+    def __init__(self, collector: Collector, ranks: RankGroup) -> None:
         self.collector = collector
         self.published = -1
         self._ranks = ranks
@@ -134,7 +132,7 @@ class FollowerSource:
             groups.setdefault(trajectory.group, []).append(trajectory)
         return list(groups.values()), RolloutStats()
 
-    def publish(self, weights: Weights, version: int, expected: Expected | None = None) -> None:  # noqa: ARG002
+    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:  # noqa: ARG002
         _gather(weights)
         self.published = version
 
@@ -146,7 +144,7 @@ class FollowerSource:
         *,
         quantized: bool,  # noqa: ARG002
     ) -> Result:
-        if self._ranks.broadcast(b"") == _WEIGHTS_NEEDED:
+        if self._ranks.broadcast_bool(False):
             _gather(weights)
         return json.loads(self._ranks.broadcast(b""))
 

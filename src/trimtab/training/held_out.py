@@ -25,7 +25,7 @@ class HeldOut:
 
     @classmethod
     def of(cls, collector: Collector) -> HeldOut:
-        task, tokenizer, room = collector.stream.task, collector.stream.tokenizer, collector.room
+        task, tokenizer, room = collector.stream.task, collector.stream.tokenizer, collector.max_prompt
         problems = task.test[: collector.config.eval.problems]
         fitting = [item for item in problems if room is None or len(tasks.encode(task, item, tokenizer).ids) <= room]
         return cls(fitting, len(problems) - len(fitting))

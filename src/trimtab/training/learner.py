@@ -25,7 +25,7 @@ from trimtab.training.assignment import assigned_micro_batches
 from trimtab.training.batching import MicroBatch, MiniBatch
 from trimtab.training.features.feature import Feature, ForwardPass, Purpose
 from trimtab.training.optim import NonFiniteUpdateError, check_weights, clip_gradient, learning_rate, set_learning_rate
-from trimtab.training.ranks import Ranks, current_ranks
+from trimtab.training.ranks import RankGroup, current_ranks
 from trimtab.training.step_statistics import StepStatistics, add_metrics, all_gather_tensors, all_reduce_statistics
 
 
@@ -45,7 +45,7 @@ class Learner:
     features: Sequence[Feature] = ()
     updates: int = 0
     bad_in_a_row: int = 0
-    ranks: Ranks = field(default_factory=current_ranks)
+    ranks: RankGroup = field(default_factory=current_ranks)
     lr_factor: float = 1.0
 
     @property
@@ -93,8 +93,10 @@ class Learner:
             if micro.rows:
                 scored[index] = micro
         if self.ranks.size > 1:
-            mine = {f"{index}|{name}": logp for index, by_name in logps.items() for name, logp in by_name.items()}
-            gathered = all_gather_tensors({key: logp for key, logp in mine.items() if len(logp)}, self.ranks)
+            local_logps = {
+                f"{index}|{name}": logp for index, by_name in logps.items() for name, logp in by_name.items()
+            }
+            gathered = all_gather_tensors({key: logp for key, logp in local_logps.items() if len(logp)}, self.ranks)
             logps = {
                 index: {name: gathered[f"{index}|{name}"].to(self.device) for name in models}
                 for index in range(len(batch))

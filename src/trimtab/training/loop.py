@@ -212,7 +212,7 @@ class Trainer:
 
     def _stop_if_requested(self) -> None:
         """Save a checkpoint and raise `Stopped` if any rank was asked to end the run. Called between two steps."""
-        signal_number = int(current_ranks().all_reduce_max(self.stop.asked or 0))
+        signal_number = int(current_ranks().all_reduce_max(self.stop.signal_number or 0))
         if not signal_number:
             return
         if self.step:

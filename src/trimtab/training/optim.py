@@ -14,7 +14,7 @@ import torch
 from trimtab.config import OptimConfig, SurgeConfig
 from trimtab.errors import DivergedError
 from trimtab.models.sharding import local_shard
-from trimtab.training.ranks import Ranks
+from trimtab.training.ranks import RankGroup
 
 # `period * surge` may be a whole number of steps, but slightly larger in floating point (1.8 * 5).
 _ROUNDING = 1e-9
@@ -86,7 +86,7 @@ def first_halving(config: SurgeConfig, surge: int) -> int:
     return surge + max(1, math.ceil(config.period * surge - _ROUNDING))
 
 
-def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks: Ranks) -> float:
+def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks: RankGroup) -> float:
     """Clip the gradient in place to a norm of `bound`; returns its norm before clipping, over all shards."""
     if ranks.size == 1:
         return float(torch.nn.utils.clip_grad_norm_(parameters, bound))
@@ -99,7 +99,7 @@ def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks:
     return norm
 
 
-def check_weights(parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> None:
+def check_weights(parameters: Sequence[torch.nn.Parameter], ranks: RankGroup) -> None:
     """Raise `NonFiniteUpdateError` if a finite gradient made weights overflow: they must not be saved."""
     finite = torch.stack([local_shard(parameter).detach().sum() for parameter in parameters]).isfinite().all()
     if ranks.all_reduce_sum(float(~finite)):

@@ -2,7 +2,7 @@
 
 `torchrun` starts one process for each device and numbers them in the environment. Every rank runs the same program;
 rank 0 is the leader: it has the data, the engines and the run directory. Besides tensors, ranks exchange bytes (JSON,
-safetensors, parquet) and no pickles. A run of one process has the rank `SINGLE`, which exchanges nothing.
+safetensors, parquet) and no pickles. A run of one process has the rank `SINGLE_RANK`, which exchanges nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONTROL_TIMEOUT = timedelta(days=7)
 
 
 @dataclass(frozen=True, eq=False)
-class Ranks:
+class RankGroup:
     """The rank of this process and its collectives.
 
     `device` is the device of its model; None: the one the model is on. `control` is the gloo process group for bytes.
@@ -56,6 +56,10 @@ class Ranks:
         if int(length):
             dist.broadcast(buffer, 0, group=self.control)
         return data if self.is_leader else buffer.numpy().tobytes()
+
+    def broadcast_bool(self, value: bool) -> bool:
+        """Return the leader's `value` on every rank."""
+        return self.broadcast(b"1" if value else b"0") == b"1"
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return the `data` of all ranks, in the order of ranks, on every rank."""
@@ -106,23 +110,23 @@ class Ranks:
         return result  # pyright: ignore[reportReturnType]  # `work` returned it
 
 
-SINGLE = Ranks()
-_current = SINGLE
+SINGLE_RANK = RankGroup()
+_current = SINGLE_RANK
 
 
-def current_ranks() -> Ranks:
-    """The ranks of the run, as seen from this process; `SINGLE` outside of `join`."""
+def current_ranks() -> RankGroup:
+    """The ranks of the run, as seen from this process; `SINGLE_RANK` outside of `join`."""
     return _current
 
 
-def several() -> bool:
+def launched_by_torchrun() -> bool:
     """Whether torchrun started this process as one of several ranks."""
     return _world_size() > 1
 
 
-def follows() -> bool:
+def is_follower() -> bool:
     """Whether this process is one of several ranks, and not the leader."""
-    return several() and os.environ.get("RANK") != "0"
+    return launched_by_torchrun() and os.environ.get("RANK") != "0"
 
 
 def _world_size() -> int:
@@ -133,16 +137,16 @@ def _world_size() -> int:
 
 
 @contextmanager
-def join() -> Iterator[Ranks]:
+def join() -> Iterator[RankGroup]:
     """Join the process group of the ranks that torchrun started (gloo on CPU, nccl between GPUs).
 
-    Yields `SINGLE` for a run of one process. A nested call joins nothing again. Inside, a lost rank is a `TrimtabError`
-    on the ranks that notice it. Raises `TrimtabError` for environment variables that are not torchrun's, or fewer GPUs
-    than local ranks.
+    Yields `SINGLE_RANK` for a run of one process. A nested call does not join again. Inside, a lost rank is a
+    `TrimtabError` on the ranks that notice it. Raises `TrimtabError` for environment variables that are not torchrun's,
+    or fewer GPUs than local ranks.
     """
     global _current
     size = _world_size()
-    if size == 1 or _current is not SINGLE:
+    if size == 1 or _current is not SINGLE_RANK:
         yield _current
         return
     device = _device()
@@ -150,14 +154,14 @@ def join() -> Iterator[Ranks]:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=TENSOR_TIMEOUT)
         control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-        _current = Ranks(dist.get_rank(), size, device, control)
+        _current = RankGroup(dist.get_rank(), size, device, control)
         try:
             yield _current
             # A rank that finishes early must not close its connections while others still read from them.
             _current.gather(b"")
             dist.destroy_process_group()
         finally:
-            _current = SINGLE
+            _current = SINGLE_RANK
 
 
 def _device() -> torch.device:

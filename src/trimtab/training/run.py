@@ -33,7 +33,7 @@ from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary
 from trimtab.rollout.collector import Collector, PromptStream
 from trimtab.rollout.demonstrations import Demonstrations
-from trimtab.rollout.prompt_lengths import Survey, prompt_room
+from trimtab.rollout.prompt_lengths import Survey, max_prompt_tokens
 from trimtab.rollout.source import RolloutSource, SyncSource
 from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
@@ -58,7 +58,7 @@ RewardFunction = Callable[[str, Problem], float]
 
 
 @dataclass(frozen=True, slots=True)
-class RunResult:
+class TrainResult:
     """The run directory and the metrics of the last step."""
 
     run: Path
@@ -84,10 +84,10 @@ def train(
     out: Path | str | None = None,
     resume: bool = False,
     observer: Observer | None = None,
-    makers: Backends = LOCAL_BACKENDS,
+    backends: Backends = LOCAL_BACKENDS,
     stop: Stop | None = None,
     command: str | None = None,
-) -> RunResult:
+) -> TrainResult:
     """Trains a run and returns its directory and last metrics.
 
     Ctrl-C, SIGTERM and `stop` end the run after the step in progress, with a checkpoint; a second signal ends it at
@@ -99,7 +99,7 @@ def train(
         objective: replaces the recipe's objective.
         out: run directory; default: `config.out`, then `runs/run`.
         resume: continue from the newest intact checkpoint in `out`.
-        makers: factories of engines and scorer; a placement on several machines has its own.
+        backends: factories of engines and scorer; a placement on several machines has its own.
         command: the command line to record in the run's provenance; default: that of this process.
 
     Raises:
@@ -114,7 +114,7 @@ def train(
         cleanup.enter_context(stop.signals())
         cleanup.enter_context(join())
         config, built = custom_objective.resolve(config, objective)
-        parts = check(config, reward, makers, built, environment)
+        parts = check(config, reward, backends, built, environment)
         cleanup.callback(parts.scorer.close)
         if parts.environment is not None:
             cleanup.callback(parts.environment.close)
@@ -125,7 +125,7 @@ def train(
         loaded = load_model(config)
         if run.writes and not run.model_folder.exists():
             save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
-        trainer = build_trainer(config, parts, loaded, run, observer, makers)
+        trainer = build_trainer(config, parts, loaded, run, observer, backends)
         trainer.stop = stop
         cleanup.callback(trainer.source.close)
         if resume:
@@ -140,7 +140,7 @@ def train(
             )
         observer.started(config, trainer.learner.objective.equation(), config.trainer.steps, run.path)
         _survey_prompts(trainer)
-        return RunResult(run.path, trainer.train())
+        return TrainResult(run.path, trainer.train())
 
 
 @contextmanager
@@ -174,7 +174,7 @@ def _survey_prompts(trainer: Trainer) -> None:
 def check(
     config: Config,
     reward: RewardFunction | None = None,
-    makers: Backends = LOCAL_BACKENDS,
+    backends: Backends = LOCAL_BACKENDS,
     objective: Objective | None = None,
     environment: type | None = None,
 ) -> RunParts:
@@ -198,7 +198,7 @@ def check(
         specs = [RewardSpec(reward)]
     entries = rewards.weighted(specs, task)
     validate(facts._replace(task=task, rewards=[entry.name for entry in entries]), "task")
-    scorer = Scorer(entries) if makers.scorer is None else makers.scorer(config, specs, task)
+    scorer = Scorer(entries) if backends.scorer is None else backends.scorer(config, specs, task)
     return RunParts(built, task, scorer, multi_turn)
 
 
@@ -222,7 +222,7 @@ def build_trainer(
     loaded: LoadedModel,
     run: RunDirectory,
     observer: Observer,
-    makers: Backends = LOCAL_BACKENDS,
+    backends: Backends = LOCAL_BACKENDS,
 ) -> Trainer:
     """Build engines, rollout source, learner and trainer around a loaded model."""
     ranks = current_ranks()
@@ -233,8 +233,8 @@ def build_trainer(
         # Before engines are built: the embedded engine copies the model on the device where it finds it.
         loaded.model.to(device)  # pyright: ignore[reportArgumentType]
     engines: Sequence[Engine] = [AbsentEngine()]
-    if ranks.is_leader and makers.engines is not None:
-        engines = makers.engines(config, loaded, run.model_folder)
+    if ranks.is_leader and backends.engines is not None:
+        engines = backends.engines(config, loaded, run.model_folder)
     elif ranks.is_leader:
         engines = build_engines(config, loaded, run.model_folder, observer.message)
     canary = Canary.build(config, loaded.tokenizer, loaded.model)
@@ -286,8 +286,8 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
     sampling, prefix, expert = sampling_params(config, parts.task), config.prefix, config.demonstrations
     context = getattr(loaded.model.config, "max_position_embeddings", None)
     contexts = (context, config.engine.vllm.context, getattr(engine, "context", None))
-    samples, room = config.trainer.samples, prompt_room(config, sampling, contexts)
-    longest = config.sampling.max_prompt_tokens or room
+    samples, max_prompt = config.trainer.samples, max_prompt_tokens(config, sampling, contexts)
+    longest = config.sampling.max_prompt_tokens or max_prompt
     return Collector(
         config=config,
         stream=PromptStream(parts.task, loaded.tokenizer, config.seed, longest=longest),
@@ -298,7 +298,7 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
         experts=None
         if expert is None
         else Demonstrations.load(expert, parts.task, loaded.tokenizer, sampling, context),
-        room=room,
+        max_prompt=max_prompt,
         episodes=_build_episodes(config, parts.environment, loaded.tokenizer, sampling),
     )
 

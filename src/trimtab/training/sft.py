@@ -36,7 +36,7 @@ class SftResult:
     metrics: dict[str, Any]
 
 
-def warm_start(config: Config, *, out: Path, observer: Observer | None = None) -> SftResult:
+def supervised_warm_start(config: Config, *, out: Path, observer: Observer | None = None) -> SftResult:
     """Train on gold answers for `sft.steps` steps and write the model to `out`, which must not exist yet."""
     observer = observer or NullObserver()
     if out.exists() and any(out.iterdir()):
@@ -71,7 +71,7 @@ def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            warm_start(config, out=folder)
+            supervised_warm_start(config, out=folder)
     return folder
 
 

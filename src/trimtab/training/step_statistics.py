@@ -18,7 +18,7 @@ from trimtab.corrections.statistics import Mergeable
 from trimtab.objectives import mismatch
 from trimtab.objectives.metrics import Metrics
 from trimtab.training.batching import MicroBatch
-from trimtab.training.ranks import Ranks
+from trimtab.training.ranks import RankGroup
 
 Part = TypeVar("Part", bound=Mergeable)
 
@@ -83,7 +83,7 @@ def _without_counts(part: Part) -> Part:
     return replace(part, **sums)
 
 
-def all_reduce_metrics(metrics: Metrics, ranks: Ranks) -> Metrics:
+def all_reduce_metrics(metrics: Metrics, ranks: RankGroup) -> Metrics:
     """The merged metrics of all ranks; every rank must have the same names."""
     local = {
         f"{name}|{f.name}": value
@@ -101,7 +101,7 @@ def all_reduce_metrics(metrics: Metrics, ranks: Ranks) -> Metrics:
     return reduce(add, by_rank)
 
 
-def all_gather_tensors(local: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+def all_gather_tensors(local: Mapping[str, Tensor], ranks: RankGroup) -> dict[str, Tensor]:
     """The tensors of all ranks by name, on the CPU; no two ranks may use the same name."""
     tensors: dict[str, Tensor] = {}
     for data in ranks.gather(_to_bytes(local)):
@@ -114,7 +114,7 @@ def _to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     return save({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()})
 
 
-def all_reduce_statistics(stats: StepStatistics, ranks: Ranks) -> None:
+def all_reduce_statistics(stats: StepStatistics, ranks: RankGroup) -> None:
     """Merge the statistics of all ranks, in place, on every rank."""
     if stats.objective is not None:
         stats.objective = all_reduce_metrics(stats.objective, ranks)

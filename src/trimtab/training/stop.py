@@ -22,13 +22,13 @@ class Stop:
     """
 
     def __init__(self, line: bytes = WAITING_MESSAGE) -> None:
-        self.asked: int | None = None
+        self.signal_number: int | None = None
         self._line = line
         self._finishing = False
 
-    def ask(self, number: int = signal.SIGINT) -> None:
+    def request(self, number: int = signal.SIGINT) -> None:
         """Request the end of the run after the step in progress. May be called from any thread."""
-        self.asked = self.asked or number
+        self.signal_number = self.signal_number or number
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -53,8 +53,8 @@ class Stop:
             self._finishing = False
 
     def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        first = self.asked is None
-        self.ask(number)  # also before raising: an exception may be lost, in a destructor or an import
+        first = self.signal_number is None
+        self.request(number)  # also before raising: an exception may be lost, in a destructor or an import
         if not self._finishing or not first:
             raise Stopped(number)
         # Not print: the interrupted code may be inside of print.

@@ -64,7 +64,7 @@ def test_columns_of_other_names_give_the_same_figures(
 
 def test_python_gives_what_the_command_gives(files: list[Path]) -> None:
     told: list[tuple[str, int]] = []
-    found = trimtab.diagnose(files[0], watch=lambda what, tokens: told.append((what, tokens)))
+    found = trimtab.diagnose(files[0], on_progress=lambda what, tokens: told.append((what, tokens)))
     assert found.measured.origin.responses == 40
     assert told[0] == ("reading", 0)
     assert ("reading", 480) in told

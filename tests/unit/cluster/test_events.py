@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.cluster.trainer_actor import Relay, replay
+from trimtab.cluster.trainer_actor import EventBuffer, replay_events
 from trimtab.config import load_config
 from trimtab.training.observer import NullObserver
 
@@ -35,7 +35,7 @@ class Recorder(NullObserver):
 
 
 def test_events_arrive_in_order_with_only_the_newest_of_adjacent_phases() -> None:
-    relay, watcher = Relay(), Recorder()
+    relay, watcher = EventBuffer(), Recorder()
     relay.started(CONFIG, "loss = 0", 3, Path("runs/x"))
     relay.phase("collect", 0, 3)
     relay.phase("update", 1, 2)
@@ -43,7 +43,7 @@ def test_events_arrive_in_order_with_only_the_newest_of_adjacent_phases() -> Non
     relay.phase("collect", 1, 3)
     relay.evaluated("sort", "before", 0.25)
     relay.message("said")
-    assert replay(relay.take(0.0), watcher, CONFIG)
+    assert replay_events(relay.poll(0.0), watcher, CONFIG)
     assert watcher.seen == [
         ("started", CONFIG, "loss = 0", 3, Path("runs/x")),
         ("phase", "update", 1, 2),
@@ -52,5 +52,5 @@ def test_events_arrive_in_order_with_only_the_newest_of_adjacent_phases() -> Non
         ("evaluated", "sort", "before", 0.25),
         ("message", "said"),
     ]
-    assert not replay(relay.take(0.0), watcher, CONFIG)
+    assert not replay_events(relay.poll(0.0), watcher, CONFIG)
     assert len(watcher.seen) == 6

@@ -64,12 +64,12 @@ def test_processes_of_their_own(engine: dict, trainer: dict, count: int) -> None
     ],
 )
 def test_shares_of_the_cores(cores: int, workers: int, beside: bool, shares: tuple[int, int]) -> None:
-    assert split_threads(cores, workers, beside=beside) == shares
+    assert split_threads(cores, workers, is_async=beside) == shares
 
 
 @given(st.integers(1, 200), st.integers(1, 50))
 def test_no_core_is_idle_and_none_is_shared_where_there_are_enough(cores: int, workers: int) -> None:
-    own, each = split_threads(cores, workers, beside=True)
+    own, each = split_threads(cores, workers, is_async=True)
     assert own >= each >= 1
     assert own + workers * each == max(cores, workers + 1)
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import pass_at_k
-from trimtab.evaluation.eval_result import EvalResult, Part, ProblemResult
+from trimtab.evaluation.eval_result import BatchCounts, EvalResult, ProblemResult
 from trimtab.intervals import Interval, macro_average, paired_difference, problem_interval, student_quantile, wilson
 
 
 def result(counts, seed=0, task="t"):
     """An evaluation with these (correct, scored) counts."""
     problems = tuple(ProblemResult(f"p{i}", n, c, c / n) for i, (c, n) in enumerate(counts))
-    part = Part(problems, sum(n for _, n in counts), 0, 0, 0, 0, (), 0.0)
+    part = BatchCounts(problems, sum(n for _, n in counts), 0, 0, 0, 0, (), 0.0)
     most = max(n for _, n in counts)
     return EvalResult.of([part], task=task, samples=most, temperature=1.0, seed=seed, prompt="plain")
 

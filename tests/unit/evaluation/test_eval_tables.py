@@ -39,14 +39,14 @@ def relayed():
     return Results(("a", "b"), ("easy", "hard"), SETTINGS, FOUND | RELAY, relay="old")
 
 
-def lines(grid):
+def lines(table):
     """Header and rows of a Markdown table as lists of cells, without intervals."""
-    rows = [line for line in grid.markdown().splitlines() if line.startswith("|") and not line.startswith("| ---")]
+    rows = [line for line in table.markdown().splitlines() if line.startswith("|") and not line.startswith("| ---")]
     return [[cell.strip().partition(" [")[0] for cell in row.strip("|").split("|")] for row in rows]
 
 
 def test_one_row_a_model_and_the_average_of_tasks(results):
-    header, first, second = lines(results.grids()[0])
+    header, first, second = lines(results.tables()[0])
     assert header == [
         "model", "easy avg@4", "easy greedy", "hard avg@4", "hard greedy", "average avg@4", "average greedy"
     ]  # fmt: skip
@@ -56,7 +56,7 @@ def test_one_row_a_model_and_the_average_of_tasks(results):
 
 
 def test_pass_at_k_by_hand(results):
-    header, *rows = lines(results.grids()[1])
+    header, *rows = lines(results.tables()[1])
     assert header == ["model", "k", "easy", "hard", "average"]
     # easy: 1 and 1 - C(2,2)/C(4,2) = 5/6; hard: 1/4 of 1 - C(3,2)/C(4,2) = 1/2.
     assert rows[:3] == [
@@ -68,7 +68,7 @@ def test_pass_at_k_by_hand(results):
 
 
 def test_the_relay_against_the_model_alone(relayed):
-    header, *rows = lines(relayed.grids()[2])
+    header, *rows = lines(relayed.tables()[2])
     assert header == ["model", "task", "k", "relay", "alone", "difference"]
     assert rows[0] == ["a", "easy", "1", "50.0", "75.0", "-25.0"]
     assert rows[3] == ["a", "hard", "1", "12.5", "6.2", "+6.2"]
@@ -98,7 +98,7 @@ def test_a_single_task_has_no_average_and_one_sample_no_pass_at_k():
     alone = Results(
         ("a",), ("easy",), SETTINGS | {"samples": 1}, {("a", "easy", "greedy"): FOUND["a", "easy", "greedy"]}
     )
-    accuracy, details = alone.grids()
+    accuracy, details = alone.tables()
     assert lines(accuracy) == [["model", "easy greedy"], ["a", "100.0"]]
     assert lines(details)[1][:7] == ["a", "easy", "greedy", "plain", "2", "1", "1"]
     assert alone.as_dict()["average"][0]["pass"] == {}
@@ -149,10 +149,10 @@ def test_json_and_terminal_say_the_same(relayed):
     gains = next(item for item in data["relay"] if (item["model"], item["task"]) == ("a", "average"))
     assert gains["difference"]["4"]["value"] == pytest.approx(0.125)
     console = Console(width=400, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    for grid in relayed.grids():
-        console.print(grid.table())
+    for table in relayed.tables():
+        console.print(table.table())
     text = console.export_text()
-    assert all(cell in text for grid in relayed.grids() for row in grid.rows for cell in row)
+    assert all(cell in text for table in relayed.tables() for row in table.rows for cell in row)
 
 
 def test_what_is_measured():

@@ -93,7 +93,7 @@ def test_a_model_with_noisy_logits(kind: str) -> None:
     assert perturbation.sigmas() == pytest.approx({"logits": STD})
     assert [name for name, _ in perturbation.named_parameters()] == list(perturbation.state_dict()) == ["log_sigma"]
     plain, other = loss(model), build(kind)
-    with perturbation.attached(seed=SEED, watch=(watch := PerturbationCoverage())):
+    with perturbation.attached(seed=SEED, coverage=(watch := PerturbationCoverage())):
         noisy = loss(model)
         assert torch.equal(loss(other), plain)  # a reference model scored meanwhile is clean
     assert watch.fractions() == {}

@@ -61,7 +61,7 @@ def types_of_streams(model: Any) -> Iterator[dict[str, list[torch.dtype]]]:
 def changed(model: Any, *, autocast: bool = False, layers: str = "all", std: float = SMALL_STD) -> dict[str, float]:
     watch = PerturbationCoverage()
     noise = Perturbation(model, layers, std)
-    with torch.no_grad(), torch.autocast("cpu", BF16, enabled=autocast), noise.attached(seed=1, watch=watch):
+    with torch.no_grad(), torch.autocast("cpu", BF16, enabled=autocast), noise.attached(seed=1, coverage=watch):
         score(model, batch())
     return watch.fractions()
 
@@ -145,7 +145,7 @@ def test_fillers_of_an_invariant_model_are_not_counted(monkeypatch: pytest.Monke
 
     def counted() -> dict[str, tuple[int, int]]:
         watch = PerturbationCoverage()
-        with torch.autocast("cpu", BF16), Perturbation(model, std=0.01).attached(seed=1, watch=watch):
+        with torch.autocast("cpu", BF16), Perturbation(model, std=0.01).attached(seed=1, coverage=watch):
             score(model, batch())
         return watch.counts()
 
@@ -162,7 +162,7 @@ def test_watching_changes_no_score(kind: str, autocast: bool) -> None:
     with torch.autocast("cpu", BF16, enabled=autocast):
         with perturbation.attached(seed=1):
             plain = score(model, batch()).logp
-        with perturbation.attached(seed=1, watch=watch):
+        with perturbation.attached(seed=1, coverage=watch):
             watched = score(model, batch()).logp
     assert torch.equal(watched, plain)
     assert watch.fractions().keys() == {"0", "1"}
@@ -185,7 +185,7 @@ def test_checkpointing_watches_once() -> None:
     counts = []
     for _ in range(2):
         watch = PerturbationCoverage()
-        with perturbation.attached(seed=1, watch=watch):
+        with perturbation.attached(seed=1, coverage=watch):
             value = score(model, batch()).logp.sum()
         value.backward()
         counts.append((watch.fractions(), dict(watch._total)))

@@ -71,7 +71,7 @@ def test_the_recipe_is_its_own_plan(name: str) -> None:
 @pytest.mark.parametrize("name", GPUS)
 def test_another_split_is_no_faster(name: str) -> None:
     found = planned(name)
-    best = best_plan(replace(found.question, rollout_gpus=None, tensor_parallel=None))
+    best = best_plan(replace(found.request, rollout_gpus=None, tensor_parallel=None))
     assert best.cycle.seconds == pytest.approx(found.cycle.seconds, rel=0.01)
 
 

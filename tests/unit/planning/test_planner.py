@@ -84,7 +84,7 @@ def test_what_does_not_fit_says_how_long_a_response_would() -> None:
 def test_a_large_model_is_offloaded_and_costs_cpu_memory() -> None:
     found = best_plan(replace(SEVEN, shape=SHAPES["llama-3.1-70b"], rollout_gpus=4, micro_batch=2560))
     assert (found.engine.gpus, found.rank.offload, found.fits) == (4, True, True)
-    assert host_memory(found.question.shape, found.rank) == pytest.approx(24 * 70.55e9, rel=1e-3)
+    assert host_memory(found.request.shape, found.rank) == pytest.approx(24 * 70.55e9, rel=1e-3)
 
 
 def test_lag_is_counted_in_updates() -> None:

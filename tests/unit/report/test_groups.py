@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.report.groups import find_runs, group_runs, listed, named_runs, plain
+from trimtab.report.groups import find_runs, group_runs, join_names, named_runs, plain
 
 KEYS = ("step", "reward/mean")
 
@@ -122,5 +122,5 @@ def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:
 
 
 def test_many_names_are_counted() -> None:
-    assert listed(["a", "b", "c", "d"]) == "a, b, c, d"
-    assert listed(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert join_names(["a", "b", "c", "d"]) == "a, b, c, d"
+    assert join_names(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.report.perturbation_verdict import verdict
+from trimtab.report.perturbation_verdict import perturbation_verdict
 from trimtab.report.run_report import write_report
 from trimtab.runs.reader import Run
 
@@ -19,15 +19,17 @@ def _run(*rows: dict[str, float]) -> Run:
 
 
 def test_a_run_without_noise_has_no_verdict() -> None:
-    assert verdict(Run(Path(), {}, [{"step": 1, "reward/mean": 0.5}])) is None
+    assert perturbation_verdict(Run(Path(), {}, [{"step": 1, "reward/mean": 0.5}])) is None
 
 
 def test_before_the_first_probe_there_is_no_verdict() -> None:
-    assert verdict(_run({"step": 1, "sigma_mean": 1e-4})) is None
+    assert perturbation_verdict(_run({"step": 1, "sigma_mean": 1e-4})) is None
 
 
 def test_noise_that_arrives() -> None:
-    found = verdict(_run({"step": 1, "sigma_mean": 1e-4, "changed": 0.98, "changed/0": 0.98, "dlogp": 0.01}))
+    found = perturbation_verdict(
+        _run({"step": 1, "sigma_mean": 1e-4, "changed": 0.98, "changed/0": 0.98, "dlogp": 0.01})
+    )
     assert found is not None
     assert found.acts
     assert found.text == (
@@ -37,7 +39,7 @@ def test_noise_that_arrives() -> None:
 
 def test_noise_that_arrives_in_part_names_the_layers() -> None:
     row = {"step": 3, "sigma_mean": 1e-4, "dlogp": 0.07}
-    found = verdict(_run(row | {"changed": 0.11, "changed/2": 0.3, "changed/10": 0.01, "changed/3": 0.02}))
+    found = perturbation_verdict(_run(row | {"changed": 0.11, "changed/2": 0.3, "changed/10": 0.01, "changed/3": 0.02}))
     assert found is not None
     assert found.acts
     assert "in part" in found.text
@@ -45,28 +47,28 @@ def test_noise_that_arrives_in_part_names_the_layers() -> None:
 
 
 def test_noise_that_rounding_undoes_is_a_no_op_whatever_the_log_probs_say() -> None:
-    found = verdict(_run({"step": 10, "sigma_mean": 1e-6, "changed": 0.0008, "dlogp": 0.09}))
+    found = perturbation_verdict(_run({"step": 10, "sigma_mean": 1e-6, "changed": 0.0008, "dlogp": 0.09}))
     assert found is not None
     assert not found.acts
     assert "in effect a no-op, so this run is bypass: rounding undoes σ = 1.00e-6" in found.text
 
 
 def test_noise_of_sigma_zero_is_a_no_op() -> None:
-    found = verdict(_run({"step": 10, "sigma_mean": 0.0, "dlogp": 0.0}))
+    found = perturbation_verdict(_run({"step": 10, "sigma_mean": 0.0, "dlogp": 0.0}))
     assert found is not None
     assert not found.acts
     assert "in effect a no-op, so this run is bypass: σ is 0." in found.text
 
 
 def test_noise_on_the_logits_is_judged_by_the_log_probs() -> None:
-    assert (found := verdict(_run({"step": 1, "sigma_mean": 1e-4, "dlogp": 1e-4}))) is not None
+    assert (found := perturbation_verdict(_run({"step": 1, "sigma_mean": 1e-4, "dlogp": 1e-4}))) is not None
     assert found.acts
 
 
 def test_the_verdict_is_of_the_last_probe_step() -> None:
     probe = {"sigma_mean": 1e-4, "changed": 0.9, "dlogp": 0.01}
     later = {"step": 20, "sigma_mean": 1e-9, "changed": 0.0, "dlogp": 0.0}
-    found = verdict(_run({"step": 10} | probe, later, {"step": 21, "sigma_mean": 1e-9}))
+    found = perturbation_verdict(_run({"step": 10} | probe, later, {"step": 21, "sigma_mean": 1e-9}))
     assert found is not None
     assert not found.acts
     assert "At step 20" in found.text

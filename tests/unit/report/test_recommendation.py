@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trimtab.report.comparison_table import ComparisonTable, markdown, summarize
 from trimtab.report.experiment_page import write_experiment_page
-from trimtab.report.recommendation import ordered, recommend
+from trimtab.report.recommendation import by_accuracy, recommend
 
 
 def grid(
@@ -78,7 +78,7 @@ def test_over_several_levels_the_mean_decides_and_a_method_must_have_all() -> No
         b={"like-noise": [0.8, 0.8], "like-staleness": [0.75, 0.75]},
         only={"like-noise": [0.95, 0.95]},
     )
-    assert ordered(both) == ["b", "a", "only"]
+    assert by_accuracy(both) == ["b", "a", "only"]
     assert "b, with 0.775 held-out accuracy (0.500 before), the mean over like-noise and like-staleness." in (
         recommend(both).text
     )
@@ -87,10 +87,10 @@ def test_over_several_levels_the_mean_decides_and_a_method_must_have_all() -> No
 
 def test_the_table_and_the_page_begin_with_the_best(tmp_path: Path) -> None:
     found = grid(c=[0.6, 0.5], a=[0.9, 0.8], b=[0.7, 0.7])
-    rows = [line.split("`")[1] for line in markdown(found, ordered(found)).splitlines()[2:]]
+    rows = [line.split("`")[1] for line in markdown(found, by_accuracy(found)).splitlines()[2:]]
     assert rows == ["a", "b", "c"]
     text = recommend(found).text
-    page = write_experiment_page(found, tmp_path / "p.html", methods=ordered(found), verdict=text).read_text()
+    page = write_experiment_page(found, tmp_path / "p.html", methods=by_accuracy(found), verdict=text).read_text()
     assert f"<strong>{text}</strong>" in page
     places = [page.index(f"<strong>{name}</strong>") for name in ("a", "b", "c")]
     assert places == sorted(places)

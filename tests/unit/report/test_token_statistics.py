@@ -131,16 +131,16 @@ def test_levels_of_the_ratio() -> None:
 def test_cuts_are_rises_inside_a_response() -> None:
     #                    old old new new | new | | falls and rises: only the rises count
     version = np.array([3, 3, 5, 5, 7, 2, 2, 2, 1, 1, 4, 4, 6, 6, 6])
-    assert token_statistics.cuts(version, STARTS).tolist() == [2, 10, 12]
-    assert token_statistics.cuts(np.full(15, 3), STARTS).tolist() == []
+    assert token_statistics.takeovers(version, STARTS).tolist() == [2, 10, 12]
+    assert token_statistics.takeovers(np.full(15, 3), STARTS).tolist() == []
 
 
 def test_frequent_tokens_with_their_entropy_ties_by_id() -> None:
     ids, entropy = np.array([9, 2, 9, 5, 2, 7]), np.array([1.0, 0.5, 3.0, 0.25, 0.7, 0.0])
-    assert token_statistics.frequent(ids, entropy, 3) == [
+    assert token_statistics.most_frequent(ids, entropy, 3) == [
         token_statistics.Frequent(2, 2, 0.6),
         token_statistics.Frequent(9, 2, 2.0),
         token_statistics.Frequent(5, 1, 0.25),
     ]
-    assert [row.count for row in token_statistics.frequent(ids, None, 9)] == [2, 2, 1, 1]
-    assert math.isnan(token_statistics.frequent(ids, None, 1)[0].entropy)
+    assert [row.count for row in token_statistics.most_frequent(ids, None, 9)] == [2, 2, 1, 1]
+    assert math.isnan(token_statistics.most_frequent(ids, None, 1)[0].entropy)

@@ -11,7 +11,7 @@ from trimtab.config import load_config
 from trimtab.errors import TrimtabError
 from trimtab.models.laboratory import build
 from trimtab.rollout.collector import PromptStream
-from trimtab.rollout.prompt_lengths import MAX_SURVEYED, Survey, prompt_room
+from trimtab.rollout.prompt_lengths import MAX_SURVEYED, Survey, max_prompt_tokens
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Plain
 from trimtab.training.held_out import HeldOut
@@ -44,7 +44,7 @@ def test_the_room_of_a_prompt_is_what_the_context_leaves(
     given: int | None, contexts: tuple[int | None, ...], expected: int | None
 ) -> None:
     config = load_config({"sampling": {} if given is None else {"max_prompt_tokens": given}})
-    assert prompt_room(config, SamplingParams(max_tokens=10), contexts) == expected
+    assert max_prompt_tokens(config, SamplingParams(max_tokens=10), contexts) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_the_room_of_a_prompt_is_what_the_context_leaves(
 def test_what_no_context_can_hold_is_refused(given: int | None, most: int, named: str) -> None:
     config = load_config({"sampling": {} if given is None else {"max_prompt_tokens": given}})
     with pytest.raises(TrimtabError, match=named):
-        prompt_room(config, SamplingParams(max_tokens=most), (64,))
+        max_prompt_tokens(config, SamplingParams(max_tokens=most), (64,))
 
 
 def test_a_survey_says_how_long_prompts_are_and_how_many_are_left_out() -> None:
@@ -135,7 +135,7 @@ def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> 
     config = load_config({"eval": {"problems": 5}})
     with rewards.build([RewardSpec("exact")], source.task) as scorer:
         sampling = SamplingParams(max_tokens=4, stop=(".",))
-        collector = SimpleNamespace(config=config, stream=source, scorer=scorer, sampling=sampling, room=6)
+        collector = SimpleNamespace(config=config, stream=source, scorer=scorer, sampling=sampling, max_prompt=6)
         held_out = HeldOut.of(collector)  # pyright: ignore[reportArgumentType]
         assert held_out.measure(engine, collector) == (pytest.approx(1 / 5), 5)  # pyright: ignore[reportArgumentType]
     assert [problem.id for problem in held_out.problems] == ["p0", "p2", "p4"]
@@ -143,6 +143,6 @@ def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> 
 
 
 def test_held_out_problems_that_are_all_too_long_are_not_solved() -> None:
-    collector = SimpleNamespace(config=load_config({}), stream=stream(9), room=6)
+    collector = SimpleNamespace(config=load_config({}), stream=stream(9), max_prompt=6)
     held_out = HeldOut.of(collector)  # pyright: ignore[reportArgumentType]
     assert held_out.measure(None, collector)[0] == 0.0  # pyright: ignore[reportArgumentType]

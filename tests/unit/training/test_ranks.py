@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.training.ranks import SINGLE, _error_message, current_ranks, follows, join
+from trimtab.training.ranks import SINGLE_RANK, _error_message, current_ranks, is_follower, join
 
 
 @pytest.fixture(autouse=True)
@@ -16,29 +16,30 @@ def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_alone_a_process_leads_and_agrees_with_itself() -> None:
     with join() as ranks:
-        assert ranks is current_ranks() is SINGLE
+        assert ranks is current_ranks() is SINGLE_RANK
         assert ranks.is_leader
         assert ranks.broadcast(b"x") == b"x"
+        assert [ranks.broadcast_bool(value) for value in (True, False)] == [True, False]
         assert ranks.gather(b"y") == [b"y"]
         assert ranks.all_reduce_sum(0.1) == 0.1
         assert ranks.run_on_all_ranks(lambda: 3) == 3
-    assert not follows()
+    assert not is_follower()
 
 
 def test_torchrun_with_one_process_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
     with join() as ranks:
-        assert ranks is SINGLE
+        assert ranks is SINGLE_RANK
 
 
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    assert follows()
+    assert is_follower()
     with pytest.raises(TrimtabError, match="LOCAL_RANK is not: start several ranks with `torchrun"), join():
         pass
-    assert current_ranks() is SINGLE
+    assert current_ranks() is SINGLE_RANK
 
 
 def test_an_error_without_words_is_still_an_error_to_the_others() -> None:

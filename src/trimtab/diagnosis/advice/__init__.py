@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trimtab.adapters.config_lines import lines
-from trimtab.diagnosis.advice.preset_outcomes import Data, outcomes
+from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcomes
 from trimtab.diagnosis.advice.rules import Findings, choose
 from trimtab.diagnosis.records import Cause, Measured, PresetOutcome, Recommendation
 
@@ -18,7 +18,7 @@ def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOut
     If a cause must be fixed first (docs/recommendations.md), the reason names it, and the preset is the one to use
     after the fix, at published bounds.
     """
-    table = outcomes(Data.of(measured.sample))
+    table = outcomes(AdviceData.of(measured.sample))
     size = measured.size
     rule, overrides, why = choose(Findings(causes, size.verdict, size.mismatch["k3"], table, measured.origin.trained))
     return table, Recommendation(rule.preset, dict(overrides), why, lines(rule.preset, overrides))

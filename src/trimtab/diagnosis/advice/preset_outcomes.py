@@ -28,12 +28,12 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective, PolicyLogps, Regression, objective, objectives
 from trimtab.objectives.calibrate import Observed, bounds_of, calibrated
 
-WASTE, SLACK = 1.25, 64
-"""Largest ratio of longest to shortest response of a padded block; a difference of `SLACK` tokens is always allowed."""
+MAX_LENGTH_RATIO, MIN_LENGTH_SLACK = 1.25, 64
+"""Largest ratio of longest to shortest response of a padded block, and a difference that is always allowed."""
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class PaddedBlock:
     """Responses of similar length as padded rows (rows, time); sign (rows, 1): of the advantage, 0 where unknown."""
 
     trainer: Tensor
@@ -43,21 +43,21 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Data:
+class AdviceData:
     """All responses as one batch, in blocks of similar length.
 
     trained: number of trained tokens. known: whether the sign of every advantage is known.
     """
 
-    blocks: Sequence[Block]
+    blocks: Sequence[PaddedBlock]
     trained: int
     known: bool
 
     @classmethod
-    def of(cls, table: TokenTable) -> Data:
+    def of(cls, table: TokenTable) -> AdviceData:
         sign = np.zeros(table.responses) if table.advantage is None else np.sign(np.nan_to_num(table.advantage))
         usable = np.flatnonzero(table.lengths > 0)
-        blocks = [_block(table, sign, rows) for rows in _alike(table.lengths, usable)]
+        blocks = [_pad_block(table, sign, rows) for rows in _split_by_length(table.lengths, usable)]
         trained = sum(int(block.mask.sum()) for block in blocks)
         return cls(blocks, trained, bool((sign[usable] != 0).all()))
 
@@ -75,7 +75,7 @@ class Data:
         return torch.cat(parts).double()
 
 
-def weights(built: Objective, data: Data, unknown: float) -> Tensor:
+def weights(built: Objective, data: AdviceData, unknown: float) -> Tensor:
     """Returns the applied weight of every trained token (trained,), float64, at the first update on the data.
 
     There the current policy equals the proximal one, so that d loss / d log pi, divided by the advantage and by the
@@ -109,13 +109,13 @@ def unbounded(built: Objective) -> Objective:
 def _gradient_of_one_token(plain: Objective) -> float:
     """Returns the gradient of a batch of one token with advantage 1 and equal policies."""
     agreed = torch.full((1, 1), -1.0)
-    block = Block(agreed, agreed, torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1))
+    block = PaddedBlock(agreed, agreed, torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1))
     current = agreed.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(plain(_logps(block, current), block.sign).loss, current)
     return float(gradient)
 
 
-def _logps(block: Block, current: Tensor) -> PolicyLogps:
+def _logps(block: PaddedBlock, current: Tensor) -> PolicyLogps:
     return PolicyLogps(
         current=current,
         behavior=block.behavior,
@@ -125,23 +125,23 @@ def _logps(block: Block, current: Tensor) -> PolicyLogps:
     )
 
 
-def _alike(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-    """Returns the rows in ascending length, split wherever padding to the longest would exceed `WASTE` and `SLACK`."""
+def _split_by_length(lengths: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+    """Returns the rows by length, split where padding would exceed `MAX_LENGTH_RATIO` and `MIN_LENGTH_SLACK`."""
     rows = rows[np.argsort(lengths[rows], kind="stable")]
     cuts, start = [], 0
     for index, length in enumerate(lengths[rows]):
-        if length > max(WASTE * lengths[rows[start]], lengths[rows[start]] + SLACK):
+        if length > max(MAX_LENGTH_RATIO * lengths[rows[start]], lengths[rows[start]] + MIN_LENGTH_SLACK):
             cuts.append(index)
             start = index
     return [part for part in np.split(rows, cuts) if len(part)]
 
 
-def _block(table: TokenTable, sign: np.ndarray, rows: np.ndarray) -> Block:
+def _pad_block(table: TokenTable, sign: np.ndarray, rows: np.ndarray) -> PaddedBlock:
     lengths = table.lengths[rows]
     positions = np.arange(lengths.max())[None, :]
     real = positions < lengths[:, None]
     index = np.where(real, table.starts[rows][:, None] + positions, 0)
-    return Block(
+    return PaddedBlock(
         trainer=torch.from_numpy(table.trainer[index]),
         behavior=torch.from_numpy(table.behavior[index]),
         mask=torch.from_numpy(table.mask[index] & real),
@@ -149,7 +149,7 @@ def _block(table: TokenTable, sign: np.ndarray, rows: np.ndarray) -> Block:
     )
 
 
-SAME = 1e-5
+EQUAL_TOLERANCE = 1e-5
 """Relative difference up to which two float32 weights count as equal."""
 
 NOTES = {
@@ -162,21 +162,21 @@ NOTES = {
 }
 
 
-def outcomes(data: Data, presets: Sequence[str] = ()) -> tuple[PresetOutcome, ...]:
+def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutcome, ...]:
     """Returns one row per preset (default: all), followed by one with calibrated bounds if it has any.
 
     Empty without a trained token.
     """
     if data.trained == 0:
         return ()
-    table = _Table(data)
+    table = _OutcomeTable(data)
     return tuple(row for name in presets or objectives() for row in table.rows(name))
 
 
-class _Table:
+class _OutcomeTable:
     """Computes the rows of one data set and caches the weights that several presets share."""
 
-    def __init__(self, data: Data) -> None:
+    def __init__(self, data: AdviceData) -> None:
         self.data = data
         self.observed = data.observed
         self.ratio = {level: data.ratio(level) for level in ("token", "sequence")}
@@ -193,7 +193,7 @@ class _Table:
         yield self._row(objective(name, **bounds), bounds)
 
     def _row(self, built: Objective, bounds: Mapping[str, float]) -> PresetOutcome:
-        unknown = (1.0, -1.0) if _signed(built) and not self.data.known else (1.0,)
+        unknown = (1.0, -1.0) if _depends_on_sign(built) and not self.data.known else (1.0,)
         kept, changed, ess, bias = np.mean([self._shares(built, sign) for sign in unknown], axis=0).tolist()
         note = _note(built, both=len(unknown) == 2)
         return PresetOutcome(built.name, kept, changed, ess, bias, dict(bounds), bool(bounds), note)
@@ -202,7 +202,7 @@ class _Table:
         weight = weights(built, self.data, unknown)
         free = self._unbounded_weights(built, unknown)
         kept = weight != 0
-        changed = kept & ((weight - free).abs() > SAME * free.abs())
+        changed = kept & ((weight - free).abs() > EQUAL_TOLERANCE * free.abs())
         square = float(weight.square().mean())
         return (
             float(kept.double().mean()),
@@ -218,7 +218,7 @@ class _Table:
         return self._unbounded[key]
 
 
-def _signed(built: Objective) -> bool:
+def _depends_on_sign(built: Objective) -> bool:
     """Whether the result depends on the sign of the advantage: clipping of current/behavior, OPSM, a regression."""
     return built.ratio.over == "behavior" or any("advantage" in rule.reads for rule in built.masks)
 

@@ -56,7 +56,7 @@ class Rule:
     """
 
     name: str
-    holds: Callable[[Findings], bool]
+    applies: Callable[[Findings], bool]
     preset: str
     why: str
     own_bounds: bool = True
@@ -144,7 +144,7 @@ RULES = (
 
 def choose(findings: Findings) -> tuple[Rule, Mapping[str, float], str]:
     """Returns the first rule that holds, the overrides of its preset, and the reason with the numbers of the data."""
-    rule = next(rule for rule in RULES if rule.holds(findings))
+    rule = next(rule for rule in RULES if rule.applies(findings))
     overrides = findings.bounds(rule.preset) if rule.own_bounds else {}
     why = rule.why.format(
         faults=" and ".join(findings.faults),

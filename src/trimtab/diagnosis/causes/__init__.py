@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs
 from trimtab.diagnosis.causes.misaligned import find_shifts
-from trimtab.diagnosis.causes.precision import name_noise, noise_beside, noise_of
+from trimtab.diagnosis.causes.precision import measure_noise, noise_cause, noise_lower_bound
 from trimtab.diagnosis.causes.retokenized import find_retokenized
-from trimtab.diagnosis.causes.sampling_faults import find_broken
+from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
 from trimtab.diagnosis.causes.stale import find_drift
 from trimtab.diagnosis.causes.swapped import find_swapped_responses
 from trimtab.diagnosis.records import Cause, DataSummary, Measured, Settings
 
-FEWEST = 100
+MIN_TOKENS = 100
 """Fewest trained tokens for which causes other than `non-finite` are inferred."""
 
 
@@ -35,31 +35,31 @@ def find_causes(measured: Measured) -> tuple[Cause, ...]:
     """
     causes = [cause] if (cause := _non_finite(measured.origin)) else []
     tokens = LogprobPairs.of(measured.sample)
-    if len(tokens) >= FEWEST:
-        causes += _of_tokens(tokens, measured.size.floor, measured.origin.settings)
+    if len(tokens) >= MIN_TOKENS:
+        causes += _infer_causes(tokens, measured.size.floor, measured.origin.settings)
     return tuple(sorted(causes, key=lambda cause: -cause.confidence))
 
 
-def _of_tokens(tokens: LogprobPairs, floor: float, settings: Settings | None) -> list[Cause]:
+def _infer_causes(tokens: LogprobPairs, floor: float, settings: Settings | None) -> list[Cause]:
     causes: list[Cause] = []
     for search in (find_shifts, find_swapped_responses, find_retokenized):
         cause, tokens = search(tokens)
         # The edges of a shift that starts at a turn also look like jumps: the same cause is reported once.
         if cause is not None and cause.name not in (known.name for known in causes):
             causes.append(cause)
-    if len(tokens) < FEWEST // 2:
+    if len(tokens) < MIN_TOKENS // 2:
         return causes
-    broken, line, cut = find_broken(tokens, repaired=bool(causes))
-    causes += broken
-    systematic = line is not None or cut is not None
-    sampler_cut = any(cause.name == "truncated-sampling" for cause in broken)
-    noise = noise_beside(tokens, line, sampler_cut=sampler_cut) if systematic else noise_of(tokens)
+    faults, fit, truncation = find_sampling_faults(tokens, repaired=bool(causes))
+    causes += faults
+    systematic = fit is not None or truncation is not None
+    sampler_cut = any(cause.name == "truncated-sampling" for cause in faults)
+    noise = noise_lower_bound(tokens, fit, sampler_cut=sampler_cut) if systematic else measure_noise(tokens)
     drift = find_drift(tokens, noise, systematic=systematic)
     if drift.cause is not None:
         causes.append(drift.cause)
-    if drift.fresh is not None:
-        fresh_noise = noise_of(drift.fresh) if not systematic else noise
-        if (cause := name_noise(fresh_noise, floor, settings)) is not None:
+    if drift.undrifted is not None:
+        remaining_noise = measure_noise(drift.undrifted) if not systematic else noise
+        if (cause := noise_cause(remaining_noise, floor, settings)) is not None:
             causes.append(cause)
     return causes
 

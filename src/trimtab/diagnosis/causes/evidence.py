@@ -10,7 +10,7 @@ import numpy as np
 
 from trimtab.diagnosis.tokens import TokenTable
 
-NEAREST = -1e-7
+MAX_LOGP = -1e-7
 """The log-prob closest to 0 that float32 distinguishes from it; logits are clamped there."""
 
 MIDDLE = (-5.0, -0.05)
@@ -19,7 +19,7 @@ MIDDLE = (-5.0, -0.05)
 
 def logit(logp: np.ndarray) -> np.ndarray:
     """Returns log(p / (1 - p)) of log p, clamped at `NEAREST`."""
-    logp = np.minimum(logp, NEAREST)
+    logp = np.minimum(logp, MAX_LOGP)
     return logp - np.log(-np.expm1(logp))
 
 
@@ -61,9 +61,9 @@ class LogprobPairs:
         return self.table.row[self.index]
 
     @cached_property
-    def place(self) -> np.ndarray:
+    def position(self) -> np.ndarray:
         """The position of each token in its response, untrained tokens included."""
-        return self.table.place[self.index]
+        return self.table.position[self.index]
 
     @cached_property
     def turn(self) -> np.ndarray:
@@ -78,7 +78,7 @@ class LogprobPairs:
     @cached_property
     def _since_boundary(self) -> tuple[np.ndarray, np.ndarray]:
         """`turn` and `inner` of all tokens of the table."""
-        mask, place = self.table.mask, self.table.place
+        mask, place = self.table.mask, self.table.position
         index = np.arange(len(mask))
         if not len(mask):
             return index, mask
@@ -117,7 +117,7 @@ class LogprobPairs:
         mean = 0.5 * (self.behavior + self.trainer)
         return (mean > MIDDLE[0]) & (mean < MIDDLE[1])
 
-    def kept(self, keep: np.ndarray) -> LogprobPairs:
+    def select(self, keep: np.ndarray) -> LogprobPairs:
         """Returns the tokens where `keep` is True."""
         return self.repaired(self.trainer, keep)
 

@@ -5,14 +5,14 @@ trainer's log-prob at the neighbor is than that at the token itself. On aligned 
 maximal sum over a stretch of a response is near 0; on a shifted stretch the sum is the whole difference. A shift is
 reported when
 
-  * its stretches gain at least `LEAST` nats, `PART` of the total distance, and `CLEAR` times the gain of the other
-    offsets, and
-  * inside them the shifted log-probs agree far better (`FIT` of the distance, correlation `TIE`).
+  * its stretches gain at least `MIN_GAIN` nats, `MIN_PART` of the total distance, and `MIN_GAIN_RATIO` times the gain
+    of the other offsets, and
+  * inside them the shifted log-probs agree far better (`MAX_DISTANCE` of the distance, correlation `MIN_CORRELATION`).
 
-Where responses have different shifts, each is decided separately: an offset must gain `CLEAR` times as much as the
-others and at least `ALONE` nats, these responses together must gain as much as above, and the fit must be closer
-(`FIT_ALONE`). Where responses are too short or too certain for either, the score over all tokens decides: it exceeds 0
-by `CERTAIN` standard errors only for lists that are shifted as a whole.
+Where responses have different shifts, each is decided separately: an offset must gain `MIN_GAIN_RATIO` times as much as
+the others and at least `MIN_GAIN_SINGLE` nats, these responses together must gain as much as above, and the fit must be
+closer (`MAX_DISTANCE_SINGLE`). Where responses are too short or too certain for either, the score over all tokens
+decides: it exceeds 0 by `MIN_WHOLE_Z` standard errors only for lists that are shifted as a whole.
 
 The stretches are repaired, so that other causes stay detectable, and the remaining responses are searched again, since
 they may have another shift. A shift that begins at a later turn is `retokenized` (`turns.py`), any other `misaligned`.
@@ -28,15 +28,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, z_of
-from trimtab.diagnosis.causes.turns import Begin, begins_of, begins_text
+from trimtab.diagnosis.causes.turns import ShiftStart, find_shift_starts, shift_starts_text
 from trimtab.diagnosis.records import Cause
 
-FIT_ALONE, ALONE = 0.25, 6.0  # of a response's own offset: it was chosen among many
+# For the offset of a single response, which is chosen among many.
+MAX_DISTANCE_SINGLE, MIN_GAIN_SINGLE = 0.25, 6.0
 OFFSETS = tuple(s for k in range(1, 9) for s in (k, -k))
-CAP, STRETCH, LEAST, CLEAR, FIT, TIE, PART = 3.0, 3.0, 12.0, 3.0, 0.65, 0.75, 0.22
-CERTAIN = 6.0
-INFORMS = 2.0  # nats of surprise in a response that could show its shift
-ROUNDS = 4
+CAP, MIN_STRETCH_GAIN, MIN_GAIN, MIN_GAIN_RATIO = 3.0, 3.0, 12.0, 3.0
+MAX_DISTANCE, MIN_CORRELATION, MIN_PART = 0.65, 0.75, 0.22
+MIN_WHOLE_Z = 6.0
+MIN_SURPRISE = 2.0  # nats of surprise that a response needs to show its shift
+MAX_ROUNDS = 4
 FIX_TURNS = (
     "Train on the token ids the sampler returned: the conversation was encoded again where that turn begins, and got "
     "another length. Append new tokens to the old ids, and take the loss mask from them."
@@ -50,39 +52,39 @@ FIX = (
 def find_shifts(tokens: LogprobPairs) -> tuple[Cause | None, LogprobPairs]:
     """Returns the cause, if detected, and the correctly paired tokens after repair of the shifted stretches."""
     shifts: list[_Shift] = []
-    left, good = tokens, []
-    for _ in range(ROUNDS):
-        shift = _best(left)
+    remaining, repaired_parts = tokens, []
+    for _ in range(MAX_ROUNDS):
+        shift = _best_shift(remaining)
         if shift is None:
             break
         shifts.append(shift)
         inside = shift.inside
-        good.append(left.repaired(left.trainer[shift.partner], inside))
-        # LogprobPairs around a stretch have lost their partners, so that its whole response is removed from the search.
-        left = left.kept(~np.isin(left.row, left.row[inside]))
+        repaired_parts.append(remaining.repaired(remaining.trainer[shift.partner], inside))
+        # Tokens around a stretch have lost their partners, so that its whole response is removed from the search.
+        remaining = remaining.select(~np.isin(remaining.row, remaining.row[inside]))
     if not shifts:
         return None, tokens
-    most = max(shifts, key=lambda shift: shift.gain)
-    others = ", ".join(f"{shift.offset:+d}" for shift in shifts if shift is not most)
-    moved, rows = sum(len(part) for part in good), sum(shift.rows for shift in shifts)
+    largest = max(shifts, key=lambda shift: shift.gain)
+    others = ", ".join(f"{shift.offset:+d}" for shift in shifts if shift is not largest)
+    moved, rows = sum(len(part) for part in repaired_parts), sum(shift.rows for shift in shifts)
     evidence = (
-        f"the trainer's log-probs agree with the sampler's when moved by {most.offset:+d}"
+        f"the trainer's log-probs agree with the sampler's when moved by {largest.offset:+d}"
         f"{f' (elsewhere by {others})' if others else ''}: {moved} of {len(tokens)} tokens, in {rows} of "
-        f"{len(np.unique(tokens.row))} responses, fit their neighbor's value, {most.gain:.0f} nats closer"
+        f"{len(np.unique(tokens.row))} responses, fit their neighbor's value, {largest.gain:.0f} nats closer"
     )
-    repaired = LogprobPairs.concat(good)
+    repaired = LogprobPairs.concat(repaired_parts)
     # Responses too short or too certain to show their shift would look like noise, so that the remaining tokens are
     # kept only if they fit about as well as the repaired ones.
-    informs = np.bincount(tokens.row, -tokens.behavior) > INFORMS
-    mostly = rows > 0.5 * informs.sum()
-    clean = len(left) and not mostly and _distance(left) <= 2 * _distance(repaired)
-    begins = [begin for shift in shifts for begin in shift.begins]
-    starts_at_turns = len(begins) > rows / 2
+    can_show_shift = np.bincount(tokens.row, -tokens.behavior) > MIN_SURPRISE
+    mostly = rows > 0.5 * can_show_shift.sum()
+    clean = len(remaining) and not mostly and _distance(remaining) <= 2 * _distance(repaired)
+    starts = [start for shift in shifts for start in shift.starts]
+    starts_at_turns = len(starts) > rows / 2
     if starts_at_turns:
-        evidence += f"; {begins_text(begins, rows)}"
+        evidence += f"; {shift_starts_text(starts, rows)}"
     name, fix = ("retokenized", FIX_TURNS) if starts_at_turns else ("misaligned", FIX)
-    cause = Cause(name, confidence(most.gain, LEAST), evidence, fix)
-    return cause, LogprobPairs.concat([repaired, left]) if clean else repaired
+    cause = Cause(name, confidence(largest.gain, MIN_GAIN), evidence, fix)
+    return cause, LogprobPairs.concat([repaired, remaining]) if clean else repaired
 
 
 def _distance(tokens: LogprobPairs) -> float:
@@ -98,76 +100,76 @@ class _Shift:
     rows: int
     inside: np.ndarray
     partner: np.ndarray
-    begins: list[Begin]
+    starts: list[ShiftStart]
 
 
-def _best(tokens: LogprobPairs) -> _Shift | None:
+def _best_shift(tokens: LogprobPairs) -> _Shift | None:
     """Returns the offset with the largest gain and the stretches that it repairs; None without a significant one."""
-    own = np.minimum(np.abs(tokens.log_ratio), CAP)
-    if own.sum() < LEAST:
+    distance = np.minimum(np.abs(tokens.log_ratio), CAP)
+    if distance.sum() < MIN_GAIN:
         return None
     gains: dict[int, np.ndarray] = {}
     rates: dict[int, float] = {}
     wholes: dict[int, float] = {}
     for offset in OFFSETS:
-        score, real = _score(tokens, own, offset)
-        gains[offset], _ = _stretches(score, tokens.row, STRETCH)
+        score, real = _score(tokens, distance, offset)
+        gains[offset], _ = _stretches(score, tokens.row, MIN_STRETCH_GAIN)
         # Per pair, since far offsets have fewer pairs.
         rates[offset] = float(gains[offset].sum()) / max(int(real.sum()), 1)
-        wholes[offset] = float(score[real].sum()) if z_of(score[real]) > CERTAIN else 0.0
-    needed = max(LEAST, PART * own.sum())
+        wholes[offset] = float(score[real].sum()) if z_of(score[real]) > MIN_WHOLE_Z else 0.0
+    needed = max(MIN_GAIN, MIN_PART * distance.sum())
     best, gain = _by_stretches(gains, rates)
-    eligible, fit, together = np.ones(len(own), dtype=bool), FIT, False
+    eligible, fit, is_whole = np.ones(len(distance), dtype=bool), MAX_DISTANCE, False
     if gain < needed:
         best, gain, rows = _by_responses(gains, needed)
-        eligible, fit = rows[tokens.row], FIT_ALONE
-    if gain < LEAST:
+        eligible, fit = rows[tokens.row], MAX_DISTANCE_SINGLE
+    if gain < MIN_GAIN:
         best = max(wholes, key=lambda s: wholes[s])
         gain = wholes[best]
-        eligible, fit, together = np.ones(len(own), dtype=bool), FIT, True
+        eligible, fit, is_whole = np.ones(len(distance), dtype=bool), MAX_DISTANCE, True
         if gain < needed:
             return None
-    score, real = _score(tokens, own, best)
+    score, real = _score(tokens, distance, best)
     score = np.where(eligible, score, -CAP)
-    chosen = real if together else _stretches(score, tokens.row, STRETCH)[1] & real
+    chosen = real if is_whole else _stretches(score, tokens.row, MIN_STRETCH_GAIN)[1] & real
     partner, _ = _partner(tokens, best)
     behavior, moved = tokens.behavior[chosen], tokens.trainer[partner][chosen]
     near = np.minimum(np.abs(behavior - moved), CAP).mean() if chosen.sum() >= 6 else CAP
-    if near > fit * own[chosen].mean() or _correlation(behavior, moved) < TIE:
+    if near > fit * distance[chosen].mean() or _correlation(behavior, moved) < MIN_CORRELATION:
         return None
     # Once the offset is known, stretches too short to establish it are repaired as well.
-    inside = _trimmed(_stretches(score, tokens.row, STRETCH / 10)[1] & real, tokens.row, best)
+    inside = _trim(_stretches(score, tokens.row, MIN_STRETCH_GAIN / 10)[1] & real, tokens.row, best)
     # Across masked tokens the neighbor among trained tokens is not the one at that offset: such pairs stay unrepaired.
-    inside &= tokens.place[partner] - tokens.place == best
+    inside &= tokens.position[partner] - tokens.position == best
     if inside.sum() < 6:
         return None
     rows = np.unique(tokens.row[inside])
-    return _Shift(best, gain, len(rows), inside, partner, begins_of(tokens, np.where(real, score, 0.0), rows))
+    return _Shift(best, gain, len(rows), inside, partner, find_shift_starts(tokens, np.where(real, score, 0.0), rows))
 
 
 def _by_stretches(gains: Mapping[int, np.ndarray], rates: Mapping[int, float]) -> tuple[int, float]:
-    """Returns the offset with the largest gain, and that gain, or 0 unless it is `CLEAR` times that of the others."""
+    """Returns the offset with the largest gain, and that gain; 0 unless `MIN_GAIN_RATIO` times that of the others."""
     totals = {offset: float(gain.sum()) for offset, gain in gains.items()}
     best = max(totals, key=lambda s: totals[s])
     usual = float(np.median([rate for s, rate in rates.items() if s != best]))
-    return best, totals[best] if rates[best] >= CLEAR * usual else 0.0
+    return best, totals[best] if rates[best] >= MIN_GAIN_RATIO * usual else 0.0
 
 
 def _by_responses(gains: Mapping[int, np.ndarray], needed: float) -> tuple[int, float, np.ndarray]:
-    """Returns the offset that wins the most gain in responses where one is `CLEAR` times ahead, and these (rows,).
+    """Returns the offset with the most gain in responses where one is `MIN_GAIN_RATIO` times ahead, and these (rows,).
 
     Its gain is 0 unless the responses in which some offset is ahead gain `needed` together.
     """
     table = np.stack(list(gains.values()))
     first = table.argmax(0)
-    ahead = (table.max(0) >= ALONE) & (table.max(0) >= CLEAR * np.median(table, 0))
+    ahead = (table.max(0) >= MIN_GAIN_SINGLE) & (table.max(0) >= MIN_GAIN_RATIO * np.median(table, 0))
     won = np.array([table[index, ahead & (first == index)].sum() for index in range(len(table))])
     best = int(won.argmax())
     gain = float(won[best]) if won.sum() >= needed else 0.0
     return list(gains)[best], gain, ahead & (first == best)
 
 
-def _trimmed(inside: np.ndarray, row: np.ndarray, offset: int) -> np.ndarray:
+def _trim(inside: np.ndarray, row: np.ndarray, offset: int) -> np.ndarray:
     """Returns the stretches without the `|offset|` tokens whose partner lies beyond the end of the stretch."""
     kept = inside.copy()
     for k in range(1, abs(offset) + 1):
@@ -180,11 +182,11 @@ def _trimmed(inside: np.ndarray, row: np.ndarray, offset: int) -> np.ndarray:
     return kept
 
 
-def _score(tokens: LogprobPairs, own: np.ndarray, offset: int) -> tuple[np.ndarray, np.ndarray]:
+def _score(tokens: LogprobPairs, distance: np.ndarray, offset: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns how much closer the partner is than the token's own value, and where there is a partner."""
     partner, real = _partner(tokens, offset)
     other = np.minimum(np.abs(tokens.behavior - tokens.trainer[partner]), CAP)
-    return np.where(real, own - other, -CAP), real
+    return np.where(real, distance - other, -CAP), real
 
 
 def _partner(tokens: LogprobPairs, offset: int) -> tuple[np.ndarray, np.ndarray]:
@@ -216,7 +218,7 @@ def _stretches(score: np.ndarray, row: np.ndarray, least: float) -> tuple[np.nda
     return gains, inside
 
 
-def _correlation(left: np.ndarray, right: np.ndarray) -> float:
-    if len(left) < 3 or left.std() == 0 or right.std() == 0:
+def _correlation(x: np.ndarray, y: np.ndarray) -> float:
+    if len(x) < 3 or x.std() == 0 or y.std() == 0:
         return 0.0
-    return float(np.corrcoef(left, right)[0, 1])
+    return float(np.corrcoef(x, y)[0, 1])

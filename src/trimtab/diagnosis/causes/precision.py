@@ -1,11 +1,11 @@
 """Detects `precision` and `quantized` from the size of the zero-mean residual in logits.
 
-The run's recipe decides, if it is found beside the files. Otherwise size decides: rounding shifts logits by about the
+The run's recipe decides, if it lies next to the files. Otherwise size decides: rounding shifts logits by about the
 same amount wherever the model is undecided, so it is measured there, with trainer and sampler treated alike. The effect
 of a bit differs by model and text, by a factor of two between prose and few-shot arithmetic on one model. The border
 is therefore above the values measured with bfloat16 on both sides in whole runs, before and after training
 (docs/causes.md), and the confidence near it is low. The rms of the logits varies less between such runs and has more
-weight than k3. A residual below `LEAST` is that of two float32 forwards, or the rounding of the file.
+weight than k3. A residual below `MIN_RMS` is that of two float32 forwards, or the rounding of the file.
 
 With enough distinct ids there is a second indication: rounding errors differ in every context, other weights shift a
 token the same way in all of them. The share of the variance explained by the token id is 0 to .02 for bfloat16, .12
@@ -20,16 +20,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, share
-from trimtab.diagnosis.causes.sampling_faults import Line
+from trimtab.diagnosis.causes.sampling_faults import TemperatureFit
 from trimtab.diagnosis.records import Cause, Settings
 from trimtab.runs.metric_ranges import k3_ranges
 
-LEAST, LEAST_K3 = 4e-4, 1e-8
-BORDER_RMS, BORDER_K3, BY_RMS = 0.25, 5.8e-3, 0.7
-NUDGE, PERSISTENT, IDS = 0.7, 0.07, 60
-UNTOLD = 0.8  # largest confidence where only the size is known
-TOLD, FARTHEST = 0.95, 1.3  # logits: float32 against bfloat16 after an update, the largest value measured
-SIXTEEN = 0.008  # logits: below, float16 or tf32 rather than bfloat16
+MIN_RMS, MIN_K3 = 4e-4, 1e-8
+BORDER_RMS, BORDER_K3, RMS_WEIGHT = 0.25, 5.8e-3, 0.7
+ID_BONUS, MIN_PERSISTENCE, MIN_IDS = 0.7, 0.07, 60
+MAX_CONFIDENCE_BY_SIZE = 0.8  # largest confidence where only the size is known
+CONFIDENCE_BY_RECIPE = 0.95
+MAX_RMS_BY_RECIPE = 1.3  # logits: the largest value measured for float32 against bfloat16 after an update
+MIN_BFLOAT16_RMS = 0.008  # logits: below, float16 or tf32 rather than bfloat16
 FIX_PRECISION = (
     "Usually harmless: any correction with bounds near 1 absorbs it. Run both sides in one dtype (float16 or float32 "
     "logits) to shrink it."
@@ -52,25 +53,25 @@ class Noise:
     rms: float
     k3: float
     tokens: int
-    bound: bool = False
+    is_lower_bound: bool = False
     persistent: float | None = None
 
     @property
-    def other_weights(self) -> bool:
+    def depends_on_ids(self) -> bool:
         """Whether the shift depends on the token id, as with other weights."""
         return self.persistent is not None and self.persistent > 0
 
     @property
-    def coarse(self) -> float:
+    def coarseness(self) -> float:
         """Log-distance from the border between 16-bit arithmetic and quantized weights; positive beyond it."""
         by_rms = math.log(max(self.rms, 1e-9) / BORDER_RMS)
-        if self.bound:
+        if self.is_lower_bound:
             return by_rms
         by_k3 = 0.5 * math.log(max(self.k3, 1e-12) / BORDER_K3)
-        return BY_RMS * by_rms + (1 - BY_RMS) * by_k3 + (NUDGE if self.other_weights else 0.0)
+        return RMS_WEIGHT * by_rms + (1 - RMS_WEIGHT) * by_k3 + (ID_BONUS if self.depends_on_ids else 0.0)
 
 
-def noise_of(tokens: LogprobPairs) -> Noise:
+def measure_noise(tokens: LogprobPairs) -> Noise:
     """Measures the noise of tokens without systematic differences."""
     log_ratio = tokens.log_ratio
     k3 = float((np.expm1(np.clip(log_ratio, -20, 20)) - log_ratio).mean()) if len(tokens) else 0.0
@@ -98,62 +99,64 @@ def persistence(tokens: LogprobPairs, scale: float) -> float | None:
     _, ids = np.unique(tokens.ids[middle], return_inverse=True)
     count = np.bincount(ids)
     often = count > 1
-    if often.sum() < IDS:
+    if often.sum() < MIN_IDS:
         return None
     products = (np.bincount(ids, shift)[often] ** 2 - np.bincount(ids, shift**2)[often]) / count[often]
     part = float(products.sum() / (count[often] - 1).sum() / (shift**2).mean())
-    clear = float(products.mean() / max(products.std(), 1e-12) * math.sqrt(len(products)))
-    return part if part > PERSISTENT and clear > 3.0 else 0.0
+    z = float(products.mean() / max(products.std(), 1e-12) * math.sqrt(len(products)))
+    return part if part > MIN_PERSISTENCE and z > 3.0 else 0.0
 
 
-def noise_beside(tokens: LogprobPairs, line: Line | None, *, sampler_cut: bool) -> Noise:
-    """Returns a lower bound on the noise in the presence of a systematic difference, from tokens that moved against it.
+def noise_lower_bound(tokens: LogprobPairs, line: TemperatureFit | None, *, sampler_cut: bool) -> Noise:
+    """Returns a lower bound on the noise despite a systematic difference, from tokens that moved against it.
 
     At tokens of probability above 1/2, another temperature moves every logit in one direction, and so does truncation.
     Moves in the other direction are noise; the tail of a normal beyond a point extends half its scale or less past it.
     """
     undecided = tokens.middle & (np.minimum(tokens.behavior, tokens.trainer) > math.log(0.5))
-    way = math.copysign(1.0, line.a - 1.0) if line is not None else (-1.0 if sampler_cut else 1.0)
-    against = -way * tokens.shift[undecided]
-    wrong = against[against > LEAST]
-    if len(wrong) < 20 or share(against > LEAST) < 0.01:
-        return Noise(0.0, 0.0, len(wrong), bound=True)
+    direction = math.copysign(1.0, line.a - 1.0) if line is not None else (-1.0 if sampler_cut else 1.0)
+    against = -direction * tokens.shift[undecided]
+    wrong = against[against > MIN_RMS]
+    if len(wrong) < 20 or share(against > MIN_RMS) < 0.01:
+        return Noise(0.0, 0.0, len(wrong), is_lower_bound=True)
     # With few tokens on the wrong side only the tail is visible; with half of them all of the noise is.
-    factor = 1.0 if share(against > LEAST) > 0.3 else 1.5
-    return Noise(float(np.sqrt((wrong**2).mean())) * factor, 0.0, len(wrong), bound=True)
+    factor = 1.0 if share(against > MIN_RMS) > 0.3 else 1.5
+    return Noise(float(np.sqrt((wrong**2).mean())) * factor, 0.0, len(wrong), is_lower_bound=True)
 
 
-def name_noise(noise: Noise, floor: float, settings: Settings | None = None) -> Cause | None:
+def noise_cause(noise: Noise, floor: float, settings: Settings | None = None) -> Cause | None:
     """Returns `precision` or `quantized` if the noise exceeds that of float32 and of the file's rounding, or None.
 
     settings: numerics from the run's recipe; they decide if they determine whether the sampler is quantized.
     """
-    if noise.rms < LEAST or (not noise.bound and noise.k3 < max(LEAST_K3, 3 * floor)):
+    if noise.rms < MIN_RMS or (not noise.is_lower_bound and noise.k3 < max(MIN_K3, 3 * floor)):
         return None
     size = f"logits move by {noise.rms:.2g} (rms over {noise.tokens} undecided tokens)"
-    size += ", seen against a larger systematic shift" if noise.bound else f", k3 = {noise.k3:.1e}"
+    size += ", seen against a larger systematic shift" if noise.is_lower_bound else f", k3 = {noise.k3:.1e}"
     if settings is not None and settings.coarse is not None:
-        return _by_recipe(noise, size, settings)
-    sure = round(min(0.95, 0.55 + 0.5 * abs(noise.coarse)), 2)
-    if noise.coarse > 0:
+        return _cause_by_recipe(noise, size, settings)
+    certainty = round(min(0.95, 0.55 + 0.5 * abs(noise.coarseness)), 2)
+    if noise.coarseness > 0:
         evidence = f"{size}: more than bfloat16 on both sides gives (up to .23 and 3e-3)"
-        if noise.other_weights:
-            evidence += f"; {noise.persistent:.0%} of it comes back wherever a token does, as that of other weights"
+        if noise.depends_on_ids:
+            evidence += f"; {noise.persistent:.0%} of it depends on the token id, as with other weights"
         else:
-            sure = min(sure, UNTOLD)
-            evidence += ", if no float32 weights are trained beside bfloat16 ones; the engine's settings tell"
-        return Cause("quantized", sure, evidence, FIX_QUANTIZED)
-    kind = "float16 or tf32" if noise.rms < SIXTEEN else "bfloat16"
-    return Cause("precision", sure, f"{size}: the size of {kind} arithmetic", FIX_PRECISION)
+            certainty = min(certainty, MAX_CONFIDENCE_BY_SIZE)
+            evidence += ", unless float32 weights are trained with a bfloat16 sampler: see the engine's settings"
+        return Cause("quantized", certainty, evidence, FIX_QUANTIZED)
+    kind = "float16 or tf32" if noise.rms < MIN_BFLOAT16_RMS else "bfloat16"
+    return Cause("precision", certainty, f"{size}: the size of {kind} arithmetic", FIX_PRECISION)
 
 
-def _by_recipe(noise: Noise, size: str, settings: Settings) -> Cause | None:
+def _cause_by_recipe(noise: Noise, size: str, settings: Settings) -> Cause | None:
     """Returns the cause according to the recipe; None for more noise than rounding makes, which has another cause."""
-    says = f"the run's recipe says {settings}"
+    recipe_text = f"the run's recipe says {settings}"
     if settings.coarse:
-        return Cause("quantized", TOLD, f"{size}; {says}", FIX_QUANTIZED)
-    if noise.k3 > k3_ranges()["moe"].high or (noise.bound and noise.rms > FARTHEST):
+        return Cause("quantized", CONFIDENCE_BY_RECIPE, f"{size}; {recipe_text}", FIX_QUANTIZED)
+    if noise.k3 > k3_ranges()["moe"].high or (noise.is_lower_bound and noise.rms > MAX_RMS_BY_RECIPE):
         return None
     if settings.sixteen_bits:
-        return Cause("precision", TOLD, f"{size}; {says}", FIX_PRECISION)
-    return Cause("precision", 0.5, f"{size}, although {says}: see whether the sampler runs in that", FIX_PRECISION)
+        return Cause("precision", CONFIDENCE_BY_RECIPE, f"{size}; {recipe_text}", FIX_PRECISION)
+    return Cause(
+        "precision", 0.5, f"{size}, although {recipe_text}: check the dtype that the sampler runs in", FIX_PRECISION
+    )

@@ -18,11 +18,11 @@ import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, logit, share, z_of
 
-QUIET, LEAST, DEEP = 0.02, 0.004, 6.0
-SAME, SECOND_ORDER = 1.1, 0.34
+MAX_K3, MIN_SURPRISE, MIN_Z = 0.02, 0.004, 6.0
+MAX_EXPONENT, SECOND_ORDER = 1.1, 0.34
 
 
-def undeclared(tokens: LogprobPairs) -> tuple[float, str] | None:
+def find_undeclared_raw(tokens: LogprobPairs) -> tuple[float, str] | None:
     """Returns confidence and evidence that the log-probs are not those of the sampling distribution, or None."""
     return _by_zeros(tokens) or _by_entropy(tokens)
 
@@ -49,7 +49,7 @@ def _by_entropy(tokens: LogprobPairs) -> tuple[float, str] | None:
         return None
     known = np.isfinite(tokens.entropy)
     k3 = float((np.expm1(np.clip(tokens.log_ratio, -20, 20)) - tokens.log_ratio).mean())
-    if known.sum() < 100 or k3 > QUIET:
+    if known.sum() < 100 or k3 > MAX_K3:
         return None
     behavior, entropy = tokens.behavior[known], tokens.entropy[known]
     surprise = -behavior - entropy
@@ -60,23 +60,23 @@ def _by_entropy(tokens: LogprobPairs) -> tuple[float, str] | None:
             f"the entropy column is 0 for {int(single.sum())} tokens that the log-probs call uncertain: tokens were "
             "drawn from a truncated distribution, not from the one reported"
         )
-    if abs(mean) < LEAST + 0.02 * float(entropy.mean()) + 5 * k3 or abs(z) < DEEP:
+    if abs(mean) < MIN_SURPRISE + 0.02 * float(entropy.mean()) + 5 * k3 or abs(z) < MIN_Z:
         return None
     exponent = _exponent(behavior, entropy)
-    if exponent is None or exponent < 1 / SAME:
+    if exponent is None or exponent < 1 / MAX_EXPONENT:
         return None
     second = SECOND_ORDER * max(exponent - 1, 0.0) ** 1.5 * float(behavior.var())
-    if exponent > SAME and (not 0 < mean < second or _hot(tokens)):
+    if exponent > MAX_EXPONENT and (not 0 < mean < second or _is_hot(tokens)):
         return None
-    drawn = "flatter" if exponent <= SAME and mean > 0 else "sharper"
+    shape = "flatter" if exponent <= MAX_EXPONENT and mean > 0 else "sharper"
     evidence = (
         f"tokens are {mean:+.3f} nats more surprising than the entropy column says (z = {z:.1f}): they were drawn from "
-        f"a {drawn} distribution than the one reported"
+        f"a {shape} distribution than the one reported"
     )
     return 0.8, evidence
 
 
-def _hot(tokens: LogprobPairs) -> bool:
+def _is_hot(tokens: LogprobPairs) -> bool:
     """Whether the file's sampling temperature is above 1."""
     temperature = tokens.table.temperature
     return temperature is not None and bool(np.nanmedian(temperature) > 1)
@@ -92,5 +92,5 @@ def _exponent(behavior: np.ndarray, entropy: np.ndarray) -> float | None:
     use = (behavior > np.log(0.9)) & (behavior < -1e-4) & (entropy > whole[0])
     if use.sum() < 10:
         return None
-    own = -np.log(np.interp(entropy[use], whole, doubt))
-    return float(np.median(own / logit(behavior[use])))
+    implied = -np.log(np.interp(entropy[use], whole, doubt))
+    return float(np.median(implied / logit(behavior[use])))

@@ -61,7 +61,7 @@ def find_retokenized(tokens: LogprobPairs) -> tuple[Cause | None, LogprobPairs]:
         f"logits{where}"
     )
     sure = confidence(float(count) * (3 if boundary else 1), 1.5)
-    return Cause("retokenized", sure, evidence, FIX), tokens.kept(~_near(jumps, tokens))
+    return Cause("retokenized", sure, evidence, FIX), tokens.select(~_near(jumps, tokens))
 
 
 def _concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:

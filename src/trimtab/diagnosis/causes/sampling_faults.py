@@ -8,21 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence, logit, share, z_of
-from trimtab.diagnosis.causes.raw_logprobs import undeclared
+from trimtab.diagnosis.causes.raw_logprobs import find_undeclared_raw
 from trimtab.diagnosis.records import Cause
 
-SPREAD, TIGHT, SLOPE, STEEP, CLEAR = 6.0, 2.5, 0.02, 8.0, 6.0
+MAX_SPREAD, SMALL_SPREAD, MIN_SLOPE, MIN_Z_LARGE_SPREAD, MIN_Z = 6.0, 2.5, 0.02, 8.0, 6.0
 # Weights rounded to four bits also flatten a large model, but unevenly: the residual exceeds one logit.
-HALF, LOOSE = 0.5, 2.0
-HOLD = (-3.0, 8.0)
-DEFICIT, DEEP, BULK = 1e-3, 6.0, 4.0
-ALONE, CLOSE, DISAGREES = -1e-6, -0.01, -0.01
-WIDE, WIDE_SHARE, UNEVEN, ONE_WAY = 0.5, 0.01, 4.0, 0.6
-LOG_RATIO_MOST = 20.0
+SMALL_RESIDUAL, MAX_SPREAD_LARGE_RESIDUAL = 0.5, 2.0
+ENTROPY_RANGE = (-3.0, 8.0)
+MIN_DEFICIT, MIN_DEFICIT_Z, MIN_BULK_Z = 1e-3, 6.0, 4.0
+CERTAIN, NEARLY_CERTAIN, UNCERTAIN = -1e-6, -0.01, -0.01
+LARGE_LOG_RATIO, MAX_LARGE_SHARE, MAX_UNEVENNESS, MAX_UP_OVER_DOWN = 0.5, 0.01, 4.0, 0.6
+MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
-class Line:
+class TemperatureFit:
     """The fit of two temperatures: trainer distribution = (sampler distribution)^a.
 
     z: of the distance of a from 1. spread: residual in logits per unit of slope. tokens: number of tokens fitted.
@@ -35,31 +35,31 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Truncation:
     """Truncation on the sampler's side.
 
-    mass: mean ratio. z: of its distance from 1. alone: number of tokens with a log-prob of exactly 0 from the sampler
-    and not from the trainer. zeros: share of all tokens at exactly 0.
+    mass: mean ratio. z: of its distance from 1. one_sided_zeros: number of tokens with a log-prob of exactly 0
+    from the sampler and not from the trainer. zeros: share of all tokens at exactly 0.
     """
 
     mass: float
     z: float
-    alone: int
+    one_sided_zeros: int
     zeros: float
 
 
 def mean_ratio(tokens: LogprobPairs) -> tuple[float, float]:
     """Returns the mean of trainer/sampler and the z of its distance from 1 (no clustering: tokens are a martingale)."""
-    excess = np.expm1(np.clip(tokens.log_ratio, -LOG_RATIO_MOST, LOG_RATIO_MOST))
+    excess = np.expm1(np.clip(tokens.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     return 1.0 + float(excess.mean()), z_of(excess)
 
 
-def temperature_line(tokens: LogprobPairs) -> Line | None:
-    """Returns the line of two temperatures, if the data lies on one; with few likely tokens, less likely ones are used.
+def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:
+    """Returns the fit of two temperatures, if the data has such a line; few likely tokens are complemented by others.
 
     Samples of one prompt begin with the same tokens in the same context, so repeated pairs of log-probs count once.
     """
-    tokens = tokens.kept(_first_seen(tokens))
+    tokens = tokens.select(_first_occurrences(tokens))
     mean = 0.5 * (tokens.behavior + tokens.trainer)
     # Below -1e-4 on both sides: the only token of a sampling mask has no logit to compare.
     doubt = np.maximum(tokens.behavior, tokens.trainer) < -1e-4
@@ -75,22 +75,22 @@ def temperature_line(tokens: LogprobPairs) -> Line | None:
     if power <= 0:
         return None
     slope = float(centered @ shift) / power
-    left = float(np.std(shift - shift.mean() - slope * centered))
-    z = abs(slope) / max(left / math.sqrt(power), 1e-12)
-    hold = float(shift.mean()) / slope - float(middle.mean()) if slope else math.inf
-    spread = left / max(abs(slope), 1e-12)
+    residual = float(np.std(shift - shift.mean() - slope * centered))
+    z = abs(slope) / max(residual / math.sqrt(power), 1e-12)
+    entropy = float(shift.mean()) / slope - float(middle.mean()) if slope else math.inf
+    spread = residual / max(abs(slope), 1e-12)
     if (
-        abs(slope) < SLOPE
-        or z < (CLEAR if spread < TIGHT else STEEP)
-        or spread > (SPREAD if left < HALF else LOOSE)
-        or not HOLD[0] < hold < HOLD[1]
+        abs(slope) < MIN_SLOPE
+        or z < (MIN_Z if spread < SMALL_SPREAD else MIN_Z_LARGE_SPREAD)
+        or spread > (MAX_SPREAD if residual < SMALL_RESIDUAL else MAX_SPREAD_LARGE_RESIDUAL)
+        or not ENTROPY_RANGE[0] < entropy < ENTROPY_RANGE[1]
         or abs(slope) >= 1.9
     ):
         return None
-    return Line((1 + slope / 2) / (1 - slope / 2), z, spread, int(use.sum()))
+    return TemperatureFit((1 + slope / 2) / (1 - slope / 2), z, spread, int(use.sum()))
 
 
-def _first_seen(tokens: LogprobPairs) -> np.ndarray:
+def _first_occurrences(tokens: LogprobPairs) -> np.ndarray:
     """Returns True at the first token of each distinct pair of log-probs (tokens,)."""
     pairs = np.stack([tokens.behavior, tokens.trainer], axis=1)
     first = np.zeros(len(tokens), dtype=bool)
@@ -98,35 +98,37 @@ def _first_seen(tokens: LogprobPairs) -> np.ndarray:
     return first
 
 
-def cut_off(tokens: LogprobPairs) -> Cut | None:
+def find_truncation(tokens: LogprobPairs) -> Truncation | None:
     """Returns truncation on the sampler's side, if the data shows it."""
     mass, z = mean_ratio(tokens)
-    certain = tokens.behavior > ALONE
-    alone = int((certain & (tokens.trainer < DISAGREES)).sum())
-    just_below = int(((tokens.behavior <= ALONE) & (tokens.behavior > CLOSE)).sum())
+    certain = tokens.behavior > CERTAIN
+    one_sided_zeros = int((certain & (tokens.trainer < UNCERTAIN)).sum())
+    just_below = int(((tokens.behavior <= CERTAIN) & (tokens.behavior > NEARLY_CERTAIN)).sum())
     log_ratio = tokens.log_ratio
     up, down = share((log_ratio > 1e-4) & ~certain), share((log_ratio < -1e-4) & ~certain)
     # Noise clamped at probability 1 also leaves zeros, but then the other tokens move in both directions.
-    by_zeros = alone >= max(5, 0.002 * len(tokens)) and certain.sum() > just_below and up <= ONE_WAY * down
+    by_zeros = (
+        one_sided_zeros >= max(5, 0.002 * len(tokens)) and certain.sum() > just_below and up <= MAX_UP_OVER_DOWN * down
+    )
     leans = share(log_ratio > 1e-4) < 0.8 * share(log_ratio < -1e-4)
     # The sample mean of a wide distribution of ratios is below 1 as long as its rare large values are missing.
-    wide = share(log_ratio > WIDE) > WIDE_SHARE
+    wide = share(log_ratio > LARGE_LOG_RATIO) > MAX_LARGE_SHARE
     # Lost mass shifts every token about equally; missing large ratios leave the mean log far below the log mean.
-    even = mass > 0 and float(log_ratio.mean()) > UNEVEN * math.log(mass)
-    by_mass = mass < 1.0 - DEFICIT and z < -DEEP and leans and even and not wide and _in_bulk(tokens)
+    even = mass > 0 and float(log_ratio.mean()) > MAX_UNEVENNESS * math.log(mass)
+    by_mass = mass < 1.0 - MIN_DEFICIT and z < -MIN_DEFICIT_Z and leans and even and not wide and _is_in_bulk(tokens)
     if not (by_zeros or by_mass):
         return None
-    return Cut(mass, z, alone, share(certain))
+    return Truncation(mass, z, one_sided_zeros, share(certain))
 
 
-def _in_bulk(tokens: LogprobPairs) -> bool:
+def _is_in_bulk(tokens: LogprobPairs) -> bool:
     """Whether the deficit is spread over undecided tokens, as with lost mass, rather than caused by a few outliers."""
     log_ratio = tokens.log_ratio[tokens.middle]
     if len(log_ratio) < 20:
         return False
     scale = 1.48 * float(np.median(np.abs(log_ratio)))
     clipped = np.clip(log_ratio, -3 * scale, 3 * scale)
-    return z_of(clipped) < -BULK and float(clipped.mean()) < 0.3 * float(log_ratio.mean())
+    return z_of(clipped) < -MIN_BULK_Z and float(clipped.mean()) < 0.3 * float(log_ratio.mean())
 
 
 FIX_TEMPERATURE = (
@@ -142,34 +144,36 @@ FIX_RAW = (
     "logprobs_mode=processed_logprobs), not those of the model before temperature and truncation."
 )
 
-LIKELIER = 2.0  # nats by which the trainer must explain the tokens better
+MIN_LIKELIHOOD_GAIN = 2.0  # nats by which the trainer must explain the tokens better
 
 
-def find_broken(tokens: LogprobPairs, *, repaired: bool) -> tuple[list[Cause], Line | None, Cut | None]:
-    """Returns the causes, and the line and the truncation in the ratio that the noise detectors must account for."""
+def find_sampling_faults(
+    tokens: LogprobPairs, *, repaired: bool
+) -> tuple[list[Cause], TemperatureFit | None, Truncation | None]:
+    """Returns the causes, and the temperature fit and truncation that the noise detectors must account for."""
     if (greedy := _greedy(tokens)) is not None:
-        return [greedy], Line(0.0, math.inf, 0.0, len(tokens)), None
-    declared, line = _declared(tokens), temperature_line(tokens)
-    cut, mirrored = cut_off(tokens), cut_off(tokens.swapped())
-    if cut is not None and mirrored is not None:
-        cut, mirrored = (cut, None) if cut.mass <= mirrored.mass else (None, mirrored)
-    if cut is not None or mirrored is not None:
-        line = _line_beside(tokens, line, sampler_cut=cut is not None)
+        return [greedy], TemperatureFit(0.0, math.inf, 0.0, len(tokens)), None
+    declared, fit = _declared_raw(tokens), fit_temperature(tokens)
+    truncation, mirrored = find_truncation(tokens), find_truncation(tokens.swapped())
+    if truncation is not None and mirrored is not None:
+        truncation, mirrored = (truncation, None) if truncation.mass <= mirrored.mass else (None, mirrored)
+    if truncation is not None or mirrored is not None:
+        fit = _fit_despite_truncation(tokens, fit, sampler_cut=truncation is not None)
     causes = [] if declared is None else [declared]
-    sampler = _sampler_is_right(tokens, line, cut, mirrored, repaired=repaired)
-    if cut is not None:
-        causes.append(_truncated(cut, len(tokens)))
+    sampler = _follows_sampler(tokens, fit, truncation, mirrored, repaired=repaired)
+    if truncation is not None:
+        causes.append(_truncation_cause(truncation, len(tokens)))
     if mirrored is not None and declared is None:
-        causes.append(_raw_cut(mirrored, len(tokens)))
-    if line is not None and sampler:
-        causes.append(_temperature(tokens, line))
-    elif line is not None and declared is None and mirrored is None:
-        causes.append(_raw_line(tokens, line))
-        if line.a < 1 and tokens.table.temperature is None:
-            causes.append(_temperature(tokens, line, doubtful=True))
-    if not causes and (hidden := undeclared(tokens)) is not None:
+        causes.append(_raw_truncation_cause(mirrored, len(tokens)))
+    if fit is not None and sampler:
+        causes.append(_temperature_cause(tokens, fit))
+    elif fit is not None and declared is None and mirrored is None:
+        causes.append(_raw_temperature_cause(tokens, fit))
+        if fit.a < 1 and tokens.table.temperature is None:
+            causes.append(_temperature_cause(tokens, fit, doubtful=True))
+    if not causes and (hidden := find_undeclared_raw(tokens)) is not None:
         causes.append(Cause("raw-logprobs", *hidden, FIX_RAW))
-    return causes, line, cut or mirrored
+    return causes, fit, truncation or mirrored
 
 
 def _greedy(tokens: LogprobPairs) -> Cause | None:
@@ -183,7 +187,7 @@ def _greedy(tokens: LogprobPairs) -> Cause | None:
     return Cause("temperature", 0.9, evidence, "Sample with a temperature above 0: greedy tokens carry no ratio.")
 
 
-def _declared(tokens: LogprobPairs) -> Cause | None:
+def _declared_raw(tokens: LogprobPairs) -> Cause | None:
     """Returns a cause if the file marks log-probs as raw although temperature or truncation changed the sampling."""
     table = tokens.table
     if table.raw is None:
@@ -205,67 +209,76 @@ def _declared(tokens: LogprobPairs) -> Cause | None:
     return Cause("raw-logprobs", 0.99, evidence, FIX_RAW)
 
 
-def _line_beside(tokens: LogprobPairs, line: Line | None, *, sampler_cut: bool) -> Line | None:
-    """Returns the line if truncation does not explain it: truncation moves log-ratios in one direction only."""
+def _fit_despite_truncation(
+    tokens: LogprobPairs, fit: TemperatureFit | None, *, sampler_cut: bool
+) -> TemperatureFit | None:
+    """Returns the fit if truncation does not explain it: truncation moves log-ratios in one direction only."""
     up = tokens.log_ratio if sampler_cut else -tokens.log_ratio
     rare = 0.5 * (tokens.behavior + tokens.trainer) < -1.5
-    against = (up > 0.1) & rare
+    opposite = (up > 0.1) & rare
     likely = (up > 0.01) & (tokens.behavior > math.log(0.5))
-    many = against.sum() >= 5 and share(against[rare]) > 0.15
+    frequent = opposite.sum() >= 5 and share(opposite[rare]) > 0.15
     lifted = likely.sum() >= 8 and share(likely) > 0.25
-    return line if line is not None and (many or lifted) else None
+    return fit if fit is not None and (frequent or lifted) else None
 
 
-def _sampler_is_right(
-    tokens: LogprobPairs, line: Line | None, cut: Cut | None, mirrored: Cut | None, *, repaired: bool
+def _follows_sampler(
+    tokens: LogprobPairs,
+    fit: TemperatureFit | None,
+    truncation: Truncation | None,
+    mirrored: Truncation | None,
+    *,
+    repaired: bool,
 ) -> bool:
     """Whether tokens follow the sampler's log-probs rather than the trainer's.
 
     The sum of log-ratios is the log-likelihood ratio of the two. Repaired pairs were selected by it and need more.
     """
-    if cut is not None or mirrored is not None or line is None:
+    if truncation is not None or mirrored is not None or fit is None:
         return mirrored is None
     ratio, z = mean_ratio(tokens)
-    return float(tokens.log_ratio.sum()) <= LIKELIER or ratio <= 1 or (repaired and z < 4)
+    return float(tokens.log_ratio.sum()) <= MIN_LIKELIHOOD_GAIN or ratio <= 1 or (repaired and z < 4)
 
 
-def _temperature(tokens: LogprobPairs, line: Line, *, doubtful: bool = False) -> Cause:
-    known = _known_temperature(tokens)
+def _temperature_cause(tokens: LogprobPairs, fit: TemperatureFit, *, doubtful: bool = False) -> Cause:
+    known = _temperature_text(tokens)
     ratio, _ = mean_ratio(tokens)
     evidence = (
-        f"trainer and sampler are one distribution at temperatures of about {line.a:.2f} : 1 (sampler over trainer"
-        f"{known}): logit differences lie on a line, {line.spread:.1f} logits left per unit of slope, z = {line.z:.0f} "
-        f"on {line.tokens} tokens; mean ratio {ratio:.4f}"
+        f"trainer and sampler are one distribution at temperatures of about {fit.a:.2f} : 1 (sampler over trainer"
+        f"{known}): logit differences lie on a line, {fit.spread:.1f} logits left per unit of slope, z = {fit.z:.0f} "
+        f"on {fit.tokens} tokens; mean ratio {ratio:.4f}"
     )
-    return Cause("temperature", 0.5 if doubtful else confidence(line.z, 8.0), evidence, FIX_TEMPERATURE)
+    return Cause("temperature", 0.5 if doubtful else confidence(fit.z, 8.0), evidence, FIX_TEMPERATURE)
 
 
-def _raw_line(tokens: LogprobPairs, line: Line) -> Cause:
+def _raw_temperature_cause(tokens: LogprobPairs, fit: TemperatureFit) -> Cause:
     ratio, z = mean_ratio(tokens)
     inverse, _ = mean_ratio(tokens.swapped())
     evidence = (
         f"the mean ratio is {ratio:.4f} (z = {z:.1f}) and the mean inverse ratio {inverse:.4f}: tokens were drawn from "
-        f"the trainer's distribution, which is the reported one at temperature {1 / line.a:.2f} or so"
+        f"the trainer's distribution, which is the reported one at temperature {1 / fit.a:.2f} or so"
     )
-    return Cause("raw-logprobs", 0.6 if line.a < 1 else confidence(z, 4.0), evidence, FIX_RAW)
+    return Cause("raw-logprobs", 0.6 if fit.a < 1 else confidence(z, 4.0), evidence, FIX_RAW)
 
 
-def _truncated(cut: Cut, tokens: int) -> Cause:
-    alone = f"; {cut.alone} tokens have sampler log-prob exactly 0, the trainer's is below -0.01" if cut.alone else ""
-    evidence = f"the mean ratio is {cut.mass:.4f} (z = {cut.z:.1f}, {tokens} tokens), the mass kept{alone}"
-    return Cause("truncated-sampling", confidence(max(-cut.z / 6, cut.alone / 5), 1.0), evidence, FIX_CUT)
+def _truncation_cause(truncation: Truncation, tokens: int) -> Cause:
+    zeros = truncation.one_sided_zeros
+    text = f"; {zeros} tokens have sampler log-prob exactly 0, the trainer's is below -0.01" if zeros else ""
+    evidence = f"the mean ratio is {truncation.mass:.4f} (z = {truncation.z:.1f}, {tokens} tokens), the mass kept{text}"
+    return Cause("truncated-sampling", confidence(max(-truncation.z / 6, zeros / 5), 1.0), evidence, FIX_CUT)
 
 
-def _raw_cut(cut: Cut, tokens: int) -> Cause:
-    alone = f"; {cut.alone} tokens have trainer log-prob exactly 0, the sampler's is below -0.01" if cut.alone else ""
+def _raw_truncation_cause(truncation: Truncation, tokens: int) -> Cause:
+    zeros = truncation.one_sided_zeros
+    text = f"; {zeros} tokens have trainer log-prob exactly 0, the sampler's is below -0.01" if zeros else ""
     evidence = (
-        f"the mean inverse ratio is {cut.mass:.4f} (z = {cut.z:.1f}, {tokens} tokens): the sampler reports the whole "
-        f"distribution, tokens come from the trainer's truncated one{alone}"
+        f"the mean inverse ratio is {truncation.mass:.4f} (z = {truncation.z:.1f}, {tokens} tokens): the sampler "
+        f"reports the whole distribution, tokens come from the trainer's truncated one{text}"
     )
-    return Cause("raw-logprobs", confidence(max(-cut.z / 6, cut.alone / 5), 1.0), evidence, FIX_RAW)
+    return Cause("raw-logprobs", confidence(max(-truncation.z / 6, zeros / 5), 1.0), evidence, FIX_RAW)
 
 
-def _known_temperature(tokens: LogprobPairs) -> str:
+def _temperature_text(tokens: LogprobPairs) -> str:
     temperature = tokens.table.temperature
     if temperature is None or not np.isfinite(temperature).any():
         return ""

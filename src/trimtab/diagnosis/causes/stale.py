@@ -1,10 +1,11 @@
 """Detects `stale`: the sampler used older weights.
 
-With versions, the shift of logits must grow with age (a ratio of at least `GROWTH` and `CLEAR` standard errors of the
-mean log size). Without them there are three indications. Updates raise the probability of what had positive advantage,
-so that a response's log-ratio correlates with its advantage beyond what its log-prob explains; rounding is independent
-of the reward. Lag varies between steps; rounding does not. Drift shifts a token the same way in every context; rounding
-errors are nearly independent between contexts (tested for vocabularies of words, not of characters).
+With versions, the shift of logits must grow with age (a ratio of at least `MIN_GROWTH` and `MIN_GROWTH_Z` standard
+errors of the mean log size). Without them there are three indications. Updates raise the probability of what had
+positive advantage, so that a response's log-ratio correlates with its advantage beyond what its log-prob explains;
+rounding is independent of the reward. Lag varies between steps; rounding does not. Drift shifts a token the same way in
+every context; rounding errors are nearly independent between contexts (tested for vocabularies of words, not of
+characters).
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs, confidence
-from trimtab.diagnosis.causes.precision import LEAST, NUDGE, Noise
+from trimtab.diagnosis.causes.precision import ID_BONUS, MIN_RMS, Noise
 from trimtab.diagnosis.records import Cause
 
-GROWTH, CLEAR = 1.15, 5.0
-REWARDED, REWARDED_Z, STRONG, STRONG_Z, SYNCED = 0.15, 5.0, 0.3, 3.5, 0.3
-FINE = -0.8
-BETWEEN_STEPS = 1.8
-TOKENS = 40
+MIN_GROWTH, MIN_GROWTH_Z = 1.15, 5.0
+MIN_CORRELATION, MIN_CORRELATION_Z, STRONG_CORRELATION, STRONG_CORRELATION_Z, MIN_CORRELATION_AT_AGE_0 = (
+    0.15,
+    5.0,
+    0.3,
+    3.5,
+    0.3,
+)
+MAX_FINE_COARSENESS = -0.8
+MIN_STEP_GROWTH = 1.8
+MIN_TOKENS = 40
 FIX = (
     "Refresh the sampler's weights more often or bound the lag (max_lag); otherwise correct with weights of "
     "proximal over behavior and log versions to separate lag from rounding."
@@ -29,68 +36,74 @@ FIX = (
 
 
 @dataclass(frozen=True)
-class Drift:
+class DriftResult:
     """cause: `stale`, if detected. fresh: tokens whose difference is not drift, those of age 0 if known, or None."""
 
     cause: Cause | None
-    fresh: LogprobPairs | None
+    undrifted: LogprobPairs | None
 
 
-def find_drift(tokens: LogprobPairs, noise: Noise, *, systematic: bool) -> Drift:
+def find_drift(tokens: LogprobPairs, noise: Noise, *, systematic: bool) -> DriftResult:
     """Detects staleness. `noise` is that of all tokens; `systematic`: whether other causes distort it."""
-    rewarded = None if systematic or noise.rms < LEAST else _rewarded(tokens)
+    correlation = None if systematic or noise.rms < MIN_RMS else _reward_correlation(tokens)
     if tokens.age is not None and tokens.age.any():
-        return _aged(tokens, noise, rewarded)
-    corr, z = rewarded or (0.0, 0.0)
-    needed = REWARDED if tokens.age is None else SYNCED
-    if corr > needed and z > (STRONG_Z if corr > STRONG and noise.coarse > 0 else REWARDED_Z):
-        says = "" if tokens.age is None else " although the file says age 0"
-        evidence = f"responses' log-ratios go with their advantage{says}: correlation {corr:.2f}, z = {z:.1f}"
-        return Drift(Cause("stale", confidence(z, REWARDED_Z), evidence, FIX), None)
-    if tokens.age is None and not systematic and (evidence := _steps(tokens)) is not None:
-        return Drift(Cause("stale", 0.6, evidence, FIX), None)
-    fine = noise.rms >= LEAST and noise.coarse < FINE + NUDGE
-    if tokens.age is None and not systematic and noise.other_weights and fine:
+        return _drift_by_age(tokens, noise, correlation)
+    corr, z = correlation or (0.0, 0.0)
+    threshold = MIN_CORRELATION if tokens.age is None else MIN_CORRELATION_AT_AGE_0
+    if corr > threshold and z > (
+        STRONG_CORRELATION_Z if corr > STRONG_CORRELATION and noise.coarseness > 0 else MIN_CORRELATION_Z
+    ):
+        despite = "" if tokens.age is None else " although the file says age 0"
         evidence = (
-            f"{noise.persistent:.0%} of the logits' movement comes back wherever a token does, which rounding does "
-            f"not do, and it is too small for quantized weights (rms {noise.rms:.2g})"
+            f"log-ratios of responses correlate with their advantage{despite}: correlation {corr:.2f}, z = {z:.1f}"
         )
-        return Drift(Cause("stale", 0.6, evidence, FIX), None)
-    return Drift(None, tokens)
+        return DriftResult(Cause("stale", confidence(z, MIN_CORRELATION_Z), evidence, FIX), None)
+    if tokens.age is None and not systematic and (evidence := _drift_between_steps(tokens)) is not None:
+        return DriftResult(Cause("stale", 0.6, evidence, FIX), None)
+    fine = noise.rms >= MIN_RMS and noise.coarseness < MAX_FINE_COARSENESS + ID_BONUS
+    if tokens.age is None and not systematic and noise.depends_on_ids and fine:
+        evidence = (
+            f"{noise.persistent:.0%} of the shift of logits depends on the token id, unlike rounding, and is too "
+            f"small for quantized weights (rms {noise.rms:.2g})"
+        )
+        return DriftResult(Cause("stale", 0.6, evidence, FIX), None)
+    return DriftResult(None, tokens)
 
 
-def _aged(tokens: LogprobPairs, noise: Noise, rewarded: tuple[float, float] | None) -> Drift:
+def _drift_by_age(tokens: LogprobPairs, noise: Noise, correlation: tuple[float, float] | None) -> DriftResult:
     age = tokens.age
     assert age is not None
     middle = tokens.middle
-    ages = [int(a) for a in np.unique(age) if (middle & (age == a)).sum() >= TOKENS]
-    fresh = tokens.kept(age == 0) if 0 in ages else None
-    corr, z = rewarded or (0.0, 0.0)
-    goes = f"; log-ratios go with advantage (correlation {corr:.2f}, z = {z:.1f})" if z > 4 else ""
+    ages = [int(a) for a in np.unique(age) if (middle & (age == a)).sum() >= MIN_TOKENS]
+    fresh = tokens.select(age == 0) if 0 in ages else None
+    corr, z = correlation or (0.0, 0.0)
+    correlated = f"; log-ratios correlate with advantage (correlation {corr:.2f}, z = {z:.1f})" if z > 4 else ""
     if len(ages) >= 2:
         young, old = middle & (age == ages[0]), middle & (age > ages[0])
-        growth, clear = _growth(tokens.shift[old], tokens.shift[young])
-        if growth > GROWTH and clear > CLEAR and _size(tokens.shift[old]) > LEAST:
+        growth, growth_z = _growth(tokens.shift[old], tokens.shift[young])
+        if growth > MIN_GROWTH and growth_z > MIN_GROWTH_Z and _rms(tokens.shift[old]) > MIN_RMS:
             times = f"{growth:.2f} times" if growth < 100 else "over 100 times"
             evidence = (
                 f"logits of tokens older than {ages[0]} updates moved {times} as far as at age {ages[0]} "
-                f"(z = {clear:.1f}; {int(old.sum())} and {int(young.sum())} tokens){goes}"
+                f"(z = {growth_z:.1f}; {int(old.sum())} and {int(young.sum())} tokens){correlated}"
             )
-            return Drift(Cause("stale", confidence(clear, CLEAR), evidence, FIX), fresh)
-        if fresh is not None and not goes:
-            return Drift(None, tokens)
-    if noise.rms < LEAST:
-        return Drift(None, tokens)
-    sure = confidence(z, 4.0) if goes else 0.6 if noise.coarse > 0 or noise.other_weights else 0.5
-    size = f"logits move by {noise.rms:.2g}, " + ("more than" if noise.coarse > 0 else "within")
+            return DriftResult(Cause("stale", confidence(growth_z, MIN_GROWTH_Z), evidence, FIX), fresh)
+        if fresh is not None and not correlated:
+            return DriftResult(None, tokens)
+    if noise.rms < MIN_RMS:
+        return DriftResult(None, tokens)
+    certainty = confidence(z, 4.0) if correlated else 0.6 if noise.coarseness > 0 or noise.depends_on_ids else 0.5
+    size = f"logits move by {noise.rms:.2g}, " + ("more than" if noise.coarseness > 0 else "within")
     evidence = (
-        f"tokens are {float(age.mean()):.1f} updates old and {size} what 16-bit rounding gives{goes}; no tokens of "
-        "another age are there to tell lag from rounding"
+        f"tokens are {float(age.mean()):.1f} updates old and {size} what 16-bit rounding gives{correlated}; no tokens "
+        "of another age are available to distinguish lag from rounding"
     )
-    return Drift(Cause("stale", sure, evidence, FIX), tokens if noise.coarse <= 0 and not goes else None)
+    return DriftResult(
+        Cause("stale", certainty, evidence, FIX), tokens if noise.coarseness <= 0 and not correlated else None
+    )
 
 
-def _size(shift: np.ndarray) -> float:
+def _rms(shift: np.ndarray) -> float:
     return float(np.sqrt(np.square(shift).mean()))
 
 
@@ -102,7 +115,7 @@ def _growth(old: np.ndarray, young: np.ndarray) -> tuple[float, float]:
     return float(np.exp(difference)), difference / max(float(error), 1e-12)
 
 
-def _rewarded(tokens: LogprobPairs) -> tuple[float, float] | None:
+def _reward_correlation(tokens: LogprobPairs) -> tuple[float, float] | None:
     """Returns the partial correlation of log-ratio and advantage of responses, given log-prob and length, and its z."""
     advantage = _advantage(tokens)
     if advantage is None:
@@ -144,21 +157,21 @@ def _advantage(tokens: LogprobPairs) -> np.ndarray | None:
     return table.reward - (total / np.maximum(np.bincount(index, known), 1))[index]
 
 
-def _steps(tokens: LogprobPairs) -> str | None:
+def _drift_between_steps(tokens: LogprobPairs) -> str | None:
     """Returns evidence of noise whose size differs between steps, or None."""
     step = tokens.of_response(tokens.table.step)
     if step is None:
         return None
     middle, shift = tokens.middle, tokens.shift
     sizes = {int(s): shift[middle & (step == s)] for s in np.unique(step)}
-    sizes = {s: v for s, v in sizes.items() if len(v) >= TOKENS}
+    sizes = {s: v for s, v in sizes.items() if len(v) >= MIN_TOKENS}
     if len(sizes) < 2:
         return None
     order = sorted(sizes, key=lambda s: float(np.log(np.abs(sizes[s]) + 1e-6).mean()))
-    growth, clear = _growth(sizes[order[-1]], sizes[order[0]])
-    if growth < BETWEEN_STEPS or clear < CLEAR + 1 or _size(sizes[order[-1]]) < LEAST:
+    growth, growth_z = _growth(sizes[order[-1]], sizes[order[0]])
+    if growth < MIN_STEP_GROWTH or growth_z < MIN_GROWTH_Z + 1 or _rms(sizes[order[-1]]) < MIN_RMS:
         return None
     return (
-        f"logits move {growth:.1f} times as far at step {order[-1]} as at step {order[0]} (z = {clear:.1f}): rounding "
-        "does not come and go, lag does"
+        f"logits move {growth:.1f} times as far at step {order[-1]} as at step {order[0]} (z = {growth_z:.1f}): the "
+        "size of rounding does not vary, that of lag does"
     )

@@ -3,8 +3,8 @@
 A conversation that was decoded and encoded again between turns has other lengths from there on, so that every later
 token is paired with a neighbor's log-prob while the first turn fits. For each response two hypotheses are compared by
 the gain of the offset from a position to the end of the response (scores of `misaligned.py`): from its first token, and
-from the best start of a later turn. Over all shifted responses turns must gain `AHEAD` nats more than whole responses,
-and `REACHED` of the gain from the best position anywhere.
+from the best start of a later turn. Over all shifted responses, turns must gain `MIN_LEAD` nats more than whole
+responses, and `MIN_REACHED` of the gain from the best position anywhere.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ import numpy as np
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs
 
-AHEAD, REACHED = 12.0, 0.85
+MIN_LEAD, MIN_REACHED = 12.0, 0.85
 
 
 @dataclass(frozen=True)
-class Begin:
+class ShiftStart:
     """The start of the shift in one response: its turn, from 1, and the position of that turn's first token.
 
     Positions include masked tokens.
     """
 
     turn: int
-    place: int
+    position: int
 
 
 def turn_numbers(tokens: LogprobPairs) -> np.ndarray:
     """Returns the turn of each token, from 1 in its response; a turn is a stretch without masked tokens."""
-    begin = tokens.place - tokens.turn
+    begin = tokens.position - tokens.turn
     first = np.diff(tokens.row, prepend=-1) != 0
     new = first | (np.diff(begin, prepend=-1) != 0)
     count = np.cumsum(new)
     return count - (count - 1)[np.maximum.accumulate(np.where(first, np.arange(len(first)), 0))]
 
 
-def begins_of(tokens: LogprobPairs, score: np.ndarray, rows: np.ndarray) -> list[Begin]:
+def find_shift_starts(tokens: LogprobPairs, score: np.ndarray, rows: np.ndarray) -> list[ShiftStart]:
     """Returns the turns at which the shift begins in the responses `rows`; empty if it begins elsewhere.
 
     score: (tokens,), how much closer the shifted partner is than the token's own value.
     """
     turn = turn_numbers(tokens)
     whole = later = anywhere = 0.0
-    begins = []
+    shift_starts = []
     starts = np.searchsorted(tokens.row, rows)
     stops = np.searchsorted(tokens.row, rows, side="right")
     for start, stop in zip(starts, stops, strict=True):
@@ -60,14 +60,14 @@ def begins_of(tokens: LogprobPairs, score: np.ndarray, rows: np.ndarray) -> list
             continue
         best = new[np.argmax(rest[new])]
         later += float(rest[best])
-        begins.append(Begin(int(turn[start + best]), int(tokens.place[start + best])))
-    return begins if later >= whole + AHEAD and later >= REACHED * anywhere else []
+        shift_starts.append(ShiftStart(int(turn[start + best]), int(tokens.position[start + best])))
+    return shift_starts if later >= whole + MIN_LEAD and later >= MIN_REACHED * anywhere else []
 
 
-def begins_text(begins: Sequence[Begin], rows: int) -> str:
+def shift_starts_text(starts: Sequence[ShiftStart], rows: int) -> str:
     """Describes the most common turn and its position; `rows`: number of shifted responses."""
-    common = int(np.argmax(np.bincount([begin.turn for begin in begins])))
-    places = [begin.place for begin in begins if begin.turn == common]
-    of = "all" if len(places) == rows else f"{len(places)} of {rows}"
-    where = f"where turn {common} begins (position {int(np.median(places))}, median)"
-    return f"the shift begins {where} in {of} shifted responses"
+    common = int(np.argmax(np.bincount([start.turn for start in starts])))
+    positions = [start.position for start in starts if start.turn == common]
+    share = "all" if len(positions) == rows else f"{len(positions)} of {rows}"
+    where = f"where turn {common} begins (position {int(np.median(positions))}, median)"
+    return f"the shift begins {where} in {share} shifted responses"

@@ -11,9 +11,9 @@ from trimtab.diagnosis.measure.by_age import AgeView
 from trimtab.diagnosis.measure.by_length import LengthView
 from trimtab.diagnosis.measure.by_token_id import TokenIdView
 from trimtab.diagnosis.measure.drift_split import DriftSums
-from trimtab.diagnosis.measure.mismatch_size import Sizes
+from trimtab.diagnosis.measure.mismatch_size import SizeSums
 from trimtab.diagnosis.measure.sample import Sample
-from trimtab.diagnosis.measure.trained_tokens import Trained
+from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.measure.views import EntropyView, Part, PositionView, ProbabilityView, TurnNumberView, TurnView
 from trimtab.diagnosis.records import DataSummary, Measured
 from trimtab.diagnosis.tokens import TokenTable
@@ -28,13 +28,13 @@ def measure(tables: Iterable[TokenTable], origin: Callable[[], DataSummary], *, 
     The split into tables affects only the last digits of sums. `seed` is that of the bootstrap. Raises `TrimtabError`
     without a trained token, and for tables with different columns.
     """
-    sizes, drift, sample, ids = Sizes(), DriftSums(), Sample(), TokenIdView()
+    sizes, drift, sample, ids = SizeSums(), DriftSums(), Sample(), TokenIdView()
     places = (ProbabilityView(), PositionView(), LengthView(), TurnView(), TurnNumberView())
     parts: tuple[Part, ...] = (*places, AgeView(), EntropyView())
     scatter = np.zeros((SCATTER, SCATTER), dtype=np.int64)
     responses = trained = 0
     for table in tables:
-        tokens = Trained.of(table, responses)
+        tokens = TrainedTokens.of(table, responses)
         sample.add(table, responses)
         responses += table.responses
         if not len(tokens):

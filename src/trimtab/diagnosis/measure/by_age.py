@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.diagnosis.measure.ledger import KeyedSums
-from trimtab.diagnosis.measure.trained_tokens import Trained
+from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.measure.views import BinnedSums
 from trimtab.diagnosis.records import View
 
@@ -25,7 +25,7 @@ class AgeView:
         self._cells = KeyedSums(_CELLS)
         self._note = ""
 
-    def add(self, tokens: Trained) -> None:
+    def add(self, tokens: TrainedTokens) -> None:
         if tokens.table.version is None or not len(tokens):
             return
         if tokens.table.age is not None:

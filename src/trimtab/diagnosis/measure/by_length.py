@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from trimtab.diagnosis.measure.bins import octave, octave_edges
-from trimtab.diagnosis.measure.trained_tokens import FIELDS, Trained
+from trimtab.diagnosis.measure.trained_tokens import FIELDS, TrainedTokens
 from trimtab.diagnosis.measure.views import BinnedSums
 from trimtab.diagnosis.records import View
 
@@ -49,7 +49,7 @@ class LengthView:
         self._responses = np.zeros(_FINE, dtype=np.int64)
         self._rejected: dict[str, np.ndarray] = {}
 
-    def add(self, tokens: Trained) -> None:
+    def add(self, tokens: TrainedTokens) -> None:
         fine = np.minimum(octave(tokens.lengths.astype(np.float32), 0), _FINE - 1)
         self._bins.add(np.repeat(fine, tokens.lengths), tokens)
         self._responses += np.bincount(fine, minlength=_FINE)

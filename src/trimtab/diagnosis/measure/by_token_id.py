@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.diagnosis.measure.bins import FEWEST
-from trimtab.diagnosis.measure.trained_tokens import Trained
+from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.measure.views import ENVELOPE, view
 from trimtab.diagnosis.records import View
 from trimtab.diagnosis.tokens import TokenTable
 
-SHOWN = 20
+MAX_TOKENS_SHOWN = 20
 _LARGEST = 1 << 20
 """Larger and negative ids share this one: no vocabulary is that large."""
 
@@ -22,7 +22,7 @@ class TokenIdView:
         self._count = np.zeros(0, dtype=np.int64)
         self._sums = np.zeros((0, 4))
 
-    def add(self, tokens: Trained) -> None:
+    def add(self, tokens: TrainedTokens) -> None:
         if tokens.table.ids is None or not len(tokens):
             return
         ids = known(tokens.at_tokens(tokens.table.ids))
@@ -38,7 +38,7 @@ class TokenIdView:
         if not len(found):
             return None
         k3 = self._sums[found, 2]
-        top = found[np.lexsort((found, -k3))[:SHOWN]]
+        top = found[np.lexsort((found, -k3))[:MAX_TOKENS_SHOWN]]
         labels = ["other" if number == _LARGEST else str(number) for number in top]
         columns = {
             "id": np.where(top == _LARGEST, -1, top),

@@ -18,14 +18,14 @@ import numpy as np
 
 from trimtab.diagnosis.measure.bins import octave
 from trimtab.diagnosis.measure.mismatch_size import CLUSTERS
-from trimtab.diagnosis.measure.trained_tokens import Trained
+from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.records import DriftSplit
 from trimtab.intervals import FEWEST_CLUSTERS, Interval, resampled
 
 _FEWEST = 100
 """Fewest tokens of age 0 in a bin of behavior probability; bins with fewer are merged with their neighbor."""
 _NEAR = 5  # bins next to each other in which tokens of age 0 are sought before a bin counts as having none
-_LONELY = 0.05
+_MAX_UNMATCHED = 0.05
 """Largest share of k3 in bins without tokens of age 0, which are compared with the nearest bins that have some."""
 _SMALLEST, _LARGEST = -10, 4
 """Range of -log p, as powers of two."""
@@ -39,14 +39,14 @@ class DriftSums:
 
     def __init__(self) -> None:
         self._sums = np.zeros((4, CLUSTERS, 2, _BINS))
-        self._why = "there is no trained token"
+        self._unavailable_reason = "there is no trained token"
         self._newer = 0
         self._youngest = np.iinfo(np.int64).max
 
-    def add(self, tokens: Trained) -> None:
+    def add(self, tokens: TrainedTokens) -> None:
         if tokens.table.age is None:
             absent = "policy_version" if tokens.table.version is None else "proximal_version"
-            self._why = f"the data has no {absent}, so which tokens are of age 0 is unknown"
+            self._unavailable_reason = f"the data has no {absent}, so which tokens are of age 0 is unknown"
             return
         if not len(tokens):
             return
@@ -62,7 +62,7 @@ class DriftSums:
     def split(self, seed: int) -> DriftSplit:
         count = self._sums[0].sum(axis=0)  # (2, bins)
         if not count.sum():
-            return DriftSplit(False, self._why)
+            return DriftSplit(False, self._unavailable_reason)
         if self._newer:
             return DriftSplit(False, f"{self._newer} tokens are newer than proximal_version: the versions do not fit")
         if count[0].sum() < _FEWEST:
@@ -72,7 +72,7 @@ class DriftSums:
             )
         lonely = np.convolve(count[0], np.ones(_NEAR), "same") < _FEWEST
         older, k3 = self._sums[1, :, 1].sum(axis=0), self._sums[1].sum()
-        if older[lonely].sum() > _LONELY * k3:
+        if older[lonely].sum() > _MAX_UNMATCHED * k3:
             share = f"{older[lonely].sum() / k3:.0%} of k3"
             return DriftSplit(
                 False, f"{share} lies at behavior probabilities with fewer than {_FEWEST} tokens of age 0"

@@ -12,8 +12,8 @@ from trimtab.corrections.reduce import Selection
 from trimtab.corrections.statistics import QUANTILES, Histogram, RatioStatistics
 from trimtab.diagnosis.measure.bins import quantiles
 from trimtab.diagnosis.measure.ledger import KeyedSums
-from trimtab.diagnosis.measure.storage_rounding import Column, coarse, floor
-from trimtab.diagnosis.measure.trained_tokens import FIELDS, Trained
+from trimtab.diagnosis.measure.storage_rounding import RoundingDetector, is_coarse, rounding_floor
+from trimtab.diagnosis.measure.trained_tokens import FIELDS, TrainedTokens
 from trimtab.diagnosis.records import MismatchSize
 from trimtab.intervals import Interval, cluster_intervals
 from trimtab.objectives.metrics import Metrics
@@ -42,7 +42,7 @@ _SCALES: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
 """Transformations, and their inverses, that make a statistic nearly normal and keep intervals inside its range."""
 
 
-class Sizes:
+class SizeSums:
     """Accumulates the sums from which `MismatchSize` is computed."""
 
     def __init__(self) -> None:
@@ -50,9 +50,9 @@ class Sizes:
         self._largest = np.full((1, 2), -np.inf)
         self._histogram = Histogram(torch.zeros_like(_histogram(np.zeros(0)).counts))
         self._steps = KeyedSums(STEPS)
-        self._columns = (Column(), Column())
+        self._columns = (RoundingDetector(), RoundingDetector())
 
-    def add(self, tokens: Trained) -> None:
+    def add(self, tokens: TrainedTokens) -> None:
         table, places = tokens.table, tokens.places
         for column, values in zip(self._columns, (table.behavior, table.trainer), strict=True):
             column.add(values[places])
@@ -79,13 +79,13 @@ class Sizes:
         whole = _statistics(sums, torch.from_numpy(self._largest[0]), self._histogram)
         figures = Metrics({"": whole}).finalize()
         columns = dict(zip(("logp_behavior", f"logp_{anchor}"), self._columns, strict=True))
-        value, note = floor(columns)
+        value, note = rounding_floor(columns)
         return MismatchSize(
             mismatch=figures,
             intervals=_intervals(clusters, figures, seed),
             floor=value,
             floor_note=note,
-            verdict=verdict(figures["k3"], value, coarse(columns)),
+            verdict=verdict(figures["k3"], value, is_coarse(columns)),
             by_step=tuple(self._by_step()),
         )
 

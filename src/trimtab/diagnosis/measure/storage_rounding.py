@@ -8,14 +8,14 @@ import numpy as np
 
 _BIAS = 127
 _DECIMALS = 6
-"""More decimals than this are as fine as float32 itself."""
-_EVIDENCE = 20
-"""Values off zero that must lie on a coarse grid before it is believed in."""
-_PEEK = 4096  # values looked at before all are: they rule out most grids
+"""Largest number of decimals that is coarser than float32."""
+_MIN_VALUES = 20
+"""Fewest nonzero values on a coarse grid for it to be detected."""
+_FIRST_PART = 4096  # values tested first, which rule out most grids
 
 
-class Column:
-    """One column of trained log-probs: the coarse grids no value has left so far, and how large the values are."""
+class RoundingDetector:
+    """Detects the grid of one column of log-probs: the grids that contain all values so far, and their exponents."""
 
     def __init__(self) -> None:
         self._bfloat16 = self._float16 = True
@@ -23,8 +23,8 @@ class Column:
         self._exponents = np.zeros(256, dtype=np.int64)
 
     def add(self, values: np.ndarray) -> None:
-        """float32 (tokens,), finite."""
-        for part in (values[:_PEEK], values[_PEEK:]):
+        """Adds finite values, float32 (tokens,)."""
+        for part in (values[:_FIRST_PART], values[_FIRST_PART:]):
             bits = part.view(np.int32)
             self._bfloat16 = self._bfloat16 and not (bits & 0xFFFF).any()
             with np.errstate(over="ignore"):
@@ -35,20 +35,20 @@ class Column:
 
     @property
     def grid(self) -> str:
-        """bfloat16, float16, `d decimals` or float32; the coarser where the values lie on several."""
-        if self._bfloat16 and self._exponents[1:].sum() >= _EVIDENCE:
+        """bfloat16, float16, `d decimals` or float32; the coarsest if the values lie on several."""
+        if self._bfloat16 and self._exponents[1:].sum() >= _MIN_VALUES:
             return "bfloat16"
-        if self._float16 and self._exponents[1:].sum() >= _EVIDENCE:
+        if self._float16 and self._exponents[1:].sum() >= _MIN_VALUES:
             return "float16"
         # Where float32 itself is no finer than the decimals, every value seems to have been rounded to them.
         fine = np.arange(256) - _BIAS - 23 < np.log2(10.0**-self._decimals) - 3
-        if self._decimals <= _DECIMALS and (self._exponents * fine)[1:].sum() >= _EVIDENCE:
+        if self._decimals <= _DECIMALS and (self._exponents * fine)[1:].sum() >= _MIN_VALUES:
             return f"{self._decimals} decimal{'s' if self._decimals > 1 else ''}"
         return "float32"
 
     @property
     def variance(self) -> float:
-        """Mean square of the rounding error, taken as uniform within half a grid step either side."""
+        """Mean square of the rounding error, assumed uniform within half a grid step on either side."""
         grid, exponent = self.grid, np.arange(256.0) - _BIAS
         if grid.startswith(str(self._decimals)):
             step = np.full(256, 10.0**-self._decimals)
@@ -61,8 +61,8 @@ class Column:
         return float((self._exponents * np.square(step)).sum() / (12 * count)) if count else 0.0
 
 
-def floor(columns: Mapping[str, Column]) -> tuple[float, str]:
-    """k3 from the rounding of the columns alone (half the sum of their variances), and a sentence that says so."""
+def rounding_floor(columns: Mapping[str, RoundingDetector]) -> tuple[float, str]:
+    """Returns the k3 from rounding alone, which is half the sum of the columns' variances, and a sentence about it."""
     value = 0.5 * sum(column.variance for column in columns.values())
     grids = {name: column.grid for name, column in columns.items()}
     if len(set(grids.values())) == 1:
@@ -72,7 +72,7 @@ def floor(columns: Mapping[str, Column]) -> tuple[float, str]:
     return value, f"{stored}: rounding alone makes a k3 of {value:.1e}"
 
 
-def coarse(columns: Mapping[str, Column]) -> bool:
+def is_coarse(columns: Mapping[str, RoundingDetector]) -> bool:
     """Whether a column is stored in less than float32."""
     return any(column.grid != "float32" for column in columns.values())
 

@@ -31,7 +31,7 @@ class Turns:
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
+class TrainedTokens:
     """The trained tokens of a table in flat arrays (tokens,) float64, and the responses that have any.
 
     places: index of each token in the table. responses: indices of the table's responses with a trained token.
@@ -49,7 +49,7 @@ class Trained:
     first: int
 
     @classmethod
-    def of(cls, table: TokenTable, first: int) -> Trained:
+    def of(cls, table: TokenTable, first: int) -> TrainedTokens:
         """Selects trained tokens; `first`: responses before this table. `ValueError` for a non-finite log-prob."""
         places = np.flatnonzero(table.mask)
         upto = np.append(0, np.cumsum(table.mask))[table.starts]

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from trimtab.diagnosis.measure.bins import LOG_RATIO_BINS, PROBABILITY_BINS, PROBABILITY_EDGES, quantiles
-from trimtab.diagnosis.measure.trained_tokens import Trained
+from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.diagnosis.records import View
 from trimtab.diagnosis.tokens import DECILES
 
@@ -23,7 +23,7 @@ class BinnedSums:
         self.histogram = np.zeros((bins, LOG_RATIO_BINS), dtype=np.int64)
         self.sums = np.zeros((bins, 4))  # of ratio - 1, log-ratio, k3, |log-ratio|
 
-    def add(self, index: np.ndarray, tokens: Trained, where: np.ndarray | None = None) -> None:
+    def add(self, index: np.ndarray, tokens: TrainedTokens, where: np.ndarray | None = None) -> None:
         """Adds tokens to the bins `index`; with `where` (indices of tokens) only those, `index` being theirs."""
         bins, width = self.histogram.shape
         chosen = slice(None) if where is None else where
@@ -89,7 +89,7 @@ _TURNS = 8
 class Part(Protocol):
     """Accumulates trained tokens table by table; `view` is None when the data lacks what it needs."""
 
-    def add(self, tokens: Trained) -> None: ...
+    def add(self, tokens: TrainedTokens) -> None: ...
 
     def view(self) -> View | None: ...
 
@@ -98,7 +98,7 @@ class ProbabilityView:
     def __init__(self) -> None:
         self._bins = BinnedSums(PROBABILITY_BINS)
 
-    def add(self, tokens: Trained) -> None:
+    def add(self, tokens: TrainedTokens) -> None:
         self._bins.add(tokens.probability_bin, tokens)
 
     def view(self) -> View:
@@ -114,7 +114,7 @@ class PositionView:
     def __init__(self) -> None:
         self._bins = BinnedSums(DECILES)
 
-    def add(self, tokens: Trained) -> None:
+    def add(self, tokens: TrainedTokens) -> None:
         self._bins.add(tokens.at_tokens(tokens.table.decile), tokens)
 
     def view(self) -> View:
@@ -130,7 +130,7 @@ class EntropyView:
         self._largest = 0.0
         self._unknown = 0
 
-    def add(self, tokens: Trained) -> None:
+    def add(self, tokens: TrainedTokens) -> None:
         if tokens.table.entropy is None:
             return
         entropy = tokens.at_tokens(tokens.table.entropy)
@@ -164,7 +164,7 @@ class TurnView:
     def __init__(self) -> None:
         self._bins = BinnedSums(2 * _REACH + 2)
 
-    def add(self, tokens: Trained) -> None:
+    def add(self, tokens: TrainedTokens) -> None:
         after, before = tokens.turns.after, tokens.turns.before
         index = np.where(before >= -_REACH, before + _REACH, 2 * _REACH + 1)
         self._bins.add(np.where(after <= _REACH, after + _REACH, index), tokens)
@@ -183,7 +183,7 @@ class TurnNumberView:
     def __init__(self) -> None:
         self._bins = BinnedSums(_TURNS)
 
-    def add(self, tokens: Trained) -> None:
+    def add(self, tokens: TrainedTokens) -> None:
         self._bins.add(np.minimum(tokens.turns.number, _TURNS - 1), tokens)
 
     def view(self) -> View | None:

@@ -22,13 +22,13 @@ TAILS = ("ratio_q01", "ratio_q05", "ratio_q50", "ratio_q95", "ratio_q99")
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure of the template. look: how to read it; here: what it shows for this data."""
+    """One figure of the template. reading: how to read it. result: what it shows for this data."""
 
     title: str
     now: str
     svg: Markup
-    look: str
-    here: str
+    reading: str
+    result: str
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Panels:
     absent: list[str]
 
 
-def how_large(measured: Measured) -> Panels:
+def size_panels(measured: Measured) -> Panels:
     """Returns the scatter plot and the curves over steps."""
     rows = measured.size.by_step
     shown = [_range(measured), _scatter(measured)]
@@ -49,7 +49,7 @@ def how_large(measured: Measured) -> Panels:
     return Panels([*shown, *_over_steps(measured)], [])
 
 
-def at(values: np.ndarray, index: int) -> str:
+def number_at(values: np.ndarray, index: int) -> str:
     return format_number(float(values[index]))
 
 
@@ -58,20 +58,24 @@ def share_at(values: np.ndarray, index: int) -> str:
 
 
 def signed_at(values: np.ndarray, index: int) -> str:
-    text = at(values, index)
+    text = number_at(values, index)
     return f"+{text}" if values[index] > 0 else text.replace("-", "−", 1) if values[index] < 0 else text
 
 
-def panel(title: str, now: str, svg: str, look: str, here: str) -> Panel:
-    return Panel(title, now, Markup(svg), look, here)
+def panel(title: str, now: str, svg: str, reading: str, result: str) -> Panel:
+    return Panel(title, now, Markup(svg), reading, result)
 
 
 def _range(measured: Measured) -> Panel:
     size = measured.size
-    look = "The diamond is k3, the thick line its 95% interval, the colored bands what others report."
-    here = f"{size_text(size)}. Rounding of the stored log-probs alone makes {format_number(size.floor)}."
+    reading = "The diamond is k3, the thick line its 95% interval, the colored bands what others report."
+    result = f"{size_text(size)}. Rounding of the stored log-probs alone makes {format_number(size.floor)}."
     return panel(
-        "Against published ranges", f"k3 {format_number(size.mismatch['k3'])}", figures.range_svg(size), look, here
+        "Against published ranges",
+        f"k3 {format_number(size.mismatch['k3'])}",
+        figures.range_svg(size),
+        reading,
+        result,
     )
 
 
@@ -82,9 +86,9 @@ def _scatter(measured: Measured) -> Panel:
     row, column = np.indices(counts.shape)
     off = float(counts[np.abs(row - column) > max(1, bins // 20)].sum() / total) if total else math.nan
     now = f"r = {r:.5f}" if math.isfinite(r) else "r not defined"
-    look = "Off the dotted line trainer and sampler disagree about a token; healthy is r above 0.99."
-    here = f"{total:,} tokens, {format_percent(off)} of them more than 0.05 away from the line."
-    return panel("Trainer against sampler", now, charts.scatter_svg(counts), look, here)
+    reading = "Off the dotted line trainer and sampler disagree about a token; healthy is r above 0.99."
+    result = f"{total:,} tokens, {format_percent(off)} of them more than 0.05 away from the line."
+    return panel("Trainer against sampler", now, charts.scatter_svg(counts), reading, result)
 
 
 def _over_steps(measured: Measured) -> list[Panel]:
@@ -94,53 +98,54 @@ def _over_steps(measured: Measured) -> list[Panel]:
     k3 = _column(rows, "k3")
     if np.isfinite(k3).any():
         now = f"{format_number(k3[0])} → {format_number(k3[-1])}"
-        look = "A mismatch that grows while training goes on comes before a collapse; a jump is a changed setting."
-        panels.append(panel("k3 over steps", now, figures.k3_steps_svg(steps, k3, floor), look, _trend(steps, k3)))
+        reading = "A mismatch that grows while training goes on comes before a collapse; a jump is a changed setting."
+        panels.append(panel("k3 over steps", now, figures.k3_steps_svg(steps, k3, floor), reading, _trend(steps, k3)))
     names = {"ess_token": "token weights", "ess_seq": "sequence weights"}
     curves = {
         name: values for key, name in names.items() for values in [_column(rows, key)] if np.isfinite(values).any()
     }
     if curves:
-        look = "Share of the data that counts under unbounded importance weights; near 0, those weights are noise."
-        here = "; ".join(
-            f"{name} {at(values, 0)} at first, {at(values, -1)} at last" for name, values in curves.items()
+        reading = "Share of the data that counts under unbounded importance weights; near 0, those weights are noise."
+        result = "; ".join(
+            f"{name} {number_at(values, 0)} at first, {number_at(values, -1)} at last"
+            for name, values in curves.items()
         )
         now = f"lowest {format_number(min(float(np.nanmin(values)) for values in curves.values()))}"
-        panels.append(panel("ESS over steps", now, figures.ess_steps_svg(steps, curves), look, f"{here}."))
+        panels.append(panel("ESS over steps", now, figures.ess_steps_svg(steps, curves), reading, f"{result}."))
     tails = [_column(rows, key) for key in TAILS]
     if all(np.isfinite(values).all() for values in tails):
         low, high = tails[0], tails[-1]
         worst = int(np.argmax(high / low))
-        look = "Bands that widen with training: the tail of the ratio blows up, and fixed bounds reject ever more."
-        here = (
+        reading = "Bands that widen with training: the tail of the ratio blows up, and fixed bounds reject ever more."
+        result = (
             f"Widest at step {steps[worst]:.0f}: 1% of the ratios below {low[worst]:.3g}, 1% above {high[worst]:.3g}."
         )
         svg = figures.tails_svg(steps, tails)
-        panels.append(panel("Ratio tails over steps", f"99%: {high[-1]:.3g}", svg, look, here))
+        panels.append(panel("Ratio tails over steps", f"99%: {high[-1]:.3g}", svg, reading, result))
     return panels
 
 
 def _trend(steps: np.ndarray, k3: np.ndarray) -> str:
     highest = int(np.nanargmax(k3))
     part = max(len(k3) // 4, 1)
-    early, late = float(np.nanmedian(k3[:part])), float(np.nanmedian(k3[-part:]))
-    peak = f"highest at step {steps[highest]:.0f} ({at(k3, highest)})"
-    if not early > 0:
+    first_median, last_median = float(np.nanmedian(k3[:part])), float(np.nanmedian(k3[-part:]))
+    peak = f"highest at step {steps[highest]:.0f} ({number_at(k3, highest)})"
+    if not first_median > 0:
         return f"{peak[0].upper()}{peak[1:]}."
-    change = late / early
+    change = last_median / first_median
     if 0.67 < change < 1.5:
         return f"Steady; {peak}."
-    how = f"Grows {change:.2g}-fold" if change > 1 else f"Falls to {format_percent(change)}"
-    return f"{how} from the first quarter to the last; {peak}."
+    trend = f"Grows {change:.2g}-fold" if change > 1 else f"Falls to {format_percent(change)}"
+    return f"{trend} from the first quarter to the last; {peak}."
 
 
 def _column(rows: tuple[Mapping[str, float], ...], key: str) -> np.ndarray:
     return np.array([row.get(key, math.nan) for row in rows], dtype=np.float64)
 
 
-def where(measured: Measured) -> Panels:
+def view_panels(measured: Measured) -> Panels:
     """Returns one figure for each view of the data."""
-    makers = {
+    panel_functions = {
         "probability": (_envelope, "log-ratio by sampler probability"),
         "position": (_position, "position in the response"),
         "length": (_length, "response length"),
@@ -151,7 +156,7 @@ def where(measured: Measured) -> Panels:
     }
     shown: list[Panel] = []
     absent: list[str] = []
-    for name, (make, what) in makers.items():
+    for name, (make, what) in panel_functions.items():
         view = measured.views.get(name)
         if view is None:
             absent.append(what)
@@ -178,7 +183,7 @@ def top_tokens(measured: Measured, texts: Mapping[int, str], most: int = 15) -> 
             "tokens": share_at(tokens, index),
             "share": share_at(k3, index),
             "width": f"{100 * float(k3[index]):.1f}",
-            "k3": at(view.k3, index),
+            "k3": number_at(view.k3, index),
             "log_ratio": signed_at(view.log_ratio_mean, index),
         }
         for index in ranked
@@ -188,67 +193,70 @@ def top_tokens(measured: Measured, texts: Mapping[int, str], most: int = 15) -> 
 
 def _envelope(view: View, measured: Measured) -> list[Panel]:
     width = view.high - view.low
-    wide, sure = int(np.argmax(np.where(figures.thick(view), width, -np.inf))), _most_likely(view)
+    widest, likeliest = int(np.argmax(np.where(figures.thick(view), width, -np.inf))), _most_likely(view)
     tokens, k3 = shares(view, measured.size)
-    look = (
+    reading = (
         "A band that opens to the left: rare tokens mismatch most, as numerical noise does. A median off 0 is a bias."
     )
-    here = (
-        f"Widest at probability {short_exponent(view.labels[wide])} ({at(width, wide)} nats, {share_at(tokens, wide)} "
-        f"of the tokens, {share_at(k3, wide)} of all k3); {at(width, sure)} nats at "
-        f"{short_exponent(view.labels[sure])}."
+    result = (
+        f"Widest at probability {short_exponent(view.labels[widest])} ({number_at(width, widest)} nats, "
+        f"{share_at(tokens, widest)} of the tokens, {share_at(k3, widest)} of all k3); "
+        f"{number_at(width, likeliest)} nats at {short_exponent(view.labels[likeliest])}."
     )
     svg = figures.envelope_svg(view, "log-ratio, nats", "sampler probability", log=True)
-    return [panel("Log-ratio envelope", f"widest {at(width, wide)} nats", svg, look, here)]
+    return [panel("Log-ratio envelope", f"widest {number_at(width, widest)} nats", svg, reading, result)]
 
 
 def _most_likely(view: View) -> int:
     """Returns the nonempty bin of the highest probability."""
     assert view.edges is not None
-    there = np.flatnonzero(figures.thick(view))
-    return int(there[np.argmax(view.edges[there])])
+    nonempty = np.flatnonzero(figures.thick(view))
+    return int(nonempty[np.argmax(view.edges[nonempty])])
 
 
 def _position(view: View, measured: Measured) -> list[Panel]:
-    look = "Rising bars: errors add up along the response. One high first or last bar: a prompt border or end token."
-    first, last = _ends(view, measured)
-    here = f"{at(view.k3, first)} in the first part, {at(view.k3, last)} in the last; {_highest(view, measured)}."
-    return [_bins("k3 by position", view, measured, "position in the response", look, here)]
+    reading = "Rising bars: errors add up along the response. One high first or last bar: a prompt border or end token."
+    first, last = _end_bins(view, measured)
+    ends = f"{number_at(view.k3, first)} in the first part, {number_at(view.k3, last)} in the last"
+    result = f"{ends}; {_highest(view, measured)}."
+    return [_bins("k3 by position", view, measured, "position in the response", reading, result)]
 
 
 def _turn(view: View, measured: Measured) -> list[Panel]:
-    look = "A jump at 0, the first token after a border, says that text was tokenized again on its way to the trainer."
-    here = f"{_highest(view, measured)[0].upper()}{_highest(view, measured)[1:]}."
-    return [_bins("k3 around the borders of turns", view, measured, "tokens from the border", look, here)]
+    reading = (
+        "A jump at 0, the first token after a border, says that text was tokenized again on its way to the trainer."
+    )
+    result = f"{_highest(view, measured)[0].upper()}{_highest(view, measured)[1:]}."
+    return [_bins("k3 around the borders of turns", view, measured, "tokens from the border", reading, result)]
 
 
 def _turn_number(view: View, measured: Measured) -> list[Panel]:
-    look = "Growth from turn to turn: what tools answered leads the model where trainer and sampler differ more."
-    return _growth("k3 by turn", view, measured, "turn", look, "in turn")
+    reading = "Growth from turn to turn: what tools answered leads the model where trainer and sampler differ more."
+    return _growth("k3 by turn", view, measured, "turn", reading, "in turn")
 
 
 def _age(view: View, measured: Measured) -> list[Panel]:
-    look = "Age 0 is numerical mismatch alone; what grows with age is staleness, and a smaller lag removes it."
-    return _growth("k3 by age of the weights", view, measured, "age, optimizer updates", look, "at age")
+    reading = "Age 0 is numerical mismatch alone; what grows with age is staleness, and a smaller lag removes it."
+    return _growth("k3 by age of the weights", view, measured, "age, optimizer updates", reading, "at age")
 
 
-def _growth(title: str, view: View, measured: Measured, axis: str, look: str, where: str) -> list[Panel]:
-    """Bars of an ordered view, said by its two ends."""
-    first, last = (f"{at(view.k3, bin_)} {where} {view.labels[bin_]}" for bin_ in _ends(view, measured))
-    return [_bins(title, view, measured, axis, look, f"{first}, {last}.")]
+def _growth(title: str, view: View, measured: Measured, axis: str, reading: str, where: str) -> list[Panel]:
+    """Returns the bars of an ordered view, described by its first and last bin."""
+    first, last = (f"{number_at(view.k3, bin_)} {where} {view.labels[bin_]}" for bin_ in _end_bins(view, measured))
+    return [_bins(title, view, measured, axis, reading, f"{first}, {last}.")]
 
 
 def _entropy(view: View, measured: Measured) -> list[Panel]:
-    look = "A median that moves away from 0 as entropy grows: temperature, or log-probs of another distribution."
-    first, last = _ends(view, measured)
-    here = (
+    reading = "A median that moves away from 0 as entropy grows: temperature, or log-probs of another distribution."
+    first, last = _end_bins(view, measured)
+    result = (
         f"Mean log-ratio {signed_at(view.log_ratio_mean, first)} at entropy {view.labels[first]}, "
         f"{signed_at(view.log_ratio_mean, last)} at {view.labels[last]}."
     )
     if view.edges is None:
-        return [_bins("Log-ratio by entropy", view, measured, "entropy, nats", look, here)]
+        return [_bins("Log-ratio by entropy", view, measured, "entropy, nats", reading, result)]
     svg = figures.envelope_svg(view, "log-ratio, nats", "entropy of the policy, nats", log=False)
-    return [panel("Log-ratio by entropy", "", svg, look, here)]
+    return [panel("Log-ratio by entropy", "", svg, reading, result)]
 
 
 def _length(view: View, measured: Measured) -> list[Panel]:
@@ -259,49 +267,51 @@ def _length(view: View, measured: Measured) -> list[Panel]:
         if name.startswith("rejected/") and np.isfinite(values).any()
     }
     if rules:
-        look = "A line that climbs to the right: the rule rejects long responses because they are long (length bias)."
-        gaps = {rule: _rise(view, share) for rule, share in rules.items()}
+        reading = (
+            "A line that climbs to the right: the rule rejects long responses because they are long (length bias)."
+        )
+        gaps = {rule: _end_shares(view, share) for rule, share in rules.items()}
         worst = max(gaps, key=lambda rule: abs(gaps[rule][1] - gaps[rule][0]))
         least, most = (format_percent(share) for share in gaps[worst])
-        here = f"{worst} rejects {least} of the shortest responses and {most} of the longest."
-        panels.append(panel("Rejected by length", "", figures.rejected_svg(view, rules), look, here))
-    look = "Per token, length should not matter; more at the right means that mismatch adds up along a response."
-    first, last = _ends(view, measured)
-    here = f"{at(view.k3, first)} in the shortest responses, {at(view.k3, last)} in the longest."
+        result = f"{worst} rejects {least} of the shortest responses and {most} of the longest."
+        panels.append(panel("Rejected by length", "", figures.rejected_svg(view, rules), reading, result))
+    reading = "Per token, length should not matter; more at the right means that mismatch adds up along a response."
+    first, last = _end_bins(view, measured)
+    result = f"{number_at(view.k3, first)} in the shortest responses, {number_at(view.k3, last)} in the longest."
     return [
         *panels,
-        _bins("k3 by length of the response", view, measured, "length of the response, tokens", look, here),
+        _bins("k3 by length of the response", view, measured, "length of the response, tokens", reading, result),
     ]
 
 
-def _rise(view: View, share: np.ndarray) -> tuple[float, float]:
-    there = np.flatnonzero((view.count > 0) & np.isfinite(share))
-    return (float(share[there[0]]), float(share[there[-1]])) if len(there) else (math.nan, math.nan)
+def _end_shares(view: View, share: np.ndarray) -> tuple[float, float]:
+    nonempty = np.flatnonzero((view.count > 0) & np.isfinite(share))
+    return (float(share[nonempty[0]]), float(share[nonempty[-1]])) if len(nonempty) else (math.nan, math.nan)
 
 
-def _bins(title: str, view: View, measured: Measured, xlabel: str, look: str, here: str) -> Panel:
+def _bins(title: str, view: View, measured: Measured, xlabel: str, reading: str, result: str) -> Panel:
     svg = figures.bins_svg(title, view.labels, view.k3, measured.size.mismatch["k3"], xlabel)
-    solid = _solid(view, measured)
+    solid = _reliable_bins(view, measured)
     now = f"highest {format_number(float(view.k3[solid].max()))}" if len(solid) else ""
-    return panel(title, now, svg, look, here)
+    return panel(title, now, svg, reading, result)
 
 
-def _solid(view: View, measured: Measured) -> np.ndarray:
+def _reliable_bins(view: View, measured: Measured) -> np.ndarray:
     """Returns the bins with enough tokens, or all nonempty bins if none has."""
     tokens, _ = shares(view, measured.size)
-    there = (view.count > 0) & np.isfinite(view.k3)
-    solid = there & (tokens >= FEWEST)
-    return np.flatnonzero(solid if solid.any() else there)
+    nonempty = (view.count > 0) & np.isfinite(view.k3)
+    solid = nonempty & (tokens >= FEWEST)
+    return np.flatnonzero(solid if solid.any() else nonempty)
 
 
 def _highest(view: View, measured: Measured) -> str:
-    solid = _solid(view, measured)
+    solid = _reliable_bins(view, measured)
     if not len(solid):
         return "no bin holds enough tokens"
     best = solid[int(np.argmax(view.k3[solid]))]
-    return f"highest at {view.labels[best]} ({at(view.k3, best)})"
+    return f"highest at {view.labels[best]} ({number_at(view.k3, best)})"
 
 
-def _ends(view: View, measured: Measured) -> tuple[int, int]:
-    there = _solid(view, measured)
-    return (int(there[0]), int(there[-1])) if len(there) else (0, len(view.labels) - 1)
+def _end_bins(view: View, measured: Measured) -> tuple[int, int]:
+    nonempty = _reliable_bins(view, measured)
+    return (int(nonempty[0]), int(nonempty[-1])) if len(nonempty) else (0, len(view.labels) - 1)

@@ -7,13 +7,13 @@ from collections.abc import Hashable, Iterable, Mapping
 import numpy as np
 
 from trimtab.diagnosis.reading.layouts import LOGPS, Layout
-from trimtab.diagnosis.reading.ragged import ABSENT, SAMPLING, WRONG, Block, Flat, Lists, numbers
-from trimtab.diagnosis.reading.read_counts import EXTERNAL, NOT_FINITE, ReadCounts
+from trimtab.diagnosis.reading.ragged import ABSENT, SAMPLING, WRONG, FlatRows, ListColumn, RowBlock, numbers
+from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE, ReadCounts
 from trimtab.diagnosis.tokens import TokenTable
 
 
-def table_of(
-    flat: Flat, block: Block, rows: np.ndarray, roles: frozenset[str], tally: ReadCounts, file: int
+def build_table(
+    flat: FlatRows, block: RowBlock, rows: np.ndarray, roles: frozenset[str], tally: ReadCounts, file: int
 ) -> TokenTable:
     def number(role: str) -> np.ndarray | None:
         if role not in block.scalars:
@@ -49,14 +49,14 @@ def table_of(
     )
 
 
-def _version(flat: Flat, block: Block, rows: np.ndarray) -> np.ndarray | None:
+def _version(flat: FlatRows, block: RowBlock, rows: np.ndarray) -> np.ndarray | None:
     if "policy_version" in block.scalars:
         return np.repeat(_integers(block.scalars["policy_version"], rows), flat.lengths)
     values = flat.values.get("policy_version")
     return None if values is None else as_integers(values)
 
 
-def _sampling(block: Block, rows: np.ndarray, roles: frozenset[str]) -> Mapping[str, np.ndarray]:
+def _sampling(block: RowBlock, rows: np.ndarray, roles: frozenset[str]) -> Mapping[str, np.ndarray]:
     """Returns sampling parameters (responses,): NaN for an unknown temperature or top_p, 0 for an unknown top_k."""
     names = SAMPLING if "sampling" in roles else tuple(name for name in SAMPLING if name in roles)
     result: dict[str, np.ndarray] = {}
@@ -71,7 +71,7 @@ def _sampling(block: Block, rows: np.ndarray, roles: frozenset[str]) -> Mapping[
     return result
 
 
-def _groups(block: Block, rows: np.ndarray, tally: ReadCounts, file: int) -> np.ndarray:
+def _groups(block: RowBlock, rows: np.ndarray, tally: ReadCounts, file: int) -> np.ndarray:
     """Returns numbers of prompt groups (responses,), unique over all files: per step, or per file without steps."""
     values = block.scalars["group"]
     steps = numbers(block.scalars["step"]).tolist() if "step" in block.scalars else None
@@ -80,7 +80,7 @@ def _groups(block: Block, rows: np.ndarray, tally: ReadCounts, file: int) -> np.
 
 
 def _key(value: object, row: int) -> Hashable:
-    """Returns the key of a group. A response without a group is one by itself."""
+    """Returns the key of a group. A response without a group forms its own."""
     if value is None or value != value:
         return ("alone", row, object())
     if isinstance(value, str | bytes):
@@ -88,7 +88,7 @@ def _key(value: object, row: int) -> Hashable:
     return value if isinstance(value, Hashable) else hash(repr(value))
 
 
-def _advantage(flat: Flat) -> np.ndarray:
+def _advantage(flat: FlatRows) -> np.ndarray:
     """Returns the mean advantage of each response's trained tokens (responses,)."""
     trained = flat.values["trained"]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -106,47 +106,47 @@ def as_integers(values: np.ndarray) -> np.ndarray:
         return values.astype(np.int64)
 
 
-_ABOVE_ZERO = 1e-4
+_MAX_ROUNDED_LOGP = 1e-4
 """Largest log-prob above 0 that is attributed to rounding of log 1."""
-_FARTHEST = 1e6
+_MAX_MAGNITUDE = 1e6
 """Magnitude in nats that counts as infinite: masks write the lowest float, or -1e9, for -inf."""
 _WHOLE_NUMBERS = ("response_ids", "policy_version", "loss_mask", "padding_mask")
 _ROW_NUMBERS = ("step", "proximal_version")
 
 
-def assemble(block: Block, roles: Iterable[str], layout: Layout, tally: ReadCounts, file: int) -> TokenTable | None:
+def assemble(block: RowBlock, roles: Iterable[str], layout: Layout, tally: ReadCounts, file: int) -> TokenTable | None:
     """Returns the usable responses of a block, or None without any. Dropped responses are counted in `tally`.
 
     roles: the columns that every block of the source has. file: number that distinguishes prompt groups without steps.
     """
     roles = frozenset(roles)
-    keep = _Keep(block.rows)
-    _mark_rows(block, keep, tally)
-    flat = _aligned(block, keep)
-    flat, keep_rows = _trimmed(flat, layout, keep.rows(), keep)
-    flat, finite = _finite(flat, layout, tally)
+    keep = _RowFilter(block.rows)
+    _drop_rows(block, keep, tally)
+    flat = _align(block, keep)
+    flat, keep_rows = _trim(flat, layout, keep.rows(), keep)
+    flat, finite = _remove_nonfinite(flat, layout, tally)
     for reason, rows in (*keep.reasons(), (NOT_FINITE, keep_rows[~finite])):
         tally.drop(reason, len(rows), block.numbers[int(rows[0])] if len(rows) else None)
     flat, keep_rows = flat.select(finite), keep_rows[finite]
     if layout.repeats:
-        again = _written_again(flat, tally, file)
-        tally.drop("the same response again, in a later file", int(again.sum()))
-        flat, keep_rows = flat.select(~again), keep_rows[~again]
+        repeated = _repeated_in_later_file(flat, tally, file)
+        tally.drop("the same response again, in a later file", int(repeated.sum()))
+        flat, keep_rows = flat.select(~repeated), keep_rows[~repeated]
     if not len(keep_rows):
         return None
-    table = table_of(flat, block, keep_rows, roles, tally, file)
+    table = build_table(flat, block, keep_rows, roles, tally, file)
     _count(table, tally)
     return table
 
 
-class _Keep:
-    """The rows kept so far, and the first reason against each dropped one."""
+class _RowFilter:
+    """The rows that are still kept, and the first reason for each dropped one."""
 
     def __init__(self, rows: int) -> None:
         self._reason = np.zeros(rows, dtype=np.int16)
         self._texts: list[str] = []
 
-    def mark(self, bad: np.ndarray, reason: str, among: np.ndarray | None = None) -> None:
+    def drop(self, bad: np.ndarray, reason: str, among: np.ndarray | None = None) -> None:
         """Drops rows. `bad` is (rows,), or (len(among),) for the rows `among`."""
         index = np.flatnonzero(bad) if among is None else among[bad]
         index = index[self._reason[index] == 0]
@@ -162,20 +162,20 @@ class _Keep:
         return [(text, np.flatnonzero(self._reason == code)) for code, text in enumerate(self._texts, start=1)]
 
 
-def _mark_rows(block: Block, keep: _Keep, tally: ReadCounts) -> None:
+def _drop_rows(block: RowBlock, keep: _RowFilter, tally: ReadCounts) -> None:
     if "off_policy" in block.scalars:
-        keep.mark(numbers(block.scalars["off_policy"]) == 1, EXTERNAL)
+        keep.drop(numbers(block.scalars["off_policy"]) == 1, EXTERNAL_TRACE)
     if "sample_id" in block.scalars:
-        keep.mark(_repeated(block, tally), "the same response in the file of another rank")
+        keep.drop(_repeated_samples(block, tally), "the same response in the file of another rank")
     for role, column in block.lists.items():
-        keep.mark(column.fault == ABSENT, f"no {role}")
-        keep.mark(column.fault == WRONG, f"{role} is not a list of numbers")
+        keep.drop(column.fault == ABSENT, f"no {role}")
+        keep.drop(column.fault == WRONG, f"{role} is not a list of numbers")
     for role in ("policy_version", "response_length", *_ROW_NUMBERS):
         if role in block.scalars:
-            keep.mark(~np.isfinite(numbers(block.scalars[role])), f"no {role}")
+            keep.drop(~np.isfinite(numbers(block.scalars[role])), f"no {role}")
 
 
-def _repeated(block: Block, tally: ReadCounts) -> np.ndarray:
+def _repeated_samples(block: RowBlock, tally: ReadCounts) -> np.ndarray:
     ids = numbers(block.scalars["sample_id"])
     steps = numbers(block.scalars.get("step", np.zeros(block.rows)))
     repeated = np.zeros(block.rows, dtype=np.bool_)
@@ -186,55 +186,55 @@ def _repeated(block: Block, tally: ReadCounts) -> np.ndarray:
     return repeated
 
 
-def _written_again(flat: Flat, tally: ReadCounts, file: int) -> np.ndarray:
+def _repeated_in_later_file(flat: FlatRows, tally: ReadCounts, file: int) -> np.ndarray:
     """Returns rows (rows,) whose tokens and log-probs are bitwise equal to those of a row in an earlier file."""
-    again = np.zeros(len(flat.lengths), dtype=np.bool_)
+    repeated = np.zeros(len(flat.lengths), dtype=np.bool_)
     names = sorted(flat.values.keys() & {"response_ids", *LOGPS})
     for index, (start, length) in enumerate(zip(flat.first.tolist(), flat.lengths.tolist(), strict=True)):
         key = hash(tuple(flat.values[name][start : start + length].tobytes() for name in names))
-        again[index] = tally.seen.setdefault(key, file) != file
-    return again
+        repeated[index] = tally.seen.setdefault(key, file) != file
+    return repeated
 
 
-def _aligned(block: Block, keep: _Keep) -> Flat:
+def _align(block: RowBlock, keep: _RowFilter) -> FlatRows:
     """Returns the lists of the kept rows, all as long as the sampler's log-probs."""
     lists = block.lists
     skip = {role: np.zeros(block.rows, dtype=np.int64) for role in lists}
     length = {role: column.lengths for role, column in lists.items()}
     if "response_length" in block.scalars:
-        wanted = np.nan_to_num(numbers(block.scalars["response_length"]), posinf=0, neginf=0)
-        wanted = np.clip(wanted, 0, 2**53).astype(np.int64)
+        expected = np.nan_to_num(numbers(block.scalars["response_length"]), posinf=0, neginf=0)
+        expected = np.clip(expected, 0, 2**53).astype(np.int64)
         for role in lists:
-            skip[role] = np.maximum(length[role] - wanted, 0)
+            skip[role] = np.maximum(length[role] - expected, 0)
             length[role] = length[role] - skip[role]
-        keep.mark(length["logp_behavior"] != wanted, "lists of different lengths")
+        keep.drop(length["logp_behavior"] != expected, "lists of different lengths")
     tokens = length["logp_behavior"]
     if "padding_mask" in lists:  # an attention mask covers the prompt as well
         skip["padding_mask"] = np.maximum(length["padding_mask"] - tokens, 0)
         length["padding_mask"] = length["padding_mask"] - skip["padding_mask"]
-    keep.mark(np.any([length[role] != tokens for role in lists], axis=0), "lists of different lengths")
-    keep.mark(tokens == 0, "no tokens")
+    keep.drop(np.any([length[role] != tokens for role in lists], axis=0), "lists of different lengths")
+    keep.drop(tokens == 0, "no tokens")
     rows = keep.rows()
-    return Flat(tokens[rows], {role: _taken(lists[role], skip[role], rows) for role in lists})
+    return FlatRows(tokens[rows], {role: _entries(lists[role], skip[role], rows) for role in lists})
 
 
-def _taken(column: Lists, skip: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def _entries(column: ListColumn, skip: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Returns the entries of `rows` without the first `skip` of each."""
     if len(rows) == len(column.lengths) and not skip.any():
         return column.values
     kept = np.zeros(len(column.lengths), dtype=np.bool_)
     kept[rows] = True
-    place = np.arange(len(column.values)) - np.repeat(np.cumsum(column.lengths) - column.lengths, column.lengths)
-    return column.values[np.repeat(kept, column.lengths) & (place >= np.repeat(skip, column.lengths))]
+    position = np.arange(len(column.values)) - np.repeat(np.cumsum(column.lengths) - column.lengths, column.lengths)
+    return column.values[np.repeat(kept, column.lengths) & (position >= np.repeat(skip, column.lengths))]
 
 
-def _trimmed(flat: Flat, layout: Layout, rows: np.ndarray, keep: _Keep) -> tuple[Flat, np.ndarray]:
+def _trim(flat: FlatRows, layout: Layout, rows: np.ndarray, keep: _RowFilter) -> tuple[FlatRows, np.ndarray]:
     """Removes padding and prompts, adds the array `trained`, and returns the kept rows too."""
     for role in _WHOLE_NUMBERS:
         values = flat.values.get(role)
         if values is not None and values.dtype.kind == "f":
             bad = flat.having(~np.isfinite(values))
-            keep.mark(bad, f"{role} holds nulls", among=rows)
+            keep.drop(bad, f"{role} holds nulls", among=rows)
             flat, rows = flat.select(~bad), rows[~bad]
     trained = np.ones(int(flat.lengths.sum()), dtype=np.bool_)
     for role in ("loss_mask", "padding_mask"):
@@ -250,11 +250,11 @@ def _trimmed(flat: Flat, layout: Layout, rows: np.ndarray, keep: _Keep) -> tuple
         np.where(last > first, last, flat.lengths) if layout.padded else flat.lengths,
     )
     empty = ~flat.having(flat.values["trained"])
-    keep.mark(empty, "no trained token", among=rows)
+    keep.drop(empty, "no trained token", among=rows)
     return flat.select(~empty), rows[~empty]
 
 
-def _ends(flat: Flat, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _ends(flat: FlatRows, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the first index inside, and the index after the last one inside, of each row; 0 and 0 without any."""
     first = np.zeros(len(flat.lengths), dtype=np.int64)
     last = np.zeros(len(flat.lengths), dtype=np.int64)
@@ -266,7 +266,7 @@ def _ends(flat: Flat, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first, last
 
 
-def _finite(flat: Flat, layout: Layout, tally: ReadCounts) -> tuple[Flat, np.ndarray]:
+def _remove_nonfinite(flat: FlatRows, layout: Layout, tally: ReadCounts) -> tuple[FlatRows, np.ndarray]:
     """Removes trained tokens with log-probs or entropy that are not finite; returns the rows (rows,) with others left.
 
     The tokens are removed rather than masked, since an untrained token inside a response would count as the end of a
@@ -280,14 +280,14 @@ def _finite(flat: Flat, layout: Layout, tally: ReadCounts) -> tuple[Flat, np.nda
             continue
         with np.errstate(over="ignore"):  # beyond float32 is infinite, and counted as such
             values = np.array(flat.values[name], dtype=np.float32)
-        odd = ~(np.abs(values) <= _FARTHEST)
-        if odd.any():
-            wrong = values[odd & trained]
+        invalid = ~(np.abs(values) <= _MAX_MAGNITUDE)
+        if invalid.any():
+            wrong = values[invalid & trained]
             kinds = {"nan": np.isnan(wrong), "inf": wrong > 0, "-inf": wrong < 0}
             for kind, where in kinds.items():
                 if where.any():
                     tally.nonfinite[f"{name} {kind}"] += int(where.sum())
-            bad |= odd & trained
+            bad |= invalid & trained
         values[~trained] = 0
         flat.values[name] = values
     damaged = flat.having(bad)
@@ -309,6 +309,6 @@ def _count(table: TokenTable, tally: ReadCounts) -> None:
     for name, values in zip(LOGPS, (table.behavior, table.proximal, table.current), strict=True):
         if values is None:
             continue
-        above = trained & (values > _ABOVE_ZERO)
+        above = trained & (values > _MAX_ROUNDED_LOGP)
         if above.any():
             tally.above_zero(name, int(above.sum()), float(values[above].max()))

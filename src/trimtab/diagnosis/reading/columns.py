@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.diagnosis.reading.layouts import LAYOUTS, ROLES, TRIMTAB, Layout, detected, named
+from trimtab.diagnosis.reading.layouts import LAYOUTS, ROLES, TRIMTAB, Layout, detect_layout, layout_of_framework
 from trimtab.diagnosis.reading.ragged import Table
 from trimtab.diagnosis.reading.torch_table import TorchTable
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 
 COSTS = {
     "response_ids": "no view by token id",
@@ -18,13 +18,13 @@ COSTS = {
     "entropy": "the temperature cannot be judged by entropy",
     "policy_version": "no view by staleness",
     "proximal_version": "mismatch and staleness cannot be told apart",
-    "step": "no course over training steps",
+    "step": "no curves over training steps",
     "group": "intervals resample single responses, not groups of one prompt",
     "reward": "old weights cannot be told by what was rewarded, where there is no advantage either",
     "advantage": "what a preset does to good and to bad responses is not told apart",
     "sampling": "temperature, top-p and top-k of the sampler are unknown",
 }
-_SHOWN = 12
+_MAX_LISTED = 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,14 +48,14 @@ def resolve(tables: Sequence[Table], framework: str | Layout | None, given: Mapp
     """Assigns columns to roles. Torch files have to be loaded for it, so only the first usable one is inspected."""
     for role in given:
         if role not in ROLES:
-            raise TrimtabError(f"--columns: no role {role!r}{nearest(role, ROLES)}")
+            raise TrimtabError(f"--columns: no role {role!r}{did_you_mean(role, ROLES)}")
     scanned = {table.path: table.names() for table in tables if not isinstance(table, TorchTable)}
     if scanned:
-        return _resolved(scanned, framework, given)
+        return _resolve_names(scanned, framework, given)
     fault: TrimtabError | None = None
     for table in tables:
         try:
-            return _resolved({table.path: table.names()}, framework, given)
+            return _resolve_names({table.path: table.names()}, framework, given)
         except MissingTrainerLogps as error:  # a rank of an earlier pipeline stage; another file may have them
             fault = fault or error
             table.close()
@@ -67,18 +67,24 @@ class MissingTrainerLogps(TrimtabError):
     """A file of Miles without the trainer's log-probs."""
 
 
-def _resolved(
+def _resolve_names(
     scanned: Mapping[Path, frozenset[str]], framework: str | Layout | None, given: Mapping[str, str]
 ) -> Resolved:
     filled = {path: names for path, names in scanned.items() if names}
     if not filled:
         raise TrimtabError(f"{next(iter(scanned))} holds no rows that can be read: nothing to diagnose")
-    known = framework if isinstance(framework, Layout) else named(framework) if framework else _detected(filled)
+    known = (
+        framework
+        if isinstance(framework, Layout)
+        else layout_of_framework(framework)
+        if framework
+        else _detect_layout(filled)
+    )
     layout = known or TRIMTAB
     columns, findings = _columns(filled, layout, given)
     anchor = _anchor(filled, layout, columns)
     if layout.padded and not {"loss_mask", "padding_mask"} & columns.keys() and "loss_mask" not in given:
-        raise _lacking(filled, "loss_mask", layout, "which tells tokens from padding")
+        raise _missing_column(filled, "loss_mask", layout, "which tells tokens from padding")
     sampling = any(role in columns for role in ("sampling", "temperature", "top_p", "top_k", "logprobs"))
     missing = {
         role: cost for role, cost in COSTS.items() if role not in columns and not (role == "sampling" and sampling)
@@ -94,12 +100,12 @@ def _resolved(
     )
 
 
-def _detected(filled: Mapping[Path, frozenset[str]]) -> Layout | None:
-    found = {path: layout for path, names in filled.items() if (layout := detected(names))}
-    frameworks = {layout.framework: path for path, layout in found.items()}
+def _detect_layout(filled: Mapping[Path, frozenset[str]]) -> Layout | None:
+    layouts = {path: layout for path, names in filled.items() if (layout := detect_layout(names))}
+    frameworks = {layout.framework: path for path, layout in layouts.items()}
     if len(frameworks) > 1:
-        (one, first), (other, second) = list(frameworks.items())[:2]
-        raise TrimtabError(f"{first} is a file of {one} and {second} one of {other}: diagnose them apart")
+        (framework, first), (other, second) = list(frameworks.items())[:2]
+        raise TrimtabError(f"{first} is a file of {framework} and {second} one of {other}: diagnose them apart")
     return LAYOUTS[next(iter(frameworks))] if frameworks else None
 
 
@@ -113,7 +119,7 @@ def _columns(
         if name:
             for path, names in filled.items():
                 if name not in names:
-                    raise TrimtabError(f"{path} has no column {name!r} for {role}; {_shown(names, [name])}")
+                    raise TrimtabError(f"{path} has no column {name!r} for {role}; {_list_columns(names, [name])}")
             columns[role] = name
         elif name is None:
             for candidate in layout.columns.get(role, ()):
@@ -128,7 +134,7 @@ def _columns(
 
 def _anchor(filled: Mapping[Path, frozenset[str]], layout: Layout, columns: Mapping[str, str]) -> str:
     if "logp_behavior" not in columns:
-        raise _lacking(filled, "logp_behavior", layout, "the sampler's log-probs")
+        raise _missing_column(filled, "logp_behavior", layout, "the sampler's log-probs")
     for anchor in ("proximal", "current"):
         if f"logp_{anchor}" in columns:
             return anchor
@@ -137,10 +143,10 @@ def _anchor(filled: Mapping[Path, frozenset[str]], layout: Layout, columns: Mapp
     # The sampler's column is never suggested for the trainer's, however similar the names are.
     taken = frozenset({columns["logp_behavior"]})
     role = "logp_current" if layout.framework == "prime-rl" else "logp_proximal"
-    raise _lacking(filled, role, layout, "the trainer's log-probs", taken)
+    raise _missing_column(filled, role, layout, "the trainer's log-probs", taken)
 
 
-def _lacking(
+def _missing_column(
     filled: Mapping[Path, frozenset[str]], role: str, layout: Layout, use: str, taken: frozenset[str] = frozenset()
 ) -> TrimtabError:
     wanted = layout.columns.get(role, (role,))
@@ -150,16 +156,16 @@ def _lacking(
     called = "" if wanted[0] == role else f" ({layout.framework} calls it {wanted[0]})"
     kind = MissingTrainerLogps if layout.framework == "miles" and role == "logp_proximal" else TrimtabError
     return kind(
-        f"{path} has no {role}, {use}{called}; {_shown(names, wanted, taken)}. Name it with --columns {role}=COLUMN, "
-        f"or: {(taken and layout.trainer_advice) or layout.advice}"
+        f"{path} has no {role}, {use}{called}; {_list_columns(names, wanted, taken)}. Name it with --columns "
+        f"{role}=COLUMN, or: {(taken and layout.trainer_advice) or layout.advice}"
     )
 
 
-def _shown(names: frozenset[str], wanted: Sequence[str], taken: frozenset[str] = frozenset()) -> str:
+def _list_columns(names: frozenset[str], wanted: Sequence[str], taken: frozenset[str] = frozenset()) -> str:
     """Lists the existing columns and suggests a similar name, except for `taken`, which have another role."""
     plain = sorted(" ".join(name.split())[:40] for name in names)
     free = [name for name in plain if name not in taken]
     close = [match for name in wanted for match in difflib.get_close_matches(name, free, n=1, cutoff=0.7)]
-    more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""
+    more = f" and {len(plain) - _MAX_LISTED} more" if len(plain) > _MAX_LISTED else ""
     meant = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"its columns are {', '.join(plain[:_SHOWN])}{more}{meant}"
+    return f"its columns are {', '.join(plain[:_MAX_LISTED])}{more}{meant}"

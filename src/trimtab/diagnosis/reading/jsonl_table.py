@@ -1,7 +1,7 @@
 """Reads JSON: one object per line, or one array of objects.
 
 The standard parser is as fast here as arrow's (about 0.7 s for 500,000 tokens in seven columns on one core), reads the
-NaN and Infinity that Python's own writers emit, and lets one bad line be one bad line.
+NaN and Infinity that Python's writers emit, and confines an error to its line.
 """
 
 from __future__ import annotations
@@ -55,76 +55,76 @@ def _fault(line: bytes, error: Exception) -> str:
 
 
 def json_array(path: Path, tally: ReadCounts) -> Rows:
-    """Yields the objects of one array, decoded one at a time. `TrimtabError`, naming the row, if the array is cut."""
+    """Yields the objects of one array, decoded one at a time. Raises `TrimtabError` if the array is truncated."""
     decoder = json.JSONDecoder()
     with opened(path) as file:
-        text = _Text(path, file)
+        text = _TextBuffer(path, file)
         text.skip(_OPENING)
         text.skip(_BETWEEN)
         number = 0
         while not text.at_end():
             number += 1
-            row = _one(text, decoder, path, number)
+            row = _next_value(text, decoder, path, number)
             if isinstance(row, dict):
                 yield number, row
             else:
                 tally.drop("not a JSON object", row=number)
             text.skip(_BETWEEN)
         text.skip(_CLOSING)
-        if text.left:
+        if text.unread:
             raise TrimtabError(f"{path} goes on after its array: write one array, or one object per line")
 
 
-def _one(text: _Text, decoder: json.JSONDecoder, path: Path, number: int) -> Any:
+def _next_value(text: _TextBuffer, decoder: json.JSONDecoder, path: Path, number: int) -> Any:
     """Returns the next value; more of the file is read until it parses."""
     while True:
         try:
-            value, text.place = decoder.raw_decode(text.held, text.place)
+            value, text.position = decoder.raw_decode(text.text, text.position)
         except RecursionError:
-            raise TrimtabError(f"{path}, row {number} is nested too deeply: it is no row of numbers") from None
+            raise TrimtabError(f"{path}, row {number} is nested too deeply: it is not a row of numbers") from None
         except ValueError as error:
             if not text.more():
-                why = f"is not JSON or unfinished ({getattr(error, 'msg', error)})"
-                raise TrimtabError(f"{path}, row {number} {why}: mend the array") from None
+                reason = f"is not JSON or unfinished ({getattr(error, 'msg', error)})"
+                raise TrimtabError(f"{path}, row {number} {reason}: fix the array") from None
         else:
             return value
 
 
-class _Text:
-    """A buffer of file text: `held` from `place` on is unread.
+class _TextBuffer:
+    """A buffer of file text: `text` from `position` on is unread.
 
     Every read at least doubles the buffer, so that time stays linear in the size of a row.
     """
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
-        self.held, self.place = "", 0
+        self.text, self.position = "", 0
         self._path, self._file = path, file
         self._decode = codecs.getincrementaldecoder("utf-8-sig")()
 
     @property
-    def left(self) -> int:
+    def unread(self) -> int:
         """Number of unread characters in the buffer."""
-        return len(self.held) - self.place
+        return len(self.text) - self.position
 
     def more(self) -> bool:
         """Reads more of the file; returns False at its end."""
-        if self.left > LONGEST:
+        if self.unread > LONGEST:
             raise TrimtabError(f"{self._path} has a row of over {LONGEST >> 20} MB: write one object per line")
-        data = self._file.read(max(_PIECE, self.left))
+        data = self._file.read(max(_PIECE, self.unread))
         try:
-            self.held = self.held[self.place :] + self._decode.decode(data, final=not data)
+            self.text = self.text[self.position :] + self._decode.decode(data, final=not data)
         except UnicodeDecodeError:
             raise TrimtabError(f"{self._path} is not UTF-8: write it as UTF-8") from None
-        self.place = 0
+        self.position = 0
         return bool(data)
 
     def skip(self, what: re.Pattern[str]) -> None:
         """Skips text that matches, until other text follows or the file ends."""
         while True:
-            if found := what.match(self.held, self.place):
-                self.place = found.end()
-            if self.left or not self.more():
+            if match := what.match(self.text, self.position):
+                self.position = match.end()
+            if self.unread or not self.more():
                 return
 
     def at_end(self) -> bool:
-        return self.held.startswith("]", self.place)
+        return self.text.startswith("]", self.position)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 
 LOGPS = ("logp_behavior", "logp_proximal", "logp_current")
 TOKEN_ROLES = (
@@ -173,15 +173,15 @@ PRIME_RL = Layout(
 LAYOUTS = {layout.framework: layout for layout in (TRIMTAB, PRIME_RL, TRL, MILES, VERL)}
 
 
-def named(framework: str) -> Layout:
+def layout_of_framework(framework: str) -> Layout:
     """Returns the layout of a framework. `slime` writes the files of Miles."""
     name = "miles" if framework == "slime" else framework
     if name not in LAYOUTS:
-        raise TrimtabError(f"unknown framework {framework!r}{nearest(framework, [*LAYOUTS, 'slime'])}")
+        raise TrimtabError(f"unknown framework {framework!r}{did_you_mean(framework, [*LAYOUTS, 'slime'])}")
     return LAYOUTS[name]
 
 
-def detected(names: Iterable[str]) -> Layout | None:
+def detect_layout(names: Iterable[str]) -> Layout | None:
     """Returns the first layout with a sign among the columns, or None."""
     present = set(names)
     return next((layout for layout in LAYOUTS.values() if any(sign <= present for sign in layout.signs)), None)

@@ -51,13 +51,14 @@ class LogSource:
             odd = "; ".join(f"{count} x {kind}" for kind, count in counts.nonfinite.items())
             causes = [text for text in (why, odd) if text] or ["the files hold no rows"]
             raise TrimtabError(
-                f"nothing to diagnose in {_several(self._tables)}: {'; '.join(causes)} (a column that is not needed is "
-                f"left out with --columns NAME=)"
+                f"nothing to diagnose in {_files_text(self._tables)}: {'; '.join(causes)} (a column that is not needed "
+                f"is left out with --columns NAME=)"
             )
         if wrong := counts.no_logps():
             raise TrimtabError(
-                f"{_several(self._tables)}: {wrong} is above 0 at most trained tokens, so it holds no log-probs (but "
-                f"probabilities, or their negative logarithms?); name the right column with --columns {wrong}=COLUMN"
+                f"{_files_text(self._tables)}: {wrong} is above 0 at most trained tokens, so it holds no log-probs "
+                f"(but probabilities, or their negative logarithms?); name the right column with --columns "
+                f"{wrong}=COLUMN"
             )
         settings, unread = settings_of(self.files)
         return DataSummary(
@@ -126,5 +127,5 @@ def open_log(
     return LogSource(tables, resolve(tables, framework, columns or {}), counts)
 
 
-def _several(tables: Sequence[Table]) -> str:
+def _files_text(tables: Sequence[Table]) -> str:
     return str(tables[0].path) if len(tables) == 1 else f"{len(tables)} files"

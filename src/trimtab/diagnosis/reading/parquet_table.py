@@ -9,7 +9,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trimtab.diagnosis.reading.ragged import Block, arrow_fields, arrow_lists, arrow_scalars, block_of, is_arrow_list
+from trimtab.diagnosis.reading.ragged import (
+    RowBlock,
+    arrow_fields,
+    arrow_lists,
+    arrow_scalars,
+    build_block,
+    is_arrow_list,
+)
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.errors import TrimtabError
 
@@ -32,7 +39,7 @@ class ParquetTable:
     def close(self) -> None:
         """Does nothing: no data is kept between calls."""
 
-    def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Block]:
+    def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[RowBlock]:
         with _opened(self.path) as file:
             if not file.metadata.num_rows:
                 tally.no_rows += 1
@@ -40,7 +47,7 @@ class ParquetTable:
             wanted = sorted(set(columns.values()))
             first = 1
             for batch in file.iter_batches(batch_size=size, columns=wanted, use_threads=False):
-                yield block_of(
+                yield build_block(
                     {role: batch.column(name) for role, name in columns.items()},
                     range(first, first + batch.num_rows),
                     is_list=is_arrow_list,

@@ -21,7 +21,7 @@ _NUMBERS = "fiub"
 
 
 @dataclass(frozen=True, eq=False)
-class Lists:
+class ListColumn:
     """One list of numbers per row, concatenated in `values`; `lengths` int64 (rows,), 0 where the row has a fault.
 
     fault: int8 (rows,), 0, ABSENT (no list) or WRONG (not a list of numbers).
@@ -33,14 +33,14 @@ class Lists:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class RowBlock:
     """A block of rows: `lists` of per-token columns and `scalars` by role, with None or NaN for a missing scalar.
 
     numbers: row numbers in the file, from 1.
     """
 
     rows: int
-    lists: Mapping[str, Lists]
+    lists: Mapping[str, ListColumn]
     scalars: Mapping[str, Sequence[Any] | np.ndarray]
     numbers: Sequence[int]
 
@@ -48,15 +48,15 @@ class Block:
 C = TypeVar("C")
 
 
-def block_of(
+def build_block(
     columns: Mapping[str, C],
     numbers: Sequence[int],
     *,
     is_list: Callable[[C], bool],
-    lists: Callable[[C], Lists],
+    lists: Callable[[C], ListColumn],
     scalars: Callable[[C], Sequence[Any] | np.ndarray],
     fields: Callable[[C], Mapping[str, Sequence[Any] | np.ndarray]],
-) -> Block:
+) -> RowBlock:
     """Returns a block from the columns of a file by role and the functions that convert a column of its format."""
     result, single = {}, {}
     for role, column in columns.items():
@@ -66,7 +66,7 @@ def block_of(
             result[role] = lists(column)
         else:
             single[role] = scalars(column)
-    return Block(len(numbers), result, single, numbers)
+    return RowBlock(len(numbers), result, single, numbers)
 
 
 def numbers(values: Sequence[Any] | np.ndarray) -> np.ndarray:
@@ -90,66 +90,66 @@ def is_arrow_list(array: pa.Array) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def arrow_lists(array: pa.Array) -> Lists:
-    """Lists of an arrow column of any type."""
+def arrow_lists(array: pa.Array) -> ListColumn:
+    """Returns the lists of an arrow column of any type."""
     kind, rows = array.type, len(array)
     if not is_arrow_list(array):
         fault = ABSENT if pa.types.is_null(kind) else WRONG
-        return Lists(np.empty(0), np.zeros(rows, np.int64), np.full(rows, fault, np.int8))
+        return ListColumn(np.empty(0), np.zeros(rows, np.int64), np.full(rows, fault, np.int8))
     fault = np.where(array.is_null().to_numpy(zero_copy_only=False), ABSENT, 0).astype(np.int8)
     if not _is_number(kind.value_type):
-        return Lists(np.empty(0), np.zeros(rows, np.int64), np.where(fault, fault, WRONG).astype(np.int8))
+        return ListColumn(np.empty(0), np.zeros(rows, np.int64), np.where(fault, fault, WRONG).astype(np.int8))
     lengths = (
         pc.fill_null(pc.call_function("list_value_length", [array]), 0).to_numpy(zero_copy_only=False).astype(np.int64)
     )
-    return Lists(_flat(array.flatten()), lengths, fault)
+    return ListColumn(_flat(array.flatten()), lengths, fault)
 
 
 def arrow_scalars(array: pa.Array) -> Sequence[Any] | np.ndarray:
-    """One value a row of an arrow column of any type."""
+    """Returns one value per row of an arrow column of any type."""
     return _flat(array) if _is_number(array.type) else array.to_pylist()
 
 
 def arrow_fields(array: pa.Array) -> dict[str, Sequence[Any] | np.ndarray]:
-    """The sampling parameters of a struct column; empty when it is none."""
+    """Returns the sampling parameters of a struct column; empty for another type."""
     if not pa.types.is_struct(array.type):
         return {}
     present = [array.type.field(index).name for index in range(array.type.num_fields)]
     return {name: arrow_scalars(array.field(name)) for name in SAMPLING if name in present}
 
 
-def python_lists(rows: Sequence[Any]) -> Lists:
-    """Lists of Python values: lists of numbers, where a null among them reads as NaN."""
+def python_lists(rows: Sequence[Any]) -> ListColumn:
+    """Returns the lists of Python values; None in a list of numbers becomes NaN."""
     fault = np.array([0 if isinstance(row, list) else ABSENT if row is None else WRONG for row in rows], np.int8)
-    values = _joined([row for row, bad in zip(rows, fault, strict=True) if not bad])
-    if values is None:  # something among them is not a number: look at each row by itself
-        arrays = [_joined([row]) if not bad else None for row, bad in zip(rows, fault, strict=True)]
+    values = _concatenate([row for row, bad in zip(rows, fault, strict=True) if not bad])
+    if values is None:  # some value is not a number: convert each row separately
+        arrays = [_concatenate([row]) if not bad else None for row, bad in zip(rows, fault, strict=True)]
         fault = np.array([bad or (WRONG if a is None else 0) for a, bad in zip(arrays, fault, strict=True)], np.int8)
         return _from_arrays(arrays, fault)
     lengths = np.array([0 if bad else len(row) for row, bad in zip(rows, fault, strict=True)], np.int64)
-    return Lists(values, lengths, fault)
+    return ListColumn(values, lengths, fault)
 
 
-def array_lists(rows: Sequence[np.ndarray | None]) -> Lists:
-    """Lists given as arrays; one that is not of numbers, or has more than one dimension, is WRONG."""
+def array_lists(rows: Sequence[np.ndarray | None]) -> ListColumn:
+    """Returns lists given as arrays; an array of more dimensions or not of numbers is WRONG."""
     usable = [row if row is not None and row.ndim == 1 and row.dtype.kind in _NUMBERS else None for row in rows]
     faults = [ABSENT if row is None else WRONG if ok is None else 0 for row, ok in zip(rows, usable, strict=True)]
     return _from_arrays(usable, np.array(faults, np.int8))
 
 
 def python_fields(rows: Sequence[Any]) -> dict[str, list[Any]]:
-    """The sampling parameters of one dictionary a row."""
+    """Returns the sampling parameters of one dictionary per row."""
     return {name: [row.get(name) if isinstance(row, dict) else None for row in rows] for name in SAMPLING}
 
 
-def _from_arrays(arrays: Sequence[np.ndarray | None], fault: np.ndarray) -> Lists:
+def _from_arrays(arrays: Sequence[np.ndarray | None], fault: np.ndarray) -> ListColumn:
     lengths = np.array([0 if array is None else len(array) for array in arrays], np.int64)
     present = [array for array in arrays if array is not None]
-    return Lists(np.concatenate(present) if present else np.empty(0), lengths, fault)
+    return ListColumn(np.concatenate(present) if present else np.empty(0), lengths, fault)
 
 
-def _joined(rows: list[list[Any]]) -> np.ndarray | None:
-    """All numbers of the rows in one array, or None when one is something else. A null reads as NaN."""
+def _concatenate(rows: list[list[Any]]) -> np.ndarray | None:
+    """Returns all numbers of the rows in one array, None read as NaN; None if some value is not a number."""
     flat = list(chain.from_iterable(rows))
     try:
         values = np.array(flat)
@@ -181,7 +181,7 @@ def _flat(array: pa.Array) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class Flat:
+class FlatRows:
     """Concatenated rows: every array has `lengths.sum()` entries."""
 
     lengths: np.ndarray
@@ -195,25 +195,25 @@ class Flat:
     def row(self) -> np.ndarray:
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
-    def select(self, rows: np.ndarray) -> Flat:
-        return self if rows.all() else self._kept(np.repeat(rows, self.lengths), self.lengths[rows])
+    def select(self, rows: np.ndarray) -> FlatRows:
+        return self if rows.all() else self._select(np.repeat(rows, self.lengths), self.lengths[rows])
 
-    def cut(self, first: np.ndarray, last: np.ndarray) -> Flat:
+    def cut(self, first: np.ndarray, last: np.ndarray) -> FlatRows:
         """Returns the entries first <= i < last of each row."""
         if not first.any() and np.array_equal(last, self.lengths):
             return self
         position = np.arange(int(self.lengths.sum())) - np.repeat(self.first, self.lengths)
         inside = (position >= np.repeat(first, self.lengths)) & (position < np.repeat(last, self.lengths))
-        return self._kept(inside, last - first)
+        return self._select(inside, last - first)
 
-    def without(self, tokens: np.ndarray) -> Flat:
+    def without(self, tokens: np.ndarray) -> FlatRows:
         """Returns all but the marked tokens; rows may become empty but stay."""
         if not tokens.any():
             return self
-        return self._kept(~tokens, self.lengths - np.bincount(self.row[tokens], minlength=len(self.lengths)))
+        return self._select(~tokens, self.lengths - np.bincount(self.row[tokens], minlength=len(self.lengths)))
 
-    def _kept(self, tokens: np.ndarray, lengths: np.ndarray) -> Flat:
-        return Flat(lengths, {name: values[tokens] for name, values in self.values.items()})
+    def _select(self, tokens: np.ndarray, lengths: np.ndarray) -> FlatRows:
+        return FlatRows(lengths, {name: values[tokens] for name, values in self.values.items()})
 
     def having(self, tokens: np.ndarray) -> np.ndarray:
         """Returns rows (rows,) with at least one marked token."""
@@ -229,4 +229,4 @@ class Table(Protocol):
 
     def close(self) -> None: ...
 
-    def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Block]: ...
+    def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[RowBlock]: ...

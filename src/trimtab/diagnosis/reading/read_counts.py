@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-EXTERNAL, NOT_FINITE = "external trace (off_policy)", "no finite log-prob at any trained token"
+EXTERNAL_TRACE, NOT_FINITE = "external trace (off_policy)", "no finite log-prob at any trained token"
 """Reasons to drop a response."""
 
 

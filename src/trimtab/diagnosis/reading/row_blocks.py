@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trimtab.diagnosis.reading.ragged import Block, block_of, python_fields, python_lists
+from trimtab.diagnosis.reading.ragged import RowBlock, build_block, python_fields, python_lists
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -32,7 +32,7 @@ class RowTable:
     def close(self) -> None:
         """Does nothing: no data is kept between calls."""
 
-    def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Block]:
+    def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[RowBlock]:
         rows: list[dict[str, Any]] = []
         numbers: list[int] = []
         number = size = 0
@@ -50,8 +50,8 @@ class RowTable:
             tally.no_rows += 1
 
 
-def _block(rows: list[dict[str, Any]], columns: Mapping[str, str], numbers: list[int]) -> Block:
-    return block_of(
+def _block(rows: list[dict[str, Any]], columns: Mapping[str, str], numbers: list[int]) -> RowBlock:
+    return build_block(
         {role: [row[name] for row in rows] for role, name in columns.items()},
         numbers,
         is_list=lambda values: any(isinstance(value, list) for value in values),

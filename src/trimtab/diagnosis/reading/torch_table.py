@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.reading.ragged import Block, array_lists, block_of, python_fields
+from trimtab.diagnosis.reading.ragged import RowBlock, array_lists, build_block, python_fields
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.errors import TrimtabError
 
@@ -25,19 +25,19 @@ class TorchTable:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._held: dict[str, Sequence[Any]] | None = None
+        self._cached: dict[str, Sequence[Any]] | None = None
 
     def names(self) -> frozenset[str]:
-        if self._held is None:
-            self._held = _columns(self.path)
-        return frozenset(self._held)
+        if self._cached is None:
+            self._cached = _columns(self.path)
+        return frozenset(self._cached)
 
     def close(self) -> None:
         """Releases the content of the file; `names` and `blocks` read it again."""
-        self._held = None
+        self._cached = None
 
-    def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[Block]:
-        table = self._held if self._held is not None else _columns(self.path)
+    def blocks(self, columns: Mapping[str, str], tokens: int, tally: ReadCounts) -> Iterator[RowBlock]:
+        table = self._cached if self._cached is not None else _columns(self.path)
         self.close()
         behavior = table[columns["logp_behavior"]]
         if not len(behavior):
@@ -45,7 +45,7 @@ class TorchTable:
         if "weight_version" in columns.values():
             tally.several_versions |= any(len(set(versions)) > 1 for versions in table["weight_versions"])
         for start, end in _ranges(behavior, tokens):
-            yield block_of(
+            yield build_block(
                 {role: table[name][start:end] for role, name in columns.items()},
                 range(start + 1, end + 1),
                 is_list=lambda values: any(array is not None and array.ndim > 0 for array in map(_array, values)),
@@ -77,7 +77,7 @@ def _load(path: Path) -> Any:
 
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(_array_globals()):
-            warnings.simplefilter("ignore")  # of a damaged file; what cannot be read ends as an error below
+            warnings.simplefilter("ignore")  # warnings about a damaged file, which raises an error below
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise TrimtabError(f"cannot read {path}: {error.strerror or error}") from None
@@ -91,7 +91,7 @@ def _load(path: Path) -> Any:
 
 
 def _array_globals() -> list[Any]:
-    """What a pickled numpy array of numbers names: it rides along where a rollout records its experts."""
+    """Returns the globals of a pickled numpy array of numbers, which files with recorded experts contain."""
     rebuild = np._core.multiarray._reconstruct  # pyright: ignore[reportAttributeAccessIssue]
     kinds = {type(np.dtype(code)) for code in ("?", *"bBhHiIlLqQ", *"efd")}
     return [np.ndarray, np.dtype, *kinds, rebuild, (rebuild, "numpy.core.multiarray._reconstruct")]

@@ -212,7 +212,7 @@ def plan_prefill(rows: Sequence[DecodingRow], prompts: Sequence[Prompt], device:
     )
 
 
-def check_prefixes(
+def validate_prefixes(
     prefixes: Prefixes | None, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams
 ) -> None:
     """Validates that prefixes fit the prompts, the number of samples and the sampling parameters.
@@ -253,7 +253,7 @@ def check_prefixes(
             )
 
 
-def check_tokens(
+def validate_tokens(
     prefixes: Prefixes | None,
     prompts: Sequence[Prompt],
     stop: StopChecker,
@@ -276,7 +276,7 @@ def check_tokens(
             raise TrimtabError(f"{name} contains a stop, so it is already complete: cut it before its last token")
 
 
-def check_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: RouterInfo) -> None:
+def validate_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: RouterInfo) -> None:
     """Raises `TrimtabError` for prefixes whose routed experts do not exist in this model."""
     for name, _, prefix in _distinct_prefixes(prefixes or [], prompts if prefixes else []):
         routes = prefix.routed_experts

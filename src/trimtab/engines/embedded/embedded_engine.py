@@ -17,11 +17,11 @@ from trimtab.engines.embedded.decoding_rows import (
     DecodingRow,
     Prefixes,
     build_rows,
-    check_prefixes,
-    check_routes,
-    check_tokens,
     mark_aborted,
     plan_prefill,
+    validate_prefixes,
+    validate_routes,
+    validate_tokens,
 )
 from trimtab.engines.embedded.expert_recorder import ExpertRecorder
 from trimtab.engines.embedded.fused_llama import FusedLlama, supports
@@ -32,7 +32,7 @@ from trimtab.engines.request import validate_request
 from trimtab.engines.stopping import StopChecker, eos_ids
 from trimtab.engines.turn_exchange import TurnExchange, resume_turns
 from trimtab.engines.weight_manifest import WeightManifest
-from trimtab.errors import TrimtabError, nearest
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.models.invariant import is_invariant
 from trimtab.models.invariant.invariant_attention import KEY_BLOCK, round_up
 from trimtab.models.routing import record_routing, router_info
@@ -68,7 +68,7 @@ class EmbeddedEngine:
     ) -> None:
         if isinstance(dtype, str):
             if dtype not in DTYPES:
-                raise TrimtabError(f"unknown engine dtype {dtype!r}{nearest(dtype, DTYPES)}")
+                raise TrimtabError(f"unknown engine dtype {dtype!r}{did_you_mean(dtype, DTYPES)}")
             dtype = DTYPES[dtype]
         self.policy_version = 0
         self.decoded_tokens = 0
@@ -117,12 +117,12 @@ class EmbeddedEngine:
         vocabulary = self._model.get_input_embeddings().num_embeddings
         context = getattr(self._model.config, "max_position_embeddings", None)
         validate_request(prompts, samples, sampling, seed, vocabulary=vocabulary, context=context)
-        check_prefixes(prefixes, prompts, samples, sampling)
+        validate_prefixes(prefixes, prompts, samples, sampling)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
         multi_turn = turns is not None
-        check_tokens(prefixes, prompts, stop, vocabulary, multi_turn=multi_turn)
+        validate_tokens(prefixes, prompts, stop, vocabulary, multi_turn=multi_turn)
         if self._routes:
-            check_routes(prefixes, prompts, router_info(self._model))
+            validate_routes(prefixes, prompts, router_info(self._model))
         rows = build_rows(len(prompts), samples, sampling, seed, prefixes, multi_turn=multi_turn)
         exchange = None if turns is None else TurnExchange(turns, abort)
         if exchange is not None:

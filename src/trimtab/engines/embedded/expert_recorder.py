@@ -8,29 +8,22 @@ and n - 1 more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
+from trimtab.models.routing import RoutingTape
 from trimtab.types import ExpertArray
 
 if TYPE_CHECKING:
     from trimtab.engines.embedded.decoding_rows import DecodingRow
 
 
-class Tape(Protocol):
-    """The tape of `models.routing.record_routing`."""
-
-    def take(self) -> Tensor:
-        """Returns the choices since the last call, (tokens, layers, k)."""
-        ...
-
-
 class ExpertRecorder:
     """Collects the routed experts of one batch. A decoder calls `prompts` and `starts` after its prefill passes."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: RoutingTape) -> None:
         self._tape = tape
         self._prompts: dict[int, ExpertArray] = {}
         self._starts: dict[int, ExpertArray] = {}

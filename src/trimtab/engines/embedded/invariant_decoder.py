@@ -143,9 +143,9 @@ class InvariantDecoder:
         ends = torch.tensor([len(text) for text in texts], device=device).cumsum(0) - 1
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-            self._prompts.fill(layer, prompt_ids, layout.prompts.spread(k), layout.prompts.spread(v))
+            self._prompts.fill(layer, prompt_ids, layout.prompts.to_padded(k), layout.prompts.to_padded(v))
             if layout.responses.width:
-                self._responses.fill(layer, index, layout.responses.spread(k), layout.responses.spread(v))
+                self._responses.fill(layer, index, layout.responses.to_padded(k), layout.responses.to_padded(v))
             sizes = self._responses.keys[layer].shape[1], self._responses.keys[layer].shape[3]
             return attend_packed(q, k, v, layout, AttentionOptions(scaling, None, None, self._dtype), sizes)[0]
 

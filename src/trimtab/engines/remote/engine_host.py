@@ -20,7 +20,7 @@ from trimtab.processes import Message, Parent
 from trimtab.types import Completion, Engine
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds without a heartbeat
-    from trimtab.engines.remote.remote_engine import Answer
+    from trimtab.engines.remote.remote_engine import CallResult
 
 SHUTDOWN_TIMEOUT = 5.0  # seconds for the engine to close
 
@@ -54,7 +54,7 @@ class EngineHost:
         torch.set_num_threads(spec["threads"])
         self.engine = build(spec)
 
-    def answer(self, call: int, method: str, arguments: tuple[Any, ...]) -> Answer:
+    def answer(self, call: int, method: str, arguments: tuple[Any, ...]) -> CallResult:
         """Performs call number `call`."""
         value, error = None, self._error
         if self.engine is None:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from trimtab.engines.remote.remote_engine import Answer, TransportLost
+from trimtab.engines.remote.remote_engine import CallResult, TransportLost
 from trimtab.engines.remote.shared_weights import SharedWeights, share
 from trimtab.processes import TRANSFER_TIMEOUT, WorkerProcess
 
@@ -65,7 +65,7 @@ class ProcessTransport:
         self._answer = answer
         return answer is not None
 
-    def result(self) -> Answer:
+    def result(self) -> CallResult:
         assert self._answer is not None
         (value, error, state), descriptor = self._answer
         if descriptor is not None:

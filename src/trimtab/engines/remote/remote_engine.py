@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes
+from trimtab.engines.embedded.decoding_rows import Prefixes, validate_prefixes
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.types import AbortSignal, Completion, Problem, Prompt, SamplingParams
 
@@ -35,7 +35,7 @@ class Transport(Protocol):
         """Returns whether the call has ended, after at most `seconds`. Raises `TransportLost`."""
         ...
 
-    def result(self) -> Answer:
+    def result(self) -> CallResult:
         """Returns the answer to the call that has ended. Raises `TransportLost`."""
         ...
 
@@ -66,7 +66,7 @@ class Transport(Protocol):
 
 # The result; the error: a `TrimtabError` as itself, any other exception as its traceback; and `policy_version`,
 # `decoded_tokens` and `prefilled_tokens` of the hosted engine.
-Answer = tuple[Any, Exception | str | None, tuple[int, int, int]]
+CallResult = tuple[Any, Exception | str | None, tuple[int, int, int]]
 
 
 class RemoteEngine:
@@ -108,7 +108,7 @@ class RemoteEngine:
             EngineDeadError: the other side died or sends no heartbeat.
             TrimtabError: what the hosted engine refuses; no weights were published yet.
         """
-        check_prefixes(prefixes, prompts, samples, sampling)
+        validate_prefixes(prefixes, prompts, samples, sampling)
         if not self._has_weights:
             raise TrimtabError("the engine has no weights yet: publish before generating")
         # Answers stay here; what else a problem holds may not be picklable.

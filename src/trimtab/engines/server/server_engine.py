@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from trimtab.config import EngineConfig
-from trimtab.engines.embedded.decoding_rows import Prefixes, check_prefixes, check_tokens, is_complete
-from trimtab.engines.request import check_vllm_temperature, validate_request
+from trimtab.engines.embedded.decoding_rows import Prefixes, is_complete, validate_prefixes, validate_tokens
+from trimtab.engines.request import validate_request, validate_vllm_temperature
 from trimtab.engines.server.http_client import check_url, run
 from trimtab.engines.server.server_pool import (
     InferenceServer,
@@ -79,7 +79,7 @@ class ServerEngine:
         self._folder = WeightFolder(settings.folder, getattr(torch, config.dtype))
         self._finished_before_failure: tuple[int, list[CompletionRequest], dict[int, CompletionResult]] | None = None
         self._calls = 0
-        run(wait_for_servers(self._servers, None, settings.reconnect_timeout, self.notify, everyone=True))
+        run(wait_for_servers(self._servers, None, settings.reconnect_timeout, self.notify, wait_for_all=True))
         self._model = self._common_model()
 
     @property
@@ -107,9 +107,9 @@ class ServerEngine:
         self._check(sampling)
         context = self._model.context
         validate_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=context)
-        check_prefixes(prefixes, prompts, samples, sampling)
+        validate_prefixes(prefixes, prompts, samples, sampling)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
-        check_tokens(prefixes, prompts, stop, self._vocabulary)
+        validate_tokens(prefixes, prompts, stop, self._vocabulary)
         starts = [None if prefixes is None else prefixes[p][s] for p in range(len(prompts)) for s in range(samples)]
         requests = self._requests(prompts, samples, sampling, seed, starts)
         results = self._run_requests(requests, abort)
@@ -145,7 +145,7 @@ class ServerEngine:
     def restart(self) -> None:
         """Waits up to `reconnect_timeout` for the first server that is back; it must serve the same model as before."""
         timeout = self._settings.reconnect_timeout
-        run(wait_for_servers(self._servers, self._folder.current, timeout, self.notify, everyone=False))
+        run(wait_for_servers(self._servers, self._folder.current, timeout, self.notify, wait_for_all=False))
 
     def close(self) -> None:
         """Removes the published weights; the servers keep running, because they were started by someone else."""
@@ -165,7 +165,7 @@ class ServerEngine:
 
     def _check(self, sampling: SamplingParams) -> None:
         if self._settings.kind == "vllm":
-            check_vllm_temperature(sampling)
+            validate_vllm_temperature(sampling)
         if sampling.truncated:
             raise TrimtabError(
                 "servers do not say which tokens were kept under top_p or top_k, so ratios would be biased: set top_p "

@@ -177,7 +177,7 @@ async def wait_for_servers(
     timeout: float,
     notify: Callable[[str], None],
     *,
-    everyone: bool,
+    wait_for_all: bool,
 ) -> None:
     """Waits until one server works, or all of them with `everyone`; `notify` gets a line every few seconds.
 
@@ -187,7 +187,7 @@ async def wait_for_servers(
     deadline, backoff, notify = time.monotonic() + timeout, INITIAL_BACKOFF, rate_limited(notify)
     while True:
         unavailable = await _gather(server.check_and_update(weights) for server in servers)
-        if not unavailable or (not everyone and len(unavailable) < len(servers)):
+        if not unavailable or (not wait_for_all and len(unavailable) < len(servers)):
             return
         remaining = deadline - time.monotonic()
         if remaining <= 0:

@@ -25,9 +25,9 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from trimtab.config import EngineConfig
-from trimtab.engines.embedded.decoding_rows import DecodingRow, Prefixes, build_rows, check_prefixes, check_tokens
+from trimtab.engines.embedded.decoding_rows import DecodingRow, Prefixes, build_rows, validate_prefixes, validate_tokens
 from trimtab.engines.remote.shared_weights import SharedWeights, share
-from trimtab.engines.request import check_vllm_temperature, validate_request
+from trimtab.engines.request import validate_request, validate_vllm_temperature
 from trimtab.engines.stopping import StopChecker, eos_ids
 from trimtab.engines.vllm import setup
 from trimtab.engines.vllm.stepped_runner import Request, TokenDelta, VllmRunner
@@ -81,9 +81,9 @@ class VllmEngine:
             EngineDeadError: one of vLLM's own processes died (tensor parallelism).
         """
         self._check(prompts, samples, sampling, seed)
-        check_prefixes(prefixes, prompts, samples, sampling)
+        validate_prefixes(prefixes, prompts, samples, sampling)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
-        check_tokens(prefixes, prompts, stop, self._vocabulary)
+        validate_tokens(prefixes, prompts, stop, self._vocabulary)
         rows = build_rows(len(prompts), samples, sampling, seed, prefixes)
         unfinished = [row for row in rows if not row.complete]
         requests = [self._request(row, prompts[row.prompt], sampling, seed) for row in unfinished]
@@ -149,7 +149,7 @@ class VllmEngine:
         validate_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=self._context)
         if self._weights is None:
             raise TrimtabError("the engine has no weights yet: publish before generating")
-        check_vllm_temperature(sampling)
+        validate_vllm_temperature(sampling)
         if sampling.truncated and sampling.temperature > 0:
             if not self._config.vllm.sampling_mask:
                 raise TrimtabError(

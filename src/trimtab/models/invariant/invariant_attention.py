@@ -173,7 +173,7 @@ def attend_packed(
     out, kept = torch.empty_like(q), []
     out[layout.responses.stop :] = 0  # fillers
     for rows, parts in _kinds(layout, k, v):
-        result, probabilities = _attend(rows, parts, rows.spread(q), options, sizes)
+        result, probabilities = _attend(rows, parts, rows.to_padded(q), options, sizes)
         out[rows.start : rows.stop] = rows.pack(result)
         kept.append(probabilities)
     return out, kept
@@ -191,7 +191,7 @@ def _kinds(layout: PackedLayout, k: Tensor, v: Tensor) -> list[tuple[PaddedRows,
 
 
 def _own(rows: PaddedRows, k: Tensor, v: Tensor) -> _Keys:
-    return _Keys(pad_time(rows.spread(k), KEY_BLOCK), pad_time(rows.spread(v), KEY_BLOCK), rows.width, None)
+    return _Keys(pad_time(rows.to_padded(k), KEY_BLOCK), pad_time(rows.to_padded(v), KEY_BLOCK), rows.width, None)
 
 
 def _attend(

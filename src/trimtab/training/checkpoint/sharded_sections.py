@@ -28,7 +28,11 @@ def write(folder: Path, named: Mapping[str, Tensor], rank: int) -> Path | None:
     That is the local shard of a DTensor; rank 0 writes tensors that are not sharded. Raises `OSError` if the disk is
     full.
     """
-    part = {name: tensor for name, tensor in named.items() if _has_part(tensor, rank)}
+    part = {
+        name: tensor
+        for name, tensor in named.items()
+        if (local_shard(tensor).numel() if is_sharded(tensor) else rank == 0)
+    }
     if not part:
         return None
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -45,7 +49,7 @@ def write(folder: Path, named: Mapping[str, Tensor], rank: int) -> Path | None:
 class Shards(Mapping[str, Tensor]):
     """The tensors of a section that several ranks wrote.
 
-    Indexing returns a whole tensor; `fill` reads into existing tensors. Raises `TrimtabError` for unreadable headers.
+    Indexing returns a whole tensor; `copy_into` reads into existing ones. Raises `TrimtabError` for unreadable headers.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,25 +62,25 @@ class Shards(Mapping[str, Tensor]):
             raise TrimtabError(f"{folder} is not a sharded section of a checkpoint: {error}") from None
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
-    def described(self, name: str) -> tuple[Size, torch.dtype]:
+    def shape_and_dtype(self, name: str) -> tuple[Size, torch.dtype]:
         """Shape and dtype of a whole tensor, without reading it."""
         metadata: Any = self._metadata.state_dict_metadata[name]
         return metadata.size, metadata.properties.dtype
 
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
+    def copy_into(self, targets: Mapping[str, Tensor]) -> None:
         """Copy values into `targets`, for a DTensor this rank's part; shapes and dtypes must match."""
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-        parts = {name: target for name, target in targets.items() if local_shard(target).numel() or target.ndim == 0}
+        parts = {name: target for name, target in targets.items() if local_shard(target).numel()}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(parts), self._metadata, is_coordinator=True)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
         self._reader.read_data(planner.finish_plan(plan), planner).wait()
 
     def __getitem__(self, name: str) -> Tensor:
-        shape, dtype = self.described(name)
+        shape, dtype = self.shape_and_dtype(name)
         whole = torch.empty(shape, dtype=dtype)
-        self.fill({name: whole})
+        self.copy_into({name: whole})
         return whole
 
     def __iter__(self) -> Iterator[str]:
@@ -86,33 +90,28 @@ class Shards(Mapping[str, Tensor]):
         return len(self._metadata.state_dict_metadata)
 
 
-def described(tensors: Mapping[str, Tensor], name: str) -> tuple[Size, torch.dtype]:
+def shape_and_dtype(tensors: Mapping[str, Tensor], name: str) -> tuple[Size, torch.dtype]:
     """Shape and dtype of a tensor in a section, sharded or not."""
     if isinstance(tensors, Shards):
-        return tensors.described(name)
+        return tensors.shape_and_dtype(name)
     return tensors[name].shape, tensors[name].dtype
 
 
 @torch.no_grad()
-def fill(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+def copy_into(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors of a section into targets of the same names, shapes and dtypes; either side may be sharded."""
     if isinstance(tensors, Shards):
-        tensors.fill(targets)
+        tensors.copy_into(targets)
         return
     for name, target in targets.items():
-        if is_sharded(target):
-            local_shard(target).copy_(_part(tensors[name], target))
-        else:
-            target.copy_(tensors[name])
+        local_shard(target).copy_(_local_part(tensors[name], target))
 
 
-def _part(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of `whole` that this rank holds of the DTensor `like`."""
+def _local_part(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of `whole` that this rank holds of `like`: all of it, unless `like` is sharded."""
+    if not is_sharded(like):
+        return whole
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert isinstance(like, DTensor)
-    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None).to_local()
-
-
-def _has_part(tensor: Tensor, rank: int) -> bool:
-    return local_shard(tensor).numel() > 0 if is_sharded(tensor) else rank == 0
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()

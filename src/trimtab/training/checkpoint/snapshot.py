@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from trimtab.config import Config, parse_config
@@ -11,6 +11,7 @@ from trimtab.errors import TrimtabError
 from trimtab.rollout.source import RolloutSource
 from trimtab.runs import atomic
 from trimtab.runs.directory import RunDirectory
+from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import CONFIG, best_checkpoint, checkpoint_folder
 from trimtab.training.checkpoint import state_tensors, store
 from trimtab.training.custom_objective import refuse_other
@@ -50,7 +51,7 @@ def save(trainer: Resumable, evaluated: Mapping[str, float]) -> None:
 def save_if_unsaved(trainer: Resumable) -> None:
     """Save the last finished step, unless it is saved: a step that failed must not overwrite its checkpoint."""
     exists = checkpoint_folder(trainer.run.checkpoint_root, trainer.step).is_dir()
-    if current_ranks().broadcast(b"1" if exists else b"0") == b"0":
+    if not current_ranks().broadcast_bool(exists):
         save(trainer, {})
 
 
@@ -62,7 +63,7 @@ def has_improved(trainer: Resumable, evaluated: Mapping[str, float]) -> bool:
     best = best_checkpoint(trainer.run.checkpoint_root)
     improved = best is None or evaluated[metric] > best.value
     # The leader decides: on a shared file system other ranks may still read the previous best.json.
-    return current_ranks().broadcast(b"1" if improved else b"0") == b"1"
+    return current_ranks().broadcast_bool(improved)
 
 
 def _mark_best(trainer: Resumable, evaluated: Mapping[str, float]) -> None:
@@ -173,12 +174,4 @@ def _result_affecting_keys(config: Config) -> dict[str, Any]:
     del data["trainer"]["max_idle_steps"]
     if config.optim.schedule != "cosine":
         del data["trainer"]["steps"]
-    return dict(_flat(data, ""))
-
-
-def _flat(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return flatten(data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, TrimtabWarning
-from trimtab.models.sharding import is_sharded, shared_parameters
-from trimtab.training.checkpoint.sharded_sections import described, fill
+from trimtab.models.sharding import is_sharded
+from trimtab.training.checkpoint.sharded_sections import copy_into, shape_and_dtype
 from trimtab.training.ranks import current_ranks
 
 _TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$dict"
@@ -50,21 +51,10 @@ def unflatten_state(tensors: Mapping[str, Tensor], data: Any) -> Any:
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name; tied ones once, under their first name, as in Hugging Face files."""
-    state: dict[str, Tensor] = {}
-    storages: set[tuple[Any, ...]] = set()
-    tied = shared_parameters(model)
-    for name, tensor in model.state_dict().items():
-        if is_sharded(tensor):
-            # By name, not by memory: a shard may be empty on this rank, and all ranks must agree.
-            if name not in tied:
-                state[name] = tensor
-            continue
-        storage = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and storage in storages:
-            continue
-        storages.add(storage)
-        state[name] = tensor
-    return state
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():  # the objects themselves, so that tied ones are one
+        first.setdefault(id(tensor), (name, tensor.detach()))
+    return dict(first.values())
 
 
 @torch.no_grad()
@@ -74,22 +64,26 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Either side may be sharded, over any number of ranks. Raises `TrimtabError` unless names, shapes and dtypes match.
     """
     state = model_state(model)
-    _same_names(set(state), set(tensors), "weights")
+    _check_names(set(state), set(tensors), "weights")
     for name, target in state.items():
-        shape, dtype = described(tensors, name)
+        shape, dtype = shape_and_dtype(tensors, name)
         if shape != target.shape or dtype != target.dtype:
             raise TrimtabError(
                 f"weight {name!r} is {dtype} {tuple(shape)} in the checkpoint and {target.dtype} "
                 f"{tuple(target.shape)} in the model: use the recipe the run was started with"
             )
-    fill(state, tensors)
+    copy_into(state, tensors)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
-    """`optimizer.state_dict()` with parameters under their names in `model` instead of their positions."""
-    names = _parameter_names(optimizer, model)
-    plain = optimizer.state_dict()
-    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in plain["param_groups"]]
+    """`optimizer.state_dict()` with parameters under their names in `model` instead of their positions.
+
+    torch's `get_optimizer_state_dict` is no substitute: it steps an optimizer that has no state yet, which changes all
+    later updates.
+    """
+    grouped = _names_by_group(optimizer, model)
+    names, plain = list(chain.from_iterable(grouped)), optimizer.state_dict()
+    groups = [{**group, "params": params} for group, params in zip(plain["param_groups"], grouped, strict=True)]
     return flatten_state({"state": {names[i]: value for i, value in plain["state"].items()}, "param_groups": groups})
 
 
@@ -97,17 +91,12 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], data: Any
 ) -> None:
     """Inverse of `optimizer_state`. Raises `TrimtabError` unless groups hold the same parameters in the same order."""
-    names = _parameter_names(optimizer, model)
-    index_of = {name: index for index, name in names.items()}
-    saved = unflatten_state(_like_parameters(tensors, dict(model.named_parameters())), data)
-    current = [[names[index] for index in group["params"]] for group in optimizer.state_dict()["param_groups"]]
-    stored = [group["params"] for group in saved["param_groups"]]
-    _same_names({n for group in current for n in group}, {n for group in stored for n in group}, "optimizer state")
+    current, stored = _names_by_group(optimizer, model), [group["params"] for group in data["param_groups"]]
+    _check_names(set(chain.from_iterable(current)), set(chain.from_iterable(stored)), "optimizer state")
     if current != stored:
         raise TrimtabError("the checkpoint's optimizer groups its parameters differently: use the recipe of the run")
-    groups = [{**group, "params": [index_of[name] for name in group["params"]]} for group in saved["param_groups"]]
-    state = {index_of[name]: value for name, value in saved["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    # The optimizer matches saved parameters to its own by their order in the groups, whether they are numbers or names.
+    optimizer.load_state_dict(unflatten_state(_sharded_like_parameters(tensors, model), data))
 
 
 def rng_state() -> dict[str, Any]:
@@ -164,35 +153,36 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     raise TypeError(f"cannot store {path or 'the value'}: {type(value).__name__} is neither data nor a tensor")
 
 
-def _like_parameters(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def _sharded_like_parameters(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Copies of saved optimizer state, each sharded like the parameter it belongs to.
 
     Copies, because loaded tensors are memory-mapped from files that `store.delete_old` may delete later in the run.
     """
-    targets: dict[str, Tensor] = {}
+    parameters, targets = dict(model.named_parameters()), dict[str, Tensor]()
     for name in tensors:
-        shape, dtype = described(tensors, name)
+        shape, dtype = shape_and_dtype(tensors, name)
         owner = parameters.get(name.removeprefix("state/").rpartition("/")[0])
         if owner is not None and is_sharded(owner) and owner.shape == shape:
             targets[name] = torch.empty_like(owner, dtype=dtype).detach()
         else:
             targets[name] = torch.empty(shape, dtype=dtype)
-    fill(targets, tensors)
+    copy_into(targets, tensors)
     return targets
 
 
-def _parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
-    """Maps positions in `optimizer.state_dict()` to names in `model`."""
+def _names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """The names in `model` of the parameters in each group; `optimizer.state_dict()` numbers them in this order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    unknown = sum(id(parameter) not in names for parameter in ordered)
+    groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    unknown = list(chain.from_iterable(groups)).count("")
     if unknown:
         raise ValueError(f"{unknown} parameters of the optimizer do not belong to the model")
-    return {index: names[id(parameter)] for index, parameter in enumerate(ordered)}
+    return groups
 
 
-def _same_names(expected: set[str], found: set[str], what: str) -> None:
-    missing, unexpected = sorted(expected - found), sorted(found - expected)
+def _check_names(expected: set[str], stored: set[str], what: str) -> None:
+    """Raises `TrimtabError` that counts the names on one side only, unless there are none."""
+    missing, unexpected = sorted(expected - stored), sorted(stored - expected)
     problems = [
         f"{len(names)} {word} (e.g. {names[0]!r})"
         for names, word in ((missing, "missing"), (unexpected, "unexpected"))

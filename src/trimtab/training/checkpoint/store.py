@@ -36,7 +36,7 @@ from trimtab.runs.layout import (
     list_checkpoints,
 )
 from trimtab.training.checkpoint.sharded_sections import Shards, write
-from trimtab.training.ranks import SINGLE, Ranks, current_ranks
+from trimtab.training.ranks import SINGLE_RANK, RankGroup, current_ranks
 
 FORMAT = 1
 MANIFEST, META = "manifest.json", "meta.json"
@@ -80,20 +80,19 @@ def save(
         TrimtabError: the disk is full; earlier checkpoints are unchanged.
     """
     folder, ranks = checkpoint_folder(root, step), current_ranks()
-    sharded = {section for section, named in tensors.items() if any(map(is_sharded, named.values()))}
+    sharded = {section: named for section, named in sorted(tensors.items()) if any(map(is_sharded, named.values()))}
     with _new_folder(folder, ranks) as temporary:
+        local = ranks.run_on_all_ranks(partial(_write_shards, folder, temporary, sharded, ranks.rank))
         described: dict[str, Any] = {}
-        if sharded:
-            parts = {section: tensors[section] for section in sorted(sharded)}
-            local = ranks.run_on_all_ranks(partial(_write_shards, folder, temporary, parts, ranks.rank))
-            for part in ranks.gather(json.dumps(local).encode()):
-                described |= json.loads(part)
-        whole = {section: named for section, named in tensors.items() if section not in sharded}
+        for part in ranks.gather(json.dumps(local).encode()):
+            described |= json.loads(part)
 
-        @atomic.explained(folder)
+        @atomic.readable_errors(folder)
         def finish() -> None:
-            for section, named in whole.items():
-                _write_tensors(temporary / f"{section}{_SECTION}", named)
+            for section, named in tensors.items():
+                if section not in sharded:
+                    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+                    save_file(whole, temporary / f"{section}{_SECTION}")
             (temporary / META).write_text(json.dumps(meta))
             for name, data in (files or {}).items():
                 (temporary / name).write_bytes(data)
@@ -110,10 +109,10 @@ def load(folder: Path, sections: Collection[str] | None = None) -> LoadedCheckpo
 
     Raises `TrimtabError` naming the file that is missing, truncated, changed or unreadable.
     """
-    return _read(folder, _verified(folder, sections, SINGLE), sections)
+    return _read(folder, _verified(folder, sections, SINGLE_RANK), sections)
 
 
-def _verified(folder: Path, sections: Collection[str] | None, ranks: Ranks) -> list[str]:
+def _verified(folder: Path, sections: Collection[str] | None, ranks: RankGroup) -> list[str]:
     """Names of the files of `sections`, after verifying them; each of several ranks verifies a part."""
     files = _manifest(folder)["files"]
     wanted = [name for name in files if _is_wanted(name, sections)]
@@ -204,7 +203,7 @@ def _is_wanted(name: str, sections: Collection[str] | None) -> bool:
 
 
 @contextmanager
-def _new_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
+def _new_folder(folder: Path, ranks: RankGroup) -> Iterator[Path]:
     """The leader's `atomic.new_folder`, which all ranks write to; it is renamed when all are done."""
     with ExitStack() as stack:
 
@@ -220,17 +219,13 @@ def _write_shards(
 ) -> dict[str, Any]:
     """Writes this rank's part of every sharded section; returns size and digest of its files by name."""
     described: dict[str, Any] = {}
-    with atomic.explained(folder):
+    with atomic.readable_errors(folder):
         for section, named in parts.items():
             (temporary / section).mkdir(exist_ok=True)
             path = write(temporary / section, named, rank)
             if path is not None:
                 described[f"{section}/{path.name}"] = _describe(path)
     return described
-
-
-def _write_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}, path)
 
 
 def _describe(path: Path) -> dict[str, Any]:

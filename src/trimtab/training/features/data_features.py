@@ -71,7 +71,7 @@ class CanaryFeature(Feature):
         return self._canary.metrics()
 
     def publish_options(self, model: nn.Module, version: int) -> Mapping[str, Any]:
-        return {"expected": self._canary.expect(model, version)}
+        return {"expected": self._canary.predict(model, version)}
 
     def state(self) -> Mapping[str, Any]:
         return {"canary": self._canary.noise}

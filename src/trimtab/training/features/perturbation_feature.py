@@ -49,7 +49,7 @@ class PerturbationFeature(Feature):
             return
         seed = derive(self._config.seed, "noise", call.update, call.position)
         watched = call.purpose == "train" and call.micro.rows
-        with self.perturbation.attached(seed=seed, watch=self._coverage if watched else None):
+        with self.perturbation.attached(seed=seed, coverage=self._coverage if watched else None):
             yield {}
 
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:  # noqa: ARG002

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import trimtab
-from trimtab.diagnosis.advice.preset_outcomes import Data, outcomes, weights
+from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcomes, weights
 from trimtab.diagnosis.records import PresetOutcome
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.objectives import correct, objectives
@@ -44,11 +44,11 @@ def noisy(responses: int, size: float, seed: int = 0, *, known: bool = True) -> 
 
 
 def published(data: TokenTable, *presets: str) -> dict[str, PresetOutcome]:
-    return {row.preset: row for row in outcomes(Data.of(data), presets) if not row.calibrated}
+    return {row.preset: row for row in outcomes(AdviceData.of(data), presets) if not row.calibrated}
 
 
 def test_every_preset_has_a_row_and_those_with_bounds_a_second_one() -> None:
-    rows = outcomes(Data.of(noisy(400, 0.3)))
+    rows = outcomes(AdviceData.of(noisy(400, 0.3)))
     assert list(dict.fromkeys(row.preset for row in rows)) == objectives()
     assert [row.preset for row in rows if row.calibrated] == [
         "token-tis",
@@ -144,7 +144,7 @@ def test_m2po_cuts_what_exceeds_its_second_moment() -> None:
 
 @pytest.mark.parametrize("preset", ["token-tis", "seq-tis", "token-mis", "icepop", "geo-mask", "geo-mask-token-tis"])
 def test_the_applied_weight_is_the_correction_of_the_trainer(preset: str) -> None:
-    data = Data.of(noisy(80, 0.4))
+    data = AdviceData.of(noisy(80, 0.4))
     built = trimtab.objective(preset)
     expected = []
     for block in data.blocks:
@@ -154,7 +154,7 @@ def test_the_applied_weight_is_the_correction_of_the_trainer(preset: str) -> Non
 
 
 def test_the_applied_weight_of_a_bypass_is_the_ratio_until_it_is_clipped() -> None:
-    data = Data.of(noisy(80, 0.4))
+    data = AdviceData.of(noisy(80, 0.4))
     ratio, found = data.ratio("token"), weights(trimtab.objective("token-bypass"), data, 1.0)
     kept = found != 0
     torch.testing.assert_close(found[kept], ratio[kept], rtol=2e-5, atol=1e-7)
@@ -162,20 +162,20 @@ def test_the_applied_weight_of_a_bypass_is_the_ratio_until_it_is_clipped() -> No
 
 
 def test_aggregation_does_not_matter() -> None:
-    data = Data.of(noisy(40, 0.4))
+    data = AdviceData.of(noisy(40, 0.4))
     by_token = weights(trimtab.objective("icepop", aggregation="token-mean"), data, 1.0)
     by_sequence = weights(trimtab.objective("icepop"), data, 1.0)
     torch.testing.assert_close(by_token, by_sequence)
 
 
 def test_equal_policies_leave_everything_as_it_is() -> None:
-    for row in outcomes(Data.of(noisy(60, 0.0))):
+    for row in outcomes(AdviceData.of(noisy(60, 0.0))):
         assert (row.kept, row.changed) == (1.0, 0.0), row.preset
         assert (row.ess, row.bias) == (pytest.approx(1.0), pytest.approx(0.0, abs=1e-6)), row.preset
 
 
 def test_short_data_is_not_calibrated() -> None:
     clean = table([[1.0, 1.2], [2.0, 2.0]], [1.0, 1.0])
-    assert not any(row.calibrated for row in outcomes(Data.of(clean), ("geo-mask", "token-tis")))
+    assert not any(row.calibrated for row in outcomes(AdviceData.of(clean), ("geo-mask", "token-tis")))
     clean.mask[:] = False
-    assert outcomes(Data.of(clean)) == ()
+    assert outcomes(AdviceData.of(clean)) == ()

@@ -74,7 +74,7 @@ def test_faults_are_named_worst_first() -> None:
 
 
 def test_the_last_row_holds_for_everything_and_every_preset_exists() -> None:
-    assert RULES[-1].holds(Findings([], "nonsense", float("nan"), (), 1000))
+    assert RULES[-1].applies(Findings([], "nonsense", float("nan"), (), 1000))
     assert {rule.preset for rule in RULES} <= set(objectives())
     _, overrides, why = choose(Findings([], "beyond", float("nan"), (), 1000))
     assert not overrides

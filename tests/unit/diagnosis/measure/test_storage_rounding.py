@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.diagnosis.measure.storage_rounding import Column, coarse, floor
+from trimtab.diagnosis.measure.storage_rounding import RoundingDetector, is_coarse, rounding_floor
 
 
 def logps(count: int, seed: int = 0) -> np.ndarray:
@@ -17,8 +17,8 @@ def bfloat16(values: np.ndarray) -> np.ndarray:
     return torch.from_numpy(values).to(torch.bfloat16).to(torch.float32).numpy()
 
 
-def column(*parts: np.ndarray) -> Column:
-    found = Column()
+def column(*parts: np.ndarray) -> RoundingDetector:
+    found = RoundingDetector()
     for part in parts:
         found.add(part.astype(np.float32))
     return found
@@ -71,11 +71,11 @@ def test_large_values_that_float32_itself_rounds_are_no_decimals() -> None:
 def test_floor_adds_the_columns_up_and_names_them() -> None:
     values = logps(5000)
     columns = {"logp_behavior": column(bfloat16(values)), "logp_proximal": column(values)}
-    value, note = floor(columns)
+    value, note = rounding_floor(columns)
     assert value == pytest.approx(0.5 * columns["logp_behavior"].variance)
     assert "logp_behavior is stored in bfloat16 and logp_proximal is stored in float32" in note
-    assert coarse(columns)
-    both = floor({"a": columns["logp_behavior"], "b": columns["logp_behavior"]})
+    assert is_coarse(columns)
+    both = rounding_floor({"a": columns["logp_behavior"], "b": columns["logp_behavior"]})
     assert both[0] == pytest.approx(2 * value)
     assert both[1].startswith("a and b are stored in bfloat16: rounding alone makes a k3 of ")
-    assert not coarse({"a": column(values)})
+    assert not is_coarse({"a": column(values)})

@@ -42,7 +42,7 @@ class Reader(HTMLParser):
 
 def captions(diagnosis: Diagnosis, make: Callable[[Measured], panels.Panels]) -> dict[str, str]:
     """What each figure says this data shows, by title."""
-    return {panel.title: panel.here for panel in make(diagnosis.measured).shown}
+    return {panel.title: panel.result for panel in make(diagnosis.measured).shown}
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_hostile_labels_inside_figures_are_escaped() -> None:
 
 
 def test_captions_of_the_views_tell_planted_numbers() -> None:
-    found = captions(example(), panels.where)
+    found = captions(example(), panels.view_panels)
     assert found["k3 by age of the weights"] == "1.1e-3 at age 0, 0.01 at age 4-7."
     assert found["Rejected by length"] == "seq-mis rejects 1.0% of the shortest responses and 72% of the longest."
     # Width of the rarest bin: 4 sqrt(2 * 0.12) = 1.96; its k3 is 120 of 91,000 * 0.0048 = 436.8 nats.
@@ -124,7 +124,7 @@ def test_captions_over_steps_and_of_the_scatter_tell_planted_numbers() -> None:
     plane = np.zeros((50, 50), dtype=np.int64)
     plane[10, 10], plane[40, 10] = 97, 3
     planted = example()
-    found = captions(replace(planted, measured=replace(planted.measured, scatter=plane)), panels.how_large)
+    found = captions(replace(planted, measured=replace(planted.measured, scatter=plane)), panels.size_panels)
     assert found["Trainer against sampler"] == "100 tokens, 3.0% of them more than 0.05 away from the line."
     assert found["Ratio tails over steps"] == "Widest at step 20: 1% of the ratios below 0.804, 1% above 1.24."
     # First and last quarter: medians of steps 3 and 18, (1 + .15 * 17) / (1 + .15 * 2) = 2.73.
@@ -137,7 +137,7 @@ def test_captions_over_steps_and_of_the_scatter_tell_planted_numbers() -> None:
 def test_a_jump_at_one_turn_is_named() -> None:
     turns = view("turn", ["-1", "0", "+1", "elsewhere"], [500, 500, 500, 89500], [0.001, 0.9, 0.002, 0.001])
     found = example(only={"turn": turns})
-    assert captions(found, panels.where) == {"k3 around the borders of turns": "Highest at 0 (0.9)."}
+    assert captions(found, panels.view_panels) == {"k3 around the borders of turns": "Highest at 0 (0.9)."}
     # 450 nats; the whole is set to 500.
     of_half = example(only={"turn": turns}, size={"mismatch": {**MISMATCH, "k3": 500 / 91000}})
     assert (
@@ -150,7 +150,7 @@ def test_steady_and_falling_k3_are_told_apart() -> None:
     kinds = {"Steady": [0.001] * 8, "Falls to 18%": [0.01 / step for step in range(1, 9)]}
     for said, k3 in kinds.items():
         rows = tuple({"step": step, "k3": value} for step, value in enumerate(k3, start=1))
-        assert captions(example(size={"by_step": rows}), panels.how_large)["k3 over steps"].startswith(said)
+        assert captions(example(size={"by_step": rows}), panels.size_panels)["k3 over steps"].startswith(said)
 
 
 def test_top_tokens_are_ranked_by_their_share_of_k3() -> None:
@@ -185,8 +185,8 @@ def test_missing_views_are_one_line_and_no_empty_figure() -> None:
 
 def test_a_single_step_and_a_single_age_are_no_curves() -> None:
     found = example(size={"by_step": steps(1)}, only={"version": view("version", ["0"], [10], [0.1])})
-    assert panels.how_large(found.measured).absent == ["curves over steps (the files hold one step)"]
-    assert "age of the weights (only 0 in this data)" in panels.where(found.measured).absent
+    assert panels.size_panels(found.measured).absent == ["curves over steps (the files hold one step)"]
+    assert "age of the weights (only 0 in this data)" in panels.view_panels(found.measured).absent
 
 
 def test_nothing_at_all_to_draw_still_makes_a_page() -> None:

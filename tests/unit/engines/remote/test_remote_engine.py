@@ -11,7 +11,7 @@ from tests.support.engines import prompts
 
 from trimtab.engines.remote import remote_engine
 from trimtab.engines.remote.engine_host import EngineHost
-from trimtab.engines.remote.remote_engine import Answer, RemoteEngine, TransportLost
+from trimtab.engines.remote.remote_engine import CallResult, RemoteEngine, TransportLost
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.types import Problem, Prompt, SamplingParams
 
@@ -33,7 +33,7 @@ class Scripted:
         self.clock = clock
         self.beats = 0
         self.plan: list[Callable[[], None]] = []
-        self.answer: Answer = (None, None, (0, 0, 0))
+        self.answer: CallResult = (None, None, (0, 0, 0))
         self.asked: list[tuple[Any, ...]] = []
         self.kills = self.restarts = 0
 
@@ -47,7 +47,7 @@ class Scripted:
         self.plan.pop(0)()
         return False
 
-    def result(self) -> Answer:
+    def result(self) -> CallResult:
         return self.answer
 
     def abort(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from tests.support.engines import EOS, PIECES, tokenizer
 
 from trimtab.engines.remote.shared_weights import SharedWeights
-from trimtab.engines.request import check_vllm_temperature
+from trimtab.engines.request import validate_vllm_temperature
 from trimtab.engines.server import http_client
 from trimtab.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, check_url
 from trimtab.engines.server.server_engine import _completion, _seed
@@ -139,9 +139,9 @@ class TestPublished:
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
 def test_temperatures_vllm_would_not_sample_at_are_refused(temperature: float) -> None:
     with pytest.raises(TrimtabError, match="vLLM samples at"):
-        check_vllm_temperature(SamplingParams(temperature=temperature))
+        validate_vllm_temperature(SamplingParams(temperature=temperature))
     for fine in (0.0, 0.01, 2.0):
-        check_vllm_temperature(SamplingParams(temperature=fine))
+        validate_vllm_temperature(SamplingParams(temperature=fine))
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://x/v1", "http://x?y"])

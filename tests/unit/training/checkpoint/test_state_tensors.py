@@ -81,7 +81,7 @@ class Tied(nn.Module):
         return self.head(self.middle(self.embed(ids)).tanh())
 
 
-def adamw(model: nn.Module, **more: Any) -> torch.optim.AdamW:
+def adamw(model: Tied, **more: Any) -> torch.optim.AdamW:
     groups = [{"params": [model.embed.weight], "weight_decay": 0.0}, {"params": list(model.middle.parameters())}]
     return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True, **more)
 
@@ -150,6 +150,17 @@ def test_an_unused_optimizer_has_no_state_but_its_settings(tmp_path: Path) -> No
     assert found.tensors["optimizer"] == {}
     state_tensors.load_optimizer_state(optimizer, model, {}, found.meta["optimizer"])
     assert optimizer.param_groups[1]["betas"] == (0.9, 0.95)
+
+
+def test_a_parameter_without_state_has_none_after_loading(tmp_path: Path) -> None:
+    model, twin = Tied(), Tied()
+    optimizer, twin_optimizer = adamw(model), adamw(twin)
+    model.middle.weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    found = through_the_disk(tmp_path, model, optimizer)
+    state_tensors.load_optimizer_state(twin_optimizer, twin, found.tensors["optimizer"], found.meta["optimizer"])
+    assert list(twin_optimizer.state) == [twin.middle.weight]
+    assert same(twin_optimizer.state_dict(), optimizer.state_dict())
 
 
 def test_loading_a_model_is_strict() -> None:

@@ -178,7 +178,7 @@ def test_death_between_the_two_renames_of_a_replacement(tmp_path: Path) -> None:
     save(tmp_path, 10)
     (tmp_path / "step-000010").rename(tmp_path / f"{atomic.REPLACED}step-000010")
     assert serials(store.latest(tmp_path)) == {10.0}  # a reader copes
-    atomic.sweep(tmp_path)
+    atomic.remove_leftovers(tmp_path)
     assert steps(tmp_path) == [10]  # the writer mends
     assert serials(store.latest(tmp_path)) == {10.0}
 
@@ -324,8 +324,8 @@ def test_sweep_touches_only_its_own_names(tmp_path: Path) -> None:
     (tmp_path / f"{atomic.TEMPORARY}x-12345678").mkdir()
     (tmp_path / f"{atomic.TEMPORARY}y-12345678").write_text("")
     (tmp_path / f"{atomic.REPLACED}step-000001").mkdir()
-    atomic.sweep(tmp_path)
-    atomic.sweep(tmp_path / "absent")
+    atomic.remove_leftovers(tmp_path)
+    atomic.remove_leftovers(tmp_path / "absent")
     assert sorted(item.name for item in tmp_path.iterdir()) == [".lock", ".old-theirs", ".tmp-theirs", "step-000001"]
 
 
