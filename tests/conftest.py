@@ -17,8 +17,8 @@ from jaxtyping import config as jaxtyping_config
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Packages that use the arithmetic of others: shapes are checked where it is tested itself, and in the folders of `CHECKED`,
-# which call it with shapes of their own. The checks cost more than the arithmetic.
+# Unit tests of packages that use the arithmetic of others leave out the checks of shapes, which cost more than the
+# arithmetic does. The folders of `CHECKED` call it with shapes of their own and keep them.
 UNCHECKED = ("cli", "diagnosis", "engines", "evaluation", "lab", "report", "rollout", "runs")
 CHECKED = ("diagnosis/advice", "diagnosis/measure", "engines/embedded")
 
