@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+from jaxtyping import config as jaxtyping_config
 
 # A shell that runs the tests in the background lets them ignore Ctrl-C, and with them every process they interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Unit tests of packages that use the arithmetic of others leave out the checks of shapes, which cost more than the
+# arithmetic does. The folders of `CHECKED` call it with shapes of their own and keep them.
+UNCHECKED = ("cli", "diagnosis", "engines", "evaluation", "lab", "report", "rollout", "runs")
+CHECKED = ("diagnosis/advice", "diagnosis/measure", "engines/embedded")
 
 DATA = Path(os.environ.get("TRIMTAB_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
@@ -23,6 +30,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not any(item.iter_markers("e2e")) and not any(item.iter_markers("slow")):
             item.add_marker(pytest.mark.unit)
+        if isinstance(item, pytest.Function) and _leaves_shapes_unchecked(item.path):
+            item.fixturenames.insert(0, "shapes_unchecked")
+
+
+def _leaves_shapes_unchecked(path: Path) -> bool:
+    unit = Path(__file__).parent / "unit"
+    return any(path.is_relative_to(unit / part) for part in UNCHECKED) and not any(
+        path.is_relative_to(unit / part) for part in CHECKED
+    )
+
+
+@pytest.fixture
+def shapes_unchecked() -> Iterator[None]:
+    """No shape checks: they cost more than the arithmetic, where the same calls are repeated hundreds of times."""
+    jaxtyping_config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping_config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from jaxtyping import config
 from torch import Tensor
 
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State, objective, objectives
@@ -151,14 +150,6 @@ class Laboratory:
 
 
 LEVELS = ("token", "sequence", "geometric")
-
-
-@pytest.fixture
-def shapes_unchecked() -> Iterator[None]:
-    """Shape checks cost more than the arithmetic: off where the same calls are repeated hundreds of times."""
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:

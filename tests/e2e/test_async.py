@@ -97,6 +97,7 @@ def engines_of(trainer: int) -> list[psutil.Process]:
     return [child for child in children if any("trimtab.engines.remote.engine_host" in word for word in words(child))]
 
 
+@pytest.mark.slow
 def test_killed_trainers_and_engines_lose_nothing_and_use_nothing_twice(tmp_path: Path) -> None:
     """Engines and trainers die at random moments between checkpoints; every group is in exactly one batch."""
     context: Any = multiprocessing.get_context("forkserver")

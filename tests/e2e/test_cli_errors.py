@@ -1,4 +1,7 @@
-"""Every mistake at the command line: exit code 2, one line on standard error that names the word, no traceback."""
+"""Every mistake at the command line: exit code 2, one line on standard error that names the word, no traceback.
+
+All in this process; one of each command also in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from trimtab.cli.main import run
 
 pytestmark = pytest.mark.e2e
 
@@ -60,6 +65,15 @@ MISTAKES = [
     (["export", "no-such-run", "model"], ["no-such-run"]),
     (["sft", "quickstrat"], ["'quickstrat'", "'quickstart'"]),
 ]
+# One of each command, each late enough that everything it needs was imported.
+REAL = (
+    ["train", "quickstart", "--set", "model.path=./no-model"],
+    ["sft", "quickstrat"],
+    ["explain", "token-tis", "--set", "weight_max=-1"],
+    ["eval", "./no-model", "--task", "arithmetic"],
+    ["report", "torn-run"],
+    ["export", "no-such-run", "model"],
+)
 
 
 @pytest.fixture
@@ -67,11 +81,11 @@ def place(tmp_path: Path) -> Path:
     """A working directory with files in every wrong state."""
     folder = tmp_path
     (folder / "broken.toml").write_text("seed = = 1\n")
-    for run, metrics in (("occupied", None), ("empty-run", ""), ("torn-run", '{"step": \n')):
-        (folder / run).mkdir()
-        (folder / run / "config.toml").write_text("seed = 0\n")
+    for name, metrics in (("occupied", None), ("empty-run", ""), ("torn-run", '{"step": \n')):
+        (folder / name).mkdir()
+        (folder / name / "config.toml").write_text("seed = 0\n")
         if metrics is not None:
-            (folder / run / "metrics.jsonl").write_text(metrics)
+            (folder / name / "metrics.jsonl").write_text(metrics)
     return folder
 
 
@@ -80,17 +94,35 @@ def _files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
-@pytest.mark.parametrize(("words", "named"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
-def test_a_mistake_is_one_line(place: Path, words: list[str], named: list[str]) -> None:
-    before = _files(place)
-    done = trimtab(*words, cwd=place)
-    lines = done.stderr.splitlines()
-    assert done.returncode == 2, done.stderr
-    assert len(lines) == 1, done.stderr
+def _check(code: int, stderr: str, named: list[str]) -> None:
+    lines = stderr.splitlines()
+    assert code == 2, stderr
+    assert len(lines) == 1, stderr
     assert lines[0].startswith("trimtab: ")
     for word in named:
         assert word in lines[0]
+
+
+@pytest.mark.parametrize(("words", "named"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+def test_a_mistake_is_one_line(
+    place: Path, words: list[str], named: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    before = _files(place)
+    code = run(words)
+    _check(code, capfd.readouterr().err, named)
     assert _files(place) == before, "a mistake changes nothing, so that the corrected command just works"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [pair for pair in MISTAKES if pair[0] in REAL],
+    ids=[" ".join(words) for words, _ in MISTAKES if words in REAL],
+)
+def test_a_process_of_its_own_prints_nothing_else(place: Path, words: list[str], named: list[str]) -> None:
+    """No warning of a library while it is imported, and no message of the model hub."""
+    done = trimtab(*words, cwd=place)
+    _check(done.returncode, done.stderr, named)
 
 
 def test_the_console_script_is_the_module(tmp_path: Path) -> None:

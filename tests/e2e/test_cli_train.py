@@ -9,10 +9,12 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from trimtab.cli import main
 from trimtab.intervals import wilson
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.metric_catalog import undocumented
@@ -52,6 +54,7 @@ problems = 16
 [checkpoint]
 every = 1
 """
+Command = Callable[..., subprocess.CompletedProcess[str]]
 ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -63,6 +66,17 @@ def trimtab(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*words), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
     )
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """The same in this process, which has imported everything already."""
+
+    def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(cwd)
+        return subprocess.CompletedProcess(words, main.run(words), *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +103,11 @@ def test_training_shows_its_equation_every_step_and_where_the_report_is(place: P
     assert (place / "runs/small/report.html").stat().st_size > 100_000
 
 
-def test_the_problems_that_are_named_are_those_that_were_used(place: Path, tmp_path: Path) -> None:
+def test_the_problems_that_are_named_are_those_that_were_used(here: Command, place: Path, tmp_path: Path) -> None:
     """The task has twelve test problems, whatever number the recipe allows."""
     sets = ("trainer.steps=2", "eval.problems=99999999", "task.holdout=12")
     words = [word for change in sets for word in ("--set", change)]
-    done = trimtab("train", "small.toml", *words, "--out", str(tmp_path / "run"), cwd=place)
+    done = here("train", "small.toml", *words, "--out", str(tmp_path / "run"), cwd=place)
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("held-out greedy accuracy ("))
     found = re.fullmatch(
@@ -154,8 +168,8 @@ def test_json_of_a_run_is_all_of_standard_output(place: Path) -> None:
     assert "step 1/1" in done.stderr
 
 
-def test_a_run_is_evaluated_like_a_model(place: Path) -> None:
-    done = trimtab("eval", "runs/small", "--problems", "16", "--dtype", "float32", "--json", cwd=place)
+def test_a_run_is_evaluated_like_a_model(here: Command, place: Path) -> None:
+    done = here("eval", "runs/small", "--problems", "16", "--dtype", "float32", "--json", cwd=place)
     assert done.returncode == 0, done.stderr
     [result] = json.loads(done.stdout)["results"]
     assert (result["task"], result["problems"], result["samples"]) == ("sort", 16, 1)
@@ -163,34 +177,34 @@ def test_a_run_is_evaluated_like_a_model(place: Path) -> None:
     assert result["accuracy"] == read_run(place / "runs/small").last["eval/sort/greedy"]
 
 
-def test_an_exported_run_is_evaluated_the_same(place: Path) -> None:
-    exported = trimtab("export", "runs/small", "model", cwd=place)
+def test_an_exported_run_is_evaluated_the_same(here: Command, place: Path) -> None:
+    exported = here("export", "runs/small", "model", cwd=place)
     assert (exported.returncode, exported.stdout) == (0, "model: model\n"), exported.stderr
     words = ["--task", "small.toml", "--problems", "16", "--json"]
-    done = trimtab("eval", "model", *words, cwd=place)
+    done = here("eval", "model", *words, cwd=place)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["results"][0]["accuracy"] == read_run(place / "runs/small").last["eval/sort/greedy"]
 
 
-def test_two_runs_are_compared(place: Path, tmp_path: Path) -> None:
-    second = trimtab("train", "small.toml", "--set", "objective.name=dapo", "--out", "runs/dapo", cwd=place)
+def test_two_runs_are_compared(here: Command, place: Path, tmp_path: Path) -> None:
+    second = here("train", "small.toml", "--set", "objective.name=dapo", "--out", "runs/dapo", cwd=place)
     assert second.returncode == 0, second.stderr
-    done = trimtab("report", "runs/small", "runs/dapo", "--out", str(tmp_path), cwd=place)
+    done = here("report", "runs/small", "runs/dapo", "--out", str(tmp_path), cwd=place)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"report: {tmp_path / 'report.html'}\n"
     assert "token-tis against dapo" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
 
 
-def test_a_warm_start_is_a_model(place: Path) -> None:
-    done = trimtab("sft", "laboratory", "--set", "sft.steps=2", "--out", "warm", cwd=place)
+def test_a_warm_start_is_a_model(here: Command, place: Path) -> None:
+    done = here("sft", "laboratory", "--set", "sft.steps=2", "--out", "warm", cwd=place)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     losses = [float(line.split()[3]) for line in lines if line.startswith("step ")]
     assert len(losses) == 2
     assert losses[1] < losses[0]
     assert lines[-1] == "model: warm"
-    measured = trimtab("eval", "warm", "--task", "sort", "--problems", "8", "--json", cwd=place)
+    measured = here("eval", "warm", "--task", "sort", "--problems", "8", "--json", cwd=place)
     assert json.loads(measured.stdout)["results"][0]["problems"] == 8
 
 
@@ -208,7 +222,7 @@ def test_what_a_reward_prints_stays_out_of_the_json(place: Path) -> None:
     assert {"imported", "scored", "shouted"} <= set(done.stderr.splitlines())
 
 
-def test_a_run_is_evaluated_from_anywhere(place: Path, tmp_path: Path) -> None:
+def test_a_run_is_evaluated_from_anywhere(here: Command, place: Path, tmp_path: Path) -> None:
     """The recipe names its data relative to itself; it is trained from one folder and evaluated from another."""
     home = place / "home"
     home.mkdir()
@@ -217,17 +231,17 @@ def test_a_run_is_evaluated_from_anywhere(place: Path, tmp_path: Path) -> None:
     (home / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = 'name = "file"\npath = "data.jsonl"\nholdout = 0.5\nstyle = "plain"\ntemplate = "{question}"'
     (home / "mine.toml").write_text(RECIPE.replace('name = "sort"', task).replace("steps = 4", "steps = 1"))
-    trained = trimtab("train", "home/mine.toml", "--out", "runs/mine", "--set", "sampling.max_tokens=8", cwd=place)
+    trained = here("train", "home/mine.toml", "--out", "runs/mine", "--set", "sampling.max_tokens=8", cwd=place)
     assert trained.returncode == 0, trained.stderr
-    done = trimtab("eval", str(place / "runs/mine"), "--json", cwd=tmp_path)
+    done = here("eval", str(place / "runs/mine"), "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["results"][0]["problems"] == 2
 
 
-def test_a_server_that_does_not_answer_is_waited_for_aloud(place: Path) -> None:
+def test_a_server_that_does_not_answer_is_waited_for_aloud(here: Command, place: Path) -> None:
     words = ["engine.type=server", 'engine.server.urls=["http://127.0.0.1:9"]', "engine.server.reconnect_timeout=1"]
     sets = [word for change in words for word in ("--set", change)]
-    done = trimtab("train", "small.toml", *sets, "--out", "runs/alone", cwd=place)
+    done = here("train", "small.toml", *sets, "--out", "runs/alone", cwd=place)
     assert done.returncode == 2
     assert "waiting up to 1 s for 1 of 1 inference servers (http://127.0.0.1:9/health: " in done.stdout
     assert done.stderr.startswith("trimtab: 1 of 1 inference servers did not answer within 1 s")

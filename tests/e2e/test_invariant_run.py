@@ -100,9 +100,10 @@ def test_one_native_operation_stops_the_run(tmp_path: Path) -> None:
         return [engine]
 
     with pytest.raises(TrimtabError, match=r"log-probs are not the sampler's bit for bit .* doctor --bitwise"):
-        run(tmp_path / "run", INVARIANT, makers=Backends(engines=engines))
+        run(tmp_path / "run", INVARIANT, backends=Backends(engines=engines))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_score_the_bits_of_one(tmp_path: Path) -> None:
     sets = [*SMALL, INVARIANT, *MIXED, "trainer.steps=2"]

@@ -199,6 +199,7 @@ def test_a_dense_model_is_refused(replay: str, tmp_path: Path) -> None:
         run(tmp_path / "run", f"routing.replay={replay}", "model.path=laboratory", "trainer.epochs=2")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_replay_what_one_does(tmp_path: Path) -> None:
     """Micro-batches are small, so that each rank has some and one of them an empty one."""

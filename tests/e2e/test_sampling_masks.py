@@ -78,6 +78,7 @@ def test_a_resumed_run_has_the_sets_of_what_was_waiting(tmp_path: Path) -> None:
         assert [row[key] for row in resumed] == [row[key] for row in whole]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ratios_are_one_on_two_ranks(tmp_path: Path) -> None:
     sets = [f"--set={entry}" for entry in (*SMALL, *CUT, "trainer.steps=1", "trainer.micro_batch_tokens=200")]

@@ -118,6 +118,7 @@ def test_a_server_killed_in_the_middle_of_a_batch_changes_nothing(
     assert rows(result.run) == rows(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["finish", "continue"])
 def test_beside_the_trainer_no_group_is_lost_or_counted_twice(
     servers: list[Served], tmp_path: Path, in_flight: str

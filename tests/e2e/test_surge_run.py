@@ -57,6 +57,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(list_checkpoints(run / "checkpoints")[-1] / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_the_logged_rate_follows_the_surge_and_survives_resuming_at_any_step(tmp_path: Path) -> None:
     whole, seen = tmp_path / "whole", Messages()
     train(recipe(14, *DETECT), out=whole, observer=seen)

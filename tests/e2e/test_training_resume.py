@@ -15,7 +15,7 @@ from trimtab.config import Config, load_config
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS, best_checkpoint, list_checkpoints
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 # Everything that must survive a kill is in play: a sampler that lags, several updates per batch, groups left over.
 OVERRIDES = (

@@ -248,6 +248,7 @@ def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_stood_still_itself_keeps_its_engine(folder: Path) -> None:
     """Alone, as after Ctrl-Z, and together with its engine, as in a frozen container: longer than its patience."""
     with stopped_trainer.started(folder, calls=[True, True, False], patience=3) as trainer:

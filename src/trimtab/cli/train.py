@@ -41,13 +41,12 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model with a recipe; a recipe with a \\[compare] section trains every objective with every seed."""
+    config = _load(recipe, sets)
     with starting.guarded():
         from trimtab.api import train as train_recipe
         from trimtab.cli.display import observe
-        from trimtab.config import load_config
         from trimtab.training.ranks import is_follower
 
-    config = load_config(recipe, sets or ())
     run = run_directory(recipe, out, config.out)
     is_comparison = config.compare is not None
     hint = _with_resume_hint(recipe, sets or (), run, is_comparison=is_comparison)
@@ -58,6 +57,14 @@ def train(
             result = train_recipe(config, out=run, resume=resume, observer=observer).metrics
     if as_json and not is_follower():
         print_json({"run": run, "report": run / "report.html", "metrics": result})
+
+
+def _load(recipe: str, sets: Sequence[str] | None) -> Config:
+    """Reads the recipe before torch is imported, so that a mistake in it is answered immediately."""
+    with starting.guarded():
+        from trimtab.config import load_config
+
+    return load_config(recipe, sets or ())
 
 
 def _compare(config: Config, out: Path, resume: bool, observer: Observer) -> dict[str, Any]:
@@ -76,10 +83,9 @@ def _compare(config: Config, out: Path, resume: bool, observer: Observer) -> dic
 
 def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = False) -> None:
     """Warm-start a model on the task's own answers (supervised), before reinforcement learning."""
+    config = _load(recipe, sets)
     from trimtab.cli.display import observe
-    from trimtab.config import load_config
 
-    config = load_config(recipe, sets or ())
     run = run_directory(recipe, out, config.out)
     with only_json(as_json), observe(to_stderr=as_json) as observer:
         from trimtab.training.sft import supervised_warm_start

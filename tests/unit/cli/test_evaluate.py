@@ -121,7 +121,7 @@ def test_runs_bring_their_task_and_precision(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["laboratory", "--task", "sort", "--json", "--markdown", "-"], "both want standard output"),
+        (["laboratory", "--task", "sort", "--json", "--markdown", "-"], "both write to standard output"),
         (["laboratory", "laboratory", "--task", "sort"], "'laboratory' is given twice"),
         (["laboratory", "--task", "sort", "--task", "sort"], "'sort' is given twice"),
         (["laboratory", "--task", "sort", "--relay", "laboratory"], "several sampled responses"),

@@ -61,10 +61,10 @@ def test_the_runs_own_tokenizer_is_found_from_the_run_and_from_its_files(tmp_pat
         found = trimtab.diagnose(path)
         assert "token 7 (␣<seven>)" in where(found)
         assert found.texts[ODD] == "␣<seven>"
-        text = page(found)
-        assert "token 7 (␣&lt;seven&gt;)" in text
-        assert '<bdi class="mono">␣&lt;seven&gt;</bdi>' in text
-        assert "<seven>" not in text
+    text = page(found)
+    assert "token 7 (␣&lt;seven&gt;)" in text
+    assert '<bdi class="mono">␣&lt;seven&gt;</bdi>' in text
+    assert "<seven>" not in text
 
 
 def test_without_a_tokenizer_ids_stand_alone(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_without_a_tokenizer_ids_stand_alone(tmp_path: Path) -> None:
         found = trimtab.diagnose(path)
         assert "token 7 (6.2% of the tokens" in where(found)
         assert found.texts == {}
-        assert "seven" not in page(found)
+    assert "seven" not in page(found)
 
 
 def test_a_tokenizer_can_be_named(tmp_path: Path) -> None:

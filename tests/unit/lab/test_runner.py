@@ -23,6 +23,7 @@ class Steps(runner.NullExperimentObserver):
         self.seen.append((name, step))
 
 
+@pytest.mark.e2e
 def test_a_worker_that_dies_costs_its_run_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(runner, "_start_process", lambda: WorkerProcess(__name__))

@@ -106,8 +106,10 @@ def test_what_there_is_to_replay(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("attention", [PACKED_IMPLEMENTATION, "sdpa"])  # packed and padded
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("checkpointing", [None, True, False])  # reentrant, not, or none
+@pytest.mark.parametrize(
+    ("dtype", "checkpointing"),  # reentrant, not, or none
+    [(torch.float32, None), (BF16, None), (BF16, True), (BF16, False)],
+)
 def test_replaying_ones_own_choice_changes_no_bit(
     kind: str, attention: str, dtype: torch.dtype, checkpointing: bool | None
 ) -> None:

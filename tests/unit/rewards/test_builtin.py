@@ -154,10 +154,10 @@ def test_format_runs_outside_so_that_a_bad_pattern_costs_its_sample_only():
     assert pay("format", "<a>1</a>", "1", pattern="<a>.*</a>").total == 1.0
     assert pay("format", "x<a>1</a>", "1", pattern="<a>.*</a>").total == 0.0
     assert pay("format", "x<a>1</a>", "1", pattern="<a>.*</a>", whole=False).total == 1.0
-    with rewards.build([("format", 1.0, 2.0, {"pattern": "(a+)+b"})], SUM) as scorer:
+    with rewards.build([("format", 1.0, 1.0, {"pattern": "(a+)+b"})], SUM) as scorer:
         hung, fine = scorer.score([(Problem("p", "q", "1"), Response(text, "stop", 5)) for text in ("a" * 60, "aab")])
     assert hung.total is None
-    assert hung.error == "problem 'p': reward 'format' took longer than 2 s"
+    assert hung.error == "problem 'p': reward 'format' took longer than 1 s"
     assert fine.total == 1.0
 
 

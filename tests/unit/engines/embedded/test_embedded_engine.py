@@ -34,12 +34,12 @@ def make(name: str = "llama", dtype: torch.dtype = torch.float32) -> EmbeddedEng
 )
 def test_log_probs_and_entropy_equal_a_full_forward(name: str, sampling: SamplingParams, monkeypatch) -> None:
     monkeypatch.setattr(decoder, "PREFILL_TOKENS", 36)  # several prefill blocks, padded ones among them
-    engine, asked = make(name), prompts(LENGTHS)
+    engine, model, asked = make(name), tiny(name), prompts(LENGTHS)
     out = engine.generate(asked, 5, sampling, seed=3)
     ends = set()
     for one, group in zip(asked, out, strict=True):
         for completion in group:
-            exact = processed(tiny(name), one, completion, sampling)
+            exact = processed(model, one, completion, sampling)
             chosen = exact.gather(-1, torch.from_numpy(completion.response_ids)[:, None])[:, 0]
             np.testing.assert_allclose(completion.logp_behavior, chosen, atol=1e-4)
             entropy = -(exact.exp() * exact.clamp(min=-1e9)).sum(-1)
