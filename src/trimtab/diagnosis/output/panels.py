@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from markupsafe import Markup
@@ -146,6 +146,7 @@ def where(measured: Measured) -> Panels:
         "length": (_length, "response length"),
         "turn": (_turn, "borders of turns"),
         "turn-number": (_turn_number, "turns"),
+        "observation": (_observation, "tokens since an observation"),
         "version": (_age, "age of the weights"),
         "entropy": (_entropy, "entropy"),
     }
@@ -224,7 +225,20 @@ def _turn(view: View, measured: Measured) -> list[Panel]:
 
 def _turn_number(view: View, measured: Measured) -> list[Panel]:
     look = "Growth from turn to turn: what tools answered leads the model where trainer and sampler differ more."
-    return _growth("k3 by turn", view, measured, "turn", look, "in turn")
+    (shown,) = _growth("k3 by turn", view, measured, "turn", look, "in turn")
+    return [replace(shown, here=f"{shown.here} {_log_ratios(view, measured)}")]
+
+
+def _log_ratios(view: View, measured: Measured) -> str:
+    """Says the mean log-ratio of an ordered view by its two ends."""
+    first, last = (f"{signed_at(view.log_ratio_mean, bin_)} at {view.labels[bin_]}" for bin_ in _ends(view, measured))
+    return f"Mean log-ratio {first}, {last}."
+
+
+def _observation(view: View, measured: Measured) -> list[Panel]:
+    look = "High bars at the left: the first tokens after the output of a tool, where the model is least sure."
+    here = f"{_highest(view, measured)[0].upper()}{_highest(view, measured)[1:]}. {_log_ratios(view, measured)}"
+    return [_bins("k3 after observations", view, measured, "tokens since the last observation", look, here)]
 
 
 def _age(view: View, measured: Measured) -> list[Panel]:
