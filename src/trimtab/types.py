@@ -121,6 +121,16 @@ class Completion:
         return np.ones(len(self.response_ids), dtype=np.bool_) if self.loss_mask is None else self.loss_mask
 
     @property
+    def sampled_tokens(self) -> int:
+        """The number of tokens that the policy sampled: the length of the response without observations."""
+        return int(self.sampled.sum())
+
+    @property
+    def external(self) -> bool:
+        """Whether no policy of the run sampled any of its tokens, as of a demonstration."""
+        return len(self.policy_version) > 0 and bool((self.policy_version == EXTERNAL_VERSION).all())
+
+    @property
     def turn(self) -> IntArray:
         """The number of the model turn of each token, from 0, (tokens,); an observation belongs to the turn before."""
         sampled = self.sampled

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
+from trimtab.corrections import LEVELS
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State, objective, objectives
 
 settings.register_profile(
@@ -29,6 +30,7 @@ TENSORS = ("current", "behavior", "proximal", "reference", "entropy")
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "m2po-mask": ("m2po", {"form": "mask"}),
     "own-rule": ("tests.unit.objectives.own_rule:dppo", {}),
+    "turn-level": ("tests.unit.objectives.own_rule:turn_level", {}),
 }
 
 
@@ -44,6 +46,7 @@ class Batch:
     mask: Tensor
     off_policy: Tensor
     advantage: Tensor
+    turn: Tensor
     sequence_ids: Tensor | None = None
 
     @classmethod
@@ -61,6 +64,7 @@ class Batch:
             mask=torch.rand(rows, time, generator=make) < torch.rand(rows, 1, generator=make) * 1.3,
             off_policy=torch.rand(rows, time, generator=make) < 0.3,
             advantage=normal(rows, 1),
+            turn=(torch.rand(rows, time, generator=make) < 0.4).long().cumsum(1),
         )
 
     def logps(self) -> PolicyLogps:
@@ -73,6 +77,7 @@ class Batch:
             self.entropy,
             self.off_policy,
             self.sequence_ids,
+            self.turn,
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -147,9 +152,6 @@ class Laboratory:
             "constant": torch.ones_like(lengths) / (count * (obj.aggregation.length_max or 1)),
             "trained-mean-token-sum": torch.ones_like(lengths) / mask.any(1).sum().clamp(min=1),
         }[obj.aggregation.kind].expand(mask.shape)
-
-
-LEVELS = ("token", "sequence", "geometric")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:

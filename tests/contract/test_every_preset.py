@@ -66,6 +66,33 @@ def test_padding_holds_anything_and_reaches_nothing(lab, name, seed, junk):
         assert dirty.metrics == pytest.approx(clean.metrics, nan_ok=True)
 
 
+@given(
+    seed=seeds,
+    place=st.integers(0, 6),
+    length=st.integers(1, 3),
+    junk=st.sampled_from([float("nan"), float("inf"), float("-inf"), 1e4, -1e4, 0.0]),
+)
+def test_an_observation_equals_the_response_with_the_observation_cut_out(lab, name, seed, place, length, junk):
+    batch = lab.Batch.random(seed)
+
+    def observed(tensor: Tensor) -> Tensor:
+        if tensor.shape[1] == 1:
+            return tensor
+        fill = junk if tensor.dtype.is_floating_point else tensor.dtype == torch.bool and tensor is not batch.mask
+        middle = torch.full((tensor.shape[0], length), fill, dtype=tensor.dtype)
+        if tensor is batch.turn:
+            middle += tensor[:, [max(0, place - 1)]]
+        return torch.cat([tensor[:, :place], middle, tensor[:, place:]], dim=1)
+
+    for obj in lab.variants(name):
+        cut, whole = lab.run(obj, batch), lab.run(obj, batch.map(observed))
+        assert_close(whole.loss, cut.loss, rtol=1e-9, atol=1e-11)
+        for left, right in ((whole.grad, cut.grad), (whole.entropy_grad, cut.entropy_grad)):
+            assert_close(torch.cat([left[:, :place], left[:, place + length :]], dim=1), right, rtol=1e-9, atol=1e-11)
+            assert (left[:, place : place + length] == 0).all()
+        assert whole.metrics == pytest.approx(cut.metrics, nan_ok=True)
+
+
 @given(seed=seeds, cuts=st.lists(st.integers(0, 6), max_size=3))
 def test_any_split_into_micro_batches_gives_the_same_update(lab, name, seed, cuts):
     batch = lab.Batch.random(seed, rows=6, spread=0.6)

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from trimtab.types import Completion, FinishReason, Problem, Prompt, SamplingParams, Trajectory
+from trimtab.types import EXTERNAL_VERSION, Completion, FinishReason, Problem, Prompt, SamplingParams, Trajectory
+
+
+def multi_turn(group: int, tokens: str, *, reward: float = 0.0, version: int = 0, logp: float = -1.0) -> Trajectory:
+    """A response whose letters are sampled tokens and whose dots are those of observations, as an engine returns it."""
+    sampled = np.array([letter != "." for letter in tokens])
+    plain = trajectory(group, [ord(letter) for letter in tokens], reward=reward)
+    completion = replace(
+        plain.completion,
+        logp_behavior=np.where(sampled, np.float32(logp), np.float32(np.nan)),
+        policy_version=np.where(sampled, version, EXTERNAL_VERSION),
+        entropy=np.where(sampled, np.float32(0.5), np.float32(np.nan)),
+        loss_mask=None if sampled.all() else sampled,
+    )
+    return replace(plain, completion=completion, loss_mask=sampled)
 
 
 def trajectory(

@@ -25,6 +25,7 @@ ABSENT = {
     "luffy": "LUFFY mixes in external traces, its own code is a fork of verl",
     "seq-bypass": "it has no product ratio π/μ",
     "reinforce": "each of its losses has a ratio",
+    "turn-tis": "its weights are of tokens or of whole responses",
 }
 """Presets that verl, TRL and Miles all lack, with the reason."""
 
@@ -32,6 +33,7 @@ NEAREST = {
     "seq-bypass": {"verl": "token-bypass", "TRL": "token-mis", "Miles": "token-bypass"},
     "seq-alp": {"verl": "token-bypass", "TRL": "token-mis", "Miles": "token-bypass"},
     "token-alp": {"verl": "token-bypass", "TRL": "token-tis", "Miles": "token-bypass"},
+    "turn-tis": {"verl": "token-tis", "TRL": "token-tis", "Miles": "token-tis"},
     "m2po": {"verl": "token-bypass", "TRL": "token-tis", "Miles": "token-bypass"},
     "token-bypass": {"TRL": "token-tis"},
     "geo-mask": {"Miles": "geo-mask-token-tis"},

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections.masks import Evidence, Mask
-from trimtab.corrections.ratios import Ratios, log_ratio
+from trimtab.corrections.ratios import TURN_LEVELS, Ratios, log_ratio, units_of
 from trimtab.corrections.reduce import Selection, Sequences, and_, widen
 from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics, total
 from trimtab.corrections.weights import Weight, WeightStatistics
@@ -54,18 +54,21 @@ def sweep(
     current: Float[Tensor, "batch time"] | None = None,
     advantage: Float[Tensor, "batch #time"] | None = None,
     sequence_ids: Int[Tensor, "batch time"] | None = None,
+    turn: Int[Tensor, "batch time"] | None = None,
     group: dist.ProcessGroup | None = None,
     measure: bool = False,
 ) -> Sweep:
     """Computes weight, keep and statistics of proximal/behavior. No gradient, no synchronization with the device.
 
     All tensors are (batch, time); `advantage` may be (batch, 1). `current`, `advantage` and `proximal` may be None
-    where no rule reads them; a weight and `measure` read `proximal`. Raises `ValueError` naming a missing tensor.
+    where no rule reads them; a weight and `measure` read `proximal`. `turn` is the number of the model turn of each
+    token, which levels of turns read. Raises `ValueError` naming a missing tensor.
     `measure` adds the mismatch statistics. Cost is linear in tokens. A batch with `sequence_ids` or a process group is
     one block, since its sequences may span all rows. With a group, ranks hold time slices of the same rows: rules apply
     to whole sequences; token statistics are those of this rank's tokens and merge over ranks with `+`.
     """
-    _validate_reads(masks, {"current": current, "proximal": proximal, "behavior": behavior, "advantage": advantage})
+    tensors = {"current": current, "proximal": proximal, "behavior": behavior, "advantage": advantage, "turn": turn}
+    _validate_reads(masks, tensors)
     rows, time = mask.shape
     one_block = sequence_ids is not None or group is not None
     size = rows if one_block else BLOCK_TOKENS.get(mask.device.type, BLOCK_TOKENS_ELSEWHERE) // max(1, time)
@@ -82,7 +85,7 @@ def sweep(
         block = _Block(
             proximal=None if proximal is None else proximal[part].detach(),
             behavior=behavior[part].detach(),
-            sequences=Sequences(mask[part], sequence_ids, group),
+            sequences=Sequences(mask[part], sequence_ids, group, None if turn is None else turn[part]),
             current=None if current is None else current[part].detach(),
             advantage=None if advantage is None else advantage[part],
             scratch=scratch[:, : mask[part].shape[0]],
@@ -147,9 +150,9 @@ class _Block:
 
     def weigh(self, weight: Weight, out: Tensor, keep: Tensor) -> dict[str, Mergeable]:
         """Writes the bounded weight of every token to `out` and removes from `keep` what the weight's mask rejects."""
-        sequences = self.sequences
+        units = units_of(self.sequences, weight.level)
         per_token = weight.level == "token"
-        selection = self.selection if per_token else Selection(sequences.trained, out.dtype)
+        selection = self.selection if per_token else Selection(units.trained, out.dtype)
         ratio = self.mismatch.at(weight.level, out)
         inside = weight.inside(ratio)
         bounded = selection(weight.apply_(ratio))
@@ -165,10 +168,11 @@ class _Block:
             )
         }
         if not per_token:
-            self.selection(out.copy_(sequences.spread(bounded)))
+            self.selection(out.copy_(units.spread(bounded)))
         if weight.rejects:
-            and_(keep, self._at_tokens(inside))
-            statistics[f"reject/{weight.rule}"] = self._rejection(inside)
+            passed = units.spread(inside) if weight.level in TURN_LEVELS else inside
+            and_(keep, self._at_tokens(passed))
+            statistics[f"reject/{weight.rule}"] = self._rejection(passed)
         return statistics
 
     def rejected(self, keep: Tensor) -> dict[str, Mergeable]:

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from trimtab.corrections import divergences
 from trimtab.corrections.protocols import FRAMEWORKS, Peers, Setting, definition, symbol
-from trimtab.corrections.ratios import LEVELS, Number, Ratios
+from trimtab.corrections.ratios import LEVELS, TURN_LEVELS, Number, Ratios, units_of
 from trimtab.corrections.reduce import Sequences, select
 from trimtab.corrections.weights import VERL_LOWEST, check_bounds, check_word
 
 Part = TypeVar("Part")
 
 REDUCTIONS = ("token", "mean", "max", "sum")
-READABLE = ("current", "proximal", "behavior", "advantage")
+READABLE = ("current", "proximal", "behavior", "advantage", "turn")
 
 
 class Evidence:
@@ -84,7 +84,7 @@ class Mask(ABC):
     @property
     @abstractmethod
     def reads(self) -> frozenset[str]:
-        """The subset of `current`, `proximal`, `behavior` and `advantage` that it reads.
+        """The subset of `READABLE` that it reads; `turn` where it reads `evidence.sequences.turns`.
 
         Without `proximal` no proximal forward is needed for it; with `current` it is evaluated in every forward.
         """
@@ -120,17 +120,20 @@ class Band(Mask):
 
     @property
     def reads(self) -> frozenset[str]:
-        return frozenset({"proximal", "behavior"})
+        return frozenset({"proximal", "behavior", *(["turn"] if self.level in TURN_LEVELS else [])})
 
     def keep(self, evidence: Evidence) -> Bool[Tensor, "..."]:
         ratio = evidence.mismatch.at(self.level)
-        return (ratio >= self.min) & (ratio <= self.max)
+        inside = (ratio >= self.min) & (ratio <= self.max)
+        return units_of(evidence.sequences, self.level).spread(inside) if self.level in TURN_LEVELS else inside
 
     def equation(self) -> str:
         bounds = f"{self.min:g} ≤ {symbol('ρ', self.level)} ≤ {self.max:g}"
         return f"{bounds}, {definition('ρ', self.level, 'π_old', 'μ')}"
 
     def peers(self) -> Peers:
+        if self.level in TURN_LEVELS:
+            return {name: Setting(remarks=(f"# {name} has no mask for each turn",)) for name in FRAMEWORKS}
         option = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[self.level]
         # verl compares k1 = -log ratio with the logs of the bounds, and so bounds 1/ratio.
         low, high = (f"{max(1 / max(bound, VERL_LOWEST), VERL_LOWEST):.6g}" for bound in (self.max, self.min))

@@ -7,12 +7,24 @@ from dataclasses import dataclass, field
 
 FRAMEWORKS = ("verl", "TRL", "Miles")
 
-_SYMBOL = {"token": "{0}_t", "sequence": "{0}", "geometric": "{0}_geo"}
-_VALUE = {"token": "{0} = {1}", "sequence": "{0} = Π_t {1}", "geometric": "{0} = (Π_t {1})^(1/T)"}
+_SYMBOL = {
+    "token": "{0}_t",
+    "sequence": "{0}",
+    "geometric": "{0}_geo",
+    "turn": "{0}_turn",
+    "turn_product": "{0}_turn",
+}
+_VALUE = {
+    "token": "{0} = {1}",
+    "sequence": "{0} = Π_t {1}",
+    "geometric": "{0} = (Π_t {1})^(1/T)",
+    "turn": "{0} = (Π_t {1})^(1/n) over the n tokens of the turn",
+    "turn_product": "{0} = Π_t {1} over the tokens of the turn",
+}
 
 
 def symbol(letter: str, level: str) -> str:
-    """Returns the symbol of a ratio at a level: ρ_t, ρ or ρ_geo."""
+    """Returns the symbol of a ratio at a level: ρ_t, ρ, ρ_geo or ρ_turn."""
     return _SYMBOL[level].format(letter)
 
 

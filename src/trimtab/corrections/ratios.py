@@ -3,6 +3,7 @@
     token       rho_t   = exp(l_t),              l_t = log numerator - log denominator
     sequence    rho     = exp(sum_t m_t l_t)                  (the product)
     geometric   rho     = exp(sum_t m_t l_t / T)              (length-normalised, GSPO)
+    turn, turn_product  the geometric mean and the product over one model turn instead of the sequence
 
 All values are computed in float32 (float64 stays float64) and selected by the mask before `exp`.
 """
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from trimtab.corrections.reduce import Sequences, select, widen
 
-LEVELS = ("token", "sequence", "geometric")
+LEVELS = ("token", "sequence", "geometric", "turn", "turn_product")
+TURN_LEVELS = ("turn", "turn_product")
+PRODUCTS = ("sequence", "turn_product")
 
 Number = float | int
 """A bound or coefficient; a recipe may contain 2 for 2.0."""
@@ -39,14 +42,20 @@ def log_ratio(
 def at_level(log_ratio: Float[Tensor, "batch time"], sequences: Sequences, level: str) -> Float[Tensor, "batch time"]:
     """Returns the log-ratio of a level at every token, with the gradient of that token's own log-prob.
 
-    At sequence and geometric level the value is that of the sequence and the gradient that of l_t (the GSPO-token form,
-    arXiv 2507.18071), so that clipping acts on the whole sequence while every token keeps its own gradient.
+    Above token level the value is that of the sequence or turn and the gradient that of l_t (the GSPO-token form,
+    arXiv 2507.18071), so that clipping acts on the whole sequence or turn while every token keeps its own gradient.
     """
     if level == "token":
         return log_ratio
     value = log_ratio.detach()
-    reduce = sequences.sum if level == "sequence" else sequences.mean
-    return sequences.spread(reduce(value)) + (log_ratio - value)
+    units = units_of(sequences, level)
+    reduce = units.sum if level in PRODUCTS else units.mean
+    return units.spread(reduce(value)) + (log_ratio - value)
+
+
+def units_of(sequences: Sequences, level: str) -> Sequences:
+    """Returns what a level above tokens has one ratio for: the sequences, or their turns."""
+    return sequences.turns if level in TURN_LEVELS else sequences
 
 
 def bounded(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -84,13 +93,19 @@ class Ratios:
         return self.log_sequence / self.sequences.lengths.clamp(min=1)
 
     def log_at(self, level: str) -> Tensor:
-        """Log-ratio (batch, time) at token level, (sequences, 1) otherwise."""
+        """Log-ratio (batch, time) at token level, (sequences, 1) or (turns, 1) otherwise."""
         if level == "token":
             return self.log
+        if level in TURN_LEVELS:
+            turns = self.sequences.turns
+            return (turns.sum if level in PRODUCTS else turns.mean)(self.log)
         return self.log_sequence if level == "sequence" else self.log_geometric
 
     def at(self, level: str, out: Tensor | None = None) -> Tensor:
-        """Ratio (batch, time) at token level, (sequences, 1) otherwise, in a new tensor or (token level) in `out`."""
+        """Ratio (batch, time) at token level, (sequences, 1) or (turns, 1) otherwise.
+
+        In a new tensor, or at token level in `out`.
+        """
         if level == "token":
             # Not excess + 1, which leaves three digits of a ratio of 1e-5: current/proximal of that token may be 1e5.
             return torch.clamp(self.log, -LOG_RATIO_BOUND, LOG_RATIO_BOUND, out=out).exp_()

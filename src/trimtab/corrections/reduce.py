@@ -6,7 +6,7 @@ One row is one sequence unless `sequence_ids` are given: then tokens of equal id
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -61,6 +61,23 @@ def finite_rows(
     return finite.all(dim=1, keepdim=True)
 
 
+TURNS_UNKNOWN = (
+    "a level 'turn' needs turn, which is None: give the number of the model turn of each token, or use another level"
+)
+
+
+def _numbered(*keys: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
+    """Returns numbers from 0 that are equal exactly where all keys are equal; without synchronization."""
+    flat = [key.reshape(-1) for key in keys]
+    order = torch.arange(flat[0].numel(), device=flat[0].device)
+    for key in reversed(flat):
+        order = order[key[order].argsort(stable=True)]
+    differs = torch.zeros_like(order)
+    for key in flat:
+        differs[1:] |= (key[order][1:] != key[order][:-1]).long()
+    return torch.zeros_like(order).scatter(0, order, differs.cumsum(0)).view(keys[0].shape)
+
+
 @dataclass(frozen=True, eq=False)
 class Sequences:
     """The sequences of one batch: reductions from (batch, time) to (sequences, 1) and back.
@@ -68,6 +85,7 @@ class Sequences:
     mask: (batch, time), True at trained tokens.
     ids: (batch, time) integers in [0, batch * time); negative at padding, which must not be trained.
     group: process group whose ranks hold different time slices of the same rows; reductions sum over it.
+    turn: (batch, time) integers, the number of the model turn of each token in its sequence; negative at padding.
 
     Values to reduce must already be 0 where `mask` is False.
     """
@@ -75,6 +93,20 @@ class Sequences:
     mask: Bool[Tensor, "batch time"]
     ids: Int[Tensor, "batch time"] | None = None
     group: dist.ProcessGroup | None = None
+    turn: Int[Tensor, "batch time"] | None = None
+
+    @cached_property
+    def turns(self) -> Sequences:
+        """The turns of all sequences, each as a sequence of its own. Raises `ValueError` where they are not known."""
+        if self.turn is None:
+            raise ValueError(TURNS_UNKNOWN)
+        if self.group is not None:
+            raise ValueError("turns cannot be reduced over a process group: use another level, or whole rows per rank")
+        rows = torch.arange(len(self.mask), device=self.mask.device)[:, None]
+        sequence = rows.expand_as(self.mask) if self.ids is None else self.ids
+        padding = (self.turn < 0) | (sequence < 0)
+        ids = torch.where(padding, -1, _numbered(sequence, self.turn))
+        return replace(self, ids=ids, turn=None)
 
     @cached_property
     def _slots(self) -> Int[Tensor, "positions"]:

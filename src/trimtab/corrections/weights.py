@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from trimtab.corrections.protocols import Peers, Setting, definition, symbol
-from trimtab.corrections.ratios import LEVELS, Number
+from trimtab.corrections.protocols import FRAMEWORKS, Peers, Setting, definition, symbol
+from trimtab.corrections.ratios import LEVELS, TURN_LEVELS, Number
 from trimtab.corrections.statistics import Histogram, Mergeable
 
 BOUNDS = ("truncate", "clip", "mask")
@@ -48,7 +48,7 @@ def check_bounds(low: Number, high: Number, what: str) -> None:
 class Weight:
     """An importance weight: the ratio proximal/behavior at a level, bounded.
 
-    level: token, sequence or geometric. bound: truncate, clip or mask. min, max: bounds, None for none.
+    level: one of `LEVELS`. bound: truncate, clip or mask. min, max: bounds, None for none.
     normalize: after bounding, divide by the mean over the update.
     Raises `ValueError` for unknown options and for bounds that do not enclose 1.
     """
@@ -113,12 +113,14 @@ class Weight:
 
     def definition(self) -> str:
         """Returns the definitions of the symbols in `equation`."""
-        units = "tokens" if self.level == "token" else "sequences"
+        units = {"token": "tokens", **dict.fromkeys(TURN_LEVELS, "turns")}.get(self.level, "sequences")
         mean = f", w̄ = mean of the bounded weight over the update's {units}" if self.normalize else ""
         return definition("ρ", self.level, "π_old", "μ") + mean
 
     def peers(self) -> Peers:
         """Returns the settings of the same weight in other frameworks."""
+        if self.level in TURN_LEVELS:
+            return {name: Setting(remarks=(f"# {name} has no weight for each turn",)) for name in FRAMEWORKS}
         return {"verl": self._verl(), "TRL": self._trl(), "Miles": self._miles()}
 
     def _verl(self) -> Setting:
@@ -156,7 +158,7 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class WeightStatistics(Mergeable):
-    """Statistics of weights before and after bounding, over trained tokens (token level) or sequences (otherwise)."""
+    """Statistics of weights before and after bounding, over what has one: trained tokens, sequences or turns."""
 
     raw: Int[Tensor, "bins"]
     total: Tensor  # after bounding, before self-normalisation

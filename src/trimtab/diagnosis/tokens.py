@@ -23,6 +23,7 @@ class TokenTable:
     behavior, proximal, current, perturbed, entropy: float32, nats; `behavior` as the sampler reported it, `perturbed`
     with the noise of the trainer (ALP).
     mask: bool, the trained tokens. version: int64, policy version that sampled the token, in updates.
+    turn: int64, number of the model turn of each token from 0; an observation has that of the turn before.
     step, group, proximal_version: int64. reward, advantage: float64.
     temperature, top_p: float64; top_k: int64, 0 for none; raw: bool, whether log-probs are those before temperature and
     truncation rather than those of the sampling distribution.
@@ -37,6 +38,7 @@ class TokenTable:
     ids: np.ndarray | None = None
     entropy: np.ndarray | None = None
     version: np.ndarray | None = None
+    turn: np.ndarray | None = None
     step: np.ndarray | None = None
     group: np.ndarray | None = None
     proximal_version: np.ndarray | None = None
@@ -92,6 +94,15 @@ class TokenTable:
         if self.version is None or self.proximal_version is None:
             return None
         return self.at_tokens(self.proximal_version) - self.version
+
+    @cached_property
+    def turn_number(self) -> np.ndarray:
+        """`turn`; without that column a turn is a stretch of trained tokens and what follows it up to the next one."""
+        if self.turn is not None or not self.tokens:
+            return np.zeros(0, dtype=np.int64) if self.turn is None else self.turn
+        begins = self.mask & ((self.position == 0) | ~np.concatenate([[False], self.mask[:-1]]))
+        count = np.cumsum(begins) - self.at_tokens(np.concatenate([[0], np.cumsum(begins)])[self.starts[:-1]])
+        return np.maximum(count - 1, 0)
 
     @property
     def columns(self) -> dict[str, np.ndarray]:

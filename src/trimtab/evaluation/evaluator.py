@@ -165,7 +165,7 @@ def _count(
         problems=tuple(result for result in results if result is not None),
         answers=len(pairs),
         cut=sum(answer.finish_reason == "length" for _, answer in pairs),
-        tokens=sum(len(answer.response_ids) for _, answer in pairs),
+        tokens=sum(answer.sampled_tokens for _, answer in pairs),
         prefix=prefix,
         failures=len(errors),
         errors=tuple(errors[:ERRORS_KEPT]),

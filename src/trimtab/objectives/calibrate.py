@@ -46,7 +46,11 @@ class Range:
     loosest: float
 
 
-WEIGHT = {"token": Range(0.001, math.log(1.5), math.log(5)), "sequence": Range(0.01, math.log(2), math.log(10))}
+WEIGHT = {
+    "token": Range(0.001, math.log(1.5), math.log(5)),
+    "sequence": Range(0.01, math.log(2), math.log(10)),
+    "turn_product": Range(0.01, math.log(2), math.log(10)),
+}
 """Truncated and clipped weights reject nothing: the range is verl's, 1.5..5 (token) and 2..10 (sequence)."""
 
 MASK = {
@@ -69,12 +73,14 @@ class Observed:
 
     token: (tokens,) log proximal/behavior of trained tokens.
     sequence, geometric, k3: (sequences,) sum and mean of it, and mean k3, of each response with a trained token.
+    turn_product: (turns,) sum of it over each turn with a trained token; None where turns are not known.
     """
 
     token: Float[Tensor, "tokens"]
     sequence: Float[Tensor, "sequences"]
     geometric: Float[Tensor, "sequences"]
     k3: Float[Tensor, "sequences"]
+    turn_product: Float[Tensor, "turns"] | None = None
 
     @classmethod
     @torch.no_grad()
@@ -84,12 +90,16 @@ class Observed:
         behavior: Float[Tensor, "batch time"],
         mask: Bool[Tensor, "batch time"],
         sequence_ids: Int[Tensor, "batch time"] | None = None,
+        turn: Int[Tensor, "batch time"] | None = None,
     ) -> Observed:
-        sequences = Sequences(mask, sequence_ids)
+        sequences = Sequences(mask, sequence_ids, turn=turn)
         ratios = Ratios(log_ratio(proximal, behavior, mask), sequences)
         values = (ratios.log_sequence, ratios.log_geometric, sequences.mean(divergences.per_token("k3", ratios)))
-        per_sequence = (value[sequences.trained].double().cpu() for value in values)
-        return cls(ratios.log[mask].double().cpu(), *per_sequence)
+        by_sequence, by_mean, k3 = (value[sequences.trained].double().cpu() for value in values)
+        by_turn = None
+        if turn is not None:
+            by_turn = ratios.log_at("turn_product")[sequences.turns.trained].double().cpu()
+        return cls(ratios.log[mask].double().cpu(), by_sequence, by_mean, k3, by_turn)
 
     def __add__(self, other: Observed) -> Observed:
         return Observed(
@@ -97,6 +107,9 @@ class Observed:
             torch.cat([self.sequence, other.sequence]),
             torch.cat([self.geometric, other.geometric]),
             torch.cat([self.k3, other.k3]),
+            None
+            if self.turn_product is None or other.turn_product is None
+            else torch.cat([self.turn_product, other.turn_product]),
         )
 
 
@@ -130,8 +143,10 @@ def calibrated(preset: str, observed: Observed) -> dict[str, float]:
     values = {}
     for bound in bounds:
         samples = getattr(observed, bound.samples)
+        if samples is None:
+            raise TrimtabError(f"calibrate: {bound.keyword} is a bound on turns, which are not known here")
         if len(samples) < SAMPLES_MIN:
-            unit = "trained tokens" if bound.samples == "token" else "responses"
+            unit = {"token": "trained tokens", "turn_product": "turns"}.get(bound.samples, "responses")
             raise TrimtabError(
                 f"calibrate: {len(samples)} {unit} are too few for {bound.keyword}, it needs {SAMPLES_MIN}: use a "
                 "larger batch or write the bounds down"

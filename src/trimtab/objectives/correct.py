@@ -38,14 +38,16 @@ def correct(
     current: Float[Tensor, "batch time"] | None = None,
     advantage: Float[Tensor, "batch #time"] | None = None,
     sequence_ids: Int[Tensor, "batch time"] | None = None,
+    turn: Int[Tensor, "batch time"] | None = None,
 ) -> Correction:
     """Computes importance weights, rejection and mismatch metrics of a batch in one pass.
 
-    `current` (batch, time) and `advantage` (batch, 1) are read by OPSM only. A weight with `normalize` is divided by
+    `current` (batch, time) and `advantage` (batch, 1) are read by OPSM only, `turn` (batch, time), the number of the
+    model turn of each token, by levels of turns. A weight with `normalize` is divided by
     its mean over this batch. The metrics are those of `mismatch`, plus `weight/...` and `reject/...`. Raises
     `ValueError` for a mask that is not bool and for shapes that differ.
     """
-    _validate(mask, proximal=proximal, behavior=behavior, current=current, sequence_ids=sequence_ids)
+    _validate(mask, proximal=proximal, behavior=behavior, current=current, sequence_ids=sequence_ids, turn=turn)
     result = sweep(
         proximal,
         behavior,
@@ -55,6 +57,7 @@ def correct(
         current=current,
         advantage=advantage,
         sequence_ids=sequence_ids,
+        turn=turn,
         measure=True,
     )
     assert result.mismatch is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trimtab.corrections.correction import Sweep, sweep
 from trimtab.corrections.masks import READABLE, Mask
-from trimtab.corrections.ratios import Number, at_level, beyond_bound, log_ratio
+from trimtab.corrections.ratios import TURN_LEVELS, Number, at_level, beyond_bound, log_ratio
 from trimtab.corrections.reduce import Selection, Sequences, select
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
 from trimtab.corrections.weights import Weight
@@ -81,7 +81,8 @@ class Objective:
     @property
     def policy_needs(self) -> frozenset[str]:
         """The part of `needs` that the policy term reads. What only the KL term reads does not correct the mismatch."""
-        return frozenset({self.ratio.over}) | self.surrogate.reads | (self._swept(self.masks) - {"current"})
+        turn = {"turn"} if self.ratio.level in TURN_LEVELS else set[str]()
+        return frozenset({self.ratio.over}) | turn | self.surrogate.reads | (self._swept(self.masks) - {"current"})
 
     @property
     def needs(self) -> frozenset[str]:
@@ -122,8 +123,10 @@ class Objective:
         return self.masks if judge else tuple(rule for rule in self.masks if "current" not in rule.reads)
 
     def _swept(self, masks: tuple[Mask, ...]) -> frozenset[str]:
-        """The policies that the weight and these masks read."""
+        """The fields of `PolicyLogps` that the weight and these masks read."""
         reads = frozenset({"proximal", "behavior"} if self.weight is not None else {"behavior"} if masks else ())
+        if self.weight is not None and self.weight.level in TURN_LEVELS:
+            reads |= {"turn"}
         return reads.union(*(rule.reads for rule in masks)) - {"advantage"}
 
     @torch.no_grad()
@@ -132,7 +135,7 @@ class Objective:
 
         `advantage` is (batch, 1) or (batch, time). Raises `ValueError` naming a field of `prepare_needs` that is None.
         """
-        sequences = Sequences(logps.mask, logps.sequence_ids)
+        sequences = logps.sequences
         correction = self._sweep(logps, advantage, judge=self._changes_denominator) if self._spans else None
         terms = self._terms(logps, advantage, sequences) if self.surrogate.spans else None
         return self._state(sequences, correction, terms)
@@ -150,7 +153,7 @@ class Objective:
         """
         for name in sorted({"current", *self.needs}):
             logps.required(name, self.name)
-        sequences = Sequences(logps.mask, logps.sequence_ids)
+        sequences = logps.sequences
         correction = self._sweep(logps, advantage) if self._corrects else None
         terms = self._terms(logps, advantage, sequences)
         if state is None:
@@ -188,6 +191,7 @@ class Objective:
             current=logps.required("current", self.name).detach() if "current" in reads else None,
             advantage=advantage,
             sequence_ids=logps.sequence_ids,
+            turn=logps.required("turn", self.name) if "turn" in reads else None,
         )
 
     def _terms(self, logps: PolicyLogps, advantage: Tensor, sequences: Sequences) -> Terms:

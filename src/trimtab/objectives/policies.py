@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections.ratios import LEVELS
+from trimtab.corrections.reduce import TURNS_UNKNOWN, Sequences
 from trimtab.corrections.weights import check_word
 
 
@@ -16,7 +17,8 @@ from trimtab.corrections.weights import check_word
 class Ratio:
     """The ratio current/proximal or current/behavior.
 
-    level: token, sequence (product) or geometric. over: the denominator, proximal or behavior.
+    level: token, sequence (product), geometric, turn (geometric over a model turn) or turn_product.
+    over: the denominator, proximal or behavior.
     """
 
     level: str = "token"
@@ -39,6 +41,8 @@ class PolicyLogps:
     entropy     (batch, time) entropy of the current policy at each token, with gradient
     off_policy  (batch, time) bool, True at tokens of external traces (LUFFY)
     sequence_ids (batch, time) int in [0, batch * time), negative at padding; default: one row is one sequence
+    turn        (batch, time) int, number of the model turn of each token in its sequence, negative at padding; an
+                untrained observation may have any number. Read by levels of turns
 
     Raises `ValueError` when shapes differ or a mask is not bool.
     """
@@ -51,6 +55,12 @@ class PolicyLogps:
     entropy: Float[Tensor, "batch time"] | None = None
     off_policy: Bool[Tensor, "batch time"] | None = None
     sequence_ids: Int[Tensor, "batch time"] | None = None
+    turn: Int[Tensor, "batch time"] | None = None
+
+    @property
+    def sequences(self) -> Sequences:
+        """The sequences of the batch, with their turns where these are given."""
+        return Sequences(self.mask, self.sequence_ids, turn=self.turn)
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -69,6 +79,8 @@ class PolicyLogps:
     def required(self, name: str, reader: str) -> Tensor:
         """Returns a field; raises `ValueError` naming the field and `reader` when it is None."""
         tensor = getattr(self, name)
+        if tensor is None and name == "turn":
+            raise ValueError(f"{reader}: {TURNS_UNKNOWN}")
         if tensor is None:
             raise ValueError(f"{reader} needs {name}, which is None")
         return tensor

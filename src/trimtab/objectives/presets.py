@@ -158,6 +158,24 @@ def seq_tis(
 
 
 @_preset
+def turn_tis(
+    *,
+    weight_max: float = 2.0,
+    normalize: bool = False,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_dual: float | None = None,
+) -> Objective:
+    """PPO on current/proximal, times the truncated product of proximal/behavior over each model turn.
+
+    Use it on multi-turn responses, where the product over the whole response is far from 1.
+    `seq-tis` with one weight for each turn; the product over long episodes vanishes (NeMo-RL issue 2269).
+    """
+    weight = Weight("turn_product", "truncate", max=weight_max, normalize=normalize)
+    return Objective("turn-tis", Ratio(), Clipped(clip_low, clip_high, clip_dual), weight)
+
+
+@_preset
 def token_mis(
     *,
     weight_min: float = 0.0,

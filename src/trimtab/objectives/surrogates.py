@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from trimtab.corrections.protocols import Peers, Setting
-from trimtab.corrections.ratios import Number, bounded
+from trimtab.corrections.ratios import TURN_LEVELS, Number, bounded
 from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.statistics import Mean, Mergeable
 from trimtab.errors import TrimtabError, did_you_mean
@@ -157,6 +157,8 @@ class Clipped(Surrogate):
         return Unclipped()
 
     def peers(self, level: str) -> Peers:
+        if level in TURN_LEVELS:
+            return {}
         trl: dict[str, str] = {}
         miles: dict[str, str] = {}
         verl = {"policy_loss": "{loss_mode: gspo}"} if level == "geometric" else {}
@@ -205,7 +207,9 @@ class Reinforce(Surrogate):
     def unbounded(self) -> Surrogate:
         return Unclipped()
 
-    def peers(self, level: str) -> Peers:  # noqa: ARG002
+    def peers(self, level: str) -> Peers:
+        if level in TURN_LEVELS:
+            return {}
         relative = {"clip_ratio_low": "1.0", "clip_ratio_high": f"{self.ceiling - 1:g}"}
         return {
             "verl": Setting({"policy_loss": "{loss_mode: cispo}", **relative}),

@@ -15,7 +15,7 @@ from trimtab.types import Completion, FinishReason, Problem, Task
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A finished text, how it ended, and its length in tokens."""
+    """A finished text, how it ended, and the number of its sampled tokens, which observations are not."""
 
     text: str
     finish: FinishReason
@@ -23,7 +23,7 @@ class Response:
 
     @classmethod
     def of(cls, completion: Completion) -> Response:
-        return cls(completion.text, completion.finish_reason, len(completion.response_ids))
+        return cls(completion.text, completion.finish_reason, completion.sampled_tokens)
 
     def body(self, stops: Iterable[str]) -> str:
         """Returns the text before the first stop string, without surrounding blanks.

@@ -237,6 +237,6 @@ class Scoring:
             buffer.deliver(generated.request, groups, stats)
             return
         # Too old for every later batch: scores are not needed, but lengths show which responses are discarded.
-        lengths = [len(completion.response_ids) for group in generated.completions for completion in group]
+        lengths = [completion.sampled_tokens for group in generated.completions for completion in group]
         stats.add(RolloutStats(generated=len(lengths), response_tokens=sum(lengths), discarded_lengths=lengths))
         buffer.count(stats)

@@ -48,7 +48,7 @@ class Buffer:
                 if self.schedule.deliver(number, oldest(group), signal=signal or not self._dynamic):
                     self._groups[number] = group
                 else:
-                    stats.discarded_lengths += [len(trajectory) for trajectory in group]
+                    stats.discarded_lengths += [trajectory.completion.sampled_tokens for trajectory in group]
             self._stats.add(stats)
             self.changed.notify_all()
 
@@ -80,7 +80,7 @@ class Buffer:
                 group = self._groups.pop(number, None)
                 # A group that is still being generated counts with all its samples.
                 self._stats.stale += self._samples if group is None else len(group)
-                self._stats.discarded_lengths += [len(trajectory) for trajectory in group or ()]
+                self._stats.discarded_lengths += [t.completion.sampled_tokens for t in group or ()]
             self.changed.notify_all()
 
     def discard(self) -> None:

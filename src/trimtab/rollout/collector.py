@@ -20,7 +20,7 @@ from trimtab.rollout.prefixes import PrefixPool
 from trimtab.rollout.sampling_contract import check_trajectory
 from trimtab.rollout.schedule import GroupRange
 from trimtab.seeds import derive
-from trimtab.types import EXTERNAL_VERSION, Completion, Engine, EpisodeOutcome, Prompt, SamplingParams, Task, Trajectory
+from trimtab.types import Completion, Engine, EpisodeOutcome, Prompt, SamplingParams, Task, Trajectory
 
 Group = list[Trajectory]
 
@@ -114,7 +114,7 @@ class RolloutStats:
     failed_rewards: int = 0
     dropped: int = 0
     stale: int = 0
-    discarded_lengths: list[int] = field(default_factory=list)  # of discarded responses, in tokens generated so far
+    discarded_lengths: list[int] = field(default_factory=list)  # of discarded responses, in tokens sampled so far
     groups: int = 0
     no_signal: int = 0
     refilled: int = 0
@@ -191,7 +191,7 @@ class Collector:
             self._group(prompt, number, [(completion, next(scores)) for completion in responses], stats)
             for number, prompt, responses in zip(request.numbers, prompts, completions, strict=True)
         ]
-        lengths = [len(completion.response_ids) for _, completion in pairs if not _is_external(completion)]
+        lengths = [completion.sampled_tokens for _, completion in pairs if not completion.external]
         stats.generated += len(lengths)
         stats.response_tokens += sum(lengths)
         stats.seconds_scoring += time.perf_counter() - start
@@ -259,8 +259,8 @@ class Collector:
                 stats.failed_rewards += 1
                 stats.errors.append(score.error or "a reward failed")
                 continue
-            external = _is_external(completion)
-            if not external and not np.isfinite(completion.logp_behavior[completion.sampled]).all():
+            external, sampled = completion.external, completion.sampled
+            if not external and not np.isfinite(completion.logp_behavior[sampled]).all():
                 stats.dropped += 1
                 stats.errors.append(f"problem {prompt.problem.id!r}: the engine reported a non-finite log-prob")
                 continue
@@ -272,7 +272,7 @@ class Collector:
                 group=number,
                 completion=completion,
                 sampling=self.sampling,
-                loss_mask=completion.sampled & (not truncated and not void),
+                loss_mask=sampled & (not truncated and not void),
                 reward=score.total,
                 rewards=score.parts,
                 off_policy=external,
@@ -283,13 +283,9 @@ class Collector:
         return group
 
 
-def _is_external(completion: Completion) -> bool:
-    return bool(len(completion.policy_version)) and int(completion.policy_version[0]) == EXTERNAL_VERSION
-
-
 def oldest(group: Group) -> float:
-    """The oldest policy version of the group's tokens; demonstrations have none (infinite: no sampled token)."""
-    versions = (t.completion.policy_version for t in group if not t.off_policy)
+    """The oldest policy version of the group's sampled tokens; infinite without one, as in demonstrations."""
+    versions = (t.completion.policy_version[t.completion.sampled] for t in group if not t.off_policy)
     return min((int(tokens.min()) for tokens in versions if len(tokens)), default=math.inf)
 
 

@@ -1,7 +1,8 @@
 """Reads and writes trajectories as parquet: the documented file of each step, and pending data of a checkpoint.
 
 One row per trajectory. The documented columns come first; the others hold the rest of a `trimtab.types.Trajectory`, so
-that reading returns bit for bit what was written. `Problem.extra` is left out: a trajectory is already scored, and its
+that reading returns bit for bit what was written. Tokens of observations have NaN log-probs and `EXTERNAL_VERSION`.
+`Problem.extra` is left out: a trajectory is already scored, and its
 problem can be looked up in the task by `prompt_id`.
 """
 
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
 from trimtab.runs import atomic, expert_column, sampling_mask_column
-from trimtab.types import Completion, FloatArray, Problem, Prompt, SamplingParams, Trajectory
+from trimtab.types import EXTERNAL_VERSION, Completion, FloatArray, Problem, Prompt, SamplingParams, Trajectory
 
 ROW_GROUP_BYTES, ROW_GROUP_ROWS = 1 << 30, 1 << 20  # largest bytes of a binary column and rows in one row group
 
@@ -109,6 +110,7 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "advantage": _scalar_column("advantage", [row.advantage for row in rows], pa.float64()),
         "sampling": pa.array([_fields(s, _DISTRIBUTION_FIELDS) for s in samplings], _SAMPLING_TYPE),
         "logp_perturbed": _token_column("logp_perturbed", [row.logp_perturbed for row in rows], lengths, pa.float32()),
+        "turn": _turns(completions),
         "off_policy": pa.array(external, pa.bool_()) if any(external) else None,
         "prompt_text": pa.array([t.prompt.text for t in trajectories], pa.string()),
         "text": pa.array([c.text for c in completions], pa.string()),
@@ -154,6 +156,8 @@ def _row(columns: dict[str, Any], index: int) -> Row:
 
     problem = Problem(id=value("prompt_id"), question=value("question"), answer=value("answer"))
     limits, external = value("limits"), bool(optional("off_policy"))
+    sampled = value("policy_version") != EXTERNAL_VERSION
+    observed = "turn" in columns and not external and not sampled.all()
     completion = Completion(
         response_ids=value("response_ids"),
         logp_behavior=value("logp_behavior"),
@@ -163,6 +167,7 @@ def _row(columns: dict[str, Any], index: int) -> Row:
         entropy=None if external else optional("entropy"),
         sampling_mask=sampling_mask_column.decode(optional("kept")),
         routed_experts=expert_column.decode(optional("routes")),
+        loss_mask=sampled if observed else None,
     )
     trajectory = Trajectory(
         prompt=Prompt(problem, value("prompt_text"), value("prompt_ids")),
@@ -195,6 +200,13 @@ def _entropies(trajectories: Sequence[Trajectory]) -> list[FloatArray | None]:
         np.full(len(trajectory), np.nan, dtype=np.float32) if trajectory.off_policy else entropy
         for trajectory, entropy in zip(trajectories, entropies, strict=True)
     ]
+
+
+def _turns(completions: Sequence[Completion]) -> pa.ListArray | None:
+    """Returns the number of the turn of each token, from 0, if any response has an observation."""
+    if all(completion.loss_mask is None for completion in completions):
+        return None
+    return _lists([completion.turn for completion in completions], pa.int64())
 
 
 def _fields(sampling: SamplingParams, names: Sequence[str]) -> dict[str, Any]:

@@ -62,6 +62,7 @@ def empty_micro_batch(like: MicroBatch) -> MicroBatch:
         ),
         mask=no_mask,
         behavior=no_values,
+        turn=tokens.prompt_index.new_zeros(0, 1),
         off_policy=no_mask,
         advantage=no_values,
         proximal=None if like.proximal is None else no_values,

@@ -7,9 +7,10 @@ groups -> rows -> mini-batches of micro-batches -> log-probs of the proximal and
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from trimtab.objectives import advantages
@@ -25,7 +26,7 @@ from trimtab.training.batching import (
 )
 from trimtab.training.learner import Learner
 from trimtab.training.step_statistics import StepStatistics
-from trimtab.types import Trajectory
+from trimtab.types import FloatArray, Trajectory
 
 
 @dataclass
@@ -45,19 +46,29 @@ class Batch:
     seconds: float
 
     def rows(self, stats: StepStatistics, policy: str) -> list[Row]:
-        """Rows for the trajectory file, with the log-probs of `policy` that the mismatch metrics used."""
+        """Rows for the trajectory file, with the log-probs of `policy` that the mismatch metrics used.
+
+        They are NaN at observations, as the sampler's.
+        """
         proximal = policy == "proximal"
+        logps, perturbed = (self._at_sampled(values) for values in (stats.mismatch_logps, stats.perturbed))
         return [
             Row(
                 trajectory,
-                logp_proximal=stats.mismatch_logps.get(index) if proximal else None,
-                logp_current=None if proximal else stats.mismatch_logps.get(index),
-                logp_perturbed=stats.perturbed.get(index),
+                logp_proximal=logps.get(index) if proximal else None,
+                logp_current=None if proximal else logps.get(index),
+                logp_perturbed=perturbed.get(index),
                 advantage=float(self.advantages[index]),
                 proximal_version=stats.versions.get(index),
             )
             for index, trajectory in enumerate(self.trajectories)
         ]
+
+    def _at_sampled(self, logps: Mapping[int, FloatArray]) -> dict[int, FloatArray]:
+        return {
+            row: np.where(self.trajectories[row].completion.sampled, values, np.float32(np.nan))
+            for row, values in logps.items()
+        }
 
 
 def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Batch:

@@ -27,7 +27,8 @@ class MicroBatch:
         rows: positions in the batch's list of trajectories.
         tokens: prompts and responses, padded.
         mask: (rows, time) bool, True at trained tokens.
-        behavior: (rows, time) float32 log-probs of the sampler; NaN at tokens of external traces.
+        behavior: (rows, time) float32 log-probs of the sampler; NaN at tokens of external traces, 0 at observations.
+        turn: (rows, time) int64, number of the model turn from 0, as `Completion.turn`; -1 at padding.
         off_policy: (rows, time) bool, True at tokens of external traces.
         advantage: (rows, 1); NaN until it is known, so that a loss that reads it too early is NaN.
         proximal, reference: (rows, time) float32 log-probs; None until scored.
@@ -38,6 +39,7 @@ class MicroBatch:
     tokens: TokenBatch
     mask: torch.Tensor
     behavior: torch.Tensor
+    turn: torch.Tensor
     off_policy: torch.Tensor
     advantage: torch.Tensor
     proximal: torch.Tensor | None = None
@@ -123,13 +125,14 @@ def to_tensors(
         pad_id=pad_id,
     )
     time = tokens.response_ids.shape[1]
+    completions = [t.completion for t in chosen]
+    behavior = [np.where(c.sampled, c.logp_behavior, np.float32(0)) for c in completions]
     return MicroBatch(
         rows=tuple(rows),
         tokens=TokenBatch(**{item.name: getattr(tokens, item.name).to(device) for item in fields(tokens)}),
         mask=_pad([t.loss_mask for t in chosen], time, False).to(device),
-        behavior=_pad([np.where(t.completion.sampled, t.completion.logp_behavior, 0) for t in chosen], time, 0.0).to(
-            device
-        ),
+        behavior=_pad(behavior, time, 0.0).to(device),
+        turn=_pad([c.turn for c in completions], time, -1).to(device),
         off_policy=_pad([np.full(len(t), t.off_policy) for t in chosen], time, False).to(device),
         advantage=torch.full((len(chosen), 1), float("nan"), device=device),
     )
@@ -158,11 +161,6 @@ def _pieces(trajectories: Sequence[Trajectory], group: Sequence[int], budget: in
         piece.append(row)
         size = grown
     yield piece, size
-
-
-def _sampled_logp(trajectory: Trajectory) -> np.ndarray:
-    """Returns the log-probs of the sampler, 0 at tokens of observations, which have none."""
-    return np.where(trajectory.completion.sampled, trajectory.completion.logp_behavior, np.float32(0))
 
 
 def _pad(rows: Sequence[np.ndarray], time: int, value: float | bool) -> torch.Tensor:

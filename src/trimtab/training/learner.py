@@ -230,6 +230,7 @@ class Learner:
             reference=micro.reference,
             entropy=scores.entropy if scores is not None else None,
             off_policy=micro.off_policy if "off_policy" in self.objective.needs else None,
+            turn=micro.turn if "turn" in self.objective.needs else None,
         )
 
     def _score(self, model: nn.Module, call: ForwardPass) -> tuple[TokenScores, MicroBatch]:

@@ -15,13 +15,16 @@ from trimtab.types import Trajectory
 
 
 def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """Rewards, lengths and ages (in optimizer updates) of the trajectories that were sampled from the policy."""
+    """Rewards, lengths and ages (in optimizer updates) of the trajectories that were sampled from the policy.
+
+    A length counts sampled tokens; with observations between turns `length/episode` counts all.
+    """
     if all(t.off_policy for t in trajectories):
         return {"trajectories/consumed": len(trajectories)}
     sampled = [t for t in trajectories if not t.off_policy]
     rewards = np.array([t.reward for t in sampled])
-    lengths = np.array([len(t) for t in sampled])
-    ages = version - np.concatenate([t.completion.policy_version for t in sampled])
+    lengths = np.array([t.completion.sampled_tokens for t in sampled])
+    ages = version - np.concatenate([t.completion.policy_version[t.completion.sampled] for t in sampled])
     parts = {f"reward/{name}": float(np.mean([t.rewards[name] for t in sampled])) for name in sampled[0].rewards}
     return {
         "trajectories/consumed": len(trajectories),
@@ -30,6 +33,7 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
         **parts,
         "length/mean": float(lengths.mean()),
         "length/max": int(lengths.max()),
+        **_episode_length(sampled),
         "length/truncated": float(np.mean([t.completion.finish_reason == "length" for t in sampled])),
         "lag/mean": float(ages.mean()) if ages.size else 0.0,
         "lag/max": int(ages.max()) if ages.size else 0,
@@ -37,9 +41,17 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
     }
 
 
+def _episode_length(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean number of tokens of a response with its observations, if any response has one."""
+    if all(t.completion.loss_mask is None for t in trajectories):
+        return {}
+    return {"length/episode": float(np.mean([len(t) for t in trajectories]))}
+
+
 def _entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Mean entropy, in nats, of the sampling distributions, if the engine reports it for all responses."""
-    entropies = [t.completion.entropy for t in trajectories if t.completion.entropy is not None]
+    completions = [t.completion for t in trajectories]
+    entropies = [c.entropy[c.sampled] for c in completions if c.entropy is not None]
     return {"entropy/rollout": float(np.concatenate(entropies).mean())} if len(entropies) == len(trajectories) else {}
 
 

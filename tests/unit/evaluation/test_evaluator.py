@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 from tests.support.characters import Characters, said
+from tests.support.trajectories import multi_turn
 
 from trimtab import rewards, tasks
 from trimtab.engines.fake import FakeEngine
@@ -53,6 +54,14 @@ def test_accuracy_pass_at_k_and_lengths_by_hand():
     assert (result.failures, result.errors) == (0, ())
     lengths = [len(f" {problem.answer}") for problem in TASK.test]
     assert result.tokens == pytest.approx((4 * 2 + 2 + 3 * lengths[1] + 4 * lengths[2]) / 12)
+
+
+def test_lengths_count_sampled_tokens():
+    class Conversations(FakeEngine):
+        def generate(self, prompts, samples, sampling, *, seed, prefixes=None, turns=None, abort=None):  # noqa: ARG002
+            return [[multi_turn(0, "a..b").completion] * samples for _ in prompts]
+
+    assert measured(Conversations({})).tokens == 2
 
 
 def test_correct_is_what_the_first_reward_says_whatever_the_total():

@@ -10,7 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.objectives import KL, Aggregation, Band, Clipped, Divergence, Evidence, Mask, Objective, Ratio, Unclipped
+from trimtab.objectives import (
+    KL,
+    Aggregation,
+    Band,
+    Clipped,
+    Divergence,
+    Evidence,
+    Mask,
+    Objective,
+    Ratio,
+    Unclipped,
+    Weight,
+)
 
 ROUNDS = 3
 """No function."""
@@ -42,6 +54,13 @@ class TotalVariation(Mask):
 
 def dppo(*, tv_max: float = 0.15) -> Objective:
     return Objective("dppo", Ratio("token", "behavior"), Unclipped(), masks=(TotalVariation(tv_max),))
+
+
+def turn_level(*, keep_max: float = 1.5) -> Objective:
+    """Clips, weights and masks model turns."""
+    masks = (Band("turn", 0.5, keep_max),)
+    weight = Weight("turn_product", "mask", 0.25, 4.0)
+    return Objective("turn-level", Ratio("turn"), Clipped(), weight, masks)
 
 
 def needy(*, bound: float, sides: int = 2, label: str | None = None) -> Objective:

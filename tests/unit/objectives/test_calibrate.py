@@ -20,7 +20,12 @@ PUBLISHED = {name: bounds_of(name) for name in objectives() if bounds_of(name)}
 def observed(log: torch.Tensor, mask: torch.Tensor | None = None) -> Observed:
     """Log-ratios (batch, time) as log-probs of the trainer over a sampler that said 0."""
     full = torch.ones_like(log, dtype=torch.bool) if mask is None else mask
-    return Observed.of(log, torch.zeros_like(log), full)
+    return Observed.of(log, torch.zeros_like(log), full, turn=turns(log))
+
+
+def turns(log: torch.Tensor) -> torch.Tensor:
+    """The first half of each response is one turn, the second half another."""
+    return (torch.arange(log.shape[1]) >= log.shape[1] // 2).long().expand(log.shape)
 
 
 def noise(rows: int, time: int, size: float, seed: int = 0) -> torch.Tensor:
@@ -31,6 +36,7 @@ def test_which_presets_have_bounds_to_find() -> None:
     assert PUBLISHED == {
         "token-tis": ("weight_max",),
         "seq-tis": ("weight_max",),
+        "turn-tis": ("weight_max",),
         "token-mis": ("weight_max",),  # open below, as published
         "seq-mis": ("weight_max",),
         "icepop": ("weight_min", "weight_max"),
@@ -140,6 +146,7 @@ def test_the_preset_takes_its_bounds_and_keeps_its_share(
         masks=built.masks,
         current=log,
         advantage=-torch.ones(rows, 1, dtype=torch.float64),
+        turn=turns(log),
     )
     # Where a bound was held back from its quantile it may reject more; elsewhere at most 1% on either side.
     at_the_limit = {10.0, 0.1, 0.5, 1.64873, 0.60653, 5.0, 0.2} & set(bounds.values())

@@ -38,6 +38,7 @@ TABLE = {
     "seq-bypass": (Ratio("sequence", "behavior"), WIDE, None, (), BY_TOKEN, "grpo"),
     "token-tis": (TOKEN, PPO, Weight("token", "truncate", max=2.0), (), BY_TOKEN, "grpo"),
     "seq-tis": (TOKEN, PPO, Weight("sequence", "truncate", max=2.0), (), BY_TOKEN, "grpo"),
+    "turn-tis": (TOKEN, PPO, Weight("turn_product", "truncate", max=2.0), (), BY_TOKEN, "grpo"),
     "token-mis": (TOKEN, PPO, Weight("sequence", "mask", 0.0, 2.0), (), BY_TOKEN, "grpo"),
     "seq-mis": (Ratio("sequence"), Clipped(0.5, 3.0), Weight("sequence", "mask", 0.0, 2.0), (), BY_TOKEN, "grpo"),
     "icepop": (TOKEN, PPO, Weight("token", "mask", 0.5, 5.0), (), BY_SEQUENCE, "grpo"),

@@ -28,7 +28,7 @@ def expected_gradient(kind: str, sampler: Tensor, name: str = "grpo", proximal: 
                 policy.log_softmax(0)[token].view(1, 1) for policy in (logits, sampler, proximal, REFERENCE)
             )
             mask = torch.ones(1, 1, dtype=torch.bool)
-            logps = PolicyLogps(current, behavior, mask, before, reference, off_policy=~mask)
+            logps = PolicyLogps(current, behavior, mask, before, reference, off_policy=~mask, turn=mask.long())
             obj(logps, torch.zeros(1, 1)).loss.backward()
             assert logits.grad is not None
             gradient += (2 * coefficient - 1) * behavior.exp().item() * logits.grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from trimtab.engines.fake import FakeEngine
 from trimtab.errors import TrimtabError
 from trimtab.models.laboratory import build
 from trimtab.rollout.buffer import Buffer
-from trimtab.rollout.collector import Collector, PromptStream
+from trimtab.rollout.collector import Collector, Group, PromptStream, RolloutStats, oldest
 from trimtab.rollout.source import SyncSource
 from trimtab.types import Completion, SamplingParams
 
@@ -122,6 +123,48 @@ def test_truncated_responses_can_be_left_out_of_the_loss(scorer: rewards.Scorer)
     assert group[0].completion.finish_reason == "length"
     assert not group[0].loss_mask.any()
     assert group[1].loss_mask.all()
+
+
+def conversation(index: int, logp: list[float], version: int) -> Completion:
+    """Two sampled tokens, an observation of one token, one sampled token."""
+    sampled = np.array([True, True, False, True])
+    return Completion(
+        np.array(TOKENIZER(right(index))["input_ids"], dtype=np.int64),
+        np.array(logp, dtype=np.float32),
+        np.where(sampled, version, -1),
+        "stop",
+        right(index),
+        loss_mask=sampled,
+    )
+
+
+def scored(
+    scorer: rewards.Scorer, completions: list[list[Completion]], **trainer: object
+) -> tuple[list[Group], RolloutStats]:
+    """The groups of completions of the first prompts of the stream."""
+    made, stats = feed(scorer, {}, **trainer), RolloutStats()
+    request = made.buffer.reserve(len(completions), UPDATES)
+    prompts = made.collector.stream.take(len(completions))
+    return made.collector.score_groups(request, prompts, completions, stats), stats
+
+
+def test_observations_are_neither_trained_nor_read(scorer: rewards.Scorer) -> None:
+    (index,) = order(1)
+    good = conversation(index, [-1, -2, np.nan, -3], 4)
+    broken = conversation(index, [-1, -2, -3, np.nan], 4)
+    groups, stats = scored(scorer, [[good, broken]])
+    (kept,) = groups[0]
+    assert kept.loss_mask.tolist() == [True, True, False, True]
+    assert not kept.off_policy
+    assert oldest(groups[0]) == 4, "the version of an observation is -1"
+    assert (stats.dropped, stats.generated, stats.response_tokens) == (1, 2, 6)
+
+
+def test_a_truncated_response_of_several_turns_is_left_out_whole(scorer: rewards.Scorer) -> None:
+    cut = replace(conversation(*order(1), [-1, -2, np.nan, -3], 4), finish_reason="length")
+    (group,), _ = scored(scorer, [[cut]], mask_truncated=True)
+    assert not group[0].loss_mask.any()
+    assert oldest(group) == 4
 
 
 def test_truncated_sampling_without_keep_sets_is_refused(scorer: rewards.Scorer) -> None:

@@ -61,6 +61,7 @@ def test_every_key_of_every_preset_is_documented(name: str) -> None:
         reference=proximal.clone(),
         entropy=torch.rand(4, 5),
         off_policy=torch.zeros(4, 5, dtype=torch.bool),
+        turn=torch.zeros(4, 5, dtype=torch.long),
     )
     out = objective(name, kl_coef=0.1, entropy_coef=0.01)(logps, torch.randn(4, 1))
     measured = mismatch(proximal, behavior, logps.mask).finalize()

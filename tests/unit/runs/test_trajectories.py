@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from tests.support.trajectories import multi_turn
 
 from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
@@ -327,3 +328,23 @@ def test_files_come_back_but_for_the_sets_of_ids(tmp_path: Path) -> None:
     assert same(first, whole)
     assert same(second, whole)
     assert first.trajectory.completion.logp_behavior.flags.writeable
+
+
+def test_turns_are_written_and_read_bit_for_bit(tmp_path: Path) -> None:
+    void = dataclasses.replace(multi_turn(1, "a..b"), loss_mask=np.zeros(4, dtype=np.bool_))
+    rows = [multi_turn(0, "ab..c", version=3), multi_turn(0, "def", version=3), void]
+    back = trajectories.from_bytes(trajectories.to_bytes(rows))
+    assert all(map(same, back, rows))
+    path = tmp_path / "step-000001.parquet"
+    trajectories.write(path, [Row(one) for one in rows], 1)
+    found = pq.read_table(path)
+    assert found["turn"].to_pylist() == [[0, 0, 0, 0, 1], [0, 0, 0], [0, 0, 0, 1]]
+    assert np.isnan(found["logp_behavior"][0].as_py()).tolist() == [False, False, True, True, False]
+    assert same(trajectories.read(path)[0].trajectory, rows[0])
+    assert "turn" not in pq.read_schema(_written(tmp_path, multi_turn(0, "ab"))).names
+
+
+def _written(folder: Path, one: Trajectory) -> Path:
+    path = folder / "plain.parquet"
+    trajectories.write(path, [Row(one)], 1)
+    return path

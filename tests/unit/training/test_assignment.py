@@ -64,6 +64,7 @@ def test_an_empty_micro_batch_adds_nothing(name: str) -> None:
             reference=None,
             entropy=None,
             off_policy=micro.off_policy if "off_policy" in built.needs else None,
+            turn=micro.turn,
         )
 
     alone = built.prepare(logps(real), real.advantage)

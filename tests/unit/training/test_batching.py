@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.trajectories import trajectory
+from tests.support.trajectories import multi_turn, trajectory
 
 from trimtab.training.batching import micro_batches, split_minibatches, to_tensors
 from trimtab.training.features.sampling_mask import SamplingMask
@@ -54,6 +54,14 @@ def test_external_traces_are_marked_token_by_token_and_keep_their_nan() -> None:
     plain = to_tensors([sampled, trace, cut], (0,), pad_id=0, device=CPU)
     assert not plain.off_policy.any()
     assert torch.equal(plain.on_policy, plain.mask)
+
+
+def test_observations_become_masked_zeros_with_the_number_of_their_turn() -> None:
+    void = replace(multi_turn(0, "a.bc"), loss_mask=np.zeros(4, dtype=np.bool_))
+    micro = to_tensors([multi_turn(0, "ab..cd.e"), void], (0, 1), pad_id=0, device=CPU)
+    assert micro.mask.int().tolist() == [[1, 1, 0, 0, 1, 1, 0, 1], [0] * 8]
+    assert micro.behavior.tolist() == [[-1, -1, 0, 0, -1, -1, 0, -1], [-1, 0, -1, -1, 0, 0, 0, 0]]
+    assert micro.turn.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2], [0, 0, 1, 1, -1, -1, -1, -1]]
 
 
 def test_micro_batches_count_shared_prompts_once_and_padding_fully() -> None:

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.trajectories import multi_turn, trajectory
 
-from trimtab.training.step_metrics import update_metrics
+from trimtab.training.step_metrics import batch_metrics, update_metrics
 from trimtab.training.step_statistics import StepStatistics
+
+
+def test_lengths_ages_and_entropies_count_sampled_tokens() -> None:
+    rows = [multi_turn(0, "ab..c", reward=1.0, version=3), multi_turn(0, "d...efg", version=5)]
+    found = batch_metrics(rows, version=7)
+    assert (found["length/mean"], found["length/max"], found["length/episode"]) == (3.5, 4, 6.0)
+    assert (found["lag/mean"], found["lag/max"]) == (pytest.approx((3 * 4 + 4 * 2) / 7), 4)
+    assert found["entropy/rollout"] == 0.5
+    assert "length/episode" not in batch_metrics([trajectory(0, [1, 2])], version=0)
 
 
 def test_updates_above_the_bound_are_counted() -> None:

@@ -6,7 +6,7 @@ would have if trainer and sampler were equal (docs/recommendations.md):
     kept     share of t with w_t != 0
     changed  share of t with w_t != 0 that differs from the weight without any bound
     ess      (sum w)^2 / (n sum w^2), with w = 0 for rejected tokens
-    bias     mean_t |w_t - rho_t|, rho_t at the level of the preset's weight (token, or product over the response)
+    bias     mean_t |w_t - rho_t|, rho_t at the level of the preset's weight (token, or product over response or turn)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.corrections.ratios import Ratios, log_ratio
+from trimtab.corrections.ratios import PRODUCTS, Ratios, log_ratio, units_of
 from trimtab.corrections.reduce import Sequences
 from trimtab.diagnosis.records import PresetOutcome
 from trimtab.diagnosis.tokens import TokenTable
@@ -34,12 +34,20 @@ MAX_LENGTH_RATIO, MIN_LENGTH_SLACK = 1.25, 64
 
 @dataclass(frozen=True, eq=False)
 class PaddedBlock:
-    """Responses of similar length as padded rows (rows, time); sign (rows, 1): of the advantage, 0 where unknown."""
+    """Responses of similar length as padded rows (rows, time).
+
+    turn: number of the turn of each token. sign: (rows, 1), of the advantage, 0 where unknown.
+    """
 
     trainer: Tensor
     behavior: Tensor
     mask: Tensor
+    turn: Tensor
     sign: Tensor
+
+    @property
+    def sequences(self) -> Sequences:
+        return Sequences(self.mask, turn=self.turn)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,15 +71,16 @@ class AdviceData:
 
     @property
     def observed(self) -> Observed:
-        return reduce(add, (Observed.of(block.trainer, block.behavior, block.mask) for block in self.blocks))
+        blocks = self.blocks
+        return reduce(add, (Observed.of(part.trainer, part.behavior, part.mask, turn=part.turn) for part in blocks))
 
     def ratio(self, level: str) -> Tensor:
-        """Returns trainer/sampler at the trained tokens (trained,), float64; above token level that of the response."""
+        """Returns trainer/sampler at the trained tokens (trained,), float64; above token level that of its unit."""
         parts = []
         for block in self.blocks:
-            sequences = Sequences(block.mask)
-            values = Ratios(log_ratio(block.trainer, block.behavior, block.mask), sequences).at(level)
-            parts.append(values.expand(block.mask.shape)[block.mask])
+            values = Ratios(log_ratio(block.trainer, block.behavior, block.mask), block.sequences).at(level)
+            spread = values if level == "token" else units_of(block.sequences, level).spread(values)
+            parts.append(spread.expand(block.mask.shape)[block.mask])
         return torch.cat(parts).double()
 
 
@@ -109,7 +118,8 @@ def unbounded(built: Objective) -> Objective:
 def _gradient_of_one_token(plain: Objective) -> float:
     """Returns the gradient of a batch of one token with advantage 1 and equal policies."""
     agreed = torch.full((1, 1), -1.0)
-    block = PaddedBlock(agreed, agreed, torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1))
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    block = PaddedBlock(agreed, agreed, mask, torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
     current = agreed.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(plain(_logps(block, current), block.sign).loss, current)
     return float(gradient)
@@ -122,6 +132,7 @@ def _logps(block: PaddedBlock, current: Tensor) -> PolicyLogps:
         mask=block.mask,
         proximal=block.trainer,
         off_policy=torch.zeros_like(block.mask),
+        turn=block.turn,
     )
 
 
@@ -145,6 +156,7 @@ def _pad_block(table: TokenTable, sign: np.ndarray, rows: np.ndarray) -> PaddedB
         trainer=torch.from_numpy(table.trainer[index]),
         behavior=torch.from_numpy(table.behavior[index]),
         mask=torch.from_numpy(table.mask[index] & real),
+        turn=torch.from_numpy(table.turn_number[index]),
         sign=torch.from_numpy(sign[rows].astype(np.float32))[:, None],
     )
 
@@ -179,7 +191,7 @@ class _OutcomeTable:
     def __init__(self, data: AdviceData) -> None:
         self.data = data
         self.observed = data.observed
-        self.ratio = {level: data.ratio(level) for level in ("token", "sequence")}
+        self.ratio = {level: data.ratio(level) for level in ("token", *PRODUCTS)}
         self._unbounded: dict[tuple[Objective, float], Tensor] = {}
 
     def rows(self, name: str) -> Iterator[PresetOutcome]:
@@ -228,7 +240,7 @@ def _level(built: Objective) -> str:
     if isinstance(built.surrogate, Regression):
         return "token"
     level = built.weight.level if built.weight is not None else built.ratio.level
-    return "sequence" if level == "sequence" else "token"
+    return level if level in PRODUCTS else "token"
 
 
 def _note(built: Objective, *, both: bool) -> str:

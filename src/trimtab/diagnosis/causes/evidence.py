@@ -67,7 +67,10 @@ class LogprobPairs:
 
     @cached_property
     def turn(self) -> np.ndarray:
-        """The number of tokens since the last boundary (start of the response, or end of an untrained stretch)."""
+        """The number of tokens since the last boundary: the start of the response or of a turn.
+
+        Without a column of turns, one begins after every untrained stretch.
+        """
         return self._since_boundary[0][self.index]
 
     @cached_property
@@ -83,10 +86,17 @@ class LogprobPairs:
         if not len(mask):
             return index, mask
         begins = mask & ((place == 0) | ~np.concatenate([[False], mask[:-1]]))
+        if self.table.turn is not None:
+            trained = np.flatnonzero(mask)
+            turn, row = self.table.turn[trained], self.table.row[trained]
+            begins = np.zeros_like(mask)
+            begins[trained] = (np.diff(turn, prepend=-1) != 0) | (np.diff(row, prepend=-1) != 0)
         last = np.maximum.accumulate(np.where(begins, index, 0))
         # The first trained token after masked ones at the start of a response (a forced prefix) is no turn boundary.
         trained_before = np.concatenate([[0], np.cumsum(mask)[:-1]])
         inside = begins & (place > 0) & (trained_before > trained_before[index - place])
+        if self.table.turn is not None:
+            inside = begins & (self.table.turn > 0)
         return index - last, inside[last]
 
     @cached_property

@@ -31,7 +31,9 @@ class ShiftStart:
 
 
 def turn_numbers(tokens: LogprobPairs) -> np.ndarray:
-    """Returns the turn of each token, from 1 in its response; a turn is a stretch without masked tokens."""
+    """Returns the turn of each token, from 1; without a column of turns one is a stretch without masked tokens."""
+    if tokens.table.turn is not None:
+        return tokens.table.turn[tokens.index] + 1
     begin = tokens.position - tokens.turn
     first = np.diff(tokens.row, prepend=-1) != 0
     new = first | (np.diff(begin, prepend=-1) != 0)

@@ -14,7 +14,15 @@ from trimtab.diagnosis.measure.drift_split import DriftSums
 from trimtab.diagnosis.measure.mismatch_size import SizeSums
 from trimtab.diagnosis.measure.sample import Sample
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
-from trimtab.diagnosis.measure.views import EntropyView, Part, PositionView, ProbabilityView, TurnNumberView, TurnView
+from trimtab.diagnosis.measure.views import (
+    AfterObservationView,
+    EntropyView,
+    Part,
+    PositionView,
+    ProbabilityView,
+    TurnNumberView,
+    TurnView,
+)
 from trimtab.diagnosis.records import DataSummary, Measured
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
@@ -30,7 +38,7 @@ def measure(tables: Iterable[TokenTable], origin: Callable[[], DataSummary], *, 
     """
     sizes, drift, sample, ids = SizeSums(), DriftSums(), Sample(), TokenIdView()
     places = (ProbabilityView(), PositionView(), LengthView(), TurnView(), TurnNumberView())
-    parts: tuple[Part, ...] = (*places, AgeView(), EntropyView())
+    parts: tuple[Part, ...] = (*places, AfterObservationView(), AgeView(), EntropyView())
     scatter = np.zeros((SCATTER, SCATTER), dtype=np.int64)
     responses = trained = 0
     for table in tables:

@@ -84,6 +84,7 @@ def view(
 _ENTROPY_EDGES = np.array([0.0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _REACH = 3  # tokens either side of a turn's boundary
 _TURNS = 8
+_SINCE = np.array([0, 1, 2, 3, 4, 8, 16, 32, 64, 128])  # first distance of each bin, in tokens
 
 
 class Part(Protocol):
@@ -156,9 +157,9 @@ class EntropyView:
 class TurnView:
     """The view by position around the boundaries of turns.
 
-    A turn is a run of trained tokens; a boundary is the first token of any turn but the first of a response. That token
-    has position 0 and the last trained token before it -1, regardless of the untrained tokens between them. A token
-    near two boundaries counts at the earlier one.
+    A turn is what the data says, or else a run of trained tokens; a boundary is the first token of any turn but the
+    first of a response. That token has position 0 and the last trained token before it -1, regardless of the untrained
+    tokens between them. A token near two boundaries counts at the earlier one.
     """
 
     def __init__(self) -> None:
@@ -175,6 +176,28 @@ class TurnView:
         labels = [f"{place:+d}" if place else "0" for place in range(-_REACH, _REACH + 1)]
         note = "0 is the first token of a turn that follows untrained tokens, -1 the last trained token before them"
         return self._bins.view("turn", [*labels, "elsewhere"], note=note)
+
+
+class AfterObservationView:
+    """The view by number of trained tokens since the last observation; absent, like `TurnView`, without one."""
+
+    def __init__(self) -> None:
+        self._bins = BinnedSums(len(_SINCE) + 1)
+
+    def add(self, tokens: TrainedTokens) -> None:
+        after = tokens.turns.after
+        since = np.searchsorted(_SINCE, after, side="right") - 1
+        self._bins.add(np.where(after > tokens.lengths[tokens.rows], len(_SINCE), since), tokens)
+
+    def view(self) -> View | None:
+        if self._bins.count[0] == 0:
+            return None
+        lasts = [*(_SINCE[1:] - 1).tolist(), None]
+        labels = [f"{low}" if low == high else f"{low}-{high}" for low, high in zip(_SINCE, lasts, strict=True)]
+        labels = [*labels[:-1], f"{_SINCE[-1]} and more", "no observation yet"]
+        rows = np.flatnonzero(self._bins.count)
+        note = "0 is the first token that follows an observation"
+        return self._bins.chosen(rows).view("observation", [labels[row] for row in rows], note=note)
 
 
 class TurnNumberView:

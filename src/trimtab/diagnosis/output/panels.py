@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from markupsafe import Markup
@@ -151,6 +151,7 @@ def view_panels(measured: Measured) -> Panels:
         "length": (_length, "response length"),
         "turn": (_turn, "borders of turns"),
         "turn-number": (_turn_number, "turns"),
+        "observation": (_observation, "tokens since an observation"),
         "version": (_age, "age of the weights"),
         "entropy": (_entropy, "entropy"),
     }
@@ -232,7 +233,20 @@ def _turn(view: View, measured: Measured) -> list[Panel]:
 
 def _turn_number(view: View, measured: Measured) -> list[Panel]:
     reading = "Growth from turn to turn: what tools answered leads the model where trainer and sampler differ more."
-    return _growth("k3 by turn", view, measured, "turn", reading, "in turn")
+    (shown,) = _growth("k3 by turn", view, measured, "turn", reading, "in turn")
+    return [replace(shown, result=f"{shown.result} {_log_ratios(view, measured)}")]
+
+
+def _log_ratios(view: View, measured: Measured) -> str:
+    """Says the mean log-ratio of an ordered view by its two ends."""
+    first, last = (f"{signed_at(view.log_ratio_mean, bin_)} at {view.labels[bin_]}" for bin_ in _end_bins(view, measured))
+    return f"Mean log-ratio {first}, {last}."
+
+
+def _observation(view: View, measured: Measured) -> list[Panel]:
+    reading = "High bars at the left: the first tokens after the output of a tool, where the model is least sure."
+    result = f"{_highest(view, measured)[0].upper()}{_highest(view, measured)[1:]}. {_log_ratios(view, measured)}"
+    return [_bins("k3 after observations", view, measured, "tokens since the last observation", reading, result)]
 
 
 def _age(view: View, measured: Measured) -> list[Panel]:

@@ -37,6 +37,7 @@ def build_table(
         ids=None if ids is None else as_integers(ids),
         entropy=flat.values.get("entropy"),
         version=_version(flat, block, rows),
+        turn=as_integers(flat.values["turn"]) if "turn" in flat.values else None,
         step=whole("step"),
         group=_groups(block, rows, tally, file) if "group" in roles else None,
         proximal_version=whole("proximal_version"),
@@ -110,7 +111,7 @@ _MAX_ROUNDED_LOGP = 1e-4
 """Largest log-prob above 0 that is attributed to rounding of log 1."""
 _MAX_MAGNITUDE = 1e6
 """Magnitude in nats that counts as infinite: masks write the lowest float, or -1e9, for -inf."""
-_WHOLE_NUMBERS = ("response_ids", "policy_version", "loss_mask", "padding_mask")
+_WHOLE_NUMBERS = ("response_ids", "policy_version", "turn", "loss_mask", "padding_mask")
 _ROW_NUMBERS = ("step", "proximal_version")
 
 
@@ -236,6 +237,10 @@ def _trim(flat: FlatRows, layout: Layout, rows: np.ndarray, keep: _RowFilter) ->
             bad = flat.having(~np.isfinite(values))
             keep.drop(bad, f"{role} holds nulls", among=rows)
             flat, rows = flat.select(~bad), rows[~bad]
+    if "turn" in flat.values:
+        bad = flat.having(flat.values["turn"] < 0)
+        keep.drop(bad, "turn is negative", among=rows)
+        flat, rows = flat.select(~bad), rows[~bad]
     trained = np.ones(int(flat.lengths.sum()), dtype=np.bool_)
     for role in ("loss_mask", "padding_mask"):
         if role in flat.values:

@@ -20,6 +20,7 @@ TOKEN_ROLES = (
     "loss_weight",
     "entropy",
     "policy_version",
+    "turn",
 )
 ROW_ROLES = (
     "step",

@@ -27,7 +27,7 @@ class BitwiseCheck(Feature):
         compared, unequal, worst = 0, 0, 0.0
         for row, logps in record.statistics.mismatch_logps.items():
             completion = record.trajectories[row].completion
-            same = completion.policy_version == record.statistics.versions[row]
+            same = completion.sampled & (completion.policy_version == record.statistics.versions[row])
             compared += int(same.sum())
             differing = same & (completion.logp_behavior != logps)
             if differing.any():

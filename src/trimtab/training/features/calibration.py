@@ -40,7 +40,7 @@ class Calibration(Feature):
         if not scored:
             raise TrimtabError("calibrate: the first batch has no usable response to take bounds from")
         published = learner.objective
-        observed = reduce(add, (Observed.of(proximal, m.behavior, m.on_policy) for m, proximal in scored))
+        observed = reduce(add, (Observed.of(proximal, m.behavior, m.on_policy, turn=m.turn) for m, proximal in scored))
         bounds = self._set_bounds(learner, calibrated(published.name, observed))
         kept, kept_published = _kept_share(learner.objective, scored), _kept_share(published, scored)
         self._kept = {"calibrate/kept": kept, "calibrate/kept_published": kept_published}
@@ -94,6 +94,7 @@ def _kept_share(objective: Objective, scored: Sequence[tuple[MicroBatch, torch.T
                 masks=objective.masks,
                 current=proximal,
                 advantage=micro.advantage,
+                turn=micro.turn,
             ).metrics
             for micro, proximal in scored
         ),

@@ -46,10 +46,11 @@ class LagMetrics(Feature):
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
         stats = record.rollout
-        ages = [record.version - t.completion.policy_version for t in record.trajectories]
+        completions = [t.completion for t in record.trajectories]
+        ages = [record.version - completion.policy_version[completion.sampled] for completion in completions]
         values, counts = np.unique(np.concatenate(ages), return_counts=True) if ages else ((), ())
         total = max(1, sum(len(age) for age in ages))
-        accepted = [len(t) for t in record.trajectories]
+        accepted = [completion.sampled_tokens for completion in completions]
         generated = accepted + stats.discarded_lengths
         return {
             **{f"lag/share/{int(age)}": float(count / total) for age, count in zip(values, counts, strict=True)},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -53,6 +55,7 @@ def test_every_preset_has_a_row_and_those_with_bounds_a_second_one() -> None:
     assert [row.preset for row in rows if row.calibrated] == [
         "token-tis",
         "seq-tis",
+        "turn-tis",
         "token-mis",
         "seq-mis",
         "icepop",
@@ -142,13 +145,26 @@ def test_m2po_cuts_what_exceeds_its_second_moment() -> None:
     assert published(table([[1.1, 1.0, 0.9]], [1.0]), "m2po")["m2po"].kept == 1.0
 
 
-@pytest.mark.parametrize("preset", ["token-tis", "seq-tis", "token-mis", "icepop", "geo-mask", "geo-mask-token-tis"])
+def test_weights_of_turns_are_products_over_turns() -> None:
+    data = replace(table(RATIOS, [1.0, 1.0, 1.0]), turn=np.array([0, 0, 1, 0, 1, 0, 0, 0, 1]))
+    row = published(data, "turn-tis")["turn-tis"]
+    weight = np.array([1.1, 1.1, 0.9, 2.0, 1.0, 0.2, 0.2, 0.2, 1.0])
+    assert (row.kept, row.changed) == (1.0, pytest.approx(1 / 9))
+    assert row.ess == pytest.approx(weight.sum() ** 2 / (9 * (weight**2).sum()), rel=1e-5)
+    assert row.bias == pytest.approx(2.0 / 9, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "preset", ["token-tis", "seq-tis", "turn-tis", "token-mis", "icepop", "geo-mask", "geo-mask-token-tis"]
+)
 def test_the_applied_weight_is_the_correction_of_the_trainer(preset: str) -> None:
     data = AdviceData.of(noisy(80, 0.4))
     built = trimtab.objective(preset)
     expected = []
     for block in data.blocks:
-        found = correct(block.trainer, block.behavior, block.mask, weight=built.weight, masks=built.masks)
+        found = correct(
+            block.trainer, block.behavior, block.mask, weight=built.weight, masks=built.masks, turn=block.turn
+        )
         expected.append((found.weight * found.keep)[block.mask])
     torch.testing.assert_close(weights(built, data, 1.0), torch.cat(expected).double(), rtol=2e-5, atol=1e-7)
 

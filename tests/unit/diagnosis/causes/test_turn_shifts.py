@@ -131,3 +131,15 @@ def test_conversations_that_fit_have_no_such_cause() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_whole_responses_shifted_differently_are_misaligned(seed: int) -> None:
     assert only(moved(conversations(seed), [1, -1, 2], turn=1)).name == "misaligned"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_column_of_turns_names_the_turn_where_the_mask_has_other_gaps(seed: int) -> None:
+    shifted = moved(conversations(seed), 2)
+    mask = shifted.mask
+    begins = mask & ~np.concatenate([[False], mask[:-1]])
+    first = np.repeat(np.cumsum(begins)[shifted.starts[:-1]], shifted.lengths)
+    holes = mask & (shifted.place == 4)  # an untrained token in every first turn
+    by_column = replace(shifted, mask=mask & ~holes, turn=np.cumsum(begins) - first)
+    assert "the shift begins where turn 2 begins (position 2" in only(by_column).evidence
+    assert "the shift begins where turn 3 begins" in only(replace(by_column, turn=None)).evidence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,6 +66,33 @@ def test_by_turn_by_hand() -> None:
     assert views["turn-number"].labels == ("1", "2", "3")
     assert views["turn-number"].count.tolist() == [5, 2, 1]
     assert views["turn-number"].log_ratio_mean == pytest.approx([0.02, 0.25, 0.4], rel=1e-5)
+    assert views["observation"].labels == ("0", "1", "no observation yet")
+    assert views["observation"].count.tolist() == [2, 1, 5]
+    assert views["observation"].log_ratio_mean == pytest.approx([0.3, 0.3, 0.02], rel=1e-5)
+    assert views["observation"].k3[1] == pytest.approx(np.expm1(0.3) - 0.3, rel=1e-5)
+
+
+def test_a_column_of_turns_decides_where_they_begin() -> None:
+    # The second turn begins at the seventh token; an untrained token inside a turn is no boundary.
+    mask = [[True, True, False, True, True, False, True, True]]
+    ratios = [[0.0, 0.0, 9.0, 0.0, 0.1, 9.0, 0.2, 0.3]]
+    data = replace(table(ratios, mask=mask), turn=np.array([0, 0, 0, 0, 0, 0, 1, 1]))
+    views = whole(data).views
+    assert views["turn-number"].count.tolist() == [4, 2]
+    assert views["observation"].count.tolist() == [1, 1, 4]
+    # Where only the second turn is trained, it is still the second, after an observation.
+    later = replace(data, mask=np.array([False] * 6 + [True, True]))
+    assert whole(later).views["observation"].labels == ("0", "1")
+    assert "turn-number" not in whole(later).views
+
+
+def test_distances_from_an_observation_are_binned() -> None:
+    mask = np.array([True] + [False] + [True] * 200)
+    view = whole(table([[0.0] * 202], mask=[mask.tolist()])).views["observation"]
+    assert view.labels == (
+        *("0", "1", "2", "3", "4-7", "8-15", "16-31", "32-63", "64-127", "128 and more", "no observation yet"),
+    )
+    assert view.count.tolist() == [1, 1, 1, 1, 4, 8, 16, 32, 64, 72, 1]
 
 
 def test_single_turns_have_no_turn_view() -> None:
@@ -89,11 +117,13 @@ def test_planted_jump_at_turns_is_seen_there_only() -> None:
 def test_columns_that_are_absent_cost_their_views_only() -> None:
     assert set(whole(table([[0.0, 0.1]])).views) == {"probability", "position", "length"}
     assert set(whole(noisy(0, 40)).views) == {
-        *("probability", "position", "length", "token", "turn", "turn-number", "version", "entropy")
+        *("probability", "position", "length", "token", "turn", "turn-number", "observation", "version", "entropy")
     }
 
 
-@pytest.mark.parametrize("name", ["probability", "position", "length", "turn", "turn-number", "version", "entropy"])
+@pytest.mark.parametrize(
+    "name", ["probability", "position", "length", "turn", "turn-number", "observation", "version", "entropy"]
+)
 def test_views_split_all_tokens_and_all_k3(name: str) -> None:
     found = whole(noisy(1, 60))
     view = found.views[name]

@@ -176,8 +176,8 @@ def test_missing_views_are_one_line_and_no_empty_figure() -> None:
     text = page(found)
     assert "Not shown: curves over steps (the files do not say which step a response is of)." in text
     assert (
-        "Not shown: position in the response, response length, borders of turns, turns, age of the weights, entropy."
-        in text
+        "Not shown: position in the response, response length, borders of turns, turns, tokens since an observation, "
+        "age of the weights, entropy." in text
     )
     assert "the files hold no token ids" in text
     assert text.count("<svg") == 3, "the range, the scatter and the envelope"
