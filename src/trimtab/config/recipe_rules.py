@@ -109,6 +109,12 @@ RECIPE_RULES = (
         "[environment] needs sampling.max_tokens: the tokens of a whole episode, results of calls included",
     ),
     Rule(
+        "environment-needs-embedded",
+        lambda f: f.config.environment and (f.config.engine.type != "embedded" or _has_engine_processes(f)),
+        '[environment] needs the embedded engine in this process: set engine.type = "embedded" and leave out '
+        "engine.workers, trainer.max_lag and placement",
+    ),
+    Rule(
         "environment-excludes",
         lambda f: f.config.environment and _single_engine_section(f),
         "[environment] and [{value}] cannot be combined: a response is either continued by turns or from a prefix",

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from trimtab.engines.embedded.decoding_rows import Prefixes, is_complete, validate_prefixes
+from trimtab.engines.request import refuse_turns
 from trimtab.errors import TrimtabError
-from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams
+from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams, TurnHandler
 
 
 class FakeEngine:
@@ -40,6 +41,7 @@ class FakeEngine:
         *,
         seed: int,
         prefixes: Prefixes | None = None,
+        turns: TurnHandler | None = None,
         abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """Returns the scripted completions, cut at `max_tokens`. `seed` has no effect.
@@ -48,6 +50,7 @@ class FakeEngine:
         checked before each token. `prefilled_tokens` and `decoded_tokens` count tokens as a model would run them: each
         prompt and each distinct prefix in one pass, all sampled tokens but the first one at a time.
         """
+        refuse_turns(turns)
         del seed
         missing = [prompt.problem.id for prompt in prompts if not self._script.get(prompt.problem.id)]
         if missing:

@@ -239,7 +239,9 @@ def _turn_number(view: View, measured: Measured) -> list[Panel]:
 
 def _log_ratios(view: View, measured: Measured) -> str:
     """Says the mean log-ratio of an ordered view by its two ends."""
-    first, last = (f"{signed_at(view.log_ratio_mean, bin_)} at {view.labels[bin_]}" for bin_ in _end_bins(view, measured))
+    first, last = (
+        f"{signed_at(view.log_ratio_mean, bin_)} at {view.labels[bin_]}" for bin_ in _end_bins(view, measured)
+    )
     return f"Mean log-ratio {first}, {last}."
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from trimtab.engines.embedded.decoding_rows import Prefixes, validate_prefixes
+from trimtab.engines.request import refuse_turns
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.types import AbortSignal, Completion, Problem, Prompt, SamplingParams
+from trimtab.types import AbortSignal, Completion, Problem, Prompt, SamplingParams, TurnHandler
 
 POLL_INTERVAL = 0.01  # seconds between checks of the abort signal
 STALL_THRESHOLD = 1.0  # seconds: polls further apart mean that this process itself was suspended
@@ -100,6 +101,7 @@ class RemoteEngine:
         *,
         seed: int,
         prefixes: Prefixes | None = None,
+        turns: TurnHandler | None = None,
         abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """See `types.Engine`. `abort` is checked every 10 ms and takes effect at the next token.
@@ -108,6 +110,7 @@ class RemoteEngine:
             EngineDeadError: the other side died or sends no heartbeat.
             TrimtabError: what the hosted engine refuses; no weights were published yet.
         """
+        refuse_turns(turns)
         validate_prefixes(prefixes, prompts, samples, sampling)
         if not self._has_weights:
             raise TrimtabError("the engine has no weights yet: publish before generating")

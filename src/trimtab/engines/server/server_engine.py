@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from trimtab.config import EngineConfig
 from trimtab.engines.embedded.decoding_rows import Prefixes, is_complete, validate_prefixes, validate_tokens
-from trimtab.engines.request import validate_request, validate_vllm_temperature
+from trimtab.engines.request import refuse_turns, validate_request, validate_vllm_temperature
 from trimtab.engines.server.http_client import check_url, run
 from trimtab.engines.server.server_pool import (
     InferenceServer,
@@ -31,7 +31,7 @@ from trimtab.engines.server.weight_folder import WeightFolder
 from trimtab.engines.stopping import StopChecker, eos_ids
 from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
-from trimtab.types import AbortSignal, Completion, FinishReason, Prompt, SamplingParams
+from trimtab.types import AbortSignal, Completion, FinishReason, Prompt, SamplingParams, TurnHandler
 
 
 class ServerEngine:
@@ -95,6 +95,7 @@ class ServerEngine:
         *,
         seed: int,
         prefixes: Prefixes | None = None,
+        turns: TurnHandler | None = None,
         abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """Returns `samples` completions for each prompt, in order; see `types.Engine`.
@@ -104,6 +105,7 @@ class ServerEngine:
             TrimtabError: the arguments cannot be met; a server refuses a request or returns a token without its
                 log-prob; a response was not answered after many attempts.
         """
+        refuse_turns(turns)
         self._check(sampling)
         context = self._model.context
         validate_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=context)

@@ -27,13 +27,13 @@ from transformers import AutoConfig, GenerationConfig
 from trimtab.config import EngineConfig
 from trimtab.engines.embedded.decoding_rows import DecodingRow, Prefixes, build_rows, validate_prefixes, validate_tokens
 from trimtab.engines.remote.shared_weights import SharedWeights, share
-from trimtab.engines.request import validate_request, validate_vllm_temperature
+from trimtab.engines.request import refuse_turns, validate_request, validate_vllm_temperature
 from trimtab.engines.stopping import StopChecker, eos_ids
 from trimtab.engines.vllm import setup
 from trimtab.engines.vllm.stepped_runner import Request, TokenDelta, VllmRunner
 from trimtab.engines.weight_manifest import WeightManifest
 from trimtab.errors import DivergedError, TrimtabError
-from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams
+from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams, TurnHandler
 
 
 class VllmEngine:
@@ -71,6 +71,7 @@ class VllmEngine:
         *,
         seed: int,
         prefixes: Prefixes | None = None,
+        turns: TurnHandler | None = None,
         abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
         """See `types.Engine`. Entropies are not reported.
@@ -80,6 +81,7 @@ class VllmEngine:
                 `engine.vllm.sampling_mask`; vLLM returned a token without its log-prob.
             EngineDeadError: one of vLLM's own processes died (tensor parallelism).
         """
+        refuse_turns(turns)
         self._check(prompts, samples, sampling, seed)
         validate_prefixes(prefixes, prompts, samples, sampling)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
