@@ -162,7 +162,7 @@ def test_observations_are_neither_trained_nor_read(scorer: rewards.Scorer) -> No
 
 
 def test_a_truncated_response_of_several_turns_is_left_out_whole(scorer: rewards.Scorer) -> None:
-    cut = replace(conversation(*order(1), [-1, -2, np.nan, -3], 4), finish_reason="length")
+    cut = replace(conversation(order(1)[0], [-1, -2, np.nan, -3], 4), finish_reason="length")
     (group,), _ = scored(scorer, [[cut]], mask_truncated=True)
     assert not group[0].loss_mask.any()
     assert oldest(group) == 4
@@ -196,7 +196,7 @@ def test_discarded_responses_count_their_sampled_tokens(scorer: rewards.Scorer) 
     request = made.buffer.reserve(1, UPDATES)
     (prompt,) = made.collector.stream.take(1)
     stats = RolloutStats()
-    one = conversation(*order(1), [-1, -2, np.nan, -3], UPDATES)
+    one = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)
     groups = made.collector.score_groups(request, [prompt], [[one, one]], stats)
     made.buffer.schedule.drop(request.first, STALE)
     made.buffer.deliver(request, groups, stats)
