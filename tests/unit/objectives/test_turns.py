@@ -114,10 +114,10 @@ def test_normalized_weights_of_turns_have_mean_one_over_turns() -> None:
 @pytest.mark.parametrize(("level", "whole"), [("turn", "geometric"), ("turn_product", "sequence")])
 def test_one_turn_is_a_response_and_one_token_a_turn_is_a_token(level: str, whole: str) -> None:
     for part in (lambda name: turn_level(name, 0.1), _weighted, _banded):
-        one = {"turn": torch.zeros(1, 5, dtype=torch.long)}
-        assert per_token(part(level), **one)[1] == pytest.approx(per_token(part(whole))[1], abs=1e-12)
-        each = {"turn": torch.arange(5)[None]}
-        assert per_token(part(level), **each)[1] == pytest.approx(per_token(part("token"))[1], abs=1e-12)
+        one = torch.zeros(1, 5, dtype=torch.long)
+        assert per_token(part(level), turn=one)[1] == pytest.approx(per_token(part(whole))[1], abs=1e-12)
+        each = torch.arange(5)[None]
+        assert per_token(part(level), turn=each)[1] == pytest.approx(per_token(part("token"))[1], abs=1e-12)
 
 
 def _weighted(level: str) -> Objective:
@@ -144,8 +144,8 @@ def test_equal_numbers_in_two_responses_are_two_turns() -> None:
     weight = Weight("turn_product", max=9.0)
     rows = correct(proximal, behavior, mask, weight=weight, turn=zero).weight
     assert_close(rows.log(), torch.tensor([[0.4, 0.4], [0.4, 0.4]]))
-    packed = {"sequence_ids": torch.tensor([[0, 1], [1, 0]]), "turn": torch.tensor([[5, 0], [0, 5]])}
-    crossed = correct(proximal, behavior, mask, weight=weight, **packed).weight
+    ids, turn = torch.tensor([[0, 1], [1, 0]]), torch.tensor([[5, 0], [0, 5]])
+    crossed = correct(proximal, behavior, mask, weight=weight, sequence_ids=ids, turn=turn).weight
     assert_close(crossed.log(), torch.tensor([[0.0, 0.8], [0.8, 0.0]]))
 
 

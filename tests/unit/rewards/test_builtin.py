@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.trajectories import multi_turn
 
 from trimtab import rewards, tasks
 from trimtab.errors import TrimtabError
@@ -16,6 +17,13 @@ from trimtab.types import Problem
 
 SUM = tasks.build("arithmetic")
 SORT = tasks.build("sort")
+
+
+def test_observations_do_not_count_in_the_length_of_a_response():
+    response = Response.of(multi_turn(0, "ab...c").completion)
+    assert response.tokens == 3
+    with rewards.build([("length", 1.0, 20.0, {"max": 3})], SUM) as scorer:
+        assert scorer.score([(Problem("p", "q", "1"), response)])[0].total == 1.0
 
 
 def pay(name, text, answer, *, task=SUM, finish="stop", tokens=5, **options):

@@ -15,6 +15,7 @@ from trimtab.errors import TrimtabError
 from trimtab.models.laboratory import build
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.collector import Collector, Group, PromptStream, RolloutStats, oldest
+from trimtab.rollout.schedule import STALE
 from trimtab.rollout.source import SyncSource
 from trimtab.types import Completion, SamplingParams
 
@@ -161,7 +162,7 @@ def test_observations_are_neither_trained_nor_read(scorer: rewards.Scorer) -> No
 
 
 def test_a_truncated_response_of_several_turns_is_left_out_whole(scorer: rewards.Scorer) -> None:
-    cut = replace(conversation(*order(1), [-1, -2, np.nan, -3], 4), finish_reason="length")
+    cut = replace(conversation(order(1)[0], [-1, -2, np.nan, -3], 4), finish_reason="length")
     (group,), _ = scored(scorer, [[cut]], mask_truncated=True)
     assert not group[0].loss_mask.any()
     assert oldest(group) == 4
@@ -188,3 +189,15 @@ def test_the_stream_is_a_function_of_seed_and_position() -> None:
     assert [prompt.problem.id for prompt in again.take(2)] == first[1:]
     other = PromptStream(TASK, TOKENIZER, seed=1)
     assert [prompt.problem.id for prompt in other.take(3)] != first
+
+
+def test_discarded_responses_count_their_sampled_tokens(scorer: rewards.Scorer) -> None:
+    made = feed(scorer, {})
+    request = made.buffer.reserve(1, UPDATES)
+    (prompt,) = made.collector.stream.take(1)
+    stats = RolloutStats()
+    one = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)
+    groups = made.collector.score_groups(request, [prompt], [[one, one]], stats)
+    made.buffer.schedule.drop(request.first, STALE)
+    made.buffer.deliver(request, groups, stats)
+    assert stats.discarded_lengths == [3, 3]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.support.engines import prompt
+from tests.support.trajectories import multi_turn
 
 from trimtab.errors import TrimtabError
 from trimtab.rollout.sampling_contract import check, check_trajectory
@@ -71,3 +74,14 @@ def test_a_trajectory_with_its_own_keep_sets_is_accepted() -> None:
 def test_sets_that_cannot_be_those_of_the_tokens_are_refused(kept: list[list[int]] | None, words: str) -> None:
     with pytest.raises(TrimtabError, match=words):
         check_trajectory(truncated(kept))
+
+
+def test_the_sampling_mask_of_an_observation_is_its_token() -> None:
+    one = multi_turn(0, "a..b")
+    ids = one.completion.response_ids
+    kept = tuple(np.array([id_] if not sampled else [id_, 5]) for id_, sampled in zip(ids, one.loss_mask, strict=True))
+    sampled = replace(one, sampling=SamplingParams(top_k=2), completion=replace(one.completion, sampling_mask=kept))
+    check_trajectory(sampled)
+    missing = replace(sampled, completion=replace(sampled.completion, sampling_mask=kept[:1] + kept[3:]))
+    with pytest.raises(TrimtabError, match="2 sampling masks for 4 tokens"):
+        check_trajectory(missing)

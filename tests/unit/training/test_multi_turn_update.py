@@ -78,7 +78,7 @@ def updated(groups: list[Group], name: str) -> tuple[torch.Tensor, StepStatistic
     )
     model = copy.deepcopy(MODEL)
     learner = Learner(config, model, torch.optim.SGD(model.parameters()), objective(name), total_updates=2)
-    batch = prepare_batch(groups, learner, TOKENIZER.pad_token_id)
+    batch = prepare_batch(groups, learner, pad_id=0)
     stats = learner.update(batch.minibatches, lambda *_: None)
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), stats, batch
 
