@@ -3,9 +3,9 @@
 #   quickstart         a real model learns to add: 2 to 3 minutes, leaves 1.6 GB in runs/ (its last checkpoint)
 #   quickstart-stale   what a correction is for, on a tiny model: about a minute
 #   quickstart-vllm    the quickstart with vLLM as its sampler, in an environment of its own
-#   test-unit          unit tests: 75 to 150 seconds on two cores, by machine
-#   test               ruff, pyright, unit and end-to-end tests
-#   test-slow          vLLM, Ray, FSDP2, whole experiments, every printed command
+#   test-unit          unit tests: 60 to 120 seconds on two cores, by machine
+#   test               ruff, pyright, unit and end-to-end tests: 8 to 15 minutes on two cores
+#   test-slow          vLLM, Ray, several ranks, whole experiments, random kills, every printed command: 15 to 30 minutes
 #   test-all           test and test-slow, as continuous integration runs them
 #   bench, bench-step  ratios against peers, which live in an environment of their own
 PYTHON ?= python3

@@ -17,10 +17,16 @@ from jaxtyping import config as jaxtyping_config
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Unit tests of packages that use the arithmetic of others leave out the checks of shapes, which cost more than the
-# arithmetic does. The folders of `CHECKED` call it with shapes of their own and keep them.
-UNCHECKED = ("cli", "diagnosis", "engines", "evaluation", "lab", "report", "rollout", "runs")
-CHECKED = ("diagnosis/advice", "diagnosis/measure", "engines/embedded")
+# Tests of what uses the arithmetic of others leave out the checks of shapes, which cost more than the arithmetic does.
+# `CHECKED` calls it with shapes of its own, and trains with every method and a mixture of experts.
+UNCHECKED = (
+    *(f"unit/{part}" for part in ("cli", "diagnosis", "engines", "evaluation", "lab", "report", "rollout", "runs")),
+    "e2e",
+)
+CHECKED = (
+    *("unit/diagnosis/advice", "unit/diagnosis/measure", "unit/engines/embedded"),
+    *("e2e/test_methods.py", "e2e/test_routing_replay.py"),
+)
 
 DATA = Path(os.environ.get("TRIMTAB_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
@@ -35,9 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _leaves_shapes_unchecked(path: Path) -> bool:
-    unit = Path(__file__).parent / "unit"
-    return any(path.is_relative_to(unit / part) for part in UNCHECKED) and not any(
-        path.is_relative_to(unit / part) for part in CHECKED
+    folder = Path(__file__).parent
+    return any(path.is_relative_to(folder / part) for part in UNCHECKED) and not any(
+        path.is_relative_to(folder / part) for part in CHECKED
     )
 
 

@@ -27,7 +27,7 @@ CONTRACT = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("quickstart") / "run"
-    sets = ["trainer.steps=2", "trainer.prompts=4", "eval.problems=16"]
+    sets = ["trainer.steps=2", "trainer.prompts=2", "eval.problems=16"]
     command = [sys.executable, "-m", "trimtab", "train", "quickstart", "--out", str(out)]
     command += [word for item in sets for word in ("--set", item)]
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
@@ -63,7 +63,7 @@ def test_every_logged_key_is_documented(run: tuple[Path, str]) -> None:
 def test_trajectories_have_the_columns_of_the_contract(run: tuple[Path, str]) -> None:
     table = pq.read_table(run[0] / "trajectories" / "step-000001.parquet")
     assert set(table.column_names) >= CONTRACT
-    assert table.num_rows == 32
+    assert table.num_rows == 16
     for row in table.to_pylist():
         lengths = {len(row[name]) for name in ("response_ids", "loss_mask", "logp_behavior", "policy_version")}
         assert len(lengths) == 1
