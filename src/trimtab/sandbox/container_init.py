@@ -33,7 +33,7 @@ TICK = 0.02  # seconds between two looks at processes and memory
 MAX_PROCESSES, MAX_THREADS = 32, 128
 MAX_FILES = 4096  # in the temporary directory
 MAX_OPEN_FILES = 256
-MAX_ERROR = 1 << 16  # bytes
+MAX_REPORT = 1 << 16  # bytes
 BYTES_PER_CHARACTER = 4  # at most, in UTF-8
 DUMPABLE = 4  # PR_SET_DUMPABLE of prctl(2)
 HOME = "/tmp"
@@ -89,6 +89,7 @@ class Supervisor:
         if self.child is None:
             self.child = Child(self.memory_mb)
         else:
+            self.child.discard()
             signal_all(signal.SIGCONT)
         run = Run(self, self.child, code)
         ended = run.watch()
@@ -184,14 +185,14 @@ class Run:
 
     def read_report(self) -> bool:
         data = read(self.child.reports)
-        self.report += (data or b"")[: LENGTH.size + 1 + MAX_ERROR - len(self.report)]
+        self.report += (data or b"")[: LENGTH.size + 1 + MAX_REPORT - len(self.report)]
         return data != b""
 
     def finished(self) -> bool:
-        if len(self.report) < LENGTH.size:
-            return False
-        size = min(MAX_ERROR, LENGTH.unpack_from(self.report)[0])
-        return len(self.report) >= LENGTH.size + size
+        return len(self.report) >= LENGTH.size and len(self.report) >= self.report_size()
+
+    def report_size(self) -> int:
+        return LENGTH.size + min(MAX_REPORT, LENGTH.unpack_from(self.report)[0])
 
     def exit_reason(self) -> bytes:
         """Returns how the child ended; empty if it had sent its report and is not needed any more."""
@@ -215,7 +216,7 @@ class Run:
         return bytes(self.output[:limit])
 
     def error(self) -> bytes:
-        return bytes(self.report[LENGTH.size :])
+        return bytes(self.report[LENGTH.size : self.report_size()])
 
 
 class Child:
@@ -236,6 +237,12 @@ class Child:
         for descriptor in (receive_requests, write_output, write_reports):
             os.close(descriptor)
         self.descriptor = os.pidfd_open(self.pid)
+
+    def discard(self) -> None:
+        """Drops what threads of a stopped child wrote after the end of a run."""
+        for descriptor in (self.output, self.reports):
+            while read(descriptor):
+                pass
 
     def close(self) -> None:
         for descriptor in (self.requests, self.output, self.reports, self.descriptor):
@@ -292,8 +299,8 @@ def serve(requests: int, output: int, reports: int, memory_mb: int) -> None:
             with contextlib.suppress(Exception):  # the code may have closed or replaced it
                 stream.flush()
         text = error.encode(errors="backslashreplace")
-        if len(text) > MAX_ERROR:
-            text = text[: MAX_ERROR // 2] + b"\n[...]\n" + text[-MAX_ERROR // 2 + 7 :]
+        if len(text) > MAX_REPORT:
+            text = text[: MAX_REPORT // 2] + b"\n[...]\n" + text[-MAX_REPORT // 2 + 7 :]
         report = LENGTH.pack(len(text)) + text
         while report:
             report = report[os.write(reports, report) :]
