@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 TIME = r"took longer than 3 s"
 MEMORY = r"MemoryError|used more than 128 MB"
+NO_PROCESSES = "Operation not permitted"
 ABSENT = r"ModuleNotFoundError|AttributeError|NameError|NotImplementedError|ImportError|SyntaxError"  # not in Monty
 
 
@@ -84,21 +85,29 @@ MACHINE = [
     ),
     Attack("root", "import os\nos.setuid(0)\nprint('ESCAPED')", "OSError|PermissionError"),
     Attack("chroot", "import os\nos.chroot('/tmp')\nprint('ESCAPED')", "PermissionError"),
-    Attack("commands", "import subprocess\nprint(subprocess.run(['/bin/sh', '-c', 'id']), 'ESCAPED')", "NotFound"),
+    Attack("commands", "import subprocess\nprint(subprocess.run(['/bin/sh', '-c', 'id']), 'ESCAPED')", NO_PROCESSES),
     Attack("memory of the loader", "import ctypes\nctypes.string_at(0)", "SIGSEGV"),
 ]
 EXHAUSTION = [
-    Attack("fork bomb", "import os\nwhile True: os.fork()", "started more than 32|took longer|Resource temporarily"),
+    Attack("fork bomb", "import os\nwhile True: os.fork()", NO_PROCESSES),
     Attack(
         "fork bomb that stops its parent",
         "import os, signal\nwhile True:\n    os.fork()\n    os.kill(1, signal.SIGSTOP)",
-        "started more than 32|took longer|Resource temporarily",
+        NO_PROCESSES,
     ),
     Attack(
         "threads",
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
-        "more than 32 processes or 128 threads|can't start new thread",
+        "started more than 128 threads|can't start new thread",
     ),
+    Attack(
+        "small threads",
+        "import threading, time\nthreading.stack_size(1 << 16)\n"
+        "while True: threading.Thread(target=time.sleep, args=(99,)).start()",
+        "started more than 128 threads|can't start new thread",
+    ),
+    Attack("fork in C", "import ctypes\nprint([ctypes.CDLL(None).fork(), ctypes.CDLL(None).vfork()])", r"\[-1, -1\]"),
+    Attack("spawn", "import os\nos.posix_spawn('/python/bin/python', ['python', '-c', '1'], {})", NO_PROCESSES),
     Attack("list", "x = []\nwhile True: x.append('a' * 1000)", MEMORY, MEMORY),
     Attack("string", "x = 'a' * 10**11", MEMORY, MEMORY),
     Attack("growing string", "x = 'a'\nwhile True: x += x", MEMORY, MEMORY),
@@ -113,7 +122,7 @@ EXHAUSTION = [
         "memory of many processes",
         "import os, time\nfor _ in range(8):\n    if os.fork() == 0: x = bytearray(b'x' * (60 << 20)); time.sleep(99)\n"
         "time.sleep(99)",
-        "used more than 128 MB",
+        NO_PROCESSES,
     ),
     Attack("memory without a name", "import os\nos.memfd_create('x')\nprint('ESCAPED')", "PermissionError"),
     Attack(
@@ -201,12 +210,12 @@ LEFT_BEHIND = [
         "daemon left behind",
         "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while True: print('late')\n"
         "    os._exit(0)",
-        r"^None|printed more",
+        NO_PROCESSES,
     ),
     Attack(
         "forked copy of the run",
         "import os\nos.fork()\nprint('x')",
-        r"x",
+        NO_PROCESSES,
     ),
     Attack("exit handler", "import atexit\natexit.register(lambda: [0 for _ in iter(int, 1)])", r"^None"),
     Attack("builtins", "import builtins\nbuiltins.print = builtins.repr = builtins.len = None", r"^None|exit code 1"),
@@ -247,7 +256,7 @@ ESCAPES = [
         "classes = ().__class__.__base__.__subclasses__()\n"
         "[wrap] = [c for c in classes if c.__name__ == '_wrap_close']\n"
         "print(wrap.__init__.__globals__['popen']('cat /etc/passwd').read() or 1 / 0, 'ESCAPED')",
-        "FileNotFound|ZeroDivision|not found",
+        NO_PROCESSES,
         bare=True,
     ),
     Attack(
@@ -258,7 +267,7 @@ ESCAPES = [
     ),
     Attack("import by name", "print(__import__('os').environ)", "HOME", "NameError|RuntimeError|os.environ"),
     Attack("format", "print('{0.__class__.__init__.__globals__}'.format(print))", "AttributeError", "Error|print"),
-    Attack("evaluated text", "eval(\"__import__('os').system('touch @FOLDER@/new')\")", r"\d", "Error", True),
+    Attack("evaluated text", "eval(\"__import__('os').system('touch @FOLDER@/new')\")", "-1|^None", "Error", True),
     Attack(
         "objects of the collector",
         "import gc\nfor x in gc.get_objects():\n    if type(x).__name__ == 'Supervisor': x.timeout = 10**6\n"

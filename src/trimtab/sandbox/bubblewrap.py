@@ -4,8 +4,8 @@
            |                              ^
            `--(start, end)--> container_starter.py
 
-Containers are started ahead. A run without variables forks a process in a warm container, which is used again only if
-the run has left nothing in it; a session with variables has a container of its own from its first run on.
+Containers are started ahead. A run without variables forks a process in a warm container; a session with variables
+keeps its container from its first run to its end. Only a container in which nothing was left is used again.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import platform
 import queue
 import socket
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trimtab.errors import TrimtabError
 from trimtab.processes import WorkerProcess
 from trimtab.sandbox.code_result import LOST, CodeResult, Limits
-from trimtab.sandbox.container import Container, ContainerError, Request, Setup, Started
+from trimtab.sandbox.container import Container, ContainerError, Outcome, Request, Setup, Started
 from trimtab.sandbox.container_command import container_command
-from trimtab.sandbox.seccomp import program
+from trimtab.sandbox.seccomp import container_filter, supported
 
 STARTER = "trimtab.sandbox.container_starter"
 START_ATTEMPTS = 3
@@ -38,47 +40,49 @@ class BubblewrapSandbox:
     """Runs code in containers, `workers` of them warm."""
 
     def __init__(self, limits: Limits, *, workers: int, packages: Sequence[str], stateful: bool) -> None:
-        seccomp = program()
-        if seccomp is None:
+        if not supported(platform.machine()):
             raise TrimtabError('the sandbox "bubblewrap" runs on x86_64 and aarch64 only: use sandbox = "monty"')
         self._limits = limits
         self._stateful = stateful
         self._running = threading.BoundedSemaphore(workers)
         self._sessions: dict[int, Container] = {}  # those with a session's variables
-        self._starter = _Starter(Setup(container_command(limits, packages, stateful=stateful), seccomp))
-        for _ in range(workers):
-            self._starter.request()
+        command = container_command(limits, packages, stateful=stateful)
+        self._starter = _Starter(Setup(command, container_filter(platform.machine())), count=workers)
+        self._starter.fill()
 
     def run(self, session: int, code: str) -> CodeResult:
         with self._running:
             container = self._sessions.get(session)
+            if container is None:
+                try:
+                    container = self._starter.take()
+                except ContainerError as error:
+                    return CodeResult("", f"the sandbox could not be started: {error}")
+                if self._stateful:
+                    self._sessions[session] = container
+                    self._starter.fill()
             try:
-                container = container or self._starter.take()
+                outcome = container.run(code, self._limits)
             except ContainerError as error:
-                return CodeResult("", f"the sandbox could not be started: {error}")
-            try:
-                result, usable = container.run(code, self._limits)
-            except ContainerError as error:
-                result, usable = CodeResult("", str(error), error.timed_out), False
-            if not self._stateful:
-                if usable:
-                    self._starter.give_back(container)
-                else:
-                    container.kill()
-                    self._starter.request()
-                return result
-            if session not in self._sessions:
-                self._sessions[session] = container
-                self._starter.request()
-            if usable:
-                return result
-            self.end(session)
-            return CodeResult(result.output, f"{result.error}; {LOST}", result.timed_out)
+                outcome = Outcome(CodeResult("", str(error), error.timed_out), lost=True, clean=False)
+            if not outcome.lost:
+                return outcome.result
+            self._free(container, clean=outcome.clean)
+            if self._sessions.pop(session, None) is None:
+                return outcome.result
+            return replace(outcome.result, error=f"{outcome.result.error}; {LOST}")
 
     def end(self, session: int) -> None:
         container = self._sessions.pop(session, None)
         if container is not None:
+            self._free(container, clean=container.end_session())
+
+    def _free(self, container: Container, *, clean: bool) -> None:
+        if clean:
+            self._starter.give_back(container)
+        else:
             container.kill()
+            self._starter.fill()
 
     def close(self) -> None:
         self._starter.close()
@@ -87,8 +91,9 @@ class BubblewrapSandbox:
 class _Starter:
     """Ready containers, and the process that starts them, which is started again when it dies."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, *, count: int) -> None:
         self._setup = setup
+        self._count = count
         self._lock = threading.Lock()
         self._process: WorkerProcess | None = None
         self._closed = False
@@ -96,33 +101,39 @@ class _Starter:
         self._missing = 0  # containers asked for that have not come
         self._ready: queue.SimpleQueue[Container | ContainerError] = queue.SimpleQueue()
 
-    def request(self) -> None:
-        """Asks for one more container."""
+    def fill(self) -> None:
+        """Starts containers until `count` are ready or about to be."""
         with self._lock:
-            if self._closed:
-                self._ready.put(ContainerError("it was closed"))
-                return
-            if self._process is None:
-                self._process = WorkerProcess(STARTER)
-                with contextlib.suppress(OSError):  # it has died already, which `_receive` notices
-                    self._process.send(self._setup)
-                threading.Thread(target=self._receive, args=(self._process,), daemon=True).start()
-            self._missing += 1
-            self._send(self._process, Request(next(self._numbers), start=True))
+            while self._ready.qsize() + self._missing < self._count:
+                self._request()
+
+    def _request(self) -> None:
+        if self._closed:
+            self._ready.put(ContainerError("it was closed"))
+            return
+        if self._process is None:
+            self._process = WorkerProcess(STARTER)
+            with contextlib.suppress(OSError):  # it has died already, which `_receive` notices
+                self._process.send(self._setup)
+            threading.Thread(target=self._receive, args=(self._process,), daemon=True).start()
+        self._missing += 1
+        self._send(self._process, Request(next(self._numbers), start=True))
 
     def take(self) -> Container:
-        """Returns a container that is ready, for which another one must be requested or given back."""
-        failure = ContainerError("every container died")
-        for _ in range(START_ATTEMPTS):
+        """Returns a container that is ready. Raises `ContainerError` if none can be started."""
+        failures = 0
+        while True:
             container = self._ready.get()
             if isinstance(container, Container):
                 if container.alive():
                     return container
-                container.kill()
+                container.kill()  # it has died while it had nothing to do
+                self.fill()
             else:
-                failure = container
-            self.request()
-        raise failure
+                self.fill()
+                failures += 1
+                if failures == START_ATTEMPTS:
+                    raise container
 
     def give_back(self, container: Container) -> None:
         self._ready.put(container)
@@ -135,6 +146,7 @@ class _Starter:
 
     def _receive(self, process: WorkerProcess) -> None:
         """Runs in a thread, as long as the process."""
+        works = False
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = process.receive()
@@ -147,12 +159,16 @@ class _Starter:
                 else:
                     end = functools.partial(self._end, process, started.number)
                     self._ready.put(Container(socket.socket(fileno=message.descriptor), end))
+                    works = True
         process.kill()
         with self._lock:
             self._process = None
-            for _ in range(self._missing):
-                self._ready.put(ContainerError("it was closed" if self._closed else f"it {process.exit_reason()}"))
-            self._missing = 0
+            missing, self._missing = self._missing, 0
+            for _ in range(missing):
+                if works:
+                    self._request()  # in a new process
+                else:
+                    self._ready.put(ContainerError(f"the process that starts it {process.exit_reason()}"))
 
     def _end(self, process: WorkerProcess, number: int) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from trimtab.sandbox.code_result import CodeResult, Limits, took_too_long
-from trimtab.sandbox.container_init import BYTES_PER_CHARACTER, HEADER, LENGTH, MAX_REPORT
+from trimtab.sandbox.container_init import BYTES_PER_CHARACTER, END_SESSION, HEADER, LENGTH, MAX_REPORT
 
 GRACE = 5.0  # seconds a container may take in addition to the time limit, which it enforces itself
 
@@ -34,6 +34,14 @@ class Started(NamedTuple):
 
     number: int
     failure: str | None = None
+
+
+class Outcome(NamedTuple):
+    """A result, whether the variables are gone, and then whether nothing else was left: the container is as new."""
+
+    result: CodeResult
+    lost: bool
+    clean: bool
 
 
 class ContainerError(Exception):
@@ -60,14 +68,14 @@ class Container:
         """Whether it has not ended; between two runs it sends nothing."""
         return not select.select([self._connection], [], [], 0)[0]
 
-    def run(self, code: str, limits: Limits) -> tuple[CodeResult, bool]:
-        """Returns the result, and whether the container can be used again. Raises `ContainerError`."""
+    def run(self, code: str, limits: Limits) -> Outcome:
+        """Raises `ContainerError`."""
         deadline = time.monotonic() + limits.timeout + GRACE
         text = code.encode()
         try:
             self._connection.settimeout(limits.timeout + GRACE)
             self._connection.sendall(LENGTH.pack(len(text)) + text)
-            timed_out, unusable, output_size, error_size = HEADER.unpack(self._receive(HEADER.size, deadline))
+            timed_out, lost, dirty, output_size, error_size = HEADER.unpack(self._receive(HEADER.size, deadline))
             if output_size > limits.max_output * BYTES_PER_CHARACTER or error_size > MAX_REPORT:
                 raise ContainerError("the sandbox broke its protocol")
             output = self._receive(output_size, deadline).decode(errors="replace")
@@ -76,7 +84,17 @@ class Container:
             raise ContainerError(took_too_long(limits), timed_out=True) from None
         except OSError:
             raise ContainerError("the process of this sandbox was killed (by hand, or for lack of memory)") from None
-        return CodeResult(output, error or None, bool(timed_out)), not unusable
+        return Outcome(CodeResult(output, error or None, bool(timed_out)), bool(lost), clean=not dirty)
+
+    def end_session(self) -> bool:
+        """Removes the variables; returns whether the container is as new."""
+        try:
+            self._connection.settimeout(GRACE)
+            self._connection.sendall(LENGTH.pack(END_SESSION))
+            _, _, dirty, _, _ = HEADER.unpack(self._receive(HEADER.size, time.monotonic() + GRACE))
+        except OSError:
+            return False  # it has died, or hangs
+        return not dirty
 
     def kill(self) -> None:
         """Ends all processes of the container. `run` in another thread then raises."""
