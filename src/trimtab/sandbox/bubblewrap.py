@@ -155,6 +155,7 @@ class _Starter:
                 with self._lock:
                     self._missing -= 1
                 if message.descriptor is None:
+                    self._end(process, started.number)
                     self._ready.put(ContainerError(_explain(started.failure or "")))
                 else:
                     end = functools.partial(self._end, process, started.number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import socket
 import subprocess
 import tempfile
@@ -38,7 +39,8 @@ def main() -> None:
         except OSError as error:  # the machine has no process or file left to give
             parent.send(Started(request.number, str(error)))
             continue
-        threading.Thread(target=hand_over, args=(parent, request.number, connection, output), daemon=True).start()
+        pid = containers[request.number].pid
+        threading.Thread(target=hand_over, args=(parent, request.number, pid, connection, output), daemon=True).start()
 
 
 def start(setup: Setup) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
@@ -63,19 +65,17 @@ def start(setup: Setup) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
         return process, connection, os.dup(file.fileno())
 
 
-def hand_over(parent: Parent, number: int, connection: socket.socket, output: int) -> None:
+def hand_over(parent: Parent, number: int, pid: int, connection: socket.socket, output: int) -> None:
     """Waits until the container is ready and passes its connection on."""
-    connection.settimeout(START_TIMEOUT)
+    ended = os.pidfd_open(pid)
     with connection:
-        try:
-            ready = len(connection.recv(HEADER.size, socket.MSG_WAITALL)) == HEADER.size
-        except OSError:
-            ready = False
-        if ready:
+        ready, _, _ = select.select([connection, ended], [], [], START_TIMEOUT)
+        if connection in ready and connection.recv(HEADER.size, socket.MSG_WAITALL):
             parent.send(Started(number), connection.fileno())
         else:
             lines = os.pread(output, 4096, 0).decode(errors="replace").strip().splitlines()
             parent.send(Started(number, lines[-1].strip()[:200] if lines else "it was killed, or took too long"))
+    os.close(ended)
     os.close(output)
 
 
