@@ -259,7 +259,10 @@ def read(descriptor: int) -> bytes | None:
 
 
 def is_clean(folder: str) -> bool:
-    notes = [name for name in os.listxattr(folder) if name.startswith("user.")]
+    """Whether the folder is as it was: empty, with its permissions and without attributes."""
+    notes: list[str] = []
+    with contextlib.suppress(OSError):  # this kernel keeps no attributes here
+        notes = [name for name in os.listxattr(folder) if name.startswith("user.")]
     return not notes and os.stat(folder).st_mode & 0o7777 == 0o755 and not os.listdir(folder)
 
 
