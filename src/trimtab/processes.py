@@ -145,6 +145,7 @@ class Parent:
         close: Callable[[], None] = lambda: None,
     ) -> None:
         descriptor, parent = sys.argv[1:]
+        os.set_inheritable(int(descriptor), False)  # a process that outlives this one must not keep it open
         self._connection, self._pid = Connection(int(descriptor)), int(parent)
         self._receive, self._progress, self._close = receive, progress, close
         self._sending = threading.Lock()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MAX_CODE = 100_000  # characters
+MAX_ERROR = 2000  # characters of an error, whose middle is cut out
 LOST = "the variables of this session are lost"
 # Control characters other than newline and tab, which could rewrite a terminal, and halves of surrogate pairs, which
 # are no text.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from packaging.version import Version
 
 from trimtab.errors import TrimtabError
 from trimtab.sandbox.code_result import Limits
+from trimtab.sandbox.seccomp import code_filter
 
 INIT = Path(__file__).with_name("container_init.py")
 OLDEST = "0.8"  # the first version with --disable-userns
@@ -63,7 +65,7 @@ def container_command(limits: Limits, packages: Sequence[str], *, stateful: bool
         *("--size", str(limits.memory_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"),
         *("--", f"{PYTHON}/bin/python", "-s", "-S", "-B", "-P", "-X", "utf8", SCRIPT),
         *(str(limits.timeout), str(limits.memory_mb), str(limits.max_output)),
-        *("stateful" if stateful else "stateless", *modules),
+        *("stateful" if stateful else "stateless", code_filter(platform.machine()).hex(), *modules),
     ]
 
 

@@ -1,14 +1,13 @@
 """Process 1 of a bubblewrap container: forks a child that runs the code, watches it and reports. Needs no package.
 
-    host --(length, code)--> process 1 --(fork)--> child
-    host <--(header, output, error)-- process 1 <--(output)-- child
-                                               <--(report)--- child
+    host --(length, code)--> process 1 --(code)--> forked child
+    host <--(header, output, error)-- process 1 <--(output, report)-- child
 
 Process 1 of a process space cannot be signaled from inside, and as it is not dumpable, its memory and its open files
 cannot be reached either. So the code can lie about its own output and its own exception, which it may choose anyway,
 but not about limits, and it can send nothing to the host. A report says that a run has ended, and with which exception.
 
-Usage: python container_init.py TIMEOUT MEMORY_MB MAX_OUTPUT STATEFUL MODULE...
+Usage: python container_init.py TIMEOUT MEMORY_MB MAX_OUTPUT STATEFUL FILTER MODULE...
 """
 
 import ast
@@ -28,19 +27,23 @@ import time
 import traceback
 
 LENGTH = struct.Struct("!I")
-HEADER = struct.Struct("!BBII")  # timed out, unusable from now on, bytes of output, bytes of error
-TICK = 0.02  # seconds between two looks at processes and memory
-MAX_PROCESSES, MAX_THREADS = 32, 128
+END_SESSION = 0xFFFFFFFF  # in place of a length: the variables are not needed any more
+HEADER = struct.Struct("!BBBII")  # timed out, variables lost, not clean, bytes of output, bytes of error
+TICK = 0.02  # seconds between two looks at threads and memory
+MAX_THREADS = 128
 MAX_FILES = 4096  # in the temporary directory
 MAX_OPEN_FILES = 256
-MAX_ERROR = 1 << 16  # bytes
+MAX_REPORT = 1 << 16  # bytes
 BYTES_PER_CHARACTER = 4  # at most, in UTF-8
-DUMPABLE = 4  # PR_SET_DUMPABLE of prctl(2)
+DUMPABLE, SECCOMP, SECCOMP_FILTER = 4, 22, 2  # PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER of prctl(2)
+FILTER_STEP = 8  # bytes
 HOME = "/tmp"
 PAGE = resource.getpagesize()
 
 
-def main(timeout: float, memory_mb: int, max_output: int, stateful: bool, modules: list[str]) -> None:
+def main(
+    timeout: float, memory_mb: int, max_output: int, stateful: bool, code_filter: bytes, modules: list[str]
+) -> None:
     host = socket.socket(fileno=os.dup(0))
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
@@ -53,14 +56,18 @@ def main(timeout: float, memory_mb: int, max_output: int, stateful: bool, module
     for name in modules:
         importlib.import_module(name)
     gc.freeze()
-    supervisor = Supervisor(timeout, memory_mb, max_output, stateful)
-    host.sendall(HEADER.pack(0, 0, 0, 0))  # ready
+    supervisor = Supervisor(timeout, memory_mb, max_output, stateful, code_filter)
+    host.sendall(HEADER.pack(0, 0, 0, 0, 0))  # ready
     while (header := receive(host, LENGTH.size)) is not None:
-        code = receive(host, LENGTH.unpack(header)[0])
-        if code is None:
-            return
-        timed_out, unusable, output, error = supervisor.run(code)
-        host.sendall(HEADER.pack(timed_out, unusable, len(output), len(error)) + output + error)
+        (size,) = LENGTH.unpack(header)
+        if size == END_SESSION:
+            supervisor.end_child()
+            host.sendall(HEADER.pack(0, 1, not is_clean(HOME), 0, 0))
+        elif (code := receive(host, size)) is not None:
+            timed_out, output, error = supervisor.run(code)
+            lost = supervisor.child is None
+            clean = is_clean(HOME) if lost else False
+            host.sendall(HEADER.pack(timed_out, lost, not clean, len(output), len(error)) + output + error)
 
 
 def receive(connection: socket.socket, size: int) -> bytes | None:
@@ -74,57 +81,50 @@ def receive(connection: socket.socket, size: int) -> bytes | None:
 
 
 class Supervisor:
-    """Runs code in a child, and ends it with everything it started when it exceeds a limit."""
+    """Runs code in a child, which cannot start processes, and ends it when it exceeds a limit."""
 
-    def __init__(self, timeout: float, memory_mb: int, max_output: int, stateful: bool) -> None:
+    def __init__(self, timeout: float, memory_mb: int, max_output: int, stateful: bool, code_filter: bytes) -> None:
         self.timeout = timeout
         self.memory_mb = memory_mb
         self.max_output = max_output
         self.stateful = stateful
+        self.code_filter = code_filter
         self.child: Child | None = None
-        self.resident = resident_pages()  # what every forked process begins with
+        with open("/proc/self/statm", "rb") as file:
+            self.resident = int(file.read().split()[1])  # pages that the child begins with
 
-    def run(self, code: bytes) -> tuple[bool, bool, bytes, bytes]:
-        """Returns whether it timed out, whether this container must not be used again, the output and the error."""
+    def run(self, code: bytes) -> tuple[bool, bytes, bytes]:
+        """Returns whether it timed out, the output and the error. The child lives on if its variables do."""
         if self.child is None:
-            self.child = Child(self.memory_mb)
+            self.child = Child(self.memory_mb, self.code_filter)
         else:
-            signal_all(signal.SIGCONT)
+            self.child.discard()
+            os.kill(self.child.pid, signal.SIGCONT)
         run = Run(self, self.child, code)
         ended = run.watch()
         output = run.drained()
         if self.stateful and not ended:
-            signal_all(signal.SIGSTOP)  # threads and processes left behind do not go on between two runs
-            return False, False, output, run.error()
-        self.end_all()
-        return run.timed_out, self.stateful or not is_clean(HOME), output, (ended or run.error())
+            os.kill(self.child.pid, signal.SIGSTOP)  # threads left behind do not go on between two runs
+        else:
+            self.end_child()
+        return run.timed_out, output, ended or run.error()
 
-    def end_all(self) -> None:
-        signal_all(signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                os.waitpid(-1, 0)
-        assert self.child is not None
-        self.child.close()
-        self.child = None
+    def end_child(self) -> None:
+        if self.child is not None:
+            self.child.end()
+            self.child = None
 
-    def excess(self) -> bytes:
-        """Returns which limit the container exceeds; empty if none."""
-        processes = threads = pages = 0
-        for name in os.listdir("/proc"):
-            if name.isdigit() and name != "1":
-                with contextlib.suppress(OSError):  # it has ended
-                    with open(f"/proc/{name}/stat", "rb") as file:
-                        fields = file.read().rpartition(b")")[2].split()
-                    processes += 1
-                    threads += int(fields[17])
-                    pages += max(0, int(fields[21]) - self.resident)
-        if processes > MAX_PROCESSES or threads > MAX_THREADS:
-            return b"started more than %d processes or %d threads" % (MAX_PROCESSES, MAX_THREADS)
+    def excess(self, child: int) -> bytes:
+        """Returns which limit the child exceeds; empty if none."""
+        with open(f"/proc/{child}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        threads, pages = int(fields[17]), int(fields[21])
+        if threads > MAX_THREADS:
+            return b"started more than %d threads" % MAX_THREADS
         disk = os.statvfs(HOME)
         if disk.f_files - disk.f_ffree > MAX_FILES:
             return b"made more than %d files" % MAX_FILES
-        used = pages * PAGE + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+        used = (pages - self.resident) * PAGE + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
         return b"used more than %d MB of memory" % self.memory_mb if used > self.memory_mb << 20 else b""
 
 
@@ -163,8 +163,7 @@ class Run:
                 return b"took longer than %g s" % self.supervisor.timeout
             if now > check:
                 check = now + TICK
-                reap_orphans(child.pid)
-                if excess := self.supervisor.excess():
+                if excess := self.supervisor.excess(child.pid):
                     return excess
 
     def send(self) -> bool:
@@ -184,14 +183,14 @@ class Run:
 
     def read_report(self) -> bool:
         data = read(self.child.reports)
-        self.report += (data or b"")[: LENGTH.size + 1 + MAX_ERROR - len(self.report)]
+        self.report += (data or b"")[: LENGTH.size + 1 + MAX_REPORT - len(self.report)]
         return data != b""
 
     def finished(self) -> bool:
-        if len(self.report) < LENGTH.size:
-            return False
-        size = min(MAX_ERROR, LENGTH.unpack_from(self.report)[0])
-        return len(self.report) >= LENGTH.size + size
+        return len(self.report) >= LENGTH.size and len(self.report) >= self.report_size()
+
+    def report_size(self) -> int:
+        return LENGTH.size + min(MAX_REPORT, LENGTH.unpack_from(self.report)[0])
 
     def exit_reason(self) -> bytes:
         """Returns how the child ended; empty if it had sent its report and is not needed any more."""
@@ -215,13 +214,13 @@ class Run:
         return bytes(self.output[:limit])
 
     def error(self) -> bytes:
-        return bytes(self.report[LENGTH.size :])
+        return bytes(self.report[LENGTH.size : self.report_size()])
 
 
 class Child:
     """A forked process that runs the code it is sent."""
 
-    def __init__(self, memory_mb: int) -> None:
+    def __init__(self, memory_mb: int, code_filter: bytes) -> None:
         receive_requests, self.requests = os.pipe()
         self.output, write_output = os.pipe()
         self.reports, write_reports = os.pipe()
@@ -230,14 +229,23 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                serve(receive_requests, write_output, write_reports, memory_mb)
+                serve(receive_requests, write_output, write_reports, memory_mb, code_filter)
             finally:
                 os._exit(1)
         for descriptor in (receive_requests, write_output, write_reports):
             os.close(descriptor)
         self.descriptor = os.pidfd_open(self.pid)
 
-    def close(self) -> None:
+    def discard(self) -> None:
+        """Drops what threads of a stopped child wrote after the end of a run."""
+        for descriptor in (self.output, self.reports):
+            while read(descriptor):
+                pass
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # its exit status was read already
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
         for descriptor in (self.requests, self.output, self.reports, self.descriptor):
             os.close(descriptor)
 
@@ -250,34 +258,22 @@ def read(descriptor: int) -> bytes | None:
         return None
 
 
-def signal_all(number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, number)  # every process but this one, at once: none can fork in between
-
-
-def reap_orphans(child: int) -> None:
-    """Removes ended processes whose parent has ended, except the child itself."""
-    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child:
-        os.waitpid(ended.si_pid, 0)
-
-
 def is_clean(folder: str) -> bool:
-    notes = [name for name in os.listxattr(folder) if name.startswith("user.")]
+    """Whether the folder is as it was: empty, with its permissions and without attributes."""
+    notes: list[str] = []
+    with contextlib.suppress(OSError):  # this kernel keeps no attributes here
+        notes = [name for name in os.listxattr(folder) if name.startswith("user.")]
     return not notes and os.stat(folder).st_mode & 0o7777 == 0o755 and not os.listdir(folder)
 
 
-def resident_pages() -> int:
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1])
-
-
-def serve(requests: int, output: int, reports: int, memory_mb: int) -> None:
+def serve(requests: int, output: int, reports: int, memory_mb: int, code_filter: bytes) -> None:
     """Runs in the child: the code of each request in the same variables, until process 1 ends it."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     # Numbers the code is unlikely to close by accident; it could, and loses its own run.
-    requests, reports = os.dup2(requests, 1001), os.dup2(reports, 1000)
+    requests, reports = os.dup2(requests, 1001, False), os.dup2(reports, 1000, False)
     limit_resources(memory_mb)
+    forbid_processes(code_filter)
     os.closerange(3, 1000)
     sys.stdout, sys.stderr = (
         open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
@@ -292,8 +288,8 @@ def serve(requests: int, output: int, reports: int, memory_mb: int) -> None:
             with contextlib.suppress(Exception):  # the code may have closed or replaced it
                 stream.flush()
         text = error.encode(errors="backslashreplace")
-        if len(text) > MAX_ERROR:
-            text = text[: MAX_ERROR // 2] + b"\n[...]\n" + text[-MAX_ERROR // 2 + 7 :]
+        if len(text) > MAX_REPORT:
+            text = text[: MAX_REPORT // 2] + b"\n[...]\n" + text[-MAX_REPORT // 2 + 7 :]
         report = LENGTH.pack(len(text)) + text
         while report:
             report = report[os.write(reports, report) :]
@@ -315,13 +311,24 @@ def limit_resources(memory_mb: int) -> None:
     for limit, value in (
         (resource.RLIMIT_AS, inherited + (memory_mb << 20)),
         (resource.RLIMIT_FSIZE, memory_mb << 20),
-        (resource.RLIMIT_NPROC, MAX_THREADS),  # not for root, hence `Supervisor.excess`
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
         resource.setrlimit(limit, (value, value))
+
+
+class FilterProgram(ctypes.Structure):
+    """sock_fprog of linux/filter.h."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
+
+
+def forbid_processes(code_filter: bytes) -> None:
+    program = FilterProgram(len(code_filter) // FILTER_STEP, code_filter)
+    if ctypes.CDLL(None, use_errno=True).prctl(SECCOMP, SECCOMP_FILTER, ctypes.byref(program)) != 0:
+        raise OSError(ctypes.get_errno(), "the filter of system calls was refused")
 
 
 def execute(code: str, variables: dict[str, object]) -> str:
@@ -347,4 +354,11 @@ def execute(code: str, variables: dict[str, object]) -> str:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "stateful", sys.argv[5:])
+    main(
+        float(sys.argv[1]),
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        sys.argv[4] == "stateful",
+        bytes.fromhex(sys.argv[5]),
+        sys.argv[6:],
+    )

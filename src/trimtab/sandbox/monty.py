@@ -103,6 +103,9 @@ class _Worker:
         self._start()
 
     def run(self, session: int, code: str, *, keep: bool) -> CodeResult:
+        if self.process.process.poll() is not None:  # it was killed while it had nothing to do
+            self._lost |= self._sessions
+            self._restart()
         if session in self._lost:
             self._lost.remove(session)
             return CodeResult("", f"not run: the process of this sandbox was replaced, and {LOST}")
@@ -110,7 +113,6 @@ class _Worker:
             self.process.send(Request(session, code, keep))
             message = self.process.receive(self._limits.timeout + GRACE)
         except (EOFError, OSError):
-            self.process.kill()
             error = f"the process of this sandbox {self.process.exit_reason()}{self.process.last_output()}"
             return self._replace(session, Answer("", error.rstrip(",")), keep=keep)
         if message is None:
@@ -139,13 +141,16 @@ class _Worker:
             self.process.send(self._limits)
 
     def _replace(self, session: int, answer: Answer, *, keep: bool) -> CodeResult:
-        self.process.kill()
         self._lost |= self._sessions - {session}
+        self._restart()
+        return _result(answer, lost=keep)
+
+    def _restart(self) -> None:
+        self.process.kill()
         self._sessions.clear()
         self._start()
         if self._closed:  # by another thread, which may have ended the process before this one
             self.process.kill()
-        return _result(answer, lost=keep)
 
 
 def _result(answer: Answer, *, lost: bool) -> CodeResult:

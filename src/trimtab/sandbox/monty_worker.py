@@ -1,6 +1,6 @@
 """The process that runs Monty interpreters for a `MontySandbox`; it exchanges text with its parent, never objects.
 
-A value of the code must not be converted to a Python object: a list of 200 references can stand for 10^20 elements.
+A value of the code must not be converted to a Python object: 210 references in lists can stand for 10^21 elements.
 The code therefore displays the value of its last expression itself, inside Monty, where memory is limited.
 """
 

@@ -9,8 +9,22 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, Self, get_args
 
+<<<<<<< HEAD
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.sandbox.code_result import MAX_CODE, CodeResult, Limits, Sandbox, clean, shorten
+=======
+from trimtab.errors import TrimtabError, nearest
+from trimtab.sandbox.code_result import (
+    MAX_CODE,
+    MAX_ERROR,
+    CodeResult,
+    Limits,
+    Sandbox,
+    clean,
+    printed_too_much,
+    shorten,
+)
+>>>>>>> sandbox
 
 SandboxName = Literal["monty", "bubblewrap"]
 # What a trivial run gives in a sandbox that works.
@@ -30,7 +44,7 @@ class PythonPool:
         packages: installed packages that code in "bubblewrap" may import, by the names `pip` knows.
         timeout: seconds a run may take.
         memory_mb: megabytes a run may use.
-        max_output: characters a run may print; an error is shortened to as many.
+        max_output: characters a run may print.
         stateful: whether variables live on between the runs of one session.
 
     Raises:
@@ -48,13 +62,13 @@ class PythonPool:
         max_output: int = 10_000,
         stateful: bool = False,
     ) -> None:
-        limits = Limits(timeout, memory_mb, max_output)
+        self._limits = Limits(timeout, memory_mb, max_output)
         workers = workers or min(8, os.cpu_count() or 1)
-        self._max_output = max_output
         self._sessions = itertools.count()
-        self._sandbox = _start(sandbox, limits, workers=workers, packages=packages, stateful=stateful)
+        self._sandbox = _start(sandbox, self._limits, workers=workers, packages=packages, stateful=stateful)
         self._end = weakref.finalize(self, _close, self._sandbox, os.getpid())
-        result = self._run(next(self._sessions), PROBE)
+        with self.session() as session:
+            result = session.run(PROBE)
         if result != CodeResult(PROBE_OUTPUT):
             self.close()
             raise TrimtabError(f'the sandbox "{sandbox}" does not work here: {result.error or result.output}')
@@ -82,8 +96,11 @@ class PythonPool:
             return CodeResult("", f"not run: the code has {len(code)} characters, more than {MAX_CODE}")
         # Half of a surrogate pair is no text and could not be sent.
         result = self._sandbox.run(session, code.encode(errors="replace").decode())
-        error = None if result.error is None else shorten(clean(result.error).strip(), self._max_output)
-        return CodeResult(clean(result.output)[: self._max_output], error, result.timed_out)
+        output, error = clean(result.output), result.error
+        if error is None and len(output) > self._limits.max_output:
+            error = printed_too_much(self._limits)
+        error = None if error is None else shorten(clean(error).strip(), MAX_ERROR)
+        return CodeResult(output[: self._limits.max_output], error, result.timed_out)
 
 
 class PythonSession:

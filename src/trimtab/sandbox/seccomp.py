@@ -1,15 +1,16 @@
-"""The system calls that code in a bubblewrap container cannot make, as a filter for `bwrap --seccomp`.
+"""The system calls that code in a bubblewrap container cannot make, as filters for the kernel.
 
-Namespaces keep the code from the machine; the filter keeps it from parts of the kernel that no program here needs:
-memory outside of the limits (memfd, System V shared memory), debugging, keys, new namespaces, modules.
+Namespaces keep the code from the machine; a filter keeps it from parts of the kernel that no program here needs:
+memory outside of the limits (memfd, System V shared memory), debugging, keys, new namespaces, modules. A second one,
+for the code alone, allows threads and no processes: the kernel's own limit of processes does not hold for root.
 """
 
 from __future__ import annotations
 
-import platform
 import struct
+from collections.abc import Sequence
 
-# Numbers on x86_64 and on aarch64; None where a call does not exist.
+# Numbers on x86_64 and on aarch64.
 DENIED: dict[str, tuple[int, int]] = {
     "acct": (163, 89),
     "add_key": (248, 217),
@@ -54,19 +55,25 @@ DENIED: dict[str, tuple[int, int]] = {
     "unshare": (272, 97),
     "userfaultfd": (323, 282),
 }
+NONE = 0xFFFFFFFF  # the number of no call
+STARTS = [(56, 220), (435, 435), (57, NONE), (58, NONE)]  # clone, clone3, fork, vfork
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH of linux/audit.h
 X32 = 0x40000000  # system calls of x86_64's second interface have this bit
 
 # linux/bpf_common.h and linux/seccomp.h
-LOAD, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
-KILL, ALLOW, EPERM = 0x80000000, 0x7FFF0000, 0x00050001
-NUMBER, ARCHITECTURE = 0, 4  # offsets in seccomp_data
+LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_IF_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+KILL, ALLOW, EPERM, ENOSYS = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data
+CLONE_THREAD = 0x10000
 
 
-def program(machine: str | None = None) -> bytes | None:
-    """Returns the filter for this processor's architecture, or None if its calls are not known here."""
-    if (machine := machine or platform.machine()) not in ARCHITECTURES:
-        return None
+def supported(machine: str) -> bool:
+    """Whether the calls of this processor architecture are known here."""
+    return machine in ARCHITECTURES
+
+
+def container_filter(machine: str) -> bytes:
+    """Returns the filter for everything in a container."""
     column, architecture = ARCHITECTURES[machine]
     numbers = sorted(row[column] for row in DENIED.values())
     steps = [
@@ -79,4 +86,29 @@ def program(machine: str | None = None) -> bytes | None:
         (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, EPERM),
     ]
+    return _assemble(steps)
+
+
+def code_filter(machine: str) -> bytes:
+    """Returns the filter for the code: it can start threads, not processes."""
+    column, _ = ARCHITECTURES[machine]
+    clone, clone3, fork, vfork = (row[column] for row in STARTS)
+    return _assemble(
+        [
+            (LOAD, 0, 0, NUMBER),
+            (JUMP_EQUAL, 4, 0, clone),
+            (JUMP_EQUAL, 7, 0, clone3),  # its flags are out of reach: the C library then uses `clone`
+            (JUMP_EQUAL, 5, 0, fork),
+            (JUMP_EQUAL, 4, 0, vfork),
+            (RETURN, 0, 0, ALLOW),
+            (LOAD, 0, 0, FIRST_ARGUMENT),
+            (JUMP_IF_SET, 0, 1, CLONE_THREAD),
+            (RETURN, 0, 0, ALLOW),
+            (RETURN, 0, 0, EPERM),
+            (RETURN, 0, 0, ENOSYS),
+        ]
+    )
+
+
+def _assemble(steps: Sequence[tuple[int, int, int, int]]) -> bytes:
     return b"".join(struct.pack("HBBI", *step) for step in steps)

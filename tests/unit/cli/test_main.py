@@ -180,6 +180,10 @@ def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, caps
     assert main.run(["doctor", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is False
+    for name in ("monty", "bubblewrap"):
+        [sandbox] = [check for check in found["checks"] if check["name"] == name]
+        assert sandbox["required"] is False
+        assert (sandbox["value"] == "runs Python tools") == (sandbox["advice"] == "")
     missing = [check for check in found["checks"] if check["name"] == "no-such-library"]
     assert missing == [
         {"name": "no-such-library", "value": "missing", "advice": "pip install no-such-library", "required": True}

@@ -1,0 +1,86 @@
+"""Calls a second of the Python sandboxes, and what a first call costs.
+
+    .venv/bin/python benchmarks/sandbox.py [--workers 2] [--seconds 5] [--packages sympy numpy]
+
+Threads run `1 + 1` at the same time, four a worker. "One session" keeps its session for all calls, "a session a call"
+opens one for each, as an episode with a single call does. Target on two cores: 200 a second with monty, 40 with
+bubblewrap, stateless and stateful. The time of a single call is a median over one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from typing import get_args
+
+from trimtab.sandbox.code_result import CodeResult
+from trimtab.sandbox.python_pool import PythonPool, PythonSession, SandboxName, sandbox_unavailable
+
+CODE, RESULT = "1 + 1", CodeResult("2\n")
+THREADS_PER_WORKER = 4
+SINGLE_CALLS = 50
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--packages", nargs="*", default=[], help="for bubblewrap")
+    options = parser.parse_args()
+    print("| sandbox | variables | start, s | one call, ms | calls/s, one session | calls/s, a session a call |")
+    print("|---|---|---|---|---|---|")
+    for sandbox in get_args(SandboxName):
+        if missing := sandbox_unavailable(sandbox):
+            print(f"{sandbox}: {missing}")
+            continue
+        packages = options.packages if sandbox == "bubblewrap" else []
+        for stateful in (False, True):
+            print(row(sandbox, packages, options.workers, options.seconds, stateful=stateful), flush=True)
+
+
+def row(sandbox: SandboxName, packages: Sequence[str], workers: int, seconds: float, *, stateful: bool) -> str:
+    begin = time.perf_counter()
+    with PythonPool(sandbox, workers=workers, packages=packages, timeout=60.0, stateful=stateful) as pool:
+        start = time.perf_counter() - begin
+        with pool.session() as session:
+            single = statistics.median(timed_call(session) for _ in range(SINGLE_CALLS))
+        threads = THREADS_PER_WORKER * workers
+        kept, fresh = (rate(pool, threads, seconds, keep=keep) for keep in (True, False))
+    state = "stateful" if stateful else "stateless"
+    return f"| {sandbox} | {state} | {start:.2f} | {1000 * single:.1f} | {kept:.0f} | {fresh:.0f} |"
+
+
+def timed_call(session: PythonSession) -> float:
+    begin = time.perf_counter()
+    assert session.run(CODE) == RESULT
+    return time.perf_counter() - begin
+
+
+def rate(pool: PythonPool, threads: int, seconds: float, *, keep: bool) -> float:
+    """Returns the calls a second of many threads together."""
+    end = time.perf_counter() + seconds
+    counts = [0] * threads
+
+    def episode(index: int) -> None:
+        while time.perf_counter() < end:
+            with pool.session() as session:
+                while time.perf_counter() < end:
+                    assert session.run(CODE) == RESULT
+                    counts[index] += 1
+                    if not keep:
+                        break
+
+    running = [threading.Thread(target=episode, args=(index,)) for index in range(threads)]
+    begin = time.perf_counter()
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return sum(counts) / (time.perf_counter() - begin)
+
+
+if __name__ == "__main__":
+    main()

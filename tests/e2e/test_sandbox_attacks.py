@@ -1,0 +1,130 @@
+"""Every attack of the list against both sandboxes: nothing leaks, and the next run is right."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tests.support.sandbox_attacks import ATTACKS, Attack
+
+from trimtab.sandbox.code_result import MAX_ERROR, CodeResult
+from trimtab.sandbox.python_pool import PythonPool, sandbox_unavailable
+
+pytestmark = pytest.mark.e2e
+
+MAX_OUTPUT = 5000
+VARIABLE = "TRIMTAB_SECRET"
+UNSANDBOXED = 60  # seconds
+
+
+@dataclass
+class Machine:
+    """What an attack may try to reach: a secret in a file and in the environment, a folder, a server."""
+
+    secret: str
+    folder: Path
+    server: socket.socket
+    connections: list[str] = field(default_factory=list)
+
+    def code(self, attack: Attack) -> str:
+        code = attack.code
+        for word, value in {
+            "@SECRET_FILE@": str(self.folder / "secret"),
+            "@FOLDER@": str(self.folder),
+            "@PORT@": str(self.server.getsockname()[1]),
+            "@PID@": str(os.getpid()),
+            "@HOME@": str(Path.home()),
+        }.items():
+            code = code.replace(word, value)
+        return code
+
+    def serve(self) -> None:
+        while True:
+            try:
+                connection, address = self.server.accept()
+            except OSError:
+                return
+            self.connections.append(str(address))
+            connection.close()
+
+    def violations(self, output: str, error: str) -> list[str]:
+        """What the attack reached, and removes it."""
+        there = [f"wrote {path.name}" for path in self.folder.iterdir() if path.name != "secret"]
+        for path in self.folder.iterdir():
+            if path.name != "secret":
+                path.unlink()
+        # An error quotes lines of the code, where the word of success stands as well.
+        there += ["escaped"] * ("ESCAPED" in output) + ["read the secret"] * (self.secret in output + error)
+        there += [f"connected from {address}" for address in self.connections]
+        self.connections.clear()
+        return there
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    server = socket.create_server(("127.0.0.1", 0))
+    machine = Machine(secrets.token_hex(16), tmp_path_factory.mktemp("machine"), server)
+    (machine.folder / "secret").write_text(machine.secret)
+    os.environ[VARIABLE] = machine.secret
+    thread = threading.Thread(target=machine.serve, daemon=True)
+    thread.start()
+    yield machine
+    del os.environ[VARIABLE]
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+    thread.join()
+
+
+@pytest.fixture(scope="module", params=["monty", "bubblewrap"])
+def pool(request: pytest.FixtureRequest, machine: Machine) -> Iterator[PythonPool]:  # noqa: ARG001
+    if missing := sandbox_unavailable(request.param):
+        pytest.skip(missing)
+    with PythonPool(request.param, workers=1, timeout=3.0, memory_mb=128, max_output=MAX_OUTPUT) as pool:
+        pool.name = request.param  # type: ignore[attr-defined]
+        yield pool
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name.replace(" ", "-"))
+def test_an_attack_is_held_and_the_next_run_is_right(pool: PythonPool, machine: Machine, attack: Attack) -> None:
+    with pool.session() as session:
+        result = session.run(machine.code(attack))
+        after = session.run("1 + 1")
+    with pool.session() as session:
+        other = session.run("'leaked' in dir()")
+    shown = f"{result.error}\n{result.output}"
+    assert machine.violations(result.output, result.error or "") == []
+    assert re.search(getattr(attack, pool.name), shown), shown[:2000]  # type: ignore[attr-defined]
+    assert after == CodeResult("2\n")
+    assert other.output == "False\n" or "NameError" in (other.error or "")
+    assert len(result.output) <= MAX_OUTPUT
+    assert len(result.error or "") <= MAX_ERROR + 100  # the line about what was cut out
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", shown)
+    assert result.timed_out == ("took longer than 3 s" in (result.error or ""))
+
+
+@pytest.mark.parametrize(
+    "attack", [attack for attack in ATTACKS if attack.bare], ids=lambda attack: attack.name.replace(" ", "-")
+)
+def test_the_same_attack_succeeds_without_a_sandbox(machine: Machine, attack: Attack) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", machine.code(attack)], capture_output=True, text=True, timeout=UNSANDBOXED, check=False
+    )
+    # A connection is accepted by a thread, which may be behind.
+    if "@PORT@" in attack.code:
+        with socket.create_connection(machine.server.getsockname()) as last:
+            last.recv(1)
+    expected = 2 if "@PORT@" in attack.code else 1
+    assert len(machine.violations(run.stdout, run.stderr)) >= expected
+
+
+def test_the_list_has_at_least_25_kinds() -> None:
+    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 25

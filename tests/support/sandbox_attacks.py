@@ -1,0 +1,278 @@
+"""Python code that tries to leave a sandbox, to exhaust the machine, or to confuse what runs it.
+
+`@SECRET_FILE@`, `@FOLDER@`, `@PORT@`, `@PID@`, `@HOME@` stand for things of the machine that the test plants or knows.
+An attack that succeeds prints `ESCAPED`, prints the secret, writes into the folder or reaches the server of the test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TIME = r"took longer than 3 s"
+MEMORY = r"MemoryError|used more than 128 MB"
+NO_PROCESSES = "Operation not permitted"
+ABSENT = r"ModuleNotFoundError|AttributeError|NameError|NotImplementedError|ImportError|SyntaxError"  # not in Monty
+
+
+@dataclass(frozen=True)
+class Attack:
+    """Code, and what the result must show in each sandbox: a regular expression for its error and output together."""
+
+    name: str
+    code: str
+    bubblewrap: str
+    monty: str = ABSENT
+    bare: bool = False  # whether it is harmless to run without a sandbox, to show that there it succeeds
+
+
+FILES = [
+    Attack("passwords", "print(open('/etc/passwd').read()); print('ESCAPED')", "FileNotFound", "PermissionError", True),
+    Attack("secret file", "print(open('@SECRET_FILE@').read())", "FileNotFound", "PermissionError", True),
+    Attack("home", "import os\nprint(os.listdir('@HOME@'), 'ESCAPED')", "FileNotFound", "PermissionError", True),
+    Attack("root folder", "import os\nprint(sorted(os.listdir('/')))", r"container_init.py.*tmp", "PermissionError"),
+    Attack("write", "open('@FOLDER@/new', 'w').write('x')", "FileNotFound", "PermissionError", True),
+    Attack("write to system", "open('/usr/lib/new', 'w').write('x'); print('ESCAPED')", "OSError", "PermissionError"),
+    Attack("write to root", "open('/new', 'w').write('x'); print('ESCAPED')", "Read-only", "PermissionError"),
+    Attack(
+        "write to packages", "open('/python/lib/new', 'w').write('x'); print('ESCAPED')", "Read-only", "PermissionError"
+    ),
+    Attack(
+        "symbolic link",
+        "import os\nos.symlink('@SECRET_FILE@', '/tmp/link')\nprint(open('/tmp/link').read())",
+        "FileNotFound",
+    ),
+    Attack("path upwards", "print(open('/tmp/' + '../' * 20 + '@SECRET_FILE@').read())", "FileNotFound", "Permission"),
+    Attack(
+        "open directory", "import os\nprint(os.listdir('/proc/1/root'), 'ESCAPED')", "PermissionError", "Permission"
+    ),
+    Attack(
+        "device", "import os\nos.mknod('/tmp/disk', 0o60600, os.makedev(8, 0)); print('ESCAPED')", "PermissionError"
+    ),
+]
+NETWORK = [
+    Attack(
+        "loopback server",
+        "import socket\nsocket.create_connection(('127.0.0.1', @PORT@), 1).sendall(b'ESCAPED')",
+        "ConnectionRefused|unreachable",
+        bare=True,
+    ),
+    Attack(
+        "download", "import urllib.request\nurllib.request.urlopen('http://127.0.0.1:@PORT@')", "URLError", bare=True
+    ),
+    Attack("names", "import socket\nprint(socket.gethostbyname('example.com'), 'ESCAPED')", "gaierror"),
+]
+MACHINE = [
+    Attack("environment", "import os\nprint(dict(os.environ))", "HOME", "RuntimeError", True),
+    Attack("host's /proc", "print(open('/proc/@PID@/environ').read(), 'ESCAPED')", "NotFound", "PermissionError", True),
+    Attack(
+        "first process",
+        "import os\nfor name in ('environ', 'mem', 'fd/3', 'maps'):\n"
+        "    try: print(open('/proc/1/' + name, 'rb').read(100), 'ESCAPED')\n    except OSError as error: print(error)",
+        "Permission denied",
+        "PermissionError|Permission denied",
+    ),
+    Attack("signal to the parent", "import os\nos.kill(os.getppid(), 9)\nos.kill(os.getppid(), 19)\nprint('on')", "on"),
+    Attack("signal to the host", "import os\nos.kill(@PID@, 9)", "ProcessLookup|PermissionError"),
+    Attack("signal to all", "import os\nos.kill(-1, 9)\nos.kill(1, 15)\nos.kill(1, 2)\nprint('on')", "on"),
+    Attack("debugger", "import ctypes\nprint(ctypes.CDLL(None).ptrace(16, 1, 0, 0))", "-1"),
+    Attack(
+        "new user space",
+        "import ctypes\nprint('ESCAPED' if ctypes.CDLL(None).unshare(0x10000000) == 0 else 'no')",
+        "no",
+    ),
+    Attack(
+        "mount", "import ctypes\nprint(ctypes.CDLL(None).mount(b'/', b'/tmp', None, 4096, None) or 'ESCAPED')", "-1"
+    ),
+    Attack("root", "import os\nos.setuid(0)\nprint('ESCAPED')", "OSError|PermissionError"),
+    Attack("chroot", "import os\nos.chroot('/tmp')\nprint('ESCAPED')", "PermissionError"),
+    Attack("commands", "import subprocess\nprint(subprocess.run(['/bin/sh', '-c', 'id']), 'ESCAPED')", NO_PROCESSES),
+    Attack("memory of the loader", "import ctypes\nctypes.string_at(0)", "SIGSEGV"),
+]
+EXHAUSTION = [
+    Attack("fork bomb", "import os\nwhile True: os.fork()", NO_PROCESSES),
+    Attack(
+        "fork bomb that stops its parent",
+        "import os, signal\nwhile True:\n    os.fork()\n    os.kill(1, signal.SIGSTOP)",
+        NO_PROCESSES,
+    ),
+    Attack(
+        "threads",
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
+        "started more than 128 threads|can't start new thread",
+    ),
+    Attack(
+        "small threads",
+        "import threading, time\nthreading.stack_size(1 << 16)\n"
+        "while True: threading.Thread(target=time.sleep, args=(99,)).start()",
+        "started more than 128 threads|can't start new thread",
+    ),
+    Attack("fork in C", "import ctypes\nprint([ctypes.CDLL(None).fork(), ctypes.CDLL(None).vfork()])", r"\[-1, -1\]"),
+    Attack("spawn", "import os\nos.posix_spawn('/python/bin/python', ['python', '-c', '1'], {})", NO_PROCESSES),
+    Attack("list", "x = []\nwhile True: x.append('a' * 1000)", MEMORY, MEMORY),
+    Attack("string", "x = 'a' * 10**11", MEMORY, MEMORY),
+    Attack("growing string", "x = 'a'\nwhile True: x += x", MEMORY, MEMORY),
+    Attack("power", "x = 10 ** 10 ** 10", f"{MEMORY}|{TIME}", f"{MEMORY}|{TIME}"),
+    Attack("references", "a = [1] * 10\nfor i in range(20): a = [a] * 10\na", f"{MEMORY}|{TIME}", f"{MEMORY}|{TIME}"),
+    Attack(
+        "shared memory",
+        "import mmap\nx = []\nwhile True:\n    x.append(mmap.mmap(-1, 1 << 24))\n    x[-1].write(b'x' * (1 << 24))",
+        f"{MEMORY}|Cannot allocate memory",
+    ),
+    Attack(
+        "memory of many processes",
+        "import os, time\nfor _ in range(8):\n    if os.fork() == 0: x = bytearray(b'x' * (60 << 20)); time.sleep(99)\n"
+        "time.sleep(99)",
+        NO_PROCESSES,
+    ),
+    Attack("memory without a name", "import os\nos.memfd_create('x')\nprint('ESCAPED')", "PermissionError"),
+    Attack(
+        "full disk",
+        "with open('/tmp/x', 'wb') as f:\n    while True: f.write(b'x' * (1 << 20))",
+        "used more than 128 MB|No space|File too large",
+        "PermissionError",
+    ),
+    Attack(
+        "many files",
+        "i = 0\nwhile True:\n    open(f'/tmp/{i}', 'w').close()\n    i += 1",
+        "made more than 4096 files|took longer",
+        "PermissionError",
+    ),
+    Attack("loop", "while True: pass", TIME, TIME),
+    Attack(
+        "loop that catches everything",
+        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+        TIME,
+        TIME,
+    ),
+    Attack("output", "while True: print('x' * 100)", "printed more than 5000", "printed more than 5000"),
+    Attack("one long line", "print('x' * 10**7)", "printed more than 5000", "printed more than 5000"),
+    Attack("recursion", "def f(n): return f(n + 1)\nf(0)", "RecursionError", "RecursionError"),
+    Attack(
+        "recursion in C",
+        "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+        "SIGSEGV|RecursionError|MemoryError|took longer",
+    ),
+    Attack("nested list", "x = []\nfor _ in range(10**5): x = [x]\nx", "RecursionError", r"RecursionError|\[\["),
+    Attack("regular expression", "import re\nprint(re.match('(a+)+$', 'a' * 40 + 'b'))", TIME, "None"),
+    Attack("sleep", "import time\ntime.sleep(10**6)\nprint('on')", TIME, "on"),
+    Attack("input", "input()", "EOFError"),
+    Attack("stopped process", "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", TIME),
+]
+RESULTS = [
+    Attack("closed descriptors", "import os\nos.closerange(0, 5000)\nprint('x')", r"exit code 1"),
+    Attack(
+        "forged messages",
+        "import os\nfor number in range(3, 1100):\n"
+        "    try: os.write(number, bytes(4) + b'\\0' * 500)\n    except OSError: pass\nprint(40 + 2)",
+        "42|^None",
+    ),
+    Attack(
+        "forged length",
+        "import os\nfor number in range(3, 1100):\n"
+        "    try: os.write(number, b'\\xff' * 500)\n    except OSError: pass\nprint(40 + 2)",
+        f"42|{TIME}",
+    ),
+    Attack("lying repr", "class A:\n    def __repr__(self): return 'lie'\nA()", "lie", "lie"),
+    Attack("looping repr", "class A:\n    def __repr__(self):\n        while True: pass\nA()", TIME, TIME),
+    Attack("raising repr", "class A:\n    def __repr__(self): return 1 / 0\nA()", "ZeroDivision", "ZeroDivision"),
+    Attack("repr that is no text", "class A:\n    def __repr__(self): return 7\nA()", "TypeError", "TypeError"),
+    Attack("huge repr", "class A:\n    def __repr__(self): return 'x' * 10**6\nA()", "printed more", "printed more"),
+    Attack("exit", "exit()", "NameError|SystemExit"),
+    Attack("SystemExit", "raise SystemExit(3)", "SystemExit: 3", "RuntimeError|SystemExit"),
+    Attack("KeyboardInterrupt", "raise KeyboardInterrupt", "KeyboardInterrupt", "KeyboardInterrupt"),
+    Attack("os._exit", "import os\nprint('x', flush=True)\nos._exit(0)", r"exit code 0"),
+    Attack("abort", "import os\nos.abort()", "SIGABRT"),
+    Attack("long message", "raise ValueError('x' * 10**7)", "ValueError: xxx", "ValueError: xxx"),
+    Attack(
+        "looping message",
+        "class E(Exception):\n    def __str__(self):\n        while True: pass\nraise E",
+        TIME,
+        f"E$|{TIME}|{ABSENT}",
+    ),
+    Attack(
+        "raising message", "class E(Exception):\n    def __str__(self): return 1 / 0\nraise E", "E: ", rf"E\b|{ABSENT}"
+    ),
+    Attack("false timeout", "raise TimeoutError('took longer')", "TimeoutError: took longer", "TimeoutError: took"),
+    Attack("terminal escapes", "print('\\x1b[2J\\x07\\r\\x9b1m')", r"\\x1b\[2J\\x07\n\\x9b1m", r"\\x1b\[2J\\x07"),
+    Attack("invalid UTF-8", "import sys\nsys.stdout.buffer.write(b'a\\xff\\xfe\\xc0b\\n')", "a.*b"),
+    Attack("half characters", "print('a\\ud800b')", r"a.*b", "a.*b"),
+    Attack("no standard output", "import sys\nsys.stdout = None\nprint('x')\n1", "AttributeError|None|lost"),
+    Attack("display hook", "import sys\nsys.displayhook = lambda x: print('mine')\n1", "mine"),
+    Attack("trace function", "import sys\nsys.settrace(lambda *a: 1 / 0)\n(lambda: 1)()", "ZeroDivisionError"),
+]
+LEFT_BEHIND = [
+    Attack(
+        "threads left behind",
+        "import threading\nthreading.Thread(target=lambda: [print('x') for _ in iter(int, 1)], daemon=True).start()",
+        r"^None|printed more",
+    ),
+    Attack(
+        "daemon left behind",
+        "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while True: print('late')\n"
+        "    os._exit(0)",
+        NO_PROCESSES,
+    ),
+    Attack(
+        "forked copy of the run",
+        "import os\nos.fork()\nprint('x')",
+        NO_PROCESSES,
+    ),
+    Attack("exit handler", "import atexit\natexit.register(lambda: [0 for _ in iter(int, 1)])", r"^None"),
+    Attack("builtins", "import builtins\nbuiltins.print = builtins.repr = builtins.len = None", r"^None|exit code 1"),
+    Attack("modules", "import sys, os\nsys.modules.clear()\nos.write = None", r"^None|exit code 1"),
+    Attack("variable", "leaked = 'ESCAPED'", r"^None", r"^None"),
+    Attack(
+        "file left behind",
+        "open('/tmp/note', 'w').write('x')\nimport os\nos.chmod('/tmp', 0)",
+        r"^None",
+        "PermissionError",
+    ),
+]
+TEXT = [
+    Attack("long code", "x = 1\n" * 10**5, "more than 100000", "more than 100000"),
+    Attack(
+        "long expression",
+        "x = " + "1+" * 40_000 + "1",
+        r"^None|RecursionError|MemoryError|SIGSEGV",
+        "SyntaxError|^None",
+    ),
+    Attack("brackets", "(" * 50_000, "SyntaxError|MemoryError", "SyntaxError"),
+    Attack("minus signs", "-" * 50_000 + "1", "RecursionError|MemoryError|SIGSEGV", "SyntaxError|RecursionError"),
+    Attack("null byte", "x = 1\0\nprint(x)", "ValueError|SyntaxError", "SyntaxError"),
+    Attack("syntax error", "def f(:\n", "SyntaxError", "SyntaxError"),
+    Attack("half a character", "print('a\ud800b')", "a.*b", "a.*b"),
+    Attack("byte order mark", "\ufeffprint(40 + 2)", "42|SyntaxError", "42|SyntaxError"),
+    Attack("look-alike letters", "рrint = 1\nprint(40 + 2)", "42", "42"),
+    Attack("letters of another width", "ｐｒｉｎｔ(40 + 2)", "42", "42|NameError"),
+    Attack("text direction", "x = '\u202e' + 'abc'\nprint(len(x))", "4", "4"),
+    Attack("line separators", "x = 'a\u2028b\x85c'\nx", "a", "a"),
+    Attack("carriage returns", "x = 40\rprint(x + 2)", "42", "42"),
+    Attack("only a comment", "# nothing", r"^None", r"^None"),
+    Attack("nothing", "", r"^None", r"^None"),
+]
+ESCAPES = [
+    Attack(
+        "subclasses",
+        "classes = ().__class__.__base__.__subclasses__()\n"
+        "[wrap] = [c for c in classes if c.__name__ == '_wrap_close']\n"
+        "print(wrap.__init__.__globals__['popen']('cat /etc/passwd').read() or 1 / 0, 'ESCAPED')",
+        NO_PROCESSES,
+        bare=True,
+    ),
+    Attack(
+        "frames",
+        "import sys\nframe = sys._getframe()\nwhile frame.f_back: frame = frame.f_back\n"
+        "print(frame.f_globals['os'].environ.get('TRIMTAB_SECRET'))",
+        "None",
+    ),
+    Attack("import by name", "print(__import__('os').environ)", "HOME", "NameError|RuntimeError|os.environ"),
+    Attack("format", "print('{0.__class__.__init__.__globals__}'.format(print))", "AttributeError", "Error|print"),
+    Attack("evaluated text", "eval(\"__import__('os').system('touch @FOLDER@/new')\")", "-1|^None", "Error", True),
+    Attack(
+        "objects of the collector",
+        "import gc\nfor x in gc.get_objects():\n    if type(x).__name__ == 'Supervisor': x.timeout = 10**6\n"
+        "while True: pass",
+        TIME,
+    ),
+]
+ATTACKS = [*FILES, *NETWORK, *MACHINE, *EXHAUSTION, *RESULTS, *LEFT_BEHIND, *TEXT, *ESCAPES]
