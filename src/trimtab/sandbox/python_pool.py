@@ -9,11 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, Self, get_args
 
-<<<<<<< HEAD
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.sandbox.code_result import MAX_CODE, CodeResult, Limits, Sandbox, clean, shorten
-=======
-from trimtab.errors import TrimtabError, nearest
 from trimtab.sandbox.code_result import (
     MAX_CODE,
     MAX_ERROR,
@@ -24,7 +20,6 @@ from trimtab.sandbox.code_result import (
     printed_too_much,
     shorten,
 )
->>>>>>> sandbox
 
 SandboxName = Literal["monty", "bubblewrap"]
 # What a trivial run gives in a sandbox that works.
