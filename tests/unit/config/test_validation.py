@@ -29,6 +29,18 @@ BROKEN = {
     "surge-needs-schedule": [
         ("optim.schedule=cosine optim.surge.factor=2.0", "surge has no effect with schedule = 'cosine'"),
     ],
+    "environment-needs-max-tokens": [("environment.name=python", "needs sampling.max_tokens")],
+    "environment-needs-embedded": [
+        (f"environment.name=python sampling.max_tokens=32 {sets}", "needs the embedded engine in this process")
+        for sets in (VLLM, SERVER, "engine.workers=1", "trainer.max_lag=2", "placement=ray")
+    ],
+    "environment-excludes": [
+        (f"environment.name=python sampling.max_tokens=32 {SOUP}", "[environment] and [prefix] cannot be combined"),
+        (
+            f"environment.name=python sampling.max_tokens=32 {LUFFY}",
+            "[environment] and [demonstrations] cannot be combined",
+        ),
+    ],
     "prefix-unused-key": [
         (f"{SOUP} prefix.rule=entropy prefix.ratio=0.3", "ratio has no effect with rule = 'entropy'"),
         (f"{SOUP} prefix.top=4", "top has no effect with rule = 'length'"),

@@ -1,0 +1,108 @@
+"""Training with multi-turn episodes: the real model calls a real interpreter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trimtab
+from trimtab.config import load_config
+from trimtab.diagnosis import diagnose
+from trimtab.runs.trajectories import read
+from trimtab.training.observer import NullObserver
+from trimtab.training.run import train
+from trimtab.types import EXTERNAL_VERSION, Trajectory
+
+pytestmark = pytest.mark.e2e
+
+SMALL = ("trainer.prompts=2", "trainer.samples=4", "trainer.steps=2", "eval.problems=2", "checkpoint.every=1")
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tools") / "run"
+    train(load_config("quickstart-tools", [*SMALL, "checkpoint.keep=2"]), out=folder, observer=NullObserver())
+    return folder
+
+
+def test_calls_are_made_and_their_results_are_not_trained(run: Path) -> None:
+    trajectories = [one for file in sorted((run / "trajectories").iterdir()) for one in read(file)]
+    with_calls = [one for one in trajectories if one.completion.loss_mask is not None]
+    assert with_calls
+    for one in trajectories:
+        check(one)
+    for row in rows(run):
+        assert row["episode/calls"] > 0
+        assert row["episode/failed"] == 0
+        assert row["trajectories/dropped"] == 0
+        assert row["mismatch/k3"] < 0.01
+    assert {row["length/episode"] > row["length/mean"] for row in rows(run)} == {True}
+
+
+def check(one: Trajectory) -> None:
+    completion, sampled = one.completion, one.completion.sampled
+    assert np.isfinite(completion.logp_behavior[sampled]).all()
+    assert np.isnan(completion.logp_behavior[~sampled]).all()
+    assert ((completion.policy_version == EXTERNAL_VERSION) == ~sampled).all()
+    assert not one.loss_mask[~sampled].any()
+
+
+def test_another_process_resumes_with_the_same_numbers(run: Path, tmp_path: Path) -> None:
+    """The run that was stopped after its first step ends as the one that was not."""
+    resumed = tmp_path / "run"
+    shutil.copytree(run, resumed)
+    for part in ("checkpoints/step-000002", "trajectories/step-000002.parquet"):
+        path = resumed / part
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    train(load_config(resumed / "config.toml", []), out=resumed, resume=True, observer=NullObserver())
+    timed = ("time/", "tokens_per_second/", "memory/")
+    expected, got = rows(run)[-1], rows(resumed)[-1]
+    assert {key: value for key, value in expected.items() if not key.startswith(timed)} == {
+        key: value for key, value in got.items() if not key.startswith(timed)
+    }
+
+
+def test_diagnose_shows_turns(run: Path) -> None:
+    views = diagnose(run / "trajectories").as_dict()["views"]
+    assert {"turn-number", "observation"} <= {view["name"] for view in views}
+
+
+class Multiply:
+    def reset(self, **row: Any) -> None:
+        self.answer, self.right = row["answer"], False
+
+    def python(self, code: str) -> str:
+        """Multiplies.
+
+        Args:
+            code: two numbers and a star.
+        """
+        left, star, right = code.split()
+        assert star == "*"
+        self.right = str(int(left) * int(right)) == self.answer
+        return self.answer
+
+    def get_reward(self) -> float:
+        return 0.5 * self.right
+
+
+def test_a_class_with_a_reward_of_its_own(tmp_path: Path) -> None:
+    result = trimtab.train(
+        "quickstart-tools",
+        environment=Multiply,
+        overrides=[*SMALL, "trainer.steps=1"],
+        out=tmp_path / "run",
+        progress=False,
+    )
+    [row] = rows(result.run)
+    assert 0 < row["reward/environment"] <= 0.5
+    assert row["reward/mean"] == row["reward/environment"]
