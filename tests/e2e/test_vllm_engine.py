@@ -299,5 +299,6 @@ def test_an_interrupted_wait_goes_on_with_the_same_observation(engine: Any) -> N
     for looks in (40, 80, 10**9):
         groups = engine.generate(asked, 2, TURNS, seed=3, prefixes=groups, turns=handler, abort=After(looks))
         handler._late = {}
+    assert groups is not None
     assert not any(one.finish_reason == "abort" for one in all_of(groups))
     assert any(one.loss_mask is not None for one in all_of(groups))
