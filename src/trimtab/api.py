@@ -58,19 +58,7 @@ def train(
         )
     run_observer = NullObserver() if is_follower() else observer or (_progress_lines() if progress else NullObserver())
     if resolved.placement == "ray":
-        if reward is not None:
-            raise TrimtabError(
-                'a function cannot be sent to a cluster: name it in the recipe, reward.name = "module:function"'
-            )
-        if objective is not None:
-            raise TrimtabError(
-                "an objective given in code cannot be sent to a cluster: name a function that returns it, "
-                'objective.name = "module:function"'
-            )
-        if environment is not None:
-            raise TrimtabError(
-                'a class cannot be sent to a cluster: name it in the recipe, environment.name = "module:Class"'
-            )
+        _refuse_code_on_cluster(reward=reward, objective=objective, environment=environment)
         from trimtab.cluster.driver import train as run_on_cluster
 
         result = run_on_cluster(resolved, out=out, resume=resume, observer=run_observer)
@@ -88,6 +76,17 @@ def train(
         return result  # only the leader writes the report
     run_observer.finished(_accuracy_summary(result.run), write_report(result.run))
     return result
+
+
+def _refuse_code_on_cluster(**given: Any) -> None:
+    """Raises `TrimtabError` for a part given in code, which cannot be sent to other machines."""
+    kind = {"reward": "function", "objective": "function", "environment": "Class"}
+    for name, part in given.items():
+        if part is not None:
+            raise TrimtabError(
+                f"{name} is given in code, which cannot be sent to a cluster: name it in the recipe, {name}.name = "
+                f'"module:{kind[name]}"'
+            )
 
 
 def _progress_lines() -> Observer:

@@ -12,7 +12,7 @@ import pytest
 
 import trimtab
 from trimtab.config import load_config
-from trimtab.diagnosis import diagnose
+from trimtab.diagnosis.output.as_json import as_dict
 from trimtab.runs.trajectories import read
 from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_calls_are_made_and_their_results_are_not_trained(run: Path) -> None:
-    trajectories = [one for file in sorted((run / "trajectories").iterdir()) for one in read(file)]
+    trajectories = [row.trajectory for file in sorted((run / "trajectories").iterdir()) for row in read(file)]
     with_calls = [one for one in trajectories if one.completion.loss_mask is not None]
     assert with_calls
     for one in trajectories:
@@ -72,7 +72,7 @@ def test_another_process_resumes_with_the_same_numbers(run: Path, tmp_path: Path
 
 
 def test_diagnose_shows_turns(run: Path) -> None:
-    views = diagnose(run / "trajectories").as_dict()["views"]
+    views = as_dict(trimtab.diagnose(run / "trajectories"))["views"]
     assert {"turn-number", "observation"} <= {view["name"] for view in views}
 
 

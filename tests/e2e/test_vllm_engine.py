@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from tests.support.engines import EOS, PIECES, After, processed, tokenizer, tokens
+from tests.support.turns import ScriptedTurns
 from tests.support.vllm_support import needs_vllm, policy, prompts, start, update
 
 from trimtab.engines.stopping import StopChecker
 from trimtab.engines.vllm import setup, stepped_runner
 from trimtab.errors import TrimtabError
-from trimtab.types import Completion, SamplingParams
+from trimtab.types import EXTERNAL_VERSION, Completion, SamplingParams
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 
@@ -123,7 +124,7 @@ def test_a_prefix_is_kept_and_the_rest_is_drawn_anew(engine: Any) -> None:
             exact = processed(policy(), prompt, new, FORCED)[torch.arange(12), torch.from_numpy(new.response_ids)]
             np.testing.assert_allclose(new.logp_behavior, exact.numpy(), atol=1e-4)
     assert tokens(after)[0][1] == tokens(before)[0][1]  # an empty prefix is none
-    rows = [engine._request(row, asked[0], FORCED, 2).params.seed for row in _rows(0, 3)]
+    rows = [engine._parameters(row, FORCED, 2, None).seed for row in _rows(0, 3)]
     assert len(set(rows)) == 2  # the numbers that chose the prefix are not used a second time
 
 
@@ -271,3 +272,33 @@ def test_tokens_run_through_the_model_are_counted(engine: Any) -> None:
     assert engine.decoded_tokens - decoded == 4 * 11
     # Two full blocks of 32 are run once for all four samples, what follows them for each.
     assert engine.prefilled_tokens - prefilled == 64 + 4 * 6
+
+
+TURNS = SamplingParams(max_tokens=70, stop=("a", "b", "c"), stop_ids=(7, 8, 20, 21, 22, 23))
+
+
+def test_turns_continue_the_response_so_far(engine: Any) -> None:
+    asked = prompts([5, 40, 70])
+    got = engine.generate(asked, 3, TURNS, seed=3, turns=ScriptedTurns(70))
+    assert tokens(got) == tokens(engine.generate(asked, 3, TURNS, seed=3, turns=ScriptedTurns(70)))
+    observed = 0
+    for prompt, group in zip(asked, got, strict=True):
+        for one in group:
+            exact = processed(policy(), prompt, one, TURNS)
+            chosen = exact[torch.arange(len(one.response_ids)), torch.from_numpy(one.response_ids)].numpy()
+            np.testing.assert_allclose(one.logp_behavior[one.sampled], chosen[one.sampled], atol=1e-4)
+            assert np.isnan(one.logp_behavior[~one.sampled]).all()
+            assert (one.policy_version == np.where(one.sampled, 7, EXTERNAL_VERSION)).all()
+            observed += int((~one.sampled).sum())
+    assert observed > 20
+
+
+def test_an_interrupted_wait_goes_on_with_the_same_observation(engine: Any) -> None:
+    asked = prompts([5, 17])
+    handler, groups = ScriptedTurns(70, late={0: 10**6, 1: 10**6}), None
+    for looks in (40, 80, 10**9):
+        groups = engine.generate(asked, 2, TURNS, seed=3, prefixes=groups, turns=handler, abort=After(looks))
+        handler._late = {}
+    assert groups is not None
+    assert not any(one.finish_reason == "abort" for one in all_of(groups))
+    assert any(one.loss_mask is not None for one in all_of(groups))

@@ -109,10 +109,9 @@ RECIPE_RULES = (
         "[environment] needs sampling.max_tokens: the tokens of a whole episode, results of calls included",
     ),
     Rule(
-        "environment-needs-embedded",
-        lambda f: f.config.environment and (f.config.engine.type != "embedded" or _has_engine_processes(f)),
-        '[environment] needs the embedded engine in this process: set engine.type = "embedded" and leave out '
-        "engine.workers, trainer.max_lag and placement",
+        "environment-needs-this-process",
+        lambda f: f.config.environment and (f.config.engine.type == "server" or _has_engine_processes(f)),
+        "[environment] needs an engine in this process: leave out engine.workers, trainer.max_lag, servers and placement",
     ),
     Rule(
         "environment-excludes",

@@ -19,6 +19,7 @@ from trimtab.types import AbortSignal
 
 @dataclass(frozen=True, slots=True)
 class Request:
+    index: int  # of its response; successive turns of one response are successive requests
     ids: list[int]
     params: Any  # vllm.SamplingParams
 
@@ -34,7 +35,8 @@ class TokenDelta:
     reason: str | None
 
 
-OnTokens = Callable[[int, TokenDelta], bool]  # (index of the request, its new tokens) -> is the response complete?
+OnTokens = Callable[[int, TokenDelta], bool]  # (index of the response, its new tokens) -> is the request complete?
+Joining = Callable[[bool], Sequence[Request]]  # (nothing is running) -> requests that join now
 
 
 class VllmRunner:
@@ -54,23 +56,27 @@ class VllmRunner:
         """Whether one of vLLM's own processes (tensor parallelism) has died: the engine cannot go on without it."""
         return getattr(self._engine.model_executor, "is_failed", False)
 
-    def run(self, requests: Sequence[Request], on_tokens: OnTokens, abort: AbortSignal | None) -> None:
+    def run(self, on_tokens: OnTokens, joining: Joining, abort: AbortSignal | None) -> None:
         """Runs until every request is complete or `abort` is set; then no request is running any more.
+
+        `joining` is called before each step, and returns no request while nothing is running only at the end.
 
         Raises:
             EngineDeadError: one of vLLM's own processes died.
         """
         with self._known_death():
-            self._run(requests, on_tokens, abort)
+            self._run(on_tokens, joining, abort)
 
-    def _run(self, requests: Sequence[Request], on_tokens: OnTokens, abort: AbortSignal | None) -> None:
+    def _run(self, on_tokens: OnTokens, joining: Joining, abort: AbortSignal | None) -> None:
         running: dict[str, int] = {}
         try:
-            for index, request in enumerate(requests):
-                self._count += 1
-                running[str(self._count)] = index
-                self._engine.add_request(str(self._count), {"prompt_token_ids": request.ids}, request.params)
-            while running and not (abort is not None and abort.is_set()):
+            while not (abort is not None and abort.is_set()):
+                for request in joining(not running):
+                    self._count += 1
+                    running[str(self._count)] = request.index
+                    self._engine.add_request(str(self._count), {"prompt_token_ids": request.ids}, request.params)
+                if not running:
+                    return
                 complete = []
                 for output in self._engine.step():
                     index = running.get(output.request_id)

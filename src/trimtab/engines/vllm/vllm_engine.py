@@ -3,8 +3,9 @@
 - Log-probs are vLLM's `processed_logprobs`, of the distribution that was sampled; a token without one is an error.
 - Stop strings are detected here, by the rule of the embedded engine, so that a response ends at the same token with
   every engine; vLLM neither tokenizes nor decodes.
-- Every response has a seed of its own, derived from (seed, prompt, sample). A response that continues a prefix also
-  uses the length of the prefix, because the first random numbers were used for the prefix.
+- Every response has a seed of its own, derived from (seed, prompt, sample). A request that continues a prefix or an
+  earlier turn also uses the length so far, because the first random numbers were used for that.
+- Each turn of a multi-turn response is a request with all ids so far; the prefix cache runs only what is new.
 - A weight update is complete (`weight_manifest.py`, `worker_extension.py`) and resets the prefix cache.
 """
 
@@ -25,10 +26,18 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from trimtab.config import EngineConfig
-from trimtab.engines.embedded.decoding_rows import DecodingRow, Prefixes, build_rows, validate_prefixes, validate_tokens
+from trimtab.engines.embedded.decoding_rows import (
+    DecodingRow,
+    Prefixes,
+    build_rows,
+    mark_aborted,
+    validate_prefixes,
+    validate_tokens,
+)
 from trimtab.engines.remote.shared_weights import SharedWeights, share
-from trimtab.engines.request import refuse_turns, validate_request, validate_vllm_temperature
+from trimtab.engines.request import validate_request, validate_vllm_temperature
 from trimtab.engines.stopping import StopChecker, eos_ids
+from trimtab.engines.turn_exchange import TurnExchange, resume_turns
 from trimtab.engines.vllm import setup
 from trimtab.engines.vllm.stepped_runner import Request, TokenDelta, VllmRunner
 from trimtab.engines.weight_manifest import WeightManifest
@@ -81,25 +90,36 @@ class VllmEngine:
                 `engine.vllm.sampling_mask`; vLLM returned a token without its log-prob.
             EngineDeadError: one of vLLM's own processes died (tensor parallelism).
         """
-        refuse_turns(turns)
         self._check(prompts, samples, sampling, seed)
         validate_prefixes(prefixes, prompts, samples, sampling)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
-        validate_tokens(prefixes, prompts, stop, self._vocabulary)
-        rows = build_rows(len(prompts), samples, sampling, seed, prefixes)
-        unfinished = [row for row in rows if not row.complete]
-        requests = [self._request(row, prompts[row.prompt], sampling, seed) for row in unfinished]
-        for row in unfinished:
-            row.finish = "abort"
+        validate_tokens(prefixes, prompts, stop, self._vocabulary, multi_turn=turns is not None)
+        rows = build_rows(len(prompts), samples, sampling, seed, prefixes, multi_turn=turns is not None)
+        exchange = None if turns is None else TurnExchange(turns, abort)
+        if exchange is not None:
+            resume_turns([row for row in rows if not row.complete], exchange, stop, self.policy_version, sampling)
+        new_rows = [row for row in rows if row.active]
+        unstarted: dict[int, int] = {}  # index of the response -> tokens of its request
+
+        def joining(idle: bool) -> list[Request]:
+            joined = [*new_rows, *_joined_rows(exchange, sampling, idle=idle and not new_rows)]
+            new_rows.clear()
+            requests = []
+            for row in joined:
+                ids = [*prompts[row.prompt].ids.tolist(), *row.ids]
+                params = self._parameters(row, sampling, seed, None if turns is None else turns.max_turn_tokens)
+                requests.append(Request(row.prompt * samples + row.sample, ids, params))
+                unstarted[requests[-1].index] = len(ids)
+            return requests
 
         def on_tokens(index: int, delta: TokenDelta) -> bool:
-            row = unfinished[index]
-            if len(row.ids) == row.prefix_length:
-                self.prefilled_tokens += len(requests[index].ids) - delta.cached
+            if (length := unstarted.pop(index, None)) is not None:
+                self.prefilled_tokens += length - delta.cached
                 self.decoded_tokens -= 1
-            return self._append_tokens(row, delta, sampling, stop)
+            return self._append_tokens(rows[index], delta, sampling, stop, exchange)
 
-        self._runner.run(requests, on_tokens, abort)
+        self._runner.run(on_tokens, joining, abort)
+        mark_aborted(row for row in rows if not row.complete)
         completions = [replace(row.completion(self.policy_version, stop), entropy=None) for row in rows]
         return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
 
@@ -161,21 +181,24 @@ class VllmEngine:
             if sampling.top_k == 0:
                 raise TrimtabError("vLLM returns sampling masks with top_k only: set sampling.top_k as well")
 
-    def _request(self, row: DecodingRow, prompt: Prompt, sampling: SamplingParams, seed: int) -> Request:
+    def _parameters(self, row: DecodingRow, sampling: SamplingParams, seed: int, max_turn_tokens: int | None) -> Any:
         from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
-        key = (row.prompt, row.sample, row.prefix_length) if row.prefix_length else (row.prompt, row.sample)
+        key = (row.prompt, row.sample, len(row.ids)) if row.ids else (row.prompt, row.sample)
         row_seed = int(np.random.SeedSequence(entropy=seed, spawn_key=key).generate_state(1, np.uint64)[0] >> 1)
+        max_tokens = sampling.max_tokens - len(row.ids)
+        if max_turn_tokens is not None:
+            max_tokens = min(max_tokens, max_turn_tokens - len(row.turn_ids))
         temperature, top_k = sampling.temperature, sampling.top_k
         if self._config.vllm.sampling_mask:
             # vLLM then returns masks for every request, and refuses greedy requests and those without top_k.
             temperature, top_k = (temperature, top_k or self._vocabulary) if temperature > 0 else (1.0, 1)
-        params = SamplingParams(
+        return SamplingParams(
             temperature=temperature,
             top_p=sampling.top_p,
             top_k=top_k,
             seed=row_seed,
-            max_tokens=sampling.max_tokens - row.prefix_length,
+            max_tokens=max_tokens,
             # Stops are detected by `StopChecker`; stop ids are passed only to avoid sampling further tokens.
             ignore_eos=True,
             stop_token_ids=[] if sampling.ignore_stop else sorted(self._eos | set(sampling.stop_ids)),
@@ -183,10 +206,17 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        return Request([*prompt.ids.tolist(), *row.ids], params)
 
-    def _append_tokens(self, row: DecodingRow, delta: TokenDelta, sampling: SamplingParams, stop: StopChecker) -> bool:
-        """Appends tokens up to the end of the response and drops any after it; returns whether the end is reached."""
+    def _append_tokens(
+        self,
+        row: DecodingRow,
+        delta: TokenDelta,
+        sampling: SamplingParams,
+        stop: StopChecker,
+        exchange: TurnExchange | None,
+    ) -> bool:
+        """Appends tokens up to the end of the turn and drops any after it; returns whether the end is reached."""
+        max_turn_tokens = None if exchange is None else exchange.max_turn_tokens
         for index, (token, logp) in enumerate(zip(delta.ids, delta.logp, strict=True)):
             if logp is None:
                 raise TrimtabError(f"vLLM returned token {token} without its log-prob: this version cannot be used")
@@ -194,17 +224,18 @@ class VllmEngine:
                 raise DivergedError(
                     "vLLM's log-probs are not finite: its weights have diverged; publish finite weights"
                 )
-            row.ids.append(token)
+            kept = self._kept(delta, index, sampling) if sampling.truncated else None
             # At temperature 0 the log-prob is 0 by definition.
-            row.logp.append(logp if sampling.temperature > 0 else 0.0)
-            if sampling.truncated:
-                row.kept.append(self._kept(delta, index, sampling))
+            row.append(token, logp if sampling.temperature > 0 else 0.0, math.nan, kept)
             self.decoded_tokens += 1
-            if stop.ended([row.ids])[0]:
-                row.finish = "stop"
+            if stop.ended([row.turn_ids])[0]:
+                if exchange is not None:
+                    exchange.submit(row, row.completion(self.policy_version, stop))
+                else:
+                    row.finish, row.complete = "stop", True
                 return True
-            if len(row.ids) == sampling.max_tokens:
-                row.finish = "length"
+            if row.is_full(sampling.max_tokens, max_turn_tokens):
+                row.complete = True
                 return True
         if delta.reason not in (None, "abort"):
             raise TrimtabError(f"vLLM ended a response of {len(row.ids)} tokens early ({delta.reason})")
@@ -216,6 +247,22 @@ class VllmEngine:
         if delta.kept is None or index >= len(delta.kept):
             raise TrimtabError("vLLM returned a token without the set it was drawn from: this version cannot be used")
         return np.sort(np.asarray(delta.kept[index], dtype=np.int64))
+
+
+def _joined_rows(exchange: TurnExchange | None, sampling: SamplingParams, *, idle: bool) -> list[DecodingRow]:
+    """Returns the rows that go on with another turn now; waits for one while nothing is running (`idle`)."""
+    rows: list[DecodingRow] = []
+    while exchange is not None:
+        results = exchange.results(idle=idle)
+        for row, result in results:
+            row.end_turn(result, sampling.max_tokens)
+            while row.observation:
+                row.append(0, 0.0, math.nan, np.empty(0, np.int64) if sampling.truncated else None)
+            if not row.complete:
+                rows.append(row)
+        if not (idle and results) or rows:
+            break
+    return rows
 
 
 def _start(folder: Path | str, config: EngineConfig) -> VllmRunner:
