@@ -111,7 +111,7 @@ RECIPE_RULES = (
     Rule(
         "environment-needs-this-process",
         lambda f: f.config.environment and (f.config.engine.type == "server" or _has_engine_processes(f)),
-        "[environment] needs an engine in this process: leave out engine.workers, trainer.max_lag, servers and placement",
+        "[environment] needs an engine in this process: leave out servers, engine.workers, trainer.max_lag, placement",
     ),
     Rule(
         "environment-excludes",

@@ -70,6 +70,6 @@ def refuse_turns(turns: TurnHandler | None) -> None:
     """Raises `TrimtabError` for multi-turn responses, in engines that do not sample them."""
     if turns is not None:
         raise TrimtabError(
-            "multi-turn episodes need an engine in this process, embedded or vLLM: leave out engine.workers, servers and "
-            "trainer.max_lag"
+            "multi-turn episodes need an engine in this process, embedded or vLLM: leave out servers, engine.workers "
+            "and trainer.max_lag"
         )

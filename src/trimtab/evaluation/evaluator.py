@@ -153,11 +153,11 @@ def _count(
     """Scores a batch and returns its counts; an entry of `answers` is None for a prompt that does not fit."""
     pairs = [(prompt.problem, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group or ()]
     scores = scorer.score(pairs)
-    rest, reward = iter(scores), scorer.rewards[0].name
+    rest = iter(scores)
     results = [
         ProblemResult(prompt.problem.id, samples, 0, 0.0)
         if group is None
-        else _problem_result(prompt.problem, list(itertools.islice(rest, samples)), reward)
+        else _problem_result(prompt.problem, list(itertools.islice(rest, samples)))
         for prompt, group in zip(prompts, answers, strict=True)
     ]
     errors = [score.error or "reward failed" for score in scores if score.total is None]
@@ -174,12 +174,12 @@ def _count(
     )
 
 
-def _problem_result(problem: Problem, scores: Sequence[Score], reward: str) -> ProblemResult | None:
-    """Returns the result of one problem by its first reward; None if every reward failed."""
+def _problem_result(problem: Problem, scores: Sequence[Score]) -> ProblemResult | None:
+    """Returns the result of one problem by the first reward of each response; None if every reward failed."""
     scored = [score for score in scores if score.total is not None]
     if not scored:
         return None
-    correct = sum(score.parts[reward] >= 1.0 for score in scored)
+    correct = sum(next(iter(score.parts.values())) >= 1.0 for score in scored)
     return ProblemResult(problem.id, len(scored), correct, sum(score.total or 0.0 for score in scored) / len(scored))
 
 

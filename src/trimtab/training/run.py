@@ -74,6 +74,12 @@ class RunParts:
     scorer: Scorer
     environment: BuiltEnvironment | None = None
 
+    def close(self) -> None:
+        """Ends the processes of rewards and tools."""
+        self.scorer.close()
+        if self.environment is not None:
+            self.environment.close()
+
 
 def train(
     config: Config,
@@ -115,9 +121,7 @@ def train(
         cleanup.enter_context(join())
         config, built = custom_objective.resolve(config, objective)
         parts = check(config, reward, backends, built, environment)
-        cleanup.callback(parts.scorer.close)
-        if parts.environment is not None:
-            cleanup.callback(parts.environment.close)
+        cleanup.callback(parts.close)
         folder = Path(out or config.out or "runs/run")
         make = partial(RunDirectory.open, folder) if resume else partial(RunDirectory.create, folder, config.dump())
         run = cleanup.enter_context(run_directory(folder, make))
