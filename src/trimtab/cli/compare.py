@@ -166,8 +166,8 @@ def _show(plan: ExperimentPlan, out: Path, page: Path | None, as_json: bool, adv
     grid, order, verdict = summarize(read_table(out)), None, None
     page_texts: dict[str, Any] = {}
     if advice is not None:
-        order, found = by_accuracy(grid), recommend(grid)
-        verdict = Recommendation(found.method, " ".join(filter(None, [found.text, advice.caution])))
+        order, recommended = by_accuracy(grid), recommend(grid)
+        verdict = Recommendation(recommended.method, " ".join(filter(None, [recommended.text, advice.caution])))
         page_texts = {"title": "Methods at the mismatch of a run", "notes": advice.lines, "verdict": verdict.text}
     report = write_experiment_page(grid, out / "report.html", methods=order, **page_texts)
     text = f"{markdown(grid, order)}\n\n{legend(grid)}\n"

@@ -134,9 +134,9 @@ class _HeadScores(torch.autograd.Function):
                 if options.entropy:
                     # Relative to the running total, not of raw logits: no cancellation.
                     logits.sub_(now[:, None])
-                    here = logits.exp().mul_(logits.masked_fill_(logits == -torch.inf, 0)).sum(-1)
+                    entropy_part = logits.exp().mul_(logits.masked_fill_(logits == -torch.inf, 0)).sum(-1)
                     shift = before - now
-                    spread[tokens] = shift.exp() * (spread[tokens] - shift) - here
+                    spread[tokens] = shift.exp() * (spread[tokens] - shift) - entropy_part
                 total[tokens] = now
         ctx.save_for_backward(hidden, weight, bias, ids, kept, total, spread)
         ctx.options = options

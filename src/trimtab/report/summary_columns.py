@@ -118,7 +118,7 @@ def outcome(column: Column, groups: Sequence[Group], *, judged: bool = True) -> 
     return Outcome(column, values, intervals, best(intervals, highest=column.better == "high") if judged else None)
 
 
-def choose_target(groups: Sequence[Group], wanted: float | None) -> Target:
+def choose_target(groups: Sequence[Group], requested: float | None) -> Target:
     """Returns `wanted`, or by default the initial accuracy plus 80% of the gain of the best group."""
     accuracies = [[accuracy_of(run) for run in group.runs] for group in groups]
     evaluations = max(
@@ -126,8 +126,8 @@ def choose_target(groups: Sequence[Group], wanted: float | None) -> Target:
     )
     if evaluations < _MIN_EVALUATIONS:
         return Target(None, "held-out accuracy was measured too seldom to say how soon one was reached: set eval.every")
-    if wanted is not None:
-        return Target(wanted, "as asked for")
+    if requested is not None:
+        return Target(requested, "as asked for")
     before = [accuracy.before for seeds in accuracies for accuracy in seeds if accuracy and accuracy.before is not None]
     tops = [
         [float(accuracy.values.max()) for accuracy in seeds if accuracy and len(accuracy.values)]

@@ -21,10 +21,10 @@ class Exact(Reward):
         def exact(response: Response, problem: Problem) -> float:
             if self.require_stop and response.finish != "stop":
                 return 0.0
-            wanted = problem.answer
+            expected = problem.answer
             for stop in stops:
-                wanted = wanted.removesuffix(stop)
-            return float(response.body(stops) == wanted.strip())
+                expected = expected.removesuffix(stop)
+            return float(response.body(stops) == expected.strip())
 
         return Built(exact, isolated=False)
 

@@ -34,14 +34,14 @@ class MathEqual(Reward):
     def build(self, task: Task) -> Built:
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off; see above
         stops = task.stop
-        wanted = [LatexExtractionConfig(boxed_match_priority=0)]
+        boxed = [LatexExtractionConfig(boxed_match_priority=0)]
 
         def read(text: str, config: list) -> list:
             return parse(text, extraction_config=config, parsing_timeout=None, raise_on_error=True)  # pyright: ignore[reportArgumentType]
 
         @lru_cache(maxsize=1024)  # a group of samples shares its gold answer, and reading one takes milliseconds
         def read_gold(answer: str) -> list:
-            gold = read(f"\\boxed{{{readable(answer)}}}", wanted)
+            gold = read(f"\\boxed{{{readable(answer)}}}", boxed)
             if not gold:
                 raise ValueError(f"cannot read the right answer {answer[:40]!r}; use another reward")
             return gold
@@ -50,11 +50,11 @@ class MathEqual(Reward):
             gold = read_gold(problem.answer)
             answer = readable(response.body(stops))
             if self.where == "anywhere":
-                expressions = read(answer, [*wanted, ExprExtractionConfig()])
+                expressions = read(answer, [*boxed, ExprExtractionConfig()])
             elif "\\boxed" in answer:
-                expressions = read(answer, wanted)
+                expressions = read(answer, boxed)
             else:
-                expressions = read(f"\\boxed{{{answer}}}", wanted) if self.where == "whole" else []
+                expressions = read(f"\\boxed{{{answer}}}", boxed) if self.where == "whole" else []
             return float(verify(gold, expressions, timeout_seconds=None, raise_on_error=True))
 
         return Built(equal, isolated=True)

@@ -38,8 +38,8 @@ def build(options: Options) -> BuiltTask:
     train_seed, test_seed = 2 * SEED_STRIDE * options.seed, SEED_STRIDE * (2 * options.seed + 1)
     test = _test_split(_Source(options, test_seed, DRAWS * options.holdout, "test"), options.holdout)
     excluded = {problem.question for problem in test}
-    wanted = options.examples if options.style == "few-shot" else 0
-    source = _Source(options, train_seed, options.size + wanted, "train")
+    shot_count = options.examples if options.style == "few-shot" else 0
+    source = _Source(options, train_seed, options.size + shot_count, "train")
 
     def train(index: int) -> Problem:
         for attempt in range(REDRAWS):
@@ -48,7 +48,7 @@ def build(options: Options) -> BuiltTask:
                 return problem
         raise TrimtabError(f"{where}: nearly every question is in the test split; lower holdout or widen its config")
 
-    shots = [train(options.size + offset) for offset in range(wanted)]
+    shots = [train(options.size + offset) for offset in range(shot_count)]
     if any(not problem.answer for problem in shots):
         raise TrimtabError(f"{where}: it has no written answers to show; use style = 'chat', or examples = 0")
     excluded.update(problem.question for problem in shots)
@@ -115,13 +115,13 @@ def _dataset(options: Options, seed: int, size: int) -> Any:
 
 
 def _test_split(source: _Source, holdout: int) -> list[Problem]:
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     for index in range(source.size):
         problem = source[index]
-        found.setdefault(problem.question, problem)
-        if len(found) == holdout:
-            return list(found.values())
+        problems.setdefault(problem.question, problem)
+        if len(problems) == holdout:
+            return list(problems.values())
     raise TrimtabError(
-        f"{source.where}: only {len(found)} different questions in {source.size} draws, holdout wants {holdout}; "
+        f"{source.where}: only {len(problems)} different questions in {source.size} draws, holdout wants {holdout}; "
         "lower holdout or widen its config"
     )

@@ -37,8 +37,8 @@ def measure(tables: Iterable[TokenTable], origin: Callable[[], DataSummary], *, 
     without a trained token, and for tables with different columns.
     """
     sizes, drift, sample, ids = SizeSums(), DriftSums(), Sample(), TokenIdView()
-    places = (ProbabilityView(), PositionView(), LengthView(), TurnView(), TurnNumberView())
-    parts: tuple[Part, ...] = (*places, AfterObservationView(), AgeView(), EntropyView())
+    ordered = (ProbabilityView(), PositionView(), LengthView(), TurnView(), TurnNumberView())
+    parts: tuple[Part, ...] = (*ordered, AfterObservationView(), AgeView(), EntropyView())
     scatter = np.zeros((SCATTER, SCATTER), dtype=np.int64)
     responses = trained = 0
     for table in tables:

@@ -34,11 +34,11 @@ class TokenIdView:
 
     def view(self, sample: TokenTable) -> View | None:
         """Returns the ids with the largest sums of k3, largest first, ties by id."""
-        found = np.flatnonzero(self._count)
-        if not len(found):
+        ids = np.flatnonzero(self._count)
+        if not len(ids):
             return None
-        k3 = self._sums[found, 2]
-        top = found[np.lexsort((found, -k3))[:MAX_TOKENS_SHOWN]]
+        k3 = self._sums[ids, 2]
+        top = ids[np.lexsort((ids, -k3))[:MAX_TOKENS_SHOWN]]
         labels = ["other" if number == _LARGEST else str(number) for number in top]
         columns = {
             "id": np.where(top == _LARGEST, -1, top),
@@ -59,6 +59,8 @@ def _envelopes(sample: TokenTable, top: np.ndarray) -> np.ndarray:
     ids, log = known(sample.ids[sample.mask]), (sample.trainer.astype(np.float64) - sample.behavior)[sample.mask]
     order = np.argsort(ids, kind="stable")
     low, high = np.searchsorted(ids[order], top), np.searchsorted(ids[order], top, side="right")
-    found = [log[order[start:end]] for start, end in zip(low, high, strict=True)]
-    envelopes = [np.quantile(values, ENVELOPE) if len(values) >= FEWEST else np.full(3, np.nan) for values in found]
+    log_ratios = [log[order[start:end]] for start, end in zip(low, high, strict=True)]
+    envelopes = [
+        np.quantile(values, ENVELOPE) if len(values) >= FEWEST else np.full(3, np.nan) for values in log_ratios
+    ]
     return np.array(envelopes)

@@ -56,8 +56,8 @@ class DriftSums:
         bucket = (tokens.cluster % np.uint64(CLUSTERS)).astype(np.int64)[tokens.rows]
         index = (2 * bucket + (age != 0)) * _BINS + _surprise(tokens.behavior)
         for at, values in enumerate((None, tokens.k3, tokens.log, np.square(tokens.log))):
-            found = np.bincount(index, weights=values, minlength=self._sums[0].size)
-            self._sums[at] += found.reshape(self._sums[0].shape)
+            sums = np.bincount(index, weights=values, minlength=self._sums[0].size)
+            self._sums[at] += sums.reshape(self._sums[0].shape)
 
     def split(self, seed: int) -> DriftSplit:
         count = self._sums[0].sum(axis=0)  # (2, bins)
@@ -66,9 +66,9 @@ class DriftSums:
         if self._newer:
             return DriftSplit(False, f"{self._newer} tokens are newer than proximal_version: the versions do not fit")
         if count[0].sum() < _FEWEST:
-            found = f"only {int(count[0].sum())} tokens are" if count[0].sum() else "no token is"
+            tokens = f"only {int(count[0].sum())} tokens are" if count[0].sum() else "no token is"
             return DriftSplit(
-                False, f"{found} of age 0 (the youngest is {self._youngest} updates old); {_FEWEST} are needed"
+                False, f"{tokens} of age 0 (the youngest is {self._youngest} updates old); {_FEWEST} are needed"
             )
         lonely = np.convolve(count[0], np.ones(_NEAR), "same") < _FEWEST
         older, k3 = self._sums[1, :, 1].sum(axis=0), self._sums[1].sum()

@@ -53,9 +53,9 @@ class SizeSums:
         self._columns = (RoundingDetector(), RoundingDetector())
 
     def add(self, tokens: TrainedTokens) -> None:
-        table, places = tokens.table, tokens.places
+        table, index = tokens.table, tokens.places
         for column, values in zip(self._columns, (table.behavior, table.trainer), strict=True):
-            column.add(values[places])
+            column.add(values[index])
         if not len(tokens):
             return
         bucket = (tokens.cluster % np.uint64(2 * CLUSTERS)).astype(np.int64)
@@ -92,10 +92,10 @@ class SizeSums:
     def _by_step(self) -> list[dict[str, float]]:
         rows: list[dict[str, float]] = []
         for _, (sums, largest, histogram) in self._steps.rows():
-            found = _statistics(torch.from_numpy(sums), torch.from_numpy(largest[:2]), self._histogram).summary()
+            figures = _statistics(torch.from_numpy(sums), torch.from_numpy(largest[:2]), self._histogram).summary()
             ratios = np.exp(quantiles(histogram.astype(np.int64)[None], QUANTILES)[0]).tolist()
             row = {"step": float(-int(largest[3])), "step_last": float(largest[2])}
-            row |= {name: float(found[name]) for name in _STEP_FIGURES}
+            row |= {name: float(figures[name]) for name in _STEP_FIGURES}
             rows.append(row | dict(zip(_TAILS, ratios, strict=True)))
         return rows
 
@@ -135,8 +135,8 @@ def _intervals(clusters: np.ndarray, figures: Mapping[str, float], seed: int) ->
         values = _statistics(sums, torch.zeros(2), _EMPTY).summary()
         return {name: _SCALES[name][0](values[name]) for name in names}
 
-    found = cluster_intervals(clusters, statistics, seed)
-    return {name: _unscaled(name, figures[name], found[name]) for name in names}
+    intervals = cluster_intervals(clusters, statistics, seed)
+    return {name: _unscaled(name, figures[name], intervals[name]) for name in names}
 
 
 def _unscaled(name: str, value: float, scaled: Interval) -> Interval:

@@ -15,7 +15,7 @@ from trimtab.diagnosis.records import Diagnosis, View
 
 def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
     """Converts to plain lists, numbers and strings; NaN and infinities become None."""
-    measured, wanted = diagnosis.measured, diagnosis.recommendation
+    measured, recommendation = diagnosis.measured, diagnosis.recommendation
     size, origin = measured.size, measured.origin
     result = {
         "verdict": size.verdict,
@@ -25,10 +25,10 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "noise_floor": {"k3": size.floor, "note": size.floor_note},
         "causes": [asdict(cause) for cause in diagnosis.causes],
         "recommendation": {
-            "preset": wanted.preset,
-            "overrides": dict(wanted.overrides),
-            "why": wanted.why,
-            "lines": dict(wanted.lines),
+            "preset": recommendation.preset,
+            "overrides": dict(recommendation.overrides),
+            "why": recommendation.why,
+            "lines": dict(recommendation.lines),
         },
         "outcomes": [asdict(outcome) for outcome in diagnosis.outcomes],
         "split": asdict(measured.split)

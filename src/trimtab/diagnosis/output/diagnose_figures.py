@@ -88,9 +88,9 @@ def envelope_svg(view: View, unit: str, xlabel: str, *, log: bool) -> str:
     Bins with too few tokens for percentiles are omitted.
     """
     assert view.edges is not None
-    there = thick(view)
-    centers = _centers(view.edges, log=log)[there]
-    low, median, high = view.low[there], view.median[there], view.high[there]
+    drawn = thick(view)
+    centers = _centers(view.edges, log=log)[drawn]
+    low, median, high = view.low[drawn], view.median[drawn], view.high[drawn]
 
     def paint(axes: Axes) -> None:
         axes.fill_between(centers, low, high, color=SKY, alpha=0.3, linewidth=0, label="2nd to 98th percentile")
@@ -108,24 +108,24 @@ def envelope_svg(view: View, unit: str, xlabel: str, *, log: bool) -> str:
 
 def thick(view: View) -> np.ndarray:
     """Returns (bins,) bool: bins with enough tokens for percentiles, or all nonempty ones if hardly one has."""
-    there = np.isfinite(view.median) & (view.count > 0)
-    enough = there & (view.count >= FEWEST)
-    return enough if enough.sum() > 1 else there
+    drawn = np.isfinite(view.median) & (view.count > 0)
+    enough = drawn & (view.count >= FEWEST)
+    return enough if enough.sum() > 1 else drawn
 
 
 def bins_svg(name: str, labels: Sequence[str], values: np.ndarray, overall: float, xlabel: str) -> str:
     """Draws k3 of each bin, as bars or, over a wide range, points on a log axis; that of all tokens as a line."""
-    there = np.isfinite(values)
-    places = np.flatnonzero(there)
+    drawn = np.isfinite(values)
+    bins = np.flatnonzero(drawn)
 
     def paint(axes: Axes) -> None:
-        shown = values[there]
+        shown = values[drawn]
         if shown.max(initial=0.0) > _FAR * max(shown.min(initial=np.inf), _LEAST):
-            axes.plot(places, np.maximum(shown, _LEAST), color=BLUE, linewidth=0.8, marker="o", markersize=6)
+            axes.plot(bins, np.maximum(shown, _LEAST), color=BLUE, linewidth=0.8, marker="o", markersize=6)
             _log_k3(axes)
         else:
             axes.set_axisbelow(True)
-            axes.bar(places, shown, width=0.75, color=BLUE)
+            axes.bar(bins, shown, width=0.75, color=BLUE)
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
         if overall > 0:
             axes.axhline(
@@ -141,10 +141,10 @@ def rejected_svg(view: View, rules: Mapping[str, np.ndarray]) -> str:
     """Draws the share of responses that each sequence rule rejects, over bins of response length."""
 
     def paint(axes: Axes) -> None:
-        places = np.arange(len(view.labels))
+        bins = np.arange(len(view.labels))
         for index, (rule, share) in enumerate(rules.items()):
             axes.plot(
-                places,
+                bins,
                 share,
                 color=CYCLE[index % len(CYCLE)],
                 linestyle=STYLES[index % len(STYLES)],

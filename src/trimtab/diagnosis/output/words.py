@@ -205,6 +205,6 @@ def headline(diagnosis: Diagnosis) -> list[str]:
             f"Repair {' and '.join(wrong)} first: the log-probs are wrong, and no correction makes up for that."
         )
     after = "After that, use" if wrong else "Use"
-    wanted = diagnosis.recommendation
-    lines.append(f"{after} {method_text(wanted.preset, wanted.overrides)}.")
+    recommendation = diagnosis.recommendation
+    lines.append(f"{after} {method_text(recommendation.preset, recommendation.overrides)}.")
     return lines

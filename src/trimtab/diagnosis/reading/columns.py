@@ -149,23 +149,23 @@ def _anchor(filled: Mapping[Path, frozenset[str]], layout: Layout, columns: Mapp
 def _missing_column(
     filled: Mapping[Path, frozenset[str]], role: str, layout: Layout, use: str, taken: frozenset[str] = frozenset()
 ) -> TrimtabError:
-    wanted = layout.columns.get(role, (role,))
+    known = layout.columns.get(role, (role,))
     path, names = next(
-        ((path, names) for path, names in filled.items() if not names & set(wanted)), next(iter(filled.items()))
+        ((path, names) for path, names in filled.items() if not names & set(known)), next(iter(filled.items()))
     )
-    called = "" if wanted[0] == role else f" ({layout.framework} calls it {wanted[0]})"
+    called = "" if known[0] == role else f" ({layout.framework} calls it {known[0]})"
     kind = MissingTrainerLogps if layout.framework == "miles" and role == "logp_proximal" else TrimtabError
     return kind(
-        f"{path} has no {role}, {use}{called}; {_list_columns(names, wanted, taken)}. Name it with --columns "
+        f"{path} has no {role}, {use}{called}; {_list_columns(names, known, taken)}. Name it with --columns "
         f"{role}=COLUMN, or: {(taken and layout.trainer_advice) or layout.advice}"
     )
 
 
-def _list_columns(names: frozenset[str], wanted: Sequence[str], taken: frozenset[str] = frozenset()) -> str:
+def _list_columns(names: frozenset[str], known: Sequence[str], taken: frozenset[str] = frozenset()) -> str:
     """Lists the existing columns and suggests a similar name, except for `taken`, which have another role."""
     plain = sorted(" ".join(name.split())[:40] for name in names)
     free = [name for name in plain if name not in taken]
-    close = [match for name in wanted for match in difflib.get_close_matches(name, free, n=1, cutoff=0.7)]
+    close = [match for name in known for match in difflib.get_close_matches(name, free, n=1, cutoff=0.7)]
     more = f" and {len(plain) - _MAX_LISTED} more" if len(plain) > _MAX_LISTED else ""
     meant = f" (did you mean {close[0]!r}?)" if close else ""
     return f"its columns are {', '.join(plain[:_MAX_LISTED])}{more}{meant}"

@@ -44,9 +44,9 @@ class ParquetTable:
             if not file.metadata.num_rows:
                 tally.no_rows += 1
             size = _rows(file.metadata, columns["logp_behavior"], tokens)
-            wanted = sorted(set(columns.values()))
+            names = sorted(set(columns.values()))
             first = 1
-            for batch in file.iter_batches(batch_size=size, columns=wanted, use_threads=False):
+            for batch in file.iter_batches(batch_size=size, columns=names, use_threads=False):
                 yield build_block(
                     {role: batch.column(name) for role, name in columns.items()},
                     range(first, first + batch.num_rows),

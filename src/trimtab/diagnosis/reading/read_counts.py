@@ -68,39 +68,39 @@ class ReadCounts:
 
     def findings(self, anchor: str) -> list[str]:
         """Returns anomalies of the data, one sentence each."""
-        found = []
+        anomalies = []
         for name, count in self.positive.items():
-            found.append(
+            anomalies.append(
                 f"{count} of {self.trained} values of {name} are above 0 (largest {self.largest[name]:.4g}): a "
                 f"log-probability cannot be; check that the column holds natural logarithms"
             )
         for name, count in self.unknown.items():
             if count:
-                found.append(f"{name} is not a finite number in {count} of {self.responses} responses")
+                anomalies.append(f"{name} is not a finite number in {count} of {self.responses} responses")
         if self.damaged:
-            found.append(
+            anomalies.append(
                 f"{_count(self.damaged, 'response')} with values at trained tokens that are not finite: those tokens "
                 f"are left out here, a trainer has to drop the responses"
             )
         if self.trained and self.equal == self.trained:
-            found.append(
+            anomalies.append(
                 f"{anchor} equals logp_behavior bit for bit at all {self.trained} trained tokens: either the numerics "
                 f"are identical or one is a copy of the other (a bypass mode that takes the sampler's log-probs)"
             )
         if self.trained and self.zero == self.trained:
-            found.append("logp_behavior is 0 at every trained token: the sampler reported no log-probs")
+            anomalies.append("logp_behavior is 0 at every trained token: the sampler reported no log-probs")
         if self.no_rows:
-            found.append(f"{_count(self.no_rows, 'file')} without rows")
+            anomalies.append(f"{_count(self.no_rows, 'file')} without rows")
         if self.empty_files:
-            found.append(f"{_count(self.empty_files, 'empty file')}")
+            anomalies.append(f"{_count(self.empty_files, 'empty file')}")
         if self.skipped_files:
-            found.append(
+            anomalies.append(
                 f"{_count(self.skipped_files, 'file')} without the trainer's log-probs left out (ranks of earlier "
                 f"pipeline stages hold none)"
             )
         if self.several_versions:
-            found.append("some responses were written by several versions of the weights; each counts as of its oldest")
-        return found + [f"left out: {reason}, first in {place}" for reason, place in self.first.items()]
+            anomalies.append("some responses are of several versions of the weights; each counts as of its oldest")
+        return anomalies + [f"left out: {reason}, first in {place}" for reason, place in self.first.items()]
 
 
 def _count(number: int, noun: str) -> str:

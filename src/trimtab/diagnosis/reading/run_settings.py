@@ -19,19 +19,19 @@ def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[str, ...]
     None without a run's config.toml beside the files (or beside their `trajectories` folder), or when runs differ.
     """
     recipes = dict.fromkeys(recipe for file in files if (recipe := _recipe_of(file)) is not None)
-    found: list[Settings] = []
+    known: list[Settings] = []
     for recipe in recipes:
         try:
             settings = _settings(tomllib.loads(recipe.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             return None, (f"{recipe} cannot be read ({' '.join(str(error).split())}): its settings are no evidence",)
         if settings is not None:
-            found.append(settings)
-    if not found or len(found) < len(recipes):
+            known.append(settings)
+    if not known or len(known) < len(recipes):
         return None, ()
-    if any(settings != found[0] for settings in found):
+    if any(settings != known[0] for settings in known):
         return None, ("the runs' recipes differ in their numerics: none of them is taken as evidence",)
-    return found[0], ()
+    return known[0], ()
 
 
 def run_of(file: Path) -> Path | None:
@@ -74,10 +74,10 @@ def _coarse(engine: Mapping[str, Any]) -> tuple[str, ...] | None:
     if engine.get("type") == "server":
         return None
     vllm = engine.get("vllm", {})
-    found: Sequence[tuple[str, Any, Sequence[Any]]] = (
+    settings: Sequence[tuple[str, Any, Sequence[Any]]] = (
         ("engine.quantize", engine.get("quantize"), (None, "none")),
         ("engine.noise", engine.get("noise"), (None, 0.0)),
         ("engine.vllm.quantization", vllm.get("quantization"), (None,)),
         ("engine.vllm.kv_cache_dtype", vllm.get("kv_cache_dtype"), (None, "auto", "bfloat16", "float16", "float32")),
     )
-    return tuple(f"{key} = {value}" for key, value, plain in found if value not in plain)
+    return tuple(f"{key} = {value}" for key, value, plain in settings if value not in plain)

@@ -115,17 +115,17 @@ def load(folder: Path, sections: Collection[str] | None = None) -> LoadedCheckpo
 def _verified(folder: Path, sections: Collection[str] | None, ranks: RankGroup) -> list[str]:
     """Names of the files of `sections`, after verifying them; each of several ranks verifies a part."""
     files = _manifest(folder)["files"]
-    wanted = [name for name in files if _is_wanted(name, sections)]
-    for name in wanted[ranks.rank :: ranks.size]:
+    needed = [name for name in files if _is_needed(name, sections)]
+    for name in needed[ranks.rank :: ranks.size]:
         _verify(folder / name, files[name])
-    return wanted
+    return needed
 
 
-def _read(folder: Path, wanted: Sequence[str], sections: Collection[str] | None) -> LoadedCheckpoint:
+def _read(folder: Path, needed: Sequence[str], sections: Collection[str] | None) -> LoadedCheckpoint:
     """Reads the files `wanted`, which must be verified: a damaged header may crash the reader."""
     tensors: dict[str, Mapping[str, Tensor]] = {}
     others: dict[str, bytes] = {}
-    for name in wanted:
+    for name in needed:
         section, inner, _ = name.partition("/")
         if inner:
             tensors[section] = tensors.get(section) or Shards(folder / section)
@@ -154,8 +154,8 @@ def latest(
     listed = json.loads(ranks.broadcast(json.dumps([folder.name for folder in list_checkpoints(root)]).encode()))
     for folder in (root / name for name in reversed(listed)):
         try:
-            wanted = ranks.run_on_all_ranks(partial(_verified, folder, sections, ranks))
-            checkpoint = ranks.run_on_all_ranks(partial(_read, folder, wanted, sections))
+            needed = ranks.run_on_all_ranks(partial(_verified, folder, sections, ranks))
+            checkpoint = ranks.run_on_all_ranks(partial(_read, folder, needed, sections))
         except (TrimtabError, OSError) as error:  # if one rank has an error, all have
             skipped.append(str(error))
             continue
@@ -198,7 +198,7 @@ def mark_best(root: Path, step: int, metric: str, value: float) -> bool:
     return True
 
 
-def _is_wanted(name: str, sections: Collection[str] | None) -> bool:
+def _is_needed(name: str, sections: Collection[str] | None) -> bool:
     return sections is None or name == META or name.removesuffix(_SECTION).partition("/")[0] in sections
 
 

@@ -139,7 +139,7 @@ def test_a_column_of_turns_names_the_turn_where_the_mask_has_other_gaps(seed: in
     mask = shifted.mask
     begins = mask & ~np.concatenate([[False], mask[:-1]])
     first = np.repeat(np.cumsum(begins)[shifted.starts[:-1]], shifted.lengths)
-    holes = mask & (shifted.place == 4)  # an untrained token in every first turn
+    holes = mask & (shifted.position == 4)  # an untrained token in every first turn
     by_column = replace(shifted, mask=mask & ~holes, turn=np.cumsum(begins) - first)
     assert "the shift begins where turn 2 begins (position 2" in only(by_column).evidence
     assert "the shift begins where turn 3 begins" in only(replace(by_column, turn=None)).evidence
