@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import trimtab
+from trimtab.cli.main import run as command
 from trimtab.config import load_config
 from trimtab.diagnosis.output.as_json import as_dict
 from trimtab.runs.trajectories import read
@@ -106,3 +107,17 @@ def test_a_class_with_a_reward_of_its_own(tmp_path: Path) -> None:
     [row] = rows(result.run)
     assert 0 < row["reward/environment"] <= 0.5
     assert row["reward/mean"] == row["reward/environment"]
+
+
+def test_a_run_is_evaluated_with_its_environment(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the tool the model solves none of these products."""
+    command(["eval", str(run), "--problems", "4", "--json"])
+    with_tool = json.loads(capsys.readouterr().out)
+    command(["eval", str(run), "--problems", "4", "--json", "--task", "arithmetic:operation=*,digits=3,examples=2"])
+    without = json.loads(capsys.readouterr().out)
+    assert [accuracy(with_tool) > 0.5, accuracy(without) < 0.5] == [True, True]
+
+
+def accuracy(results: dict[str, Any]) -> float:
+    [result] = results["results"]
+    return result["accuracy"]

@@ -127,11 +127,13 @@ def _task(text: str, sets: Sequence[str]) -> TaskChoice:
 def _recipe(name: str, changes: Sequence[str]) -> TaskChoice:
     from trimtab.config import load_config
     from trimtab.evaluation import TaskSpec
+    from trimtab.rollout.environment_section import environment_spec
     from trimtab.types import RewardSpec
 
     config = load_config(name, changes)
     rewards = tuple(RewardSpec(reward.name, reward.weight, reward.timeout, reward.keywords) for reward in config.reward)
-    spec = TaskSpec(config.task.name, config.task.keywords, rewards, config.sampling.max_tokens)
+    environment = environment_spec(config)
+    spec = TaskSpec(config.task.name, config.task.keywords, rewards, config.sampling.max_tokens, environment)
     return TaskChoice(spec, config.engine.dtype)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from trimtab.environments.chat_format import Chat
 from trimtab.environments.environment import check_class, describe_tool, tool_names
-from trimtab.environments.formats import Format, build_format
+from trimtab.environments.episodes import EpisodeLimits, EpisodeRunner
+from trimtab.environments.formats import build_format
 from trimtab.errors import TrimtabError, did_you_mean, explain
 from trimtab.plugins import load_function
 from trimtab.types import Task
@@ -21,67 +22,100 @@ NAMES = ("python",)
 
 
 @dataclass(frozen=True)
+class EnvironmentSpec:
+    """An environment and how its episodes run.
+
+    Attributes:
+        name: "python", a class, or a user's own class as `module:Class`.
+        options: keywords of the environment; those of a class are arguments of its constructor.
+        format: "tag", "fence", "chat", or a user's own class as `module:Format`.
+        instructions: text before every prompt.
+        turn_tokens: largest number of tokens of a turn; None: those of the whole episode.
+        turns, observation_tokens, timeout, answer: see `EpisodeLimits`.
+    """
+
+    name: str | type
+    options: Mapping[str, Any] = field(default_factory=dict)
+    format: str = "tag"
+    instructions: str = ""
+    turns: int = 5
+    turn_tokens: int | None = None
+    observation_tokens: int = 256
+    timeout: float = 10.0
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
 class BuiltEnvironment:
     """An environment ready for use.
 
     Attributes:
+        spec: how its episodes run.
         kind: its class.
         factory: makes one for an episode.
-        tools: the names of its tools.
         close: ends what all of them share.
     """
 
+    spec: EnvironmentSpec
     kind: Any
     factory: Callable[[], Any]
-    tools: tuple[str, ...]
     close: Callable[[], None] = lambda: None
 
-    def adapt(self, task: Task, form: str, instructions: str) -> Task:
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """The names of the tools."""
+        return tuple(tool_names(self.kind))
+
+    def adapt(self, task: Task) -> Task:
         """Returns `task` with the stops of the format, and instructions or the tools in its prompts.
 
         Raises:
             TrimtabError: the format is unknown, or does not fit the tools or the style of the prompts.
         """
-        if form == "chat":
-            return task.with_tools(stop=(), schemas=self.schemas(), instructions=instructions)
-        return task.with_tools(stop=build_format(form, self.tools).stop, schemas=(), instructions=instructions)
+        chat = self.spec.format == "chat"
+        stop = () if chat else build_format(self.spec.format, self.tools).stop
+        return task.with_tools(stop, self.schemas() if chat else (), self.spec.instructions)
 
-    def format(self, name: str, tokenizer: Any) -> Format:
-        """Returns the format of calls and results. Raises what `adapt` raises, and what `Chat` raises."""
-        return Chat(tokenizer, self.schemas()) if name == "chat" else build_format(name, self.tools)
+    def runner(self, tokenizer: Any, max_tokens: int) -> EpisodeRunner:
+        """Returns the runner of episodes of at most `max_tokens` tokens, observations included.
+
+        Raises:
+            TrimtabError: what `adapt` raises; a chat template that cannot be continued.
+        """
+        spec = self.spec
+        form = Chat(tokenizer, self.schemas()) if spec.format == "chat" else build_format(spec.format, self.tools)
+        limits = EpisodeLimits(
+            spec.turns, spec.turn_tokens or max_tokens, spec.observation_tokens, spec.timeout, spec.answer
+        )
+        return EpisodeRunner(self.factory, form, limits, tokenizer, max_tokens)
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
         """Returns the JSON schemas of the tools."""
         return tuple(describe_tool(getattr(self.kind, tool), f"tool {tool!r}") for tool in self.tools)
 
 
-def build(name: str | type, options: Mapping[str, Any]) -> BuiltEnvironment:
-    """Returns the environment `name`: "python", a class, or a user's own class as `module:Class`.
-
-    Args:
-        options: keywords of the environment; those of a class are arguments of its constructor.
+def build(spec: EnvironmentSpec) -> BuiltEnvironment:
+    """Returns the environment.
 
     Raises:
         TrimtabError: an unknown name or option, a class that is no environment, a sandbox that cannot run here.
     """
-    if not isinstance(name, str):
-        return _of_class(name, name.__name__, options)
+    name = spec.name
     if name == "python":
-        from trimtab.environments import python_environment
-
-        try:
-            checked = python_environment.Options(**options)
-        except ValidationError as error:
-            fields = python_environment.Options.model_fields
-            raise TrimtabError(f"environment {name!r}: {explain(error, fields)}") from None
-        pool = python_environment.build_pool(checked)
-        kind = python_environment.PythonEnvironment
-        return BuiltEnvironment(kind, functools.partial(kind, pool), tuple(tool_names(kind)), pool.close)
-    if ":" not in name:
+        return _python(spec)
+    if isinstance(name, str) and ":" not in name:
         raise TrimtabError(f"unknown environment {name!r}{did_you_mean(name, NAMES)}; write your own as module:Class")
-    return _of_class(load_function(name, "environment"), name, options)
+    kind = load_function(name, "environment") if isinstance(name, str) else name
+    check_class(kind, name if isinstance(name, str) else name.__name__)
+    return BuiltEnvironment(spec, kind, functools.partial(kind, **spec.options))
 
 
-def _of_class(kind: Callable[..., Any], name: str, options: Mapping[str, Any]) -> BuiltEnvironment:
-    check_class(kind, name)
-    return BuiltEnvironment(kind, functools.partial(kind, **options), tuple(tool_names(kind)))
+def _python(spec: EnvironmentSpec) -> BuiltEnvironment:
+    from trimtab.environments.python_environment import Options, PythonEnvironment, build_pool
+
+    try:
+        options = Options(**spec.options)
+    except ValidationError as error:
+        raise TrimtabError(f"environment 'python': {explain(error, Options.model_fields)}") from None
+    pool = build_pool(options)
+    return BuiltEnvironment(spec, PythonEnvironment, functools.partial(PythonEnvironment, pool), pool.close)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trimtab.environments import EnvironmentSpec
 from trimtab.errors import TrimtabError
 from trimtab.types import RewardSpec
 
@@ -17,12 +18,13 @@ Mode = Literal["greedy", "sampled", "relay"]
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task with its options; `reward` and `max_tokens` replace the task's own."""
+    """A task with its options; `reward` and `max_tokens` replace the task's own, `environment` is of its episodes."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     reward: Sequence[RewardSpec] = ()
     max_tokens: int | None = None
+    environment: EnvironmentSpec | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trimtab import rewards, tasks
+from trimtab import environments, rewards, tasks
+from trimtab.environments import BuiltEnvironment
 from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import EvalResult
 from trimtab.evaluation.eval_tables import Results
@@ -37,6 +38,7 @@ class _PreparedTask:
     task: Task
     problems: list[Problem]
     scorer: Scorer
+    environment: BuiltEnvironment | None
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,11 @@ def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitSta
         problems = list(task.test if settings.problems is None else task.test[: settings.problems])
         require_problems(task, problems)
         scorer = stack.enter_context(rewards.build(spec.reward, task))
-        prepared_tasks.append(_PreparedTask(label, spec, task, problems, scorer))
+        environment = None if spec.environment is None else environments.build(spec.environment)
+        if environment is not None:
+            stack.callback(environment.close)
+        adapted = task if environment is None else environment.adapt(task)
+        prepared_tasks.append(_PreparedTask(label, spec, adapted, problems, scorer, environment))
     _require_distinct("task", [prepared.label for prepared in prepared_tasks])
     return prepared_tasks
 
@@ -235,6 +241,9 @@ def _measure(
         max_tokens=settings.max_tokens or prepared.spec.max_tokens or prepared.task.max_tokens,
         stop=prepared.task.stop,
     )
+    environment = prepared.environment
+    if environment is not None and relay_model is not None:
+        raise TrimtabError(f"task {prepared.label!r} has an environment, whose episodes no relay model can begin")
     batches = None
     if store is not None:
         header = _header(sampler, prepared, samples, sampling, settings)
@@ -257,6 +266,7 @@ def _measure(
         relay=Relay(relay_model.engine, settings.relay_ratio) if relay_model is not None else None,
         store=batches,
         context=min(contexts, default=None),
+        episodes=environment.runner(sampler.tokenizer, sampling.max_tokens) if environment is not None else None,
     )
     return replace(result, task=prepared.label)
 
@@ -295,6 +305,7 @@ def _header(
             "options": {key: str(value) for key, value in prepared.spec.options.items()},
             "rewards": [_reward_description(spec) for spec in (prepared.spec.reward or prepared.task.rewards)],
             "problems": digest.hexdigest()[:16],
+            "environment": None if prepared.spec.environment is None else str(prepared.spec.environment),
         },
         "samples": samples,
         **asdict(sampling),

@@ -19,7 +19,6 @@ from trimtab.config.rule import Facts
 from trimtab.config.validation import validate
 from trimtab.engines.factory import build_engines
 from trimtab.environments import BuiltEnvironment
-from trimtab.environments.episodes import EpisodeLimits, EpisodeRunner
 from trimtab.errors import TrimtabError
 from trimtab.models import invariant
 from trimtab.models.laboratory import NAMES as LABORATORY_MODELS
@@ -33,6 +32,7 @@ from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary
 from trimtab.rollout.collector import Collector, PromptStream
 from trimtab.rollout.demonstrations import Demonstrations
+from trimtab.rollout.environment_section import environment_spec
 from trimtab.rollout.prompt_lengths import Survey, max_prompt_tokens
 from trimtab.rollout.source import RolloutSource, SyncSource
 from trimtab.runs import provenance
@@ -193,10 +193,10 @@ def check(
     if config.prefix is not None:
         truncation.build(config.prefix)  # loads a user's function
     task = tasks.build(config.task.name, **config.task.keywords)
-    multi_turn = None
-    if config.environment is not None:
-        multi_turn = environments.build(environment or config.environment.name, config.environment.keywords)
-        task = multi_turn.adapt(task, config.environment.format, config.environment.instructions)
+    episodes = environment_spec(config, environment)
+    multi_turn = None if episodes is None else environments.build(episodes)
+    if multi_turn is not None:
+        task = multi_turn.adapt(task)
     specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
     if reward is not None:
         specs = [RewardSpec(reward)]
@@ -303,25 +303,8 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
         if expert is None
         else Demonstrations.load(expert, parts.task, loaded.tokenizer, sampling, context),
         max_prompt=max_prompt,
-        episodes=_build_episodes(config, parts.environment, loaded.tokenizer, sampling),
+        episodes=None if parts.environment is None else parts.environment.runner(loaded.tokenizer, sampling.max_tokens),
     )
-
-
-def _build_episodes(
-    config: Config, environment: BuiltEnvironment | None, tokenizer: Any, sampling: SamplingParams
-) -> EpisodeRunner | None:
-    section = config.environment
-    if section is None or environment is None:
-        return None
-    limits = EpisodeLimits(
-        section.max_turns,
-        section.max_turn_tokens or sampling.max_tokens,
-        section.max_observation_tokens,
-        section.timeout,
-        section.answer,
-    )
-    form = environment.format(section.format, tokenizer)
-    return EpisodeRunner(environment.factory, form, limits, tokenizer, sampling.max_tokens)
 
 
 def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:

@@ -42,7 +42,11 @@ class Search:
         return f"{limit} results for {text}"
 
 
-SCHEMAS = environments.build(Search, {}).schemas()
+SCHEMAS = environments.build(environments.EnvironmentSpec(Search)).schemas()
+
+
+def of(form: str, instructions: str = "") -> environments.BuiltEnvironment:
+    return environments.build(environments.EnvironmentSpec(Search, format=form, instructions=instructions))
 
 
 def tokenizer(template: str) -> Any:
@@ -110,17 +114,17 @@ def test_templates_that_cannot_be_continued_are_refused() -> None:
 
 
 def test_prompts_show_the_tools(appending: Any) -> None:
-    environment, problem = environments.build(Search, {}), Problem("1", "Find a.", "a")
+    problem = Problem("1", "Find a.", "a")
     task = BuiltTask("t", [problem], [problem], ChatTemplate(), (), (), 8)
-    text = environment.adapt(task, "chat", "").prompt_text(problem, appending)
+    text = of("chat").adapt(task).prompt_text(problem, appending)
     assert '"name": "search"' in text
     assert text.endswith("<|im_start|>user\nFind a.<|im_end|>\n<|im_start|>assistant\n")
     assert '"search"' not in task.prompt_text(problem, appending)
     plain = BuiltTask("t", [problem], [problem], Plain(), (), ("\n",), 8)
     with pytest.raises(TrimtabError, match=r"needs prompts in the chat template"):
-        environment.adapt(plain, "chat", "")
+        of("chat").adapt(plain)
     with pytest.raises(TrimtabError, match=r"task\.system"):
-        environment.adapt(task, "tag", "Example.")
-    adapted = environment.adapt(plain, "tag", "Example. ")
+        of("tag", "Example.").adapt(task)
+    adapted = of("tag", "Example. ").adapt(plain)
     assert adapted.prompt_text(problem, appending) == "Example. Find a."
     assert adapted.stop == ("\n", "</search>")
