@@ -15,7 +15,7 @@ from trimtab.models.laboratory import build
 from trimtab.rollout.async_source import AsyncSource
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.collector import Collector, PromptStream
-from trimtab.types import AbortSignal, Completion, Engine, Prompt, SamplingParams
+from trimtab.types import AbortSignal, Completion, Engine, Prompt, SamplingParams, TurnHandler
 
 _, TOKENIZER = build(0)
 TASK = tasks.build("sort", digits=3, holdout=8)
@@ -48,9 +48,10 @@ class Scripted:
         *,
         seed: int,
         prefixes: Sequence[Sequence[Completion]] | None = None,
+        turns: TurnHandler | None = None,
         abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
-        del sampling, seed
+        del sampling, seed, turns
         call, self.calls = self.calls, self.calls + 1
         version = self.policy_version
         length = self.act(call, abort or threading.Event())

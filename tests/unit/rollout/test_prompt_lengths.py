@@ -135,7 +135,8 @@ def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> 
     config = load_config({"eval": {"problems": 5}})
     with rewards.build([RewardSpec("exact")], source.task) as scorer:
         sampling = SamplingParams(max_tokens=4, stop=(".",))
-        collector = SimpleNamespace(config=config, stream=source, scorer=scorer, sampling=sampling, max_prompt=6)
+        names = {"stream": source, "scorer": scorer, "sampling": sampling, "max_prompt": 6, "episodes": None}
+        collector = SimpleNamespace(config=config, **names)
         held_out = HeldOut.of(collector)  # pyright: ignore[reportArgumentType]
         assert held_out.measure(engine, collector) == (pytest.approx(1 / 5), 5)  # pyright: ignore[reportArgumentType]
     assert [problem.id for problem in held_out.problems] == ["p0", "p2", "p4"]

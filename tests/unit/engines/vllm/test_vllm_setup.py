@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.engines import EOS, SIZE, prompts
+from tests.support.engines import EOS, SIZE
 
 from trimtab.config import EngineConfig, VllmConfig, load_config
 from trimtab.engines.embedded.decoding_rows import build_rows
@@ -87,5 +87,5 @@ def test_requests_that_vllm_accepts_beside_keep_sets(
     engine._vocabulary, engine._eos = SIZE, {EOS}
     sampling = SamplingParams(temperature=temperature, top_k=top_k, max_tokens=5)
     [row] = build_rows(1, 1, sampling, 0, None)
-    params = engine._request(row, prompts([3])[0], sampling, seed=0).params
+    params = engine._parameters(row, sampling, 0, None)
     assert (params.temperature, params.top_k) == asked
