@@ -131,13 +131,18 @@ def test_a_bug_in_an_engine_ends_the_run_at_once(desk: Open) -> None:
 
 
 def test_a_bug_in_one_engine_ends_the_run_though_the_other_keeps_every_batch_ready(desk: Open) -> None:
-    go = threading.Event()
+    called, go = threading.Event(), threading.Event()
 
     def broken(_call: int, _interrupt: AbortSignal) -> int:
+        called.set()
         assert go.wait(30)
         raise ZeroDivisionError
 
-    one = desk(Scripted(broken), Scripted(), in_flight="discard")
+    def second(_call: int, _interrupt: AbortSignal) -> int:
+        assert called.wait(30)  # otherwise it might do all the work, and the broken engine be asked for nothing
+        return LENGTH
+
+    one = desk(Scripted(broken), Scripted(second), in_flight="discard")
     one.feed.take(0, 9)
     go.set()
     with one.buffer.changed:
