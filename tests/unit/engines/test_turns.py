@@ -103,6 +103,7 @@ def assert_close(expected: Groups, got: Groups) -> None:
         np.testing.assert_allclose(a.entropy, b.entropy, atol=1e-4)
 
 
+@pytest.mark.e2e  # several seconds
 @pytest.mark.parametrize(
     ("name", "sampling"), [*((name, STOPS) for name in CONFIGS), ("llama", TRUNCATED), ("gpt2", TRUNCATED)]
 )
@@ -132,6 +133,7 @@ def test_log_probs_are_those_of_one_forward_pass_and_absent_at_observations(name
     assert observations > 20
 
 
+@pytest.mark.e2e  # several seconds
 @pytest.mark.parametrize(
     ("name", "invariant"), [("llama", False), ("gpt2", False), ("mistral-window", False), ("llama", True)]
 )
@@ -183,6 +185,7 @@ def test_nothing_is_prefilled_twice_and_every_token_is_run_once() -> None:
     assert engine.decoded_tokens == sum(len(one.response_ids) - 1 for one in chain(*got))
 
 
+@pytest.mark.e2e  # several seconds
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3-moe"])
 @pytest.mark.parametrize("late", [None, {0: 1000, 2: 4}])
 def test_interrupted_anywhere_it_ends_with_the_same_tokens(name: str, late: dict[int, int] | None) -> None:
