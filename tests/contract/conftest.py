@@ -40,6 +40,9 @@ class Batch:
     off_policy: Tensor
     advantage: Tensor
     turn: Tensor
+    age: Tensor
+    head_current: Tensor
+    head_behavior: Tensor
     sequence_ids: Tensor | None = None
 
     @classmethod
@@ -51,13 +54,22 @@ class Batch:
             return torch.randn(*shape, generator=make, dtype=torch.float64)
 
         base = -normal(rows, time).abs() - 0.05
+        policies = {
+            name: base + spread * normal(rows, time) for name in ("current", "behavior", "proximal", "reference")
+        }
+        # The four most probable of six ids.
+        logits = normal(rows, time, 6)
+        heads = [(logits + spread * normal(rows, time, 6)).log_softmax(-1)[..., :4] for _ in range(2)]
         return cls(
-            **{name: base + spread * normal(rows, time) for name in ("current", "behavior", "proximal", "reference")},
+            **policies,
+            head_current=heads[0],
+            head_behavior=heads[1],
             entropy=normal(rows, time).abs(),
             mask=torch.rand(rows, time, generator=make) < torch.rand(rows, 1, generator=make) * 1.3,
             off_policy=torch.rand(rows, time, generator=make) < 0.3,
             advantage=normal(rows, 1),
             turn=(torch.rand(rows, time, generator=make) < 0.4).long().cumsum(1),
+            age=torch.randint(1, 5, (rows, time), generator=make),
         )
 
     @staticmethod
@@ -79,6 +91,9 @@ class Batch:
             self.off_policy,
             self.sequence_ids,
             self.turn,
+            self.age,
+            self.head_current,
+            self.head_behavior,
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:

@@ -22,11 +22,11 @@ def same(left, right) -> None:
 def test_on_policy_it_is_the_plain_policy_gradient(lab, name, seed, rows, time):
     batch = lab.Batch.random(seed, rows, time)
     policy = batch.current
-    batch = batch.changed(behavior=policy, proximal=policy, reference=policy)
-    kinds = [{}] if name == "oapl" else [{}, {"aggregation": "seq-mean-token-mean"}, {"aggregation": "token-mean"}]
-    kinds += (
-        [] if name == "oapl" else [{"aggregation": "constant", "length_max": 9}, {"aggregation": "seq-mean-token-sum"}]
-    )
+    batch = batch.changed(behavior=policy, proximal=policy, reference=policy, head_behavior=batch.head_current)
+    kinds = [{}]
+    if name not in ("oapl", "gmpo"):  # these have no choice of aggregation
+        kinds += [{"aggregation": "seq-mean-token-mean"}, {"aggregation": "token-mean"}]
+        kinds += [{"aggregation": "constant", "length_max": 9}, {"aggregation": "seq-mean-token-sum"}]
     for shared in [*kinds, {"denominator": "kept"}]:
         obj = lab.objective(name, **shared)
         slope = batch.advantage.expand(policy.shape)
@@ -44,14 +44,14 @@ def test_values_at_padding_change_nothing(lab, name, seed):
     batch = lab.Batch.random(seed)
 
     def with_junk(tensor: Tensor) -> Tensor:
-        if tensor.shape != batch.mask.shape or not tensor.dtype.is_floating_point:
+        if tensor.shape[:2] != batch.mask.shape or not tensor.dtype.is_floating_point:
             return tensor
-        return torch.where(batch.mask, tensor, batch.junk(tensor))
+        return torch.where(batch.mask.view(*batch.mask.shape, *[1] * (tensor.ndim - 2)), tensor, batch.junk(tensor))
 
     def padded(tensor: Tensor) -> Tensor:
         if tensor.shape[1] == 1:
             return tensor
-        more = batch.junk(tensor.new_zeros(tensor.shape[0], 100))
+        more = batch.junk(tensor.new_zeros(tensor.shape[0], 100, *tensor.shape[2:]))
         return torch.cat([tensor, torch.zeros_like(more) if tensor is batch.mask else more], dim=1)
 
     for obj in lab.variants(name):
@@ -71,7 +71,7 @@ def test_an_observation_equals_the_response_with_the_observation_cut_out(lab, na
     def observed(tensor: Tensor) -> Tensor:
         if tensor.shape[1] == 1:
             return tensor
-        middle = batch.junk(tensor.new_zeros(tensor.shape[0], length))
+        middle = batch.junk(tensor.new_zeros(tensor.shape[0], length, *tensor.shape[2:]))
         if tensor is batch.mask:
             middle = torch.zeros_like(middle)
         elif tensor is batch.turn:
@@ -131,8 +131,10 @@ def test_packed_rows_equal_unpacked_ones(lab, name, seed):
     batch = lab.Batch.random(seed, rows=4, time=5)
     ids = torch.arange(4)[:, None].expand(4, 5)
     per_token = batch.changed(sequence_ids=ids, advantage=batch.advantage.expand(4, 5))
-    order = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
-    packed = per_token.map(lambda tensor: tensor.reshape(-1)[order].view(2, 10))
+    # Tokens of different responses in any order, those of one response in their own.
+    labels = ids.reshape(-1)[torch.randperm(20, generator=torch.Generator().manual_seed(seed))]
+    order = torch.empty(20, dtype=torch.long).scatter(0, labels.argsort(stable=True), torch.arange(20))
+    packed = per_token.map(lambda tensor: tensor.flatten(0, 1)[order].unflatten(0, (2, 10)))
     for obj in lab.variants(name):
         rows, slots = lab.run(obj, batch), lab.run(obj, packed)
         assert_close(slots.loss, rows.loss, rtol=1e-9, atol=1e-11)

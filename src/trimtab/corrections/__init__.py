@@ -5,8 +5,9 @@ They read no model, file or configuration, and do not synchronize with the devic
 
 from trimtab.corrections.correction import Sweep, sweep
 from trimtab.corrections.masks import OPSM, Band, Divergence, Evidence, Mask, Veto
+from trimtab.corrections.prefix_budget import PrefixBudget
 from trimtab.corrections.protocols import Peers, Setting
-from trimtab.corrections.ratios import LEVELS, LOG_RATIO_BOUND, TURN_LEVELS, Ratios, log_ratio
+from trimtab.corrections.ratios import LEVELS, LOG_RATIO_BOUND, PREFIX_LEVELS, TURN_LEVELS, Ratios, log_ratio
 from trimtab.corrections.reduce import Sequences, finite_rows, select
 from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics
 from trimtab.corrections.weights import Weight
@@ -15,6 +16,7 @@ __all__ = [
     "LEVELS",
     "LOG_RATIO_BOUND",
     "OPSM",
+    "PREFIX_LEVELS",
     "TURN_LEVELS",
     "Band",
     "Divergence",
@@ -24,6 +26,7 @@ __all__ = [
     "Mean",
     "Mergeable",
     "Peers",
+    "PrefixBudget",
     "RatioStatistics",
     "Ratios",
     "Sequences",

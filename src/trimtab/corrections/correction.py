@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections.masks import Evidence, Mask
-from trimtab.corrections.ratios import TURN_LEVELS, Ratios, log_ratio, units_of
-from trimtab.corrections.reduce import Selection, Sequences, and_, widen
+from trimtab.corrections.ratios import TOKEN_LEVELS, TURN_LEVELS, Ratios, log_ratio, units_of
+from trimtab.corrections.reduce import Selection, Sequences, and_, select, widen
 from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics, total
 from trimtab.corrections.weights import Weight, WeightStatistics
 
@@ -124,7 +124,7 @@ class _Block:
         scratch: Tensor,
     ) -> None:
         log, excess, one, two = scratch
-        self.proximal, self.behavior, self.sequences = proximal, behavior, sequences
+        self.proximal, self.behavior, self.sequences, self.advantage = proximal, behavior, sequences, advantage
         self.selection = Selection(sequences.mask, log.dtype)
         self.scratch = (one, two)
         mismatch = None
@@ -143,20 +143,20 @@ class _Block:
         keep.copy_(self.sequences.mask)
         statistics: dict[str, Mergeable] = {}
         for rule in rules:
-            passed = rule.keep(self.evidence)
-            and_(keep, self._at_tokens(passed))
-            statistics[_unique_name(f"reject/{rule.rule}", statistics)] = self._rejection(passed)
+            passed = self._at_tokens(rule.keep(self.evidence))
+            and_(keep, passed)
+            statistics |= self._rejection(_unique_name(f"reject/{rule.rule}", statistics), passed)
         return statistics
 
     def weigh(self, weight: Weight, out: Tensor, keep: Tensor) -> dict[str, Mergeable]:
         """Writes the bounded weight of every token to `out` and removes from `keep` what the weight's mask rejects."""
         units = units_of(self.sequences, weight.level)
-        per_token = weight.level == "token"
+        per_token = weight.level in TOKEN_LEVELS
         selection = self.selection if per_token else Selection(units.trained, out.dtype)
         ratio = self.mismatch.at(weight.level, out)
         inside = weight.inside(ratio)
         bounded = selection(weight.apply_(ratio))
-        raw = self.histogram if per_token else Histogram.of(self.mismatch.log_at(weight.level), selection)
+        raw = self.histogram if weight.level == "token" else Histogram.of(self.mismatch.log_at(weight.level), selection)
         statistics: dict[str, Mergeable] = {
             "weight": WeightStatistics(
                 raw=raw.counts,
@@ -170,9 +170,9 @@ class _Block:
         if not per_token:
             self.selection(out.copy_(units.spread(bounded)))
         if weight.rejects:
-            passed = units.spread(inside) if weight.level in TURN_LEVELS else inside
-            and_(keep, self._at_tokens(passed))
-            statistics[f"reject/{weight.rule}"] = self._rejection(passed)
+            passed = self._at_tokens(units.spread(inside) if weight.level in TURN_LEVELS else inside)
+            and_(keep, passed)
+            statistics |= self._rejection(f"reject/{weight.rule}", passed)
         return statistics
 
     def rejected(self, keep: Tensor) -> dict[str, Mergeable]:
@@ -194,18 +194,46 @@ class _Block:
         return RatioStatistics.of(self.mismatch, self.proximal, self.behavior, selection, histogram, scratch)
 
     def _at_tokens(self, passed: Tensor) -> Tensor:
-        """Returns a rule's result at every token; it may be per token or per sequence."""
+        """Returns a rule's result, per token or per sequence, so that it broadcasts to every token."""
         return passed if passed.shape == self.sequences.mask.shape else self.sequences.spread(passed)
 
-    def _rejection(self, passed: Tensor) -> Mean:
-        """Returns the share of trained tokens that a rule rejected."""
-        lengths = self.sequences.lengths
-        if passed.shape == lengths.shape:
-            return Mean.of(lengths * ~passed, lengths)
-        return Mean.of(self.sequences.mask & ~passed, lengths)
+    def _rejection(self, name: str, passed: Tensor) -> dict[str, Mergeable]:
+        """Returns the shares of trained tokens and of whole sequences that a rule rejected.
+
+        With advantages also those of positive and of negative advantage; a sequence has the sign of their sum.
+        """
+        sequences, lengths = self.sequences, self.sequences.lengths
+        rejected = sequences.mask & ~passed
+        count = sequences.count(rejected)
+        whole = sequences.trained & (count == lengths)
+        statistics: dict[str, Mergeable] = {
+            name: Mean.of(count, lengths),
+            f"{name}/sequences": Mean.of(whole, sequences.trained),
+        }
+        for sign, (at_tokens, at_sequences) in self._signs.items():
+            trained = sequences.trained & at_sequences
+            statistics[f"{name}/sequences_{sign}"] = Mean.of(whole & at_sequences, trained)
+            if at_tokens is None:
+                statistics[f"{name}/{sign}"] = Mean.of(count * at_sequences, lengths * at_sequences)
+            else:
+                statistics[f"{name}/{sign}"] = Mean.of(rejected & at_tokens, sequences.mask & at_tokens)
+        return statistics
+
+    @cached_property
+    def _signs(self) -> dict[str, tuple[Tensor | None, Tensor]]:
+        """For each sign of the advantage, where it holds: at tokens (None where sequences say it), at sequences."""
+        if self.advantage is None:
+            return {}
+        if self.sequences.ids is None and self.advantage.shape[1] == 1:
+            return {"positive": (None, self.advantage > 0), "negative": (None, self.advantage < 0)}
+        at_tokens = select(self.advantage.expand(self.sequences.mask.shape), self.sequences.mask)
+        total = self.sequences.sum(at_tokens)
+        return {"positive": (at_tokens > 0, total > 0), "negative": (at_tokens < 0, total < 0)}
 
 
 def _unique_name(name: str, taken: dict[str, Mergeable]) -> str:
     """Returns the name, with a number when it is taken: `name`, `name_2`, `name_3`."""
-    count = sum(other == name or other.startswith(f"{name}_") for other in taken)
-    return name if count == 0 else f"{name}_{count + 1}"
+    number = 1
+    while (name if number == 1 else f"{name}_{number}") in taken:
+        number += 1
+    return name if number == 1 else f"{name}_{number}"

@@ -6,6 +6,12 @@ For tokens drawn from q (http://joschu.net/blog/kl-approx.html):
     k2 = l^2 / 2            biased, symmetric under rho -> 1/rho
     k3 = rho - 1 - l        unbiased for KL(q||p), never negative
     tv = |rho - 1|          twice an unbiased estimate of the total variation
+
+Two read the probabilities p, q of the drawn token, as a lower bound of the divergence over the vocabulary
+(data processing; DPPO, arXiv 2602.04879):
+
+    binary_tv = |p - q|
+    binary_kl = KL(Bernoulli(q) || Bernoulli(p))
 """
 
 from __future__ import annotations
@@ -16,7 +22,10 @@ from torch import Tensor
 
 from trimtab.corrections.ratios import Ratios, bounded
 
-DIVERGENCES = ("k1", "k2", "k3", "tv")
+DIVERGENCES = ("k1", "k2", "k3", "tv", "binary_tv", "binary_kl")
+
+_REST_FLOOR = 1e-8
+"""Smallest probability of all other tokens, where log q rounds to 0."""
 
 
 def k1(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -32,8 +41,28 @@ def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return torch.expm1(bounded(log_ratio)) - log_ratio
 
 
-def per_token(kind: str, ratios: Ratios) -> Float[Tensor, "batch time"]:
-    """Returns a divergence at every token, 0 where the mask is False."""
+def probability_gap(log_q: Float[Tensor, "*shape"], log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Returns p - q from log q and log p - log q: max(p, q) * (1 - exp(-|log p/q|)), without cancellation."""
+    larger = (log_q + log_ratio.clamp(min=0)).exp()
+    return log_ratio.sign() * larger * -torch.expm1(-log_ratio.abs())
+
+
+def binary_kl(log_q: Float[Tensor, "*shape"], log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Returns KL(Bernoulli(q) || Bernoulli(p)), never negative.
+
+    The textbook form cancels: in float32 it is negative for two policies that differ by 1e-5 nats.
+    """
+    rest = (-torch.expm1(log_q)).clamp(min=_REST_FLOOR)
+    relative = (-probability_gap(log_q, log_ratio) / rest).clamp(min=-1 + torch.finfo(log_ratio.dtype).eps)
+    return (-log_q.exp() * log_ratio - rest * torch.log1p(relative)).clamp(min=0)
+
+
+def per_token(kind: str, ratios: Ratios, log_q: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
+    """Returns a divergence at every token; `log_q` is the log-prob of the denominator. 0 where the mask is False."""
+    if kind == "binary_tv":
+        return probability_gap(log_q, ratios.log).abs()
+    if kind == "binary_kl":
+        return binary_kl(log_q, ratios.log)
     if kind == "k1":
         return k1(ratios.log)
     if kind == "k2":

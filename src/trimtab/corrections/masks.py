@@ -25,6 +25,10 @@ from trimtab.corrections.weights import VERL_LOWEST, check_bounds, check_word
 Part = TypeVar("Part")
 
 REDUCTIONS = ("token", "mean", "max", "sum")
+OVER = ("proximal", "current")
+"""Policies whose ratio to the sampler a rule can judge."""
+
+VETO_OF = ("ratio", "probability")
 READABLE = ("current", "proximal", "behavior", "advantage", "turn")
 
 
@@ -60,6 +64,10 @@ class Evidence:
     def policy(self) -> Ratios:
         """current/behavior."""
         return _require(self._policy, "policy", "current")
+
+    def over(self, numerator: str) -> Ratios:
+        """The ratio of a policy to the sampler: `mismatch` for "proximal", `policy` for "current"."""
+        return self.mismatch if numerator == "proximal" else self.policy
 
     @property
     def advantage(self) -> Float[Tensor, "batch #time"]:
@@ -102,16 +110,25 @@ class Mask(ABC):
         return {}
 
 
+_SYMBOLS = {"proximal": ("ρ", "π_old"), "current": ("w", "π")}
+
+
 @dataclass(frozen=True)
 class Band(Mask):
-    """Keeps where min <= rho <= max at a level. The bounds are on rho = proximal/behavior, never on its inverse."""
+    """Keeps where min <= ratio <= max at a level. The bounds are on the ratio itself, never on its inverse.
+
+    over: the policy whose ratio to the sampler is judged, "proximal" or "current". A rule over the current policy needs
+        no proximal forward, and is evaluated anew in every forward.
+    """
 
     level: str
     min: Number
     max: Number
+    over: str = "proximal"
 
     def __post_init__(self) -> None:
         check_word(self.level, LEVELS, "Band")
+        check_word(self.over, OVER, "Band")
         check_bounds(self.min, self.max, "Band")
 
     @property
@@ -120,20 +137,23 @@ class Band(Mask):
 
     @property
     def reads(self) -> frozenset[str]:
-        return frozenset({"proximal", "behavior", *(["turn"] if self.level in TURN_LEVELS else [])})
+        return frozenset({self.over, "behavior", *(["turn"] if self.level in TURN_LEVELS else [])})
 
     def keep(self, evidence: Evidence) -> Bool[Tensor, "..."]:
-        ratio = evidence.mismatch.at(self.level)
+        ratio = evidence.over(self.over).at(self.level)
         inside = (ratio >= self.min) & (ratio <= self.max)
         return units_of(evidence.sequences, self.level).spread(inside) if self.level in TURN_LEVELS else inside
 
     def equation(self) -> str:
-        bounds = f"{self.min:g} ≤ {symbol('ρ', self.level)} ≤ {self.max:g}"
-        return f"{bounds}, {definition('ρ', self.level, 'π_old', 'μ')}"
+        letter, policy = _SYMBOLS[self.over]
+        bounds = f"{self.min:g} ≤ {symbol(letter, self.level)} ≤ {self.max:g}"
+        return f"{bounds}, {definition(letter, self.level, policy, 'μ')}"
 
     def peers(self) -> Peers:
-        if self.level in TURN_LEVELS:
-            return {name: Setting(remarks=(f"# {name} has no mask for each turn",)) for name in FRAMEWORKS}
+        if self.over == "current":
+            return _absent("mask on π/μ")
+        if self.level not in ("token", "sequence", "geometric"):
+            return _absent(f"mask for each {'turn' if self.level in TURN_LEVELS else 'prefix'}")
         option = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[self.level]
         # verl compares k1 = -log ratio with the logs of the bounds, and so bounds 1/ratio.
         low, high = (f"{max(1 / max(bound, VERL_LOWEST), VERL_LOWEST):.6g}" for bound in (self.max, self.min))
@@ -154,17 +174,33 @@ class Band(Mask):
         }
 
 
+def _absent(what: str) -> Peers:
+    return {name: Setting(remarks=(f"# {name} has no {what}",)) for name in FRAMEWORKS}
+
+
 @dataclass(frozen=True)
 class Divergence(Mask):
-    """Keeps where a divergence, per token or reduced over the sequence, is at most `max` (nats)."""
+    """Keeps where a divergence, per token or reduced over the sequence, is at most `max`.
+
+    kind: k1, k2, k3 or tv, which read the ratio; binary_tv or binary_kl, which read the probabilities.
+    reduce: token, or the mean, max or sum over the sequence. over: as in `Band`.
+    outward: keep every token whose update brings the current policy nearer to the sampler, or leaves it (A = 0).
+    """
 
     kind: str
     reduce: str
     max: Number
+    over: str = "proximal"
+    outward: bool = False
 
     def __post_init__(self) -> None:
         check_word(self.kind, divergences.DIVERGENCES, "Divergence")
         check_word(self.reduce, REDUCTIONS, "Divergence")
+        check_word(self.over, OVER, "Divergence")
+        if self.outward and (self.reduce, self.over) != ("token", "current"):
+            raise ValueError(
+                'Divergence: outward asks where a token moves, use reduce = "token" and over = "current" with it'
+            )
         if not self.max >= 0:
             raise ValueError(f"Divergence: max = {self.max:g} would reject identical policies, use max >= 0")
 
@@ -174,21 +210,29 @@ class Divergence(Mask):
 
     @property
     def reads(self) -> frozenset[str]:
-        return frozenset({"proximal", "behavior"})
+        return frozenset({self.over, "behavior", *(["advantage"] if self.outward else [])})
 
     def keep(self, evidence: Evidence) -> Bool[Tensor, "..."]:
-        sequences = evidence.sequences
-        values = divergences.per_token(self.kind, evidence.mismatch)
+        sequences, ratios = evidence.sequences, evidence.over(self.over)
+        values = divergences.per_token(self.kind, ratios, evidence.behavior)
         if self.reduce == "token":
-            return values <= self.max
+            near = values <= self.max
+            return near | ~moves_away(ratios.log, evidence.advantage) if self.outward else near
         reduced = {"mean": sequences.mean, "max": sequences.max, "sum": sequences.sum}[self.reduce](values)
         return reduced <= self.max
 
     def equation(self) -> str:
         over = "" if self.reduce == "token" else f"{self.reduce}_t "
-        return f"{over}{self.kind}(π_old/μ) ≤ {self.max:g}"
+        policy = _SYMBOLS[self.over][1]
+        value = {"binary_tv": f"|{policy} − μ|", "binary_kl": f"KL(Bern(μ)‖Bern({policy}))"}.get(
+            self.kind, f"{self.kind}({policy}/μ)"
+        )
+        condition = f"{over}{value} ≤ {self.max:g}"
+        return f"{condition} or A·(π − μ) ≤ 0" if self.outward else condition
 
     def peers(self) -> Peers:
+        if self.over == "current":
+            return self._peers_of_current()
         of = f"{self.kind} of a token" if self.reduce == "token" else f"{self.reduce} {self.kind} of a response"
         absent = {name: Setting(remarks=(f"# {name} has no mask on the {of} ({self.max:g})",)) for name in FRAMEWORKS}
         if self.kind not in ("k2", "k3"):  # verl's k1 bounds both sides
@@ -196,16 +240,40 @@ class Divergence(Mask):
         option = f"token_{self.kind}" if self.reduce == "token" else f"seq_{self.reduce}_{self.kind}"
         return absent | {"verl": Setting({"rollout_rs": option, "rollout_rs_threshold": f"{self.max:g}"})}
 
+    def _peers_of_current(self) -> Peers:
+        dppo = {"binary_tv": "dppo_tv", "binary_kl": "dppo_kl"}
+        absent = dict(_absent("mask on π/μ"))
+        if self.outward and self.kind in dppo:
+            bound = f"{self.max:g}"
+            bounds = {"clip_ratio_low": bound, "clip_ratio_high": bound}
+            remark = "# verl takes old_log_prob for μ: set bypass_mode"
+            absent["verl"] = Setting({"policy_loss": f"{{loss_mode: {dppo[self.kind]}}}", **bounds}, (remark,))
+        return absent
+
+
+def moves_away(log_ratio: Float[Tensor, "batch time"], advantage: Float[Tensor, "batch #time"]) -> Tensor:
+    """Returns True where a step along the advantage takes current/behavior further away from 1; never at A = 0."""
+    return log_ratio.sign() * advantage > 0
+
 
 @dataclass(frozen=True)
 class Veto(Mask):
-    """Rejects a whole sequence when any of its trained tokens has a ratio below `min`, on the raw token ratio."""
+    """Rejects a whole sequence when any of its trained tokens is below `min`, on raw values.
+
+    of: "ratio", the ratio to the sampler (Miles' code), or "probability", that of the numerator policy (the published
+        rule, METHODS 2.6). They differ where the sampler's own probability is tiny.
+    over: as in `Band`.
+    """
 
     min: Number = 1e-4
+    of: str = "ratio"
+    over: str = "proximal"
 
     def __post_init__(self) -> None:
+        check_word(self.of, VETO_OF, "Veto")
+        check_word(self.over, OVER, "Veto")
         if not 0 < self.min < 1:
-            raise ValueError(f"Veto: min = {self.min:g} must lie between 0 and 1, it is a bound on the ratio")
+            raise ValueError(f"Veto: min = {self.min:g} must lie between 0 and 1, it is a bound on the {self.of}")
 
     @property
     def rule(self) -> str:
@@ -213,15 +281,23 @@ class Veto(Mask):
 
     @property
     def reads(self) -> frozenset[str]:
-        return frozenset({"proximal", "behavior"})
+        return frozenset({self.over, "behavior"})
 
     def keep(self, evidence: Evidence) -> Bool[Tensor, "sequences 1"]:
-        return evidence.sequences.max(-evidence.mismatch.log) <= -math.log(self.min)
+        log = evidence.over(self.over).log
+        if self.of == "probability":
+            log = log + evidence.behavior
+        return evidence.sequences.max(-log) <= -math.log(self.min)
 
     def equation(self) -> str:
-        return f"every ρ_t ≥ {self.min:g}, ρ_t = π_old(y_t)/μ(y_t)"
+        letter, policy = _SYMBOLS[self.over]
+        if self.of == "probability":
+            return f"every {policy}(y_t) ≥ {self.min:g}"
+        return f"every {letter}_t ≥ {self.min:g}, {definition(letter, 'token', policy, 'μ')}"
 
     def peers(self) -> Peers:
+        if (self.of, self.over) != ("ratio", "proximal"):
+            return _absent(f"veto on {_SYMBOLS[self.over][1]}{'/μ' if self.of == 'ratio' else ''}")
         remark = "# Miles applies its veto beside a band only (use_rs)"
         return {"Miles": Setting({"rs_veto_threshold": f"{float(self.min)!r}"}, (remark,))}
 

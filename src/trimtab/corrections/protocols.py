@@ -13,6 +13,8 @@ _SYMBOL = {
     "geometric": "{0}_geo",
     "turn": "{0}_turn",
     "turn_product": "{0}_turn",
+    "prefix": "{0}_≤t",
+    "prefix_geometric": "{0}_≤t",
 }
 _VALUE = {
     "token": "{0} = {1}",
@@ -20,11 +22,13 @@ _VALUE = {
     "geometric": "{0} = (Π_t {1})^(1/T)",
     "turn": "{0} = (Π_t {1})^(1/n) over the n tokens of the turn",
     "turn_product": "{0} = Π_t {1} over the tokens of the turn",
+    "prefix": "{0} = Π_t {1} over the tokens up to this one",
+    "prefix_geometric": "{0} = (Π_t {1})^(1/n) over the n tokens up to this one",
 }
 
 
 def symbol(letter: str, level: str) -> str:
-    """Returns the symbol of a ratio at a level: ρ_t, ρ, ρ_geo or ρ_turn."""
+    """Returns the symbol of a ratio at a level: ρ_t, ρ, ρ_geo, ρ_turn or ρ_≤t."""
     return _SYMBOL[level].format(letter)
 
 

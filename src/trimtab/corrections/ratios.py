@@ -4,6 +4,7 @@
     sequence    rho     = exp(sum_t m_t l_t)                  (the product)
     geometric   rho     = exp(sum_t m_t l_t / T)              (length-normalised, GSPO)
     turn, turn_product  the geometric mean and the product over one model turn instead of the sequence
+    prefix, prefix_geometric  the product and the geometric mean over the sequence up to and including the token
 
 All values are computed in float32 (float64 stays float64) and selected by the mask before `exp`.
 """
@@ -19,8 +20,11 @@ from torch import Tensor
 
 from trimtab.corrections.reduce import Sequences, select, widen
 
-LEVELS = ("token", "sequence", "geometric", "turn", "turn_product")
+LEVELS = ("token", "sequence", "geometric", "turn", "turn_product", "prefix", "prefix_geometric")
 TURN_LEVELS = ("turn", "turn_product")
+PREFIX_LEVELS = ("prefix", "prefix_geometric")
+TOKEN_LEVELS = ("token", *PREFIX_LEVELS)
+"""Levels with a value of its own for each token."""
 PRODUCTS = ("sequence", "turn_product")
 
 Number = float | int
@@ -42,12 +46,14 @@ def log_ratio(
 def at_level(log_ratio: Float[Tensor, "batch time"], sequences: Sequences, level: str) -> Float[Tensor, "batch time"]:
     """Returns the log-ratio of a level at every token, with the gradient of that token's own log-prob.
 
-    Above token level the value is that of the sequence or turn and the gradient that of l_t (the GSPO-token form,
-    arXiv 2507.18071), so that clipping acts on the whole sequence or turn while every token keeps its own gradient.
+    Above token level the value is that of the sequence, turn or prefix and the gradient that of l_t (the GSPO-token
+    form, arXiv 2507.18071), so that clipping acts on the whole unit while every token keeps its own gradient.
     """
     if level == "token":
         return log_ratio
     value = log_ratio.detach()
+    if level in PREFIX_LEVELS:
+        return _prefix(value, sequences, level) + (log_ratio - value)
     units = units_of(sequences, level)
     reduce = units.sum if level in PRODUCTS else units.mean
     return units.spread(reduce(value)) + (log_ratio - value)
@@ -56,6 +62,14 @@ def at_level(log_ratio: Float[Tensor, "batch time"], sequences: Sequences, level
 def units_of(sequences: Sequences, level: str) -> Sequences:
     """Returns what a level above tokens has one ratio for: the sequences, or their turns."""
     return sequences.turns if level in TURN_LEVELS else sequences
+
+
+def _prefix(log_ratio: Float[Tensor, "batch time"], sequences: Sequences, level: str) -> Float[Tensor, "batch time"]:
+    """Returns the sum or the mean over the trained tokens up to each token, 0 where untrained."""
+    total = sequences.prefix_sum(log_ratio)
+    if level == "prefix_geometric":
+        total = total / sequences.positions.clamp(min=1)
+    return select(total, sequences.mask)
 
 
 def bounded(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -93,20 +107,22 @@ class Ratios:
         return self.log_sequence / self.sequences.lengths.clamp(min=1)
 
     def log_at(self, level: str) -> Tensor:
-        """Log-ratio (batch, time) at token level, (sequences, 1) or (turns, 1) otherwise."""
+        """Log-ratio (batch, time) at the levels of tokens and prefixes, (sequences, 1) or (turns, 1) otherwise."""
         if level == "token":
             return self.log
+        if level in PREFIX_LEVELS:
+            return _prefix(self.log, self.sequences, level)
         if level in TURN_LEVELS:
             turns = self.sequences.turns
             return (turns.sum if level in PRODUCTS else turns.mean)(self.log)
         return self.log_sequence if level == "sequence" else self.log_geometric
 
     def at(self, level: str, out: Tensor | None = None) -> Tensor:
-        """Ratio (batch, time) at token level, (sequences, 1) or (turns, 1) otherwise.
+        """Ratio (batch, time) at the levels of tokens and prefixes, (sequences, 1) or (turns, 1) otherwise.
 
-        In a new tensor, or at token level in `out`.
+        In a new tensor, or in `out` where there is one for each token.
         """
-        if level == "token":
+        if level in TOKEN_LEVELS:
             # Not excess + 1, which leaves three digits of a ratio of 1e-5: current/proximal of that token may be 1e5.
-            return torch.clamp(self.log, -LOG_RATIO_BOUND, LOG_RATIO_BOUND, out=out).exp_()
+            return torch.clamp(self.log_at(level), -LOG_RATIO_BOUND, LOG_RATIO_BOUND, out=out).exp_()
         return bounded(self.log_at(level)).exp()

@@ -109,16 +109,19 @@ class Sequences:
         return replace(self, ids=ids, turn=None)
 
     @cached_property
-    def _slots(self) -> Int[Tensor, "positions"]:
+    def slots(self) -> Int[Tensor, "positions"]:
+        """The place of each position's sequence in the results of reductions; padding has a place of its own."""
+        if self.ids is None:
+            rows = torch.arange(len(self.mask), device=self.mask.device)
+            return rows[:, None].expand_as(self.mask).reshape(-1)
         # One extra slot collects the padding. A trained token with a negative id keeps that id, so that scatter raises
         # an index error instead of dropping the token.
-        assert self.ids is not None
         padding = (self.ids < 0) & ~self.mask
         return torch.where(padding, self.ids.numel(), self.ids).reshape(-1).to(torch.int64)
 
     def _scatter(self, values: Float[Tensor, "batch time"], reduce: str) -> Float[Tensor, "sequences 1"]:
         zeros = values.new_zeros(values.numel() + 1)
-        total = zeros.scatter_reduce(0, self._slots, values.reshape(-1), reduce, include_self=reduce == "sum")
+        total = zeros.scatter_reduce(0, self.slots, values.reshape(-1), reduce, include_self=reduce == "sum")
         return total[:-1, None]
 
     def sum(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
@@ -146,7 +149,30 @@ class Sequences:
         if self.ids is None:
             return per_sequence
         padding = per_sequence.new_zeros((1, 1))
-        return torch.cat([per_sequence, padding])[self._slots, 0].view(self.mask.shape)
+        return torch.cat([per_sequence, padding])[self.slots, 0].view(self.mask.shape)
+
+    def prefix_sum(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
+        """Sum over each sequence up to and including each token.
+
+        Raises `ValueError` with a process group, whose ranks hold different parts of a sequence.
+        """
+        if self.group is not None:
+            raise ValueError(
+                "a prefix cannot be summed over a process group: use another level, or whole rows per rank"
+            )
+        if self.ids is None:
+            return values.cumsum(dim=1)
+        order = self.slots.argsort(stable=True)
+        ordered, slots = values.reshape(-1)[order].double(), self.slots[order]
+        running = ordered.cumsum(0)
+        first = torch.searchsorted(slots, slots)  # the place of the first token of the same sequence
+        sums = running - (running - ordered)[first]
+        return torch.empty_like(sums).scatter(0, order, sums).view(values.shape).to(values.dtype)
+
+    @cached_property
+    def positions(self) -> Float[Tensor, "batch time"]:
+        """Number of trained tokens of the sequence up to and including each token: 1 at its first trained token."""
+        return self.prefix_sum(self.mask.to(torch.float32))
 
     def count(self, where: Bool[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
         """Number of tokens of each sequence at which `where` is True; it must be False outside the mask."""
@@ -163,7 +189,7 @@ class Sequences:
         if self.ids is None:
             return torch.ones_like(self.mask[:, :1])
         present = torch.zeros(self.mask.numel() + 1, dtype=torch.bool, device=self.mask.device)
-        return present.index_fill(0, self._slots, True)[:-1, None]
+        return present.index_fill(0, self.slots, True)[:-1, None]
 
     @cached_property
     def trained(self) -> Bool[Tensor, "sequences 1"]:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from trimtab.corrections.protocols import FRAMEWORKS, Peers, Setting, definition, symbol
-from trimtab.corrections.ratios import LEVELS, TURN_LEVELS, Number
+from trimtab.corrections.ratios import LEVELS, TOKEN_LEVELS, TURN_LEVELS, Number
 from trimtab.corrections.statistics import Histogram, Mergeable
 
 BOUNDS = ("truncate", "clip", "mask")
@@ -113,14 +113,16 @@ class Weight:
 
     def definition(self) -> str:
         """Returns the definitions of the symbols in `equation`."""
-        units = {"token": "tokens", **dict.fromkeys(TURN_LEVELS, "turns")}.get(self.level, "sequences")
+        units = {**dict.fromkeys(TOKEN_LEVELS, "tokens"), **dict.fromkeys(TURN_LEVELS, "turns")}
+        units = units.get(self.level, "sequences")
         mean = f", w̄ = mean of the bounded weight over the update's {units}" if self.normalize else ""
         return definition("ρ", self.level, "π_old", "μ") + mean
 
     def peers(self) -> Peers:
         """Returns the settings of the same weight in other frameworks."""
-        if self.level in TURN_LEVELS:
-            return {name: Setting(remarks=(f"# {name} has no weight for each turn",)) for name in FRAMEWORKS}
+        if self.level not in ("token", "sequence", "geometric"):
+            unit = "turn" if self.level in TURN_LEVELS else "prefix"
+            return {name: Setting(remarks=(f"# {name} has no weight for each {unit}",)) for name in FRAMEWORKS}
         return {"verl": self._verl(), "TRL": self._trl(), "Miles": self._miles()}
 
     def _verl(self) -> Setting:

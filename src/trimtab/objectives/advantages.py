@@ -1,4 +1,4 @@
-"""Group-relative advantages from rewards: one value per response, without gradient, computed in float64."""
+"""Advantages from rewards, relative to the group or the batch: one value per response, no gradient, in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch import Tensor
 from trimtab.corrections.ratios import Number
 from trimtab.errors import TrimtabError, did_you_mean
 
-KINDS = ("grpo", "dr-grpo", "rloo", "optimal")
+KINDS = ("grpo", "dr-grpo", "rloo", "optimal", "batch-mean")
+
+WITHOUT_GROUPS = ("batch-mean",)
+"""Kinds that compare with the whole batch: one response for each prompt is enough."""
 
 STD_EPS = 1e-6
 
@@ -28,6 +31,7 @@ def advantages(
         grpo     (r - mean) / (std + 1e-6), std with n - 1               arXiv 2402.03300
         dr-grpo  r - mean                                                arXiv 2503.20783
         rloo     r - mean of the others                                  arXiv 2402.14740
+        batch-mean  r - mean over the batch, whatever the groups         FlashREINFORCE
         optimal  r - V, V = beta ln mean exp(r / beta), beta = value_beta (1.0)   OAPL, arXiv 2602.19362 eq. 2
 
     A group of equal rewards, or of one response, gives exactly 0. The dtype is that of the rewards (float32 for
@@ -44,11 +48,12 @@ def advantages(
         raise TrimtabError(f"rewards {tuple(values.shape)} and groups {tuple(members.shape)} must both be (batch,)")
     if not bool(torch.isfinite(values).all()):
         raise TrimtabError("rewards must be finite: drop failed samples before computing advantages")
-    result = (
-        _optimal(values, members, 1.0 if value_beta is None else value_beta)
-        if kind == "optimal"
-        else _centered(kind, values, members)
-    )
+    if kind == "optimal":
+        result = _optimal(values, members, 1.0 if value_beta is None else value_beta)
+    elif kind == "batch-mean":
+        result = _centered("dr-grpo", values, torch.zeros_like(members))
+    else:
+        result = _centered(kind, values, members)
     return result.to(rewards.dtype if rewards.dtype.is_floating_point else torch.float32).unsqueeze(1)
 
 

@@ -94,7 +94,7 @@ class Observed:
     ) -> Observed:
         sequences = Sequences(mask, sequence_ids, turn=turn)
         ratios = Ratios(log_ratio(proximal, behavior, mask), sequences)
-        values = (ratios.log_sequence, ratios.log_geometric, sequences.mean(divergences.per_token("k3", ratios)))
+        values = (ratios.log_sequence, ratios.log_geometric, sequences.mean(divergences.k3(ratios.log)))
         by_sequence, by_mean, k3 = (value[sequences.trained].double().cpu() for value in values)
         by_turn = None
         if turn is not None:
@@ -196,10 +196,10 @@ def _bounds(preset: str) -> Iterator[_Bound]:
             yield _Bound("weight_min", level, limits, _low)
         yield _Bound("weight_max", level, limits, _high)
     for mask in built.masks:
-        if isinstance(mask, Band):
+        if isinstance(mask, Band) and mask.over == "proximal":
             yield _Bound("keep_min", mask.level, MASK[mask.level], _low)
             yield _Bound("keep_max", mask.level, MASK[mask.level], _high)
-        elif isinstance(mask, Divergence):
+        elif isinstance(mask, Divergence) and (mask.kind, mask.reduce, mask.over) == ("k3", "mean", "proximal"):
             yield _Bound("divergence_max", "k3", DIVERGENCE, _divergence)
         elif isinstance(mask, OPSM):
             yield _Bound("delta", "geometric", DELTA, _delta)

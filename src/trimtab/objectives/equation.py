@@ -19,6 +19,8 @@ def render(objective: Objective) -> str:
     loss = f"loss = −1/D Σ {'·'.join(factors)}·{objective.surrogate.equation(symbol('r', ratio.level))}"
     if objective.kl.coef > 0:
         loss += f" + {objective.kl.coef:g}·KL"
+    if objective.centering is not None:
+        loss += " + 1/D Σ m·A·C"
     if objective.entropy_coef > 0:
         loss += f" − {objective.entropy_coef:g}·H"
     lines = [loss, f"  {definition('r', ratio.level, 'π', _POLICY[ratio.over])}"]
@@ -26,6 +28,8 @@ def render(objective: Objective) -> str:
         lines.append(f"  {weight.definition()}")
     lines += [f"  keep where {rule.equation()}" for rule in objective.masks]
     lines += [f"  {line}" for line in objective.surrogate.notes()]
+    if objective.centering is not None:
+        lines.append(f"  {objective.centering.equation()}")
     lines.append(f"  D: {_denominator(objective)}")
     lines.append(f"  A: {objective.advantage} advantage")
     if objective.kl.coef > 0:

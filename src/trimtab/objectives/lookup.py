@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from inspect import Parameter
 from numbers import Integral, Real
@@ -10,6 +11,7 @@ from typing import Any
 
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.aggregation import Aggregation
+from trimtab.objectives.composition import COMPOSED, PART_KEYS, compose
 from trimtab.objectives.objective import Objective
 from trimtab.objectives.presets import PRESETS, Preset
 from trimtab.objectives.regularizers import KL
@@ -21,6 +23,11 @@ def objectives() -> list[str]:
     return list(PRESETS)
 
 
+def is_preset(name: str) -> bool:
+    """Whether a name is that of a preset."""
+    return name in PRESETS
+
+
 def is_own(name: str) -> bool:
     """Whether a name refers to a custom function. Building it runs that code."""
     return ":" in name
@@ -29,43 +36,86 @@ def is_own(name: str) -> bool:
 def keywords_of(name: str) -> dict[str, Any]:
     """Returns every keyword of an objective, specific and shared, with its default (`Parameter.empty` where required).
 
+    Not listed are parts (`composition.PART_KEYS`) and `advantage` beside them, which every objective takes.
     Raises `TrimtabError` for an unknown name, and for a function whose keywords have no names.
     """
     constructor = _constructor(name)
+    if name == COMPOSED:
+        return _shared_keywords(None)
     specific = {key: parameter.default for key, parameter in _parameters(name, constructor).items()}
-    base = None if is_own(name) else constructor()
+    shared = _shared_keywords(None if is_own(name) else constructor())
+    return specific | {key: default for key, default in shared.items() if key not in specific}
+
+
+def _shared_keywords(base: Objective | None) -> dict[str, Any]:
+    """Returns the keywords that all objectives have; a regression over responses has no choice of aggregation."""
     kind = KL().kind if base is None else base.kl.kind
     shared = {"denominator": "original", "kl": kind, "kl_coef": 0.0, "entropy_coef": 0.0}
-    if name != "oapl":
-        aggregation = Aggregation() if base is None else base.aggregation
-        shared = {"aggregation": aggregation.kind, "length_max": aggregation.length_max} | shared
-    return specific | {key: default for key, default in shared.items() if key not in specific}
+    if base is not None and base.name == "oapl":
+        return shared
+    aggregation = Aggregation() if base is None else base.aggregation
+    return {"aggregation": aggregation.kind, "length_max": aggregation.length_max} | shared
 
 
 def objective(name: str, **overrides: Any) -> Objective:
     """Builds a named objective with some of its keywords changed.
 
-    name: a preset, or `module:function` for a function that returns an `Objective`; its parameters are the keywords.
+    name: a preset; `module:function` for a function that returns an `Objective`, whose parameters are the keywords; or
+        `composed`, an objective of the given parts alone.
 
-    Besides the parameters of its constructor in presets.py, every objective takes `aggregation`, `length_max`,
+    Parts replace those of the objective, and masks are added to its own: `ratio`, `surrogate`, `weight`, `mask` (a
+    list) and `centering`, each a table of the part's fields with `kind` where there are several, or the part itself
+    (docs/objectives.md); `advantage` beside them is the kind of advantage.
+
+    Besides the parameters of its constructor in presets/, every objective takes `aggregation`, `length_max`,
     `denominator`, `kl`, `kl_coef` and `entropy_coef`; `oapl` takes no `aggregation` and no `length_max`. Raises
     `TrimtabError` for an unknown name or keyword, a wrong type, a missing value, and a keyword without effect.
     """
+    parts = {key: overrides.pop(key) for key in PART_KEYS if key in overrides}
     known = keywords_of(name)
+    advantage = overrides.pop("advantage", None) if parts and "advantage" not in known else None
     for key in overrides:
         if key not in known:
-            raise TrimtabError(f"objective {name!r} has no keyword {key!r}{did_you_mean(key, known)}")
+            raise TrimtabError(f"objective {name!r} has no keyword {key!r}{did_you_mean(key, [*known, *PART_KEYS])}")
     for key, default in known.items():
         if default is Parameter.empty and key not in overrides:
             raise TrimtabError(f"objective {name!r} needs the keyword {key!r}: give it a value")
     values = {key: _convert(name, key, value, known[key]) for key, value in overrides.items()}
-    constructor = _constructor(name)
-    specific = _parameters(name, constructor)
     try:
-        base = _build(name, constructor, {key: value for key, value in values.items() if key in specific})
-        return _apply_shared(base, {key: value for key, value in values.items() if key not in specific})
+        if not parts:
+            return _from_keywords(name, values)
+        return _with_parts(name, values, parts, advantage)
     except ValueError as error:
         raise TrimtabError(f"objective {name!r}: {error}") from error.__cause__
+
+
+def _from_keywords(name: str, values: Mapping[str, Any]) -> Objective:
+    if name == COMPOSED:
+        return compose(None, {})
+    constructor = _constructor(name)
+    specific = _parameters(name, constructor)
+    base = _build(name, constructor, {key: value for key, value in values.items() if key in specific})
+    return _apply_shared(base, {key: value for key, value in values.items() if key not in specific})
+
+
+def _with_parts(name: str, values: Mapping[str, Any], parts: Mapping[str, Any], advantage: str | None) -> Objective:
+    """Builds an objective with parts given beside its keywords.
+
+    The aggregation is applied with the parts, since a surrogate may not fit the preset's own. Raises `TrimtabError` for
+    a keyword that only changes a part which is replaced.
+    """
+    if name == COMPOSED:
+        return compose(None, _completed(None, values, parts), advantage)
+    specific = {key: value for key, value in values.items() if key in _parameters(name, _constructor(name))}
+    shared = {key: value for key, value in values.items() if key not in specific}
+    base = _from_keywords(name, specific)
+    built = compose(base, _completed(base, shared, parts), advantage)
+    for key in specific:
+        others = {other: value for other, value in specific.items() if other != key}
+        plain = _from_keywords(name, others)
+        if plain != base and compose(plain, _completed(plain, shared, parts), advantage) == built:
+            raise TrimtabError(f"{key} has no effect beside the given {', '.join(parts)}: leave it out")
+    return built
 
 
 def _constructor(name: str) -> Preset:
@@ -74,9 +124,9 @@ def _constructor(name: str) -> Preset:
         if not callable(function):
             raise TrimtabError(f"objective {name!r} is {type(function).__name__}, not a function of its keywords")
         return function
-    if name not in PRESETS:
-        raise TrimtabError(f"unknown objective {name!r}{did_you_mean(name, PRESETS)}")
-    return PRESETS[name]
+    if name not in PRESETS and name != COMPOSED:
+        raise TrimtabError(f"unknown objective {name!r}{did_you_mean(name, [*PRESETS, COMPOSED])}")
+    return PRESETS.get(name, Objective)
 
 
 def _parameters(name: str, constructor: Preset) -> dict[str, Parameter]:
@@ -106,21 +156,32 @@ def _build(name: str, constructor: Preset, keywords: dict[str, Any]) -> Objectiv
     return built
 
 
-def _apply_shared(base: Objective, given: dict[str, Any]) -> Objective:
+def _apply_shared(base: Objective, given: Mapping[str, Any]) -> Objective:
     """Returns `base` with the given shared keywords changed."""
-    if "kl" in given and "kl_coef" not in given and base.kl.coef == 0:
+    return replace(base, **_shared_parts(base, given))
+
+
+def _completed(base: Objective | None, given: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parts with those that the shared keywords describe."""
+    return {**parts, **_shared_parts(base, given)}
+
+
+def _shared_parts(base: Objective | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `Objective` that the given shared keywords change."""
+    kl = KL() if base is None else base.kl
+    if "kl" in given and "kl_coef" not in given and kl.coef == 0:
         raise TrimtabError(f"kl = {given['kl']!r} has no effect without kl_coef")
     changes: dict[str, Any] = {key: given[key] for key in ("entropy_coef",) if key in given}
     # Parts are replaced only when one of their keywords is given: a custom objective may use a subclass.
     if given.keys() & {"aggregation", "denominator", "length_max"}:
-        previous = base.aggregation
+        previous = Aggregation() if base is None else base.aggregation
         kind = given.get("aggregation", previous.kind)
         length_max = previous.length_max if kind == previous.kind else None
         denominator = given.get("denominator", previous.denominator)
         changes["aggregation"] = Aggregation(kind, denominator, given.get("length_max", length_max))
     if given.keys() & {"kl", "kl_coef"}:
-        changes["kl"] = KL(given.get("kl", base.kl.kind), given.get("kl_coef", base.kl.coef))
-    return replace(base, **changes)
+        changes["kl"] = KL(given.get("kl", kl.kind), given.get("kl_coef", kl.coef))
+    return changes
 
 
 def _convert(name: str, key: str, value: Any, default: Any) -> Any:

@@ -15,17 +15,19 @@ from torch import Tensor
 from trimtab.corrections.correction import Sweep, sweep
 from trimtab.corrections.masks import READABLE, Mask
 from trimtab.corrections.ratios import TURN_LEVELS, Number, at_level, beyond_bound, log_ratio
-from trimtab.corrections.reduce import Selection, Sequences, select
+from trimtab.corrections.reduce import Selection, Sequences, select, widen
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.advantages import KINDS
 from trimtab.objectives.aggregation import Aggregation
+from trimtab.objectives.centering import Centering
 from trimtab.objectives.metrics import Metrics
 from trimtab.objectives.policies import PolicyLogps, Ratio
 from trimtab.objectives.regularizers import KL
 from trimtab.objectives.state import State
-from trimtab.objectives.surrogates import Surrogate, Terms
+from trimtab.objectives.surrogate import Surrogate, Terms
+from trimtab.objectives.surrogates import Reinforce
 
 
 class Output(NamedTuple):
@@ -50,6 +52,7 @@ class Objective:
     masks: tuple[Mask, ...] = ()
     aggregation: Aggregation = field(default_factory=Aggregation)
     kl: KL = field(default_factory=KL)
+    centering: Centering | None = None
     entropy_coef: Number = 0.0
     advantage: str = "grpo"
     notes: tuple[str, ...] = ()
@@ -61,6 +64,8 @@ class Objective:
         refused = self.surrogate.refusal(self.ratio, self.aggregation, corrected=self._corrects)
         if refused is not None:
             raise TrimtabError(f"{self.name}: {refused}")
+        if self.centering is not None:
+            _validate_centering(self, self.centering)
         if self.advantage not in KINDS:
             raise TrimtabError(
                 f"{self.name}: unknown advantage {self.advantage!r}{did_you_mean(self.advantage, KINDS)}"
@@ -82,7 +87,9 @@ class Objective:
     def policy_needs(self) -> frozenset[str]:
         """The part of `needs` that the policy term reads. What only the KL term reads does not correct the mismatch."""
         turn = {"turn"} if self.ratio.level in TURN_LEVELS else set[str]()
-        return frozenset({self.ratio.over}) | turn | self.surrogate.reads | (self._swept(self.masks) - {"current"})
+        heads = set[str]() if self.centering is None else {"head_current", "head_behavior"}
+        own = frozenset({self.ratio.over}) | turn | heads | self.surrogate.reads
+        return own | (self._swept(self.masks) - {"current"})
 
     @property
     def needs(self) -> frozenset[str]:
@@ -167,8 +174,14 @@ class Objective:
         policy = -_weighted_sum(select(value, keep), self.aggregation.scale(sequences, kept, state))
         scale = self.aggregation.scale_original(sequences, state)
         regularizer, regularizer_statistics = self._regularizers(logps, terms, scale)
-        loss = policy + regularizer + self._guard(logps, terms.on_policy)
-        statistics = {**statistics, **regularizer_statistics, **({} if correction is None else correction.statistics)}
+        centering, centering_statistics = self._center(logps, terms, scale)
+        loss = policy + regularizer + centering + self._guard(logps, terms.on_policy)
+        statistics = {
+            **statistics,
+            **regularizer_statistics,
+            **centering_statistics,
+            **({} if correction is None else correction.statistics),
+        }
         own_statistics = _ratio_statistics(terms) | _loss_statistics(policy, logps.mask, keep, state)
         return Output(loss, Metrics({**statistics, **own_statistics}))
 
@@ -198,6 +211,8 @@ class Objective:
         mask = logps.mask
         if advantage.shape not in ((mask.shape[0], 1), mask.shape):
             raise ValueError(f"advantage has shape {tuple(advantage.shape)}, expected {(mask.shape[0], 1)}")
+        if self.surrogate.per_response and sequences.ids is None and advantage.shape[1] != 1:
+            raise ValueError(f"{self.name} needs one advantage per response, shape (batch, 1)")
         on_policy = mask & ~logps.required("off_policy", self.name) if "off_policy" in self.needs else mask
         current = logps.required("current", self.name)
         logp = select(current, mask)
@@ -210,6 +225,10 @@ class Objective:
             mask=mask,
             on_policy=on_policy,
             sequences=sequences,
+            behavior=select(logps.required("behavior", self.name).detach(), on_policy)
+            if "behavior" in self.surrogate.reads
+            else None,
+            age=logps.required("age", self.name) if "age" in self.surrogate.reads else None,
         )
 
     def _state(self, sequences: Sequences, correction: Sweep | None, terms: Terms | None) -> State:
@@ -248,6 +267,17 @@ class Objective:
             statistics["entropy/mean"] = Mean.of(entropy, terms.mask)
         return total, statistics
 
+    def _center(self, logps: PolicyLogps, terms: Terms, scale: Tensor) -> tuple[Tensor, dict[str, Mergeable]]:
+        """Returns the centering term over the original mask, and its statistics."""
+        if self.centering is None:
+            return terms.logp.new_zeros(()), {}
+        sampled = terms.on_policy[..., None]
+        current = torch.where(sampled, widen(logps.required("head_current", self.name)), -torch.inf)
+        behavior = torch.where(sampled, widen(logps.required("head_behavior", self.name).detach()), -torch.inf)
+        value = self.centering(current, behavior)
+        statistics: dict[str, Mergeable] = {"centering/head_mass": Mean.of(behavior.exp().sum(-1), terms.on_policy)}
+        return _weighted_sum(value * terms.advantage, scale), statistics
+
     def _to_sampler(self, logps: PolicyLogps, terms: Terms) -> Tensor:
         """Returns log(current/behavior); where a token has no behavior policy, 0 with the gradient of its log-prob."""
         to_behavior = terms.token_log_ratio
@@ -271,13 +301,33 @@ def _validate_parts(objective: Objective) -> None:
         raise TrimtabError(f"{objective.name}: masks = {masks!r} must be a tuple of rejection rules (Mask)")
     kinds = {"ratio": Ratio, "surrogate": Surrogate, "aggregation": Aggregation, "kl": KL}
     kinds |= {} if objective.weight is None else {"weight": Weight}
+    kinds |= {} if objective.centering is None else {"centering": Centering}
     for name, kind in kinds.items():
         part = getattr(objective, name)
         if not isinstance(part, kind):
             raise TrimtabError(f"{objective.name}: {name} = {part!r} is not an instance of {kind.__name__}")
+    if len(set(masks)) < len(masks):
+        raise TrimtabError(f"{objective.name}: the same rejection rule is given twice: leave one out")
     for rule in masks:
         for name in sorted(rule.reads - set(READABLE)):
             raise TrimtabError(f"{objective.name}: {rule.rule} reads {name!r}{did_you_mean(name, READABLE)}")
+
+
+def _validate_centering(objective: Objective, centering: Centering) -> None:
+    """Raises `TrimtabError` where the centering does not belong to the weight of the sampled token."""
+    weight = objective.weight
+    for level in (objective.ratio.level, *([] if weight is None else [weight.level])):
+        if level != "token":
+            raise TrimtabError(
+                f"{objective.name}: centering subtracts the expected score of single tokens, and the ratio or weight "
+                f'has level {level!r}: use level "token"'
+            )
+    surrogate = objective.surrogate
+    if isinstance(surrogate, Reinforce) and surrogate.ceiling != centering.ceiling:
+        raise TrimtabError(
+            f"{objective.name}: the ceiling of the surrogate ({surrogate.ceiling:g}) and of the centering "
+            f"({centering.ceiling}) must be the same function of the ratio: give both the same value"
+        )
 
 
 def _weighted_sum(values: Tensor, scale: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from trimtab.corrections.weights import check_word
 class Ratio:
     """The ratio current/proximal or current/behavior.
 
-    level: token, sequence (product), geometric, turn (geometric over a model turn) or turn_product.
+    level: token, sequence (product), geometric, turn (geometric over a model turn), turn_product, prefix (product over
+        the tokens up to this one) or prefix_geometric.
     over: the denominator, proximal or behavior.
     """
 
@@ -43,6 +44,9 @@ class PolicyLogps:
     sequence_ids (batch, time) int in [0, batch * time), negative at padding; default: one row is one sequence
     turn        (batch, time) int, number of the model turn of each token in its sequence, negative at padding; an
                 untrained observation may have any number. Read by levels of turns
+    age         (batch, time) int, training steps since the policy that sampled the token began a step, 1 for the newest
+    head_current (batch, time, head) log-probs of the ids in the sampler's head at each position, with gradient
+    head_behavior (batch, time, head) the sampler's log-probs of these ids, its most probable ones; -inf for none
 
     Raises `ValueError` when shapes differ or a mask is not bool.
     """
@@ -56,6 +60,9 @@ class PolicyLogps:
     off_policy: Bool[Tensor, "batch time"] | None = None
     sequence_ids: Int[Tensor, "batch time"] | None = None
     turn: Int[Tensor, "batch time"] | None = None
+    age: Int[Tensor, "batch time"] | None = None
+    head_current: Float[Tensor, "batch time head"] | None = None
+    head_behavior: Float[Tensor, "batch time head"] | None = None
 
     @property
     def sequences(self) -> Sequences:
@@ -67,14 +74,20 @@ class PolicyLogps:
             tensor = getattr(self, item.name)
             if tensor is None:
                 continue
-            if tensor.ndim != 2 or tensor.shape != self.mask.shape:
+            head = item.name.startswith("head_")
+            if tensor.ndim != (3 if head else 2) or tensor.shape[:2] != self.mask.shape:
                 raise ValueError(
                     f"{item.name} has shape {tuple(tensor.shape)}, mask {tuple(self.mask.shape)}: "
-                    "all must be (batch, time)"
+                    f"{'it must be (batch, time, head)' if head else 'all must be (batch, time)'}"
                 )
         for name, tensor in (("mask", self.mask), ("off_policy", self.off_policy)):
             if tensor is not None and tensor.dtype != torch.bool:
                 raise ValueError(f"{name} must be bool, not {tensor.dtype}")
+        heads = [tuple(head.shape) for head in (self.head_current, self.head_behavior) if head is not None]
+        if len(set(heads)) > 1:
+            raise ValueError(
+                f"head_current has shape {heads[0]}, head_behavior {heads[1]}: both must hold the same ids"
+            )
 
     def required(self, name: str, reader: str) -> Tensor:
         """Returns a field; raises `ValueError` naming the field and `reader` when it is None."""

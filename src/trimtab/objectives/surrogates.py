@@ -1,114 +1,19 @@
-"""Surrogates: the per-token term that is maximized, as a function of log-ratio and advantage.
-
-A surrogate reads selected tensors (0 where untrained) and a ratio whose exponent is bounded, so that all values are
-finite and a token rejected later leaves no NaN in the gradient. A new one is a frozen dataclass that inherits from
-`Surrogate`, here or in a file of your own: docs/objectives.md.
-"""
+"""Surrogates that clip or cap the ratio, that leave it alone, and the regression of OAPL."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from trimtab.corrections.protocols import Peers, Setting
-from trimtab.corrections.ratios import TURN_LEVELS, Number, bounded
-from trimtab.corrections.reduce import Sequences
-from trimtab.corrections.statistics import Mean, Mergeable
-from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.corrections.ratios import Number
+from trimtab.errors import TrimtabError
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.policies import Ratio
-from trimtab.objectives.state import NO_EVIDENCE, State
-
-HARM_FLOOR = 1e-12
-"""Smallest |advantage| for which a token can count as harmful (M2PO's official code)."""
-
-SECOND_MOMENT_FORMS = ("cap", "mask")
-
-
-@dataclass(frozen=True, eq=False)
-class Terms:
-    """The inputs of a surrogate, all (batch, time) and 0 where the mask is False.
-
-    log_ratio: at the objective's level, not bounded, with the gradient of each token's own log-prob.
-    token_log_ratio: the same at token level.
-    logp: log pi of the current policy, with gradient.
-    on_policy: trained tokens that have a behavior policy; False at LUFFY's external tokens.
-    """
-
-    log_ratio: Float[Tensor, "batch time"]
-    token_log_ratio: Float[Tensor, "batch time"]
-    logp: Float[Tensor, "batch time"]
-    advantage: Float[Tensor, "batch time"]
-    mask: Bool[Tensor, "batch time"]
-    on_policy: Bool[Tensor, "batch time"]
-    sequences: Sequences
-
-    @property
-    def ratio(self) -> Float[Tensor, "batch time"]:
-        """The ratio, its exponent bounded, with gradient."""
-        return bounded(self.log_ratio).exp()
-
-    def share(self, name: str, where: Bool[Tensor, "batch time"]) -> dict[str, Mergeable]:
-        """Returns the share of trained tokens at which `where` holds, as a metric."""
-        return {name: Mean.of(where & self.mask, self.mask)}
-
-
-Value = tuple[Float[Tensor, "batch time"], dict[str, Mergeable]]
-
-
-class Surrogate(ABC):
-    """The base class of policy terms. A subclass is a frozen dataclass with `__call__` and `equation`."""
-
-    @abstractmethod
-    def __call__(self, terms: Terms, state: State) -> Value:
-        """Returns the term of each token (to be maximized), and statistics such as clipped shares by metric key."""
-
-    @abstractmethod
-    def equation(self, ratio: str) -> str:
-        """Returns the term as text with its numbers; `ratio` is the symbol of the ratio."""
-
-    def notes(self) -> tuple[str, ...]:
-        """Returns further lines of the equation: definitions of symbols and warnings."""
-        return ()
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """Fields of `PolicyLogps` read besides `current` and the ratio's denominator."""
-        return frozenset()
-
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
-        """Returns why it cannot be combined with these parts, or None. `corrected`: there is a weight or a mask."""
-        return None
-
-    @property
-    def single_policy(self) -> bool:
-        """Whether one policy must have sampled each whole response."""
-        return False
-
-    @property
-    def spans(self) -> bool:
-        """Whether it needs the `evidence` of the whole update before the first micro-batch."""
-        return False
-
-    def evidence(self, terms: Terms) -> Float[Tensor, "tokens"]:
-        """Returns the values that `State.evidence` collects, `NO_EVIDENCE` for tokens without one. No gradient."""
-        raise NotImplementedError
-
-    def unbounded(self) -> Surrogate:
-        """Returns the surrogate without its clip or bound."""
-        return self
-
-    def peers(self, level: str) -> Peers:  # noqa: ARG002
-        """Returns the settings of the same term in other frameworks; one without an equivalent has no entry.
-
-        `level` is that of the ratio.
-        """
-        return {}
+from trimtab.objectives.state import State
+from trimtab.objectives.surrogate import Surrogate, Terms, Value
 
 
 @dataclass(frozen=True)
@@ -157,7 +62,7 @@ class Clipped(Surrogate):
         return Unclipped()
 
     def peers(self, level: str) -> Peers:
-        if level in TURN_LEVELS:
+        if level not in ("token", "sequence", "geometric"):
             return {}
         trl: dict[str, str] = {}
         miles: dict[str, str] = {}
@@ -187,7 +92,7 @@ class Clipped(Surrogate):
 class Reinforce(Surrogate):
     """sg[min(r, ceiling)] A log pi: the ratio is a capped weight, every token keeps a gradient.
 
-    CISPO (arXiv 2506.13585) with an absolute ceiling and no floor (ScaleRL, arXiv 2510.13786).
+    CISPO (arXiv 2506.13585) with an absolute ceiling and no floor (ScaleRL, arXiv 2510.13786); `inf` for no ceiling.
     """
 
     ceiling: Number = 5.0
@@ -202,13 +107,14 @@ class Reinforce(Surrogate):
         return value, terms.share("clip/high", ratio > self.ceiling)
 
     def equation(self, ratio: str) -> str:
-        return f"sg[min({ratio}, {self.ceiling:g})] A log π"
+        weight = ratio if self.ceiling == math.inf else f"min({ratio}, {self.ceiling:g})"
+        return f"sg[{weight}] A log π"
 
     def unbounded(self) -> Surrogate:
         return Unclipped()
 
     def peers(self, level: str) -> Peers:
-        if level in TURN_LEVELS:
+        if level not in ("token", "sequence", "geometric"):
             return {}
         relative = {"clip_ratio_low": "1.0", "clip_ratio_high": f"{self.ceiling - 1:g}"}
         return {
@@ -255,6 +161,10 @@ class Regression(Surrogate):
         return None
 
     @property
+    def per_response(self) -> bool:
+        return True
+
+    @property
     def single_policy(self) -> bool:
         return True
 
@@ -289,75 +199,6 @@ class Shaped(Surrogate):
         if not corrected:
             return None
         return "Shaped trains tokens without a behavior policy, which a weight or a mask would read: leave these out"
-
-
-@dataclass(frozen=True)
-class SecondMoment(Surrogate):
-    """r A while the second moment of the log-ratios is within `tau`: M2PO (arXiv 2510.01161), in two forms.
-
-    cap: over harmful tokens (A > 0, r > 1 or A < 0, r < 1); r is clipped at exp(+-c), where the cap c keeps their
-        capped second moment at `tau` (the official code).
-    mask: over all trained tokens; those with the largest |log r| are dropped until the mean square of the rest is at
-        most `tau`, and nothing is clipped (the paper). Dropped tokens stay in the denominator.
-    """
-
-    tau: Number = 0.04
-    form: str = "cap"
-
-    def __post_init__(self) -> None:
-        if not self.tau > 0:
-            raise TrimtabError(f"tau = {self.tau:g}: the second moment allowed must be more than 0")
-        if self.form not in SECOND_MOMENT_FORMS:
-            raise TrimtabError(f"unknown form {self.form!r}{did_you_mean(self.form, SECOND_MOMENT_FORMS)}")
-
-    @property
-    def spans(self) -> bool:
-        return True
-
-    def evidence(self, terms: Terms) -> Float[Tensor, "tokens"]:
-        """Returns |log-ratio| of the tokens in the second moment, negative for all others. No gradient."""
-        log = terms.log_ratio.detach()
-        counted = terms.on_policy
-        if self.form == "cap":
-            counted = (log * terms.advantage.sign() > 0) & (terms.advantage.abs() > HARM_FLOOR)
-        return torch.where(counted, log.abs(), NO_EVIDENCE).reshape(-1)
-
-    def __call__(self, terms: Terms, state: State) -> Value:
-        return self._capped(terms, state) if self.form == "cap" else self._masked(terms, state)
-
-    def _capped(self, terms: Terms, state: State) -> Value:
-        cap, advantage = state.second_moment_cap(self.tau).to(terms.logp.dtype), terms.advantage
-        # The log is clamped, not the ratio: a token exactly at the cap stays unclipped whatever the rounding of exp.
-        clipped = bounded(terms.log_ratio.clamp(-cap, cap)).exp()
-        value = torch.minimum(terms.ratio * advantage, clipped * advantage)
-        log = terms.log_ratio.detach()
-        statistics = {
-            **terms.share("clip/low", (advantage < 0) & (log < -cap)),
-            **terms.share("clip/high", (advantage > 0) & (log > cap)),
-        }
-        return value, statistics
-
-    def _masked(self, terms: Terms, state: State) -> Value:
-        limit = state.second_moment_limit(self.tau).to(terms.logp.dtype)
-        outside = terms.log_ratio.detach().abs() > limit
-        value = torch.where(outside, 0.0, terms.ratio * terms.advantage)
-        return value, terms.share("clip/second_moment", outside)
-
-    def equation(self, ratio: str) -> str:
-        if self.form == "cap":
-            return f"min({ratio} A, clip({ratio}, e^−c, e^c) A)"
-        return f"1[|log {ratio}| ≤ c]·{ratio} A"
-
-    def notes(self) -> tuple[str, ...]:
-        if self.form == "cap":
-            return (f"c: largest harmful |log r| whose capped second moment stays below {self.tau:g}; ∞ within it",)
-        return (
-            f"c: largest |log r| of the update up to which the mean of log² r is at most {self.tau:g}; "
-            "what is beyond stays in D",
-        )
-
-    def unbounded(self) -> Surrogate:
-        return Unclipped()
 
 
 @dataclass(frozen=True)

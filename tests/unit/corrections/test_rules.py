@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from trimtab.corrections import OPSM, Band, Divergence, Veto, Weight, sweep
+from trimtab.corrections import OPSM, Band, Divergence, PrefixBudget, Veto, Weight, sweep
 
 
 def row(*ratios: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,11 +134,52 @@ def test_rules_are_anded_and_each_counts_from_the_original_mask():
     shares = {name: float(part.summary()[""]) for name, part in results.statistics.items()}
     assert shares == {
         "reject/band_token": 0.5,
+        "reject/band_token/sequences": 0.0,
         "reject/k2_token": 0.5,
+        "reject/k2_token/sequences": 0.0,
         "reject/band_token_2": 0.75,
+        "reject/band_token_2/sequences": 0.0,
         "reject/tokens": 0.75,
         "reject/sequences": 0.0,
     }
+
+
+def test_each_rule_counts_tokens_and_responses_by_the_sign_of_the_advantage():
+    """Tokens: 1 of 2 and 2 of 2 rejected at A > 0, 0 of 2 at A < 0, 1 of 2 at A = 0."""
+    behavior = torch.full((4, 2), -1.0)
+    proximal = behavior + torch.tensor([[3.0, 0.0], [3.0, 3.0], [0.0, 0.0], [3.0, 0.0]])
+    advantage = torch.tensor([[1.0], [0.5], [-1.0], [0.0]])
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    ids = torch.arange(4)[:, None].expand(4, 2)
+    by_token = {"advantage": advantage.expand(4, 2)}
+    for extra in ({"advantage": advantage}, by_token, {**by_token, "sequence_ids": ids}):
+        results = sweep(proximal, behavior, mask, masks=[Band("token", 0.5, 2.0)], **extra)
+        shares = {name: float(part.summary()[""]) for name, part in results.statistics.items()}
+        assert shares == {
+            "reject/band_token": 0.5,
+            "reject/band_token/sequences": 0.25,
+            "reject/band_token/positive": 0.75,
+            "reject/band_token/sequences_positive": 0.5,
+            "reject/band_token/negative": 0.0,
+            "reject/band_token/sequences_negative": 0.0,
+            "reject/tokens": 0.5,
+            "reject/sequences": 0.25,
+        }
+
+
+def test_a_veto_bounds_the_ratio_or_the_probability():
+    """A token that both policies find improbable: the ratio is 1/2, its probability under the trainer 5e-5."""
+    behavior = torch.tensor([[1e-4, 0.9]]).log()
+    proximal = torch.tensor([[5e-5, 0.9]]).log()
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    for veto, expected in (
+        (Veto(1e-4), True),
+        (Veto(1e-4, of="probability"), False),
+        (Veto(4e-5, of="probability"), True),
+    ):
+        assert sweep(proximal, behavior, mask, masks=[veto]).keep.all() == expected
+    current = sweep(None, behavior, mask, masks=[Veto(1e-4, "probability", "current")], current=proximal)
+    assert not current.keep.any()
 
 
 def test_geometric_statistics_ignore_padding():
@@ -162,6 +203,12 @@ def test_geometric_statistics_ignore_padding():
         lambda: Divergence("k3", "median", 0.1),
         lambda: Divergence("k3", "mean", -0.1),
         lambda: Veto(2.0),
+        lambda: Veto(1e-4, of="odds"),
+        lambda: Band("token", 0.5, 2.0, "reference"),
+        lambda: Divergence("binary_tv", "mean", 0.1, "current", outward=True),
+        lambda: Divergence("binary_tv", "token", 0.1, outward=True),
+        lambda: PrefixBudget(max=0.0),
+        lambda: PrefixBudget(quantile=1.5),
     ],
 )
 def test_invalid_bounds_are_refused(wrong):

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from trimtab.errors import TrimtabError
 from trimtab.objectives import (
     OPSM,
+    AgedClip,
     Band,
+    Banded,
+    Centering,
     Clipped,
     Divergence,
+    GammaWeight,
+    GeometricClip,
+    GrowingClip,
     LogProb,
+    PrefixBudget,
+    QuadraticPenalty,
     Ratio,
     Regression,
     Reinforce,
     SecondMoment,
     Shaped,
+    SoftGate,
+    Unclipped,
     Weight,
     keywords_of,
     objective,
@@ -27,6 +39,15 @@ PPO, HIGHER, WIDE = Clipped(0.2, 0.2), Clipped(0.2, 0.28), Clipped(0.5, 3.0, 10.
 BY_TOKEN, BY_SEQUENCE = "token-mean", "seq-mean-token-mean"
 GEO = Band("geometric", 0.99, 1.01)
 
+
+def over_current(kind: str, reduce: str, largest: float) -> Divergence:
+    return Divergence(kind, reduce, largest, "current")
+
+
+def outward(kind: str, largest: float) -> Divergence:
+    return Divergence(kind, "token", largest, "current", outward=True)
+
+
 TABLE = {
     "grpo": (TOKEN, PPO, None, (), BY_SEQUENCE, "grpo"),
     "dapo": (TOKEN, HIGHER, None, (), BY_TOKEN, "grpo"),
@@ -35,6 +56,7 @@ TABLE = {
     "cispo": (TOKEN, Reinforce(5.0), None, (), BY_TOKEN, "grpo"),
     "reinforce": (TOKEN, LogProb(), None, (), BY_TOKEN, "grpo"),
     "token-bypass": (BYPASS, PPO, None, (), BY_TOKEN, "grpo"),
+    "token-alp-bypass": (BYPASS, Clipped(0.2, 0.28, 10.0), None, (), BY_TOKEN, "grpo"),
     "seq-bypass": (Ratio("sequence", "behavior"), WIDE, None, (), BY_TOKEN, "grpo"),
     "token-tis": (TOKEN, PPO, Weight("token", "truncate", max=2.0), (), BY_TOKEN, "grpo"),
     "seq-tis": (TOKEN, PPO, Weight("sequence", "truncate", max=2.0), (), BY_TOKEN, "grpo"),
@@ -52,6 +74,34 @@ TABLE = {
     "oapl": (Ratio("sequence", "behavior"), Regression(1e-3), None, (), "trained-mean-token-sum", "optimal"),
     "m2po": (BYPASS, SecondMoment(0.04), None, (), BY_TOKEN, "grpo"),
     "luffy": (TOKEN, Shaped(0.1), None, (), "constant", "dr-grpo"),
+    "dppo": (BYPASS, Reinforce(20.0), None, (outward("binary_tv", 0.15),), BY_TOKEN, "grpo"),
+    "dppo-kl": (BYPASS, Reinforce(20.0), None, (outward("binary_kl", 0.05),), BY_TOKEN, "grpo"),
+    "ipo": (BYPASS, Unclipped(), None, (over_current("binary_tv", "token", 0.3),), BY_TOKEN, "grpo"),
+    "flash-reinforce": (
+        BYPASS,
+        Reinforce(math.inf),
+        None,
+        (over_current("binary_kl", "mean", 3e-3),),
+        BY_SEQUENCE,
+        "batch-mean",
+    ),
+    "trm": (
+        BYPASS,
+        Unclipped(),
+        None,
+        (over_current("k2", "max", 0.05), over_current("k3", "mean", 1e-3)),
+        BY_SEQUENCE,
+        "grpo",
+    ),
+    "cppo": (BYPASS, Unclipped(), None, (PrefixBudget(0.15, 0.02, 0.9, 0.8),), BY_TOKEN, "grpo"),
+    "ctpo": (Ratio("prefix"), GrowingClip(0.025, 0.05, 0.05, 0.5), None, (), BY_SEQUENCE, "grpo"),
+    "pnpo": (Ratio("prefix_geometric"), Banded(0.2, 0.2), None, (), BY_SEQUENCE, "grpo"),
+    "a3po": (BYPASS, AgedClip(0.2, 0.2), None, (), BY_TOKEN, "grpo"),
+    "sapo": (TOKEN, SoftGate(1.0, 1.05), None, (), BY_SEQUENCE, "grpo"),
+    "vespo": (Ratio("sequence", "behavior"), GammaWeight(2.0, 3.0, 3.0, 2.0), None, (), BY_TOKEN, "grpo"),
+    "gmpo": (TOKEN, GeometricClip(0.4, 0.4), None, (), BY_SEQUENCE, "grpo"),
+    "drpo": (BYPASS, QuadraticPenalty(0.15), None, (), BY_TOKEN, "grpo"),
+    "score-centering": (BYPASS, Reinforce(2.0), None, (), BY_TOKEN, "dr-grpo"),
 }
 
 
@@ -65,6 +115,7 @@ def test_a_preset_is_its_row_of_the_table(name):
     parts = (obj.ratio, obj.surrogate, obj.weight, obj.masks, obj.aggregation.kind, obj.advantage)
     assert parts == TABLE[name]
     assert (obj.name, obj.aggregation.denominator, obj.kl.coef, obj.entropy_coef) == (name, "original", 0, 0)
+    assert obj.centering == (Centering(2.0) if name == "score-centering" else None)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -77,12 +128,14 @@ def test_every_keyword_changes_the_objective_and_the_equation(name):
         "form": "mask",
     }
     for key, default in keywords_of(name).items():
+        if name == "gmpo" and key in ("aggregation", "length_max"):
+            continue  # it has no choice
         if key in changed:
             value = changed[key]
         elif isinstance(default, bool):
             value = not default
         else:
-            value = 0.25 if key in ("weight_min", "keep_min") else (default or 1.0) * 1.5
+            value = {"weight_min": 0.25, "keep_min": 0.25, "quantile": 0.5}.get(key, (default or 1.0) * 1.5)
         base = {"length_max": {"aggregation": "constant", "length_max": 6}, "kl": {"kl_coef": 0.1}}.get(key, {})
         before, after = objective(name, **base), objective(name, **{**base, key: value})
         assert before != after, key

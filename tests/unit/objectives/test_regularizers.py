@@ -19,7 +19,7 @@ def expected_gradient(kind: str, sampler: Tensor, name: str = "grpo", proximal: 
     Each token is a row of one that is the whole update. What the loss has beside its KL term is taken away.
     """
     gradient = torch.zeros_like(LOGITS)
-    row = {} if name == "oapl" else {"aggregation": "token-mean"}
+    row = {} if name in ("oapl", "gmpo") else {"aggregation": "token-mean"}
     for coefficient in (1.0, 0.0):
         obj = objective(name, kl=kind, kl_coef=coefficient, **row)
         for token in range(7):
@@ -28,7 +28,19 @@ def expected_gradient(kind: str, sampler: Tensor, name: str = "grpo", proximal: 
                 policy.log_softmax(0)[token].view(1, 1) for policy in (logits, sampler, proximal, REFERENCE)
             )
             mask = torch.ones(1, 1, dtype=torch.bool)
-            logps = PolicyLogps(current, behavior, mask, before, reference, off_policy=~mask, turn=mask.long())
+            one = mask.long()
+            logps = PolicyLogps(
+                current,
+                behavior,
+                mask,
+                before,
+                reference,
+                off_policy=~mask,
+                turn=one,
+                age=one,
+                head_current=current[..., None],
+                head_behavior=behavior[..., None],
+            )
             obj(logps, torch.zeros(1, 1)).loss.backward()
             assert logits.grad is not None
             gradient += (2 * coefficient - 1) * behavior.exp().item() * logits.grad

@@ -1,0 +1,137 @@
+"""Objectives from parts given as tables, as a recipe does: `ratio`, `surrogate`, `weight`, `mask`, `centering`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, replace
+from numbers import Real
+from typing import Any
+
+from trimtab.corrections.divergences import DIVERGENCES
+from trimtab.corrections.masks import OPSM, Band, Divergence, Mask, Veto
+from trimtab.corrections.prefix_budget import PrefixBudget
+from trimtab.corrections.weights import Weight
+from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.objectives.advantages import KINDS
+from trimtab.objectives.centering import Centering
+from trimtab.objectives.objective import Objective
+from trimtab.objectives.policies import Ratio
+from trimtab.objectives.ratio_bounds import AgedClip, Banded, GrowingClip
+from trimtab.objectives.second_moment import SecondMoment
+from trimtab.objectives.smooth_surrogates import GammaWeight, GeometricClip, QuadraticPenalty, SoftGate
+from trimtab.objectives.surrogate import Surrogate
+from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, Shaped, Unclipped
+
+COMPOSED = "composed"
+"""The name of an objective that is made of parts alone."""
+
+PART_KEYS = ("ratio", "surrogate", "weight", "mask", "centering")
+
+SURROGATES: dict[str, type[Surrogate]] = {
+    "clipped": Clipped,
+    "reinforce": Reinforce,
+    "unclipped": Unclipped,
+    "log-prob": LogProb,
+    "regression": Regression,
+    "shaped": Shaped,
+    "second-moment": SecondMoment,
+    "growing-clip": GrowingClip,
+    "banded": Banded,
+    "aged-clip": AgedClip,
+    "soft-gate": SoftGate,
+    "gamma-weight": GammaWeight,
+    "geometric-clip": GeometricClip,
+    "quadratic-penalty": QuadraticPenalty,
+}
+
+MASKS: dict[str, type[Mask]] = {
+    "band": Band,
+    **dict.fromkeys(DIVERGENCES, Divergence),
+    "veto": Veto,
+    "opsm": OPSM,
+    "prefix-budget": PrefixBudget,
+}
+"""By `kind`; that of a divergence is which one."""
+
+
+def compose(base: Objective | None, parts: Mapping[str, Any], advantage: str | None = None) -> Objective:
+    """Returns `base` with parts replaced and masks added, or without a base an objective of these parts alone.
+
+    parts: by name in `PART_KEYS`, each a table of the part's fields, with `kind` for surrogates and masks, or the part
+        itself; `mask` is a list. The fields `aggregation`, `kl` and `entropy_coef` of `Objective` are taken as they
+        are. Without a base `surrogate` is needed and `ratio` defaults to token current/proximal.
+    Raises `TrimtabError` for unknown names, wrong types, and combinations that `Objective` refuses.
+    """
+    built = {name: parts[name] for name in ("aggregation", "kl", "entropy_coef") if name in parts}
+    if "ratio" in parts:
+        built["ratio"] = _part("ratio", Ratio, parts["ratio"])
+    if "surrogate" in parts:
+        built["surrogate"] = _of_kind("surrogate", SURROGATES, Surrogate, parts["surrogate"])
+    if "weight" in parts:
+        built["weight"] = _part("weight", Weight, parts["weight"])
+    if "centering" in parts:
+        built["centering"] = _part("centering", Centering, parts["centering"])
+    if "mask" in parts:
+        masks = parts["mask"]
+        if isinstance(masks, Mapping | str) or not isinstance(masks, Sequence):
+            raise TrimtabError("mask is a list of tables: write each as [[objective.mask]]")
+        added = tuple(_of_kind("mask", MASKS, Mask, mask) for mask in masks)
+        built["masks"] = (() if base is None else base.masks) + added
+    if advantage is not None:
+        if advantage not in KINDS:
+            raise TrimtabError(f"unknown advantage {advantage!r}{did_you_mean(advantage, KINDS)}")
+        built["advantage"] = advantage
+    if base is not None:
+        return replace(base, **built)
+    if "surrogate" not in built:
+        raise TrimtabError(
+            'an objective of parts alone needs a surrogate, such as surrogate = {kind = "clipped"}; or name a preset'
+        )
+    return Objective(**{"name": COMPOSED, "ratio": Ratio(), **built})
+
+
+def _of_kind(what: str, kinds: Mapping[str, type], base: type, given: Any) -> Any:
+    if isinstance(given, base):
+        return given
+    if not isinstance(given, Mapping) or not isinstance(given.get("kind"), str):
+        raise TrimtabError(f"{what} is a table with a `kind`, one of {', '.join(kinds)}; not {given!r}")
+    kind = given["kind"]
+    if kind not in kinds:
+        raise TrimtabError(f"unknown {what} {kind!r}{did_you_mean(kind, kinds)}")
+    part = kinds[kind]
+    return _part(
+        f"{what} {kind!r}", part, given if part is Divergence else {k: v for k, v in given.items() if k != "kind"}
+    )
+
+
+def _part(what: str, part: type, given: Any) -> Any:
+    """Builds a part from a table of its fields."""
+    if isinstance(given, part):
+        return given
+    if not isinstance(given, Mapping):
+        raise TrimtabError(f"{what} is a table of its fields, not {given!r}")
+    known = {item.name: item for item in fields(part)}
+    for key, value in given.items():
+        if key not in known:
+            raise TrimtabError(f"{what} has no {key!r}{did_you_mean(key, known)}")
+        _check_type(what, key, value, str(known[key].type))
+    for name, item in known.items():
+        if item.default is MISSING and name not in given:
+            raise TrimtabError(f"{what} needs {name!r}: give it a value")
+    try:
+        return part(**given)
+    except ValueError as error:
+        raise TrimtabError(str(error)) from None
+
+
+def _check_type(what: str, key: str, value: Any, annotation: str) -> None:
+    """Raises `TrimtabError` for a value of another type than the annotation: str, bool, Number or Number | None."""
+    if annotation == "str":
+        valid = isinstance(value, str)
+    elif annotation == "bool":
+        valid = isinstance(value, bool)
+    else:
+        valid = isinstance(value, Real) and not isinstance(value, bool)
+        valid = valid or (value is None and "None" in annotation)
+    if not valid:
+        raise TrimtabError(f"{what}: {key} = {value!r} has the wrong type")

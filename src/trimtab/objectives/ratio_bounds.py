@@ -1,0 +1,150 @@
+"""Surrogates whose bounds on the ratio depend on the place or the age of a token: CTPO, PNPO, A-3PO."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.corrections.ratios import Number, bounded
+from trimtab.errors import TrimtabError
+from trimtab.objectives.aggregation import Aggregation
+from trimtab.objectives.policies import Ratio
+from trimtab.objectives.state import State
+from trimtab.objectives.surrogate import Surrogate, Terms, Value
+from trimtab.objectives.surrogates import Unclipped
+
+LOG_PREFIX_BOUND = 10.0
+"""Largest log-ratio of a prefix (CTPO's code)."""
+
+
+@dataclass(frozen=True)
+class GrowingClip(Surrogate):
+    """min(r A, clip(r) A) with bounds on log r that grow with the position n of the token: [-low n^p, high n^p].
+
+    For A < 0 at least exp(dual n^p) A. `power` p is 1/2 for the product over the prefix, whose logarithm is a random
+    walk, and -1/2 for its geometric mean. CTPO, arXiv 2605.07331.
+    """
+
+    low: Number = 0.025
+    high: Number = 0.05
+    dual: Number | None = 0.05
+    power: Number = 0.5
+
+    def __post_init__(self) -> None:
+        if not (self.low >= 0 and self.high >= 0):
+            raise TrimtabError(
+                f"low = {self.low:g}, high = {self.high:g}: the bounds on log r are -low and high, use 0 or more"
+            )
+        if self.dual is not None and not self.dual > 0:
+            raise TrimtabError(f"dual = {self.dual:g}: it bounds log r from above, use more than 0")
+
+    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+        scale = terms.sequences.positions.clamp(min=1).to(terms.log_ratio.dtype) ** self.power
+        log, advantage = terms.log_ratio.clamp(max=LOG_PREFIX_BOUND), terms.advantage
+        clipped = torch.minimum(torch.maximum(log, -self.low * scale), self.high * scale)
+        value = torch.minimum(bounded(log).exp() * advantage, bounded(clipped).exp() * advantage)
+        moved = log.detach()
+        statistics = {
+            **terms.share("clip/low", (advantage < 0) & (moved < -self.low * scale)),
+            **terms.share("clip/high", (advantage > 0) & (moved > self.high * scale)),
+        }
+        if self.dual is not None:
+            ceiling = (self.dual * scale).clamp(max=LOG_PREFIX_BOUND)
+            value = torch.where(advantage < 0, torch.maximum(value, ceiling.exp() * advantage), value)
+            statistics |= terms.share("clip/dual", (advantage < 0) & (moved > ceiling))
+        return value, statistics
+
+    def equation(self, ratio: str) -> str:
+        clipped = f"min({ratio} A, clip({ratio}, e^(−{self.low:g} n^p), e^({self.high:g} n^p)) A)"
+        return clipped if self.dual is None else f"max[A<0]({clipped}, e^({self.dual:g} n^p) A)"
+
+    def notes(self) -> tuple[str, ...]:
+        return (f"n: position of the token among the trained ones of its response, p = {self.power:g}",)
+
+    def unbounded(self) -> Surrogate:
+        return Unclipped()
+
+
+@dataclass(frozen=True)
+class Banded(Surrogate):
+    """r A where 1 - low <= r <= 1 + high, and nothing elsewhere: the ratio is weight and acceptance test at once.
+
+    At the level of the geometric mean of the prefix: PNPO, arXiv 2608.01418. Dropped tokens stay in the denominator.
+    """
+
+    low: Number = 0.2
+    high: Number = 0.2
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.low <= 1 and self.high >= 0):
+            raise TrimtabError(
+                f"low = {self.low:g}, high = {self.high:g}: the band is [1 - low, 1 + high], use a low in [0, 1] and a "
+                "high of 0 or more"
+            )
+
+    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+        ratio = terms.ratio
+        below, above = ratio.detach() < 1 - self.low, ratio.detach() > 1 + self.high
+        value = torch.where(below | above, 0.0, ratio * terms.advantage)
+        return value, {**terms.share("clip/low", below), **terms.share("clip/high", above)}
+
+    def equation(self, ratio: str) -> str:
+        return f"1[{1 - self.low:g} ≤ {ratio} ≤ {1 + self.high:g}]·{ratio} A"
+
+    def unbounded(self) -> Surrogate:
+        return Unclipped()
+
+
+@dataclass(frozen=True)
+class AgedClip(Surrogate):
+    """min(w A, clip(w) A) with w = current/behavior in [(1 - low)^d, (1 + high)^d] for a token of age d.
+
+    The gradient of A-3PO (arXiv 2512.06547), whose proximal policy is interpolated between the sampler and the current
+    policy by the age: the decoupled loss without a proximal forward. Age 0: not clipped.
+    """
+
+    low: Number = 0.2
+    high: Number = 0.2
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.low < 1 and self.high >= 0):
+            raise TrimtabError(
+                f"clip_low = {self.low:g}, clip_high = {self.high:g}: the bounds are (1 - low)^age and (1 + high)^age, "
+                "use a low in [0, 1) and a high of 0 or more"
+            )
+
+    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+        assert terms.age is not None
+        age, log, advantage = (
+            terms.age.clamp(min=0).to(terms.log_ratio.dtype),
+            bounded(terms.log_ratio),
+            terms.advantage,
+        )
+        low, high = age * math.log1p(-self.low), age * math.log1p(self.high)
+        clipped = torch.where(age > 0, torch.minimum(torch.maximum(log, low), high), log)
+        value = torch.minimum(log.exp() * advantage, clipped.exp() * advantage)
+        moved, aged = log.detach(), age > 0
+        return value, {
+            **terms.share("clip/low", aged & (advantage < 0) & (moved < low)),
+            **terms.share("clip/high", aged & (advantage > 0) & (moved > high)),
+        }
+
+    def equation(self, ratio: str) -> str:
+        return f"min({ratio} A, clip({ratio}, {1 - self.low:g}^d, {1 + self.high:g}^d) A)"
+
+    def notes(self) -> tuple[str, ...]:
+        return ("d: age of the token in training steps, 1 for the policy that the step began with",)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"age"})
+
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+        if ratio.over == "behavior":
+            return None
+        return 'AgedClip clips current/behavior by the age of its sampler: use a ratio over "behavior"'
+
+    def unbounded(self) -> Surrogate:
+        return Unclipped()

@@ -1,0 +1,201 @@
+"""Surrogates that damp large ratios smoothly instead of clipping them: SAPO, VESPO, GMPO, DRPO."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.corrections.protocols import Peers, Setting
+from trimtab.corrections.ratios import Number, at_level, bounded
+from trimtab.corrections.statistics import Mean
+from trimtab.errors import TrimtabError
+from trimtab.objectives.aggregation import Aggregation
+from trimtab.objectives.policies import Ratio
+from trimtab.objectives.state import State
+from trimtab.objectives.surrogate import Surrogate, Terms, Value
+from trimtab.objectives.surrogates import Unclipped
+
+
+@dataclass(frozen=True)
+class SoftGate(Surrogate):
+    """(4 / tau) sigmoid(tau (r - 1)) A with tau = `positive` for A > 0 and `negative` otherwise.
+
+    The weight of a token's gradient is 1 at r = 1 and falls smoothly on both sides. The value at r = 1 is 2 A / tau,
+    not A: losses cannot be compared with those of other objectives. SAPO, arXiv 2511.20347.
+    """
+
+    positive: Number = 1.0
+    negative: Number = 1.05
+
+    def __post_init__(self) -> None:
+        if not (self.positive > 0 and self.negative > 0):
+            raise TrimtabError(f"tau = {self.positive:g}, {self.negative:g}: temperatures must be more than 0")
+
+    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+        advantage = terms.advantage
+        tau = torch.where(advantage > 0, self.positive, self.negative).to(advantage.dtype)
+        gate = torch.sigmoid(tau * torch.expm1(bounded(terms.log_ratio)))
+        weight = 4.0 * gate * (1 - gate) * terms.ratio
+        return 4.0 / tau * gate * advantage, {"clip/weight": Mean.of(weight.detach() * terms.mask, terms.mask)}
+
+    def equation(self, ratio: str) -> str:
+        return f"(4/τ) σ(τ ({ratio} − 1)) A"
+
+    def notes(self) -> tuple[str, ...]:
+        return (f"τ = {self.positive:g} where A > 0, {self.negative:g} elsewhere",)
+
+    def unbounded(self) -> Surrogate:
+        return Unclipped()
+
+    def peers(self, level: str) -> Peers:
+        if level != "token":
+            return {}
+        temperatures = {"tau_pos": f"{self.positive:g}", "tau_neg": f"{self.negative:g}"}
+        options = {"sapo_temperature_pos": repr(self.positive), "sapo_temperature_neg": repr(self.negative)}
+        return {
+            "verl": Setting({"policy_loss": "{loss_mode: sapo}", **temperatures}),
+            "TRL": Setting({"loss_type": '"sapo"', **options}),
+        }
+
+
+@dataclass(frozen=True)
+class GammaWeight(Surrogate):
+    """sg[phi(W)] A log pi with phi(W) = e^k2 W^k1 e^(-k2 W) of the product W = current/behavior of the response.
+
+    phi is 1 at W = 1, largest at W = k1 / k2 and falls to 0 on both sides. No length normalization: the weight of long
+    responses vanishes where their products spread; `clip/weight` is its mean. VESPO, arXiv 2602.10693; the defaults are
+    those of its code and of TRL, (k1, k2) = (2, 3) for A >= 0 and (3, 2) for A < 0.
+    """
+
+    k1_positive: Number = 2.0
+    k2_positive: Number = 3.0
+    k1_negative: Number = 3.0
+    k2_negative: Number = 2.0
+
+    def __post_init__(self) -> None:
+        values = (self.k1_positive, self.k2_positive, self.k1_negative, self.k2_negative)
+        if not all(value >= 0 for value in values):
+            raise TrimtabError(f"k1, k2 = {values}: the exponents of the weight must be 0 or more")
+
+    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+        positive, log = terms.advantage >= 0, bounded(terms.log_ratio.detach())
+        power = torch.where(positive, self.k1_positive, self.k1_negative).to(log.dtype)
+        rate = torch.where(positive, self.k2_positive, self.k2_negative).to(log.dtype)
+        # One exponent, at most k1 log(k1 / k2) + k2 - k1: no factor can overflow.
+        weight = (power * log - rate * torch.expm1(log)).exp()
+        return weight * terms.advantage * terms.logp, {"clip/weight": Mean.of(weight * terms.mask, terms.mask)}
+
+    def equation(self, ratio: str) -> str:
+        return f"sg[{ratio}^k1 e^(−k2 ({ratio} − 1))] A log π"
+
+    def notes(self) -> tuple[str, ...]:
+        positive, negative = (self.k1_positive, self.k2_positive), (self.k1_negative, self.k2_negative)
+        return (
+            f"(k1, k2) = ({positive[0]:g}, {positive[1]:g}) where A ≥ 0, ({negative[0]:g}, {negative[1]:g}) elsewhere",
+        )
+
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+        if ratio.level == "sequence":
+            return None
+        return (
+            f'GammaWeight shapes the product over a response, not a ratio at {ratio.level} level: use level "sequence"'
+        )
+
+    def peers(self, level: str) -> Peers:  # noqa: ARG002
+        names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+        values = (self.k1_positive, self.k2_positive, self.k1_negative, self.k2_negative)
+        options = dict(zip(names, map(repr, values), strict=True))
+        return {"TRL": Setting({"loss_type": '"vespo"', **options})}
+
+
+@dataclass(frozen=True)
+class GeometricClip(Surrogate):
+    """A times the geometric mean over the response of the token ratios, each clipped at exp(high) or exp(-low) first.
+
+    The bounds are on log r: high where A > 0, -low where A < 0. Each token has the response's value and the gradient of
+    its own log-prob, 0 where it is clipped, so that the mean over the tokens has the exact gradient. GMPO, arXiv
+    2507.20673.
+    """
+
+    low: Number = 0.4
+    high: Number = 0.4
+
+    def __post_init__(self) -> None:
+        if not (self.low >= 0 and self.high >= 0):
+            raise TrimtabError(
+                f"low = {self.low:g}, high = {self.high:g}: the bounds on log r are -low and high, use 0 or more"
+            )
+
+    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+        log, advantage = terms.token_log_ratio, terms.advantage
+        clipped = torch.where(advantage > 0, log.clamp(max=self.high), log.clamp(min=-self.low))
+        value = bounded(at_level(clipped, terms.sequences, "geometric")).exp() * advantage
+        moved = log.detach()
+        return value, {
+            **terms.share("clip/low", (advantage < 0) & (moved < -self.low)),
+            **terms.share("clip/high", (advantage > 0) & (moved > self.high)),
+        }
+
+    def equation(self, ratio: str) -> str:  # noqa: ARG002
+        return f"(Π_t clip(r_t; A<0: ≥ e^−{self.low:g}, A>0: ≤ e^{self.high:g}))^(1/T) A"
+
+    @property
+    def per_response(self) -> bool:
+        return True
+
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+        if ratio.level != "token":
+            return f'GeometricClip takes the mean of token ratios itself: use level "token", not {ratio.level!r}'
+        if aggregation.kind != "seq-mean-token-mean":
+            return 'GeometricClip divides by the length of a response: use aggregation "seq-mean-token-mean"'
+        return None
+
+    def unbounded(self) -> Surrogate:
+        return GeometricClip(math.inf, math.inf)
+
+    def peers(self, level: str) -> Peers:  # noqa: ARG002
+        bounds = {"clip_ratio_low": f"{self.low:g}", "clip_ratio_high": f"{self.high:g}"}
+        remark = "# here verl's clip_ratio bounds log r"
+        return {"verl": Setting({"policy_loss": "{loss_mode: geo_mean}", **bounds}, (remark,))}
+
+
+@dataclass(frozen=True)
+class QuadraticPenalty(Surrogate):
+    """w A - |A| mu (w - 1)^2 / (2 epsilon): the gradient of a token falls linearly with the gap pi - mu and then turns.
+
+    It is 0 where pi - mu = sign(A) epsilon and pulls back beyond it. DRPO, arXiv 2606.09821; `epsilon` is on the scale
+    of a probability, as DPPO's bound (the 12.5 of the paper's text would leave the ratio nearly unbounded).
+    """
+
+    epsilon: Number = 0.15
+
+    def __post_init__(self) -> None:
+        if not self.epsilon > 0:
+            raise TrimtabError(
+                f"epsilon = {self.epsilon:g}: it is the gap of probabilities at which a gradient is 0, use more than 0"
+            )
+
+    def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
+        assert terms.behavior is not None
+        advantage, excess = terms.advantage, torch.expm1(bounded(terms.log_ratio))
+        sampler = terms.behavior.clamp(max=0).exp()
+        penalty = advantage.abs() * sampler * excess.square() / (2 * self.epsilon)
+        gap = sampler * excess.detach()
+        return (1 + excess) * advantage - penalty, terms.share("clip/turned", advantage.sign() * gap > self.epsilon)
+
+    def equation(self, ratio: str) -> str:
+        return f"({ratio} A − |A| μ ({ratio} − 1)²/{2 * self.epsilon:g})"
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"behavior"})
+
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+        if ratio == Ratio("token", "behavior"):
+            return None
+        return 'QuadraticPenalty bounds the gap between π and μ of a token: use the ratio "token" over "behavior"'
+
+    def unbounded(self) -> Surrogate:
+        return Unclipped()

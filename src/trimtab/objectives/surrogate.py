@@ -1,0 +1,111 @@
+"""The interface of surrogates: the per-token term that is maximized, as a function of log-ratio and advantage.
+
+A surrogate reads selected tensors (0 where untrained) and a ratio whose exponent is bounded, so that all values are
+finite and a token rejected later leaves no NaN in the gradient. A new one is a frozen dataclass that inherits from
+`Surrogate`, in the package or in a file of your own: docs/objectives.md.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from trimtab.corrections.protocols import Peers
+from trimtab.corrections.ratios import bounded
+from trimtab.corrections.reduce import Sequences
+from trimtab.corrections.statistics import Mean, Mergeable
+from trimtab.objectives.aggregation import Aggregation
+from trimtab.objectives.policies import Ratio
+from trimtab.objectives.state import State
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """The inputs of a surrogate, all (batch, time) and 0 where the mask is False.
+
+    log_ratio: at the objective's level, not bounded, with the gradient of each token's own log-prob.
+    token_log_ratio: the same at token level.
+    logp: log pi of the current policy, with gradient.
+    on_policy: trained tokens that have a behavior policy; False at LUFFY's external tokens.
+    behavior: log mu, where the surrogate reads it. age: as in `PolicyLogps`, where the surrogate reads it.
+    """
+
+    log_ratio: Float[Tensor, "batch time"]
+    token_log_ratio: Float[Tensor, "batch time"]
+    logp: Float[Tensor, "batch time"]
+    advantage: Float[Tensor, "batch time"]
+    mask: Bool[Tensor, "batch time"]
+    on_policy: Bool[Tensor, "batch time"]
+    sequences: Sequences
+    behavior: Float[Tensor, "batch time"] | None = None
+    age: Int[Tensor, "batch time"] | None = None
+
+    @property
+    def ratio(self) -> Float[Tensor, "batch time"]:
+        """The ratio, its exponent bounded, with gradient."""
+        return bounded(self.log_ratio).exp()
+
+    def share(self, name: str, where: Bool[Tensor, "batch time"]) -> dict[str, Mergeable]:
+        """Returns the share of trained tokens at which `where` holds, as a metric."""
+        return {name: Mean.of(where & self.mask, self.mask)}
+
+
+Value = tuple[Float[Tensor, "batch time"], dict[str, Mergeable]]
+
+
+class Surrogate(ABC):
+    """The base class of policy terms. A subclass is a frozen dataclass with `__call__` and `equation`."""
+
+    @abstractmethod
+    def __call__(self, terms: Terms, state: State) -> Value:
+        """Returns the term of each token (to be maximized), and statistics such as clipped shares by metric key."""
+
+    @abstractmethod
+    def equation(self, ratio: str) -> str:
+        """Returns the term as text with its numbers; `ratio` is the symbol of the ratio."""
+
+    def notes(self) -> tuple[str, ...]:
+        """Returns further lines of the equation: definitions of symbols and warnings."""
+        return ()
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Fields of `PolicyLogps` read besides `current` and the ratio's denominator."""
+        return frozenset()
+
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+        """Returns why it cannot be combined with these parts, or None. `corrected`: there is a weight or a mask."""
+        return None
+
+    @property
+    def per_response(self) -> bool:
+        """Whether all tokens of a response must have the same advantage."""
+        return False
+
+    @property
+    def single_policy(self) -> bool:
+        """Whether one policy must have sampled each whole response."""
+        return False
+
+    @property
+    def spans(self) -> bool:
+        """Whether it needs the `evidence` of the whole update before the first micro-batch."""
+        return False
+
+    def evidence(self, terms: Terms) -> Float[Tensor, "tokens"]:
+        """Returns the values that `State.evidence` collects, `NO_EVIDENCE` for tokens without one. No gradient."""
+        raise NotImplementedError
+
+    def unbounded(self) -> Surrogate:
+        """Returns the surrogate without its clip or bound."""
+        return self
+
+    def peers(self, level: str) -> Peers:  # noqa: ARG002
+        """Returns the settings of the same term in other frameworks; one without an equivalent has no entry.
+
+        `level` is that of the ratio.
+        """
+        return {}

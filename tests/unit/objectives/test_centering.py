@@ -1,0 +1,130 @@
+"""Score centering against enumeration of a vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from trimtab.errors import TrimtabError
+from trimtab.objectives import (
+    Centering,
+    Clipped,
+    LogProb,
+    Objective,
+    PolicyLogps,
+    Ratio,
+    Reinforce,
+    objective,
+)
+
+P, Q = torch.tensor([[0.40, 0.40, 0.15, 0.05], [0.50, 0.30, 0.15, 0.05]], dtype=torch.float64)
+SAMPLER = Ratio("token", "behavior")
+
+
+def of(ceiling: float | None) -> Objective:
+    """Score centering with the weight min(r, ceiling), or without a ratio."""
+    if ceiling is None:
+        return Objective("mine", Ratio(), LogProb(), centering=Centering(None))
+    return Objective("mine", SAMPLER, Reinforce(ceiling), centering=Centering(ceiling))
+
+
+def gradient(obj: Objective, logits: Tensor, sampler: Tensor, token: int, head: int, advantage: float = 1.0) -> Tensor:
+    """Loss and gradient by the logits of one sampled token, with the sampler's `head` most probable ids."""
+    leaf = logits.clone().requires_grad_()
+    policy, ids = leaf.log_softmax(0), sampler.topk(head).indices
+    shape = (1, 1)
+    logps = PolicyLogps(
+        policy[token].view(shape),
+        sampler[token].view(shape),
+        torch.ones(shape, dtype=torch.bool),
+        policy[token].detach().view(shape),
+        head_current=policy[ids].view(1, 1, head),
+        head_behavior=sampler[ids].view(1, 1, head),
+    )
+    out = obj(logps, torch.full(shape, advantage, dtype=torch.float64))
+    out.loss.backward()
+    assert leaf.grad is not None
+    return torch.cat([out.loss.detach().view(1), leaf.grad])
+
+
+@pytest.mark.parametrize("head", [2, 4])
+@pytest.mark.parametrize(
+    ("ceiling", "expected"),
+    [(None, (0.91629073, -0.50, 0.30, 0.15, 0.05)), (2.0, (0.73303259, -0.48, 0.32, 0.12, 0.04))],
+)
+def test_one_position_by_hand(ceiling, expected, head):
+    result = gradient(of(ceiling), P.log(), Q.log(), token=0, head=head)
+    assert result.tolist() == pytest.approx(expected, abs=1e-8)
+
+
+@pytest.mark.parametrize("ceiling", [None, 1.0, 1.2, 2.0])
+def test_the_expected_gradient_of_a_constant_advantage_is_zero(ceiling):
+    """Over 96 tokens and with the whole vocabulary as the head: the drift that importance weights leave is gone."""
+    make = torch.Generator().manual_seed(0)
+    logits = torch.randn(96, generator=make, dtype=torch.float64) * 2
+    sampler = (logits + torch.randn(96, generator=make, dtype=torch.float64)).log_softmax(0)
+    obj = of(ceiling)
+    plain = Objective("mine", obj.ratio, obj.surrogate)
+    total, uncentered = (
+        sum(sampler[token].exp() * gradient(each, logits, sampler, token, 96)[1:] for token in range(96))
+        for each in (obj, plain)
+    )
+    assert total.abs().max() < 1e-12
+    assert uncentered.abs().max() > 1e-2
+
+
+def test_three_positions_by_hand():
+    p = torch.tensor([[[0.40, 0.40], [0.10, 0.60], [0.84, 0.10]]], dtype=torch.float64).log()
+    q = torch.tensor([[[0.50, 0.30], [0.20, 0.45], [0.80, 0.12]]], dtype=torch.float64).log()
+    heads = {
+        None: [(0.1, -0.1), (0.08333333, -0.25), (-0.32, -0.01333333)],
+        1.2: [(0, -0.04), (0, -0.06), (0, 0)],
+        2.0: [(0, 0)] * 3,
+    }
+    for ceiling, expected in heads.items():
+        leaf = p.clone().requires_grad_()
+        Centering(ceiling)(leaf, q).sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad[0].tolist() == [pytest.approx(row, abs=1e-8) for row in expected]
+
+
+def test_equal_policies_and_an_untruncated_head_add_nothing():
+    obj, plain = of(2.0), Objective("mine", SAMPLER, Reinforce(2.0))
+    for p, q in ((Q, Q), (P, Q)):  # no ratio of P and Q exceeds 2
+        left, right = (gradient(each, p.log(), q.log(), 0, 4) for each in (obj, plain))
+        assert torch.equal(left, right)
+
+
+def test_an_absent_id_and_an_untrained_position_change_nothing():
+    head = torch.tensor([[[0.4, 0.4], [float("nan")] * 2]], dtype=torch.float64).log()
+    mask = torch.tensor([[True, False]])
+    current = torch.tensor([[-1.0, float("nan")]], dtype=torch.float64, requires_grad=True)
+    logps = PolicyLogps(current, current.detach(), mask, head_current=head, head_behavior=head)
+    out = objective("score-centering")(logps, torch.ones(1, 1))
+    out.loss.backward()
+    assert out.loss.isfinite()
+    assert out.metrics.finalize()["centering/head_mass"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("parts", "line"),
+    [
+        ({"ratio": Ratio("sequence", "behavior"), "surrogate": Clipped()}, "level 'sequence'"),
+        ({"ratio": SAMPLER, "surrogate": Reinforce(3.0)}, "must be the same function of the ratio"),
+    ],
+)
+def test_what_centering_does_not_fit_is_refused(parts, line):
+    with pytest.raises(TrimtabError, match=line):
+        Objective("mine", **parts, centering=Centering(2.0))
+    with pytest.raises(TrimtabError, match="nothing to center"):
+        Centering(float("inf"))
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_heads_of_different_ids_are_refused():
+    one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match="both must hold the same ids"):
+        PolicyLogps(one, one, mask, head_current=torch.zeros(1, 1, 3), head_behavior=torch.zeros(1, 1, 2))
+    with pytest.raises(ValueError, match="score-centering needs head_behavior"):
+        objective("score-centering")(PolicyLogps(one, one, mask, head_current=torch.zeros(1, 1, 3)), one)
