@@ -51,7 +51,8 @@ class SamplingParams:
 
     `temperature == 0` is greedy. `top_k == 0` and `top_p == 1` disable truncation. `logprobs` selects the distribution
     that the log-probs describe: "processed" is the sampled one (after temperature, top-k and top-p), "raw" the softmax
-    of the model's logits. Both agree at temperature 1 without truncation.
+    of the model's logits. Both agree at temperature 1 without truncation. `top_logprobs`: number of most probable ids
+    to return with each token.
     """
 
     temperature: float = 1.0
@@ -62,11 +63,33 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     ignore_stop: bool = False  # sample `max_tokens` tokens in any case; for benchmarks only
     logprobs: Literal["processed", "raw"] = "processed"
+    top_logprobs: int = 0
 
     @property
     def truncated(self) -> bool:
         """Whether top-p or top-k excludes part of the vocabulary."""
         return self.top_p < 1.0 or self.top_k > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopTokens:
+    """The most probable ids at each token of a response and the sampler's log-probs of them, both (tokens, k).
+
+    An id of -1 with log-prob -inf stands for none, as at observations and where truncation left fewer than k.
+    """
+
+    ids: IntArray
+    logps: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def between(self, start: int, end: int | None = None) -> TopTokens:
+        """Returns those of the tokens from `start` to before `end`."""
+        return TopTokens(self.ids[start:end], self.logps[start:end])
+
+    def followed_by(self, other: TopTokens) -> TopTokens:
+        return TopTokens(np.concatenate([self.ids, other.ids]), np.concatenate([self.logps, other.logps]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +124,8 @@ class Completion:
     `sampling_mask`: under truncated sampling, the vocabulary ids each token was drawn from
     (docs/results/sampling-masks.md). The trainer renormalizes over them so that both policies share one action space.
 
+    `top`: the most probable ids at each token, where `SamplingParams.top_logprobs` asked for them.
+
     `routed_experts` are those of a mixture-of-experts model (docs/routing.md), (prompt + response - 1, layers, k): one
     entry for each token that was run through the model, which the last token is not. Where the weights changed during
     the response, an entry is of the policy that ran its token first.
@@ -116,6 +141,7 @@ class Completion:
     routed_experts: ExpertArray | None = None
     loss_mask: BoolArray | None = None
     outcome: EpisodeOutcome | None = None
+    top: TopTokens | None = None
 
     @property
     def sampled(self) -> BoolArray:
@@ -170,6 +196,7 @@ class Completion:
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask[:k],
             routed_experts=None if experts is None else experts[: len(experts) - (n - k)],
             loss_mask=None if self.loss_mask is None else self.loss_mask[:k],
+            top=None if self.top is None else self.top.between(0, k),
         )
 
     def continued_by(self, whole: Completion) -> Completion:
@@ -194,6 +221,7 @@ class Completion:
             loss_mask=None
             if self.loss_mask is None and whole.loss_mask is None
             else np.concatenate([self.sampled, whole.sampled[k:]]),
+            top=None if self.top is None or whole.top is None else self.top.followed_by(whole.top.between(k)),
         )
 
 

@@ -1,6 +1,7 @@
 """Recipes: TOML files read into one frozen, fully validated `Config`. Imports no torch."""
 
 from trimtab.config.engine_sections import CanaryConfig, EngineConfig, RayConfig, ServerConfig, VllmConfig
+from trimtab.config.optim_sections import EssConfig, OptimConfig, SurgeConfig
 from trimtab.config.recipes import load_config, parse_config, parse_override, recipe_names
 from trimtab.config.schema import (
     GOLD,
@@ -9,11 +10,9 @@ from trimtab.config.schema import (
     DemonstrationConfig,
     LogConfig,
     LoraConfig,
-    OptimConfig,
     PerturbationConfig,
     PrefixConfig,
     ShardingConfig,
-    SurgeConfig,
 )
 
 __all__ = [
@@ -23,6 +22,7 @@ __all__ = [
     "Config",
     "DemonstrationConfig",
     "EngineConfig",
+    "EssConfig",
     "LogConfig",
     "LoraConfig",
     "OptimConfig",

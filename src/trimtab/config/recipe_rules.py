@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from trimtab.config.engine_sections import EngineConfig, RayConfig, ServerConfig, VllmConfig
+from trimtab.config.optim_sections import SurgeConfig
 from trimtab.config.rule import Facts, Rule
-from trimtab.config.schema import SurgeConfig
 from trimtab.config.section import Section
 
 

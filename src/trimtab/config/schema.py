@@ -7,17 +7,17 @@ it is built, before any model is loaded. Every other unknown key is an error.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tomli_w
 from pydantic import Field, model_validator
 
 from trimtab.config.engine_sections import EngineConfig, Placement, RayConfig, RoutingConfig
+from trimtab.config.optim_sections import OptimConfig
 from trimtab.config.section import (
     REAL,
     Count,
     Dtype,
-    NotNegative,
     PluginSection,
     Positive,
     Processes,
@@ -25,8 +25,6 @@ from trimtab.config.section import (
     Section,
     Whole,
 )
-
-Share = Annotated[float, Field(ge=0, lt=1)]
 
 # Objectives whose data or model the trainer makes from a section of its own.
 REQUIRED_SECTIONS = {
@@ -132,42 +130,18 @@ class SamplingConfig(Section):
     )
     top_p: float = Field(default=1.0, gt=0, le=1, description="probability mass tokens are drawn from; 1: all")
     top_k: Whole = Field(default=0, description="number of most likely tokens to draw from; 0: all")
+    top_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=1024,
+        description="most probable ids the sampler returns with each token; default: 128 where the objective centers "
+        "scores, else none",
+    )
     max_tokens: Count | None = Field(default=None, description="default: what the task needs")
     max_prompt_tokens: Count | None = Field(
         default=None,
         description="problems with longer prompts are left out, and counted; default: the context less max_tokens",
     )
-
-
-class SurgeConfig(Section):
-    """Halving the learning rate once responses grow long, the early sign of mismatch growth (arXiv 2602.01826)."""
-
-    at: Count | None = Field(default=None, description="step of the surge; default: found from response lengths")
-    factor: float = Field(
-        default=3.0, gt=1, le=REAL, description="a surge is a mean length above factor x the baseline"
-    )
-    baseline: Count = Field(default=50, description="first steps, whose mean length is the baseline")
-    window: Count = Field(default=5, description="steps of the moving average compared with the baseline")
-    period: Positive = Field(default=1.8, description="the rate halves every period x (step of the surge) steps")
-    floor: float = Field(default=0.1, ge=0, le=1, description="smallest share of the rate")
-
-
-class OptimConfig(Section):
-    """AdamW and its learning rate."""
-
-    lr: float = Field(default=1e-6, gt=0, le=1e38, description="learning rate after the warm-up")
-    betas: tuple[Share, Share] = Field(
-        default=(0.9, 0.95), strict=False, description="decay rates of the two moments, each from 0 to below 1"
-    )
-    eps: Positive = Field(default=1e-8, description="added to the denominator of the update")
-    weight_decay: NotNegative = Field(default=0.0, description="decoupled weight decay")
-    grad_clip: Positive = Field(default=1.0, description="largest norm of the gradient of an update")
-    schedule: Literal["constant", "cosine", "surge"] = Field(
-        default="constant", description="of the learning rate; `surge`: halved once responses grow long"
-    )
-    warmup: Whole = Field(default=0, description="updates of linear warm-up")
-    min_lr: NotNegative = Field(default=0.0, description="where cosine ends")
-    surge: SurgeConfig = SurgeConfig()
 
 
 class TrainerConfig(Section):
@@ -211,6 +185,11 @@ class PerturbationConfig(Section):
     layers: int | str = Field(default="all", description="`all`, a range such as `0-5`, or `logits`")
     std: float = Field(default=1e-4, ge=0, le=100, description="initial standard deviation; 0 switches the noise off")
     lr: float = Field(default=5e-4, ge=0, le=1, description="learning rate of log sigma, without decay and warm-up")
+    per_response: bool = Field(
+        default=False,
+        description="draw the noise on a prompt anew for each response, as the paper, and compute the prompt as often; "
+        "false: once for a group",
+    )
 
 
 class PrefixConfig(Section):

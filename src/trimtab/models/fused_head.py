@@ -66,6 +66,17 @@ class _ScoreOptions(NamedTuple):
     invariant: bool  # whether a token's score may depend on no other token, to the last bit
 
 
+class HeadScores(NamedTuple):
+    """Log-probs of one id at each position, optionally the entropy (nats), and log-probs of further ids.
+
+    An id of -1 among the further ones has log-prob -inf.
+    """
+
+    logp: Float[Tensor, " tokens"]
+    entropy: Float[Tensor, " tokens"] | None
+    further: Float[Tensor, "tokens n"] | None
+
+
 def token_scores(
     hidden: Float[Tensor, "tokens hidden"],
     ids: Int[Tensor, " tokens"],
@@ -74,8 +85,9 @@ def token_scores(
     temperature: float = 1.0,
     entropy: bool = False,
     kept: Int[Tensor, "tokens k"] | None = None,
-) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"] | None]:
-    """Returns the log-prob of `ids` and optionally the entropy (nats) of softmax(logits / temperature).
+    further: Int[Tensor, "tokens n"] | None = None,
+) -> HeadScores:
+    """Returns the log-prob of `ids` and of `further` ids under softmax(logits / temperature), optionally its entropy.
 
     Products are computed in autocast's dtype where it is enabled, everything after them in float32 (or float64).
     `kept` restricts each token's distribution to a set of ids, padded with -1.
@@ -94,8 +106,10 @@ def token_scores(
         seed=0 if noise is None else noise.seed,
         invariant=model.invariant,
     )
-    logp, spread = _HeadScores.apply(hidden, model.weight, model.bias, log_sigma, ids, kept, options)
-    return logp, spread if entropy else None
+    chosen = ids[:, None] if further is None else torch.cat([ids[:, None], further], dim=1)
+    logps, spread = _TiledScores.apply(hidden, model.weight, model.bias, log_sigma, chosen, kept, options)
+    others = None if further is None else torch.where(further >= 0, logps[:, 1:], -torch.inf)
+    return HeadScores(logps[:, 0], spread if entropy else None, others)
 
 
 def _product_dtype(hidden: Tensor, model: ModelParts) -> torch.dtype:
@@ -105,7 +119,7 @@ def _product_dtype(hidden: Tensor, model: ModelParts) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-class _HeadScores(torch.autograd.Function):
+class _TiledScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -120,7 +134,8 @@ class _HeadScores(torch.autograd.Function):
         count = hidden.shape[0]
         # Log of the sum of exponentials so far. Not -inf: a tile without any kept id would compute -inf - -inf.
         total = hidden.new_full((count,), torch.finfo(options.dtype).min / 2, dtype=options.dtype)
-        chosen, spread = hidden.new_zeros(2, count, dtype=options.dtype)  # logit of each id; entropy so far
+        chosen = hidden.new_zeros(ids.shape, dtype=options.dtype)  # logit of each id
+        spread = hidden.new_zeros(count, dtype=options.dtype)  # entropy so far
         rough = hidden.to(options.product_dtype)
         multiply = batch_invariant_matmul if options.invariant else product
         for words, columns in _vocabulary(weight, options):
@@ -140,7 +155,7 @@ class _HeadScores(torch.autograd.Function):
                 total[tokens] = now
         ctx.save_for_backward(hidden, weight, bias, ids, kept, total, spread)
         ctx.options = options
-        return chosen - total, spread
+        return chosen - total[:, None], spread
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -159,8 +174,10 @@ class _HeadScores(torch.autograd.Function):
                 logits, slope = _logits(product(rough[tokens], columns), bias, words, noise, options)
                 if kept is not None:
                     logits.masked_fill_(~sampling_mask_tile(kept[tokens], words), -torch.inf)
-                grad_logp, grad_entropy = (grad[tokens, None] for grad in grads)
-                grad = _slope(logits.sub_(total[tokens, None]), grad_logp, grad_entropy, spread[tokens, None], options)
+                grad_logp, grad_entropy = grads[0][tokens], grads[1][tokens, None]
+                through_all = grad_logp.sum(1, keepdim=True)
+                logp = logits.sub_(total[tokens, None])
+                grad = _slope(logp, through_all, grad_entropy, spread[tokens, None], options)
                 _add_at(grad, ids[tokens], words, grad_logp)
                 if to_log_sigma is not None and noise is not None:
                     to_log_sigma += torch.dot(grad.view(-1), noise.view(-1)) * (options.sigma / options.temperature)
@@ -238,15 +255,15 @@ def _slope(
     return probability.mul_(logp.add_(spread).mul_(-grad_entropy).sub_(grad_logp))
 
 
-def _pick(logits: Tensor, ids: Tensor, words: slice) -> Float[Tensor, " tokens"]:
-    """Returns the logit of each token's id where it is in this tile, else 0."""
+def _pick(logits: Tensor, ids: Tensor, words: slice) -> Float[Tensor, "tokens n"]:
+    """Returns the logits of each token's ids where they are in this tile, else 0."""
     local = ids - words.start
     inside = (local >= 0) & (local < logits.shape[1])
-    return logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0].where(inside, 0)
+    return logits.gather(1, local.clamp(0, logits.shape[1] - 1)).where(inside, 0)
 
 
-def _add_at(grad: Tensor, ids: Tensor, words: slice, values: Float[Tensor, "tokens 1"]) -> None:
-    local = (ids - words.start)[:, None]
+def _add_at(grad: Tensor, ids: Tensor, words: slice, values: Float[Tensor, "tokens n"]) -> None:
+    local = ids - words.start
     inside = (local >= 0) & (local < grad.shape[1])
     grad.scatter_add_(1, local.clamp(0, grad.shape[1] - 1), values.where(inside, 0))
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trimtab.errors import TrimtabError
 from trimtab.models.architecture import ModelParts, model_parts
-from trimtab.models.fused_head import token_scores
+from trimtab.models.fused_head import HeadScores, token_scores
 from trimtab.models.matmul import TILE_ROWS, padding_rows
 from trimtab.models.packed_attention import PackedLayout
 from trimtab.models.routing import Routes, RoutingLayout
@@ -86,6 +86,7 @@ class TokenScores(NamedTuple):
     logp: Float[Tensor, "batch time"]
     entropy: Float[Tensor, "batch time"] | None  # nats
     routes: Routes | None = None  # the routers' own choices, with `record`
+    head: Float[Tensor, "batch time k"] | None = None  # of the ids in `head`; -inf for an id of -1
 
 
 def score(
@@ -97,11 +98,13 @@ def score(
     kept: Int[Tensor, "batch time k"] | None = None,
     routes: Routes | None = None,
     record: bool = False,
+    head: Int[Tensor, "batch time k"] | None = None,
 ) -> TokenScores:
     """Computes the log-prob of every response token under softmax(logits / temperature), optionally with its entropy.
 
     Entropies are in nats. Grad mode and autocast are those of the caller. With `kept` (vocabulary ids, padded with -1)
-    the distribution is renormalized over each token's set: the replay of top-p/top-k sampling. `routes` are replayed;
+    the distribution is renormalized over each token's set: the replay of top-p/top-k sampling. `head`: further ids to
+    score at each token, padded with -1. `routes` are replayed;
     `record` returns the experts that the routers chose themselves, or under `routes` would have chosen.
 
     Raises `TrimtabError` for an architecture whose head is not supported, a temperature that is not
@@ -114,7 +117,7 @@ def score(
         _check_kept(batch, kept)
     real, chosen = batch.response_mask, None
 
-    def work() -> tuple[Tensor, Tensor | None]:
+    def work() -> HeadScores:
         nonlocal chosen
         parts = model_parts(model)
         run = _tokens_to_run(batch)
@@ -129,15 +132,20 @@ def score(
             temperature=temperature,
             entropy=entropy,
             kept=None if kept is None else kept[real],
+            further=None if head is None else head[real],
         )
 
-    logp, tokens_entropy = with_full_weights(model, work)
-    spread = None if tokens_entropy is None else _scatter(tokens_entropy, real)
-    return TokenScores(_scatter(logp, real), spread, chosen)
+    scores = with_full_weights(model, work)
+    spread = None if scores.entropy is None else _scatter(scores.entropy, real)
+    further = None if scores.further is None else _scatter(scores.further, real)
+    return TokenScores(_scatter(scores.logp, real), spread, chosen, further)
 
 
 def _scatter(values: Tensor, real: Tensor) -> Tensor:
-    return torch.zeros(real.shape, dtype=values.dtype, device=values.device).masked_scatter(real, values)
+    """Returns the values of real tokens at their places, 0 at padding."""
+    shape = (*real.shape, *values.shape[1:])
+    where = real if values.ndim == 1 else real[..., None].expand(shape)
+    return torch.zeros(shape, dtype=values.dtype, device=values.device).masked_scatter(where, values)
 
 
 def _check_padding(batch: TokenBatch) -> None:

@@ -64,6 +64,7 @@ def empty_micro_batch(like: MicroBatch) -> MicroBatch:
         behavior=no_values,
         turn=tokens.prompt_index.new_zeros(0, 1),
         off_policy=no_mask,
+        age=tokens.prompt_index.new_ones(0, 1),
         advantage=no_values,
         proximal=None if like.proximal is None else no_values,
         reference=None if like.reference is None else no_values,

@@ -95,16 +95,29 @@ def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[Min
     groups: dict[int, list[int]] = {}
     for index, trajectory in enumerate(rows):
         groups.setdefault(trajectory.group, []).append(index)
-    trainer = learner.config.trainer
+    trainer, perturbation = learner.config.trainer, learner.config.perturbation
+    share_prompts = perturbation is None or not perturbation.per_response
 
     def pack(chosen: Sequence[int]) -> MicroBatch:
-        micro = to_tensors(rows, chosen, pad_id, learner.device)
+        micro = to_tensors(
+            rows,
+            chosen,
+            pad_id,
+            learner.device,
+            version=learner.updates,
+            updates_per_step=trainer.updates_per_step,
+            share_prompts=share_prompts,
+        )
         for feature in learner.features:
             micro = feature.pack(micro, [rows[row] for row in chosen])
         return micro
 
+    def units(part: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """What has a prompt of its own: the groups, or the single rows."""
+        return part if share_prompts else [[row] for group in part for row in group]
+
     return [
-        [pack(chosen) for chosen in micro_batches(rows, part, trainer.micro_batch_tokens)]
+        [pack(chosen) for chosen in micro_batches(rows, units(part), trainer.micro_batch_tokens)]
         for part in split_minibatches(list(groups.values()), trainer.minibatches)
     ]
 

@@ -30,6 +30,7 @@ class MicroBatch:
         behavior: (rows, time) float32 log-probs of the sampler; NaN at tokens of external traces, 0 at observations.
         turn: (rows, time) int64, number of the model turn from 0, as `Completion.turn`; -1 at padding.
         off_policy: (rows, time) bool, True at tokens of external traces.
+        age: (rows, time) int64, training steps since a step began with the policy that sampled the token, from 1.
         advantage: (rows, 1); NaN until it is known, so that a loss that reads it too early is NaN.
         proximal, reference: (rows, time) float32 log-probs; None until scored.
         extras: what features have attached, by name (`training/features/`).
@@ -41,6 +42,7 @@ class MicroBatch:
     behavior: torch.Tensor
     turn: torch.Tensor
     off_policy: torch.Tensor
+    age: torch.Tensor
     advantage: torch.Tensor
     proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
@@ -112,21 +114,36 @@ def micro_batches(
 
 
 def to_tensors(
-    trajectories: Sequence[Trajectory], rows: Sequence[int], pad_id: int, device: torch.device
+    trajectories: Sequence[Trajectory],
+    rows: Sequence[int],
+    pad_id: int,
+    device: torch.device,
+    *,
+    version: int = 0,
+    updates_per_step: int = 1,
+    share_prompts: bool = True,
 ) -> MicroBatch:
-    """The chosen trajectories as padded tensors on `device`; each group's prompt appears once."""
+    """The chosen trajectories as padded tensors on `device`.
+
+    Args:
+        version: completed updates at the begin of the step; with `updates_per_step` it gives the ages.
+        share_prompts: each group's prompt appears, and is computed, once.
+    """
     chosen = [trajectories[row] for row in rows]
-    first = {t.group: t for t in reversed(chosen)}
-    prompt_index = {group: index for index, group in enumerate(dict.fromkeys(t.group for t in chosen))}
+    keys = [t.group if share_prompts else row for t, row in zip(chosen, rows, strict=True)]
+    first = dict(zip(reversed(keys), reversed(chosen), strict=True))
+    prompt_index = {key: index for index, key in enumerate(dict.fromkeys(keys))}
     tokens = TokenBatch.pack(
-        [first[group].prompt.ids for group in prompt_index],
+        [first[key].prompt.ids for key in prompt_index],
         [t.completion.response_ids for t in chosen],
-        [prompt_index[t.group] for t in chosen],
+        [prompt_index[key] for key in keys],
         pad_id=pad_id,
     )
     time = tokens.response_ids.shape[1]
     completions = [t.completion for t in chosen]
     behavior = [np.where(c.sampled, c.logp_behavior, np.float32(0)) for c in completions]
+    # Rounded up: a policy from the middle of a step is as old as the one that the step began with.
+    ages = [1 + np.maximum(0, -((c.policy_version - version) // updates_per_step)) for c in completions]
     return MicroBatch(
         rows=tuple(rows),
         tokens=TokenBatch(**{item.name: getattr(tokens, item.name).to(device) for item in fields(tokens)}),
@@ -134,6 +151,7 @@ def to_tensors(
         behavior=_pad(behavior, time, 0.0).to(device),
         turn=_pad([c.turn for c in completions], time, -1).to(device),
         off_policy=_pad([np.full(len(t), t.off_policy) for t in chosen], time, False).to(device),
+        age=_pad(ages, time, 1).to(device),
         advantage=torch.full((len(chosen), 1), float("nan"), device=device),
     )
 

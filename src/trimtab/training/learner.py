@@ -175,7 +175,8 @@ class Learner:
 
         Raises `NonFiniteUpdateError` after `trainer.max_bad_steps` skipped updates in a row.
         """
-        stats.lr = self.lr_factor * learning_rate(self.config.optim, self.updates, self.total_updates)
+        factor = math.prod((self.lr_factor, *(feature.learning_rate_factor() for feature in self.features)))
+        stats.lr = factor * learning_rate(self.config.optim, self.updates, self.total_updates)
         set_learning_rate(self.optimizer, stats.lr)
         # Group 0 holds the policy. Modules of features have groups of their own, outside of clipping and of the check
         # for finite weights: their gradients must not scale the policy's, and they may hold infinite values.
@@ -219,7 +220,7 @@ class Learner:
 
     def _logps(self, micro: MicroBatch, scores: TokenScores | None) -> PolicyLogps:
         current = scores.logp if scores is not None else None
-        proximal = micro.proximal
+        proximal, head = micro.proximal, None if scores is None else scores.head
         if proximal is None and current is not None and "proximal" in self.objective.needs:
             proximal = current.detach()
         return PolicyLogps(
@@ -231,6 +232,9 @@ class Learner:
             entropy=scores.entropy if scores is not None else None,
             off_policy=micro.off_policy if "off_policy" in self.objective.needs else None,
             turn=micro.turn if "turn" in self.objective.needs else None,
+            age=micro.age if "age" in self.objective.needs else None,
+            head_current=head,
+            head_behavior=micro.extras.get("head_behavior", head),  # an empty micro-batch has no sampler
         )
 
     def _score(self, model: nn.Module, call: ForwardPass) -> tuple[TokenScores, MicroBatch]:
@@ -245,7 +249,9 @@ class Learner:
             entropy = "entropy" in self.objective.needs
             scores = score(model, micro.tokens, temperature=config.sampling.temperature, entropy=entropy, **options)
         if not micro.rows:
-            return TokenScores(scores.logp[:0], None if scores.entropy is None else scores.entropy[:0]), micro
+            none = (None if values is None else values[:0] for values in (scores.entropy, scores.head))
+            entropy_of_none, head_of_none = none
+            return TokenScores(scores.logp[:0], entropy_of_none, head=head_of_none), micro
         for feature in self.features:
             call = call._replace(micro=feature.after_score(call, scores))
         return scores, call.micro

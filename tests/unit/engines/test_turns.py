@@ -27,10 +27,13 @@ Groups = list[list[Completion]]
 
 
 def make(name: str = "llama", *, invariant: bool = False) -> EmbeddedEngine:
+    """In float64 unless invariant: where two sums differ in rounding, a draw next to a bound takes another token."""
     model = tiny(name)
     if invariant:
         make_invariant(model)
-    return EmbeddedEngine(model, tokenizer(), torch.float32)
+    if invariant or name == "qwen3-moe":  # torch multiplies its experts in float32 at most
+        return EmbeddedEngine(model, tokenizer(), torch.float32)
+    return EmbeddedEngine(model.double(), tokenizer(), torch.float64)
 
 
 def turn_by_turn(engine: EmbeddedEngine, asked: list[Prompt], samples: int, sampling: SamplingParams) -> Groups:

@@ -56,6 +56,7 @@ def test_an_empty_micro_batch_adds_nothing(name: str) -> None:
 
     def logps(micro):
         current = micro.behavior * 0.9
+        head = current[..., None] if built.centering is not None else None
         return PolicyLogps(
             current=current,
             behavior=micro.behavior,
@@ -65,6 +66,9 @@ def test_an_empty_micro_batch_adds_nothing(name: str) -> None:
             entropy=None,
             off_policy=micro.off_policy if "off_policy" in built.needs else None,
             turn=micro.turn,
+            age=micro.age,
+            head_current=head,
+            head_behavior=head,
         )
 
     alone = built.prepare(logps(real), real.advantage)

@@ -16,9 +16,18 @@ from trimtab.engines.embedded.sampling import SampledTokens
 from trimtab.engines.stopping import StopChecker
 from trimtab.errors import TrimtabError
 from trimtab.models.routing import RouterInfo
-from trimtab.types import EXTERNAL_VERSION, Completion, FinishReason, Prompt, SamplingParams, TurnResult
+from trimtab.types import (
+    EXTERNAL_VERSION,
+    Completion,
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    TopTokens,
+    TurnResult,
+)
 
 Prefixes = Sequence[Sequence[Completion]]
+TopRow = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +61,7 @@ class DecodingRow:
     logp: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
     kept: list[NDArray[np.int64]] = field(default_factory=list)
+    top: list[TopRow] = field(default_factory=list)  # ids and log-probs of the most probable ids of each token
     routes: list[NDArray[np.int16]] = field(default_factory=list)  # each (tokens, layers, k), to be concatenated
     finish: FinishReason = "length"
     complete: bool = False  # nothing is left to sample
@@ -102,34 +112,41 @@ class DecodingRow:
             sampling_mask=tuple(self.kept) if self.kept else None,
             routed_experts=routes,
             loss_mask=None if sampled.all() else sampled,
+            top=TopTokens(*(np.stack(values) for values in zip(*self.top, strict=True))) if self.top else None,
         )
 
-    def append(self, token: int, logp: float, entropy: float, kept: NDArray[np.int64] | None) -> None:
+    def append(
+        self, token: int, logp: float, entropy: float, kept: NDArray[np.int64] | None, top: TopRow | None = None
+    ) -> None:
         """Appends a sampled token, or the next one of the observation in its place."""
         observed = bool(self.observation)
         if observed:
             token, logp, entropy = self.observation.popleft(), math.nan, math.nan
             kept = None if kept is None else np.array([token])
+            top = None if top is None else (np.full_like(top[0], -1), np.full_like(top[1], -np.inf))
         self.ids.append(token)
         self.logp.append(logp)
         self.entropy.append(entropy)
         self.sampled.append(not observed)
         if kept is not None:
             self.kept.append(kept)
+        if top is not None:
+            self.top.append(top)
         if observed:
             self.turn_start = len(self.ids)
 
     def append_observation(self, *, truncated: bool) -> None:
         """Appends the whole observation. `truncated`: whether tokens have sampling masks."""
+        top = self.top[-1] if self.top else None
         while self.observation:
-            self.append(0, math.nan, math.nan, np.empty(0, np.int64) if truncated else None)
+            self.append(0, math.nan, math.nan, np.empty(0, np.int64) if truncated else None, top)
 
     def drop_partial_observation(self) -> None:
         """Removes the tokens of an observation that is not appended completely; its turn is then handled again."""
         if not self.observation:
             return
         while not self.sampled[-1]:
-            for values in (self.ids, self.logp, self.entropy, self.kept, self.sampled, self.routes):
+            for values in (self.ids, self.logp, self.entropy, self.kept, self.top, self.sampled, self.routes):
                 if values:
                     values.pop()
         self.observation.clear()
@@ -178,6 +195,7 @@ def build_rows(
         row.ids, row.logp = prefix.response_ids.tolist(), prefix.logp_behavior.tolist()
         row.entropy = [] if prefix.entropy is None else prefix.entropy.tolist()
         row.kept = list(prefix.sampling_mask or ())
+        row.top = [] if prefix.top is None else list(zip(prefix.top.ids, prefix.top.logps, strict=True))
         row.sampled = prefix.sampled.tolist()
         observed = np.flatnonzero(~prefix.sampled)
         row.turn_start = int(observed[-1]) + 1 if len(observed) else 0
@@ -187,8 +205,10 @@ def build_rows(
 def append_sampled(rows: list[DecodingRow], live: list[int], sampled: SampledTokens) -> None:
     """Appends the sampled tokens to the rows of the indices `live`."""
     ids, logp, entropy = sampled.ids.tolist(), sampled.logp.tolist(), sampled.entropy.tolist()
+    top = None if sampled.top is None else tuple(part.cpu().numpy() for part in sampled.top)
     for i in live:
-        rows[i].append(ids[i], logp[i], entropy[i], None if sampled.kept is None else sampled.kept[i])
+        best = None if top is None else (top[0][i], top[1][i])
+        rows[i].append(ids[i], logp[i], entropy[i], None if sampled.kept is None else sampled.kept[i], best)
 
 
 def mark_aborted(rows: Iterable[DecodingRow]) -> None:
@@ -233,10 +253,11 @@ def validate_prefixes(
         )
     for name, prompt, prefix in _distinct_prefixes(prefixes, prompts):
         length = len(prefix.response_ids)
-        fields = (prefix.logp_behavior, prefix.policy_version, prefix.entropy, prefix.sampling_mask)
+        fields = (prefix.logp_behavior, prefix.policy_version, prefix.entropy, prefix.sampling_mask, prefix.top)
         if any(len(values) != length for values in fields if values is not None):
             raise TrimtabError(
-                f"{name}: its log-probs, versions, entropies or sampling masks are not {length} like its ids"
+                f"{name}: its log-probs, versions, entropies, sampling masks or most probable ids are not {length} "
+                "like its ids"
             )
         if length > sampling.max_tokens:
             raise TrimtabError(
@@ -247,6 +268,11 @@ def validate_prefixes(
             raise TrimtabError(
                 f"{name} {'has no' if sampling.truncated else 'has'} sampling masks, but the sampling is "
                 f"{'' if sampling.truncated else 'not '}truncated: draw the prefix under the same top_p and top_k"
+            )
+        if (prefix.top is None) == (sampling.top_logprobs > 0):
+            raise TrimtabError(
+                f"{name} {'has no' if prefix.top is None else 'has'} most probable ids, but top_logprobs is "
+                f"{sampling.top_logprobs}: draw the prefix under the same top_logprobs"
             )
         run = len(prompt.ids) + length - 1
         if prefix.routed_experts is not None and len(prefix.routed_experts) != run:

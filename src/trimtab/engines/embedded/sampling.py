@@ -27,12 +27,16 @@ TOP_P_CANDIDATES = 256
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One token per row: `ids` int64, `logp` and `entropy` (nats) float32, all (rows,); `kept` one id array per row."""
+    """One token per row: `ids` int64, `logp` and `entropy` (nats) float32, all (rows,); `kept` one id array per row.
+
+    top: ids and log-probs of the `top_logprobs` most probable ids, both (rows, k); see `TopTokens`.
+    """
 
     ids: Tensor
     logp: Tensor
     entropy: Tensor
     kept: list[NDArray[np.int64]] | None
+    top: tuple[Tensor, Tensor] | None = None
 
 
 def uniform_draws(seed: int, prompt: int, sample: int, count: int) -> NDArray[np.float64]:
@@ -68,9 +72,23 @@ def sample_tokens(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> 
         torch.cat([part.logp for part in parts]).float(),
         torch.cat([part.entropy for part in parts]).float(),
         [ids for part in parts for ids in part.kept or ()] if sampling.truncated else None,
+        _concatenate([part.top for part in parts]),
     )
     _require_finite(sampled.entropy)
     return sampled
+
+
+def _concatenate(parts: list[tuple[Tensor, Tensor] | None]) -> tuple[Tensor, Tensor] | None:
+    tops = [part for part in parts if part is not None]
+    return (torch.cat([ids for ids, _ in tops]), torch.cat([logp for _, logp in tops]).float()) if tops else None
+
+
+def _top(scores: Tensor, log_total: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+    """Returns the ids and log-probs of the `count` highest scores of each row."""
+    if count == 0:
+        return None
+    values, ids = scores.topk(min(count, scores.shape[1]), -1)
+    return ids, values - log_total
 
 
 def _greedy(logits: Tensor, sampling: SamplingParams) -> SampledTokens:
@@ -95,7 +113,7 @@ def _scores(logits: Tensor, temperature: float) -> Tensor:
     return scores if temperature == 1 else scores.div_(temperature)
 
 
-def _sample_full(scores: Tensor, uniform: Tensor, _sampling: SamplingParams) -> SampledTokens:
+def _sample_full(scores: Tensor, uniform: Tensor, sampling: SamplingParams) -> SampledTokens:
     rows, vocabulary = scores.shape
     mass = scores.exp()
     covered = vocabulary // CHUNK * CHUNK
@@ -113,7 +131,8 @@ def _sample_full(scores: Tensor, uniform: Tensor, _sampling: SamplingParams) -> 
     log_total = total.log()
     mean_score = torch.linalg.vecdot(mass, scores).unsqueeze(-1) / total
     logp = scores.gather(-1, ids) - log_total
-    return SampledTokens(ids.squeeze(-1), logp.squeeze(-1), (log_total - mean_score).squeeze(-1), None)
+    top = _top(scores, log_total, sampling.top_logprobs)
+    return SampledTokens(ids.squeeze(-1), logp.squeeze(-1), (log_total - mean_score).squeeze(-1), None, top)
 
 
 def _locate(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,10 +167,16 @@ def _sample_truncated(scores: Tensor, uniform: Tensor, sampling: SamplingParams)
     index, _ = _locate(bounds, uniform.unsqueeze(-1) * total)
     log_total = total.log()
     mean_score = (mass * values.masked_fill(~kept, 0.0)).sum(-1, keepdim=True) / total
+    top = None
+    if sampling.top_logprobs:
+        allowed, best = kept[:, : sampling.top_logprobs], slice(0, sampling.top_logprobs)
+        logps = (values[:, best] - log_total).masked_fill(~allowed, -torch.inf)
+        top = (ids[:, best].masked_fill(~allowed, -1), logps)
     masks = [np.sort(row[:size]) for row, size in zip(ids.cpu().numpy(), kept.sum(-1).tolist(), strict=True)]
     return SampledTokens(
         ids.gather(-1, index).squeeze(-1),
         (values.gather(-1, index) - log_total).squeeze(-1),
         (log_total - mean_score).squeeze(-1),
         masks,
+        top,
     )

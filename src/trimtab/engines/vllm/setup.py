@@ -13,6 +13,9 @@ from trimtab.config import EngineConfig
 from trimtab.errors import TrimtabError
 
 GIB = 1 << 30
+
+MAX_LOGPROBS = 1024
+"""Most log-probs that a request may ask for at each token; as `sampling.top_logprobs`."""
 # Block size of the KV cache on a CPU, in tokens. vLLM's default of 128 is longer than most prompts of the recipes, and
 # the samples of a prompt share whole blocks only.
 CPU_BLOCK = 32
@@ -62,6 +65,7 @@ def arguments(folder: Path | str, config: EngineConfig) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_LOGPROBS,
         "enable_prefix_caching": True,
         "enforce_eager": settings.eager,
         "max_model_len": settings.context,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New tokens of one response. `logp[i]` is None where vLLM returned none; `reason` is its finish reason, if any."""
+    """New tokens of one response. `logp[i]` is None where vLLM returned none; `reason` is its finish reason, if any.
+
+    top: for each token, log-probs of the most probable ids by id, the sampled one among them; empty without any.
+    """
 
     ids: Sequence[int]
     logp: Sequence[float | None]
     kept: Sequence[Sequence[int]] | None
+    top: Sequence[Mapping[int, float]]
     cached: int  # prompt tokens that came from the prefix cache
     reason: str | None
 
@@ -124,6 +128,7 @@ def to_delta(output: Any) -> TokenDelta:
     """Converts a vLLM `RequestOutput` of one sample with `RequestOutputKind.DELTA`."""
     [new] = output.outputs
     logp: list[float | None] = [None] * len(new.token_ids)
+    top = [{id_: value.logprob for id_, value in entry.items()} for entry in new.logprobs or ()]
     for i, entry in enumerate(new.logprobs or ()):
         value = entry.get(new.token_ids[i])
         logp[i] = None if value is None else value.logprob
@@ -132,6 +137,7 @@ def to_delta(output: Any) -> TokenDelta:
         ids=new.token_ids,
         logp=logp,
         kept=None if mask is None else mask.token_ids,
+        top=top,
         cached=output.num_cached_tokens or 0,
         reason=new.finish_reason,
     )

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from trimtab.config import EngineConfig
 from trimtab.engines.embedded.decoding_rows import (
     DecodingRow,
     Prefixes,
+    TopRow,
     build_rows,
     mark_aborted,
     validate_prefixes,
@@ -202,7 +203,7 @@ class VllmEngine:
             # Stops are detected by `StopChecker`; stop ids are passed only to avoid sampling further tokens.
             ignore_eos=True,
             stop_token_ids=[] if sampling.ignore_stop else sorted(self._eos | set(sampling.stop_ids)),
-            logprobs=0,
+            logprobs=sampling.top_logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -226,7 +227,8 @@ class VllmEngine:
                 )
             kept = self._kept(delta, index, sampling) if sampling.truncated else None
             # At temperature 0 the log-prob is 0 by definition.
-            row.append(token, logp if sampling.temperature > 0 else 0.0, math.nan, kept)
+            top = _most_probable(delta.top[index], sampling.top_logprobs) if sampling.top_logprobs else None
+            row.append(token, logp if sampling.temperature > 0 else 0.0, math.nan, kept, top)
             self.decoded_tokens += 1
             if stop.ended([row.turn_ids])[0]:
                 if exchange is not None:
@@ -247,6 +249,16 @@ class VllmEngine:
         if delta.kept is None or index >= len(delta.kept):
             raise TrimtabError("vLLM returned a token without the set it was drawn from: this version cannot be used")
         return np.sort(np.asarray(delta.kept[index], dtype=np.int64))
+
+
+def _most_probable(logps: Mapping[int, float], count: int) -> TopRow:
+    """Returns the `count` most probable ids with their log-probs; the sampled token may be one more in `logps`."""
+    best = sorted(logps.items(), key=lambda item: -item[1])[:count]
+    ids, values = np.full(count, -1, dtype=np.int64), np.full(count, -np.inf, dtype=np.float32)
+    for place, (id_, logp) in enumerate(best):
+        if math.isfinite(logp):
+            ids[place], values[place] = id_, logp
+    return ids, values
 
 
 def _joined_rows(exchange: TurnExchange | None, sampling: SamplingParams, *, idle: bool) -> list[DecodingRow]:

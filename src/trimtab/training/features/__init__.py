@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from trimtab.config import Config
+from trimtab.objectives import Objective
 from trimtab.rollout.canary import Canary
 from trimtab.training.features.bitwise_check import BitwiseCheck
 from trimtab.training.features.calibration import Calibration
@@ -15,11 +16,19 @@ from trimtab.training.features.feature import Feature
 from trimtab.training.features.length_surge import LengthSurge
 from trimtab.training.features.perturbation_feature import PerturbationFeature
 from trimtab.training.features.routing_replay import RoutingReplay
+from trimtab.training.features.sample_size_rate import SampleSizeRate
 from trimtab.training.features.sampling_mask import SamplingMask
+from trimtab.training.features.top_logprobs import TopLogprobs
+from trimtab.training.ranks import RankGroup
 
 
 def build_features(
-    config: Config, model: nn.Module, canary: Canary | None, notify: Callable[[str], None]
+    config: Config,
+    model: nn.Module,
+    objective: Objective,
+    canary: Canary | None,
+    ranks: RankGroup,
+    notify: Callable[[str], None],
 ) -> Iterator[Feature]:
     """Yield the features of a recipe. Hooks are called in this order.
 
@@ -28,6 +37,8 @@ def build_features(
         notify: receives messages for the user.
     """
     yield SamplingMask()
+    if objective.centering is not None:
+        yield TopLogprobs()
     if config.prefix is not None:
         yield PrefixMetrics()
     if config.demonstrations is not None:
@@ -44,5 +55,7 @@ def build_features(
         yield Calibration(config, notify)
     if config.optim.schedule == "surge":
         yield LengthSurge(config.optim.surge, notify)
+    if config.optim.ess is not None:
+        yield SampleSizeRate(config.optim.ess, ranks)
     if config.numerics == "invariant":
         yield BitwiseCheck(notify)

@@ -5,6 +5,7 @@ A method is a subclass of `Feature` in a file of its own and a line in `build_fe
     pack                  for each micro-batch, when the batch is packed
     forward, after_score  around each forward of the policy or of the reference
     before_updates        before the first update, with the batch complete
+    learning_rate_factor  before each update, with its gradient complete
     check_update          after each update
     counts                after the last update
     end_step              when the metrics that every step has are known
@@ -126,6 +127,10 @@ class Feature:
 
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
         """Called before the first update of step `step` (from 1), with advantages and log-probs of fixed policies."""
+
+    def learning_rate_factor(self) -> float:
+        """Factor of the learning rate of the update whose gradient is complete."""
+        return 1.0
 
     def check_update(self) -> None:
         """Raises `NonFiniteUpdateError` if the last update made this feature's parameters unusable."""

@@ -24,6 +24,7 @@ from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
 from trimtab.models.logprobs import score
 from trimtab.models.routing import UNROUTED, RouterInfo
+from trimtab.objectives import objective
 from trimtab.objectives.calibrate import from_section
 from trimtab.rollout.collector import RolloutStats
 from trimtab.runs import trajectories
@@ -35,6 +36,7 @@ from trimtab.training.features.perturbation_feature import PerturbationFeature
 from trimtab.training.features.routing_replay import RoutingReplay
 from trimtab.training.learner import Learner
 from trimtab.training.optim import build_optimizer
+from trimtab.training.ranks import current_ranks
 from trimtab.training.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 
@@ -143,9 +145,10 @@ def test_a_dense_model_is_refused(replay: str) -> None:
     config = load_config("laboratory", [f"routing.replay={replay}", "trainer.epochs=2"])
     dense, _ = laboratory.build(0)
     with pytest.raises(TrimtabError, match="'laboratory' is a dense model"):
-        list(build_features(config, dense, None, print))
+        list(build_features(config, dense, objective(config.objective.name), None, current_ranks(), print))
     assert not any(
-        isinstance(one, RoutingReplay) for one in build_features(load_config("laboratory"), dense, None, print)
+        isinstance(one, RoutingReplay)
+        for one in build_features(load_config("laboratory"), dense, objective("grpo"), None, current_ranks(), print)
     )
     mixture, _ = laboratory.build(0, laboratory.MIXTURE)
     assert RoutingReplay.build(config, mixture).experts == RouterInfo(2, 8, 2)
@@ -160,7 +163,7 @@ def learner(replay: str, *sets: str) -> Learner:
         optimizer=build_optimizer(model.parameters(), config.optim),
         objective=from_section(config.objective.model_dump()),
         total_updates=10,
-        features=list(build_features(config, model, None, print)),
+        features=list(build_features(config, model, objective(config.objective.name), None, current_ranks(), print)),
     )
 
 
