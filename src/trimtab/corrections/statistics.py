@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trimtab.corrections.ratios import LOG_RATIO_BOUND, Ratios
-from trimtab.corrections.reduce import Selection
+from trimtab.corrections.reduce import Selection, Sequences
 
 QUANTILES = (0.01, 0.05, 0.50, 0.95, 0.99)
 
@@ -73,6 +73,26 @@ class Count(Mergeable):
 
     def summary(self) -> dict[str, Tensor]:
         return {"": self.total}
+
+
+@dataclass(frozen=True, eq=False)
+class MeanByTenth(Mergeable):
+    """The mean in each tenth of the trained tokens of a sequence, stored as totals and counts (10,)."""
+
+    total: Tensor
+    count: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, sequences: Sequences) -> MeanByTenth:
+        """Means of values (bool or float, already 0 where untrained)."""
+        lengths = sequences.spread(sequences.lengths)
+        tenth = ((sequences.positions - 1).clamp(min=0) * 10 / lengths.clamp(min=1)).floor().long()
+        weights = torch.stack([values.detach().double(), sequences.mask.double()]).view(2, -1)
+        sums = weights.new_zeros(2, 10).scatter_add(1, tenth.clamp(max=9).view(1, -1).expand(2, -1), weights)
+        return cls(*sums)
+
+    def summary(self) -> dict[str, Tensor]:
+        return {f"_{tenth}": mean for tenth, mean in enumerate(self.total / self.count, start=1)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trimtab.corrections.correction import Sweep, sweep
+from trimtab.corrections.divergences import k3
 from trimtab.corrections.masks import READABLE, Mask
 from trimtab.corrections.ratios import TURN_LEVELS, Number, at_level, beyond_bound, log_ratio
 from trimtab.corrections.reduce import Selection, Sequences, select, widen
@@ -343,6 +344,7 @@ def _ratio_statistics(terms: Terms) -> dict[str, Mergeable]:
     return {
         "ratio/": Histogram.of(log, Selection(terms.on_policy, log.dtype)),
         "ratio/bounded": Mean.of(beyond_bound(log), terms.on_policy),
+        "update/kl": Mean.of(k3(terms.token_log_ratio.detach()), terms.on_policy),
     }
 
 

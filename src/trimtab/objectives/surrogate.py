@@ -16,7 +16,7 @@ from torch import Tensor
 from trimtab.corrections.protocols import Peers
 from trimtab.corrections.ratios import bounded
 from trimtab.corrections.reduce import Sequences
-from trimtab.corrections.statistics import Mean, Mergeable
+from trimtab.corrections.statistics import Mean, MeanByTenth, Mergeable
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.state import State
@@ -51,6 +51,11 @@ class Terms:
     def share(self, name: str, where: Bool[Tensor, "batch time"]) -> dict[str, Mergeable]:
         """Returns the share of trained tokens at which `where` holds, as a metric."""
         return {name: Mean.of(where & self.mask, self.mask)}
+
+    def share_by_tenth(self, name: str, where: Bool[Tensor, "batch time"]) -> dict[str, Mergeable]:
+        """Returns `share`, and the share in each tenth of the response."""
+        where = where & self.mask
+        return {name: Mean.of(where, self.mask), f"{name}_tenth": MeanByTenth.of(where, self.sequences)}
 
 
 Value = tuple[Float[Tensor, "batch time"], dict[str, Mergeable]]

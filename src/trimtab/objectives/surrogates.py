@@ -40,8 +40,8 @@ class Clipped(Surrogate):
         low, high = 1.0 - self.low, 1.0 + self.high
         value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
         statistics = {
-            **terms.share("clip/low", (advantage < 0) & (ratio < low)),
-            **terms.share("clip/high", (advantage > 0) & (ratio > high)),
+            **terms.share_by_tenth("clip/low", (advantage < 0) & (ratio < low)),
+            **terms.share_by_tenth("clip/high", (advantage > 0) & (ratio > high)),
         }
         if self.dual is not None:
             # For A < 0 only: at A >= 0 the floor dual * A would raise the value of every token.

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from trimtab.objectives import Objective, SecondMoment
 
 
+ONE_UPDATE = "clips π/π_old, which is 1 in the first update on a batch, so no token is clipped"
+
+
 @dataclass(frozen=True, eq=False)
 class Clipping:
     """Masks (tokens,) of the tokens below and above the bounds of the ratio, and the rule in words."""
@@ -61,7 +64,7 @@ def _clipping_objective(config: Mapping[str, Any]) -> Objective | str:
     except (KeyError, ValueError) as error:
         return f"this version of trimtab does not know the objective ({error})"
     if objective.ratio.over == "proximal":
-        return f"{objective.name} clips π/π_old, which is 1 in the first update on a batch, so no token is clipped"
+        return f"{objective.name} {ONE_UPDATE}"
     if not isinstance(objective.surrogate, Clipped | SecondMoment):
         return f"{objective.name} clips nothing"
     return objective

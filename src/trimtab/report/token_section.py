@@ -21,7 +21,7 @@ from trimtab.diagnosis.tokens import DECILES, TokenTable
 from trimtab.pages import charts
 from trimtab.pages.render import number, short
 from trimtab.report import token_figures, token_statistics
-from trimtab.report.clipping import Clipping, clipping
+from trimtab.report.clipping import ONE_UPDATE, Clipping, clipping
 from trimtab.report.token_statistics import Frequent
 from trimtab.runs.reader import Run, evenly_spaced, sample_steps
 
@@ -46,6 +46,7 @@ class TokenSectionData:
     clip_tokens: np.ndarray = field(default_factory=lambda: np.zeros(DECILES))
     clip_rules: set[str] = field(default_factory=set)
     no_clip: str = "no response is left"
+    clip_in_later_updates: bool = False
     before: list[np.ndarray] = field(default_factory=list)
     after: list[np.ndarray] = field(default_factory=list)
     before_entropy: list[np.ndarray] = field(default_factory=list)
@@ -77,7 +78,7 @@ class TokenSectionData:
 
     def _add_clipped(self, clip: Clipping | str, tokens: TokenTable) -> None:
         if isinstance(clip, str):
-            self.no_clip = clip
+            self.no_clip, self.clip_in_later_updates = clip, clip.endswith(ONE_UPDATE)
             return
         decile = tokens.decile
         low, high, trained = (
@@ -116,7 +117,7 @@ def token_section(run: Run) -> dict[str, Any] | None:
     data = TokenSectionData()
     for step, file in files.items():
         data.add(run.config, step, file)
-    panels = [_envelope(data), _scatter(data), _shift(data), _entropy(data), _clipped(data)]
+    panels = [_envelope(data), _scatter(data), _shift(data), _entropy(data), _clipped(data, run)]
     return {
         "note": _note(data),
         "charts": [panel for panel in panels if not isinstance(panel, str)],
@@ -235,8 +236,10 @@ def _entropy(data: TokenSectionData) -> Panel:
     return _panel("Entropy by position", "", token_figures.entropy_svg(entropies), what)
 
 
-def _clipped(data: TokenSectionData) -> Panel:
+def _clipped(data: TokenSectionData, run: Run) -> Panel:
     if not data.clip_rules:
+        if data.clip_in_later_updates and (panel := _clipped_in_later_updates(run)) is not None:
+            return panel
         return f"clipped tokens by position ({data.no_clip})"
     low, high = (
         np.divide(counts, data.clip_tokens, out=np.full(DECILES, np.nan), where=data.clip_tokens > 0)
@@ -250,6 +253,23 @@ def _clipped(data: TokenSectionData) -> Panel:
     )
     svg = token_figures.clipped_svg(low, high)
     return _panel("Clipped tokens by position", f"{100 * share:.3g}% of all", svg, what)
+
+
+def _clipped_in_later_updates(run: Run) -> Panel | None:
+    """Returns the panel of an objective over the proximal policy, whose updates logged the shares; None without."""
+    keys = [[f"clip/{side}_tenth_{tenth}" for tenth in range(1, DECILES + 1)] for side in ("low", "high")]
+    shares = [[np.asarray(run.series(key)[1], dtype=np.float64) for key in side] for side in keys]
+    if not all(len(values) for side in shares for values in side):
+        return None
+    low, high = (np.array([np.nanmean(values) for values in side]) for side in shares)
+    what = (
+        "Share of tokens without gradient in each tenth of the response's length, over all updates and steps. In the "
+        "first update on a batch the ratio to π_old is 1 and nothing is clipped."
+    )
+    share = float((low + high).mean())
+    return _panel(
+        "Clipped tokens by position", f"{100 * share:.3g}% of all", token_figures.clipped_svg(low, high), what
+    )
 
 
 def _takeover_table(path: Path, data: TokenSectionData) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 # Restricted, so that a quantile row does not match other keys with its prefix.
-_PLACEHOLDER_PATTERNS = {"<quantile>": r"q\d\d"}
+_PLACEHOLDER_PATTERNS = {"<quantile>": r"q\d\d", "<tenth>": r"\d+", "<sign>": r"(?:positive|negative)"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Metric:
     def matches(self, key: str) -> bool:
         """Whether this row documents `key`.
 
-        In the row's key `<quantile>` matches q01, q50, ...; any other `<name>` matches text without a slash.
+        In the row's key `<quantile>` matches q01, q50, ..., `<tenth>` a number, `<sign>` positive or negative; any other `<name>` matches text without a slash.
         """
         parts = re.split(r"(<[a-z]+>)", self.key)
         pattern = "".join(

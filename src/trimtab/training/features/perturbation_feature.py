@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from trimtab.config import Config
@@ -32,6 +33,7 @@ class PerturbationFeature(Feature):
         self._config, self._lr = config, config.perturbation.lr
         self.perturbation = Perturbation(model, str(config.perturbation.layers), config.perturbation.std)
         self._coverage: PerturbationCoverage | None = None
+        self._gradients: list[float] = []
 
     @property
     def probes(self) -> bool:
@@ -55,6 +57,14 @@ class PerturbationFeature(Feature):
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:  # noqa: ARG002
         probes = step in (1, self._config.trainer.steps) or step % self._config.diagnose.every == 0
         self._coverage = PerturbationCoverage() if probes else None
+        self._gradients = []
+
+    def learning_rate_factor(self) -> float:
+        """1. The gradient of log sigma is complete here, and is recorded."""
+        gradients = [p.grad.detach().flatten() for p in self.perturbation.parameters() if p.grad is not None]
+        if gradients:
+            self._gradients.append(float(torch.cat(gradients).norm()))
+        return 1.0
 
     def check_update(self) -> None:
         if self.perturbation.diverged:
@@ -76,7 +86,12 @@ class PerturbationFeature(Feature):
         """Sigma of every layer; in probe steps also the effect of the noise on matmul inputs and log-probs."""
         stats, sigmas = record.statistics, self.perturbation.sigmas()
         metrics = {f"perturbation/sigma/{layer}": sigma for layer, sigma in sigmas.items()}
-        metrics["perturbation/sigma_mean"] = float(np.mean(list(sigmas.values())))
+        metrics["perturbation/sigma_mean"] = mean = float(np.mean(list(sigmas.values())))
+        start = self._config.perturbation.std if self._config.perturbation is not None else 0.0
+        if start > 0:
+            metrics["perturbation/sigma_drift"] = mean / start - 1
+        if self._gradients:
+            metrics["perturbation/grad_norm"] = float(np.mean(self._gradients))
         if not stats.perturbed:
             return metrics
         layers = [name.removeprefix(CHANGED) for name in stats.counts if name.startswith(CHANGED)]
