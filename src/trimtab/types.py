@@ -51,8 +51,7 @@ class SamplingParams:
 
     `temperature == 0` is greedy. `top_k == 0` and `top_p == 1` disable truncation. `logprobs` selects the distribution
     that the log-probs describe: "processed" is the sampled one (after temperature, top-k and top-p), "raw" the softmax
-    of the model's logits. Both agree at temperature 1 without truncation. `top_logprobs`: number of most probable ids
-    to return with each token.
+    of the model's logits. Both agree at temperature 1 without truncation. `top_logprobs` counts the ids in `TopTokens`.
     """
 
     temperature: float = 1.0
@@ -73,10 +72,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopTokens:
-    """The most probable ids at each token of a response and the sampler's log-probs of them, both (tokens, k).
-
-    An id of -1 with log-prob -inf stands for none, as at observations and where truncation left fewer than k.
-    """
+    """The most probable ids at each token and their log-probs under the sampler, (tokens, k); -1 and -inf for none."""
 
     ids: IntArray
     logps: FloatArray
@@ -84,12 +80,8 @@ class TopTokens:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def between(self, start: int, end: int | None = None) -> TopTokens:
-        """Returns those of the tokens from `start` to before `end`."""
-        return TopTokens(self.ids[start:end], self.logps[start:end])
-
-    def followed_by(self, other: TopTokens) -> TopTokens:
-        return TopTokens(np.concatenate([self.ids, other.ids]), np.concatenate([self.logps, other.logps]))
+    def continued_by(self, whole: TopTokens, k: int) -> TopTokens:
+        return TopTokens(np.concatenate([self.ids, whole.ids[k:]]), np.concatenate([self.logps, whole.logps[k:]]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,8 +115,6 @@ class Completion:
 
     `sampling_mask`: under truncated sampling, the vocabulary ids each token was drawn from
     (docs/results/sampling-masks.md). The trainer renormalizes over them so that both policies share one action space.
-
-    `top`: the most probable ids at each token, where `SamplingParams.top_logprobs` asked for them.
 
     `routed_experts` are those of a mixture-of-experts model (docs/routing.md), (prompt + response - 1, layers, k): one
     entry for each token that was run through the model, which the last token is not. Where the weights changed during
@@ -196,7 +186,7 @@ class Completion:
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask[:k],
             routed_experts=None if experts is None else experts[: len(experts) - (n - k)],
             loss_mask=None if self.loss_mask is None else self.loss_mask[:k],
-            top=None if self.top is None else self.top.between(0, k),
+            top=None if self.top is None else TopTokens(self.top.ids[:k], self.top.logps[:k]),
         )
 
     def continued_by(self, whole: Completion) -> Completion:
@@ -221,7 +211,7 @@ class Completion:
             loss_mask=None
             if self.loss_mask is None and whole.loss_mask is None
             else np.concatenate([self.sampled, whole.sampled[k:]]),
-            top=None if self.top is None or whole.top is None else self.top.followed_by(whole.top.between(k)),
+            top=None if self.top is None or whole.top is None else self.top.continued_by(whole.top, k),
         )
 
 

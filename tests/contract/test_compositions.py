@@ -89,7 +89,7 @@ def compositions(draw: st.DrawFn) -> Objective:
         "regression": {"ratio": {"level": "sequence"}, "aggregation": "seq-mean-token-sum"},
         "aged-clip": {"ratio": {"level": "token", "over": "behavior"}},
         "gamma-weight": {"ratio": {"level": "sequence", "over": "behavior"}},
-        "geometric-clip": {"ratio": {}, "aggregation": "seq-mean-token-mean"},
+        "geometric-clip": {"ratio": {}},
         "quadratic-penalty": {"ratio": {"level": "token", "over": "behavior"}},
     }
     parts |= fitting.get(kind, {})

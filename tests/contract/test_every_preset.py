@@ -24,7 +24,7 @@ def test_on_policy_it_is_the_plain_policy_gradient(lab, name, seed, rows, time):
     policy = batch.current
     batch = batch.changed(behavior=policy, proximal=policy, reference=policy, head_behavior=batch.head_current)
     kinds = [{}]
-    if name not in ("oapl", "gmpo"):  # these have no choice of aggregation
+    if name != "oapl":  # it has no choice of aggregation
         kinds += [{"aggregation": "seq-mean-token-mean"}, {"aggregation": "token-mean"}]
         kinds += [{"aggregation": "constant", "length_max": 9}, {"aggregation": "seq-mean-token-sum"}]
     for shared in [*kinds, {"denominator": "kept"}]:

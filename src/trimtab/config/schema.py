@@ -223,7 +223,7 @@ class DiagnoseConfig(Section):
 class AdvantageConfig(Section):
     """How the rewards of a group become advantages."""
 
-    kind: Literal["grpo", "dr-grpo", "rloo", "optimal"] | None = Field(
+    kind: Literal["grpo", "dr-grpo", "rloo", "optimal", "batch-mean"] | None = Field(
         default=None, description="default: the kind the objective expects"
     )
     value_beta: Positive | None = Field(default=None, description="temperature of the soft value (`optimal`)")

@@ -33,6 +33,13 @@ def _other_advantage(facts: Facts) -> bool:
     return kind not in (None, expected) and (expected != "grpo" or kind == "optimal")
 
 
+def _group_advantage_of_one(facts: Facts) -> str | None:
+    """Returns the kind of advantage if it compares the responses to one prompt, of which there is one."""
+    assert facts.objective is not None
+    kind = facts.config.advantage.kind or facts.objective.advantage
+    return kind if facts.config.trainer.samples == 1 and kind != "batch-mean" else None
+
+
 def _unmeasured_metric(facts: Facts) -> str | None:
     """Returns the metric to name instead of `eval.best`, if that is not measured."""
     assert facts.task is not None
@@ -96,6 +103,23 @@ _OBJECTIVE_RULES = (
         'use "rollout"',
     ),
     Rule(
+        "top-logprobs-unread",
+        lambda f: f.config.sampling.top_logprobs and "head_behavior" not in f.objective.needs,
+        "sampling.top_logprobs has no effect on objective {objective.name!r}, which centers no scores: leave it out",
+    ),
+    Rule(
+        "top-logprobs-needed",
+        lambda f: f.config.sampling.top_logprobs == 0 and "head_behavior" in f.objective.needs,
+        "objective {objective.name!r} reads the sampler's most probable ids: set sampling.top_logprobs (128 hold more "
+        "than 99.9 % of the mass), or leave it out",
+    ),
+    Rule(
+        "top-logprobs-server",
+        lambda f: f.config.engine.type == "server" and "head_behavior" in f.objective.needs,
+        "objective {objective.name!r} reads the sampler's most probable ids, which servers do not return here: use "
+        'engine.type "embedded" or "vllm"',
+    ),
+    Rule(
         "advantage-mismatch",
         _other_advantage,
         "advantage.kind = {advantage.kind!r} does not fit objective {objective.name!r}, which expects "
@@ -103,7 +127,7 @@ _OBJECTIVE_RULES = (
     ),
     Rule(
         "single-sample",
-        lambda f: f.config.trainer.samples == 1 and (f.config.advantage.kind or f.objective.advantage),
+        _group_advantage_of_one,
         "trainer.samples = 1 teaches nothing: advantage {value!r} compares the responses to one prompt with each "
         "other; set it to 2 or more",
     ),

@@ -13,9 +13,6 @@ from trimtab.errors import TrimtabError, did_you_mean
 
 KINDS = ("grpo", "dr-grpo", "rloo", "optimal", "batch-mean")
 
-WITHOUT_GROUPS = ("batch-mean",)
-"""Kinds that compare with the whole batch: one response for each prompt is enough."""
-
 STD_EPS = 1e-6
 
 

@@ -148,8 +148,6 @@ class GeometricClip(Surrogate):
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
         if ratio.level != "token":
             return f'GeometricClip takes the mean of token ratios itself: use level "token", not {ratio.level!r}'
-        if aggregation.kind != "seq-mean-token-mean":
-            return 'GeometricClip divides by the length of a response: use aggregation "seq-mean-token-mean"'
         return None
 
     def unbounded(self) -> Surrogate:

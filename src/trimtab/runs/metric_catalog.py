@@ -54,7 +54,8 @@ class Metric:
     def matches(self, key: str) -> bool:
         """Whether this row documents `key`.
 
-        In the row's key `<quantile>` matches q01, q50, ..., `<tenth>` a number, `<sign>` positive or negative; any other `<name>` matches text without a slash.
+        In the row's key `<quantile>` matches q01, q50, ..., `<tenth>` a number, `<sign>` positive or negative; any
+        other `<name>` matches text without a slash.
         """
         parts = re.split(r"(<[a-z]+>)", self.key)
         pattern = "".join(

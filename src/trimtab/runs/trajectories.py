@@ -21,7 +21,17 @@ import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
 from trimtab.runs import atomic, expert_column, sampling_mask_column
-from trimtab.types import EXTERNAL_VERSION, Completion, FloatArray, Problem, Prompt, SamplingParams, Trajectory
+from trimtab.types import (
+    EXTERNAL_VERSION,
+    Completion,
+    FloatArray,
+    IntArray,
+    Problem,
+    Prompt,
+    SamplingParams,
+    TopTokens,
+    Trajectory,
+)
 
 ROW_GROUP_BYTES, ROW_GROUP_ROWS = 1 << 30, 1 << 20  # largest bytes of a binary column and rows in one row group
 
@@ -121,6 +131,7 @@ def _encode(rows: Sequence[Row], step: int | None, *, kept: bool) -> bytes:
         "limits": pa.array([_fields(s, _LIMIT_FIELDS) for s in samplings], _LIMITS_TYPE),
         "kept": sampling_mask_column.encode(completions) if kept else None,
         "routes": expert_column.encode(trajectories) if kept else None,
+        **(_top_columns(completions) if kept else {}),
     }
     buffer = io.BytesIO()
     table = pa.table({name: column for name, column in columns.items() if column is not None})
@@ -132,10 +143,11 @@ def _row_group_size(completions: Sequence[Completion]) -> int:
     """Returns the rows per row group: parquet limits a binary column of a group to 2 GiB, which experts and sampling
     masks may exceed."""
     routes = max((0 if c.routed_experts is None else c.routed_experts.nbytes for c in completions), default=0)
+    top = max((0 if c.top is None else c.top.ids.nbytes for c in completions), default=0)
     kept = max(
         (0 if c.sampling_mask is None else sum(ids.nbytes for ids in c.sampling_mask) for c in completions), default=0
     )
-    return max(1, ROW_GROUP_BYTES // max(routes, kept, ROW_GROUP_BYTES // ROW_GROUP_ROWS))
+    return max(1, ROW_GROUP_BYTES // max(routes, kept, top, ROW_GROUP_BYTES // ROW_GROUP_ROWS))
 
 
 def _decode(data: bytes, name: str) -> list[Row]:
@@ -168,6 +180,7 @@ def _row(columns: dict[str, Any], index: int) -> Row:
         sampling_mask=sampling_mask_column.decode(optional("kept")),
         routed_experts=expert_column.decode(optional("routes")),
         loss_mask=sampled if observed else None,
+        top=_top(optional("top_ids"), optional("top_logps"), len(value("response_ids"))),
     )
     trajectory = Trajectory(
         prompt=Prompt(problem, value("prompt_text"), value("prompt_ids")),
@@ -200,6 +213,24 @@ def _entropies(trajectories: Sequence[Trajectory]) -> list[FloatArray | None]:
         np.full(len(trajectory), np.nan, dtype=np.float32) if trajectory.off_policy else entropy
         for trajectory, entropy in zip(trajectories, entropies, strict=True)
     ]
+
+
+def _top_columns(completions: Sequence[Completion]) -> dict[str, pa.Array | None]:
+    """Returns the most probable ids of each token, and their log-probs, row by row."""
+    tops = [completion.top for completion in completions]
+    if not tops or not _all_or_none("top_ids", tops):
+        return {}
+    return {
+        "top_ids": _lists([top.ids.reshape(-1) for top in tops if top is not None], pa.int64()),
+        "top_logps": _lists([top.logps.reshape(-1) for top in tops if top is not None], pa.float32()),
+    }
+
+
+def _top(ids: IntArray | None, logps: FloatArray | None, tokens: int) -> TopTokens | None:
+    if ids is None or logps is None:
+        return None
+    shape = (tokens, len(ids) // max(1, tokens))
+    return TopTokens(ids.reshape(shape), logps.reshape(shape))
 
 
 def _turns(completions: Sequence[Completion]) -> pa.ListArray | None:

@@ -175,15 +175,15 @@ class Learner:
 
         Raises `NonFiniteUpdateError` after `trainer.max_bad_steps` skipped updates in a row.
         """
-        factor = math.prod((self.lr_factor, *(feature.learning_rate_factor() for feature in self.features)))
-        stats.lr = factor * learning_rate(self.config.optim, self.updates, self.total_updates)
-        set_learning_rate(self.optimizer, stats.lr)
         # Group 0 holds the policy. Modules of features have groups of their own, outside of clipping and of the check
         # for finite weights: their gradients must not scale the policy's, and they may hold infinite values.
         policy, *others = (group["params"] for group in self.optimizer.param_groups)
         gradients = [parameter.grad for group in others for parameter in group if parameter.grad is not None]
         for gradient in gradients:
             self.ranks.all_reduce_(gradient)  # these parameters are not under FSDP
+        factor = math.prod((self.lr_factor, *(feature.learning_rate_factor() for feature in self.features)))
+        stats.lr = factor * learning_rate(self.config.optim, self.updates, self.total_updates)
+        set_learning_rate(self.optimizer, stats.lr)
         loss, norm = self.ranks.all_reduce_sum(loss), clip_gradient(policy, self.config.optim.grad_clip, self.ranks)
         others_are_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         if math.isfinite(loss) and math.isfinite(norm) and others_are_finite:

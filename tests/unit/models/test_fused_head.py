@@ -50,6 +50,29 @@ def test_temperature_hand_numbers() -> None:
     assert entropy.tolist() == pytest.approx([0.0, -0.2 * math.log(0.2) - 0.8 * math.log(0.8)], abs=1e-6)
 
 
+def test_further_ids_have_their_log_probs_and_gradients() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([0, 3, 7, 2, 5])
+    further = torch.tensor([[1, 0], [3, 7], [-1, 6], [2, -1], [4, 4]])
+    factors = torch.randn(5, 3, dtype=torch.float64)
+    gradients = []
+    for tiled in (True, False):
+        if tiled:
+            logp, _, others = fused_head.token_scores(hidden, ids, parts(weight), temperature=0.7, further=further)
+            assert others is not None
+            assert (others.isneginf() == (further < 0)).all()
+        else:
+            table = (hidden @ weight.T / 0.7).log_softmax(-1)
+            logp, others = table.gather(1, ids[:, None])[:, 0], table.gather(1, further.clamp(min=0))
+        present = torch.where(further >= 0, others, 0.0)
+        loss = (factors * torch.cat([logp[:, None], present], dim=1)).sum()
+        gradients.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("restricted", [False, True])
 def test_finite_differences(softcap: float | None, restricted: bool) -> None:

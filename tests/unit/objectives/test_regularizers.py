@@ -19,7 +19,7 @@ def expected_gradient(kind: str, sampler: Tensor, name: str = "grpo", proximal: 
     Each token is a row of one that is the whole update. What the loss has beside its KL term is taken away.
     """
     gradient = torch.zeros_like(LOGITS)
-    row = {} if name in ("oapl", "gmpo") else {"aggregation": "token-mean"}
+    row = {} if name == "oapl" else {"aggregation": "token-mean"}
     for coefficient in (1.0, 0.0):
         obj = objective(name, kl=kind, kl_coef=coefficient, **row)
         for token in range(7):

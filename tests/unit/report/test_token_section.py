@@ -179,6 +179,19 @@ def test_an_objective_over_proximal_says_why_nothing_is_clipped(make_run: Callab
     )
 
 
+def test_an_objective_over_proximal_shows_what_its_later_updates_clipped(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_run(tmp_path / "run", steps=2, every=9, objective="dapo", keys=["step"])
+    _write(folder, 1, **_plain())
+    tenths = {f"clip/{side}_tenth_{n}": 0.01 * n * (side == "low") for side in ("low", "high") for n in range(1, 11)}
+    rows = [{"step": 1} | tenths, {"step": 2} | {key: 3 * value for key, value in tenths.items()}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chart = _charts(_section(folder))["Clipped tokens by position"]
+    assert chart["now"] == "11% of all"  # .02 to .2 in the mean of both steps
+    assert "In the first update on a batch the ratio to π_old is 1" in chart["what"]
+
+
 def _prefixed() -> dict[str, Any]:
     # Version 4 begins with the token 1 (or 2), version 6 goes on with 3; one response has no prefix.
     return _plain(

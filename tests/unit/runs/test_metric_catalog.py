@@ -32,6 +32,9 @@ def test_docs_are_generated_from_the_table() -> None:
         ("mismatch/ratio_q05", "mismatch/ratio_<quantile>"),
         ("mismatch/ratio_mean", "mismatch/ratio_mean"),
         ("reject/veto", "reject/<rule>"),
+        ("reject/band_token_2/positive", "reject/<rule>/<sign>"),
+        ("reject/opsm/sequences_negative", "reject/<rule>/sequences_<sign>"),
+        ("clip/low_tenth_10", "clip/low_tenth_<tenth>"),
         ("time/collect", "time/<phase>"),
     ],
 )
@@ -62,6 +65,9 @@ def test_every_key_of_every_preset_is_documented(name: str) -> None:
         entropy=torch.rand(4, 5),
         off_policy=torch.zeros(4, 5, dtype=torch.bool),
         turn=torch.zeros(4, 5, dtype=torch.long),
+        age=torch.ones(4, 5, dtype=torch.long),
+        head_current=torch.randn(4, 5, 3).log_softmax(-1),
+        head_behavior=torch.randn(4, 5, 3).log_softmax(-1),
     )
     out = objective(name, kl_coef=0.1, entropy_coef=0.01)(logps, torch.randn(4, 1))
     measured = mismatch(proximal, behavior, logps.mask).finalize()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.corrections.ratios import PRODUCTS, Ratios, log_ratio, units_of
+from trimtab.corrections.ratios import PRODUCTS, TOKEN_LEVELS, Ratios, log_ratio, units_of
 from trimtab.corrections.reduce import Sequences
 from trimtab.diagnosis.records import PresetOutcome
 from trimtab.diagnosis.tokens import TokenTable
@@ -79,7 +79,7 @@ class AdviceData:
         parts = []
         for block in self.blocks:
             values = Ratios(log_ratio(block.trainer, block.behavior, block.mask), block.sequences).at(level)
-            spread = values if level == "token" else units_of(block.sequences, level).spread(values)
+            spread = values if level in TOKEN_LEVELS else units_of(block.sequences, level).spread(values)
             parts.append(spread.expand(block.mask.shape)[block.mask])
         return torch.cat(parts).double()
 
@@ -134,6 +134,7 @@ def _logps(block: PaddedBlock, current: Tensor) -> PolicyLogps:
         proximal=block.trainer,
         off_policy=torch.zeros_like(block.mask),
         turn=block.turn,
+        age=torch.ones_like(block.turn),
     )
 
 
@@ -170,20 +171,26 @@ NOTES = {
     "seq-alp": "without noise: the bypass with these bounds",
     "soup": "with these responses as they are: the token bypass with these bounds",
     "luffy": "without external traces: the mismatch is ignored",
+    "a3po": "as if all tokens were of age 1: the token bypass with these bounds",
     "m2po": "its bound is found over all of this data, not batch by batch",
     "oapl": "a regression: the ratio is its target, so bias does not compare with the others",
 }
 
 
 def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutcome, ...]:
-    """Returns one row per preset (default: all), followed by one with calibrated bounds if it has any.
+    """Returns one row per preset (default: `rated_presets`), followed by one with calibrated bounds if it has any.
 
     Empty without a trained token.
     """
     if data.trained == 0:
         return ()
     table = _OutcomeTable(data)
-    return tuple(row for name in presets or objectives() for row in table.rows(name))
+    return tuple(row for name in presets or rated_presets() for row in table.rows(name))
+
+
+def rated_presets() -> list[str]:
+    """Returns the presets whose weights follow from the log-probs of sampled tokens, which files hold."""
+    return [name for name in objectives() if objective(name).centering is None]
 
 
 class _OutcomeTable:

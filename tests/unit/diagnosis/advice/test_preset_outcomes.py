@@ -51,7 +51,7 @@ def published(data: TokenTable, *presets: str) -> dict[str, PresetOutcome]:
 
 def test_every_preset_has_a_row_and_those_with_bounds_a_second_one() -> None:
     rows = outcomes(AdviceData.of(noisy(400, 0.3)))
-    assert list(dict.fromkeys(row.preset for row in rows)) == objectives()
+    assert list(dict.fromkeys(row.preset for row in rows)) == [name for name in objectives() if "centering" not in name]
     assert [row.preset for row in rows if row.calibrated] == [
         "token-tis",
         "seq-tis",
