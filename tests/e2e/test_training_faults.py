@@ -94,6 +94,9 @@ def test_a_perturbation_that_diverges_stops_as_a_model_does(tmp_path: Path, monk
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 18
     assert rows[-1]["perturbation/sigma_mean"] == pytest.approx(1e-4 * math.exp(18), rel=1e-3)
+    assert rows[-1]["perturbation/sigma_drift"] == pytest.approx(math.exp(18) - 1, rel=1e-3)
+    layers = sum(key.startswith("perturbation/sigma/") for key in rows[-1])
+    assert rows[-1]["perturbation/grad_norm"] == pytest.approx(layers**0.5)
     assert_finite(tmp_path / "run")
 
 

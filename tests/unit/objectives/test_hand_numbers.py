@@ -93,6 +93,25 @@ def test_values_and_slopes(name, keywords, advantage, loss, slope):
         assert values == pytest.approx(loss, abs=1e-5)
 
 
+@pytest.mark.parametrize(("name", "expected"), [("grpo", 0.0660112), ("token-bypass", 0.0962973)])
+def test_the_distance_of_the_update_is_from_the_policy_of_the_ratio(name, expected):
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    out = objective(name)(PolicyLogps(PI, MU, mask, OLD), torch.ones(1, 1).double())
+    assert out.metrics.finalize()["update/kl"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_clipped_tokens_are_counted_by_tenths_of_the_response():
+    """Of 20 trained tokens the last four are above the bound, in the ninth and the last tenth."""
+    log = torch.zeros(1, 25, dtype=torch.float64)
+    mask = torch.ones(1, 25, dtype=torch.bool)
+    mask[0, 3:8] = False
+    log[0, -4:], log[0, 4] = 0.5, 9.0
+    old = torch.full_like(log, -1.0)
+    metrics = objective("grpo")(PolicyLogps(old + log, None, mask, old), torch.ones(1, 1)).metrics.finalize()
+    assert [metrics[f"clip/high_tenth_{tenth}"] for tenth in range(1, 11)] == [0.0] * 8 + [1.0, 1.0]
+    assert metrics["clip/high"] == pytest.approx(0.2)
+
+
 @pytest.mark.parametrize(
     ("largest", "advantage", "kept"),
     [(0.20, 1, (0, 1, 0)), (0.20, -1, (1, 0, 1)), (0.26, 1, (1, 1, 0)), (0.26, -1, (1, 0, 1))],

@@ -10,6 +10,7 @@ from tests.support.trajectories import multi_turn, trajectory
 
 from trimtab.training.batching import micro_batches, split_minibatches, to_tensors
 from trimtab.training.features.sampling_mask import SamplingMask
+from trimtab.types import EXTERNAL_VERSION
 
 CPU = torch.device("cpu")
 
@@ -27,6 +28,23 @@ def test_prompts_are_padded_left_and_appear_once() -> None:
     assert micro.mask.tolist() == [[True, True, False], [True, False, False], [True, True, True]]
     assert micro.behavior.tolist() == [[-1, -1, 0], [-1, 0, 0], [-1, -1, -1]]
     assert not SamplingMask().pack(micro, rows).extras
+
+
+def test_ages_count_steps_and_round_up() -> None:
+    """Four updates a step, now at version 12: tokens of 12, 11, 8, 7, of a policy to come, and of no policy."""
+    row = trajectory(0, [5] * 6)
+    versions = np.array([12, 11, 8, 7, 13, EXTERNAL_VERSION])
+    row = replace(row, completion=replace(row.completion, policy_version=versions))
+    micro = to_tensors([row, trajectory(0, [5])], (0, 1), 0, CPU, version=12, updates_per_step=4)
+    assert micro.age[0].tolist() == [1, 2, 2, 3, 1, 5]
+    assert micro.age[1].tolist() == [4, 1, 1, 1, 1, 1]
+
+
+def test_a_prompt_may_be_computed_for_each_response() -> None:
+    rows = [trajectory(7, [5, 6]), trajectory(7, [5]), trajectory(9, [8], prompt=[4])]
+    micro = to_tensors(rows, (2, 0, 1), 0, CPU, share_prompts=False)
+    assert micro.tokens.prompt_ids.tolist() == [[0, 4], [1, 2], [1, 2]]
+    assert micro.tokens.prompt_index.tolist() == [0, 1, 2]
 
 
 def test_rows_are_taken_in_the_order_asked_for() -> None:
