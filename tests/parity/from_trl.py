@@ -43,6 +43,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "kl": {"loss_type": "dapo", "beta": 0.04},
     "kl-corrected": {"loss_type": "dapo", "beta": 0.04, "use_bias_correction_kl": True},
     "opsm-0.05": {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
+    "sapo": {"loss_type": "sapo"},
+    "sapo-0.7-1.3": {"loss_type": "sapo", "sapo_temperature_pos": 0.7, "sapo_temperature_neg": 1.3},
+    "vespo": {"loss_type": "vespo"},
     "entropy": {"loss_type": "dapo", "entropy_coef": 0.01},
     "entropy-grpo": {"loss_type": "grpo", "entropy_coef": 0.01},
 }
@@ -53,6 +56,12 @@ def trainer(batch: Batch, **call: Any) -> SimpleNamespace:
     arguments = SimpleNamespace(
         delta=call.get("delta"),
         use_bias_correction_kl=call.get("use_bias_correction_kl", False),
+        sapo_temperature_pos=call.get("sapo_temperature_pos", 1.0),
+        sapo_temperature_neg=call.get("sapo_temperature_neg", 1.05),
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
         steps_per_generation=1,
     )
     epsilon = call.get("epsilon", 0.2)
@@ -68,6 +77,7 @@ def trainer(batch: Batch, **call: Any) -> SimpleNamespace:
         importance_sampling_level=call.get("importance_sampling_level", "token"),
         off_policy_mask_threshold=call.get("off_policy_mask_threshold"),
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         top_entropy_quantile=1.0,
         aux_loss_enabled=False,
         use_vllm=bool(sampling),

@@ -169,11 +169,27 @@ def _losses(recording: Recording, name: str, batch: Batch) -> None:
     _registered(
         recording, "loss/cispo/ceiling-1.1", name, batch, core_algos.compute_policy_loss_cispo, "token-mean", 1.0, 0.1
     )
+    # DPPO takes `old_log_prob` for the sampler's, as in bypass mode.
+    sampled = batch | {"proximal": batch["behavior"]}
+    for mode, bound in (("dppo_tv", 0.15), ("dppo_tv", 0.02), ("dppo_kl", 0.05), ("dppo_kl", 0.002)):
+        function = core_algos.get_policy_loss_fn(mode)
+        _registered(recording, f"loss/{mode}/{bound}", name, sampled, function, "token-mean", bound, bound, 20.0)
+    for mode, bound in (("sapo", 0.2), ("geo_mean", 0.4), ("geo_mean", 0.05)):
+        function = core_algos.get_policy_loss_fn(mode)
+        _registered(recording, f"loss/{mode}/{bound}", name, batch, function, "seq-mean-token-mean", bound, bound)
     _bypass(recording, name, batch)
 
 
 def _registered(
-    recording: Recording, case: str, name: str, batch: Batch, function: Any, aggregation: str, low: float, high: float
+    recording: Recording,
+    case: str,
+    name: str,
+    batch: Batch,
+    function: Any,
+    aggregation: str,
+    low: float,
+    high: float,
+    dual: float = 3.0,
 ) -> None:
     metrics: dict[str, Any] = {}
 
@@ -184,7 +200,7 @@ def _registered(
             batch["advantage"].expand_as(logp),
             batch["mask"].double(),
             aggregation,
-            config=actor(clip_ratio_low=low, clip_ratio_high=high),
+            config=actor(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=dual),
         )
         metrics.update(result)
         return value

@@ -1,6 +1,6 @@
 """Freeze what three peers compute, so that the parity tests need none of them.
 
-    python tests/parity/generate.py --miles PATH_TO_A_MILES_CHECKOUT
+    python tests/parity/generate.py [--miles PATH_TO_A_MILES_CHECKOUT]
 
 Runs in an environment that holds verl and TRL (`make bench-install`). Every peer runs its own code on the same
 seeded batches; inputs are float32 numbers, and the arithmetic is float64, so that what is frozen is the peer's
@@ -133,10 +133,9 @@ def each(batches: dict[str, Batch], *names: str) -> Iterator[tuple[str, Batch]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--miles", type=Path, required=True, help="a checkout of Miles (only its loss files are read)")
+    parser.add_argument("--miles", type=Path, help="a checkout of Miles; without it its file stays as it is")
     arguments = parser.parse_args()
 
-    import from_miles
     import from_trl
     import from_verl
 
@@ -148,7 +147,10 @@ def main() -> None:
     )
     from_verl.record(batches).write("verl")
     from_trl.record(batches).write("trl")
-    from_miles.record(batches, arguments.miles).write("miles")
+    if arguments.miles is not None:
+        import from_miles
+
+        from_miles.record(batches, arguments.miles).write("miles")
 
 
 if __name__ == "__main__":

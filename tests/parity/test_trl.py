@@ -31,6 +31,10 @@ LOSSES: dict[str, Objective] = {
     "kl": trimtab.objective("dapo", clip_high=0.2, kl_coef=0.04),
     "kl-corrected": trimtab.objective("dapo", clip_high=0.2, kl="unbiased", kl_coef=0.04),
     "opsm-0.05": trimtab.objective("opsm"),
+    "sapo": trimtab.objective("sapo"),
+    "sapo-0.7-1.3": trimtab.objective("sapo", tau_positive=0.7, tau_negative=1.3),
+    # TRL's product is over π_old; the sampler's mismatch enters it as a weight per token.
+    "vespo": trimtab.objective("vespo", ratio={"level": "sequence"}),
     "entropy": trimtab.objective("dapo", clip_high=0.2, entropy_coef=0.01),
     "importance/token_truncate-2": trimtab.objective("token-tis"),
     "importance/token_truncate-0.9-1.2": replace(

@@ -64,6 +64,13 @@ LOSSES: dict[str, Objective] = {
     "loss/gspo": trimtab.objective("gspo"),
     "loss/cispo/ceiling-1.1": trimtab.objective("cispo", ceiling=1.1),
     "loss/bypass/ppo": trimtab.objective("token-bypass", clip_dual=10.0),
+    "loss/dppo_tv/0.15": trimtab.objective("dppo"),
+    "loss/dppo_tv/0.02": trimtab.objective("dppo", divergence_max=0.02),
+    "loss/dppo_kl/0.05": trimtab.objective("dppo-kl"),
+    "loss/dppo_kl/0.002": trimtab.objective("dppo-kl", divergence_max=0.002),
+    "loss/sapo/0.2": trimtab.objective("sapo"),
+    "loss/geo_mean/0.4": trimtab.objective("gmpo"),
+    "loss/geo_mean/0.05": trimtab.objective("gmpo", clip_low=0.05, clip_high=0.05),
 }
 
 ELSEWHERE = {
