@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,6 +66,10 @@ Out = Annotated[
 Markdown = Annotated[
     str | None, typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown; - prints them.")
 ]
+Scores = Annotated[
+    Path | None,
+    typer.Option("--scores", metavar="FILE", help="Write the mean score of each problem, for `scores` of a task."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -92,6 +97,7 @@ def evaluate(
     relay_ratio: Ratio = None,
     out: Out = None,
     markdown: Markdown = None,
+    scores: Scores = None,
     as_json: Json = False,
 ) -> None:
     """Tables of avg@n and pass@k with 95% intervals over problems: a row for each model, a column for each task."""
@@ -102,6 +108,10 @@ def evaluate(
         raise TrimtabError("--json and --markdown - both write to standard output: give --markdown a file")
     if markdown is not None and markdown != STANDARD_OUTPUT and (problem := _unwritable(Path(markdown))):
         raise TrimtabError(f"cannot write {markdown}: {problem}; give --markdown another file")
+    if scores is not None and (problem := _unwritable(scores)):
+        raise TrimtabError(f"cannot write {scores}: {problem}; give --scores another file")
+    if scores is not None and (len(models) > 1 or len(task or []) > 1):
+        raise TrimtabError("--scores writes the scores of one model on one task: name one of each")
     if relay is None and relay_ratio is not None:
         raise TrimtabError("--relay-ratio has no effect without --relay: name the model that begins, or leave it out")
     choices = [eval_sources.source(name, which) for name in models]
@@ -131,6 +141,19 @@ def evaluate(
             progress=progress,
         )
     _show(results, markdown, as_json)
+    if scores is not None:
+        _write_scores(results, scores)
+
+
+def _write_scores(results: Results, path: Path) -> None:
+    """Write a line `{"id": ..., "score": ...}` for each problem: the share of its samples that are correct."""
+    from trimtab.runs.atomic import write_text
+
+    modes = [mode for mode in results.modes if mode != "relay"]
+    mode = "sampled" if "sampled" in modes else modes[0]
+    measured = results.measured[results.models[0], results.tasks[0], mode]
+    rows = [{"id": item.id, "score": item.correct / item.scored} for item in measured.problems]
+    write_text(path.resolve(), "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _unwritable(path: Path) -> str:

@@ -141,7 +141,7 @@ def _section_blocks() -> Iterator[str]:
         methods = [f"`{method}`" for method, section in REQUIRED_SECTIONS.items() if section == name]
         if methods:
             about.append(f"Present with the objectives {', '.join(methods)} only.")
-        title = "Top level" if not name else f"`[[{name}]]`" if name == "reward" else f"`[{name}]`"
+        title = "Top level" if not name else f"`[[{name}]]`" if name in ("reward", "eval.task") else f"`[{name}]`"
         rows = _keys_of(model.model_fields)
         if rows:
             yield f"## {title}\n\n{' '.join(about)}\n\n{_table(rows)}"

@@ -38,7 +38,7 @@ def train(
     if launched_by_torchrun():
         raise TrimtabError('placement = "ray" starts the ranks itself: leave torchrun out and set ray.trainers')
     observer, run = observer or NullObserver(), Path(out or config.out or "runs/run").resolve()
-    check(config).scorer.close()
+    check(config).close()
     stop = Stop()
     with stop.signals(), connect(config.ray), reserve_slots(config) as slots, _start_ranks(slots) as ranks:
         rendezvous = _rendezvous_address(ranks[0], config.ray.start_timeout)

@@ -319,4 +319,10 @@ RECIPE_RULES = (
         "trainer.minibatches = {trainer.minibatches} is more than trainer.prompts = {trainer.prompts}; a "
         "prompt's samples stay together",
     ),
+    Rule(
+        "eval-task-environment",
+        lambda f: f.config.environment and f.config.eval.task,
+        "[[eval.task]] is asked without the tools of [environment]: use `trimtab eval` after training, or leave one of "
+        "them out",
+    ),
 )

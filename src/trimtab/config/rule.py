@@ -40,7 +40,7 @@ class Facts(NamedTuple):
     """What is known about a run: its recipe, and from a later stage on its built parts.
 
     `world_size` is the number of ranks of this run's process group. `rewards` are the names under which rewards are
-    logged.
+    logged, `eval_metrics` the keys of all accuracies that are measured.
     """
 
     config: Config
@@ -48,6 +48,7 @@ class Facts(NamedTuple):
     world_size: int = 1
     task: TaskTraits | None = None
     rewards: Sequence[str] = ()
+    eval_metrics: Sequence[str] = ()
 
 
 class Rule(NamedTuple):

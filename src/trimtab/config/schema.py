@@ -229,12 +229,31 @@ class AdvantageConfig(Section):
     value_beta: Positive | None = Field(default=None, description="temperature of the soft value (`optimal`)")
 
 
+class EvalTaskConfig(PluginSection):
+    """A further task that is evaluated during training, with its keywords; its own rewards score it."""
+
+    name: str = Field(description="the kind of task; the tables of tasks below list all")
+    samples: Whole = Field(default=0, description="sampled responses to each problem, whose mean is avg@n; 0: none")
+    problems: Count | None = Field(default=None, description="default: eval.problems")
+
+
 class EvalConfig(Section):
-    """Held-out greedy accuracy during training."""
+    """Held-out accuracy during training: greedy, and the mean of sampled responses."""
 
     every: Whole = Field(default=0, description="steps between evaluations; 0: only before and after")
     problems: Count = Field(default=192, description="the first so many problems of the test split")
-    best: str | None = Field(default=None, description="metric whose best checkpoint is kept (eval/...)")
+    samples: Whole = Field(default=0, description="sampled responses to each problem, whose mean is avg@n; 0: none")
+    best: str | list[str] | None = Field(
+        default=None,
+        description="metric whose best checkpoint is kept, `eval/<task>/greedy` or `eval/<task>/avg@<n>`; of several "
+        "the mean",
+    )
+    task: list[EvalTaskConfig] = Field(default=[], description="further tasks")
+
+    @property
+    def best_metrics(self) -> list[str]:
+        """The metrics whose mean selects the best checkpoint."""
+        return [self.best] if isinstance(self.best, str) else list(self.best or [])
 
 
 class CheckpointConfig(Section):

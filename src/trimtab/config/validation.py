@@ -41,10 +41,11 @@ def _group_advantage_of_one(facts: Facts) -> str | None:
 
 
 def _unmeasured_metric(facts: Facts) -> str | None:
-    """Returns the metric to name instead of `eval.best`, if that is not measured."""
-    assert facts.task is not None
-    measured = f"eval/{facts.task.name}/greedy"
-    return None if facts.config.eval.best in (None, measured) else measured
+    """Returns what is wrong with a metric of `eval.best` that is not measured, and those that are."""
+    unknown = [name for name in facts.config.eval.best_metrics if name not in facts.eval_metrics]
+    if not unknown:
+        return None
+    return f"{unknown[0]!r} is not measured in this run: use {' or '.join(map(repr, facts.eval_metrics))}"
 
 
 _OBJECTIVE_RULES = (
@@ -142,7 +143,12 @@ _TASK_RULES = (
     Rule(
         "best-metric-unknown",
         _unmeasured_metric,
-        "eval.best = {eval.best!r} is not measured in this run: use {value!r}",
+        "eval.best = {value}",
+    ),
+    Rule(
+        "eval-task-twice",
+        lambda f: next((name for name in f.eval_metrics if f.eval_metrics.count(name) > 1), None),
+        "[[eval.task]]: two tasks would log {value!r}: leave one of them out",
     ),
     Rule(
         "reward-name-taken",

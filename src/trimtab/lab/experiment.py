@@ -132,7 +132,7 @@ def plan_experiment(
         reasons = []
         for regime in regimes:
             try:
-                check(_config(method, regime, 0, out, model, sets)).scorer.close()
+                check(_config(method, regime, 0, out, model, sets)).close()
                 pairs.append((method, regime))
             except TrimtabError as error:
                 reasons.append(SkippedRun(method, regime, str(error)))

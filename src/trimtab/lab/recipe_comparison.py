@@ -43,7 +43,7 @@ def run_recipe_comparison(config: Config, out: Path, observer: Observer, *, resu
         raise TrimtabError(f"{out} is not empty: continue it with --resume, or choose another --out")
     plan = plan_from_recipe(config, out)
     for run in plan.runs:
-        check(run.config).scorer.close()
+        check(run.config).close()
     assert config.compare is not None
     observer.started(config, " | ".join(config.compare.objectives), len(plan.runs), out)
     progress = _ProgressObserver(observer)

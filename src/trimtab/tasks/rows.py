@@ -14,7 +14,8 @@ from pydantic import Field, field_validator
 
 from trimtab.errors import TrimtabError, TrimtabWarning, did_you_mean
 from trimtab.tasks.answers import AnswerFormat, extract
-from trimtab.tasks.style import StyleOptions, build_template, limits, split_shots
+from trimtab.tasks.selection import SelectionOptions, select
+from trimtab.tasks.style import build_template, limits, split_shots
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Chat, Template
 from trimtab.types import Problem, RewardSpec
@@ -93,7 +94,7 @@ SCHEMAS: dict[SchemaName, Schema] = {
 }
 
 
-class RowOptions(StyleOptions):
+class RowOptions(SelectionOptions):
     schema_: SchemaName | None = Field(None, alias="format", description="a known layout: sets the next four")
     question: str | None = Field(
         None, description="column with the question, or text with {columns} as '{Body} {Question}' (default: question)"
@@ -172,6 +173,7 @@ def build_task(
         train, test = _split(problems, options.holdout, options.seed)
     else:
         train, test = _without_overlap(problems, held_out, where), list(held_out)
+    train, selected = select(train, options, where)
     worked = () if options.columns.rows_first and train else options.columns.worked
     options, notes = _choose_style(options, worked, train, where)
     shots, train = split_shots(options, worked, train, where)
@@ -185,7 +187,7 @@ def build_task(
         rewards=(_reward(options, template),),
         stop=stop,
         max_tokens=max_tokens,
-        notes=notes,
+        notes=(*selected, *notes),
     )
 
 

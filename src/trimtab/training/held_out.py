@@ -1,34 +1,57 @@
-"""Accuracy on held-out problems during training."""
+"""Accuracy on held-out problems during training: greedy, and the mean of several samples (avg@n)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trimtab import tasks
+from trimtab import rewards, tasks
+from trimtab.config import Config
 from trimtab.evaluation import evaluate
+from trimtab.rewards import Scorer
 from trimtab.rollout.collector import Collector
 from trimtab.seeds import derive
-from trimtab.types import Engine, Problem
+from trimtab.types import Engine, Problem, SamplingParams, Task
+
+
+@dataclass(frozen=True)
+class EvalTask:
+    """What is evaluated during training: a task, its scorer, the number of problems, and samples to each (0: none)."""
+
+    task: Task
+    scorer: Scorer
+    problems: int
+    samples: int
+
+    @property
+    def metrics(self) -> list[str]:
+        """The keys of its accuracies."""
+        return eval_metrics(self.task.name, self.samples)
+
+
+def eval_metrics(task: str, samples: int) -> list[str]:
+    """Returns the keys of the accuracies of a task: greedy, and avg@n with samples."""
+    return [f"eval/{task}/greedy", *([f"eval/{task}/avg@{samples}"] if samples else [])]
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The first `eval.problems` of the test split.
+    """The first problems of the test split of one task.
 
     A problem whose prompt and longest response do not fit the context together is not sampled (it is not in `problems`)
     and counts as not solved, as in `trimtab eval`. `sampling.max_prompt_tokens` has no effect here.
     """
 
+    of: EvalTask
     problems: Sequence[Problem]
     too_long: int
 
     @classmethod
-    def of(cls, collector: Collector) -> HeldOut:
-        task, tokenizer, room = collector.stream.task, collector.stream.tokenizer, collector.max_prompt
-        problems = task.test[: collector.config.eval.problems]
+    def build(cls, evaluated: EvalTask, collector: Collector) -> HeldOut:
+        task, tokenizer, room = evaluated.task, collector.stream.tokenizer, collector.max_prompt
+        problems = task.test[: evaluated.problems]
         fitting = [item for item in problems if room is None or len(tasks.encode(task, item, tokenizer).ids) <= room]
-        return cls(fitting, len(problems) - len(fitting))
+        return cls(evaluated, fitting, len(problems) - len(fitting))
 
     def lines(self) -> list[str]:
         """Messages for the user."""
@@ -37,20 +60,48 @@ class HeldOut:
             return []
         return [f"{self.too_long:,} of {total:,} held-out problems do not fit the context: they count as not solved"]
 
-    def measure(self, engine: Engine, collector: Collector) -> tuple[float, int]:
-        """Returns the greedy accuracy and the number of problems. Raises `TrimtabError` if there are none."""
+    def measure(self, engine: Engine, collector: Collector) -> dict[str, float]:
+        """Returns the accuracies by metric, and the number of problems. Raises `TrimtabError` if there are none."""
+        greedy, *sampled = self.of.metrics
+        result = {greedy: self._accuracy(engine, collector, samples=1, greedy=True)}
+        for name in sampled:
+            result[name] = self._accuracy(engine, collector, samples=self.of.samples, greedy=False)
+        return {**result, f"eval/{self.of.task.name}/problems": float(len(self.problems) + self.too_long)}
+
+    def _accuracy(self, engine: Engine, collector: Collector, *, samples: int, greedy: bool) -> float:
         if self.too_long and not self.problems:
-            return 0.0, self.too_long
+            return 0.0
         result = evaluate(
             engine,
             collector.stream.tokenizer,
-            collector.stream.task,
-            collector.scorer,
+            self.of.task,
+            self.of.scorer,
             problems=self.problems,
-            sampling=replace(collector.sampling, temperature=0.0, top_p=1.0, top_k=0),
+            samples=samples,
+            sampling=_sampling(collector, self.of.task, greedy=greedy),
             seed=derive(collector.config.seed, "eval"),
-            episodes=collector.episodes,
+            episodes=collector.episodes if self.of.task is collector.stream.task else None,
         )
         scored = len(result.problems)
-        total = scored + self.too_long
-        return result.accuracy * scored / total, total
+        return result.accuracy * scored / (scored + self.too_long)
+
+
+def _sampling(collector: Collector, task: Task, *, greedy: bool) -> SamplingParams:
+    """The run's own sampling, greedy or as in training, with the stops and the length of the task."""
+    own = replace(collector.sampling, top_logprobs=0)
+    if task is not collector.stream.task:
+        max_tokens = collector.config.sampling.max_tokens or task.max_tokens
+        own = replace(own, stop=task.stop, max_tokens=max_tokens)
+    return replace(own, temperature=0.0, top_p=1.0, top_k=0) if greedy else own
+
+
+def eval_tasks(config: Config, task: Task, scorer: Scorer, others: Sequence[Task]) -> list[EvalTask]:
+    """Returns the run's own task and those of `[[eval.task]]`, whose scorers start processes of their own."""
+    section = config.eval
+    return [
+        EvalTask(task, scorer, section.problems, section.samples),
+        *(
+            EvalTask(built, rewards.build([], built), other.problems or section.problems, other.samples)
+            for built, other in zip(others, section.task, strict=True)
+        ),
+    ]

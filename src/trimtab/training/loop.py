@@ -36,7 +36,7 @@ from trimtab.training import step_metrics
 from trimtab.training.batch_preparation import Batch, prepare_batch
 from trimtab.training.checkpoint import snapshot
 from trimtab.training.features.feature import StepRecord
-from trimtab.training.held_out import HeldOut
+from trimtab.training.held_out import EvalTask, HeldOut
 from trimtab.training.idle import IdleSteps
 from trimtab.training.learner import Learner
 from trimtab.training.observer import Moment, Observer
@@ -60,6 +60,7 @@ class Trainer:
     learner: Learner
     run: RunDirectory
     observer: Observer
+    eval_tasks: Sequence[EvalTask] = ()
     sinks: Sequence[Sink] = ()
     stop: Stop = field(default_factory=Stop)
     idle: IdleSteps = field(default_factory=IdleSteps)
@@ -72,8 +73,9 @@ class Trainer:
         return self.source.collector
 
     @cached_property
-    def held_out(self) -> HeldOut:
-        return HeldOut.of(self.collector)
+    def held_out(self) -> list[HeldOut]:
+        """The held-out problems of the run's own task, and of every other one that is evaluated."""
+        return [HeldOut.build(evaluated, self.collector) for evaluated in self.eval_tasks]
 
     def train(self) -> dict[str, Any]:
         """Train to the last step and return its metrics.
@@ -180,19 +182,23 @@ class Trainer:
         return metrics | of_features
 
     def _evaluate(self, moment: Moment) -> dict[str, float]:
-        """Greedy accuracy on held-out problems, with weights in the engine's dtype, neither quantized nor perturbed.
+        """Accuracies on held-out problems, with weights in the engine's dtype, neither quantized nor perturbed.
 
         The sampler's own weights are restored afterwards.
         """
-        name = self.collector.stream.task.name
-        accuracy, problems = self.source.evaluate_with(
+        measured = self.source.evaluate_with(
             named_weights(self.learner.model),
             self.learner.updates,
-            lambda engine: self.held_out.measure(engine, self.collector),
+            lambda engine: {
+                key: value
+                for held_out in self.held_out
+                for key, value in held_out.measure(engine, self.collector).items()
+            },
             quantized=weight_quantization(self.config).active,
         )
-        self.observer.evaluated(name, moment, accuracy)
-        return {f"eval/{name}/greedy": accuracy, f"eval/{name}/problems": problems}
+        for evaluated in self.eval_tasks:
+            self.observer.evaluated(evaluated.task.name, moment, measured[evaluated.metrics[0]])
+        return measured
 
     def _is_due(self, every: int) -> bool:
         return self.step == self.config.trainer.steps or bool(every and self.step % every == 0)

@@ -44,6 +44,7 @@ from trimtab.training.export import save_model_files
 from trimtab.training.features import build_features, routing_replay
 from trimtab.training.features.feature import Feature
 from trimtab.training.followers import AbsentEngine, run_directory, shard_model, shared_source
+from trimtab.training.held_out import EvalTask, eval_metrics, eval_tasks
 from trimtab.training.learner import Learner
 from trimtab.training.loop import Trainer
 from trimtab.training.observer import NullObserver, Observer
@@ -72,11 +73,14 @@ class RunParts:
     objective: Objective
     task: Task
     scorer: Scorer
+    eval_tasks: Sequence[EvalTask]
     environment: BuiltEnvironment | None = None
 
     def close(self) -> None:
         """Ends the processes of rewards and tools."""
         self.scorer.close()
+        for other in self.eval_tasks[1:]:
+            other.scorer.close()
         if self.environment is not None:
             self.environment.close()
 
@@ -169,7 +173,8 @@ def _survey_prompts(trainer: Trainer) -> None:
     def survey_prompts() -> None:
         survey = Survey.of(trainer.collector.stream)
         trainer.initial_metrics = survey.metrics()
-        for line in (*survey.lines(), *trainer.held_out.lines()):
+        unfitting = [line for held_out in trainer.held_out for line in held_out.lines()]
+        for line in (*survey.lines(), *unfitting):
             trainer.observer.message(line)
 
     current_ranks().run_on_all_ranks(survey_prompts if trainer.run.writes else lambda: None)
@@ -201,9 +206,13 @@ def check(
     if reward is not None:
         specs = [RewardSpec(reward)]
     entries = rewards.weighted(specs, task)
-    validate(facts._replace(task=task, rewards=[entry.name for entry in entries]), "task")
+    others = [tasks.build(other.name, **other.keywords) for other in config.eval.task]
+    sections = [(task, config.eval.samples), *zip(others, (other.samples for other in config.eval.task), strict=True)]
+    measured = [key for evaluated, samples in sections for key in eval_metrics(evaluated.name, samples)]
+    names = [entry.name for entry in entries]
+    validate(facts._replace(task=task, rewards=names, eval_metrics=measured), "task")
     scorer = Scorer(entries) if backends.scorer is None else backends.scorer(config, specs, task)
-    return RunParts(built, task, scorer, multi_turn)
+    return RunParts(built, task, scorer, eval_tasks(config, task, scorer, others), multi_turn)
 
 
 def load_model(config: Config) -> LoadedModel:
@@ -250,6 +259,7 @@ def build_trainer(
         learner=_build_learner(config, parts.objective, model, device, features),
         run=run,
         observer=observer,
+        eval_tasks=parts.eval_tasks,
     )
 
 

@@ -10,6 +10,7 @@ from trimtab.config.rule import Facts
 from trimtab.config.validation import RULES, validate
 from trimtab.errors import TrimtabError
 from trimtab.objectives.calibrate import from_section
+from trimtab.training.held_out import eval_metrics
 from trimtab.training.run import check
 
 SERVER = "engine.type=server engine.server.urls=['http://a:1']"
@@ -191,7 +192,9 @@ BROKEN = {
     "top-logprobs-server": [(f"objective.name=score-centering {SERVER}", "which servers do not return here")],
     "task-empty": [],
     "best-metric-unknown": [("eval.best=eval/typo/greedy", "is not measured in this run: use 'eval/sort/greedy'")],
+    "eval-task-twice": [],
     "reward-name-taken": [],
+    "eval-task-environment": [],
 }
 
 ACCEPTED = [
@@ -250,7 +253,9 @@ def test_a_recipe_that_breaks_a_rule_is_refused_before_a_model_is_loaded(
     name: str, overrides: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = unchecked(overrides, monkeypatch)
-    facts = Facts(config, from_section(config.objective.model_dump()), task=tasks.build(config.task.name))
+    task = tasks.build(config.task.name)
+    facts = Facts(config, from_section(config.objective.model_dump()), task=task)
+    facts = facts._replace(eval_metrics=eval_metrics(task.name, config.eval.samples))
     broken = {rule.name: message for rules in RULES.values() for rule in rules if (message := rule.check(facts))}
     first, message = next(iter(broken.items()))
     assert first == name
