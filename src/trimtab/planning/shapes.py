@@ -113,16 +113,16 @@ _QKV_BIAS_TYPES, _QK_NORM_TYPES = ("qwen2",), ("qwen3", "qwen3_moe")
 def find_shape(model: str) -> Shape:
     """Returns the shape for a name of the table or a folder with a config.json.
 
-    An HF id such as `Qwen/Qwen2.5-7B` is looked up by its last part. Raises `TrimtabError` for an unknown name or an
-    incomplete file.
+    An HF id such as `Qwen/Qwen2.5-Math-7B` is looked up by its last part, without what says how it was trained. Raises
+    `TrimtabError` for an unknown name or an incomplete file.
     """
     path = Path(model).expanduser()
     if path.is_dir() or path.suffix == ".json":
         return _read(path / "config.json" if path.is_dir() else path)
     name = path.name.lower()
-    for ending in ("", "-instruct", "-base"):
-        if name.removesuffix(ending) in SHAPES:
-            return SHAPES[name.removesuffix(ending)]
+    for part in ("", "-instruct", "-base", "-math", "-thinking-2507"):
+        if (plain := name.replace(part, "")) in SHAPES:
+            return SHAPES[plain]
     raise TrimtabError(f"unknown model {model!r}{did_you_mean(name, SHAPES)}; or give a folder with its config.json")
 
 
