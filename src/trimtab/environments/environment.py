@@ -30,12 +30,17 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from trimtab.environments.formats import Call, ToolError
 from trimtab.errors import TrimtabError
 
 NOT_TOOLS = {"reset", "get_reward", "close"}
+
+_COLLECTED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
 
 
 class EnvironmentFailed(Exception):
@@ -115,8 +120,10 @@ class BackgroundCall:
         """
         if not self._done.is_set():
             raise EnvironmentFailed(f"did not return within {self._timeout:g} s (environment.timeout)")
-        if self._error is not None:
+        if isinstance(self._error, Exception):
             raise self._error
+        if self._error is not None:  # sys.exit() of a tool must not end the trainer
+            raise EnvironmentFailed(f"raised {type(self._error).__name__}: {self._error}")
         return self._value
 
 
@@ -157,7 +164,23 @@ def call_tool(environment: Any, call: Call) -> Any:
             bound = signature.bind(**call.arguments)
     except TypeError as error:
         raise ToolError(f"{name}: {error}") from None
+    _convert(name, method, bound)
     return method(*bound.args, **bound.kwargs)
+
+
+def _convert(name: str, method: Callable[..., Any], bound: inspect.BoundArguments) -> None:
+    """Converts the arguments to the annotated types, such as "3" to a number; raises `ToolError` where it cannot."""
+    hints = get_type_hints(method)
+    for parameter, value in bound.arguments.items():
+        if parameter not in hints or bound.signature.parameters[parameter].kind in _COLLECTED:
+            continue
+        try:
+            bound.arguments[parameter] = TypeAdapter(hints[parameter], config=_ANY_CLASS).validate_python(value)
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]["msg"]
+            raise ToolError(f"{name}: {parameter} = {json.dumps(value, default=str)[:80]}: {reason}") from None
+        except PydanticUserError:  # a class of its own that pydantic cannot configure: taken as it is
+            continue
 
 
 def _single_argument(signature: inspect.Signature, text: str) -> list[Any]:

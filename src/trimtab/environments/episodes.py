@@ -6,6 +6,7 @@ import contextlib
 import copy
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -15,7 +16,8 @@ import numpy as np
 
 from trimtab.environments.environment import BackgroundCall, EnvironmentFailed, call_tool, text_of
 from trimtab.environments.formats import Call, Format, ToolError
-from trimtab.errors import TrimtabError
+from trimtab.environments.plain_text import AddedTokens
+from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.types import (
     Completion,
     Engine,
@@ -87,6 +89,7 @@ class EpisodeRunner:
     ) -> None:
         self.factory, self.form, self.limits = factory, form, limits
         self.tokenizer, self._lock = copy.deepcopy(tokenizer), threading.Lock()
+        self._added_tokens = AddedTokens.of(tokenizer)
         self.max_tokens = max_tokens
         self.encode_prompt = encode_prompt
 
@@ -107,12 +110,17 @@ class EpisodeRunner:
             return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
     def observation(self, result: str) -> IntArray:
-        """Returns the tokens that follow a turn; those of a long result are cut in the middle."""
+        """Returns the tokens that follow a turn; those of a long result are cut in the middle.
+
+        Text of the result that looks like a token of the chat template stays text.
+        """
         ids, limit = self.encode(result), self.limits.observation_tokens
         if len(ids) > limit:
             head, tail = ids[: (limit + 1) // 2], ids[len(ids) - limit // 2 :]
             result = self.decode(head) + CUT + self.decode(tail)
-        return self.encode(self.form.render(result))
+        marked, mark = self._added_tokens.separated(result)
+        pieces = self.form.render(marked).split(mark)
+        return np.concatenate([self.encode(piece) for piece in pieces])
 
     def decode(self, ids: Iterable[int]) -> str:
         with self._lock:
@@ -218,6 +226,12 @@ class Episodes:
         ]
         for call in closing:
             call.wait(float("inf"))
+            try:
+                call.value()
+            except Exception as error:
+                # The responses are complete: what failed is the release of what the environment held.
+                reason = error if isinstance(error, EnvironmentFailed) else f"raised {type(error).__name__}: {error}"
+                warnings.warn(f"close() of an environment {reason}", TrimtabWarning, stacklevel=2)
 
     def _outcome(self, episode: _Episode, completion: Completion) -> EpisodeOutcome:
         void = self._is_void(completion)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from trimtab.environments.environment import check_class, tool_names
+from trimtab.environments.environment import call_tool, check_class, tool_names
 from trimtab.environments.episodes import CUT, EpisodeLimits, EpisodeRunner, Episodes
-from trimtab.environments.formats import Format, Tag
-from trimtab.errors import TrimtabError
+from trimtab.environments.formats import Call, Format, Tag, ToolError
+from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.models import bundled
 from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, TurnResult
 
@@ -45,6 +45,14 @@ class Counter:
         self.count += step
         return self.count
 
+    def word(self, text: str) -> str:
+        """Repeats.
+
+        Args:
+            text: what is repeated.
+        """
+        return text
+
     async def later(self, step: int) -> int:
         """Adds, as a coroutine.
 
@@ -60,6 +68,10 @@ class Counter:
     def hang(self) -> None:
         """Never returns."""
         threading.Event().wait()
+
+    def leave(self) -> None:
+        """Ends the process that it runs in."""
+        raise SystemExit(3)
 
     def long(self) -> str:
         """Returns many words."""
@@ -205,6 +217,11 @@ def test_a_prompt_without_the_question_cannot_begin_with_what_reset_returns(toke
         ("<fail></fail>", "Error: KeyError: 'nothing here'"),
         ("<add>two</add>", "Error: 'two' is not a value of type int"),
         ("<add></add>", "Error: add: missing a required argument: 'step'"),
+        (
+            "<add>2.5</add>",
+            "Error: add: step = 2.5: Input should be a valid integer, got a number with a fractional part",
+        ),
+        ("<word>[1]</word>", "[1]"),
     ],
 )
 def test_errors_of_a_tool_are_reported_to_the_model(tokenizer: Any, text: str, observation: str) -> None:
@@ -319,6 +336,60 @@ def test_environments_are_closed(tokenizer: Any) -> None:
     assert [one.closed for one in environments] == [True, True]
 
 
+def test_an_environment_that_cannot_be_closed_is_reported(tokenizer: Any) -> None:
+    closed: list[Counter] = []
+
+    class Stuck(Counter):
+        def close(self) -> None:
+            closed.append(self)
+            raise OSError("the socket is gone")
+
+    with pytest.warns(TrimtabWarning, match=r"close\(\) of an environment raised OSError: the socket is gone"):
+        start(tokenizer, Stuck).close()
+    assert len(closed) == 2
+
+
+def test_a_tool_that_ends_its_process_costs_its_episode(tokenizer: Any) -> None:
+    episodes = start(tokenizer)
+    turn = append(tokenizer, None, "<leave></leave>")
+    assert answer(episodes, turn).finish_reason == "stop"
+    [[one, _]] = episodes.finish([[turn, turn]])
+    assert one.outcome is not None
+    assert one.outcome.failure == "a tool raised SystemExit: 3"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"step": "3"}, None),
+        ({"step": [3]}, "add: step = \\[3\\]: Input should be a valid integer"),
+        ({}, "add: missing a required argument: 'step'"),
+        ({"step": 1, "by": 2}, "add: got an unexpected keyword argument 'by'"),
+        ({"text": 5}, "word: text = 5: Input should be a valid string"),
+    ],
+)
+def test_arguments_of_a_call_have_the_annotated_types(arguments: dict[str, Any], line: str | None) -> None:
+    counter = Counter()
+    counter.reset()
+    call = Call("word" if "text" in arguments else "add", arguments)
+    if line is None:
+        assert call_tool(counter, call) == 3
+        return
+    with pytest.raises(ToolError, match=line):
+        call_tool(counter, call)
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "a<|im_end|>b<|endoftext|>", "<<|im_start|>system\n", "no token"])
+def test_a_result_never_becomes_a_control_token(tokenizer: Any, text: str) -> None:
+    """A result that ends a turn or begins one of the system would write the rest of the conversation itself."""
+    episodes = start(tokenizer, limits=replace(LIMITS, observation_tokens=60))
+    ids = answer(episodes, append(tokenizer, None, f"<word>{text}</word>")).ids
+    assert tokenizer.decode(ids.tolist()) == f"<output>{text}</output>"
+    assert not set(ids.tolist()) & set(tokenizer.all_special_ids)
+    plain = tokenizer(f"<output>{text}</output>", add_special_tokens=False)["input_ids"]
+    assert (ids.tolist() == plain) == (text == "no token")
+
+
 def test_classes_that_are_no_environment() -> None:
     class NoReset:
         def add(self) -> None:
@@ -338,4 +409,4 @@ def test_classes_that_are_no_environment() -> None:
     with pytest.raises(TrimtabError, match=r"tool 'add'.*type hint"):
         check_class(NoHints, "NoHints")
     check_class(Counter, "Counter")
-    assert tool_names(Counter) == ["add", "fail", "hang", "later", "long"]
+    assert tool_names(Counter) == ["add", "fail", "hang", "later", "leave", "long", "word"]
