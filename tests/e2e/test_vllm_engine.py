@@ -351,3 +351,17 @@ def truncated_logp(probabilities: torch.Tensor, token: int) -> float:
     kept = values[values.cumsum(0) - values < 0.8]
     place = top.indices.tolist().index(token)
     return float((kept / kept.sum())[place].log()) if place < len(kept) else float("-inf")
+
+
+def test_the_most_probable_ids_come_with_their_log_probs(engine: Any) -> None:
+    sampling = SamplingParams(temperature=0.6, max_tokens=12, ignore_stop=True, top_logprobs=5)
+    [prompt] = prompts([9])
+    [group] = engine.generate([prompt], 2, sampling, seed=1)
+    for completion in group:
+        assert completion.top is not None
+        exact = processed(policy(), prompt, completion, sampling)
+        values, ids = exact.topk(5, -1)
+        np.testing.assert_allclose(completion.top.logps, values.numpy(), atol=1e-4)
+        # Equal but for ids of equal probability.
+        same = completion.top.ids == ids.numpy()
+        assert same.mean() > 0.9

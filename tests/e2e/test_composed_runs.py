@@ -1,0 +1,92 @@
+"""Objectives of parts, and presets that read more than log-probs, in the real loop: trained, stopped and resumed."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trimtab.config import load_config
+from trimtab.objectives.calibrate import from_section
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import list_checkpoints
+from trimtab.runs.metric_catalog import undocumented
+from trimtab.training.run import train
+
+pytestmark = pytest.mark.e2e
+
+COMPOSED = """
+base = "laboratory"
+description = "token weights, a band of the sequence ratio over the current policy, a veto"
+[objective]
+name = "composed"
+surrogate = {kind = "clipped", high = 0.28}
+weight = {level = "token", bound = "clip", min = 0.5, max = 2.0}
+aggregation = "seq-mean-token-mean"
+[[objective.mask]]
+kind = "band"
+level = "sequence"
+min = 0.9
+max = 1.1
+over = "current"
+[[objective.mask]]
+kind = "veto"
+of = "probability"
+[optim.ess]
+base = 0.9
+"""
+SMALL = ("trainer.steps=4", "trainer.prompts=4", "trainer.samples=4", "trainer.minibatches=2", "eval.problems=4")
+SAVED = ("checkpoint.every=2", "optim.lr=1e-3", "optim.warmup=0")
+RUNS: dict[str, tuple[str, ...]] = {
+    "composed": (),
+    "score-centering": ("sampling.top_logprobs=8", "trainer.sync_every=4"),
+    "a3po": ("trainer.sync_every=4",),
+    "token-alp": ("perturbation.per_response=true", "perturbation.std=0.01"),
+}
+TIMED = ("time/", "tokens_per_second/", "memory/")
+
+
+def run(folder: Path, name: str, *overrides: str, resume: bool = False) -> list[dict[str, Any]]:
+    recipe = folder.parent / "mine.toml"
+    recipe.write_text(COMPOSED if name == "composed" else 'base = "laboratory"\ndescription = "small"\n')
+    named = () if name == "composed" else (f"objective.name={name}",)
+    train(load_config(recipe, [*named, *SMALL, *SAVED, *RUNS[name], *overrides]), out=folder, resume=resume)
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(list_checkpoints(folder / "checkpoints")[-1] / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_stopped_run_continues_as_if_it_had_not_stopped(name: str, tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", name)
+    assert undocumented(key for row in whole for key in row) == []
+    run(tmp_path / "parts", name, "trainer.steps=2")
+    run(tmp_path / "parts", name, resume=True)
+    left, right = weights(tmp_path / "parts"), weights(tmp_path / "whole")
+    assert all(torch.equal(left[key], right[key]) for key in right)
+
+
+def test_a_composed_run_writes_down_what_it_trained(tmp_path: Path) -> None:
+    rows = run(tmp_path / "run", "composed")
+    saved = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["objective"]
+    built = from_section(load_config(tmp_path / "mine.toml").objective.model_dump())
+    assert from_section(saved) == built
+    last = rows[-1]
+    assert 0 < last["reject/band_sequence"] < 1
+    assert {f"reject/band_sequence/{sign}" for sign in ("positive", "negative")} < last.keys()
+    assert last["reject/veto"] == 0
+    assert 0 < last["optim/ess_factor"] <= 1
+    assert last["mismatch/anchor"] == "proximal"
+
+
+def test_centering_reads_the_head_of_the_sampler(tmp_path: Path) -> None:
+    rows = run(tmp_path / "run", "score-centering")
+    assert all(0.9 < row["centering/head_mass"] <= 1.001 for row in rows)
+    assert all(row["mismatch/anchor"] == "current" for row in rows)
