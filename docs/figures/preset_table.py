@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import torch
-from tests.parity import test_miles, test_trl, test_verl
+from tests.parity import test_miles, test_prime_rl, test_trl, test_verl
 from tests.parity.conftest import Given, Peer
 
 from trimtab.objectives import Objective, objectives
@@ -34,7 +34,8 @@ def parity() -> dict[str, str]:
     for peer, prefix, losses in (
         ("verl", "", test_verl.LOSSES),
         ("trl", "loss/", test_trl.LOSSES),
-        ("miles", "", getattr(test_miles, "LOSSES", {})),
+        ("miles", "", test_miles.LOSSES),
+        ("prime-rl", "", test_prime_rl.LOSSES),
     ):
         for case, objective in losses.items():
             error = _error(Peer(peer), f"{prefix}{case}", case, objective)

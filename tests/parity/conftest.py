@@ -113,6 +113,11 @@ def miles() -> Peer:
     return Peer("miles")
 
 
+@pytest.fixture(scope="session")
+def prime_rl() -> Peer:
+    return Peer("prime-rl")
+
+
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param

@@ -1,6 +1,6 @@
-"""Freeze what three peers compute, so that the parity tests need none of them.
+"""Freeze what four peers compute, so that the parity tests need none of them.
 
-    python tests/parity/generate.py [--miles PATH_TO_A_MILES_CHECKOUT]
+    python tests/parity/generate.py [--miles CHECKOUT] [--prime-rl CHECKOUT]
 
 Runs in an environment that holds verl and TRL (`make bench-install`). Every peer runs its own code on the same
 seeded batches; inputs are float32 numbers, and the arithmetic is float64, so that what is frozen is the peer's
@@ -134,6 +134,7 @@ def each(batches: dict[str, Batch], *names: str) -> Iterator[tuple[str, Batch]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--miles", type=Path, help="a checkout of Miles; without it its file stays as it is")
+    parser.add_argument("--prime-rl", type=Path, help="a checkout of prime-rl, with its commit in the file COMMIT")
     arguments = parser.parse_args()
 
     import from_trl
@@ -147,6 +148,10 @@ def main() -> None:
     )
     from_verl.record(batches).write("verl")
     from_trl.record(batches).write("trl")
+    if arguments.prime_rl is not None:
+        import from_prime_rl
+
+        from_prime_rl.record(batches, arguments.prime_rl).write("prime-rl")
     if arguments.miles is not None:
         import from_miles
 

@@ -1,0 +1,35 @@
+"""Where Trimtab and prime-rl agree: its `ipo` loss and its DPPO, without the squared log-ratio that both add."""
+
+from __future__ import annotations
+
+import pytest
+
+import trimtab
+from trimtab.objectives import Objective
+
+SURROGATE = {"kind": "unclipped"}  # prime-rl does not cap the ratio
+
+LOSSES: dict[str, Objective] = {
+    "ipo-0.3": trimtab.objective("ipo"),
+    "ipo-0.05": trimtab.objective("ipo", divergence_max=0.05),
+    "default-0.2": trimtab.objective("dppo", divergence_max=0.2, surrogate=SURROGATE),
+    "default-0.05": trimtab.objective("dppo", divergence_max=0.05, surrogate=SURROGATE),
+}
+
+
+def test_no_frozen_case_is_left_out(prime_rl):
+    assert prime_rl.cases == set(LOSSES)
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_loss_and_gradient(prime_rl, given, close, case):
+    loss, gradient = given.run(LOSSES[case])
+    close(loss, prime_rl.scalar(case, given.name, "loss"))
+    close(gradient, prime_rl.tensor(case, given.name, "gradient"))
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_some_tokens_are_rejected(given, case):
+    """A bound that nothing reaches would compare two unmasked losses."""
+    rejected = LOSSES[case](given.logps(), given.advantage).metrics.finalize()["reject/tokens"]
+    assert rejected > 0 or given.name == "mild" or "0.3" in case
