@@ -34,6 +34,7 @@ def answer(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> dict[s
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_bundled_model_is_equal_in_every_operation() -> None:
     done = subprocess.run([sys.executable, "-m", "trimtab", *COMMAND], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from trimtab.models.load import BUNDLED, LoadedModel, load
 from trimtab.models.logprobs import TokenBatch, score
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow  # the bundled model, half a minute
 
 TEXTS = ("Question: What is 31 + 48?\nAnswer:", "Once upon a time", "The three primary colors are")
 SAMPLING = SamplingParams(max_tokens=24, ignore_stop=True)

@@ -32,7 +32,7 @@ from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import FewShot
 from trimtab.types import Completion, Problem, Prompt, SamplingParams, Trajectory
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow  # the bundled model, half a minute
 
 SHOWN = """
 Question: A shop has 41 boxes of 73 nails and 568 more. How many nails are there?
