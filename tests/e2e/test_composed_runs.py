@@ -45,6 +45,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "composed": (),
     "score-centering": ("sampling.top_logprobs=8", "trainer.sync_every=4"),
     "a3po": ("trainer.sync_every=4",),
+    "token-tis": ("advantage.kind=optimal-token", "trainer.micro_batch_tokens=128"),
+    "token-bypass": ("advantage.kind=optimal-token",),
     "token-alp": ("perturbation.per_response=true", "perturbation.std=0.01"),
 }
 TIMED = ("time/", "tokens_per_second/", "memory/")

@@ -6,6 +6,7 @@ from trimtab.config.recipes import load_config, parse_config, parse_override, re
 from trimtab.config.schema import (
     GOLD,
     REQUIRED_SECTIONS,
+    TOKEN_BASELINE,
     Config,
     DemonstrationConfig,
     LogConfig,
@@ -18,6 +19,7 @@ from trimtab.config.schema import (
 __all__ = [
     "GOLD",
     "REQUIRED_SECTIONS",
+    "TOKEN_BASELINE",
     "CanaryConfig",
     "Config",
     "DemonstrationConfig",

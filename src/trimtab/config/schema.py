@@ -220,11 +220,17 @@ class DiagnoseConfig(Section):
     every: Count = Field(default=10, description="steps between clean probes of a perturbed policy")
 
 
+TOKEN_BASELINE = "optimal-token"
+"""The kind of advantage with a value for each token."""
+
+
 class AdvantageConfig(Section):
     """How the rewards of a group become advantages."""
 
-    kind: Literal["grpo", "dr-grpo", "rloo", "optimal", "batch-mean"] | None = Field(
-        default=None, description="default: the kind the objective expects"
+    kind: Literal["grpo", "dr-grpo", "rloo", "optimal", "batch-mean", "optimal-token"] | None = Field(
+        default=None,
+        description="default: the kind the objective expects; `optimal-token`: a baseline for each token, with a "
+        "proximal pass",
     )
     value_beta: Positive | None = Field(default=None, description="temperature of the soft value (`optimal`)")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trimtab.config.recipe_rules import RECIPE_RULES
 from trimtab.config.rule import Facts, Rule, Stage
-from trimtab.config.schema import GOLD, ShardingConfig
+from trimtab.config.schema import GOLD, TOKEN_BASELINE, ShardingConfig
 from trimtab.errors import TrimtabError
 
 
@@ -125,6 +125,12 @@ _OBJECTIVE_RULES = (
         _other_advantage,
         "advantage.kind = {advantage.kind!r} does not fit objective {objective.name!r}, which expects "
         "{objective.advantage!r}",
+    ),
+    Rule(
+        "token-advantage-of-responses",
+        lambda f: f.config.advantage.kind == TOKEN_BASELINE and f.objective.judges_responses,
+        'advantage.kind = "optimal-token" gives each token its own advantage, and objective {objective.name!r} judges '
+        "whole responses: use a token-level objective",
     ),
     Rule(
         "single-sample",

@@ -61,20 +61,22 @@ class _ScoreOptions(NamedTuple):
     product_dtype: torch.dtype
     dtype: torch.dtype  # of everything after the products
     entropy: bool
+    squares: bool
     sigma: float  # of noise on the logits; 0 for none
     seed: int
     invariant: bool  # whether a token's score may depend on no other token, to the last bit
 
 
 class HeadScores(NamedTuple):
-    """Log-probs of one id at each position, optionally the entropy (nats), and log-probs of further ids.
+    """Log-probs of one id at each position; where asked for, the entropy (nats), log-probs of further ids, and squares.
 
-    An id of -1 among the further ones has log-prob -inf.
+    An id of -1 among the further ones has log-prob -inf. `squares` is the sum of p^2 over the vocabulary, no gradient.
     """
 
     logp: Float[Tensor, " tokens"]
     entropy: Float[Tensor, " tokens"] | None
     further: Float[Tensor, "tokens n"] | None
+    squares: Float[Tensor, " tokens"] | None
 
 
 def token_scores(
@@ -86,8 +88,9 @@ def token_scores(
     entropy: bool = False,
     kept: Int[Tensor, "tokens k"] | None = None,
     further: Int[Tensor, "tokens n"] | None = None,
+    squares: bool = False,
 ) -> HeadScores:
-    """Returns the log-prob of `ids` and of `further` ids under softmax(logits / temperature), optionally its entropy.
+    """Returns the log-prob of `ids` and of `further` ids under softmax(logits / temperature), and the rest on request.
 
     Products are computed in autocast's dtype where it is enabled, everything after them in float32 (or float64).
     `kept` restricts each token's distribution to a set of ids, padded with -1.
@@ -102,14 +105,15 @@ def token_scores(
         product_dtype=_product_dtype(hidden, model),
         dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
         entropy=entropy,
+        squares=squares,
         sigma=0.0 if log_sigma is None else math.exp(log_sigma.item()),
         seed=0 if noise is None else noise.seed,
         invariant=model.invariant,
     )
     chosen = ids[:, None] if further is None else torch.cat([ids[:, None], further], dim=1)
-    logps, spread = _TiledScores.apply(hidden, model.weight, model.bias, log_sigma, chosen, kept, options)
+    logps, spread, collisions = _TiledScores.apply(hidden, model.weight, model.bias, log_sigma, chosen, kept, options)
     others = None if further is None else torch.where(further >= 0, logps[:, 1:], -torch.inf)
-    return HeadScores(logps[:, 0], spread if entropy else None, others)
+    return HeadScores(logps[:, 0], spread if entropy else None, others, collisions if squares else None)
 
 
 def _product_dtype(hidden: Tensor, model: ModelParts) -> torch.dtype:
@@ -130,10 +134,11 @@ class _TiledScores(torch.autograd.Function):
         ids: Tensor,
         kept: Tensor | None,
         options: _ScoreOptions,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         count = hidden.shape[0]
-        # Log of the sum of exponentials so far. Not -inf: a tile without any kept id would compute -inf - -inf.
-        total = hidden.new_full((count,), torch.finfo(options.dtype).min / 2, dtype=options.dtype)
+        # Log of the sum of exponentials so far, and of their squares. Not -inf: a tile without any kept id would
+        # compute -inf - -inf.
+        total, doubled = hidden.new_full((2, count), torch.finfo(options.dtype).min / 2, dtype=options.dtype)
         chosen = hidden.new_zeros(ids.shape, dtype=options.dtype)  # logit of each id
         spread = hidden.new_zeros(count, dtype=options.dtype)  # entropy so far
         rough = hidden.to(options.product_dtype)
@@ -145,6 +150,8 @@ class _TiledScores(torch.autograd.Function):
                 chosen[tokens] += _pick(logits, ids[tokens], words)
                 if kept is not None:
                     logits.masked_fill_(~sampling_mask_tile(kept[tokens], words), -torch.inf)
+                if options.squares:
+                    doubled[tokens] = _add(doubled[tokens], 2 * logits, options)
                 before, now = total[tokens], _add(total[tokens], logits, options)
                 if options.entropy:
                     # Relative to the running total, not of raw logits: no cancellation.
@@ -155,7 +162,9 @@ class _TiledScores(torch.autograd.Function):
                 total[tokens] = now
         ctx.save_for_backward(hidden, weight, bias, ids, kept, total, spread)
         ctx.options = options
-        return chosen - total[:, None], spread
+        collisions = (doubled - 2 * total).exp()
+        ctx.mark_non_differentiable(collisions)
+        return chosen - total[:, None], spread, collisions
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -87,6 +87,7 @@ class TokenScores(NamedTuple):
     entropy: Float[Tensor, "batch time"] | None  # nats
     routes: Routes | None = None  # the routers' own choices, with `record`
     head: Float[Tensor, "batch time k"] | None = None  # of the ids in `head`; -inf for an id of -1
+    squares: Float[Tensor, "batch time"] | None = None  # sum of p^2 over the vocabulary, no gradient
 
 
 def score(
@@ -99,12 +100,13 @@ def score(
     routes: Routes | None = None,
     record: bool = False,
     head: Int[Tensor, "batch time k"] | None = None,
+    squares: bool = False,
 ) -> TokenScores:
     """Computes the log-prob of every response token under softmax(logits / temperature), optionally with its entropy.
 
     Entropies are in nats. Grad mode and autocast are those of the caller. With `kept` (vocabulary ids, padded with -1)
     the distribution is renormalized over each token's set: the replay of top-p/top-k sampling. `head`: further ids to
-    score at each token, padded with -1. `routes` are replayed;
+    score at each token, padded with -1. `squares`: also the sum of p^2. `routes` are replayed;
     `record` returns the experts that the routers chose themselves, or under `routes` would have chosen.
 
     Raises `TrimtabError` for an architecture whose head is not supported, a temperature that is not
@@ -133,12 +135,13 @@ def score(
             entropy=entropy,
             kept=None if kept is None else kept[real],
             further=None if head is None else head[real],
+            squares=squares,
         )
 
     scores = with_full_weights(model, work)
-    spread = None if scores.entropy is None else _scatter(scores.entropy, real)
-    further = None if scores.further is None else _scatter(scores.further, real)
-    return TokenScores(_scatter(scores.logp, real), spread, chosen, further)
+    optional = (scores.entropy, scores.further, scores.squares)
+    spread, further, squared = (None if values is None else _scatter(values, real) for values in optional)
+    return TokenScores(_scatter(scores.logp, real), spread, chosen, further, squared)
 
 
 def _scatter(values: Tensor, real: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections.ratios import Number
@@ -14,6 +14,7 @@ from trimtab.errors import TrimtabError, did_you_mean
 KINDS = ("grpo", "dr-grpo", "rloo", "optimal", "batch-mean")
 
 STD_EPS = 1e-6
+WEIGHT_EPS = 1e-8
 
 
 def advantages(
@@ -52,6 +53,39 @@ def advantages(
     else:
         result = _centered(kind, values, members)
     return result.to(rewards.dtype if rewards.dtype.is_floating_point else torch.float32).unsqueeze(1)
+
+
+def optimal_token_advantages(
+    rewards: Float[Tensor, "batch"],
+    groups: Int[Tensor, "batch"],
+    logp: Float[Tensor, "batch time"],
+    squares: Float[Tensor, "batch time"],
+    mask: Bool[Tensor, "batch time"],
+) -> Float[Tensor, "batch time"]:
+    """Returns advantages per token: the reward minus the baseline of least variance at that position of the group.
+
+        B_t = sum_i R_i W_it / sum_i W_it,   W_it = sum_(s<=t) (1 - 2 p(y_s) + sum_v p(v)^2)
+
+    logp: log p(y) of the sampled tokens. squares: sum_v p(v)^2. Positions count trained tokens. W is the squared norm
+    of the score by the logits so far. Where a group has one response left, or at all, the baseline is 0. Optimal token
+    baseline, arXiv 2602.07078; verl's `optimal_token_baseline`.
+    """
+    if not bool(torch.isfinite(rewards).all()):
+        raise TrimtabError("rewards must be finite: drop failed samples before computing advantages")
+    values = rewards.detach().double()[:, None]
+    energy = torch.where(mask, 1 - 2 * logp.double().exp() + squares.double(), 0.0)
+    # Trained tokens to the left, so that a column is a position.
+    place = (mask.cumsum(1) - 1).clamp(min=0)
+    packed, present = torch.zeros_like(energy), torch.zeros_like(energy)
+    packed.scatter_add_(1, place, energy.clamp(min=0))
+    present.scatter_add_(1, place, mask.double())
+    weight = packed.cumsum(1) * present
+    group = torch.unique(groups, return_inverse=True)[1]
+    sums = torch.zeros(3, len(group), energy.shape[1], dtype=torch.float64, device=energy.device)
+    sums.index_add_(1, group, torch.stack([values * weight, weight, present]))
+    products, weights, members = sums[:, group]
+    baseline = torch.where(members > 1, products / (weights + WEIGHT_EPS), 0.0)
+    return torch.where(mask, values - baseline.gather(1, place), 0.0).to(logp.dtype)
 
 
 def _centered(kind: str, values: Tensor, members: Tensor) -> Tensor:

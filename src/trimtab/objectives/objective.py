@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trimtab.corrections.correction import Sweep, sweep
 from trimtab.corrections.divergences import k3
-from trimtab.corrections.masks import READABLE, Mask
-from trimtab.corrections.ratios import TURN_LEVELS, Number, at_level, beyond_bound, log_ratio
+from trimtab.corrections.masks import OPSM, READABLE, Mask
+from trimtab.corrections.ratios import TOKEN_LEVELS, TURN_LEVELS, Number, at_level, beyond_bound, log_ratio
 from trimtab.corrections.reduce import Selection, Sequences, select, widen
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
 from trimtab.corrections.weights import Weight
@@ -115,6 +115,12 @@ class Objective:
     def single_behavior(self) -> bool:
         """Whether one policy must have sampled each whole response, as in OAPL's regression of the log-ratio to it."""
         return self.surrogate.single_policy and self.ratio.over == "behavior"
+
+    @property
+    def judges_responses(self) -> bool:
+        """Whether it needs one advantage for all tokens of a response."""
+        rules = any(isinstance(rule, OPSM) for rule in self.masks)
+        return rules or self.surrogate.per_response or self.ratio.level not in TOKEN_LEVELS
 
     @property
     def _changes_denominator(self) -> bool:

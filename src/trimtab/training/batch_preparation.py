@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
+from trimtab.config import TOKEN_BASELINE
 from trimtab.objectives import advantages
+from trimtab.objectives.advantages import optimal_token_advantages
 from trimtab.rollout.collector import Group
 from trimtab.runs.trajectories import Row
 from trimtab.training.batching import (
@@ -85,10 +88,46 @@ def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Bat
         dropped += len(bad)
         rows = [trajectory for index, trajectory in enumerate(rows) if index not in bad]
     values = _advantages(rows, learner)
-    for minibatch in minibatches:
-        for index, micro in enumerate(minibatch):
-            minibatch[index] = micro.with_scores(advantage=values[list(micro.rows)].to(learner.device))
+    if learner.token_baseline:
+        values = _set_token_advantages(minibatches, rows)
+    else:
+        for minibatch in minibatches:
+            for index, micro in enumerate(minibatch):
+                minibatch[index] = micro.with_scores(advantage=values[list(micro.rows)].to(learner.device))
     return Batch(rows, minibatches, values, dropped, seconds)
+
+
+def _set_token_advantages(minibatches: Sequence[MiniBatch], rows: Sequence[Trajectory]) -> torch.Tensor:
+    """Sets an advantage for each token; returns the mean of each row's trained tokens (rows, 1).
+
+    A group lies in one mini-batch, and may lie in several micro-batches of it.
+    """
+    means = torch.zeros(len(rows), 1)
+    for minibatch in minibatches:
+        time = max(micro.mask.shape[1] for micro in minibatch)
+        logp, squares, mask = (
+            torch.cat([F.pad(value, (0, time - value.shape[1])) for value in values])
+            for values in zip(*((_scored(micro), _squares(micro), micro.mask) for micro in minibatch), strict=True)
+        )
+        numbers = [row for micro in minibatch for row in micro.rows]
+        rewards = torch.tensor([rows[row].reward for row in numbers], device=mask.device)
+        groups = torch.tensor([rows[row].group for row in numbers], device=mask.device)
+        values = optimal_token_advantages(rewards, groups, logp, squares, mask)
+        means[numbers] = (values.sum(1) / mask.sum(1).clamp(min=1))[:, None].cpu()
+        parts = values.split([len(micro.rows) for micro in minibatch])
+        for index, (micro, part) in enumerate(zip(list(minibatch), parts, strict=True)):
+            minibatch[index] = micro.with_scores(advantage=part[:, : micro.mask.shape[1]])
+    return means
+
+
+def _scored(micro: MicroBatch) -> torch.Tensor:
+    assert micro.proximal is not None
+    return torch.where(micro.mask, micro.proximal, 0.0)
+
+
+def _squares(micro: MicroBatch) -> torch.Tensor:
+    assert micro.squares is not None
+    return micro.squares
 
 
 def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[MiniBatch]:
@@ -125,7 +164,7 @@ def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[Min
 def _advantages(rows: Sequence[Trajectory], learner: Learner) -> torch.Tensor:
     """Advantages (rows, 1) in float32, from the rewards of each group."""
     config = learner.config.advantage
-    kind = config.kind or learner.objective.advantage
+    kind = learner.objective.advantage if config.kind in (None, TOKEN_BASELINE) else config.kind
     rewards = torch.tensor([trajectory.reward for trajectory in rows], dtype=torch.float64)
     if not rows:
         return rewards.view(0, 1).float()

@@ -31,8 +31,9 @@ class MicroBatch:
         turn: (rows, time) int64, number of the model turn from 0, as `Completion.turn`; -1 at padding.
         off_policy: (rows, time) bool, True at tokens of external traces.
         age: (rows, time) int64, training steps since a step began with the policy that sampled the token, from 1.
-        advantage: (rows, 1); NaN until it is known, so that a loss that reads it too early is NaN.
+        advantage: (rows, 1) or (rows, time); NaN until it is known, so that a loss that reads it too early is NaN.
         proximal, reference: (rows, time) float32 log-probs; None until scored.
+        squares: (rows, time) sum of p^2 over the vocabulary, where the advantages read it.
         extras: what features have attached, by name (`training/features/`).
     """
 
@@ -46,6 +47,7 @@ class MicroBatch:
     advantage: torch.Tensor
     proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    squares: torch.Tensor | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.config import Config
+from trimtab.config import TOKEN_BASELINE, Config
 from trimtab.models.logprobs import TokenScores, score
 from trimtab.objectives import Objective, PolicyLogps
 from trimtab.training.assignment import assigned_micro_batches
@@ -64,18 +64,26 @@ class Learner:
         return nn.ModuleDict(self.modules) if len(self.modules) > 1 else self.model
 
     @property
+    def token_baseline(self) -> bool:
+        """Whether advantages have a baseline for each token, computed from the proximal policy."""
+        return self.config.advantage.kind == TOKEN_BASELINE
+
+    @property
     def mismatch_policy(self) -> str:
         """The policy whose log-probs the mismatch metrics compare with the sampler's: "proximal" or "current"."""
         return "proximal" if "proximal" in self.objective.needs else "current"
 
     @torch.no_grad()
     def score_fixed_policies(self, batches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """Return `batches` with log-probs of the proximal and the reference policy, if the objective reads them."""
+        """Return `batches` with log-probs of the proximal and the reference policy, as objective and advantages read.
+
+        A baseline for each token reads the proximal policy's squares too.
+        """
         trainer, objective = self.config.trainer, self.objective
         # With a single update per batch the proximal policy is the detached current one, which costs no forward.
         is_current = trainer.minibatches * trainer.epochs == 1 and "proximal" not in objective.prepare_needs
         models: dict[Purpose, nn.Module] = {}
-        if "proximal" in objective.needs and not is_current:
+        if self.token_baseline or ("proximal" in objective.needs and not is_current):
             models["proximal"] = self.model
         if self.reference is not None:
             models["reference"] = self.reference
@@ -88,17 +96,21 @@ class Learner:
         for index, given in assigned_micro_batches(batch, self.ranks):
             micro, logps[index] = given, {}
             for name, model in models.items():
-                scores, micro = self._score(model, ForwardPass(micro, name))
+                squares = self.token_baseline and name == "proximal"
+                scores, micro = self._score(model, ForwardPass(micro, name), squares=squares)
                 logps[index][name] = scores.logp
+                if scores.squares is not None:
+                    logps[index]["squares"] = scores.squares
             if micro.rows:
                 scored[index] = micro
         if self.ranks.size > 1:
             local_logps = {
                 f"{index}|{name}": logp for index, by_name in logps.items() for name, logp in by_name.items()
             }
+            names = [*models, *(["squares"] if self.token_baseline else [])]
             gathered = all_gather_tensors({key: logp for key, logp in local_logps.items() if len(logp)}, self.ranks)
             logps = {
-                index: {name: gathered[f"{index}|{name}"].to(self.device) for name in models}
+                index: {name: gathered[f"{index}|{name}"].to(self.device) for name in names}
                 for index in range(len(batch))
             }
         return [micro.with_scores(**logps[index]) for index, micro in enumerate(scored)]
@@ -237,7 +249,7 @@ class Learner:
             head_behavior=micro.extras.get("head_behavior", head),  # an empty micro-batch has no sampler
         )
 
-    def _score(self, model: nn.Module, call: ForwardPass) -> tuple[TokenScores, MicroBatch]:
+    def _score(self, model: nn.Module, call: ForwardPass, *, squares: bool = False) -> tuple[TokenScores, MicroBatch]:
         """Scores of one forward with all features, and the micro-batch with what they add to it."""
         micro, config = call.micro, self.config
         options: dict[str, Any] = {}
@@ -247,11 +259,12 @@ class Learner:
             if config.model.autocast != "none":
                 stack.enter_context(torch.autocast(self.device.type, dtype=torch.bfloat16))
             entropy = "entropy" in self.objective.needs
-            scores = score(model, micro.tokens, temperature=config.sampling.temperature, entropy=entropy, **options)
+            options |= {"temperature": config.sampling.temperature, "entropy": entropy, "squares": squares}
+            scores = score(model, micro.tokens, **options)
         if not micro.rows:
-            none = (None if values is None else values[:0] for values in (scores.entropy, scores.head))
-            entropy_of_none, head_of_none = none
-            return TokenScores(scores.logp[:0], entropy_of_none, head=head_of_none), micro
+            none = (None if values is None else values[:0] for values in (scores.entropy, scores.head, scores.squares))
+            entropy_of_none, head_of_none, squares_of_none = none
+            return TokenScores(scores.logp[:0], entropy_of_none, None, head_of_none, squares_of_none), micro
         for feature in self.features:
             call = call._replace(micro=feature.after_score(call, scores))
         return scores, call.micro

@@ -185,6 +185,10 @@ BROKEN = {
         ("objective.name=oapl advantage.kind=rloo", "which expects 'optimal'"),
     ],
     "single-sample": [("trainer.samples=1", "trainer.samples = 1 teaches nothing: advantage 'grpo' compares")],
+    "token-advantage-of-responses": [
+        (f"advantage.kind=optimal-token objective.name={name}", f"objective '{name}' judges whole responses")
+        for name in ("gspo", "gmpo", "opsm", "seq-bypass")
+    ],
     "top-logprobs-unread": [("sampling.top_logprobs=8", "has no effect on objective 'token-tis'")],
     "top-logprobs-needed": [
         ("objective.name=score-centering sampling.top_logprobs=0", "reads the sampler's most probable ids: set"),
@@ -219,6 +223,7 @@ ACCEPTED = [
     "objective.name=oapl advantage.value_beta=0.5",
     "objective.name=dapo trainer.max_lag=0",
     "advantage.kind=rloo",
+    "advantage.kind=optimal-token",
     "objective.name=flash-reinforce trainer.samples=1",
     "advantage.kind=batch-mean trainer.samples=1",
     "objective.name=score-centering sampling.top_logprobs=16",

@@ -28,7 +28,7 @@ def parts(weight: Tensor, bias: Tensor | None = None, softcap: float | None = No
 def test_hand_numbers() -> None:
     """Logits (0, ln 2, ln 3, ln 2) have probabilities 1/8, 2/8, 3/8, 2/8."""
     weight = torch.tensor([[0.0], [math.log(2)], [math.log(3)], [math.log(2)]])
-    logp, entropy, _ = fused_head.token_scores(torch.ones(4, 1), torch.arange(4), parts(weight), entropy=True)
+    logp, entropy, *_ = fused_head.token_scores(torch.ones(4, 1), torch.arange(4), parts(weight), entropy=True)
     assert logp.tolist() == pytest.approx([math.log(p / 8) for p in (1, 2, 3, 2)], abs=1e-6)
     expected = -sum(p / 8 * math.log(p / 8) for p in (1, 2, 3, 2))
     assert entropy is not None
@@ -39,15 +39,28 @@ def test_temperature_hand_numbers() -> None:
     """At temperature 1/2 probabilities are squared: 1, 4, 9, 4 of 18; keeping the first two leaves 1 and 4 of 5."""
     weight = torch.tensor([[0.0], [math.log(2)], [math.log(3)], [math.log(2)]])
     ids = torch.tensor([2, 1])
-    logp, _, _ = fused_head.token_scores(torch.ones(2, 1), ids, parts(weight), temperature=0.5)
+    logp, *_ = fused_head.token_scores(torch.ones(2, 1), ids, parts(weight), temperature=0.5)
     assert logp.tolist() == pytest.approx([math.log(9 / 18), math.log(4 / 18)], abs=1e-6)
     kept = torch.tensor([[2, -1], [0, 1]])
-    logp, entropy, _ = fused_head.token_scores(
+    logp, entropy, *_ = fused_head.token_scores(
         torch.ones(2, 1), ids, parts(weight), temperature=0.5, kept=kept, entropy=True
     )
     assert logp.tolist() == pytest.approx([0.0, math.log(4 / 5)], abs=1e-6)
     assert entropy is not None
     assert entropy.tolist() == pytest.approx([0.0, -0.2 * math.log(0.2) - 0.8 * math.log(0.8)], abs=1e-6)
+
+
+def test_the_sum_of_squares_is_that_of_the_distribution() -> None:
+    """Logits (0, ln 2, ln 3, ln 2): (1 + 4 + 9 + 4) / 64; at temperature 1/2 (1 + 16 + 81 + 16) / 18^2."""
+    weight = torch.tensor([[0.0], [math.log(2)], [math.log(3)], [math.log(2)]], requires_grad=True)
+    for temperature, expected in ((1.0, 18 / 64), (0.5, 114 / 324)):
+        scores = fused_head.token_scores(
+            torch.ones(2, 1), torch.tensor([2, 1]), parts(weight), temperature=temperature, squares=True
+        )
+        assert scores.squares is not None
+        assert scores.squares.tolist() == pytest.approx([expected] * 2, rel=1e-6)
+        assert not scores.squares.requires_grad
+        scores.logp.sum().backward()
 
 
 def test_further_ids_have_their_log_probs_and_gradients() -> None:
@@ -60,7 +73,7 @@ def test_further_ids_have_their_log_probs_and_gradients() -> None:
     gradients = []
     for tiled in (True, False):
         if tiled:
-            logp, _, others = fused_head.token_scores(hidden, ids, parts(weight), temperature=0.7, further=further)
+            logp, _, others, _ = fused_head.token_scores(hidden, ids, parts(weight), temperature=0.7, further=further)
             assert others is not None
             assert (others.isneginf() == (further < 0)).all()
         else:
@@ -84,7 +97,7 @@ def test_finite_differences(softcap: float | None, restricted: bool) -> None:
     kept = torch.tensor([[0, 7], [3, 4], [7, -1], [2, 1], [5, 0]]) if restricted else None
 
     def scores(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        logp, entropy, _ = fused_head.token_scores(
+        logp, entropy, *_ = fused_head.token_scores(
             hidden, ids, parts(weight, bias, softcap), temperature=0.7, entropy=True, kept=kept
         )
         assert entropy is not None
@@ -100,7 +113,7 @@ def test_extreme_logits_stay_finite_and_right(size: float, temperature: float, s
     generator = torch.Generator().manual_seed(seed)
     hidden, weight = torch.randn(5, 3, generator=generator) * size, torch.randn(8, 3, generator=generator)
     ids = torch.randint(0, 8, (5,), generator=generator)
-    logp, entropy, _ = fused_head.token_scores(hidden, ids, parts(weight), temperature=temperature, entropy=True)
+    logp, entropy, *_ = fused_head.token_scores(hidden, ids, parts(weight), temperature=temperature, entropy=True)
     exact = (hidden.double() @ weight.double().T / temperature).log_softmax(-1)
     scale = 1e-6 * (1 + exact.abs().max())
     assert entropy is not None
@@ -113,14 +126,14 @@ def test_extreme_logits_stay_finite_and_right(size: float, temperature: float, s
 def test_a_model_that_diverged_scores_nan() -> None:
     weight = torch.ones(4, 2)
     weight[3, 0] = torch.nan
-    logp, _, _ = fused_head.token_scores(torch.ones(1, 2), torch.tensor([0]), parts(weight))
+    logp, *_ = fused_head.token_scores(torch.ones(1, 2), torch.tensor([0]), parts(weight))
     assert logp.isnan().all()
 
 
 def test_no_gradient_where_none_is_asked() -> None:
     """A frozen head costs no weight gradient; a frozen backbone no hidden gradient."""
     hidden, weight = torch.randn(3, 2, requires_grad=True), torch.randn(4, 2)
-    logp, _, _ = fused_head.token_scores(hidden, torch.tensor([0, 1, 3]), parts(weight))
+    logp, *_ = fused_head.token_scores(hidden, torch.tensor([0, 1, 3]), parts(weight))
     logp.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None

@@ -47,7 +47,7 @@ def test_equals_all_logits_at_once(softcap: float | None, restricted: bool) -> N
 
     def ours(hidden: Tensor, weight: Tensor, bias: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
         with fused_head.perturb_logits(OWNER, log_sigma, SEED):
-            logp, entropy, _ = fused_head.token_scores(
+            logp, entropy, *_ = fused_head.token_scores(
                 hidden,
                 ids,
                 ModelParts(nn.Identity(), weight, bias, softcap, reads_layout=True, head=OWNER),

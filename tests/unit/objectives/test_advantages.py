@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.testing import assert_close
 
 from trimtab.errors import TrimtabError
 from trimtab.objectives import advantages
+from trimtab.objectives.advantages import optimal_token_advantages
 
 KINDS = ("grpo", "dr-grpo", "rloo", "optimal")
 
@@ -77,3 +79,39 @@ def test_integers_and_lists_are_taken():
 def test_mistakes_are_named(call, message):
     with pytest.raises(TrimtabError, match=message):
         call()
+
+
+ENERGY = torch.tensor([[0.1, 1.1, 0.04], [0.4, 0.25, 9.0]], dtype=torch.float64)  # 1 - 2 p + sum p^2 of each token
+LAST_UNTRAINED = torch.tensor([[True, True, True], [True, True, False]])
+
+
+def token_advantages(rewards: list[float], mask: Tensor = LAST_UNTRAINED, energy: Tensor = ENERGY) -> Tensor:
+    logp = torch.full_like(energy, -0.5)
+    squares = energy - 1 + 2 * logp.exp()
+    return optimal_token_advantages(torch.tensor(rewards), torch.tensor([3, 3]), logp, squares, mask)
+
+
+def test_the_baseline_of_a_token_weighs_responses_by_the_norm_of_their_score() -> None:
+    """W is (.1, 1.2, 1.24) and (.4, .65), B is .2 and .64864865; one response is left at the third position."""
+    values = token_advantages([1.0, 0.0])
+    assert values[0].tolist() == pytest.approx([0.8, 0.35135135, 1.0])
+    assert values[1].tolist() == pytest.approx([-0.2, -0.64864865, 0.0])
+
+
+def test_positions_count_trained_tokens() -> None:
+    """With an observation in the first response, its second trained token meets the other's second."""
+    mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
+    energy = torch.tensor([[0.1, 7.0, 1.1, 0.04], [0.4, 0.25, 9.0, 9.0]], dtype=torch.float64)
+    values = token_advantages([1.0, 0.0], mask, energy)
+    assert values[0].tolist() == pytest.approx([0.8, 0.0, 0.35135135, 1.0])
+    assert values[1].tolist() == pytest.approx([-0.2, -0.64864865, 0.0, 0.0])
+
+
+def test_equal_rewards_and_equal_norms() -> None:
+    assert token_advantages([0.7, 0.7])[:, :2].abs().max() < 1e-7
+    even = token_advantages([1.0, 0.0], torch.ones(2, 3, dtype=torch.bool), torch.full((2, 3), 0.5).double())
+    assert even.tolist() == [pytest.approx([0.5] * 3), pytest.approx([-0.5] * 3)]  # the mean of the group
+    alone = optimal_token_advantages(
+        torch.tensor([1.0, 2.0]), torch.tensor([0, 1]), torch.zeros(2, 1), torch.ones(2, 1), torch.ones(2, 1).bool()
+    )
+    assert alone.tolist() == [[1.0], [2.0]]

@@ -77,7 +77,7 @@ def _mark_best(trainer: Resumable, evaluated: Mapping[str, float]) -> None:
 def _value_of_best(trainer: Resumable, evaluated: Mapping[str, float]) -> float | None:
     """Returns the mean of the metrics in `eval.best`; None without any, or where this step was not evaluated."""
     names = trainer.config.eval.best_metrics
-    if not names or not evaluated:
+    if not names or not all(name in evaluated for name in names):
         return None
     return sum(evaluated[name] for name in names) / len(names)
 
