@@ -49,8 +49,14 @@ def test_the_mean_of_two_metrics_selects_the_checkpoint(tmp_path: Path, other: s
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["eval.best=eval/held/avg@3"], "eval.best = 'eval/held/avg@3' is not measured in this run: use 'eval/sort/gr"),
-        (['eval.best=["eval/sort/greedy", "eval/hold/greedy"]'], "'eval/hold/greedy' is not measured"),
+        (
+            ["eval.best=eval/held/avg@3"],
+            r"eval.best = 'eval/held/avg@3' is not measured in this run \(did you mean 'eval/held/avg@4' or",
+        ),
+        (
+            ['eval.best=["eval/sort/greedy", "eval/hold/greedy"]'],
+            r"'eval/hold/greedy' is not measured in this run \(did you mean 'eval/held/greedy'",
+        ),
         (
             ["environment.name=swap", "sampling.max_tokens=64", "eval.best=eval/sort/greedy"],
             "is asked without the tools of",
@@ -66,3 +72,18 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path, other: str) -> None:
     config = load_config("laboratory", [f"eval.task=[{other}, {other}]"])
     with pytest.raises(TrimtabError, match="two tasks would log 'eval/held/greedy'"):
         train(config, out=tmp_path / "run")
+
+
+def test_another_metric_starts_anew_after_a_resume(tmp_path: Path, other: str) -> None:
+    first = ["checkpoint.every=1", "optim.lr=1e-3", "trainer.steps=2", "eval.best=eval/sort/greedy"]
+    train(recipe(other, *first), out=tmp_path / "run")
+    marked = best_checkpoint(tmp_path / "run" / "checkpoints")
+    assert marked is not None
+    assert marked.metric == "eval/sort/greedy"
+    # The checkpoint has no value of the new metric.
+    second = ["trainer.prompts=4", "eval.every=1", "eval.problems=8", "eval.samples=5", "checkpoint.every=1"]
+    second += ["optim.lr=1e-3", "trainer.steps=3", "eval.best=eval/sort/avg@5"]
+    train(load_config("laboratory", second), out=tmp_path / "run", resume=True)
+    marked = best_checkpoint(tmp_path / "run" / "checkpoints")
+    assert marked is not None
+    assert (marked.step, marked.metric) == (3, "eval/sort/avg@5")

@@ -11,7 +11,13 @@ from trimtab.errors import TrimtabError
 
 # Keys of paths, each with values that are names instead. `out` is missing because it is relative to the current folder,
 # like `--out`.
-PATH_KEYS = {"task.path": (), "task.test_path": (), "demonstrations.path": ("gold",), "engine.server.folder": ()}
+PATH_KEYS = {
+    "task.path": (),
+    "task.test_path": (),
+    "task.scores": (),
+    "demonstrations.path": ("gold",),
+    "engine.server.folder": (),
+}
 # Keys that hold a name (of a shipped model, or on the hub) or a folder.
 NAMES_OR_FOLDERS = {
     "model.path": (
@@ -37,6 +43,10 @@ def resolve_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         value = _value_at(resolved, key.split("."))
         if isinstance(value, str) and value not in names and (key in PATH_KEYS or _is_folder(key, value, folder)):
             resolved = _with_value(resolved, key.split("."), str(_absolute(value, folder)))
+    others = _value_at(resolved, ["eval", "task"])
+    if isinstance(others, list):  # the tasks of [[eval.task]] have the paths of [task]
+        tasks = [resolve_paths({"task": other}, folder)["task"] for other in others]
+        resolved = _with_value(resolved, ["eval", "task"], tasks)
     return resolved
 
 

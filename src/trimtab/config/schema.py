@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trimtab.config.engine_sections import EngineConfig, Placement, RayConfig, RoutingConfig
 from trimtab.config.optim_sections import OptimConfig
@@ -256,10 +256,23 @@ class EvalConfig(Section):
     )
     task: list[EvalTaskConfig] = Field(default=[], description="further tasks")
 
+    @field_validator("best")
+    @classmethod
+    def _names_a_metric(cls, best: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(best, list) and (not best or len(set(best)) < len(best)):
+            raise ValueError("name at least one metric, and each once; leave it out to keep no best checkpoint")
+        return best
+
     @property
     def best_metrics(self) -> list[str]:
         """The metrics whose mean selects the best checkpoint."""
         return [self.best] if isinstance(self.best, str) else list(self.best or [])
+
+    @property
+    def best_label(self) -> str:
+        """What selects the best checkpoint, in words."""
+        names = self.best_metrics
+        return names[0] if len(names) == 1 else f"mean of {', '.join(names)}"
 
 
 class CheckpointConfig(Section):

@@ -7,7 +7,7 @@ from pathlib import Path
 from trimtab.config.recipe_rules import RECIPE_RULES
 from trimtab.config.rule import Facts, Rule, Stage
 from trimtab.config.schema import GOLD, TOKEN_BASELINE, ShardingConfig
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, did_you_mean
 
 
 def _corrects_behavior(facts: Facts) -> bool:
@@ -43,9 +43,9 @@ def _group_advantage_of_one(facts: Facts) -> str | None:
 def _unmeasured_metric(facts: Facts) -> str | None:
     """Returns what is wrong with a metric of `eval.best` that is not measured, and those that are."""
     unknown = [name for name in facts.config.eval.best_metrics if name not in facts.eval_metrics]
-    if not unknown:
-        return None
-    return f"{unknown[0]!r} is not measured in this run: use {' or '.join(map(repr, facts.eval_metrics))}"
+    return (
+        f"{unknown[0]!r} is not measured in this run{did_you_mean(unknown[0], facts.eval_metrics)}" if unknown else None
+    )
 
 
 _OBJECTIVE_RULES = (

@@ -27,8 +27,9 @@ def build(options: Options) -> BuiltTask:
     problems = read_problems(read_rows(options.path), options, str(options.path), options.path.stem)
     if options.test_path is None:
         return build_task(options.path.stem, options, problems, None, str(options.path))
-    held_out = read_problems(read_rows(options.test_path), options, str(options.test_path), options.test_path.stem)
-    return build_task(options.test_path.stem, options, problems, held_out, str(options.path))
+    path = options.test_path
+    held_out = read_problems(read_rows(path), options.for_test_split, str(path), path.stem)
+    return build_task(path.stem, options, problems, held_out, str(options.path))
 
 
 def read_rows(path: Path) -> Iterator[Row]:

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 
 from trimtab.errors import TrimtabError, TrimtabWarning, did_you_mean
 from trimtab.tasks.answers import AnswerFormat, extract
-from trimtab.tasks.selection import SelectionOptions, select
+from trimtab.tasks.selection import SelectionOptions, mean_score, select
 from trimtab.tasks.style import build_template, limits, split_shots
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Chat, Template
@@ -97,7 +97,9 @@ SCHEMAS: dict[SchemaName, Schema] = {
 class RowOptions(SelectionOptions):
     schema_: SchemaName | None = Field(None, alias="format", description="a known layout: sets the next four")
     question: str | None = Field(
-        None, description="column with the question, or text with {columns} as '{Body} {Question}' (default: question)"
+        None,
+        description="column with the question, or text with {columns} as '{Body} {Question}' (default: question); "
+        "`a.0.b` is a column inside others",
     )
     answer: str | None = Field(None, description="column with the answer (default: answer)")
     answer_format: AnswerFormat | None = Field(None, description="how the answer is written (default: text)")
@@ -133,6 +135,11 @@ class RowOptions(SelectionOptions):
         return pattern
 
     @property
+    def for_test_split(self) -> RowOptions:
+        """The options for the rows of another source, which are all tested on."""
+        return self.model_copy(update={"score_column": None})
+
+    @property
     def columns(self) -> Schema:
         """The named layout, changed by the columns that the user names."""
         schema = Schema() if self.schema_ is None else SCHEMAS[self.schema_]
@@ -159,6 +166,8 @@ def read_problems(rows: Iterable[Row], options: RowOptions, where: str, prefix: 
             )
         seen[name] = number
         extra = {column: _json(_column(row, column, "extra", location), column, location) for column in options.extra}
+        if (column := options.score_column) is not None:
+            extra[column] = mean_score(_column(row, column, "score_column", location), column, location)
         problems.append(Problem(id=name, question=question, answer=answer, extra=extra))
     if not problems:
         raise TrimtabError(f"{where}: no rows; give a file with at least one problem")
@@ -173,7 +182,7 @@ def build_task(
         train, test = _split(problems, options.holdout, options.seed)
     else:
         train, test = _without_overlap(problems, held_out, where), list(held_out)
-    train, selected = select(train, options, where)
+    train, selected = select(train, test, options, where)
     worked = () if options.columns.rows_first and train else options.columns.worked
     options, notes = _choose_style(options, worked, train, where)
     shots, train = split_shots(options, worked, train, where)
@@ -228,11 +237,26 @@ def _question(row: Mapping[str, Any], source: str, location: str) -> str:
 
 
 def _column(row: Mapping[str, Any], column: str, option: str, location: str) -> Any:
-    if column not in row:
-        raise TrimtabError(
-            f'{location}: no column {column!r}{did_you_mean(column, row)}; set {option} = "<column>" to name it'
-        )
-    return row[column]
+    """Returns the value of a column; `a.0.b` is `b` in the first entry of `a`, unless a column has that name."""
+    if column in row:
+        return row[column]
+    value, path = row, ""
+    for word in column.split("."):
+        inside = _entries(value)
+        if word not in inside:
+            known = [path + name for name in inside] or row
+            raise TrimtabError(
+                f'{location}: no column {column!r}{did_you_mean(column, known)}; set {option} = "<column>" to name it'
+            )
+        value, path = inside[word], f"{path}{word}."
+    return value
+
+
+def _entries(value: Any) -> Mapping[str, Any]:
+    """Returns the entries of an object or a list by name or position; none for other values."""
+    if isinstance(value, list | tuple):
+        return {str(position): entry for position, entry in enumerate(value)}
+    return value if isinstance(value, Mapping) else {}
 
 
 def _json(value: Any, column: str, location: str) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -14,63 +16,114 @@ from trimtab.types import Problem
 
 
 class SelectionOptions(StyleOptions):
+    score_column: str | None = Field(
+        None, description="column with the mean score of each row, or with the list of its scores, from 0 to 1"
+    )
     scores: Path | None = Field(
         None, description="file with the mean score of each row by id, as `trimtab eval --scores` writes it"
     )
     score_min: float = Field(0.0, ge=0, le=1, description="training rows with a lower mean score are left out")
     score_max: float = Field(1.0, ge=0, le=1, description="training rows with a higher mean score are left out")
     drop_duplicates: bool = Field(
-        False, description="leave out training rows whose question, apart from case and spaces, an earlier one has"
+        False,
+        description="leave out training rows whose question, apart from case and spaces, an earlier or a test row has",
     )
 
     @model_validator(mode="after")
     def _band_needs_scores(self) -> SelectionOptions:
         bounded = self.score_min > 0 or self.score_max < 1
-        if bounded and self.scores is None:
+        if self.scores is not None and self.score_column is not None:
+            raise ValueError("name score_column or scores, not both")
+        if bounded and self.scores is None and self.score_column is None:
             raise ValueError(
-                "score_min and score_max need scores: write them with `trimtab eval MODEL --task ... --samples 8 "
-                "--scores FILE`"
+                "score_min and score_max need score_column, or scores: write them with `trimtab eval MODEL --task ... "
+                "--samples 8 --scores FILE`"
             )
-        if self.scores is not None and not bounded:
-            raise ValueError("scores has no effect without score_min or score_max")
+        if not bounded and (named := [key for key in ("score_column", "scores") if getattr(self, key) is not None]):
+            raise ValueError(f"{named[0]} has no effect without score_min or score_max")
         if self.score_min > self.score_max:
             raise ValueError(f"score_min = {self.score_min:g} is above score_max = {self.score_max:g}")
         return self
 
 
-def select(train: Sequence[Problem], options: SelectionOptions, where: str) -> tuple[list[Problem], tuple[str, ...]]:
-    """Returns the chosen training rows, and a note for each kind of row that is left out.
+def select(
+    train: Sequence[Problem], test: Sequence[Problem], options: SelectionOptions, where: str
+) -> tuple[list[Problem], tuple[str, ...]]:
+    """Returns the chosen training rows, and a note for each way of choosing that leaves some out.
 
-    Raises `TrimtabError` for a row without a score, and where no row is left.
+    `test` are the rows of the test split, which no training row may repeat. Raises `TrimtabError` for a row that
+    `options.scores` does not have, and where no row is left.
     """
     kept, notes = list(train), []
     if options.drop_duplicates:
-        first = {_normalized(problem.question): problem for problem in reversed(kept)}
-        distinct = [problem for problem in kept if first[_normalized(problem.question)] is problem]
-        if len(distinct) < len(kept):
+        kept = _distinct(train, test)
+        if len(kept) < len(train):
             notes.append(
-                f"{where}: {len(kept) - len(distinct):,} rows with the question of an earlier one are left out"
+                f"{where}: {len(kept):,} of {len(train):,} training rows are kept, the others have the question of "
+                "another row"
             )
-        kept = distinct
-    if options.scores is not None:
-        scores = _read(options.scores)
-        if missing := next((problem.id for problem in kept if problem.id not in scores), None):
-            raise TrimtabError(
-                f"{options.scores} has no score of row {missing!r} of {where}: evaluate the same file with holdout = 1"
-            )
-        inside = [item for item in kept if options.score_min <= scores[item.id] <= options.score_max]
+    if options.scores is not None or options.score_column is not None:
+        scores = _scores(kept, options, where)
+        inside = [item for item, score in zip(kept, scores, strict=True) if _is_inside(score, options)]
+        unknown = f" ({scores.count(None):,} without a score)" if None in scores else ""
         notes.append(
-            f"{where}: {len(inside):,} of {len(kept):,} rows have a mean score from {options.score_min:g} to "
-            f"{options.score_max:g}, the others are left out"
+            f"{where}: {len(inside):,} of {len(kept):,} training rows have a mean score from {options.score_min:g} to "
+            f"{options.score_max:g}, the others are left out{unknown}"
         )
         kept = inside
     if train and not kept:
-        raise TrimtabError(f"{where}: no training row is left; widen score_min and score_max")
+        raise TrimtabError(f"{notes[-1]}: no training row is left; give it others, or widen score_min and score_max")
     return kept, tuple(notes)
+
+
+def _distinct(train: Sequence[Problem], test: Sequence[Problem]) -> list[Problem]:
+    """Returns the first training row of each question that no test row has."""
+    seen = {_normalized(problem.question) for problem in test}
+    kept = []
+    for problem in train:
+        question = _normalized(problem.question)
+        if question not in seen:
+            kept.append(problem)
+        seen.add(question)
+    return kept
 
 
 def _normalized(question: str) -> str:
     return " ".join(question.casefold().split())
+
+
+def _scores(train: Sequence[Problem], options: SelectionOptions, where: str) -> list[float | None]:
+    """Returns the mean score of every row; None where its column is empty."""
+    if options.score_column is not None:
+        return [problem.extra[options.score_column] for problem in train]
+    assert options.scores is not None
+    scores = _read(options.scores)
+    if missing := next((problem.id for problem in train if problem.id not in scores), None):
+        raise TrimtabError(
+            f"{options.scores} has no score of row {missing!r} of {where}: evaluate the same rows with holdout = 1"
+        )
+    return [scores[problem.id] for problem in train]
+
+
+def _is_inside(score: float | None, options: SelectionOptions) -> bool:
+    return score is not None and options.score_min <= score <= options.score_max
+
+
+def mean_score(value: Any, column: str, location: str) -> float | None:
+    """Returns the mean of a row's scores, or its one score; None if the row has none.
+
+    Raises `TrimtabError` for a value that is not from 0 to 1, naming the row.
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    values = value if isinstance(value, list) and value else [value]
+    if not all(_is_score(item) for item in values):
+        raise TrimtabError(f"{location}: column {column!r} holds {str(value)[:40]!r}, not a score from 0 to 1")
+    return sum(values) / len(values)
+
+
+def _is_score(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _read(path: Path) -> Mapping[str, float]:
@@ -83,9 +136,12 @@ def _read(path: Path) -> Mapping[str, float]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            scores[row["id"]] = float(row["score"])
+            name, score = str(row["id"]), row["score"]
         except (ValueError, KeyError, TypeError):
             raise TrimtabError(
                 f'{path}, row {number}: not {{"id": ..., "score": ...}}; `trimtab eval --scores` writes it'
             ) from None
+        if not _is_score(score):
+            raise TrimtabError(f"{path}, row {number}: {score!r} is not a score from 0 to 1")
+        scores[name] = score
     return scores

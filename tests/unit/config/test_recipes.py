@@ -260,3 +260,21 @@ def test_a_whole_number_of_any_length_is_refused_in_one_line() -> None:
 def test_a_missing_home_directory_is_one_line() -> None:
     with pytest.raises(TrimtabError, match="there is no such user"):
         load_config("laboratory", ["model.path=~nobody-of-this-name/model"])
+
+
+@pytest.mark.parametrize("best", [[], ["eval/sort/greedy", "eval/sort/greedy"]])
+def test_a_list_of_metrics_names_at_least_one_and_each_once(best: list[str]) -> None:
+    with pytest.raises(TrimtabError, match=r"eval\.best: name at least one metric, and each once"):
+        load_config("laboratory", [f"eval.best={best}"])
+
+
+def test_paths_of_scores_and_of_evaluated_tasks_are_relative_to_the_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        'base = "laboratory"\n[task]\nname = "file"\npath = "a.jsonl"\nscores = "s.jsonl"\nscore_min = 0.2\n'
+        '[[eval.task]]\nname = "file"\npath = "b.jsonl"\ntest_path = "c.jsonl"\n[[eval.task]]\nname = "sort"\n'
+    )
+    config = load_config(recipe)
+    assert config.task.keywords["scores"] == str(tmp_path / "s.jsonl")
+    assert config.eval.task[0].keywords == {"path": str(tmp_path / "b.jsonl"), "test_path": str(tmp_path / "c.jsonl")}
+    assert config.eval.task[1].keywords == {}

@@ -195,7 +195,14 @@ BROKEN = {
     ],
     "top-logprobs-server": [(f"objective.name=score-centering {SERVER}", "which servers do not return here")],
     "task-empty": [],
-    "best-metric-unknown": [("eval.best=eval/typo/greedy", "is not measured in this run: use 'eval/sort/greedy'")],
+    "best-metric-unknown": [
+        (
+            "eval.best=eval/typo/greedy",
+            "'eval/typo/greedy' is not measured in this run (did you mean 'eval/sort/greedy'",
+        ),
+        ("eval.best=eval/sort/avg@8", "'eval/sort/avg@8' is not measured in this run (did you mean 'eval/sort/greedy'"),
+        ("eval.best=eval/sort/avg@8 eval.samples=4", "(did you mean 'eval/sort/avg@4' or"),
+    ],
     "eval-task-twice": [],
     "reward-name-taken": [],
     "eval-task-environment": [],

@@ -216,3 +216,43 @@ def test_a_format_may_bring_worked_examples_that_show_the_sum(tmp_path):
     assert task.max_tokens == len("3 * 6 = 18") + len("14") + 8
     with pytest.raises(TrimtabError, match="examples = 5, but this format brings 4"):
         tasks.build("file", path=path, format="mawps", holdout=1, examples=5)
+
+
+NESTED = [
+    {"prompt": [{"role": "user", "content": f"{n} + 1"}], "reward_model": {"ground_truth": str(n + 1)}}
+    for n in range(20)
+]
+
+
+def test_a_column_inside_another_is_named_with_points(tmp_path):
+    path = jsonl(tmp_path / "nested.jsonl", NESTED)
+    options = {"path": path, "style": "chat", "answer": "reward_model.ground_truth"}
+    task = tasks.build("file", question="prompt.0.content", holdout=0.0, **options)
+    assert (task.train[3].question, task.train[3].answer) == ("3 + 1", "4")
+    joined = tasks.build("file", question="Compute {prompt.0.content}.", holdout=0.0, **options)
+    assert joined.train[3].question == "Compute 3 + 1."
+    # A column whose own name has a point.
+    path = jsonl(tmp_path / "flat.jsonl", [{"a.b": "1 + 1", "a": {"b": "no"}, "answer": "2"}])
+    assert tasks.build("file", path=path, question="a.b", holdout=1.0).test[0].question == "1 + 1"
+
+
+@pytest.mark.parametrize(
+    "question", ["prompt.1.content", "prompt.-1.content", "prompt.0.text", "prompt.content", "x.0"]
+)
+def test_a_column_that_is_not_inside_another_is_refused(tmp_path, question):
+    path = jsonl(tmp_path / "nested.jsonl", NESTED)
+    with pytest.raises(TrimtabError, match=rf"nested.jsonl, row 1: no column {question!r} .*set question = "):
+        tasks.build("file", path=path, question=question, answer="reward_model.ground_truth")
+
+
+def test_one_file_of_a_data_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "folder" / "train").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "folder" / "train" / "math__20.parquet")
+    pq.write_table(pa.Table.from_pylist([{"code": 1}]), tmp_path / "folder" / "train" / "code__1.parquet")
+    task = tasks.build("hf", dataset=str(tmp_path / "folder"), files="train/math__*.parquet")
+    assert len(task.train) + len(task.test) + 4 == len(ROWS)
+    with pytest.raises(TrimtabError, match="cannot load it"):
+        tasks.build("hf", dataset=str(tmp_path / "folder"), files="train/other.parquet")
+    with pytest.raises(TrimtabError, match="files and test_split"):
+        tasks.build("hf", dataset=str(tmp_path / "folder"), files="train/*.parquet", test_split="test")

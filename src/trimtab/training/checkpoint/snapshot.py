@@ -56,28 +56,33 @@ def save_if_unsaved(trainer: Resumable) -> None:
 
 
 def has_improved(trainer: Resumable, evaluated: Mapping[str, float]) -> bool:
-    """Whether this step has the best value of `eval.best` so far; the value before training does not count."""
+    """Whether this step has the best value of `eval.best` so far; the value before training does not count.
+
+    A best checkpoint by another metric, from before `eval.best` was changed, does not count either.
+    """
     value = _value_of_best(trainer, evaluated)
     if value is None:
         return False
     best = best_checkpoint(trainer.run.checkpoint_root)
-    improved = best is None or value > best.value
+    improved = best is None or best.metric != trainer.config.eval.best_label or value > best.value
     # The leader decides: on a shared file system other ranks may still read the previous best.json.
     return current_ranks().broadcast_bool(improved)
 
 
 def _mark_best(trainer: Resumable, evaluated: Mapping[str, float]) -> None:
     """Mark this step's checkpoint if it is the best so far by `eval.best`. Idempotent."""
-    value, names = _value_of_best(trainer, evaluated), trainer.config.eval.best_metrics
+    value = _value_of_best(trainer, evaluated)
     if value is not None:
-        metric = names[0] if len(names) == 1 else f"mean of {', '.join(names)}"
-        store.mark_best(trainer.run.checkpoint_root, trainer.step, metric, value)
+        store.mark_best(trainer.run.checkpoint_root, trainer.step, trainer.config.eval.best_label, value)
 
 
 def _value_of_best(trainer: Resumable, evaluated: Mapping[str, float]) -> float | None:
-    """Returns the mean of the metrics in `eval.best`; None without any, or where this step was not evaluated."""
+    """Returns the mean of the metrics in `eval.best`.
+
+    None without any, where this step was not evaluated, and for a checkpoint from before `eval.best` was changed.
+    """
     names = trainer.config.eval.best_metrics
-    if not names or not all(name in evaluated for name in names):
+    if not names or not evaluated.keys() >= set(names):
         return None
     return sum(evaluated[name] for name in names) / len(names)
 
