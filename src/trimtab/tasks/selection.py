@@ -116,7 +116,7 @@ def mean_score(value: Any, column: str, location: str) -> float | None:
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
-    values = value if isinstance(value, list) and value else [value]
+    values: list[Any] = value if isinstance(value, list) and value else [value]
     if not all(_is_score(item) for item in values):
         raise TrimtabError(f"{location}: column {column!r} holds {str(value)[:40]!r}, not a score from 0 to 1")
     return sum(values) / len(values)
