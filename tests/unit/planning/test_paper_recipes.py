@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
+from trimtab import tasks
 from trimtab.config import Config, load_config, recipe_names
 from trimtab.config.rule import Facts
 from trimtab.config.validation import validate
@@ -15,6 +19,8 @@ from trimtab.planning.assumptions import DEVICES, Assumptions
 from trimtab.planning.planner import PlanRequest, best_plan
 from trimtab.planning.rates import Workload
 from trimtab.planning.shapes import find_shape
+from trimtab.rewards import weighted
+from trimtab.training.held_out import eval_metrics
 
 # Recipe -> objective, prompts x samples, updates a batch, longest response, parameters of the model in billions.
 PAPERS: dict[str, tuple[str, int, int, int, int, float]] = {
@@ -84,3 +90,61 @@ def test_the_four_configurations_of_miles_add_one_part_each() -> None:
     assert (second.weight, second.masks) == (weight, ())
     assert (third.weight, third.masks) == (weight, masks)
     assert (fourth.weight, fourth.masks) == (Weight("token", "clip", 0.5, 2.0, normalize=True), masks)
+
+
+MESSAGES = {
+    "prompt": [{"role": "user", "content": "1 + {n}"}],
+    "reward_model": {"ground_truth": "{n}", "style": "rule"},
+}
+# Data set -> a file of it, and a row with the columns that its publisher gives it; {n} is the number of the row.
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "LLM360/guru-RL-92k": ("train/math__combined_54.4k.jsonl", {**MESSAGES, "qwen2.5_7b_pass_rate": 0.5}),
+    "aaabiao/dapo_filter": ("train.jsonl", MESSAGES),
+    "agentica-org/DeepScaleR-Preview-Dataset": (
+        "train.jsonl",
+        {"problem": "1 + {n}", "answer": "{n}", "solution": ""},
+    ),
+    "open-r1/DAPO-Math-17k-Processed": (
+        "all/train.jsonl",
+        {"prompt": "1 + {n}", "solution": "{n}", "source_prompt": MESSAGES["prompt"]},
+    ),
+    "math-ai/aime24": ("test.jsonl", {"id": "{n}", "problem": "1 + {n}", "solution": "\\boxed{{n}}", "url": ""}),
+    "math-ai/aime25": ("test.jsonl", {"id": "{n}", "problem": "1 + {n}", "answer": "{n}"}),
+}
+ROWS = 100
+
+
+def published(folder: Path, keywords: dict[str, Any]) -> tasks.Task:
+    """The task of a recipe over a folder that is laid out like the data set that it names."""
+    file, row = PUBLISHED[keywords["dataset"]]
+    target = folder / keywords["dataset"] / file
+    target.parent.mkdir(parents=True)
+    target.write_text("".join(json.dumps(row).replace("{n}", str(number)) + "\n" for number in range(ROWS)))
+    if "config" in keywords:
+        front = f"configs:\n- config_name: {keywords['config']}\n  data_files: {keywords['config']}/*.jsonl"
+        (folder / keywords["dataset"] / "README.md").write_text(f"---\n{front}\n---\n")
+    files = {"files": keywords["files"].replace(".parquet", ".jsonl")} if "files" in keywords else {}
+    return tasks.build("hf", **{**keywords, **files, "dataset": str(folder / keywords["dataset"])})
+
+
+@pytest.mark.parametrize("name", ["paper-alp", "paper-alp-tools", "paper-soup", "paper-oapl", "paper-miles-1"])
+def test_its_columns_are_those_of_the_data_sets(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    config = load_config(name)
+    task = published(tmp_path, config.task.keywords)
+    assert (len(task.train), len(task.test)) == (ROWS - 1, 1)
+    others = [published(tmp_path, other.keywords) for other in config.eval.task]
+    for problem in (*task.train, *(problem for other in others for problem in other.test)):
+        assert problem.question == f"1 + {problem.answer}"
+    assert all(len(other.test) == ROWS for other in others)
+    assert {entry.name for built_task in (task, *others) for entry in weighted([], built_task)} == {"math"}
+    measured = eval_metrics(task.name, config.eval.samples)
+    for other, section in zip(others, config.eval.task, strict=True):
+        measured += eval_metrics(other.name, section.samples)
+    assert set(config.eval.best_metrics) <= set(measured)
+
+
+def test_turns_without_call_and_answer_are_masked_as_in_the_paper() -> None:
+    environment = built("paper-alp-tools")[0].environment
+    assert environment is not None
+    assert (environment.void, environment.answer, environment.max_turns) == ("mask", r"\\boxed", 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_training_row_with_the_question_of_a_test_row_is_left_out(rows: Path) 
     assert "3 of 5 training rows are kept" in notes[0]
 
 
-def with_column(rows: Path, values: list[object]) -> Path:
+def with_column(rows: Path, values: Sequence[object]) -> Path:
     path = rows.parent / "rated.jsonl"
     lines = [
         {"question": text, "answer": "4", "rates": {"small": value}}
