@@ -65,6 +65,10 @@ class BubblewrapSandbox:
                 outcome = container.run(code, self._limits)
             except ContainerError as error:
                 outcome = Outcome(CodeResult("", str(error), error.timed_out), lost=True, clean=False)
+            except BaseException:  # the caller gives up: the next run must not receive the answer of this one
+                self._sessions.pop(session, None)
+                self._free(container, clean=False)
+                raise
             if not outcome.lost:
                 return outcome.result
             self._free(container, clean=outcome.clean)

@@ -112,9 +112,12 @@ class _Worker:
         try:
             self.process.send(Request(session, code, keep))
             message = self.process.receive(self._limits.timeout + GRACE)
-        except (EOFError, OSError):
+        except (EOFError, ConnectionError):
             error = f"the process of this sandbox {self.process.exit_reason()}{self.process.last_output()}"
             return self._replace(session, Answer("", error.rstrip(",")), keep=keep)
+        except BaseException:  # the caller gives up: the next run must not receive the answer of this one
+            self._lose_others(session)
+            raise
         if message is None:
             return self._replace(session, Answer("", took_too_long(self._limits), timed_out=True), keep=keep)
         answer: Answer = message.content
@@ -141,9 +144,13 @@ class _Worker:
             self.process.send(self._limits)
 
     def _replace(self, session: int, answer: Answer, *, keep: bool) -> CodeResult:
+        self._lose_others(session)
+        return _result(answer, lost=keep)
+
+    def _lose_others(self, session: int) -> None:
+        """Replaces the process; the other sessions learn of it at their next run."""
         self._lost |= self._sessions - {session}
         self._restart()
-        return _result(answer, lost=keep)
 
     def _restart(self) -> None:
         self.process.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -11,6 +12,7 @@ from typing import Literal, Self, get_args
 
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.sandbox.code_result import (
+    LOST,
     MAX_CODE,
     MAX_ERROR,
     CodeResult,
@@ -58,6 +60,7 @@ class PythonPool:
         stateful: bool = False,
     ) -> None:
         self._limits = Limits(timeout, memory_mb, max_output)
+        self._stateful = stateful
         workers = workers or min(8, os.cpu_count() or 1)
         self._sessions = itertools.count()
         self._sandbox = _start(sandbox, self._limits, workers=workers, packages=packages, stateful=stateful)
@@ -99,19 +102,33 @@ class PythonPool:
 
 
 class PythonSession:
-    """The runs of one episode, from one thread at a time."""
+    """The runs of one episode, one at a time."""
 
     def __init__(self, pool: PythonPool, number: int) -> None:
         self._pool = pool
         self._number = number
+        self._running = threading.Lock()
+        self._given_up = self._closed = False
 
     def run(self, code: str) -> CodeResult:
         """Runs the code. Whatever it does, and whatever happens to its process, is in the result, never raised."""
-        return self._pool._run(self._number, code)
+        with self._running:
+            if self._closed:
+                return CodeResult("", "not run: the session is closed")
+            if self._given_up and self._pool._stateful:
+                self._given_up = False
+                return CodeResult("", f"not run: the run before was given up, and {LOST}")
+            try:
+                return self._pool._run(self._number, code)
+            except BaseException:  # of this process, such as KeyboardInterrupt: the code may have run, or not
+                self._given_up = True
+                raise
 
     def close(self) -> None:
-        """Ends the session and frees its variables."""
-        self._pool._sandbox.end(self._number)
+        """Ends the session and frees its variables, after a run that is going on in another thread."""
+        self._closed = True
+        with self._running:
+            self._pool._sandbox.end(self._number)
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,108 @@
+"""Runs whose caller gives up: no later run gets their answer, and their session says what became of its variables."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from trimtab.processes import WorkerProcess
+from trimtab.sandbox.code_result import CodeResult
+from trimtab.sandbox.container import Container
+from trimtab.sandbox.python_pool import PythonPool, SandboxName, sandbox_unavailable
+
+pytestmark = pytest.mark.e2e
+
+GIVEN_UP = CodeResult("", "not run: the run before was given up, and the variables of this session are lost")
+CLOSED = CodeResult("", "not run: the session is closed")
+LOST_WORKER = "not run: the process of this sandbox was replaced, and the variables of this session are lost"
+
+
+@pytest.fixture(scope="module", params=["monty", "bubblewrap"])
+def sandbox(request: pytest.FixtureRequest) -> SandboxName:
+    if missing := sandbox_unavailable(request.param):
+        pytest.skip(missing)
+    return request.param
+
+
+@pytest.fixture(params=[True, False], ids=["with variables", "without"])
+def pool(request: pytest.FixtureRequest, sandbox: SandboxName) -> Iterator[PythonPool]:
+    with PythonPool(sandbox, workers=1, timeout=20.0, stateful=request.param) as pool:
+        yield pool
+
+
+def once_sent(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """Calls `action` when the next code has been sent, before its answer is read."""
+    pending = [action]
+
+    def wrapped(kind: Any, method: str) -> None:
+        original = getattr(kind, method)
+
+        def receive(self: Any, *arguments: Any) -> Any:
+            if pending:
+                pending.pop()()
+            return original(self, *arguments)
+
+        monkeypatch.setattr(kind, method, receive)
+
+    wrapped(WorkerProcess, "receive")
+    wrapped(Container, "_receive")
+
+
+class GaveUp(BaseException):
+    """As KeyboardInterrupt, which ends a test."""
+
+
+def give_up() -> None:
+    raise GaveUp
+
+
+def test_an_answer_that_nobody_took_is_not_that_of_the_next_run(
+    pool: PythonPool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    with pool.session() as session, pool.session() as other:
+        assert [session.run("x = 1"), other.run("x = 2")] == [CodeResult("")] * 2
+        once_sent(monkeypatch, give_up)
+        with pytest.raises(GaveUp):
+            session.run("x = 3; 'first'")
+        if "with variables" in request.node.name:
+            assert session.run("x") == GIVEN_UP
+            # In Monty it shared a worker, in bubblewrap it has a container of its own.
+            assert other.run("x") in (CodeResult("2\n"), CodeResult("", LOST_WORKER))
+        assert "NameError" in (session.run("x").error or "")
+        assert session.run("'second'") == CodeResult("'second'\n")
+        assert other.run("'third'") == CodeResult("'third'\n")
+
+
+def test_a_session_closed_during_its_run_leaves_nothing_for_others(
+    sandbox: SandboxName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an episode is whose tool took longer than `environment.timeout`."""
+    before = set(psutil.Process().children(recursive=True))
+    with PythonPool(sandbox, workers=1, timeout=2.0, stateful=True) as pool:
+        sent = threading.Event()
+        once_sent(monkeypatch, sent.set)
+        session = pool.session()
+        with ThreadPoolExecutor(1) as thread:
+            run = thread.submit(session.run, "while True: pass")
+            assert sent.wait(60)
+            session.close()
+            with pool.session() as other:
+                assert [other.run("x = 7"), other.run("x")] == [CodeResult(""), CodeResult("7\n")]
+            assert run.result().timed_out
+        with pool.session() as other:
+            assert [other.run("x = 7"), other.run("x")] == [CodeResult(""), CodeResult("7\n")]
+    assert {process for process in psutil.Process().children(recursive=True) if process not in before} == set()
+
+
+def test_a_closed_session_runs_nothing(pool: PythonPool) -> None:
+    """Its process would be held to the end of the pool."""
+    session = pool.session()
+    assert session.run("x = 1") == CodeResult("")
+    session.close()
+    assert session.run("x") == CLOSED
+    session.close()
