@@ -14,7 +14,7 @@ from trimtab.rollout.collector import PromptStream
 from trimtab.rollout.prompt_lengths import MAX_SURVEYED, Survey, max_prompt_tokens
 from trimtab.tasks.task import BuiltTask
 from trimtab.tasks.templates import Plain
-from trimtab.training.held_out import HeldOut
+from trimtab.training.held_out import EvalTask, HeldOut
 from trimtab.types import Problem, SamplingParams
 
 _, TOKENIZER = build(0)
@@ -137,13 +137,17 @@ def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> 
         sampling = SamplingParams(max_tokens=4, stop=(".",))
         names = {"stream": source, "scorer": scorer, "sampling": sampling, "max_prompt": 6, "episodes": None}
         collector = SimpleNamespace(config=config, **names)
-        held_out = HeldOut.of(collector)  # pyright: ignore[reportArgumentType]
-        assert held_out.measure(engine, collector) == (pytest.approx(1 / 5), 5)  # pyright: ignore[reportArgumentType]
+        evaluated = EvalTask(source.task, scorer, problems=5, samples=0)
+        held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
+        measured = held_out.measure(engine, collector)  # pyright: ignore[reportArgumentType]
+        assert measured == {"eval/file/greedy": pytest.approx(1 / 5), "eval/file/problems": 5}
     assert [problem.id for problem in held_out.problems] == ["p0", "p2", "p4"]
     assert held_out.lines() == ["2 of 5 held-out problems do not fit the context: they count as not solved"]
 
 
 def test_held_out_problems_that_are_all_too_long_are_not_solved() -> None:
     collector = SimpleNamespace(config=load_config({}), stream=stream(9), max_prompt=6)
-    held_out = HeldOut.of(collector)  # pyright: ignore[reportArgumentType]
-    assert held_out.measure(None, collector)[0] == 0.0  # pyright: ignore[reportArgumentType]
+    evaluated = EvalTask(collector.stream.task, None, problems=5, samples=0)  # pyright: ignore[reportArgumentType]
+    held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
+    measured = held_out.measure(None, collector)  # pyright: ignore[reportArgumentType]
+    assert measured == {"eval/file/greedy": 0.0, "eval/file/problems": 1}
