@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 from trimtab.environments.formats import Call, ToolError
 from trimtab.errors import TrimtabError
@@ -13,6 +14,13 @@ from trimtab.errors import TrimtabError
 _QUESTION = {"role": "user", "content": "?"}
 _REASONED = "<think>\nThus.\n</think>\n\nI call."
 _ADVICE = "take environment.format = 'tag' or 'fence', or a chat template that only appends"
+
+
+class _Content(BaseModel):
+    """What is between the tags of a call; further keys are ignored."""
+
+    name: str
+    arguments: dict[str, Any] | None = None
 
 
 class Chat:
@@ -48,10 +56,12 @@ class Chat:
         if len(calls) > 1:
             raise ToolError(f"{len(calls)} calls in one turn: make one call, and wait for its result")
         try:
-            content = json.loads(calls[0])
-            return Call(content["name"], dict(content.get("arguments") or {}))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ToolError(f'the call is not {{"name": ..., "arguments": {{...}}}}: {error}') from None
+            content = _Content.model_validate_json(calls[0])
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            reason = ": ".join([*map(str, first["loc"]), first["msg"]])
+            raise ToolError(f'the call is not {{"name": ..., "arguments": {{...}}}}: {reason}') from None
+        return Call(content.name, content.arguments or {})
 
     def render(self, result: str) -> str:
         function = {"name": self._schemas[0]["function"]["name"], "arguments": {}}

@@ -25,6 +25,7 @@ Methods may be coroutines.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import threading
@@ -58,9 +59,9 @@ def check_class(factory: Callable[[], Any], name: str) -> None:
         describe_tool(getattr(factory, method), f"environment {name!r}, tool {method!r}")
 
 
-def tool_names(environment: Any) -> list[str]:
-    """Returns the names of the tools: the public methods besides `reset`, `get_reward` and `close`."""
-    members = inspect.getmembers(environment, callable)
+def tool_names(kind: Any) -> list[str]:
+    """Returns the names of the tools of a class: its public methods besides `reset`, `get_reward` and `close`."""
+    members = inspect.getmembers(kind, callable)
     return [name for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS]
 
 
@@ -123,7 +124,7 @@ class BackgroundCall:
         if isinstance(self._error, Exception):
             raise self._error
         if self._error is not None:  # sys.exit() of a tool must not end the trainer
-            raise EnvironmentFailed(f"raised {type(self._error).__name__}: {self._error}")
+            raise EnvironmentFailed(f"raised {describe(self._error)}")
         return self._value
 
 
@@ -137,8 +138,23 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     with _loop_lock:
         if _loop is None:
             _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="environment-loop", daemon=True).start()
+            threading.Thread(target=_run_forever, args=(_loop,), name="environment-loop", daemon=True).start()
         return _loop
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a coroutine, whose call has it as well
+            loop.run_forever()
+
+
+def describe(error: BaseException) -> str:
+    """Returns the type and the text of an exception, whatever its text is."""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def call_tool(environment: Any, call: Call) -> Any:
@@ -148,7 +164,8 @@ def call_tool(environment: Any, call: Call) -> Any:
         ToolError: there is no such tool, or the arguments do not fit.
         Exception: what the tool raised.
     """
-    names = tool_names(environment)
+    # Of the class: what an object holds is not shown to the model, and may be the solution.
+    names = tool_names(type(environment))
     if call.tool is None and len(names) == 1:
         name = names[0]
     elif call.tool in names:
@@ -159,41 +176,44 @@ def call_tool(environment: Any, call: Call) -> Any:
     signature = inspect.signature(method)
     try:
         if isinstance(call.arguments, str):
-            bound = signature.bind(*_single_argument(signature, call.arguments))
+            single = call.arguments.strip() and signature.parameters
+            bound = signature.bind(*([call.arguments] if single else []))
         else:
             bound = signature.bind(**call.arguments)
     except TypeError as error:
         raise ToolError(f"{name}: {error}") from None
-    _convert(name, method, bound)
+    _convert(name, method, bound, as_json=isinstance(call.arguments, str))
     return method(*bound.args, **bound.kwargs)
 
 
-def _convert(name: str, method: Callable[..., Any], bound: inspect.BoundArguments) -> None:
-    """Converts the arguments to the annotated types, such as "3" to a number; raises `ToolError` where it cannot."""
+def _convert(name: str, method: Callable[..., Any], bound: inspect.BoundArguments, *, as_json: bool) -> None:
+    """Converts the arguments to the annotated types, such as "3" to a number; raises `ToolError` where it cannot.
+
+    With `as_json` a text that does not fit may be the JSON of a value that does.
+    """
     hints = get_type_hints(method)
     for parameter, value in bound.arguments.items():
         if parameter not in hints or bound.signature.parameters[parameter].kind in _COLLECTED:
             continue
         try:
-            bound.arguments[parameter] = TypeAdapter(hints[parameter], config=_ANY_CLASS).validate_python(value)
-        except ValidationError as error:
-            reason = error.errors(include_url=False)[0]["msg"]
-            raise ToolError(f"{name}: {parameter} = {json.dumps(value, default=str)[:80]}: {reason}") from None
+            adapter = TypeAdapter(hints[parameter], config=_ANY_CLASS)
         except PydanticUserError:  # a class of its own that pydantic cannot configure: taken as it is
             continue
-
-
-def _single_argument(signature: inspect.Signature, text: str) -> list[Any]:
-    """Returns the arguments for a text: none for an empty one, a number or truth value where the parameter is one."""
-    if not text.strip() or not signature.parameters:
-        return []
-    kind = next(iter(signature.parameters.values())).annotation
-    if kind in (int, float, bool, "int", "float", "bool"):
         try:
-            return [json.loads(text.strip())]
-        except json.JSONDecodeError:
-            raise ToolError(f"{text.strip()!r} is not a value of type {getattr(kind, '__name__', kind)}") from None
-    return [text]
+            bound.arguments[parameter] = adapter.validate_python(value)
+        except ValidationError as error:
+            if as_json:
+                with contextlib.suppress(ValidationError):
+                    bound.arguments[parameter] = adapter.validate_json(value)
+                    continue
+            raise ToolError(f"{name}: {_reason(parameter, error)}") from None
+
+
+def _reason(parameter: str, error: ValidationError) -> str:
+    """Returns where the value of a parameter does not fit, and what fits there."""
+    first = error.errors(include_url=False)[0]
+    value = json.dumps(first["input"], default=lambda other: type(other).__name__)
+    return f"{'.'.join(map(str, [parameter, *first['loc']]))} = {value[:80]}: {first['msg']}"
 
 
 def text_of(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import reprlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -14,9 +15,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trimtab.environments.environment import BackgroundCall, EnvironmentFailed, call_tool, text_of
+from trimtab.environments.environment import BackgroundCall, EnvironmentFailed, call_tool, describe, text_of
 from trimtab.environments.formats import Call, Format, ToolError
-from trimtab.environments.plain_text import AddedTokens
+from trimtab.environments.plain_text import AddedTokens, encodable
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.types import (
     Completion,
@@ -33,6 +34,8 @@ from trimtab.types import (
 T = TypeVar("T")
 CUT = " ... "
 """Stands for what is left out of the middle of a long result."""
+CHARACTERS = 32
+"""Characters of a token that are read of a result too long to be encoded as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,8 @@ class EpisodeLimits:
 
 @dataclass(slots=True)
 class _Episode:
-    environment: Any
     prompt: Prompt
+    environment: Any = None  # until it is made
     calls: int = 0
     tool_errors: int = 0
     failure: str | None = None
@@ -114,13 +117,24 @@ class EpisodeRunner:
 
         Text of the result that looks like a token of the chat template stays text.
         """
-        ids, limit = self.encode(result), self.limits.observation_tokens
-        if len(ids) > limit:
-            head, tail = ids[: (limit + 1) // 2], ids[len(ids) - limit // 2 :]
-            result = self.decode(head) + CUT + self.decode(tail)
-        marked, mark = self._added_tokens.separated(result)
-        pieces = self.form.render(marked).split(mark)
-        return np.concatenate([self.encode(piece) for piece in pieces])
+        return self._encode_around(result, self.form.render)
+
+    def shortened(self, result: str) -> str:
+        """Returns the text with its middle cut out if it has more than `observation_tokens` tokens."""
+        limit = self.limits.observation_tokens
+        room = limit * CHARACTERS
+        if len(result) <= 2 * room:
+            head = tail = self._encode_around(result)
+            if len(head) <= limit:
+                return result
+        else:
+            head, tail = self._encode_around(result[:room]), self._encode_around(result[-room:])
+        return self.decode(head[: (limit + 1) // 2]) + CUT + self.decode(tail[len(tail) - limit // 2 :])
+
+    def _encode_around(self, text: str, render: Callable[[str], str] = str) -> IntArray:
+        """Encodes what `render` makes of a text, in pieces that keep the text from holding control tokens."""
+        marked, mark = self._added_tokens.separated(text)
+        return np.concatenate([self.encode(piece) for piece in render(marked).split(mark)])
 
     def decode(self, ids: Iterable[int]) -> str:
         with self._lock:
@@ -138,26 +152,32 @@ class Episodes:
         self.max_turn_tokens = runner.limits.turn_tokens
         self._runner = runner
         self._group_size = samples
-        self._episodes = [_Episode(runner.factory(), prompt) for prompt in prompts for _ in range(samples)]
-        self._reset()
+        self._episodes = [_Episode(prompt) for prompt in prompts for _ in range(samples)]
+        try:
+            self._reset()
+        except BaseException:
+            self.close()
+            raise
         groups = _batched(self._episodes, samples)
         shared = all(episode.prompt.text == group[0].prompt.text for group in groups for episode in group)
         self.samples = samples if shared else 1
         self.prompts = [episode.prompt for episode in self._episodes[:: self.samples]]
 
     def _reset(self) -> None:
-        """Resets all environments at the same time, and adds what they return to the questions."""
-        calls = [
-            self._background(lambda e=episode: e.environment.reset(**_row(e.prompt.problem)))
-            for episode in self._episodes
-        ]
+        """Makes and resets all environments at the same time, and adds what they return to the questions."""
+        calls = [self._background(lambda e=episode: self._begin(e)) for episode in self._episodes]
         encoded: dict[tuple[str, str], Prompt] = {}  # responses to one problem share the text, as a rule
         for episode, call in zip(self._episodes, calls, strict=True):
-            text = text_of(self._value(episode, call, "reset"))
+            text = encodable(text_of(self._value(episode, call, "reset")))
             if text:
                 key = episode.prompt.problem.id, text
                 encoded[key] = encoded.get(key) or self._with_text(episode.prompt.problem, text)
                 episode.prompt = encoded[key]
+
+    def _begin(self, episode: _Episode) -> Any:
+        """Returns what `reset` returns, or a coroutine."""
+        episode.environment = self._runner.factory()
+        return episode.environment.reset(**_row(episode.prompt.problem))
 
     def _with_text(self, problem: Problem, text: str) -> Prompt:
         """Returns the prompt of a problem whose question is followed by `text`."""
@@ -176,17 +196,13 @@ class Episodes:
             return None  # this turn was submitted before, by a call that was aborted
         episode.length, episode.result, episode.call = n, None, None
         turn = int(completion.turn[-1])
-        try:
-            call = self._call(completion)
-        except ToolError as error:
-            call = error
+        call = self._call(episode, completion)
         if call is None or turn + 1 >= self._runner.limits.turns or episode.failure:
             episode.result = TurnResult.end("stop" if call is None else "length")
             return episode.result.finish_reason
         episode.calls += 1
         if isinstance(call, ToolError):
-            episode.tool_errors += 1
-            episode.result = self._observation(episode, f"Error: {call}")
+            episode.result = self._error(episode, call)
             return None
         episode.call = self._background(lambda: call_tool(episode.environment, call))
         return None
@@ -230,35 +246,37 @@ class Episodes:
                 call.value()
             except Exception as error:
                 # The responses are complete: what failed is the release of what the environment held.
-                reason = error if isinstance(error, EnvironmentFailed) else f"raised {type(error).__name__}: {error}"
+                reason = error if isinstance(error, EnvironmentFailed) else f"raised {describe(error)}"
                 warnings.warn(f"close() of an environment {reason}", TrimtabWarning, stacklevel=2)
 
     def _outcome(self, episode: _Episode, completion: Completion) -> EpisodeOutcome:
-        void = self._is_void(completion)
-        return EpisodeOutcome(episode.prompt, episode.calls, episode.tool_errors, void, episode.failure, episode.reward)
+        void = self._is_void(episode, completion)
+        reward = episode.reward if episode.failure is None else None
+        return EpisodeOutcome(episode.prompt, episode.calls, episode.tool_errors, void, episode.failure, reward)
 
     def _set_reward(self, episode: _Episode, value: Any) -> None:
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except Exception:
             number = float("nan")
         if np.isfinite(number):
             episode.reward = number
         else:
-            episode.failure = f"get_reward returned {value!r}, not a finite number"
+            episode.failure = f"get_reward returned {reprlib.repr(value)}, not a finite number"
 
-    def _call(self, completion: Completion) -> Call | None:
+    def _call(self, episode: _Episode, completion: Completion) -> Call | ToolError | None:
+        """Returns the call at the end of the last turn, or why it cannot be understood."""
         last = (completion.turn == completion.turn[-1]) & completion.sampled
-        return self._runner.form.parse(self._runner.decode(completion.response_ids[last].tolist()))
-
-    def _has_call(self, completion: Completion) -> bool:
         try:
-            return self._call(completion) is not None
-        except ToolError:
-            return True
+            return self._runner.form.parse(self._runner.decode(completion.response_ids[last].tolist()))
+        except ToolError as error:
+            return error
+        except Exception as error:
+            episode.failure = f"parse() of the format raised {describe(error)}"
+            return None
 
-    def _is_void(self, completion: Completion) -> bool:
-        if len(completion.response_ids) == 0 or self._has_call(completion):
+    def _is_void(self, episode: _Episode, completion: Completion) -> bool:
+        if len(completion.response_ids) == 0 or self._call(episode, completion) is not None:
             return False
         answer = self._runner.limits.answer
         if answer is None:
@@ -273,14 +291,23 @@ class Episodes:
             episode.failure = f"a tool {error}"
             return TurnResult.end("stop")
         except Exception as error:
-            episode.tool_errors += 1
-            text = str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}"
-            text = f"Error: {text}"
+            return self._error(episode, error)
         return self._observation(episode, text)
+
+    def _error(self, episode: _Episode, error: Exception) -> TurnResult:
+        episode.tool_errors += 1
+        return self._observation(episode, f"Error: {error if isinstance(error, ToolError) else describe(error)}")
 
     def _observation(self, episode: _Episode, text: str) -> TurnResult:
         """Returns a result as an observation, or the end of the response where it does not fit."""
-        ids = self._runner.observation(text)
+        text = self._runner.shortened(encodable(text))
+        try:
+            ids = self._runner.observation(text)
+        except TrimtabError:
+            raise
+        except Exception as error:
+            episode.failure = f"render() of the format raised {describe(error)}"
+            return TurnResult.end("stop")
         if len(ids) == 0:
             raise TrimtabError("the format renders a result as no token: let render() add something to an empty result")
         if episode.length + len(ids) >= self._runner.max_tokens:
@@ -293,9 +320,10 @@ class Episodes:
         try:
             return call.value()
         except EnvironmentFailed as error:
-            episode.failure = f"{method} {error}"
+            failure = str(error)
         except Exception as error:
-            episode.failure = f"{method} raised {type(error).__name__}: {error}"
+            failure = f"raised {describe(error)}"
+        episode.failure = f"{'the constructor' if episode.environment is None else method} {failure}"
         return None
 
     def _background(self, function: Callable[[], Any]) -> BackgroundCall:
@@ -307,4 +335,6 @@ def _batched(items: Sequence[T], size: int) -> list[list[T]]:
 
 
 def _row(problem: Problem) -> dict[str, Any]:
-    return {**problem.extra, "id": problem.id, "question": problem.question, "answer": problem.answer}
+    # A copy: what an environment changes in its row must not be in the next episode's.
+    extra = copy.deepcopy(dict(problem.extra))
+    return {**extra, "id": problem.id, "question": problem.question, "answer": problem.answer}

@@ -11,8 +11,8 @@ import functools
 import inspect
 import json
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,8 +22,8 @@ from trimtab.errors import TrimtabError
 CONNECT_SECONDS = 10.0
 MAX_MESSAGE = 64 * 2**20  # bytes
 INSTALL = "install it with: pip install 'trimtab[openenv]'"
-_TYPES: dict[str, type] = {
-    "string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict,
+_TYPES: dict[str, Any] = {
+    "string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict, "null": None,
 }  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def method_of(
     """Returns a tool with the signature and docstring of a JSON schema."""
     properties = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
     required = set(schema.get("required", ()))
-    kinds = {key: _TYPES.get(str(value.get("type")), str) for key, value in properties.items()}
+    kinds = {key: _type_of(value) for key, value in properties.items()}
     names = sorted(properties, key=lambda key: key not in required)  # parameters with a default come last
     parameters = [
         inspect.Parameter(
@@ -251,6 +251,25 @@ def method_of(
     owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     tool.__signature__ = inspect.Signature([owner, *parameters], return_annotation=str)  # pyright: ignore[reportFunctionMemberAccess]
     return tool
+
+
+def _type_of(schema: Mapping[str, Any]) -> Any:
+    """Returns the type hint of a parameter. The server checks what it does not say."""
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    if choices:
+        return _any_of([_type_of(choice) for choice in choices])
+    values = schema.get("enum")
+    if values:
+        simple = all(value is None or isinstance(value, str | int | float) for value in values)
+        return Literal[tuple(values)] if simple else Any
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        return _any_of([_type_of({**schema, "type": one}) for one in kind])
+    return _TYPES.get(str(kind), Any)
+
+
+def _any_of(kinds: Sequence[Any]) -> Any:
+    return Any if Any in kinds else Union[tuple(kinds)]  # noqa: UP007  # of a number of types known only here
 
 
 def _one_line(text: str) -> str:

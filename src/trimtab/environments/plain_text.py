@@ -6,30 +6,37 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-MARKS = [chr(number) for number in range(0xE000, 0xE010)]
-"""Characters of a private area, one of which is not in the text."""
+MARK = "\ue000"
+"""A character of a private area."""
 
 
 @dataclass(frozen=True)
 class AddedTokens:
-    """The texts that a tokenizer reads as one token each, beside its vocabulary of text."""
+    """The texts that a tokenizer reads as one token each, beside its vocabulary of text.
 
-    texts: tuple[str, ...]
+    Attributes:
+        beginning: matches the first character of each such text, those that overlap included.
+    """
+
+    beginning: re.Pattern[str]
 
     @classmethod
     def of(cls, tokenizer: Any) -> AddedTokens:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         # One character cannot be taken apart, and is no control token.
-        return cls(tuple(sorted({str(token) for token in added if len(str(token)) > 1}, key=len, reverse=True)))
+        texts = [re.escape(str(token)) for token in added if len(str(token)) > 1]
+        return cls(re.compile(f"(?=(?:{'|'.join(texts)})).", re.DOTALL) if texts else re.compile("(?!)"))
 
     def separated(self, text: str) -> tuple[str, str]:
-        """Returns the text with a mark inside of each added token, and the mark.
+        """Returns the text with a mark inside of each added token, and the mark, which is not in `text`.
 
         Parts between the marks hold no added token: encoded one by one they are plain text.
         """
-        mark = next(mark for mark in MARKS if mark not in text)
-        if self.texts:
-            pattern = re.compile("|".join(re.escape(token) for token in self.texts))
-            while match := pattern.search(text):
-                text = text[: match.start() + 1] + mark + text[match.start() + 1 :]
-        return text, mark
+        longest = max(map(len, re.findall(f"{MARK}+", text)), default=0)
+        mark = MARK * (longest + 1)
+        return self.beginning.sub(lambda first: first[0] + mark, text), mark
+
+
+def encodable(text: str) -> str:
+    """Returns the text with halves of surrogate pairs, which no tokenizer takes, as `\\udcff`."""
+    return text.encode(errors="backslashreplace").decode()

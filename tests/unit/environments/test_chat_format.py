@@ -102,6 +102,10 @@ def test_a_text_without_a_call_has_none(appending: Any) -> None:
     ("text", "message"),
     [
         ("<tool_call>search</tool_call>", "the call is not"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "recursion limit exceeded"),
+        ('<tool_call>{"name": "search", "arguments": "a"}</tool_call>', "arguments: Input should be an object"),
+        ('<tool_call>{"name": 5}</tool_call>', "name: Input should be a valid string"),
+        ("<tool_call>[]</tool_call>", "Input should be an object"),
         ('<tool_call>{"arguments": {}}</tool_call>', "the call is not"),
         ("<tool_call>{}</tool_call><tool_call>{}</tool_call>", "2 calls in one turn"),
     ],

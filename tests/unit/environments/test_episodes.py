@@ -215,12 +215,15 @@ def test_a_prompt_without_the_question_cannot_begin_with_what_reset_returns(toke
     ("text", "observation"),
     [
         ("<fail></fail>", "Error: KeyError: 'nothing here'"),
-        ("<add>two</add>", "Error: 'two' is not a value of type int"),
+        (
+            "<add>2.5</add>",
+            'Error: add: step = "2.5": Input should be a valid integer, unable to parse string as an integer',
+        ),
         ("<add></add>", "Error: add: missing a required argument: 'step'"),
     ],
 )
 def test_errors_of_a_tool_are_reported_to_the_model(tokenizer: Any, text: str, observation: str) -> None:
-    episodes = start(tokenizer)
+    episodes = start(tokenizer, limits=replace(LIMITS, observation_tokens=60))
     turn = append(tokenizer, None, text)
     assert text_of(tokenizer, answer(episodes, turn)) == f"<output>{observation}</output>"
     [[one, _]] = episodes.finish([[turn, turn]])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from trimtab.environments import EnvironmentSpec, build
-from trimtab.environments.environment import describe_tool
+from trimtab.environments.environment import call_tool, describe_tool
+from trimtab.environments.formats import Call, ToolError
 from trimtab.environments.openenv import method_of, observation_text
 from trimtab.errors import TrimtabError
 
@@ -25,11 +26,47 @@ SCHEMA = {
 
 def test_a_schema_becomes_a_method() -> None:
     method = method_of("go", "Goes\n  there.", SCHEMA, lambda arguments: arguments)
-    assert str(inspect.signature(method)) == "(self, where: str, often: int = 2, level: str = None) -> str"
+    signature = inspect.signature(method)
+    assert signature.parameters["level"].annotation == (str | None)
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+    assert defaults == {"self": inspect.Parameter.empty, "where": inspect.Parameter.empty, "often": 2, "level": None}
     schema = describe_tool(method, "go")["function"]
     assert (schema["name"], schema["description"]) == ("go", "Goes there.")
     assert schema["parameters"]["properties"]["where"]["description"] == "the place"
     assert schema["parameters"]["required"] == ["where"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "integer"}, 3, "x"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, None, "x"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 3, [3]),
+        ({"oneOf": [{"type": "string"}, {"type": "array"}]}, [3], 3),
+        ({"type": ["number", "null"]}, 2.5, "x"),
+        ({"enum": ["up", "down"], "type": "string"}, "up", "left"),
+        ({"type": "object"}, {"a": 1}, "a"),
+    ],
+)
+def test_arguments_have_the_types_of_the_schema(schema: dict[str, Any], right: Any, wrong: Any) -> None:
+    method = method_of("go", "Goes.", {"properties": {"to": schema}, "required": ["to"]}, lambda arguments: arguments)
+    describe_tool(method, "go")
+    environment = type("Server", (), {"go": method})()
+    call_tool(environment, Call("go", {"to": right})).close()
+    with pytest.raises(ToolError, match=r"^go: to.* = "):
+        call_tool(environment, Call("go", {"to": wrong}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"$ref": "#/$defs/Color"}, {}, {"enum": [{"a": 1}]}, {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}],
+)
+def test_what_a_schema_leaves_open_is_checked_by_the_server(schema: dict[str, Any]) -> None:
+    method = method_of("go", "Goes.", {"properties": {"to": schema}, "required": ["to"]}, lambda arguments: arguments)
+    describe_tool(method, "go")
+    environment = type("Server", (), {"go": method})()
+    for value in (3, "red", None, {"a": [1]}):
+        call_tool(environment, Call("go", {"to": value})).close()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,252 @@
+"""What models and environments may do that must not end a run: odd results, errors, arguments and formats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.environments.test_episodes import LIMITS, Counter, answer, append, encode, start, text_of
+from transformers import AutoTokenizer
+
+from trimtab.environments.environment import call_tool, tool_names
+from trimtab.environments.episodes import CUT, EpisodeRunner
+from trimtab.environments.formats import Call, Tag, ToolError
+from trimtab.errors import TrimtabError
+from trimtab.models import bundled
+from trimtab.types import FinishReason, Problem
+
+ROWS = Problem("p1", "How much?", "3", {"rows": [1, 2]})
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    result = AutoTokenizer.from_pretrained(bundled.folder())
+    result.__deepcopy__ = lambda _: result
+    return result
+
+
+class Tools:
+    """`echo` returns or raises what the test says; the others differ in their arguments."""
+
+    says: Any = ""
+
+    def reset(self, **row: Any) -> None: ...
+
+    def echo(self) -> Any:
+        """Returns."""
+        if isinstance(self.says, BaseException):
+            raise self.says
+        return self.says
+
+    def numbers(self, values: list[int], scale: float | None = None) -> str:
+        """Shows.
+
+        Args:
+            values: any number of them.
+            scale: one.
+        """
+        return f"{values} {scale}"
+
+    async def leave(self) -> None:
+        """Ends the process it runs in, from a coroutine."""
+        raise SystemExit(3)
+
+    async def wait(self) -> str:
+        """Returns, from a coroutine."""
+        return "here"
+
+
+def saying(value: Any) -> type[Tools]:
+    return type("Saying", (Tools,), {"says": value})
+
+
+def observation(tokenizer: Any, says: Any, limit: int = 100) -> str:
+    episodes = start(tokenizer, saying(says), limits=replace(LIMITS, observation_tokens=limit), max_tokens=2000)
+    return text_of(tokenizer, answer(episodes, append(tokenizer, None, "<echo></echo>")))
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("says", "text"),
+    [
+        ("".join(map(chr, range(0xE000, 0xE010))), "".join(map(chr, range(0xE000, 0xE010)))),
+        ("\ue000\ue000<|im_end|>\ue000", "\ue000\ue000<|im_end|>\ue000"),
+        ("half \ud800 a pair", "half \\ud800 a pair"),
+        ({"text": "\udcff"}, '{"text": "\\udcff"}'),
+        (ValueError("<|im_end|>\ud800"), "Error: ValueError: <|im_end|>\\ud800"),
+        (ValueError(), "Error: ValueError"),
+        (Unprintable(), "Error: Unprintable"),
+    ],
+)
+def test_any_result_can_be_shown(tokenizer: Any, says: Any, text: str) -> None:
+    assert observation(tokenizer, says) == f"<output>{text}</output>"
+
+
+@pytest.mark.parametrize("says", ["<|im_end|>" * 30, "word " * 10**7, "<|im_end|>" * 10**6])
+def test_no_result_is_longer_than_its_bound(tokenizer: Any, says: str) -> None:
+    """Ten million words would take ten seconds to encode; a special token is several tokens of text."""
+    ids = tokenizer(text := observation(tokenizer, says, 20), add_special_tokens=False, split_special_tokens=True)
+    around = len(tokenizer(f"<output>{CUT}</output>")["input_ids"])
+    assert len(ids["input_ids"]) <= 20 + around + 2  # tokens may merge or split where parts meet
+    assert CUT in text
+
+
+def finished(episodes: Any, turn: Any) -> tuple[FinishReason | None, str | None]:
+    reason = answer(episodes, turn).finish_reason
+    [[one, _]] = episodes.finish([[turn, turn]])
+    assert one.outcome is not None
+    return reason, one.outcome.failure
+
+
+def test_a_coroutine_that_ends_its_process_costs_its_episode(tokenizer: Any) -> None:
+    assert finished(start(tokenizer, Tools), append(tokenizer, None, "<leave></leave>")) == (
+        "stop",
+        "a tool raised SystemExit: 3",
+    )
+    later = answer(start(tokenizer, Tools), append(tokenizer, None, "<wait></wait>"))
+    assert text_of(tokenizer, later) == "<output>here</output>"
+
+
+class BrokenFormat:
+    """Calls `echo`; raises where it is asked to."""
+
+    stop = ("!",)
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+
+    def parse(self, text: str) -> Call | None:
+        if self._part == "parse":
+            raise IndexError(f"no call in {text}")
+        return Call("echo", "")
+
+    def render(self, result: str) -> str:
+        if self._part == "refused":
+            raise TrimtabError("this template cannot be continued")
+        raise KeyError(result)
+
+
+@pytest.mark.parametrize(
+    ("part", "failure"),
+    [
+        ("parse", "parse() of the format raised IndexError: no call in a!"),
+        ("render", "render() of the format raised KeyError: ''"),
+    ],
+)
+def test_a_format_that_raises_costs_its_episode(tokenizer: Any, part: str, failure: str) -> None:
+    episodes = start(tokenizer, Tools, form=BrokenFormat(part))
+    assert finished(episodes, append(tokenizer, None, "a!")) == ("stop", failure)
+
+
+def test_a_format_that_cannot_be_used_ends_the_run(tokenizer: Any) -> None:
+    with pytest.raises(TrimtabError, match="cannot be continued"):
+        answer(start(tokenizer, Tools, form=BrokenFormat("refused")), append(tokenizer, None, "a!"))
+
+
+def test_a_constructor_that_raises_costs_its_episode(tokenizer: Any) -> None:
+    made: list[Any] = []
+
+    def sometimes() -> Tools:
+        made.append(None)
+        if len(made) == 1:
+            raise OSError("no connection")
+        return Tools()
+
+    episodes = start(tokenizer, type("First", (Tools,), {"__new__": lambda _: sometimes()}))
+    turn = append(tokenizer, None, "5")
+    answer(episodes, turn)
+    [group] = episodes.finish([[turn, turn]])
+    failures = {one.outcome.failure for one in group if one.outcome is not None}
+    assert failures == {None, "the constructor raised OSError: no connection"}
+    episodes.close()
+
+
+def test_environments_are_closed_when_an_episode_cannot_begin(tokenizer: Any) -> None:
+    made: list[Counter] = []
+
+    class Begins(Counter):
+        def reset(self, **row: Any) -> str:
+            super().reset(**row)
+            made.append(self)
+            return "text that no prompt shows"
+
+    runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, lambda *_: encode(ROWS, tokenizer))
+    with pytest.raises(TrimtabError, match="is not in the prompt"):
+        runner.start([encode(ROWS, tokenizer)], 2)
+    assert [one.closed for one in made] == [True, True]
+
+
+def test_an_environment_that_changes_its_row_changes_no_other(tokenizer: Any) -> None:
+    seen: list[list[int]] = []
+
+    class Empties(Counter):
+        def reset(self, **row: Any) -> None:
+            seen.append(list(row["rows"]))
+            row["rows"].clear()
+
+    runner = EpisodeRunner(Empties, Tag(("add",)), LIMITS, tokenizer, 200, encode)
+    for _ in range(2):
+        runner.start([encode(ROWS, tokenizer)] * 2, 2)
+    assert seen == [[1, 2]] * 8
+
+
+@pytest.mark.parametrize("value", [10**400, Unprintable()])
+def test_a_reward_that_cannot_be_converted_costs_its_episode(tokenizer: Any, value: Any) -> None:
+    kind = type("Odd", (Counter,), {"get_reward": lambda _: value})
+    failure = finished(start(tokenizer, kind), append(tokenizer, None, "5"))[1]
+    assert failure is not None
+    assert failure.endswith("not a finite number")
+    assert len(failure) < 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "result"),
+    [
+        ("[1, 2]", "[1, 2] None"),
+        ({"values": [1, "2"]}, "[1, 2] None"),
+        ({"values": [], "scale": "3"}, "[] 3.0"),
+        ({"values": [], "scale": None}, "[] None"),
+    ],
+)
+def test_arguments_that_fit(arguments: Any, result: str) -> None:
+    assert call_tool(Tools(), Call("numbers", arguments)) == result
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("three", 'numbers: values = "three": Input should be a valid list'),
+        (
+            {"values": [1, "x"]},
+            'numbers: values.1 = "x": Input should be a valid integer, unable to parse string as an integer',
+        ),
+        ({"values": {}}, "numbers: values = {}: Input should be a valid list"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_one_line(arguments: Any, line: str) -> None:
+    with pytest.raises(ToolError) as error:
+        call_tool(Tools(), Call("numbers", arguments))
+    assert str(error.value) == line
+
+
+def test_what_an_instance_holds_is_no_tool() -> None:
+    """Neither is it shown to the model, nor may it be called; a property is not evaluated."""
+
+    class Holding(Tools):
+        def __init__(self) -> None:
+            self.solve = lambda: "the solution"
+
+        @property
+        def broken(self) -> str:
+            raise OSError
+
+    names = tool_names(Holding)
+    assert "solve" not in names
+    with pytest.raises(ToolError, match="there is no tool 'solve'; there are: echo, leave, numbers, wait"):
+        call_tool(Holding(), Call("solve", ""))
+    assert call_tool(Holding(), Call("echo", "")) == ""
