@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trimtab.environments.formats import Call
-from trimtab.types import Completion, FinishReason, TurnResult
+from trimtab.runs.trajectories import read
+from trimtab.types import EXTERNAL_VERSION, Completion, FinishReason, TurnResult
 
 
 class ScriptedTurns:
@@ -90,3 +92,21 @@ class AfterThree:
 
     def render(self, result: str) -> str:
         return f"{result} "
+
+
+def check_episodes(run: Path) -> int:
+    """Asserts that no token of a result is trained and every token has its turn; returns the number of results."""
+    results = 0
+    for file in sorted((run / "trajectories").iterdir()):
+        for row in read(file):
+            one, outside = row.trajectory.completion, ~row.trajectory.completion.sampled
+            assert not row.trajectory.loss_mask[outside].any()
+            assert row.trajectory.loss_mask[one.sampled].any()
+            assert np.isnan(one.logp_behavior[outside]).all()
+            assert np.isfinite(one.logp_behavior[one.sampled]).all()
+            assert ((one.policy_version == EXTERNAL_VERSION) == outside).all()
+            # A turn is sampled tokens, then those of its result: it ends where sampling begins again.
+            begins = one.sampled & ~np.concatenate([[True], one.sampled[:-1]])
+            assert (one.turn == np.cumsum(begins)).all()
+            results += int(one.turn[-1])
+    return results

@@ -58,7 +58,8 @@ def test_arguments_have_the_types_of_the_schema(schema: dict[str, Any], right: A
 
 
 @pytest.mark.parametrize(
-    "schema", [{"$ref": "#/$defs/Color"}, {}, {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}]
+    "schema",
+    [{"$ref": "#/$defs/Color"}, {}, {"enum": [{"a": 1}]}, {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}],
 )
 def test_what_a_schema_leaves_open_is_checked_by_the_server(schema: dict[str, Any]) -> None:
     method = method_of("go", "Goes.", {"properties": {"to": schema}, "required": ["to"]}, lambda arguments: arguments)
