@@ -6,14 +6,17 @@ objective needs refuses it by name, with the reason: a correction that silently 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import Objective, State
+from trimtab.objectives import objective as preset
 
 POLICIES = frozenset({"behavior", "proximal"})
 ALWAYS = frozenset({"turn"})
@@ -107,6 +110,37 @@ def hook(trainer: str) -> Hook:
     if trainer not in HOOKS:
         raise TrimtabError(f"unknown trainer {trainer!r}{did_you_mean(trainer, HOOKS)}")
     return HOOKS[trainer]
+
+
+def build(trainer: str, objective: str | Objective, keywords: Mapping[str, Any]) -> Objective:
+    """Returns a preset with some keywords changed, or the given objective, after the check of the trainer's hook."""
+    if not isinstance(objective, str):
+        if keywords:
+            raise TrimtabError(f"{', '.join(keywords)}: keywords belong to a name; the objective given here is complete")
+        return hook(trainer).check(objective)
+    return hook(trainer).check(preset(objective, **keywords))
+
+
+def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tensor:
+    """Returns the advantages as the objective reads them: (batch, 1) where it judges whole responses.
+
+    advantage: (batch, time). Raises `TrimtabError` where those of a response differ and the objective needs one.
+    """
+    if not objective.judges_responses:
+        return advantage
+    lowest = torch.where(mask, advantage, math.inf).amin(1, keepdim=True)
+    highest = torch.where(mask, advantage, -math.inf).amax(1, keepdim=True)
+    trained = mask.any(1, keepdim=True)
+    # Rounding of a scaled advantage is no difference.
+    if (trained & (highest - lowest > 1e-4 * highest.abs().clamp(min=1e-30))).any():
+        raise TrimtabError(f"{objective.name} needs one advantage a response, and those of its tokens differ")
+    return torch.where(trained, highest, 0.0)
+
+
+def reported(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns metrics for another trainer's log: `trimtab/` in front, without those by position and those over nothing."""
+    values = metrics.items()
+    return {f"trimtab/{key}": value for key, value in values if "_tenth_" not in key and not math.isnan(value)}
 
 
 def turns_of(mask: Tensor) -> Tensor:
