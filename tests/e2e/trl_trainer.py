@@ -1,6 +1,6 @@
 """Runs of TRL's trainer with Trimtab's losses on the laboratory model; the environment must have TRL.
 
-    python tests/e2e/trl_trainer.py parity|train|refusals FOLDER
+    python tests/e2e/trl_trainer.py parity|planted|train|unscored|refusals FOLDER
 
 Prints a JSON object as its last line.
 """
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,7 +47,9 @@ def sampled(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[An
     logps = logps + 0.3 * torch.randn(logps.shape, generator=torch.Generator().manual_seed(len(trainer.seen)))
     trainer.seen.append(completions)
     lengths = [
-        row.index(trainer.processing_class.eos_token_id) + 1 if trainer.processing_class.eos_token_id in row else len(row)
+        row.index(trainer.processing_class.eos_token_id) + 1
+        if trainer.processing_class.eos_token_id in row
+        else len(row)
         for row in completions.tolist()
     ]
     return {
@@ -56,7 +59,15 @@ def sampled(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[An
     }
 
 
-def build(kind: type[PlainTrainer], folder: Path, *, steps: int, own: dict[str, Any], **options: Any) -> PlainTrainer:
+def build(
+    kind: type[PlainTrainer],
+    folder: Path,
+    *,
+    steps: int,
+    own: dict[str, Any],
+    rollout: Callable[..., Any] | None = None,
+    **options: Any,
+) -> PlainTrainer:
     model, tokenizer = laboratory.build(0)
     model.config._attn_implementation = "eager"
     settings = {
@@ -88,7 +99,7 @@ def build(kind: type[PlainTrainer], folder: Path, *, steps: int, own: dict[str, 
         args=arguments,
         train_dataset=data,
         reward_funcs=digits,
-        rollout_func=sampled,
+        rollout_func=rollout or sampled,
         **own,
     )
 
@@ -142,6 +153,31 @@ def parity(folder: Path) -> dict[str, Any]:
     return result
 
 
+def planted(folder: Path) -> dict[str, float]:
+    """The largest difference when our clip bound is another one."""
+    own = {"objective": objective("grpo", aggregation="token-mean", clip_low=0.1)}
+    trainer = build(Compared, folder, steps=6, own=own, num_iterations=3)
+    trainer.differences = []
+    trainer.train()
+    return {"gradient": max(one["gradient"] for one in trainer.differences)}
+
+
+def unscored(folder: Path) -> dict[str, Any]:
+    """The first token of one response in four has no log-prob."""
+
+    def holes(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]]]:
+        output = sampled(prompts, trainer)
+        for row in output["logprobs"][::4]:
+            row[0] = None
+        return output
+
+    trainer = build(GRPOTrainer, folder, steps=2, own={"objective": "icepop"}, rollout=holes)
+    trainer.train()
+    log = [row for row in trainer.state.log_history if "trimtab/unscored" in row]
+    finite = all(bool(torch.isfinite(one).all()) for one in trainer.model.parameters())
+    return {"unscored": [row["trimtab/unscored"] for row in log], "finite": finite}
+
+
 def train(folder: Path) -> dict[str, Any]:
     """`icepop` trains: the reward rises, and the log has our metrics."""
     own = {"objective": objective("icepop"), "dump": folder / "logps"}
@@ -179,7 +215,13 @@ def _refused(folder: Path) -> Iterator[str]:
             yield str(error)
         else:
             yield "accepted"
+    sys.modules["unsloth"] = ModuleType("unsloth")
+    try:
+        build(GRPOTrainer, folder, steps=1, own={"objective": "grpo"})
+    except TrimtabError as error:
+        yield str(error)
 
 
 if __name__ == "__main__":
-    print(json.dumps({"parity": parity, "train": train, "refusals": refusals}[sys.argv[1]](Path(sys.argv[2]))))
+    functions = (parity, planted, train, unscored, refusals)
+    print(json.dumps({one.__name__: one for one in functions}[sys.argv[1]](Path(sys.argv[2]))))

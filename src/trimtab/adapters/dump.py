@@ -1,7 +1,6 @@
 """Log-probs of a foreign training run as JSON lines that `trimtab diagnose` reads; needs no library.
 
-One file an update, in the column names of Trimtab's own trajectory files (docs/files.md). A file appears whole or not at
-all.
+One file an update, in the column names of Trimtab's own trajectory files. A file appears whole or not at all.
 """
 
 from __future__ import annotations

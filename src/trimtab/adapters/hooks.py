@@ -77,7 +77,9 @@ class Hook:
         return objective
 
 
-_CALCULATE = "set actor_rollout_ref.rollout.calculate_log_probs=True and algorithm.rollout_correction.rollout_is=trimtab"
+_CALCULATE = (
+    "set actor_rollout_ref.rollout.calculate_log_probs=True and algorithm.rollout_correction.rollout_is=trimtab"
+)
 
 HOOKS: dict[str, Hook] = {
     "trl": Hook(
@@ -86,11 +88,11 @@ HOOKS: dict[str, Hook] = {
         whole_update=True,
         remedies={"behavior": "set use_vllm=True, or return logprobs from a rollout_func"},
     ),
-    "verl": Hook("verl", POLICIES, remedies={"behavior": _CALCULATE, "reference": "use actor.use_kl_loss"}, terms=False),
-    "prime-rl": Hook("prime-rl", POLICIES | {"reference"}, aggregations=("token-mean",)),
-    "skyrl": Hook(
-        "SkyRL", POLICIES, terms=False, remedies={"reference": "use trainer.algorithm.use_kl_loss"}
+    "verl": Hook(
+        "verl", POLICIES, remedies={"behavior": _CALCULATE, "reference": "use actor.use_kl_loss"}, terms=False
     ),
+    "prime-rl": Hook("prime-rl", POLICIES | {"reference"}, aggregations=("token-mean",)),
+    "skyrl": Hook("SkyRL", POLICIES, terms=False, remedies={"reference": "use trainer.algorithm.use_kl_loss"}),
     "nemo-rl": Hook(
         "NeMo-RL",
         POLICIES | {"reference"},
@@ -116,7 +118,9 @@ def build(trainer: str, objective: str | Objective, keywords: Mapping[str, Any])
     """Returns a preset with some keywords changed, or the given objective, after the check of the trainer's hook."""
     if not isinstance(objective, str):
         if keywords:
-            raise TrimtabError(f"{', '.join(keywords)}: keywords belong to a name; the objective given here is complete")
+            raise TrimtabError(
+                f"{', '.join(keywords)}: keywords belong to a name; the objective given here is complete"
+            )
         return hook(trainer).check(objective)
     return hook(trainer).check(preset(objective, **keywords))
 
@@ -138,7 +142,7 @@ def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tenso
 
 
 def reported(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns metrics for another trainer's log: `trimtab/` in front, without those by position and those over nothing."""
+    """Returns metrics for another trainer's log: named `trimtab/...`, without those by position or over nothing."""
     values = metrics.items()
     return {f"trimtab/{key}": value for key, value in values if "_tenth_" not in key and not math.isnan(value)}
 
@@ -159,7 +163,9 @@ def counted_state(tokens: Tensor | float, sequences: Tensor | float, like: Tenso
     the loss is a sum over tokens, or over sequences of their means, to be divided by the trainer. like: a tensor on the
     device of the batch.
     """
-    tokens, sequences = (torch.as_tensor(value, dtype=torch.float64, device=like.device) for value in (tokens, sequences))
+    tokens, sequences = (
+        torch.as_tensor(value, dtype=torch.float64, device=like.device) for value in (tokens, sequences)
+    )
     zero = torch.zeros_like(tokens)
     return State(
         tokens=tokens,

@@ -1,7 +1,7 @@
 """A Trimtab objective as a loss function of NeMo-RL. Checked against NeMo-RL 7ea279ab.
 
-    from trimtab.adapters.nemo_rl import ObjectiveLoss
-    grpo_train(..., loss_fn=ObjectiveLoss("icepop"), ...)
+from trimtab.adapters.nemo_rl import ObjectiveLoss
+grpo_train(..., loss_fn=ObjectiveLoss("icepop"), ...)
 """
 
 from __future__ import annotations

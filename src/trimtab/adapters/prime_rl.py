@@ -1,12 +1,12 @@
 """A Trimtab objective as the custom loss of prime-rl. Checked against prime-rl 559b4477.
 
-    [trainer.loss]
-    type = "custom"
-    import_path = "trimtab.adapters.prime_rl.loss"
+[trainer.loss]
+type = "custom"
+import_path = "trimtab.adapters.prime_rl.loss"
 
-    [trainer.loss.kwargs]
-    objective = "icepop"
-    aggregation = "token-mean"
+[trainer.loss.kwargs]
+objective = "icepop"
+aggregation = "token-mean"
 """
 
 from __future__ import annotations

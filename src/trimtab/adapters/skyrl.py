@@ -1,7 +1,7 @@
 """Trimtab objectives as policy losses of SkyRL. Checked against SkyRL a9564572.
 
-    import trimtab.adapters.skyrl
-    trimtab.adapters.skyrl.register("icepop")     # before ray.init; then policy_loss_type=trimtab-icepop
+import trimtab.adapters.skyrl
+trimtab.adapters.skyrl.register("icepop")     # before ray.init; then policy_loss_type=trimtab-icepop
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def _check_reduction(objective: Objective, reduction: str) -> None:
     kind = objective.aggregation.kind
     wanted = REDUCTIONS.get(kind)
     if wanted is None:
-        raise TrimtabError(f"SkyRL has no loss_reduction for the aggregation {kind!r} of {objective.name}: choose another")
+        raise TrimtabError(
+            f"SkyRL has no loss_reduction for the aggregation {kind!r} of {objective.name}: choose another"
+        )
     if reduction != wanted:
         raise TrimtabError(
             f"{objective.name} aggregates by {kind!r}, and loss_reduction is {reduction!r}: set it to {wanted!r}, or "

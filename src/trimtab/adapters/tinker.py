@@ -1,7 +1,7 @@
 """A Trimtab objective as a custom loss of tinker. Checked against tinker-cookbook 9dfcc3a2.
 
-    from trimtab.adapters.tinker import custom_loss
-    training_client.forward_backward_custom(data, custom_loss("icepop"))
+from trimtab.adapters.tinker import custom_loss
+training_client.forward_backward_custom(data, custom_loss("icepop"))
 """
 
 from __future__ import annotations

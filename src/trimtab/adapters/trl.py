@@ -9,6 +9,7 @@ Generation, rewards, advantages and everything else remain TRL's.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import sys
 from pathlib import Path
@@ -16,14 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOConfig
-from trl import GRPOTrainer as PlainTrainer
 
 from trimtab.adapters.dump import Dump, rows
 from trimtab.adapters.hooks import build, hook, reported, turns_of
 from trimtab.corrections.reduce import finite_rows
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
+
+# Not an import statement: type checkers would take `trl` for this file.
+_TRL: Any = importlib.import_module("trl")
+PlainTrainer: Any = _TRL.GRPOTrainer
 
 LOSS_OPTIONS = (
     *("loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "top_entropy_quantile"),
@@ -56,7 +59,9 @@ class GRPOTrainer(PlainTrainer):
         self, *args: Any, objective: str | Objective = "grpo", dump: str | Path | None = None, **kwargs: Any
     ) -> None:
         if "unsloth" in sys.modules:
-            raise TrimtabError("Unsloth replaces compute_loss, so that this loss would never be called: do not import it")
+            raise TrimtabError(
+                "Unsloth replaces compute_loss, so that this loss would never be called: do not import it"
+            )
         _check_signature()
         super().__init__(*args, **kwargs)
         self._objective = build("trl", objective, {})
@@ -106,7 +111,9 @@ class GRPOTrainer(PlainTrainer):
         behavior, proximal = inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps")
         if "behavior" in needs and behavior is None:
             remedy = hook("trl").remedies["behavior"]
-            raise TrimtabError(f"{self._objective.name} reads the sampler's log-probs, which TRL does not have: {remedy}")
+            raise TrimtabError(
+                f"{self._objective.name} reads the sampler's log-probs, which TRL does not have: {remedy}"
+            )
         if proximal is None and current is not None:
             proximal = current.detach()  # TRL leaves it out where this is the first update after the generation.
         mask = _mask(inputs)
@@ -194,16 +201,18 @@ def _check_signature() -> None:
         raise TrimtabError("this version of TRL scores tokens by another method: use TRL 1.16")
 
 
-def _check_settings(objective: Objective, args: GRPOConfig) -> None:
+def _check_settings(objective: Objective, args: Any) -> None:
     """Raises `TrimtabError` for settings of TRL that would have no effect, or that the objective needs otherwise."""
-    defaults = {item.name: item.default for item in dataclasses.fields(GRPOConfig)}
+    defaults = {item.name: item.default for item in dataclasses.fields(_TRL.GRPOConfig)}
     ignored = [name for name in LOSS_OPTIONS if name in defaults and getattr(args, name) != defaults[name]]
     if ignored:
-        raise TrimtabError(f"{', '.join(ignored)}: only TRL's own loss reads it; leave it out, and set it in the objective")
+        raise TrimtabError(
+            f"{', '.join(ignored)}: only TRL's own loss reads it; leave it out, and set it in the objective"
+        )
     steps, window = args.steps_per_generation, args.gradient_accumulation_steps
     if steps % window:
         raise TrimtabError(
-            f"steps_per_generation = {steps} is no multiple of gradient_accumulation_steps = {window}, so that an update "
+            f"steps_per_generation = {steps} is no multiple of gradient_accumulation_steps = {window}: an update "
             "would span two generations and its denominators are not known at its start: make it a multiple"
         )
     if args.use_vllm and not args.vllm_importance_sampling_correction:
