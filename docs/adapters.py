@@ -63,7 +63,11 @@ def markdown() -> str:
     for name, (version, line, grade) in TRAINERS.items():
         page = PAGES.get(name, name)
         lines.append(f"| [{HOOKS[name].trainer}](adapters/{page}.md) | {version} | {line} | {grade} |")
-    lines += [GRADES.rstrip("\n"), "", "| trainer | policies | statistics of the whole update | aggregation | KL, entropy |"]
+    lines += [
+        GRADES.rstrip("\n"),
+        "",
+        "| trainer | policies | statistics of the whole update | aggregation | KL, entropy |",
+    ]
     lines += ["|---|---|---|---|---|"]
     for hook in HOOKS.values():
         policies = ", ".join(SYMBOLS[name] for name in SYMBOLS if name in hook.passes)
@@ -71,7 +75,13 @@ def markdown() -> str:
         terms = "objective" if hook.terms else "trainer"
         whole = "yes" if hook.whole_update else "no"
         lines.append(f"| {hook.trainer} | {policies} | {whole} | {aggregation} | {terms} |")
-    lines += ["", "## What is refused", "", "Every other preset is carried, with an aggregation that the trainer has.", ""]
+    lines += [
+        "",
+        "## What is refused",
+        "",
+        "Every other preset is carried, with an aggregation that the trainer has.",
+        "",
+    ]
     lines += ["| preset | refused by | reason |", "|---|---|---|"]
     for name in objectives():
         for reason, trainers in refusals(objective(name, **OPTIONS.get(name, {}))).items():

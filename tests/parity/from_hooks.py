@@ -33,9 +33,7 @@ LENGTH_MAX = 40
 def definitions(path: Path, *names: str) -> list[ast.stmt]:
     """The functions and classes of these names, without decorators."""
     tree = ast.parse(path.read_text())
-    chosen = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names
-    ]
+    chosen = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names]
     assert {node.name for node in chosen} == set(names), f"{path} has no {set(names) - {node.name for node in chosen}}"
     for node in chosen:
         node.decorator_list = []
@@ -66,7 +64,9 @@ def skyrl(folder: Path) -> Callable[..., torch.Tensor]:
     space = {"torch": torch}
     load(space, utils / "torch_utils.py", "masked_mean", "safe_exp_delta")
     load(space, utils / "off_policy_correction_utils.py", "apply_off_policy_correction")
-    load(space, utils / "ppo_utils.py", "ppo_policy_loss", "reduce_loss", "apply_loss_reduction_to_advantages_minibatch")
+    load(
+        space, utils / "ppo_utils.py", "ppo_policy_loss", "reduce_loss", "apply_loss_reduction_to_advantages_minibatch"
+    )
 
     def run(batch: Batch, logp: torch.Tensor, *, reduction: str) -> torch.Tensor:
         config = SimpleNamespace(
@@ -170,7 +170,9 @@ def corrected(path: Path, name: str) -> Callable[..., torch.Tensor]:
     def run(batch: Batch, logp: torch.Tensor, **options: Any) -> torch.Tensor:
         mask = batch["mask"]
         loss = -(logp * batch["advantage"])[mask]
-        flat = {key: [row[keep] for row, keep in zip(batch[key], mask, strict=True)] for key in ("proximal", "behavior")}
+        flat = {
+            key: [row[keep] for row, keep in zip(batch[key], mask, strict=True)] for key in ("proximal", "behavior")
+        }
         result, _, _ = space[name](
             Namespace(**options),
             pg_loss=loss,

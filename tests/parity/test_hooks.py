@@ -173,7 +173,9 @@ def test_loss_and_gradient(hooks: Peer, given: Given, dtype: torch.dtype, case: 
     expected = hooks.tensor(case, given.name, "gradient")
     frozen = hooks.scalar(case, given.name, "loss")
     assert loss.item() == pytest.approx(frozen, rel=tolerance, abs=tolerance)
-    torch.testing.assert_close(gradient.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+    torch.testing.assert_close(
+        gradient.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,6 +218,36 @@ def test_the_checkouts_compute_what_is_frozen(tmp_path: Path, hooks: Peer) -> No
     assert {name: hooks.text("signatures", "hooks", name) for name in cases["signatures"]["scalars"]["hooks"]} == cases[
         "signatures"
     ]["scalars"]["hooks"]
+
+
+CALLED = """
+import sys; from functools import partial; from pathlib import Path
+import from_prime_rl, generate, torch
+from trimtab.adapters.prime_rl import loss
+theirs = from_prime_rl.functions(Path(sys.argv[1]) / "prime-rl")
+for name, batch in generate.each(generate.make_batches()):
+    leaf = batch["current"].clone().requires_grad_()
+    rows = [list(batch[key]) for key in ("behavior", "mask")]
+    advantages = list(batch["advantage"].expand_as(leaf))
+    function = partial(loss, objective="ipo", divergence_max=0.3)
+    total, metrics = theirs["compute_loss"](
+        list(leaf), rows[0], None, advantages, rows[1], None, None, None, function, int(batch["mask"].sum()), 1, 1
+    )
+    print(name, total.item(), sorted(metrics)[0])
+"""
+
+
+@pytest.mark.skipif(PEERS is None, reason="no checkouts: TRIMTAB_PEERS names a folder of them")
+def test_prime_rl_calls_our_loss(prime_rl: Peer) -> None:
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": str(here.parents[1] / "src")}
+    command = [sys.executable, "-c", CALLED, str(PEERS)]
+    ended = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    for line in ended.stdout.splitlines():
+        name, value, metric = line.split()
+        assert float(value) == pytest.approx(prime_rl.scalar("ipo-0.3", name, "loss"), rel=1e-6)
+        assert metric.startswith("trimtab/")
 
 
 @pytest.mark.parametrize("case", ["ipo-0.3", "ipo-0.05"])
