@@ -44,7 +44,8 @@ GRADES = """
   `TRIMTAB_PEERS=FOLDER` the test computes them again from checkouts.
 - **read**: the interface was read in its documentation; no loss of its own can be run without its service.
 
-In all, every preset that the hook carries gives the loss and gradient of the library (`tests/contract/test_adapters.py`).
+In all, every preset that the hook carries gives the loss and gradient of the library
+(`tests/contract/test_adapters.py`).
 
 ## What each hook carries
 

@@ -63,8 +63,8 @@ def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(tmp_
     assert run("refusals", tmp_path) == [
         "TRL cannot train oapl: its advantages are those of OAPL's regression, which Trimtab's trainer computes from "
         "rewards",
-        "TRL cannot train score-centering: it reads head_behavior (the sampler's top-k log-probs), which this hook does "
-        "not pass",
+        "TRL cannot train score-centering: it reads head_behavior (the sampler's top-k log-probs), which this hook "
+        "does not pass",
         "loss_type: only TRL's own loss reads it; leave it out, and set it in the objective",
         "steps_per_generation = 1 is no multiple of gradient_accumulation_steps = 2: an update would span two "
         "generations and its denominators are not known at its start: make it a multiple",

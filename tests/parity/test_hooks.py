@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.conftest import Given, Peer
 from torch import Tensor
 
-from tests.parity.conftest import Given, Peer
 from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime
 
 HALVES = (slice(0, 3), slice(3, None))
@@ -200,7 +200,7 @@ def test_the_hook_is_called_with_these_names(hooks: Peer, name: str, function: C
 
 
 @pytest.mark.skipif(PEERS is None, reason="no checkouts: TRIMTAB_PEERS names a folder of them")
-def test_the_checkouts_compute_what_is_frozen(tmp_path: Path, hooks: Peer) -> None:
+def test_the_checkouts_compute_what_is_frozen(hooks: Peer) -> None:
     code = (
         "import json, sys; from pathlib import Path; import from_hooks, generate;"
         "recording = from_hooks.record(generate.make_batches(), Path(sys.argv[1]));"
