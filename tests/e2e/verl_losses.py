@@ -99,7 +99,7 @@ def difference(ours: tuple[float, Tensor, dict], theirs: tuple[float, Tensor, di
 
 
 def parity() -> dict[str, dict[str, float]]:
-    """verl's vanilla loss (clip 0.2, dual clip 3) against `grpo` with the same numbers, on one to three micro-batches."""
+    """verl's vanilla loss (clip 0.2, dual clip 3) against `grpo` with its numbers, on one to three micro-batches."""
     cases = {"token-mean": ("plain", 1), "token-mean, 2 micro-batches": ("plain", 2), "token-mean, 3": ("plain", 3)}
     cases |= {"seq-mean-token-mean": ("means", 1), "seq-mean-token-mean, 2": ("means", 2)}
     cases |= {"seq-mean-token-sum-norm, 2": ("constant", 2)}

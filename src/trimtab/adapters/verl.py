@@ -32,7 +32,7 @@ MODES = {"constant": "seq-mean-token-sum-norm"}
 
 
 class PolicyLoss:
-    """One objective with the signature of verl's policy losses. Built at its first call, as presets may need numbers."""
+    """An objective with the signature of verl's policy losses, built at its first call: some need numbers of verl."""
 
     def __init__(self, name: str, keywords: Mapping[str, Any]) -> None:
         self.name, self.keywords = name, dict(keywords)
@@ -51,7 +51,7 @@ class PolicyLoss:
         """Returns the share of a micro-batch in the loss of the mini-batch, and metrics. All tensors are (batch, time).
 
         Denominators are verl's own, of the whole mini-batch; without them, those of the given batch. Raises
-        `TrimtabError` where `loss_agg_mode` is not the aggregation of the objective, and without the log-probs it reads.
+        `TrimtabError` where `loss_agg_mode` is not the aggregation of the objective, and without log-probs it reads.
         """
         counts = dict(getattr(config, "global_batch_info", None) or {})
         mask = response_mask.bool()
@@ -89,8 +89,8 @@ def _carried(objective: Objective, carried: Tensor | None, mask: Tensor) -> Tens
         return None
     if carried is None:
         raise TrimtabError(
-            f"{objective.name} reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True and "
-            f"algorithm.rollout_correction.rollout_is={CARRY}, without bypass_mode"
+            f"{objective.name} reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True "
+            f"and algorithm.rollout_correction.rollout_is={CARRY}, without bypass_mode"
         )
     if bool((carried[mask] > 0).any()):
         raise TrimtabError(
@@ -104,8 +104,8 @@ def _check_aggregation(objective: Objective, mode: str) -> None:
     wanted = MODES.get(objective.aggregation.kind, objective.aggregation.kind)
     if mode != wanted:
         raise TrimtabError(
-            f"{objective.name} aggregates by {wanted}, and verl by {mode}: set actor.loss_agg_mode={wanted}, or give the "
-            f"objective another aggregation in the file of {FILE}"
+            f"{objective.name} aggregates by {wanted}, and verl by {mode}: set actor.loss_agg_mode={wanted}, or give "
+            f"the objective another aggregation in the file of {FILE}"
         )
 
 
@@ -140,8 +140,8 @@ def _correction(name: str, named: Mapping[str, PolicyLoss]) -> Objective:
     unread = frozenset().union(*(rule.reads for rule in objective.masks)) & {"current", "advantage"}
     if unread:
         raise TrimtabError(
-            f"rollout_is={PREFIX}{name}: {name} reads {' and '.join(sorted(unread))}, which verl's driver does not have "
-            f"there: use loss_mode={PREFIX}{name} with rollout_is={CARRY}"
+            f"rollout_is={PREFIX}{name}: {name} reads {' and '.join(sorted(unread))}, which verl's driver does not "
+            f"have there: use loss_mode={PREFIX}{name} with rollout_is={CARRY}"
         )
     return objective
 
