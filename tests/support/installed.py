@@ -78,6 +78,17 @@ def closure(wanted: list[Requirement]) -> set[str]:
     return found
 
 
+def modules_of(requirement: Requirement) -> set[str]:
+    """The modules that a package installs, or what it depends on where it has none; its name if it is not here."""
+    name = canonicalize_name(requirement.name)
+    try:
+        return import_names().get(name) or {
+            module for one in closure([requirement]) for module in import_names().get(one, ())
+        }
+    except importlib.metadata.PackageNotFoundError:
+        return {name}
+
+
 def run_installed(code: str, *extras: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """Runs code in a process that can import the core and these extras, and no other third-party package."""
     wanted = [*requirements(), *(item for extra in extras for item in requirements(extra))]
