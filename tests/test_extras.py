@@ -128,6 +128,12 @@ def test_every_command_runs_with_the_extra_of_diagnose_or_names_that_of_train(
     assert "Traceback" not in done.stderr
 
 
+def test_the_extras_need_a_newer_python_than_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 12))
+    with pytest.raises(TrimtabError, match=r"^x needs Python 3\.11 or newer, this is "):
+        require_extra("diagnose", "x")
+
+
 def test_the_message_has_some_of_the_names_and_what_else_can_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in EXTRAS["train"]:
         monkeypatch.setitem(sys.modules, name, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import platform
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -65,10 +66,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def require_extra(extra: str, what: str, otherwise: str = "") -> None:
-    """Raises `TrimtabError` with the pip command if a package of an extra is not installed.
+    """Raises `TrimtabError` with the pip command if a package of an extra is not installed or Python is too old.
 
     what: what needs the extra, the beginning of the message. otherwise: what the user can do instead.
     """
+    if sys.version_info < (3, 11):
+        raise TrimtabError(f"{what} needs Python 3.11 or newer, this is {platform.python_version()}: use a newer one")
     missing = [name for name in EXTRAS[extra] if not _installed(name)]
     if missing:
         some = ", ".join([*missing[:3], "..."] if len(missing) > 4 else missing)
