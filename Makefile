@@ -10,6 +10,7 @@
 #   test-all           test and test-slow, as continuous integration runs them
 #   docs               the documentation site, in build/site
 #   openenv            an OpenEnv server for tests, in an environment of its own
+#   wheel              sdist and wheel in dist/
 #   bench, bench-step  ratios against peers, which live in an environment of their own
 PYTHON ?= python3
 VENV   ?= .venv
@@ -24,7 +25,7 @@ NOW    := $(shell date +%Y%m%d-%H%M%S)
 # Bytecode is kept, also that of tests with their assertions: compiling it anew takes each process 5 seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: docs install quickstart quickstart-stale quickstart-tools quickstart-vllm quickstart-tools-vllm vllm-cpu openenv test test-unit test-slow test-all test-roundings lint bench bench-step bench-install clean
+.PHONY: docs install quickstart quickstart-stale quickstart-tools quickstart-vllm quickstart-tools-vllm vllm-cpu openenv test test-unit test-slow test-all test-roundings lint bench bench-step bench-install wheel clean
 
 install: $(VENV)/.installed
 
@@ -113,6 +114,10 @@ bench: bench-install
 
 bench-step: install bench-install
 	$(BIN)/python benchmarks/trainer_step.py --trl-python $(BENCH)/bin/python
+
+# Built with the setuptools of the environment: an isolated build would download it each time.
+wheel: install
+	$(BIN)/python -m build --no-isolation --outdir dist
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache

@@ -52,6 +52,13 @@ ALLOWED: dict[str, set[str]] = {
         *("objectives", "corrections", "config", "intervals", "seeds", "plugins"),
     },
 }
+CORE = [ROOT / "__init__.py", ROOT / "__main__.py", ROOT / "errors.py", ROOT / "plugins.py"] + [
+    path for package in ("adapters", "corrections", "objectives") for path in sorted((ROOT / package).rglob("*.py"))
+]
+SINCE_311 = {
+    *("tomllib", "StrEnum", "UTC", "Self", "Never", "LiteralString", "NotRequired", "Required", "Unpack", "batched"),
+    *("TypeVarTuple", "assert_never", "assert_type", "override", "chdir", "ExceptionGroup", "BaseExceptionGroup"),
+}
 HEAVY = {"torch", "transformers", "datasets", "matplotlib", "pyarrow", "numpy"}
 
 
@@ -106,6 +113,17 @@ def test_corrections_import_torch_and_jaxtyping_only() -> None:
     for path in package_files("corrections"):
         outside = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names) - {"trimtab"}
         assert outside <= {"torch", "jaxtyping"}, path
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_core_is_written_for_python_3_10(path: Path) -> None:
+    tree = ast.parse(path.read_text(), feature_version=(3, 10))
+    names = {
+        name.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import) for name in node.names
+    }
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not names & SINCE_311
 
 
 def test_command_line_and_recipes_start_without_heavy_imports() -> None:

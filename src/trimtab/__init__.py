@@ -4,7 +4,8 @@
     out = trimtab.objective("token-tis", weight_max=2.0)(logps, trimtab.advantages("grpo", rewards, groups))
     out.loss.backward()
 
-Names are imported on first use, so that `import trimtab` and the command line start without torch.
+Names are imported on first use, so that `import trimtab` and the command line start without torch. A name whose
+packages are not installed raises `TrimtabError` with the pip command.
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ _EXPORTS = {
         "objective",
     ),
 }
+# What a module needs beyond the core; the other modules work with torch, numpy and jaxtyping alone.
+_EXTRA_OF = {
+    "trimtab.api": "train",
+    "trimtab.config": "diagnose",
+    "trimtab.diagnosis.pipeline": "diagnose",
+    "trimtab.evaluation": "train",
+}
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
@@ -69,7 +77,12 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("trimtab.objectives")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    module = _MODULE_OF[name]
+    if module in _EXTRA_OF:
+        from trimtab.errors import require_extra
+
+        require_extra(_EXTRA_OF[module], f"trimtab.{name}")
+    value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import platform
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -11,6 +14,22 @@ if TYPE_CHECKING:
 
 # Used in messages where it is not known whether the run has written a checkpoint.
 RESUME = "continue with --resume (from the last checkpoint, or from the beginning if none was written)"
+
+_DIAGNOSE = ("jinja2", "matplotlib", "pyarrow", "pydantic", "rich", "tokenizers", "tomli_w", "typer")
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "diagnose": _DIAGNOSE,
+    "train": (
+        *_DIAGNOSE,
+        *("anyio", "datasets", "filelock", "gguf", "httpx2", "math_verify", "peft", "pydantic_monty"),
+        *("reasoning_gym", "safetensors", "transformers"),
+    ),
+    "openenv": ("websockets",),
+    "ray": ("ray",),
+    "tensorboard": ("tensorboard",),
+    "vllm": ("vllm",),
+    "wandb": ("wandb",),
+}
+"""What `pip install 'trimtab[extra]'` brings beyond torch, numpy and jaxtyping, by the names that are imported."""
 
 
 class TrimtabError(ValueError):
@@ -44,6 +63,26 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if close:
         return f" (did you mean {' or '.join(repr(name) for name in close)}?)"
     return f" (known: {', '.join(names)})"
+
+
+def require_extra(extra: str, what: str, otherwise: str = "") -> None:
+    """Raises `TrimtabError` with the pip command if a package of an extra is not installed or Python is too old.
+
+    what: what needs the extra, the beginning of the message. otherwise: what the user can do instead.
+    """
+    if sys.version_info < (3, 11):
+        raise TrimtabError(f"{what} needs Python 3.11 or newer, this is {platform.python_version()}: use a newer one")
+    missing = [name for name in EXTRAS[extra] if not _installed(name)]
+    if missing:
+        some = ", ".join([*missing[:3], "..."] if len(missing) > 4 else missing)
+        command = f"pip install 'trimtab[{extra}]'"
+        raise TrimtabError(f"{what} needs what is not installed ({some}): {command}{otherwise and f', {otherwise}'}")
+
+
+def _installed(name: str) -> bool:
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    return importlib.util.find_spec(name) is not None
 
 
 def explain(error: ValidationError, known: Iterable[str]) -> str:

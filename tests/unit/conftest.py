@@ -1,4 +1,7 @@
-"""Runs to read, made once and never changed; tests that damage one copy it."""
+"""Runs to read, made once and never changed; tests that damage one copy it.
+
+What writes them is imported when a run is asked for: tests of the core do without, and need none of its packages.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support import fake_run as _module
 
 FEW = ("step", "reward/mean", "mismatch/ess_token", "eval/arithmetic/greedy", "eval/arithmetic/before")
 
@@ -15,25 +17,29 @@ FEW = ("step", "reward/mean", "mismatch/ess_token", "eval/arithmetic/greedy", "e
 @pytest.fixture(scope="session")
 def make_run() -> Callable[..., Path]:
     """`fake_run` of fake_run.py: writes a whole run directory."""
-    return _module.fake_run
+    from tests.support.fake_run import fake_run
+
+    return fake_run
 
 
 @pytest.fixture(scope="session")
 def evil_text() -> str:
     """Text by which a model might break a page."""
-    return _module.EVIL
+    from tests.support.fake_run import EVIL
+
+    return EVIL
 
 
 @pytest.fixture(scope="session")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(make_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run of 12 steps. Read only."""
-    return _module.fake_run(tmp_path_factory.mktemp("runs") / "finished", steps=12, every=4)
+    return make_run(tmp_path_factory.mktemp("runs") / "finished", steps=12, every=4)
 
 
 @pytest.fixture
-def small_run(tmp_path: Path) -> Path:
+def small_run(make_run: Callable[..., Path], tmp_path: Path) -> Path:
     """A run that logged little, so that its page is drawn quickly."""
-    return _module.fake_run(tmp_path / "small", steps=3, every=2, keys=FEW)
+    return make_run(tmp_path / "small", steps=3, every=2, keys=FEW)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from trimtab.cli.output import Json, Sets, print_json
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, require_extra
 
 if TYPE_CHECKING:
     from trimtab.lab.experiment import ExperimentPlan
@@ -96,6 +96,7 @@ def compare(
 
     The same command goes on where a stopped one ended.
     """
+    require_extra("train", "trimtab compare")
     from trimtab.lab import experiment as lab
     from trimtab.lab.regimes import regime
 

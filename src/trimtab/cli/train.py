@@ -13,6 +13,7 @@ import typer
 
 from trimtab.cli import starting
 from trimtab.cli.output import Json, Sets, only_json, print_json, run_directory
+from trimtab.errors import require_extra
 
 if TYPE_CHECKING:
     from trimtab.config import Config
@@ -41,6 +42,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model with a recipe; a recipe with a \\[compare] section trains every objective with every seed."""
+    require_extra("train", "trimtab train")
     config = _load(recipe, sets)
     with starting.guarded():
         from trimtab.api import train as train_recipe
@@ -83,6 +85,7 @@ def _compare(config: Config, out: Path, resume: bool, observer: Observer) -> dic
 
 def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = False) -> None:
     """Warm-start a model on the task's own answers (supervised), before reinforcement learning."""
+    require_extra("train", "trimtab sft")
     config = _load(recipe, sets)
     from trimtab.cli.display import observe
 
@@ -128,6 +131,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write the trained model as a folder that transformers loads (config, tokenizer, safetensors)."""
+    require_extra("train", "trimtab export")
     from trimtab.training.export import export as write
 
     write(run, folder, which)

@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab.cluster.actors import ActorSlot
 from trimtab.config import Config, RayConfig
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, require_extra
 
 CONNECT_TIMEOUT = 10.0  # seconds until the cluster's address must accept a connection
 
@@ -34,10 +34,9 @@ def connect(config: RayConfig) -> Iterator[None]:
     Raises:
         TrimtabError: Ray is not installed, or there is no cluster at the address.
     """
-    try:
-        import ray
-    except ImportError:
-        raise TrimtabError('placement = "ray" needs Ray: pip install "trimtab[ray]"') from None
+    require_extra("ray", 'placement = "ray"')
+    import ray
+
     if ray.is_initialized():
         yield
         return

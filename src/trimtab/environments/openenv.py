@@ -17,11 +17,10 @@ from typing import Any, Literal, Union
 from pydantic import BaseModel, ConfigDict, Field
 
 from trimtab.environments.environment import NOT_TOOLS, BackgroundCall
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, require_extra
 
 CONNECT_SECONDS = 10.0
 MAX_MESSAGE = 64 * 2**20  # bytes
-INSTALL = "install it with: pip install 'trimtab[openenv]'"
 _TYPES: dict[str, Any] = {
     "string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict, "null": None,
 }  # fmt: skip
@@ -168,12 +167,9 @@ def openenv_class(options: Options) -> type:
     A server with MCP tools has these; another one has one tool, whose parameters are the fields of its action.
 
     Raises:
-        TrimtabError: the server cannot be reached or has no action, or the package websockets is missing.
+        TrimtabError: the server cannot be reached or has no action, or a package is not installed.
     """
-    try:
-        import websockets as _websockets  # noqa: F401
-    except ImportError:
-        raise TrimtabError(f"environment 'openenv' needs the package websockets: {INSTALL}") from None
+    require_extra("openenv", "environment 'openenv'")
     call = BackgroundCall(lambda: _tools(options), CONNECT_SECONDS)
     call.wait(CONNECT_SECONDS)
     try:

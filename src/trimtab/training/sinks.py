@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trimtab.config import LogConfig
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, require_extra
 from trimtab.runs import atomic
 
 
@@ -26,12 +26,9 @@ class TensorBoardSink:
     """Event files in `folder`; events of an interrupted run from `first_step` on are hidden."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise TrimtabError(
-                "log.tensorboard needs a package that is missing: pip install 'trimtab[tensorboard]', or turn it off"
-            ) from None
+        require_extra("tensorboard", "log.tensorboard", "or turn it off")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
         self._written_texts: dict[str, str] = {}
 
@@ -54,12 +51,9 @@ class WandbSink:
     """A W&B run named after the run directory, which holds its id: a resumed run continues its curves."""
 
     def __init__(self, project: str, run_dir: Path) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise TrimtabError(
-                "log.wandb needs a package that is missing: pip install 'trimtab[wandb]', or remove log.wandb"
-            ) from None
+        require_extra("wandb", "log.wandb", "or remove log.wandb")
+        import wandb  # pyright: ignore[reportMissingImports]
+
         id_file = run_dir / "wandb-id"
         if not id_file.exists():
             atomic.write_text(id_file, secrets.token_hex(4))

@@ -177,7 +177,7 @@ def test_the_directory_of_a_run(recipe: str, out: str | None, configured: str | 
 
 
 def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "LIBRARIES", ("torch", "no-such-library"))
+    monkeypatch.setattr(doctor, "LIBRARIES", {"torch": "trimtab", "no-such-library": "trimtab[train]"})
     assert main.run(["doctor", "--json"]) == 1
     values = json.loads(capsys.readouterr().out)
     assert values["ok"] is False
@@ -187,7 +187,7 @@ def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, caps
         assert (sandbox["value"] == "runs Python tools") == (sandbox["advice"] == "")
     missing = [check for check in values["checks"] if check["name"] == "no-such-library"]
     assert missing == [
-        {"name": "no-such-library", "value": "missing", "advice": "pip install no-such-library", "required": True}
+        {"name": "no-such-library", "value": "missing", "advice": "pip install 'trimtab[train]'", "required": True}
     ]
 
 

