@@ -26,7 +26,9 @@ Files = Annotated[
 ]
 Framework = Annotated[
     str | None,
-    typer.Option("--framework", metavar="NAME", help="trimtab, verl, trl, miles or prime-rl. Default: found out."),
+    typer.Option(
+        "--framework", metavar="NAME", help="trimtab, verl, trl, miles, prime-rl or nemo-rl. Default: found out."
+    ),
 ]
 Columns = Annotated[
     list[str] | None,

@@ -17,6 +17,8 @@ from trimtab.errors import TrimtabError
 
 _FOLDERS = ("trajectories", "token_exports", "train_data", "completions")
 """Folders in which runs of Trimtab, prime-rl, Miles and TRL store their tokens."""
+_NEMO_RL = "train_data_step"
+"""How the files of NeMo-RL's training data begin."""
 _PARQUET, _JSONL, _TORCH = (".parquet",), (".jsonl", ".ndjson", ".json"), (".pt", ".pth")
 _CSV, _GZIP = (".csv",), ".gz"
 _READABLE = _PARQUET + _JSONL + _TORCH
@@ -40,6 +42,8 @@ def _of_folder(folder: Path) -> list[Path]:
     if not known and (folder / "metrics.jsonl").is_file() and (folder / "config.toml").is_file():
         raise TrimtabError(f"{folder} is a run that kept no trajectories: nothing to diagnose")
     items = [item for root in known or [folder] for item in root.rglob("*") if not item.name.startswith((".", "_"))]
+    # NeMo-RL writes them beside tables of its evaluations, which hold no log-probs.
+    items = [item for item in items if item.name.startswith(_NEMO_RL)] or items
     # CSV files of a folder are read only if there is nothing else: they are often tables of metrics.
     for suffixes in (_READABLE, _CSV):
         if files := [item for item in items if _suffix(item) in suffixes and item.is_file()]:
