@@ -113,7 +113,7 @@ def test_json_lines_and_sigterm_without_an_alarm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "no file given"),
+        ((), "no FILE given"),
         (("a.jsonl", "--watch", "dump"), "leave out FILE"),
         (("a.jsonl", "--bound", "k3=1"), "--bound is of --watch"),
         (("--watch", "dump", "--bound", "x=1"), "no figure 'x'"),

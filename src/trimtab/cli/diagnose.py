@@ -109,7 +109,7 @@ def diagnose(
             )
         raise typer.Exit(_watch(watch, framework, names, bound or [], every, as_json=as_json))
     if not files:
-        raise TrimtabError("no file given: name trajectory files, or the directory of a run, or --watch DIR")
+        raise TrimtabError("no FILE given: name trajectory files, or the directory of a run, or --watch DIR")
     if bound:
         raise TrimtabError("--bound is of --watch: add --watch DIR, or leave it out")
     target = page_path(out)

@@ -148,8 +148,9 @@ class Measured:
 class Cause:
     """A cause of the mismatch.
 
-    name: temperature, raw-logprobs, truncated-sampling, misaligned, retokenized, precision, quantized, stale or
-    non-finite. confidence: in (0, 1]. evidence: a sentence with the numbers that support it. fix: the remedy.
+    name: temperature, raw-logprobs, truncated-sampling, misaligned, retokenized, precision, quantized, stale,
+    long-context or non-finite. confidence: in (0, 1]. evidence: a sentence with the numbers that support it. fix: the
+    remedy.
     """
 
     name: str
