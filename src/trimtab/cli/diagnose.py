@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 PAGE = "diagnose.html"
 Files = Annotated[
-    list[Path],
+    list[Path] | None,
     typer.Argument(
         metavar="FILE...",
         help="Files of log-probs (parquet, JSON, CSV, gzipped or not, ...), folders of them, or run directories.",
@@ -26,7 +29,9 @@ Files = Annotated[
 ]
 Framework = Annotated[
     str | None,
-    typer.Option("--framework", metavar="NAME", help="trimtab, verl, trl, miles or prime-rl. Default: found out."),
+    typer.Option(
+        "--framework", metavar="NAME", help="trimtab, verl, trl, miles, prime-rl or nemo-rl. Default: found out."
+    ),
 ]
 Columns = Annotated[
     list[str] | None,
@@ -52,24 +57,61 @@ Out = Annotated[
 ]
 
 
+WatchFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--watch",
+        metavar="DIR",
+        help="Stay beside a running training: a line for each new step in DIR, an ALARM line and DIR/ALARM.json where "
+        "a bound is crossed, until Ctrl-C.",
+    ),
+]
+Bounds = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--bound",
+        metavar="NAME[=VALUE]",
+        help="With --watch: when to raise an alarm, as k3=0.02; k3, ratio_q99 (at most), ess_token, ess_seq, pearson, "
+        "ratio_q01 (at least). Without a value that of docs/metrics.md; `NAME=` drops one. Default: k3 and ess_token.",
+    ),
+]
+Every = Annotated[
+    float, typer.Option("--every", metavar="SECONDS", min=0.01, help="With --watch: seconds between two looks.")
+]
+
+
 def register(app: typer.Typer) -> None:
     app.command(
         "diagnose",
         epilog="Example: [bold]trimtab diagnose runs/quickstart --out quickstart.html[/bold]. The exit code is 0 "
-        "whatever is found, 2 when the files cannot be used; programs read --json.",
+        "whatever is found, 2 when the files cannot be used; programs read --json. With --watch, which Ctrl-C ends, it "
+        "is 1 after an alarm and 0 without one.",
     )(diagnose)
 
 
 def diagnose(
-    files: Files,
+    files: Files = None,
     framework: Framework = None,
     columns: Columns = None,
     tokenizer: TokenizerName = None,
     out: Out = None,
     as_json: Json = False,
+    watch: WatchFolder = None,
+    bound: Bounds = None,
+    every: Every = 2.0,
 ) -> None:
     """Compare trainer and sampler: how large the mismatch is, where it sits, what causes it, what to do."""
     names = parse_columns(columns or [])
+    if watch is not None:
+        if files or out is not None or tokenizer is not None:
+            raise TrimtabError(
+                "--watch DIR reads that folder and writes no page: leave out FILE, --out and --tokenizer"
+            )
+        raise typer.Exit(_watch(watch, framework, names, bound or [], every, as_json=as_json))
+    if not files:
+        raise TrimtabError("no FILE given: name trajectory files, or the directory of a run, or --watch DIR")
+    if bound:
+        raise TrimtabError("--bound is of --watch: add --watch DIR, or leave it out")
     target = page_path(out)
 
     from trimtab.diagnosis.output.as_json import as_dict
@@ -85,6 +127,38 @@ def diagnose(
         print_json({**as_dict(diagnosis), "report": page})
     else:
         typer.echo(verdict(diagnosis, page, _width()))
+
+
+def _watch(
+    folder: Path, framework: str | None, columns: dict[str, str], bounds: Sequence[str], every: float, *, as_json: bool
+) -> int:
+    """Prints a line for each new step until Ctrl-C or SIGTERM; returns 1 after an alarm, else 0."""
+    from trimtab.diagnosis.output.watch_lines import event_lines, last_line, opening_line
+    from trimtab.diagnosis.watch import StepReport, Watch, parse_bounds
+    from trimtab.diagnosis.watch import watch as run
+
+    looker = Watch(folder, parse_bounds(bounds), framework, columns)
+    stop = threading.Event()
+    # Handlers only set the event, so that a report or a file is never cut in the middle.
+    saved = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def show(event: StepReport | str) -> None:
+        if as_json and not isinstance(event, str):
+            print_json(event.as_dict(), indent=None)
+        else:
+            for line in event_lines(event):
+                typer.echo(line, err=as_json)
+        sys.stdout.flush()
+
+    try:
+        typer.echo(opening_line(looker, every), err=as_json)
+        sys.stdout.flush()
+        run(looker, show, stop.wait, every)
+        typer.echo(last_line(looker), err=as_json)
+    finally:
+        for number, handler in saved.items():
+            signal.signal(number, handler)
+    return 1 if looker.alarms else 0
 
 
 def parse_columns(given: Sequence[str]) -> dict[str, str]:

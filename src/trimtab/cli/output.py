@@ -38,9 +38,9 @@ def only_json(as_json: bool) -> Iterator[None]:
         os.close(saved_stdout)
 
 
-def print_json(value: Mapping[str, Any]) -> None:
+def print_json(value: Mapping[str, Any], *, indent: int | None = 2) -> None:
     """Print one JSON object; numbers that JSON cannot represent (NaN, infinities) become null."""
-    typer.echo(json.dumps(_json_value(value), indent=2, ensure_ascii=False))
+    typer.echo(json.dumps(_json_value(value), indent=indent, ensure_ascii=False))
 
 
 def print_pairs(pairs: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ def diagnose(
 ) -> Diagnosis:
     """Compares trainer and sampler by the log-probs in files, folders or run directories.
 
-    framework: trimtab, verl, trl, miles, prime-rl or columns; None detects it from the files.
+    framework: trimtab, verl, trl, miles, prime-rl, nemo-rl or columns; None detects it from the files.
     columns: column names of the files by those of this package (`logp_behavior`, ...).
     tokenizer: for the texts of token ids: a tokenizer.json, the folder of a model or run that holds one, or a model in
         the local Hugging Face cache; None uses that of the run.

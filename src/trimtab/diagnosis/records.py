@@ -45,7 +45,8 @@ class Settings:
 class DataSummary:
     """A summary of the data read, complete after the last table.
 
-    framework: trimtab, verl, trl, miles, prime-rl or columns. anchor: proximal or current, whichever is the trainer's.
+    framework: trimtab, verl, trl, miles, prime-rl, nemo-rl or columns. anchor: proximal or current, whichever is the
+    trainer's.
     dropped: number of responses dropped, by reason. nonfinite: number of trained tokens dropped because a value is not
     finite, by column and kind ("logp_behavior -inf", "logp_proximal nan", ...). missing: absent columns, with the
     analysis that each would allow. findings: other anomalies of the data, one sentence each. settings: numerics from
@@ -147,8 +148,9 @@ class Measured:
 class Cause:
     """A cause of the mismatch.
 
-    name: temperature, raw-logprobs, truncated-sampling, misaligned, retokenized, precision, quantized, stale or
-    non-finite. confidence: in (0, 1]. evidence: a sentence with the numbers that support it. fix: the remedy.
+    name: temperature, raw-logprobs, truncated-sampling, misaligned, retokenized, precision, quantized, stale,
+    long-context or non-finite. confidence: in (0, 1]. evidence: a sentence with the numbers that support it. fix: the
+    remedy.
     """
 
     name: str

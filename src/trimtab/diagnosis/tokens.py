@@ -11,7 +11,18 @@ import numpy as np
 DECILES = 10
 
 PER_RESPONSE = frozenset(
-    ("step", "group", "proximal_version", "reward", "advantage", "temperature", "top_p", "top_k", "raw")
+    (
+        "step",
+        "group",
+        "proximal_version",
+        "prompt_length",
+        "reward",
+        "advantage",
+        "temperature",
+        "top_p",
+        "top_k",
+        "raw",
+    )
 )
 
 
@@ -25,6 +36,7 @@ class TokenTable:
     mask: bool, the trained tokens. version: int64, policy version that sampled the token, in updates.
     turn: int64, number of the model turn of each token from 0; an observation has that of the turn before.
     step, group, proximal_version: int64. reward, advantage: float64.
+    prompt_length: float64, number of tokens before the first of the response, NaN where it is unknown.
     temperature, top_p: float64; top_k: int64, 0 for none; raw: bool, whether log-probs are those before temperature and
     truncation rather than those of the sampling distribution.
     """
@@ -42,6 +54,7 @@ class TokenTable:
     step: np.ndarray | None = None
     group: np.ndarray | None = None
     proximal_version: np.ndarray | None = None
+    prompt_length: np.ndarray | None = None
     reward: np.ndarray | None = None
     advantage: np.ndarray | None = None
     temperature: np.ndarray | None = None

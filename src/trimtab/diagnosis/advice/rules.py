@@ -108,6 +108,15 @@ RULES = (
         "Refreshing the sampler more often removes the cause.",
     ),
     Rule(
+        "long-context",
+        lambda findings: "long-context" in findings.names,
+        "icepop",
+        "The mismatch grows with depth in the context (k3 {k3}), so that a product over a long response is carried by "
+        "its last tokens: weights per token, and a mask that leaves out the few beyond bounds from this data, hold at "
+        "any length. That is reasoning, not a comparison of methods. Computing attention alike on both sides removes "
+        "the cause.",
+    ),
+    Rule(
         "quantized",
         lambda findings: "quantized" in findings.names,
         "icepop",

@@ -8,13 +8,14 @@ The rules follow from three facts about tokens y drawn from mu and a trainer pi:
     noise moves logits   bfloat16, quantized weights and old weights shift logits up and down: the ratio keeps mean 1
 
 `find_causes` applies them in this order: wrongly paired tokens (`misaligned`, `swapped`, `retokenized`) are repaired or
-removed, then systematic shapes are found (`sampling_faults`), then size and origin of the remaining noise (`precision`,
-`stale`).
+removed, then systematic shapes are found (`sampling_faults`), then size and origin of the remaining noise
+(`long_context`, `stale`, `precision`).
 """
 
 from __future__ import annotations
 
 from trimtab.diagnosis.causes.evidence import LogprobPairs
+from trimtab.diagnosis.causes.long_context import find_depth_growth
 from trimtab.diagnosis.causes.misaligned import find_shifts
 from trimtab.diagnosis.causes.precision import measure_noise, noise_cause, noise_lower_bound
 from trimtab.diagnosis.causes.retokenized import find_retokenized
@@ -53,6 +54,13 @@ def _infer_causes(tokens: LogprobPairs, floor: float, settings: Settings | None)
     causes += faults
     systematic = fit is not None or truncation is not None
     sampler_cut = any(cause.name == "truncated-sampling" for cause in faults)
+    if not systematic:  # else log-ratios follow the shape of distributions, which may change along a response
+        growth = find_depth_growth(tokens, floor)
+        if growth.cause is not None:
+            causes.append(growth.cause)
+        if growth.rest is None or len(growth.rest) < MIN_TOKENS:
+            return causes
+        tokens = growth.rest
     noise = noise_lower_bound(tokens, fit, sampler_cut=sampler_cut) if systematic else measure_noise(tokens)
     drift = find_drift(tokens, noise, systematic=systematic)
     if drift.cause is not None:

@@ -86,10 +86,11 @@ class SizeSums:
             floor=value,
             floor_note=note,
             verdict=verdict(figures["k3"], value, is_coarse(columns)),
-            by_step=tuple(self._by_step()),
+            by_step=tuple(self.by_step()),
         )
 
-    def _by_step(self) -> list[dict[str, float]]:
+    def by_step(self) -> list[dict[str, float]]:
+        """Returns the figures of each step; of more than `STEPS`, neighbors share a row."""
         rows: list[dict[str, float]] = []
         for _, (sums, largest, histogram) in self._steps.rows():
             figures = _statistics(torch.from_numpy(sums), torch.from_numpy(largest[:2]), self._histogram).summary()

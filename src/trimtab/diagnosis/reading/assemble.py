@@ -8,7 +8,7 @@ import numpy as np
 
 from trimtab.diagnosis.reading.layouts import LOGPS, Layout
 from trimtab.diagnosis.reading.ragged import ABSENT, SAMPLING, WRONG, FlatRows, ListColumn, RowBlock, numbers
-from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE, ReadCounts
+from trimtab.diagnosis.reading.read_counts import EXTERNAL_TRACE, NOT_FINITE, OUT_OF_LOSS, ReadCounts
 from trimtab.diagnosis.tokens import TokenTable
 
 
@@ -39,8 +39,9 @@ def build_table(
         version=_version(flat, block, rows),
         turn=as_integers(flat.values["turn"]) if "turn" in flat.values else None,
         step=whole("step"),
-        group=_groups(block, rows, tally, file) if "group" in roles else None,
+        group=_groups(block, flat, rows, tally, file) if "group" in roles else None,
         proximal_version=whole("proximal_version"),
+        prompt_length=_prompt_length(flat, block, rows),
         reward=number("reward"),
         advantage=_advantage(flat) if "advantage" in flat.values else number("advantage"),
         temperature=sampling.get("temperature"),
@@ -72,11 +73,21 @@ def _sampling(block: RowBlock, rows: np.ndarray, roles: frozenset[str]) -> Mappi
     return result
 
 
-def _groups(block: RowBlock, rows: np.ndarray, tally: ReadCounts, file: int) -> np.ndarray:
+def _prompt_length(flat: FlatRows, block: RowBlock, rows: np.ndarray) -> np.ndarray | None:
+    if "prompt_length" in block.scalars:
+        return numbers(block.scalars["prompt_length"])[rows]
+    known = flat.single.get("prompt_length")
+    return None if known is None else known.astype(np.float64)
+
+
+def _groups(block: RowBlock, flat: FlatRows, rows: np.ndarray, tally: ReadCounts, file: int) -> np.ndarray:
     """Returns numbers of prompt groups (responses,), unique over all files: per step, or per file without steps."""
-    values = block.scalars["group"]
-    steps = numbers(block.scalars["step"]).tolist() if "step" in block.scalars else None
-    keys = ((steps[row] if steps else ("file", file), _key(values[row], row)) for row in rows.tolist())
+    if "group" in block.scalars:
+        values = [block.scalars["group"][row] for row in rows.tolist()]
+    else:
+        values = flat.single["prompt_key"].tolist()
+    steps = numbers(block.scalars["step"])[rows].tolist() if "step" in block.scalars else None
+    keys = ((steps[index] if steps else ("file", file), _key(value, index)) for index, value in enumerate(values))
     return np.fromiter((tally.group(key) for key in keys), dtype=np.int64, count=len(rows))
 
 
@@ -166,6 +177,8 @@ class _RowFilter:
 def _drop_rows(block: RowBlock, keep: _RowFilter, tally: ReadCounts) -> None:
     if "off_policy" in block.scalars:
         keep.drop(numbers(block.scalars["off_policy"]) == 1, EXTERNAL_TRACE)
+    if "sample_mask" in block.scalars:
+        keep.drop(numbers(block.scalars["sample_mask"]) == 0, OUT_OF_LOSS)
     if "sample_id" in block.scalars:
         keep.drop(_repeated_samples(block, tally), "the same response in the file of another rank")
     for role, column in block.lists.items():
@@ -216,7 +229,12 @@ def _align(block: RowBlock, keep: _RowFilter) -> FlatRows:
     keep.drop(np.any([length[role] != tokens for role in lists], axis=0), "lists of different lengths")
     keep.drop(tokens == 0, "no tokens")
     rows = keep.rows()
-    return FlatRows(tokens[rows], {role: _entries(lists[role], skip[role], rows) for role in lists})
+    flat = FlatRows(tokens[rows], {role: _entries(lists[role], skip[role], rows) for role in lists})
+    if "response_length" in block.scalars and "response_ids" in lists:
+        # Ids that begin with the prompt tell its length, unless all lists do, which may be padded on the left.
+        skipped = skip["response_ids"][rows], skip["logp_behavior"][rows]
+        flat.single["prompt_length"] = np.where(skipped[1] == 0, skipped[0], np.nan)
+    return flat
 
 
 def _entries(column: ListColumn, skip: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -250,6 +268,10 @@ def _trim(flat: FlatRows, layout: Layout, rows: np.ndarray, keep: _RowFilter) ->
     flat.values["trained"] = trained
     inside = flat.values.get("padding_mask", trained) != 0
     first, last = _ends(flat, trained if layout.whole else inside)
+    if layout.whole:
+        flat.single["prompt_length"] = first
+        if layout.prompt_groups and "response_ids" in flat.values:
+            flat.single["prompt_key"] = _prompt_keys(flat, first)
     flat = flat.cut(
         first if layout.whole else np.zeros_like(first),
         np.where(last > first, last, flat.lengths) if layout.padded else flat.lengths,
@@ -257,6 +279,13 @@ def _trim(flat: FlatRows, layout: Layout, rows: np.ndarray, keep: _RowFilter) ->
     empty = ~flat.having(flat.values["trained"])
     keep.drop(empty, "no trained token", among=rows)
     return flat.select(~empty), rows[~empty]
+
+
+def _prompt_keys(flat: FlatRows, length: np.ndarray) -> np.ndarray:
+    """Returns a hash of the first `length` token ids of each row (rows,)."""
+    ids = flat.values["response_ids"]
+    spans = zip(flat.first.tolist(), length.tolist(), strict=True)
+    return np.array([hash(ids[start : start + count].tobytes()) for start, count in spans], dtype=np.int64)
 
 
 def _ends(flat: FlatRows, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -310,6 +339,7 @@ def _count(table: TokenTable, tally: ReadCounts) -> None:
     tally.trained += int(trained.sum())
     if table.anchor:
         tally.equal += int((trained & (table.trainer == table.behavior)).sum())
+        tally.zero_trainer += int((trained & (table.trainer == 0)).sum())
     tally.zero += int((trained & (table.behavior == 0)).sum())
     for name, values in zip(LOGPS, (table.behavior, table.proximal, table.current), strict=True):
         if values is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ class Resolved:
     """The layout and columns of the files.
 
     columns: names by role, in every file. anchor: proximal or current, empty without either. missing: absent columns,
-    with the analysis that each would allow. checked: files known to have these columns.
+    with the analysis that each would allow. checked: files known to have these columns. numbered: whether the step is
+    the number in the name of each file. grouped: whether responses to the same prompt tokens form a group.
     """
 
     framework: str
@@ -42,6 +44,14 @@ class Resolved:
     missing: Mapping[str, str]
     findings: tuple[str, ...]
     checked: frozenset[Path]
+    numbered: bool = False
+    grouped: bool = False
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """The roles that every response has a value for, by a column or otherwise."""
+        found = {"step": self.numbered, "group": self.grouped}
+        return frozenset(self.columns) | {role for role, known in found.items() if known}
 
 
 def resolve(tables: Sequence[Table], framework: str | Layout | None, given: Mapping[str, str]) -> Resolved:
@@ -85,9 +95,13 @@ def _resolve_names(
     anchor = _anchor(filled, layout, columns)
     if layout.padded and not {"loss_mask", "padding_mask"} & columns.keys() and "loss_mask" not in given:
         raise _missing_column(filled, "loss_mask", layout, "which tells tokens from padding")
+    numbered = bool(layout.step_in_name) and not {"step"} & (columns.keys() | given.keys())
+    numbered = numbered and all(re.search(layout.step_in_name, path.name) for path in scanned)
+    grouped = layout.prompt_groups and "response_ids" in columns and not {"group"} & (columns.keys() | given.keys())
+    found = {*columns, *(["step"] if numbered else []), *(["group"] if grouped else [])}
     sampling = any(role in columns for role in ("sampling", "temperature", "top_p", "top_k", "logprobs"))
     missing = {
-        role: cost for role, cost in COSTS.items() if role not in columns and not (role == "sampling" and sampling)
+        role: cost for role, cost in COSTS.items() if role not in found and not (role == "sampling" and sampling)
     }
     return Resolved(
         framework=known.framework if known else "columns",
@@ -97,6 +111,8 @@ def _resolve_names(
         missing=missing,
         findings=tuple(findings),
         checked=frozenset(scanned),
+        numbered=numbered,
+        grouped=grouped,
     )
 
 

@@ -35,7 +35,9 @@ ROW_ROLES = (
     "logprobs",
     "off_policy",
     "response_length",
+    "prompt_length",
     "sample_id",
+    "sample_mask",
 )
 ROLES = TOKEN_ROLES + ROW_ROLES
 EITHER_SHAPE = ("policy_version", "advantage")
@@ -50,6 +52,8 @@ class Layout:
     padded: whether responses are padded on the right to one length, with masks that mark their ends.
     whole: whether lists span prompt and response, with an untrained prompt.
     repeats: whether the same responses may be written again into a later file.
+    prompt_groups: whether responses to the same prompt tokens form a group, where no column says so; needs `whole`.
+    step_in_name: regular expression of file names whose group is the step, where no column holds it.
     report: whether the files are read for the report of a run: the trainer's log-probs may be missing, and a response
     with a value that is not finite is dropped whole, as in training.
     advice: the option that makes the framework write log-probs. trainer_advice: that for the trainer's only, if it
@@ -64,17 +68,25 @@ class Layout:
     padded: bool = False
     whole: bool = False
     repeats: bool = False
+    prompt_groups: bool = False
+    step_in_name: str = ""
     report: bool = False
 
 
+_NOT_TRIMTAB = ("group", "sample_id", "sample_mask", "loss_weight", "logp_perturbed")
 TRIMTAB = Layout(
     "trimtab",
-    {role: (role,) for role in ROLES if role not in ("group", "sample_id", "loss_weight", "logp_perturbed")}
-    | {"group": ("group", "prompt_id")},
+    {role: (role,) for role in ROLES if role not in _NOT_TRIMTAB}
+    | {"group": ("group", "prompt_id"), "prompt_length": ("prompt_length", "prompt_ids")},
     (frozenset({"logp_behavior"}), frozenset({"logp_proximal"}), frozenset({"logp_current"})),
     "trimtab's own trainer writes it to trajectories/",
 )
-TRIMTAB_REPORT = replace(TRIMTAB, columns={**TRIMTAB.columns, "logp_perturbed": ("logp_perturbed",)}, report=True)
+TRIMTAB_REPORT = replace(
+    TRIMTAB,
+    columns={role: names for role, names in TRIMTAB.columns.items() if role != "prompt_length"}
+    | {"logp_perturbed": ("logp_perturbed",)},
+    report=True,
+)
 VERL = Layout(
     "verl",
     {
@@ -171,7 +183,31 @@ PRIME_RL = Layout(
     "set trainer.enable_token_export=true and read token_exports/",
     whole=True,
 )
-LAYOUTS = {layout.framework: layout for layout in (TRIMTAB, PRIME_RL, TRL, MILES, VERL)}
+NEMO_RL = Layout(
+    "nemo-rl",
+    {
+        "logp_behavior": ("generation_logprobs",),
+        "logp_proximal": ("prev_logprobs",),
+        "response_ids": ("token_ids",),
+        "loss_mask": ("token_loss_mask",),
+        "sample_mask": ("sample_loss_mask",),
+        "reward": ("filtered_rewards", "rewards"),
+        "advantage": ("advantages",),
+    },
+    (
+        frozenset({"generation_logprobs"}),
+        frozenset({"prev_logprobs"}),
+        frozenset({"content", "input_lengths"}),
+    ),
+    "read the train_data_step*.jsonl of a GRPO or PPO run; with NeMo Gym they need "
+    "env.should_log_nemo_gym_responses=false",
+    "NeMo-RL computes prev_logprobs unless loss_fn.force_on_policy_ratio=true, which writes zeros: set it to false",
+    padded=True,
+    whole=True,
+    prompt_groups=True,
+    step_in_name=r"^train_data_step(\d+)\.jsonl",
+)
+LAYOUTS = {layout.framework: layout for layout in (TRIMTAB, PRIME_RL, TRL, MILES, VERL, NEMO_RL)}
 
 
 def layout_of_framework(framework: str) -> Layout:

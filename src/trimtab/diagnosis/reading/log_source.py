@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from trimtab.diagnosis.reading.assemble import assemble
 from trimtab.diagnosis.reading.columns import Resolved, resolve
 from trimtab.diagnosis.reading.layouts import Layout
-from trimtab.diagnosis.reading.ragged import Table
+from trimtab.diagnosis.reading.ragged import RowBlock, Table
 from trimtab.diagnosis.reading.read_counts import ReadCounts
 from trimtab.diagnosis.reading.run_settings import settings_of
 from trimtab.diagnosis.reading.tables import find_files, open_table
@@ -60,6 +64,13 @@ class LogSource:
                 f"(but probabilities, or their negative logarithms?); name the right column with --columns "
                 f"{wrong}=COLUMN"
             )
+        if counts.zero_trainer == counts.trained > counts.zero:
+            name = resolved.columns[f"logp_{resolved.anchor}"]
+            advice = resolved.layout.trainer_advice or "Write those of its own forward pass"
+            raise TrimtabError(
+                f"{_files_text(self._tables)}: {name} is 0 at every trained token, a placeholder for log-probs that "
+                f"the trainer did not compute. {advice}"
+            )
         settings, unread = settings_of(self.files)
         return DataSummary(
             framework=resolved.framework,
@@ -83,9 +94,18 @@ class LogSource:
                 self.counts.skipped_files += 1
                 continue
             for block in table.blocks(columns, tokens, self.counts):
-                responses = assemble(block, columns, self._resolved.layout, self.counts, number)
+                rows = self._with_step(block, table.path)
+                responses = assemble(rows, self._resolved.roles, self._resolved.layout, self.counts, number)
                 if responses is not None:
                     yield from responses.split(tokens)
+
+    def _with_step(self, block: RowBlock, path: Path) -> RowBlock:
+        """Returns the block with the step in the name of its file, where no column holds it."""
+        if not self._resolved.numbered:
+            return block
+        found = re.search(self._resolved.layout.step_in_name, path.name)
+        assert found is not None, "`numbered` says that every name has a step"
+        return replace(block, scalars={**block.scalars, "step": np.full(block.rows, int(found[1]))})
 
     def _columns(self, table: Table) -> Mapping[str, str] | None:
         """Returns the columns of a file by role; None for the file of a rank without log-probs (Miles)."""

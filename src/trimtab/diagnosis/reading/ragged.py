@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -64,6 +64,9 @@ def build_block(
             single |= fields(column)
         elif is_list(column) if role in EITHER_SHAPE else role in TOKEN_ROLES:
             result[role] = lists(column)
+        elif role == "prompt_length" and is_list(column):  # the prompt's tokens
+            prompts = lists(column)
+            single[role] = np.where(prompts.fault == 0, prompts.lengths, np.nan)
         else:
             single[role] = scalars(column)
     return RowBlock(len(numbers), result, single, numbers)
@@ -182,10 +185,11 @@ def _flat(array: pa.Array) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class FlatRows:
-    """Concatenated rows: every array has `lengths.sum()` entries."""
+    """Concatenated rows: arrays in `values` have `lengths.sum()` entries, those in `single` one for each row."""
 
     lengths: np.ndarray
     values: dict[str, np.ndarray]
+    single: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def first(self) -> np.ndarray:
@@ -196,7 +200,10 @@ class FlatRows:
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     def select(self, rows: np.ndarray) -> FlatRows:
-        return self if rows.all() else self._select(np.repeat(rows, self.lengths), self.lengths[rows])
+        if rows.all():
+            return self
+        kept = self._select(np.repeat(rows, self.lengths), self.lengths[rows])
+        return replace(kept, single={name: values[rows] for name, values in self.single.items()})
 
     def cut(self, first: np.ndarray, last: np.ndarray) -> FlatRows:
         """Returns the entries first <= i < last of each row."""
@@ -213,7 +220,7 @@ class FlatRows:
         return self._select(~tokens, self.lengths - np.bincount(self.row[tokens], minlength=len(self.lengths)))
 
     def _select(self, tokens: np.ndarray, lengths: np.ndarray) -> FlatRows:
-        return FlatRows(lengths, {name: values[tokens] for name, values in self.values.items()})
+        return FlatRows(lengths, {name: values[tokens] for name, values in self.values.items()}, self.single)
 
     def having(self, tokens: np.ndarray) -> np.ndarray:
         """Returns rows (rows,) with at least one marked token."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 EXTERNAL_TRACE, NOT_FINITE = "external trace (off_policy)", "no finite log-prob at any trained token"
+OUT_OF_LOSS = "no part of the loss (sample_mask 0)"
 """Reasons to drop a response."""
 
 
@@ -27,6 +28,7 @@ class ReadCounts:
     skipped_files: int = 0
     equal: int = 0
     zero: int = 0
+    zero_trainer: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     nonfinite: Counter[str] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)

@@ -24,10 +24,13 @@ class RowTable:
         self._read = read
 
     def names(self) -> frozenset[str]:
-        names: set[str] = set()
+        """Returns the columns. One that is null in all the first rows is none: writers put null for what is unknown."""
+        every: set[str] = set()
+        known: set[str] = set()
         for _, row in islice(self._read(self.path, ReadCounts()), _ROWS_FOR_NAMES):
-            names |= row.keys()
-        return frozenset(names)
+            every |= row.keys()
+            known |= {name for name, value in row.items() if value is not None}
+        return frozenset(known or every)
 
     def close(self) -> None:
         """Does nothing: no data is kept between calls."""
@@ -36,10 +39,11 @@ class RowTable:
         rows: list[dict[str, Any]] = []
         numbers: list[int] = []
         number = size = 0
-        for number, row in self._read(self.path, tally):
-            rows.append({name: row.get(name) for name in columns.values()})
+        for number, whole in self._read(self.path, tally):
+            row = _without_batch({name: whole.get(name) for name in columns.values()}, columns["logp_behavior"])
+            rows.append(row)
             numbers.append(number)
-            behavior = row.get(columns["logp_behavior"])
+            behavior = row[columns["logp_behavior"]]
             size += len(behavior) if isinstance(behavior, list) else 1
             if size >= tokens:
                 yield _block(rows, columns, numbers)
@@ -48,6 +52,14 @@ class RowTable:
             yield _block(rows, columns, numbers)
         if not number:
             tally.no_rows += 1
+
+
+def _without_batch(row: dict[str, Any], behavior: str) -> dict[str, Any]:
+    """Returns the row of a batch of one, as NeMo-RL writes it, without the list around each of its values."""
+    lists = row[behavior]
+    if not (isinstance(lists, list) and len(lists) == 1 and isinstance(lists[0], list)):
+        return row
+    return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in row.items()}
 
 
 def _block(rows: list[dict[str, Any]], columns: Mapping[str, str], numbers: list[int]) -> RowBlock:

@@ -17,6 +17,10 @@ from trimtab.errors import TrimtabError
 
 _FOLDERS = ("trajectories", "token_exports", "train_data", "completions")
 """Folders in which runs of Trimtab, prime-rl, Miles and TRL store their tokens."""
+ALARM_FILE = "ALARM.json"
+"""The file that `trimtab diagnose --watch` writes into the folder of the data."""
+_NEMO_RL = "train_data_step"
+"""How the files of NeMo-RL's training data begin."""
 _PARQUET, _JSONL, _TORCH = (".parquet",), (".jsonl", ".ndjson", ".json"), (".pt", ".pth")
 _CSV, _GZIP = (".csv",), ".gz"
 _READABLE = _PARQUET + _JSONL + _TORCH
@@ -39,7 +43,14 @@ def _of_folder(folder: Path) -> list[Path]:
     known = [folder / name for name in _FOLDERS if (folder / name).is_dir()]
     if not known and (folder / "metrics.jsonl").is_file() and (folder / "config.toml").is_file():
         raise TrimtabError(f"{folder} is a run that kept no trajectories: nothing to diagnose")
-    items = [item for root in known or [folder] for item in root.rglob("*") if not item.name.startswith((".", "_"))]
+    items = [
+        item
+        for root in known or [folder]
+        for item in root.rglob("*")
+        if not item.name.startswith((".", "_", ALARM_FILE))
+    ]
+    # NeMo-RL writes them beside tables of its evaluations, which hold no log-probs.
+    items = [item for item in items if item.name.startswith(_NEMO_RL)] or items
     # CSV files of a folder are read only if there is nothing else: they are often tables of metrics.
     for suffixes in (_READABLE, _CSV):
         if files := [item for item in items if _suffix(item) in suffixes and item.is_file()]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -164,11 +165,75 @@ def test_prime_rl_tokens_without_weight_in_the_rl_loss_are_untrained(tmp_path: P
     assert table.mask.all()
 
 
+def nemo_rl_rows(step: int) -> list[dict[str, Any]]:
+    """The lines as objects. Every value is a batch of one."""
+    lines = (DATA / f"nemo-rl/train_data_step{step}.jsonl").read_text().splitlines()
+    return [{name: value[0] for name, value in json.loads(line).items() if name != "idx"} for line in lines]
+
+
+def test_nemo_rl_writes_batches_of_one_with_prompt_and_padding() -> None:
+    table, origin = read("nemo-rl")
+    rows = nemo_rl_rows(1)
+    assert (origin.framework, origin.anchor, origin.files) == ("nemo-rl", "proximal", 2), "val_data_* is not read"
+    assert origin.dropped == {"no part of the loss (sample_mask 0)": 2}
+    assert np.diff(table.starts).tolist() == [4, 2, 5] * 2
+    assert table.ids is not None
+    # From the first trained token to the last: a tool's message stays inside, the prompt's own answer does not.
+    assert table.ids[:11].tolist() == [20, 21, 22, 23, 30, 31, 50, 51, 60, 61, 70]
+    assert table.mask[:11].tolist() == [*[True] * 8, False, False, True]
+    np.testing.assert_allclose(table.behavior[:4], rows[0]["generation_logprobs"][3:7], rtol=1e-6)
+    np.testing.assert_allclose(table.trainer[:4], rows[0]["prev_logprobs"][3:7], rtol=1e-6)
+    columns = {name: getattr(table, name).tolist() for name in ("step", "group", "reward", "advantage")}
+    assert columns == {
+        "step": [1, 1, 1, 2, 2, 2],  # of the file's name
+        "group": [0, 0, 1, 2, 2, 3],  # by the prompt's tokens, in each step
+        "reward": [1, 0, 1, 1, 0, 1],
+        "advantage": [0.5, -0.5, 0.25, 0.5, -0.5, 0.25],
+    }
+    assert table.prompt_length is not None
+    assert table.prompt_length.tolist() == [3, 3, 2, 3, 3, 2]
+    assert not {"step", "group", "reward"} & origin.missing.keys()
+    assert origin.findings == (
+        "left out: no part of the loss (sample_mask 0), first in row 4 of train_data_step1.jsonl",
+    )
+
+
+def test_nemo_rl_responses_outside_the_loss_can_be_read_all_the_same() -> None:
+    _, origin = read("nemo-rl", columns={"sample_mask": ""})
+    assert (origin.responses, origin.dropped) == (8, {})
+
+
+def test_nemo_rl_dynamic_sampling_trains_on_filtered_rewards(tmp_path: Path) -> None:
+    """Sampled prompts may outnumber trained ones: the last lines then hold nothing but a reward."""
+    rows = [
+        {name: [value] for name, value in row.items()} | {"rewards": [9.0], "filtered_rewards": [row["rewards"]]}
+        for row in nemo_rl_rows(1)[:3]
+    ]
+    rows.append({name: [] for name in rows[0]} | {"rewards": [0.0], "idx": 3})
+    (tmp_path / "train_data_step7.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_log([tmp_path])
+    (table,) = source.tables()
+    assert table.reward is not None
+    assert table.reward.tolist() == [1, 0, 1]
+    assert source.summary().dropped == {"no tokens": 1}
+
+
+def test_nemo_rl_without_the_trainers_forward_names_the_option(tmp_path: Path) -> None:
+    rows = [row | {"prev_logprobs": [0.0] * len(row["token_ids"])} for row in nemo_rl_rows(1)]
+    text = "".join(json.dumps({name: [value] for name, value in row.items()}) + "\n" for row in rows)
+    (tmp_path / "train_data_step1.jsonl").write_text(text)
+    source = open_log([tmp_path])
+    list(source.tables())
+    with pytest.raises(TrimtabError, match=r"prev_logprobs is 0 at every trained token.*force_on_policy_ratio"):
+        source.summary()
+
+
 @pytest.mark.parametrize(
     ("name", "lacks", "way"),
     [
         ("verl-text", "rollout_log_probs", "actor_rollout_ref.rollout.calculate_log_probs=True"),
         ("trl-text", "sampling_per_token_logps", "vllm_importance_sampling_correction"),
+        ("nemo-rl/val_data_step2.jsonl", "logp_behavior", "--columns"),
         ("miles/rollout_data", "log_probs", "--dump-details DIR, without --use-rollout-logprobs"),
     ],
 )
@@ -213,3 +278,41 @@ def test_a_framework_can_be_named() -> None:
         open_log([DATA / "verl/3.jsonl"], framework="trl")
     with pytest.raises(TrimtabError, match="did you mean 'verl'"):
         open_log([DATA / "verl/3.jsonl"], framework="veerl")
+
+
+def test_a_dump_in_trimtabs_own_columns_needs_no_more_than_log_probs(tmp_path: Path) -> None:
+    """What adapters write for trainers without a layout of their own: a file for each step, null for the unknown."""
+    for step in (3, 4):
+        known = {
+            "step": step, "response_ids": [7, 8, 9], "logp_behavior": [-1.0, None, -0.5],
+            "logp_proximal": [-1.25, None, -0.5], "loss_mask": [1, 0, 1], "advantage": 0.5, "reward": None,
+            "policy_version": None, "group": None, "entropy": None,
+        }  # fmt: skip
+        rows = [
+            known,
+            known | {"response_ids": [5], "logp_behavior": [-2.0], "logp_proximal": [-2.0], "loss_mask": [1]},
+        ]
+        (tmp_path / f"step-{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_log([tmp_path])
+    (table,) = source.tables()
+    origin = source.summary()
+    assert (origin.framework, origin.anchor, origin.dropped) == ("trimtab", "proximal", {})
+    assert {"reward", "policy_version", "group", "entropy"} <= origin.missing.keys()
+    assert origin.findings == ()
+    assert table.mask.tolist() == [True, False, True, True] * 2
+    assert table.trainer.tolist() == [-1.25, 0, -0.5, -2] * 2
+    assert table.step is not None
+    assert table.step.tolist() == [3, 3, 4, 4]
+
+
+def test_a_value_missing_in_some_rows_only_is_counted(tmp_path: Path) -> None:
+    row = {"logp_behavior": [-1.0], "logp_current": [-1.5], "reward": 1.0, "advantage": [0.5]}
+    rows = [row, row | {"reward": None}, row | {"logp_current": [None]}, row | {"logp_current": None}]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_log([tmp_path])
+    (table,) = source.tables()
+    origin = source.summary()
+    assert (origin.anchor, table.responses) == ("current", 2)
+    assert origin.dropped == {"no logp_current": 1, "no finite log-prob at any trained token": 1}
+    assert origin.nonfinite == {"logp_current nan": 1}
+    assert "reward is not a finite number in 1 of 2 responses" in origin.findings

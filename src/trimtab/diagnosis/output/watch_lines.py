@@ -1,0 +1,44 @@
+"""Renders the events of `trimtab diagnose --watch` as lines of text."""
+
+from __future__ import annotations
+
+from trimtab.diagnosis.output.words import format_count, format_number
+from trimtab.diagnosis.watch import Bound, StepReport, Watch
+from trimtab.pages.render import number
+
+
+def opening_line(watch: Watch, every: float) -> str:
+    """Returns the line before the first step: what is watched, which bounds hold, how to end it."""
+    bounds = ", ".join(_bound_text(bound) for bound in watch.bounds) or "none"
+    absent = "" if watch.folder.is_dir() else ", which does not exist yet"
+    return f"watching {watch.folder}{absent}, every {every:g} s; alarm at: {bounds}; end with Ctrl-C"
+
+
+def event_lines(event: StepReport | str) -> list[str]:
+    """Returns the line of a step, then one for each bound it crosses; or the text of another event."""
+    if isinstance(event, str):
+        return [event]
+    figures = event.figures
+    left_out = f"; left out: {event.left_out}" if event.left_out else ""
+    line = (
+        f"step {event.step}: k3 {format_number(figures['k3'])}, ratio {figures['ratio_q01']:.3g} to "
+        f"{figures['ratio_q99']:.3g} (1% to 99%), mean {figures['ratio_mean']:.4f}, ESS {number(figures['ess_token'])} "
+        f"of tokens, {number(figures['ess_seq'])} of sequences; {format_count(int(figures['sequences']), 'response')}, "
+        f"{format_count(int(figures['tokens']), 'token')}{left_out}"
+    )
+    return [line, *(_alarm(event, bound) for bound in event.crossed)]
+
+
+def last_line(watch: Watch) -> str:
+    """Returns the line after the last step."""
+    return f"watched {format_count(watch.steps, 'step')}, {format_count(watch.alarms, 'alarm')}"
+
+
+def _alarm(event: StepReport, bound: Bound) -> str:
+    side = "above" if bound.is_upper else "below"
+    value = format_number(event.figures[bound.name])
+    return f"ALARM step {event.step}: {bound.name} {value} is {side} {bound.value:g}: {bound.action}"
+
+
+def _bound_text(bound: Bound) -> str:
+    return f"{bound.name} {'above' if bound.is_upper else 'below'} {bound.value:g}"

@@ -1,0 +1,234 @@
+"""Watches a folder beside a running training: the mismatch of each new step, and an alarm where a bound is crossed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from trimtab.diagnosis.measure.mismatch_size import SizeSums
+from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
+from trimtab.diagnosis.reading import open_log
+from trimtab.diagnosis.reading.tables import ALARM_FILE, find_files
+from trimtab.diagnosis.tokens import TokenTable
+from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.runs.atomic import write_text
+from trimtab.runs.metric_catalog import metric
+
+UPPER, LOWER = ("k3", "ratio_q99"), ("ess_token", "ess_seq", "pearson", "ratio_q01")
+"""Figures of a step that a bound may be set for, by the side on which they are unhealthy."""
+DEFAULT_BOUNDS = ("k3", "ess_token")
+PATIENCE = 10
+"""Number of looks after which a file with an unfinished last line is read as it is: its writer was killed."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The largest (`is_upper`) or smallest healthy value of a figure, and what to do beyond it."""
+
+    name: str
+    value: float
+    is_upper: bool
+    action: str
+
+    def crossed_by(self, value: float) -> bool:
+        """Returns whether a value lies beyond the bound; one that is not a number does."""
+        return not (value <= self.value if self.is_upper else value >= self.value)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The figures of one step, with the bounds they cross. left_out: responses and tokens of its files, by reason."""
+
+    figures: Mapping[str, float]
+    crossed: tuple[Bound, ...]
+    left_out: str = ""
+
+    @property
+    def step(self) -> str:
+        first, last = int(self.figures["step"]), int(self.figures["step_last"])
+        return str(first) if first == last else f"{first}-{last}"
+
+    def as_dict(self) -> dict[str, object]:
+        """Returns plain values, for JSON."""
+        alarms = [
+            {
+                "figure": bound.name,
+                "value": self.figures[bound.name],
+                "bound": bound.value,
+                "side": "above" if bound.is_upper else "below",
+                "action": bound.action,
+            }
+            for bound in self.crossed
+        ]
+        return {**self.figures, "left_out": self.left_out, "alarms": alarms}
+
+
+def parse_bounds(given: Sequence[str]) -> tuple[Bound, ...]:
+    """Returns the bounds of `NAME=VALUE` texts added to the default ones; `NAME` takes the value of the metrics' table.
+
+    `NAME=` removes a bound. Raises `TrimtabError` for an unknown name or a value that is not a number.
+    """
+    values: dict[str, float | None] = dict.fromkeys(DEFAULT_BOUNDS)
+    for text in (part.strip() for word in given for part in word.split(",")):
+        name, equals, number = (part.strip() for part in text.partition("="))
+        if name not in UPPER + LOWER:
+            raise TrimtabError(f"--bound: no figure {name!r}{did_you_mean(name, UPPER + LOWER)}")
+        if equals and not number:
+            values.pop(name, None)
+            continue
+        try:
+            values[name] = float(number) if number else None
+        except ValueError:
+            raise TrimtabError(f"--bound {text!r}: {number!r} is no number; write NAME=VALUE, as k3=0.02") from None
+    return tuple(_bound(name, value) for name, value in values.items())
+
+
+def _bound(name: str, value: float | None) -> Bound:
+    row, is_upper = metric(f"mismatch/{name}"), name in UPPER
+    assert row is not None
+    healthy = row.high if is_upper else row.low
+    assert healthy is not None
+    return Bound(name, healthy if value is None else value, is_upper, row.action)
+
+
+@dataclass(eq=False)
+class _StepFiles:
+    """The files of one step: their state at the last look, for how many looks it lasts, and that of the last report."""
+
+    state: tuple[tuple[str, int, int], ...] = ()
+    unchanged: int = 0
+    reported: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(eq=False)
+class Watch:
+    """A folder that is looked at again and again; `look` yields what is new.
+
+    A file is read once it is the same at two looks and has no unfinished last line, so that files may be watched while
+    they are written. A step is reported again when its files change.
+    """
+
+    folder: Path
+    bounds: Sequence[Bound]
+    framework: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    steps: int = 0
+    alarms: int = 0
+    _files: dict[str, _StepFiles] = field(default_factory=dict)
+    _printed: dict[tuple[str, float], float] = field(default_factory=dict)
+
+    def look(self) -> Iterator[StepReport | str]:
+        """Yields a report of each step that is complete and new, or the reason why files cannot be read.
+
+        `ALARM.json` is written before the report of a step that crosses a bound is yielded.
+        """
+        for name, files in self._by_step().items():
+            known = self._files.setdefault(name, _StepFiles())
+            state = tuple(_state(file) for file in files)
+            known.unchanged = known.unchanged + 1 if state == known.state else 0
+            known.state = state
+            if not known.unchanged or state == known.reported:
+                continue
+            try:
+                reports = self._read(files, is_last_try=known.unchanged >= PATIENCE)
+            except TrimtabError as error:
+                known.reported = state
+                yield f"not read: {error}"
+                continue
+            if reports is None:
+                continue
+            known.reported = state
+            for report in reports:
+                key = (name, report.figures["step"])
+                if self._printed.get(key) != report.figures["tokens"]:
+                    self._printed[key] = report.figures["tokens"]
+                    yield self._counted(report)
+
+    def _by_step(self) -> dict[str, list[Path]]:
+        """Returns the files of the folder by step, in the order of their names; empty while there are none."""
+        if not self.folder.is_dir():
+            return {}
+        try:
+            files = find_files([self.folder])
+        except TrimtabError:  # nothing has been written yet
+            return {}
+        result: dict[str, list[Path]] = {}
+        for file in files:
+            result.setdefault(_step_name(file), []).append(file)
+        return result
+
+    def _read(self, files: Sequence[Path], *, is_last_try: bool) -> list[StepReport] | None:
+        """Returns a report for each step in the files; None where they are still being written."""
+        log = open_log(files, framework=self.framework, columns=self.columns)
+        sums, responses = SizeSums(), 0
+        number = int(_number(files[0]) or len(self._files))
+        for table in log.tables():
+            sums.add(TrainedTokens.of(_with_step(table, number), responses))
+            responses += table.responses
+        if log.counts.dropped["unfinished last line"] and not is_last_try:
+            return None
+        origin = log.summary()
+        left_out = [f"{count} x {why}" for why, count in (*origin.dropped.items(), *origin.nonfinite.items())]
+        rows = sorted(sums.by_step(), key=lambda row: row["step"])
+        return [StepReport(row, self._crossed(row), "; ".join(left_out)) for row in rows]
+
+    def _crossed(self, figures: Mapping[str, float]) -> tuple[Bound, ...]:
+        return tuple(bound for bound in self.bounds if bound.crossed_by(figures[bound.name]))
+
+    def _counted(self, report: StepReport) -> StepReport:
+        self.steps += 1
+        if report.crossed:
+            self.alarms += 1
+            content = {"alarms_so_far": self.alarms, "latest": report.as_dict()}
+            write_text(self.folder / ALARM_FILE, json.dumps(_plain(content), indent=2) + "\n")
+        return report
+
+
+def watch(
+    looker: Watch, on_event: Callable[[StepReport | str], None], wait: Callable[[float], bool], every: float
+) -> None:
+    """Looks every `every` seconds and passes on what is new, until `wait(seconds)` returns True."""
+    while True:
+        for event in looker.look():
+            on_event(event)
+        if wait(every):
+            return
+
+
+def _with_step(table: TokenTable, number: int) -> TokenTable:
+    return table if table.step is not None else replace(table, step=np.full(table.responses, number))
+
+
+def _state(file: Path) -> tuple[str, int, int]:
+    try:
+        found = file.stat()
+    except OSError:  # removed since it was listed
+        return str(file), -1, -1
+    return str(file), found.st_size, found.st_mtime_ns
+
+
+def _step_name(file: Path) -> str:
+    """Returns what files of one step have in common (`step_2/rank_0.jsonl`, `7_0.pt`): a folder, or the file itself."""
+    if re.fullmatch(r"step[_-]?\d+", file.parent.name):
+        return str(file.parent)
+    ranked = re.fullmatch(r"(\d+)_\d+\.pt", file.name)
+    return str(file.parent / ranked[1]) if ranked else str(file)
+
+
+def _number(file: Path) -> str | None:
+    found = re.search(r"\d+", Path(_step_name(file)).name)
+    return found[0] if found else None
+
+
+def _plain(value: object) -> object:
+    """Returns the value with None for numbers that JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
