@@ -58,6 +58,23 @@ def test_grpo_from_scratch_is_short_and_learns() -> None:
     assert max(accuracies[-3:]) > accuracies[0] + 0.08
 
 
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_prints_what_it_shows(path: Path, tmp_path: Path) -> None:
+    """Its code runs from top to bottom, and prints lines that begin as those that are committed."""
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    code = "\n".join("".join(cell["source"]) + '\nprint("---")' for cell in cells)
+    (tmp_path / "cells.py").write_text(code)
+    words = [sys.executable, "cells.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = [part.split("\n") for part in done.stdout.split("---\n")][:-1]
+    assert len(printed) == len(cells)
+    for cell, lines in zip(cells, printed, strict=True):
+        shown = "".join(text for output in cell["outputs"] for text in output["text"]).split("\n")
+        # Numbers may differ in their last digits on another processor.
+        assert [line[:10] for line in lines] == [line[:10] for line in shown]
+
+
 def test_own_task_is_sorting() -> None:
     rows = [json.loads(line) for line in (EXAMPLES / "own_task.jsonl").read_text().splitlines()]
     assert len({row["digits"] for row in rows}) == 400
