@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,13 +18,17 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 import torch
+from tests.support.turns import check_episodes
 from torch import nn
 
-from trimtab.config import EngineConfig
+from trimtab.config import EngineConfig, load_config
 from trimtab.engines.server.server_engine import ServerEngine
 from trimtab.errors import EngineDeadError
 from trimtab.models import bundled
 from trimtab.models.load import LoadedModel, load
+from trimtab.runs.directory import read_metrics
+from trimtab.training.observer import NullObserver
+from trimtab.training.run import train
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
@@ -186,6 +191,25 @@ def test_an_interrupted_call_goes_on_under_new_weights(
     assert difference(changed, prompts, done, more) < NOISE
     for one, old in zip(np.ravel(done), np.ravel(begun), strict=True):
         assert one.response_ids[: len(old.response_ids)].tolist() == old.response_ids.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:no inference server is left")
+def test_a_run_with_a_tool(process: tuple[subprocess.Popen[bytes], str], tmp_path: Path) -> None:
+    """SmolLM2 calls the interpreter of this process; a turn is a request to the server."""
+    shown = "".join(
+        f"Question: {call} =\nAnswer: <python>{call}</python><output>{product}</output> {product}\n\n"
+        for call, product in (("412 * 739", 304468), ("127 * 856", 108712))
+    )
+    sets = ("trainer.steps=2", "trainer.prompts=2", "trainer.samples=4", "eval.problems=2", "checkpoint.every=0")
+    engine = ("engine.type=server", "engine.dtype=float32", f'engine.server.urls=["{process[1]}"]')
+    engine += ("engine.server.reconnect_timeout=400.0", "model.autocast=none", "environment.timeout=60.0")
+    config = load_config("quickstart-tools", [*sets, *engine, f"environment.instructions={json.dumps(shown)}"])
+    run = train(config, out=tmp_path / "run", observer=NullObserver()).run
+    metrics = read_metrics(run / "metrics.jsonl")
+    assert [row["episode/failed"] for row in metrics] == [0, 0]
+    assert all(row["mismatch/k3"] < 0.01 for row in metrics)
+    # A call in the last turn is counted and not made.
+    assert 0 < check_episodes(run) <= sum(row["episode/calls"] * 8 for row in metrics)
 
 
 def test_a_killed_server_is_lost(

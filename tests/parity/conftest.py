@@ -86,6 +86,9 @@ class Peer:
     def scalar(self, case: str, batch: str, key: str) -> float:
         return float(_document(self.name)["cases"][case]["scalars"][batch][key])
 
+    def text(self, case: str, batch: str, key: str) -> str:
+        return _document(self.name)["cases"][case]["scalars"][batch][key]
+
     def raised(self, case: str, batch: str) -> str:
         """The error the peer answered with, or an empty string."""
         return _document(self.name)["cases"][case]["scalars"].get(batch, {}).get("raised", "")

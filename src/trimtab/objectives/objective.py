@@ -107,6 +107,11 @@ class Objective:
         return frozenset(reads & {"current", "proximal"})
 
     @property
+    def spans_update(self) -> bool:
+        """Whether the loss needs statistics of the whole update besides the numbers of its tokens and sequences."""
+        return self._spans or self.surrogate.spans
+
+    @property
     def learns_without_advantage(self) -> bool:
         """Whether the loss has a gradient where every advantage is 0: a regression, a KL or an entropy term."""
         return self.surrogate.single_policy or self.kl.coef > 0 or self.entropy_coef > 0

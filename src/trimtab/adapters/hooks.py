@@ -1,0 +1,179 @@
+"""What the loss hook of each trainer passes on, and which objectives it can carry.
+
+Facts are those of docs/peers.md, with the versions read and how each was checked. A hook that lacks something an
+objective needs refuses it by name, with the reason: a correction that silently does nothing is worse than none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.objectives import Objective, State
+from trimtab.objectives import objective as preset
+
+POLICIES = frozenset({"behavior", "proximal"})
+ALWAYS = frozenset({"turn"})
+"""Fields of `PolicyLogps` that the mask alone determines (`turns_of`)."""
+
+MEANING = {
+    "behavior": "the sampler's log-probs",
+    "proximal": "the log-probs at the start of the update",
+    "reference": "the reference policy's log-probs",
+    "entropy": "the entropy of the current policy",
+    "off_policy": "the tokens of external traces",
+    "age": "the age of each token's policy",
+    "head_current": "top-k log-probs",
+    "head_behavior": "the sampler's top-k log-probs",
+}
+OPTIMAL = "its advantages are those of OAPL's regression, which Trimtab's trainer computes from rewards"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """The loss hook of one trainer.
+
+    trainer: its name, as in messages. passes: fields of `PolicyLogps` besides current, mask and those that follow from
+    the mask. whole_update: whether statistics of the whole update (mean weights, kept denominators, second moments) can
+    be computed there. aggregations: kinds that the trainer's own denominators allow; empty for any. terms: whether the
+    loss may hold terms without an advantage (KL, entropy). remedies: by field, what makes the trainer pass it.
+    """
+
+    trainer: str
+    passes: frozenset[str]
+    whole_update: bool = False
+    aggregations: tuple[str, ...] = ()
+    terms: bool = True
+    remedies: Mapping[str, str] = field(default_factory=dict)
+
+    def refusal(self, objective: Objective) -> str | None:
+        """Returns the reason why the hook cannot carry an objective, or None."""
+        if objective.advantage == "optimal":
+            return OPTIMAL
+        if not self.terms and (objective.kl.coef > 0 or objective.entropy_coef > 0):
+            return "kl_coef and entropy_coef have no place in this hook: use the trainer's own KL and entropy terms"
+        for name in sorted(objective.needs - self.passes - ALWAYS):
+            remedy = f": {self.remedies[name]}" if name in self.remedies else ""
+            return f"it reads {name} ({MEANING[name]}), which this hook does not pass{remedy}"
+        if objective.spans_update and not self.whole_update:
+            return "it needs statistics of the whole update, and this hook sees a part of it"
+        kind = objective.aggregation.kind
+        if self.aggregations and kind not in self.aggregations:
+            allowed = " or ".join(repr(one) for one in self.aggregations)
+            return f"its aggregation is {kind!r}, and this trainer's denominators give {allowed}: set aggregation"
+        return None
+
+    def check(self, objective: Objective) -> Objective:
+        """Returns the objective. Raises `TrimtabError` with the reason where the hook cannot carry it."""
+        reason = self.refusal(objective)
+        if reason is not None:
+            raise TrimtabError(f"{self.trainer} cannot train {objective.name}: {reason}")
+        return objective
+
+
+_CALCULATE = (
+    "set actor_rollout_ref.rollout.calculate_log_probs=True and algorithm.rollout_correction.rollout_is=trimtab"
+)
+
+HOOKS: dict[str, Hook] = {
+    "trl": Hook(
+        "TRL",
+        POLICIES | {"reference", "entropy"},
+        whole_update=True,
+        remedies={"behavior": "set use_vllm=True, or return logprobs from a rollout_func"},
+    ),
+    "verl": Hook(
+        "verl", POLICIES, remedies={"behavior": _CALCULATE, "reference": "use actor.use_kl_loss"}, terms=False
+    ),
+    "prime-rl": Hook("prime-rl", POLICIES | {"reference"}, aggregations=("token-mean",)),
+    "skyrl": Hook("SkyRL", POLICIES, terms=False, remedies={"reference": "use trainer.algorithm.use_kl_loss"}),
+    "nemo-rl": Hook(
+        "NeMo-RL",
+        POLICIES | {"reference"},
+        aggregations=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
+    ),
+    "miles": Hook("Miles", POLICIES | {"reference"}, aggregations=("token-mean", "seq-mean-token-mean")),
+    "slime": Hook("slime", POLICIES | {"reference"}, aggregations=("token-mean", "seq-mean-token-mean")),
+    "areal": Hook("AReaL", POLICIES | {"age"}, aggregations=("token-mean",), terms=False),
+    "openrlhf": Hook("OpenRLHF", POLICIES, terms=False),
+    "tinker": Hook("tinker", POLICIES | {"reference"}, whole_update=True),
+}
+"""Hooks by the name of the adapter."""
+
+
+def hook(trainer: str) -> Hook:
+    """Returns the hook of a trainer. Raises `TrimtabError` for an unknown name."""
+    if trainer not in HOOKS:
+        raise TrimtabError(f"unknown trainer {trainer!r}{did_you_mean(trainer, HOOKS)}")
+    return HOOKS[trainer]
+
+
+def build(trainer: str, objective: str | Objective, keywords: Mapping[str, Any]) -> Objective:
+    """Returns a preset with some keywords changed, or the given objective, after the check of the trainer's hook."""
+    if not isinstance(objective, str):
+        if keywords:
+            raise TrimtabError(
+                f"{', '.join(keywords)}: keywords belong to a name; the objective given here is complete"
+            )
+        return hook(trainer).check(objective)
+    return hook(trainer).check(preset(objective, **keywords))
+
+
+def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tensor:
+    """Returns the advantages as the objective reads them: (batch, 1) where it judges whole responses.
+
+    advantage: (batch, time). Raises `TrimtabError` where those of a response differ and the objective needs one.
+    """
+    if not objective.judges_responses:
+        return advantage
+    lowest = torch.where(mask, advantage, math.inf).amin(1, keepdim=True)
+    highest = torch.where(mask, advantage, -math.inf).amax(1, keepdim=True)
+    trained = mask.any(1, keepdim=True)
+    # Rounding of a scaled advantage is no difference.
+    if (trained & (highest - lowest > 1e-4 * highest.abs().clamp(min=1e-30))).any():
+        raise TrimtabError(f"{objective.name} needs one advantage a response, and those of its tokens differ")
+    return torch.where(trained, highest, 0.0)
+
+
+def reported(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns metrics for another trainer's log: named `trimtab/...`, without those by position or over nothing."""
+    values = metrics.items()
+    return {f"trimtab/{key}": value for key, value in values if "_tenth_" not in key and not math.isnan(value)}
+
+
+def turns_of(mask: Tensor) -> Tensor:
+    """Returns (batch, time) the number of the run of trained tokens that each position is in or after, from 0.
+
+    What lies between the turns of a model (observations, template) is untrained, so that runs of the mask are turns.
+    """
+    before = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+    return ((mask & ~before).cumsum(1) - 1).clamp(min=0)
+
+
+def counted_state(tokens: Tensor | float, sequences: Tensor | float, like: Tensor) -> State:
+    """Returns the state of an update of which only the trainer's own counts are known.
+
+    tokens, sequences: trained tokens and sequences of the whole update, the denominators of the aggregation. With 1
+    the loss is a sum over tokens, or over sequences of their means, to be divided by the trainer. like: a tensor on the
+    device of the batch.
+    """
+    tokens, sequences = (
+        torch.as_tensor(value, dtype=torch.float64, device=like.device) for value in (tokens, sequences)
+    )
+    zero = torch.zeros_like(tokens)
+    return State(
+        tokens=tokens,
+        sequences=sequences,
+        sequences_trained=sequences,
+        tokens_kept=tokens,
+        sequences_rejected=zero,
+        weight_total=zero,
+        weight_count=zero,
+        evidence=zero.new_zeros(0),
+    )

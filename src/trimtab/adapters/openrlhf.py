@@ -1,0 +1,74 @@
+"""A Trimtab objective in place of OpenRLHF's policy loss. Checked against OpenRLHF 0.11.2 (3c3be623).
+
+import trimtab.adapters.openrlhf
+trimtab.adapters.openrlhf.install("icepop")     # in the process of the policy actor, before it is built
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.adapters.hooks import build, counted_state, per_response, turns_of
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Objective, PolicyLogps
+
+MODULES = ("openrlhf.models.loss", "openrlhf.models", "openrlhf.trainer.ray.ppo_actor")
+
+
+def install(objective: str | Objective, **keywords: Any) -> None:
+    """Replaces `PolicyLoss` in the modules that use it. OpenRLHF has no hook; call it in each process of an actor."""
+    built = build("openrlhf", objective, keywords)
+
+    def policy_loss(*_: Any, **__: Any) -> ObjectiveLoss:
+        return ObjectiveLoss(built)
+
+    for name in MODULES:
+        module = importlib.import_module(name)
+        if not hasattr(module, "PolicyLoss"):
+            raise TrimtabError(f"this version of OpenRLHF has no {name}.PolicyLoss: use 0.11.2")
+        setattr(module, "PolicyLoss", policy_loss)  # noqa: B010 - pyright knows no such module
+
+
+class ObjectiveLoss(nn.Module):
+    """A Trimtab objective with the interface of OpenRLHF's `PolicyLoss`."""
+
+    def __init__(self, objective: str | Objective, **keywords: Any) -> None:
+        super().__init__()
+        self.objective = build("openrlhf", objective, keywords)
+
+    def forward(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+        dp_size: int = 1,
+        batch_num_tokens: float | None = None,
+        global_batch_size: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Returns the loss, the share of clipped tokens, the KL of the update, and that of sampler and trainer."""
+        mask = action_mask.bool() if action_mask is not None else torch.ones_like(log_probs, dtype=torch.bool)
+        if "behavior" in self.objective.needs and rollout_log_probs is None:
+            raise TrimtabError(f"{self.objective.name} reads the sampler's log-probs: use --vllm_num_engines")
+        logps = PolicyLogps(
+            current=log_probs,
+            behavior=rollout_log_probs,
+            mask=mask,
+            proximal=old_log_probs,
+            turn=turns_of(mask) if "turn" in self.objective.needs else None,
+        )
+        tokens = mask.sum() if batch_num_tokens is None else batch_num_tokens
+        sequences = mask.shape[0] if global_batch_size is None else global_batch_size
+        state = counted_state(tokens, sequences, like=log_probs)
+        output = self.objective(logps, per_response(self.objective, advantages, mask), state=state)
+        values = output.metrics.finalize()
+        clipped = values.get("clip/low", 0.0) + values.get("clip/high", 0.0)
+        old_to_new = ((old_log_probs - log_probs).detach() * mask).sum() / mask.sum().clamp(min=1)
+        engine = None if rollout_log_probs is None else (rollout_log_probs - old_log_probs).detach()
+        mismatch = None if engine is None else (engine * mask).sum() / mask.sum().clamp(min=1)
+        return output.loss * dp_size, torch.as_tensor(clipped).to(log_probs), old_to_new, mismatch

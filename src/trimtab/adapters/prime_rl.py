@@ -1,0 +1,72 @@
+"""A Trimtab objective as the custom loss of prime-rl. Checked against prime-rl 559b4477.
+
+[trainer.loss]
+type = "custom"
+import_path = "trimtab.adapters.prime_rl.loss"
+
+[trainer.loss.kwargs]
+objective = "icepop"
+aggregation = "token-mean"
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from trimtab.adapters.hooks import build, counted_state, per_response, reported, turns_of
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Objective, PolicyLogps
+
+
+class LossInputs(Protocol):
+    """The fields of prime-rl's `LossInputs` that are read: one sequence, tensors of (time,)."""
+
+    trainer_logprobs: Tensor
+    inference_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    advantages: Tensor
+    loss_mask: Tensor
+    loss_weights: Tensor | None
+
+
+class LossOutputs(NamedTuple):
+    """The loss of one sequence and its metrics, as prime-rl reads them."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def loss(inputs: LossInputs, *, objective: str = "ipo", **keywords: Any) -> LossOutputs:
+    """Returns the sum of the loss over one sequence, which prime-rl divides by the number of trained tokens.
+
+    objective, keywords: as for `trimtab.objective`; the aggregation must be token-mean. A batch of prime-rl is one
+    update, so that the policy at its start is the current one. Raises `TrimtabError` for an objective that needs the
+    whole update, and for token weights other than 1.
+    """
+    built = _built(objective, tuple(sorted(keywords.items())))
+    mask = inputs.loss_mask[None]
+    weights = inputs.loss_weights
+    if weights is not None and not bool((weights[None][mask] == 1).all()):
+        raise TrimtabError("prime-rl's rl_weights other than 1 have no meaning in this loss: leave them out")
+    current = inputs.trainer_logprobs[None]
+    logps = PolicyLogps(
+        current=current,
+        behavior=inputs.inference_logprobs[None],
+        mask=mask,
+        proximal=current.detach(),
+        reference=None if inputs.ref_logprobs is None else inputs.ref_logprobs[None],
+        turn=turns_of(mask) if "turn" in built.needs else None,
+    )
+    advantage = per_response(built, inputs.advantages[None], mask)
+    output = built(logps, advantage, state=counted_state(1, 1, like=current))
+    metrics = reported(output.metrics.finalize())
+    return LossOutputs(output.loss, {key: torch.tensor(value) for key, value in metrics.items()})
+
+
+@lru_cache
+def _built(objective: str, keywords: tuple[tuple[str, Any], ...]) -> Objective:
+    return build("prime-rl", objective, dict(keywords))

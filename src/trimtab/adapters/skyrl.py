@@ -1,0 +1,91 @@
+"""Trimtab objectives as policy losses of SkyRL. Checked against SkyRL a9564572.
+
+import trimtab.adapters.skyrl
+trimtab.adapters.skyrl.register("icepop")     # before ray.init; then policy_loss_type=trimtab-icepop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.adapters.hooks import build, counted_state, per_response, reported, turns_of
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Aggregation, Objective, PolicyLogps
+
+REDUCTIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "constant": "seq_mean_token_sum_norm",
+}
+"""`trainer.algorithm.loss_reduction` by the aggregation of the objective."""
+
+PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
+
+
+def register(objective: str | Objective, name: str | None = None, **keywords: Any) -> str:
+    """Registers an objective with SkyRL and returns its name, `trimtab-NAME` unless given.
+
+    Call it before `ray.init`, in the script that starts the training; then set
+    `trainer.algorithm.policy_loss_type` to the name.
+    """
+    from skyrl.backends.skyrl_train.utils.ppo_utils import (  # pyright: ignore[reportMissingImports]
+        PolicyLossRegistry,
+    )
+
+    built = build("skyrl", objective, keywords)
+    chosen = name or f"trimtab-{built.name}"
+    PolicyLossRegistry.register(chosen, policy_loss(built))
+    return chosen
+
+
+def policy_loss(objective: str | Objective, **keywords: Any) -> PolicyLoss:
+    """Returns a policy loss with SkyRL's signature.
+
+    SkyRL divides the advantages by the denominators of `loss_reduction` beforehand, so that the loss is a sum over
+    tokens; the reduction must be the one of the objective. Raises `TrimtabError` where it is not.
+    """
+    built = build("skyrl", objective, keywords)
+    summed = replace(built, aggregation=Aggregation("token-mean", built.aggregation.denominator))
+
+    def loss(
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        config: Any,
+        loss_mask: Tensor | None = None,
+        rollout_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        _check_reduction(built, config.loss_reduction)
+        if "behavior" in built.needs and rollout_logprobs is None:
+            raise TrimtabError(f"{built.name} reads the sampler's log-probs: set generator.sampling_params.logprobs=0")
+        mask = loss_mask.bool() if loss_mask is not None else log_probs.new_ones(log_probs.shape).bool()
+        logps = PolicyLogps(
+            current=log_probs,
+            behavior=rollout_logprobs,
+            mask=mask,
+            proximal=old_log_probs,
+            turn=turns_of(mask) if "turn" in built.needs else None,
+        )
+        state = counted_state(1, 1, like=log_probs)
+        output = summed(logps, per_response(built, advantages, mask), state=state)
+        return output.loss, reported(output.metrics.finalize())
+
+    return loss
+
+
+def _check_reduction(objective: Objective, reduction: str) -> None:
+    kind = objective.aggregation.kind
+    wanted = REDUCTIONS.get(kind)
+    if wanted is None:
+        raise TrimtabError(
+            f"SkyRL has no loss_reduction for the aggregation {kind!r} of {objective.name}: choose another"
+        )
+    if reduction != wanted:
+        raise TrimtabError(
+            f"{objective.name} aggregates by {kind!r}, and loss_reduction is {reduction!r}: set it to {wanted!r}, or "
+            "give the objective another aggregation"
+        )

@@ -1,0 +1,136 @@
+"""Trimtab's corrections and objectives in Miles and slime. Checked against Miles 31f1ca96 and slime 624b824a.
+
+    --use-tis --custom-tis-function-path trimtab.adapters.slime.tis --custom-config-path trimtab.yaml
+    --loss-type custom_loss --custom-loss-function-path trimtab.adapters.slime.loss --custom-config-path trimtab.yaml
+
+with in trimtab.yaml the name of an objective, or a table of its keywords:
+
+    trimtab_objective: {name: icepop, beta_low: 0.5}
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from trimtab.adapters.hooks import build, counted_state, per_response, reported, turns_of
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Objective, PolicyLogps, correct
+
+SCORING = ("miles.backends.training_utils.loss_hub.logit_processors", "slime.backends.megatron_utils.loss")
+"""Where `get_log_probs_and_entropy` is, in Miles and in slime."""
+
+
+def tis(
+    args: Namespace,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    response_lengths: Sequence[int],
+    **_: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """Multiplies the trainer's own loss by the weight and the masks of an objective.
+
+    pg_loss is flat over all responses, the others are lists of (time,). Rejected tokens get the weight 0; the masks
+    are returned unchanged, so that denominators stay. Raises `TrimtabError` for an objective without a correction, or
+    with a mask that reads the current policy or advantages, which this hook does not pass.
+    """
+    built = _objective(args, "custom_tis_function_path")
+    if built.weight is None and not built.masks:
+        raise TrimtabError(f"{built.name} has no weight and no mask: this hook applies only these")
+    unread = frozenset().union(*(rule.reads for rule in built.masks)) & {"current", "advantage"}
+    if unread:
+        raise TrimtabError(
+            f"{built.name} reads {' and '.join(sorted(unread))}, which this hook does not pass: use loss"
+        )
+    _whole(train_log_probs, response_lengths)
+    mask = _padded(loss_masks).bool()
+    result = correct(
+        _padded(train_log_probs),
+        _padded(rollout_log_probs),
+        mask,
+        weight=built.weight,
+        masks=built.masks,
+        turn=turns_of(mask),
+    )
+    weight, keep = (_flat(value.to(pg_loss), response_lengths) for value in (result.weight, result.keep))
+    metrics = {"trimtab_weight": weight.clone(), "trimtab_rejected": _flat(mask.to(pg_loss), response_lengths) - keep}
+    return pg_loss * weight * keep, list(loss_masks), metrics
+
+
+def loss(
+    args: Namespace, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Computes a whole objective in place of the trainer's policy loss; Miles and slime divide it by their counts.
+
+    The aggregation must be token-mean with `--calculate-per-token-loss`, otherwise seq-mean-token-mean. Without
+    `log_probs` in the batch, the policy at the start of the update is the current one.
+    """
+    built = _objective(args, "custom_loss_function_path")
+    wanted = "token-mean" if args.calculate_per_token_loss else "seq-mean-token-mean"
+    if built.aggregation.kind != wanted:
+        raise TrimtabError(
+            f"{built.name} aggregates by {built.aggregation.kind!r}, this run by {wanted!r}: set aggregation in "
+            "trimtab_objective, or change --calculate-per-token-loss"
+        )
+    lengths = batch["response_lengths"]
+    scored = _scoring()(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=lengths,
+    )["log_probs"]
+    _whole(scored, lengths)
+    current, mask = _padded(scored), _padded(batch["loss_masks"]).bool()
+    named = {"behavior": "rollout_log_probs", "proximal": "log_probs", "reference": "ref_log_probs"}
+    policies = {ours: _padded(batch[theirs]) for ours, theirs in named.items() if batch.get(theirs)}
+    policies.setdefault("proximal", current.detach())
+    logps = PolicyLogps(current=current, mask=mask, turn=turns_of(mask), **{"behavior": None, **policies})
+    advantage = per_response(built, _padded(batch["advantages"]), mask)
+    output = built(logps, advantage, state=counted_state(1, 1, like=current))
+    metrics = reported(output.metrics.finalize())
+    # Their logs divide every value by the number of sequences or tokens.
+    size = sum_of_sample_mean(torch.ones_like(torch.cat(list(scored)))).detach()
+    values = {key.replace("/", "_"): torch.tensor(value).to(size) * size for key, value in metrics.items()}
+    return output.loss, {"loss": output.loss.detach().clone(), **values}
+
+
+def _objective(args: Namespace, flag: str) -> Objective:
+    given = getattr(args, "trimtab_objective", None)
+    if given is None:
+        raise TrimtabError(f"--{flag.replace('_', '-')} needs trimtab_objective in the file of --custom-config-path")
+    keywords = {"name": given} if isinstance(given, str) else dict(given)
+    return build("miles", keywords.pop("name"), keywords)
+
+
+def _scoring() -> Callable[..., dict[str, list[Tensor]]]:
+    for name in SCORING:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            return importlib.import_module(name).get_log_probs_and_entropy
+    raise TrimtabError("neither Miles nor slime is installed here: this function is called by their trainers")
+
+
+def _whole(logps: Sequence[Tensor], lengths: Sequence[int]) -> None:
+    """Raises `TrimtabError` where a response lies on several ranks: its sums would be of a part."""
+    if any(len(one) != size for one, size in zip(logps, lengths, strict=True)):
+        raise TrimtabError(
+            "context parallelism splits responses over ranks, which this adapter cannot join: turn it off"
+        )
+
+
+def _padded(values: Sequence[Tensor]) -> Tensor:
+    return pad_sequence(list(values), batch_first=True)
+
+
+def _flat(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    return torch.cat([row[:size] for row, size in zip(values, lengths, strict=True)])

@@ -1,0 +1,76 @@
+"""A Trimtab objective as a custom loss of tinker. Checked against tinker-cookbook 9dfcc3a2.
+
+from trimtab.adapters.tinker import custom_loss
+training_client.forward_backward_custom(data, custom_loss("icepop"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from trimtab.adapters.hooks import build, per_response, reported, turns_of
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Objective, PolicyLogps
+
+CustomLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]
+
+
+def custom_loss(objective: str | Objective, **keywords: Any) -> CustomLoss:
+    """Returns a loss for `forward_backward_custom`.
+
+    Each datum's `loss_fn_inputs` hold `logprobs` (the sampler's), `advantages`, and `mask` where some tokens are not
+    trained; `old_logprobs` and `ref_logprobs` where given. All data of the call are one update: without
+    `old_logprobs`, the policy at its start is the current one.
+    """
+    built = build("tinker", objective, keywords)
+
+    def loss(data: Sequence[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        current = pad_sequence(list(logprobs), batch_first=True)
+        fields = [datum.loss_fn_inputs for datum in data]
+        mask = _column(fields, "mask", current)
+        behavior, advantage = (_required(fields, name, current) for name in ("logprobs", "advantages"))
+        inside = _inside(logprobs, current)
+        mask = inside if mask is None else inside & (mask != 0)
+        proximal = _column(fields, "old_logprobs", current)
+        logps = PolicyLogps(
+            current=current,
+            behavior=behavior,
+            mask=mask,
+            proximal=current.detach() if proximal is None else proximal,
+            reference=_column(fields, "ref_logprobs", current),
+            turn=turns_of(mask) if "turn" in built.needs else None,
+        )
+        output = built(logps, per_response(built, advantage, mask))
+        return output.loss, reported(output.metrics.finalize())
+
+    return loss
+
+
+def _inside(logprobs: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Returns (batch, time) bool, False at padding."""
+    lengths = torch.tensor([len(one) for one in logprobs], device=like.device)
+    return torch.arange(like.shape[1], device=like.device) < lengths[:, None]
+
+
+def _column(fields: Sequence[Any], name: str, like: Tensor) -> Tensor | None:
+    """Returns (batch, time) a field of all data, or None where no datum has it."""
+    present = [name in one for one in fields]
+    if not any(present):
+        return None
+    if not all(present):
+        raise TrimtabError(f"{present.count(False)} of {len(fields)} data have no {name!r}: give it to all or to none")
+    values = [one[name] for one in fields]
+    tensors = [value if isinstance(value, Tensor) else value.to_torch() for value in values]
+    return pad_sequence([tensor.to(like) for tensor in tensors], batch_first=True)
+
+
+def _required(fields: Sequence[Any], name: str, like: Tensor) -> Tensor:
+    column = _column(fields, name, like)
+    if column is None:
+        raise TrimtabError(f"the data have no {name!r} in loss_fn_inputs: add it")
+    return column

@@ -1,0 +1,224 @@
+"""TRL's `GRPOTrainer` with any Trimtab objective as its loss. Checked against TRL 1.16.
+
+    from trimtab.adapters.trl import GRPOTrainer
+    trainer = GRPOTrainer(model, reward_funcs, args=config, train_dataset=data, objective="icepop", dump="logps")
+
+Generation, rewards, advantages and everything else remain TRL's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.adapters.dump import Dump, rows
+from trimtab.adapters.hooks import build, hook, reported, turns_of
+from trimtab.corrections.reduce import finite_rows
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Metrics, Objective, PolicyLogps, State
+
+# Not an import statement: type checkers would take `trl` for this file.
+_TRL: Any = importlib.import_module("trl")
+PlainTrainer: Any = _TRL.GRPOTrainer
+
+LOSS_OPTIONS = (
+    *("loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "top_entropy_quantile"),
+    *("entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold", "use_bias_correction_kl"),
+    *("sapo_temperature_neg", "sapo_temperature_pos", "vllm_importance_sampling_mode"),
+    *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
+)
+"""Options of `GRPOConfig` that only TRL's own loss reads."""
+
+FORWARD = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+"""Inputs of vision models that the forward pass takes as they are."""
+
+
+class GRPOTrainer(PlainTrainer):
+    """A `trl.GRPOTrainer` whose loss is a Trimtab objective.
+
+    objective: a preset, or an `Objective` for other numbers and parts. dump: a folder for the log-probs of the first
+    update after each generation, which `trimtab diagnose` reads. Other parameters are those of TRL.
+
+    Denominators and other statistics are those of the whole update: of all micro-batches of an accumulation window, on
+    all processes. Responses with a token whose log-prob the sampler did not report are not trained, and counted as
+    `trimtab/unscored`. Raises `TrimtabError` for settings of TRL that would have no effect, and for objectives that
+    need what TRL does not have.
+    """
+
+    def __init__(
+        self, *args: Any, objective: str | Objective = "grpo", dump: str | Path | None = None, **kwargs: Any
+    ) -> None:
+        if "unsloth" in sys.modules:
+            raise TrimtabError(
+                "Unsloth replaces compute_loss, so that this loss would never be called: do not import it"
+            )
+        _check_signature()
+        super().__init__(*args, **kwargs)
+        self._objective = build("trl", objective, {})
+        _check_settings(self._objective, self.args)
+        self._dump = None if dump is None else Dump(dump)
+        self._rows: list[dict[str, Any]] = []
+        self._update: tuple[int, int] | None = None
+        self._state: State | None = None
+        self._measured: Metrics | None = None
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        current, entropy, auxiliary = self._score(model, inputs)
+        logps, advantage = self._logps(inputs, current, entropy), _advantage(inputs)
+        training = self.model.training
+        if training and self._update != (self.state.global_step, self._generation):
+            self._state = self._whole_update(model)
+            self._update, self._measured = (self.state.global_step, self._generation), None
+        output = self._objective(logps, advantage, state=self._state if training else None)
+        # Processes average their gradients, and each loss is a share of the whole update.
+        loss = output.loss * (self.accelerator.num_processes if training else 1)
+        if auxiliary is not None:
+            steps = self.current_gradient_accumulation_steps if training else 1
+            loss = loss + self.router_aux_loss_coef * auxiliary / steps
+        self._record(inputs, logps, output.metrics, training)
+        return loss
+
+    @property
+    def _generation(self) -> int:
+        """The number of the generation that the current micro-batch comes from."""
+        return self._step // (self.args.steps_per_generation * self.num_iterations)
+
+    def _score(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        return self._get_per_token_logps_and_entropies(
+            model,
+            ids,
+            attention,
+            inputs["completion_ids"].size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+            **{name: inputs[name] for name in FORWARD if inputs.get(name) is not None},
+        )
+
+    def _logps(self, inputs: dict[str, Any], current: Tensor | None, entropy: Tensor | None = None) -> PolicyLogps:
+        needs = self._objective.needs
+        behavior, proximal = inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps")
+        if "behavior" in needs and behavior is None:
+            remedy = hook("trl").remedies["behavior"]
+            raise TrimtabError(
+                f"{self._objective.name} reads the sampler's log-probs, which TRL does not have: {remedy}"
+            )
+        if proximal is None and current is not None:
+            proximal = current.detach()  # TRL leaves it out where this is the first update after the generation.
+        mask = _mask(inputs)
+        if behavior is not None:
+            mask = mask & finite_rows(mask, behavior)
+        return PolicyLogps(
+            current=current,
+            behavior=behavior,
+            mask=mask,
+            proximal=proximal,
+            reference=inputs.get("ref_per_token_logps"),
+            entropy=entropy,
+            turn=turns_of(mask) if "turn" in needs else None,
+        )
+
+    @torch.no_grad()
+    def _whole_update(self, model: Any) -> State:
+        """Returns the statistics of the update that begins: over its micro-batches, and over all processes."""
+        buffered, size = self._buffered_inputs, self.args.steps_per_generation
+        steps = range(self._step, self._step + self.current_gradient_accumulation_steps)
+        parts = []
+        for inputs in (buffered[step % size] for step in steps):
+            current = self._score(model, inputs)[0] if self._objective.prepare_needs else None
+            parts.append(self._objective.prepare(self._logps(inputs, current), _advantage(inputs)))
+        state = sum(parts[1:], parts[0])
+        return state.all_reduce() if self.accelerator.num_processes > 1 else state
+
+    def _record(self, inputs: dict[str, Any], logps: PolicyLogps, metrics: Metrics, training: bool) -> None:
+        """Collects metrics and rows of the update; at its last micro-batch, logs and writes them."""
+        mode = "train" if training else "eval"
+        unscored = (_mask(inputs).any(1) & ~logps.mask.any(1)).float().mean()
+        self._metrics[mode]["trimtab/unscored"].append(self.accelerator.gather(unscored).mean().item())
+        self._measured = metrics if self._measured is None else self._measured + metrics
+        first = self._step % (self.args.steps_per_generation * self.num_iterations)
+        if self._dump is not None and training and first < self.current_gradient_accumulation_steps:
+            self._rows += _dumped(inputs, logps)
+        last = (self._step + 1) % self.current_gradient_accumulation_steps == 0 if training else True
+        if not last:
+            return
+        values = self._measured.finalize()
+        gathered = self.accelerator.gather(torch.tensor(list(values.values()), device=unscored.device))
+        means = gathered.view(-1, len(values)).nanmean(0).tolist()
+        for key, value in reported(dict(zip(values, means, strict=True))).items():
+            self._metrics[mode][key].append(value)
+        self._measured = None
+        if self._dump is not None and self._rows:
+            self._dump.write(self.state.global_step + 1, self._rows, rank=self.accelerator.process_index)
+            self._rows = []
+
+
+def _mask(inputs: dict[str, Any]) -> Tensor:
+    mask = inputs["completion_mask"]
+    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+
+
+def _advantage(inputs: dict[str, Any]) -> Tensor:
+    advantage = inputs["advantages"]
+    return advantage[:, None] if advantage.ndim == 1 else advantage
+
+
+def _dumped(inputs: dict[str, Any], logps: PolicyLogps) -> list[dict[str, Any]]:
+    assert logps.current is not None
+    advantage = _advantage(inputs)
+    return list(
+        rows(
+            inputs["completion_mask"].sum(1),
+            response_ids=inputs["completion_ids"],
+            logp_behavior=logps.behavior,
+            logp_proximal=inputs.get("old_per_token_logps"),
+            logp_current=logps.current.detach().float(),
+            loss_mask=_mask(inputs),
+            advantage=advantage[:, 0] if advantage.shape[1] == 1 else None,
+            prompt_id=[
+                " ".join(map(str, ids[mask.bool()].tolist()))
+                for ids, mask in zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
+            ],
+        )
+    )
+
+
+def _check_signature() -> None:
+    """Raises `TrimtabError` for a version of TRL whose trainer is made otherwise."""
+    known = inspect.signature(PlainTrainer._get_per_token_logps_and_entropies).parameters
+    if not {"logits_to_keep", "compute_entropy", "compute_aux_loss"} <= known.keys():
+        raise TrimtabError("this version of TRL scores tokens by another method: use TRL 1.16")
+
+
+def _check_settings(objective: Objective, args: Any) -> None:
+    """Raises `TrimtabError` for settings of TRL that would have no effect, or that the objective needs otherwise."""
+    defaults = {item.name: item.default for item in dataclasses.fields(_TRL.GRPOConfig)}
+    ignored = [name for name in LOSS_OPTIONS if name in defaults and getattr(args, name) != defaults[name]]
+    if ignored:
+        raise TrimtabError(
+            f"{', '.join(ignored)}: only TRL's own loss reads it; leave it out, and set it in the objective"
+        )
+    steps, window = args.steps_per_generation, args.gradient_accumulation_steps
+    if steps % window:
+        raise TrimtabError(
+            f"steps_per_generation = {steps} is no multiple of gradient_accumulation_steps = {window}: an update "
+            "would span two generations and its denominators are not known at its start: make it a multiple"
+        )
+    if args.use_vllm and not args.vllm_importance_sampling_correction:
+        raise TrimtabError("set vllm_importance_sampling_correction=True: with it TRL computes old_per_token_logps")
+    if (objective.kl.coef > 0) != (args.beta != 0):
+        value = "0.1 (only that it is not 0 counts)" if objective.kl.coef > 0 else "0"
+        raise TrimtabError(f"kl_coef of the objective is {objective.kl.coef:g}: set beta={value} in GRPOConfig")
+    if objective.advantage == "dr-grpo" and args.scale_rewards not in ("none", False):
+        raise TrimtabError(f'{objective.name} has advantages without the standard deviation: set scale_rewards="none"')

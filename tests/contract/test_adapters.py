@@ -1,0 +1,248 @@
+"""Every adapter gives the loss and gradient of the library: same batch, same preset, called as its trainer calls it."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker
+from trimtab.adapters.hooks import HOOKS, turns_of
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Aggregation, Objective, PolicyLogps, objectives
+
+OPTIONS: dict[str, dict[str, Any]] = {"dr-grpo": {"length_max": 6}, "luffy": {"length_max": 6}}
+Trainer = Callable[[Any, Objective, Any], Tensor]
+
+
+def float32(lab: Any, seed: int) -> Any:
+    """A batch in which every response has a trained token, as the trainers drop others; in float32."""
+    batch = lab.Batch.random(seed)
+    mask = batch.mask.clone()
+    mask[:, 0] = True
+    # From responses that no rule rejects to responses that most do.
+    nearer = torch.logspace(-4, 0, len(mask), dtype=torch.float64)[:, None]
+    policies = {
+        name: batch.current + nearer * (getattr(batch, name) - batch.current) for name in ("behavior", "proximal")
+    }
+    single = batch.changed(**policies).map(lambda tensor: tensor.float() if tensor.dtype == torch.float64 else tensor)
+    return single.changed(mask=mask, turn=turns_of(mask))
+
+
+def lists(tensor: Tensor) -> list[Tensor]:
+    """Responses of different lengths, cut from a padded batch."""
+    return [row[: 4 + index % 3] for index, row in enumerate(tensor)]
+
+
+def cut(mask: Tensor) -> Tensor:
+    """The mask without what `lists` cuts off."""
+    return torch.stack([row * (torch.arange(len(row)) < 4 + index % 3) for index, row in enumerate(mask)])
+
+
+def run_prime_rl(objective: Objective, batch: Any, current: Tensor) -> Tensor:
+    keywords = {"objective": objective.name, **OPTIONS.get(objective.name, {}), "aggregation": "token-mean"}
+    keywords.pop("length_max", None)
+    total = current.new_zeros(())
+    for row in range(len(current)):
+        inputs = SimpleNamespace(
+            trainer_logprobs=current[row],
+            inference_logprobs=batch.behavior[row],
+            ref_logprobs=None,
+            advantages=batch.advantage.expand(current.shape)[row],
+            loss_mask=batch.mask[row],
+            loss_weights=None,
+        )
+        total = total + prime_rl.loss(inputs, **keywords).loss
+    return total / batch.mask.sum()
+
+
+def run_skyrl(objective: Objective, batch: Any, current: Tensor) -> Tensor:
+    """Advantages scaled as SkyRL does, a sum over two micro-batches."""
+    reduction = skyrl.REDUCTIONS.get(objective.aggregation.kind, "token_mean")
+    lengths = batch.mask.sum(1, keepdim=True)
+    scale = {
+        "token_mean": 1 / batch.mask.sum(),
+        "sequence_mean": 1 / (len(current) * lengths),
+        "seq_mean_token_sum_norm": torch.tensor(1 / (len(current) * 6)),
+    }[reduction]
+    advantage = (batch.advantage * scale).expand(current.shape)
+    loss = skyrl.policy_loss(objective)
+    total = current.new_zeros(())
+    for part in (slice(0, 3), slice(3, None)):
+        value, _ = loss(
+            current[part],
+            batch.proximal[part],
+            advantage[part],
+            config=SimpleNamespace(loss_reduction=reduction),
+            loss_mask=batch.mask[part].float(),
+            rollout_logprobs=batch.behavior[part],
+        )
+        total = total + value
+    return total
+
+
+def run_nemo_rl(objective: Objective, batch: Any, current: Tensor) -> Tensor:
+    def shifted(tensor: Tensor) -> Tensor:
+        return torch.nn.functional.pad(tensor.expand(current.shape).float(), (1, 0))
+
+    loss = nemo_rl.ObjectiveLoss(objective)
+    total = current.new_zeros(())
+    for part in (slice(0, 3), slice(3, None)):
+        data = {
+            "token_mask": shifted(batch.mask)[part],
+            "sample_mask": torch.ones(len(current))[part],
+            "advantages": shifted(batch.advantage)[part],
+            "prev_logprobs": shifted(batch.proximal)[part],
+            "generation_logprobs": shifted(batch.behavior)[part],
+        }
+        total = total + loss(current[part], data, torch.tensor(len(current)), batch.mask.sum())[0]
+    return total
+
+
+def run_tinker(objective: Objective, batch: Any, current: Tensor) -> Tensor:
+    advantage = lists(batch.advantage.expand(current.shape))
+    columns = zip(lists(batch.behavior), advantage, lists(batch.mask), lists(batch.proximal), strict=True)
+    data = [
+        SimpleNamespace(
+            loss_fn_inputs={"logprobs": logp, "advantages": value, "mask": mask.float(), "old_logprobs": old}
+        )
+        for logp, value, mask, old in columns
+    ]
+    return tinker.custom_loss(objective)(data, lists(current))[0]
+
+
+def run_slime(objective: Objective, batch: Any, current: Tensor) -> Tensor:
+    tokens = objective.aggregation.kind == "token-mean"
+    keywords = {"name": objective.name, **OPTIONS.get(objective.name, {})}
+    if objective.aggregation != built(objective.name).aggregation:
+        keywords["aggregation"] = objective.aggregation.kind
+        keywords.pop("length_max", None)
+    args = Namespace(trimtab_objective=keywords, calculate_per_token_loss=tokens)
+    scored = lists(current)
+    lengths = [len(one) for one in scored]
+    fields = {
+        "response_lengths": lengths,
+        "total_lengths": lengths,
+        "unconcat_tokens": scored,
+        "loss_masks": lists(batch.mask.int()),
+        "advantages": lists(batch.advantage.expand(current.shape)),
+        "log_probs": lists(batch.proximal),
+        "rollout_log_probs": lists(batch.behavior),
+    }
+    loss, _ = slime.loss(args, fields, current, lambda flat: flat.sum())
+    return loss / (cut(batch.mask).sum() if tokens else len(current))
+
+
+def run_areal(objective: Objective, batch: Any, current: Tensor) -> Tensor:
+    """Packed rows, as AReaL trains."""
+    size = current.shape[1]
+    data = {
+        "logprobs": batch.behavior.reshape(-1),
+        "prox_logp": batch.proximal.reshape(-1),
+        "advantages": batch.advantage.expand(current.shape).reshape(-1),
+        "loss_mask": batch.mask.reshape(-1).float(),
+        "versions": (10 - batch.age).reshape(-1),
+        "cu_seqlens": torch.arange(0, current.numel() + 1, size),
+    }
+    loss = areal.actor_loss(objective)
+    return loss(current.reshape(-1), torch.zeros(current.numel()), data, eps_clip=0.2, current_version=9)
+
+
+def run_openrlhf(objective: Objective, batch: Any, current: Tensor) -> Tensor:
+    """Half of the micro-batches on each of two ranks, whose gradients are averaged."""
+    loss = openrlhf.ObjectiveLoss(objective)
+    total = current.new_zeros(())
+    for part in (slice(0, 3), slice(3, None)):
+        value, *_ = loss(
+            current[part],
+            batch.proximal[part],
+            batch.advantage.expand(current.shape)[part],
+            action_mask=batch.mask[part],
+            rollout_log_probs=batch.behavior[part],
+            dp_size=2,
+            batch_num_tokens=float(batch.mask.sum()),
+            global_batch_size=len(current),
+        )
+        total = total + value / 2
+    return total
+
+
+RUNS: dict[str, Trainer] = {
+    "prime-rl": run_prime_rl,
+    "skyrl": run_skyrl,
+    "nemo-rl": run_nemo_rl,
+    "tinker": run_tinker,
+    "slime": run_slime,
+    "areal": run_areal,
+    "openrlhf": run_openrlhf,
+}
+
+
+def built(name: str) -> Objective:
+    from trimtab.objectives import objective
+
+    return objective(name, **OPTIONS.get(name, {}))
+
+
+def allowed(trainer: str, name: str) -> Objective:
+    """The preset, with an aggregation that the trainer has."""
+    plain, hook = built(name), HOOKS[trainer]
+    if not hook.aggregations or plain.aggregation.kind in hook.aggregations:
+        return plain
+    return replace(plain, aggregation=Aggregation(hook.aggregations[0]))
+
+
+def scored(_logits: Tensor, *, unconcat_tokens: list[Tensor], **_: Any) -> dict[str, list[Tensor]]:
+    return {"log_probs": unconcat_tokens}
+
+
+@pytest.fixture(autouse=True)
+def peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the adapters import from NeMo-RL and slime: two enumerations, and the function that scores tokens."""
+    interfaces = ModuleType("nemo_rl.algorithms.loss.interfaces")
+    interfaces.LossType = Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL")  # type: ignore[attr-defined]
+    interfaces.LossInputType = Enum("LossInputType", "LOGPROB")  # type: ignore[attr-defined]
+    for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, interfaces.__name__, interfaces)
+    monkeypatch.setattr(slime, "_scoring", lambda: scored)
+
+
+def trained_policies(trainer: str, batch: Any, current: Tensor) -> PolicyLogps:
+    """The log-probs as the trainer passes them to a loss."""
+    logps = replace(batch.logps(), current=current)
+    if trainer == "prime-rl":  # One update a batch.
+        logps = replace(logps, proximal=current.detach())
+    if trainer in ("slime", "tinker"):
+        logps = replace(logps, mask=cut(batch.mask), turn=turns_of(cut(batch.mask)))
+    return logps
+
+
+@pytest.mark.parametrize("preset", objectives())
+@pytest.mark.parametrize("trainer", RUNS)
+def test_an_adapter_gives_the_loss_of_the_library(lab: Any, trainer: str, preset: str) -> None:
+    objective = allowed(trainer, preset)
+    reason = HOOKS[trainer].refusal(objective)
+    batch = float32(lab, seed=3)
+    current = batch.current.clone().requires_grad_()
+    if reason is not None:
+        with pytest.raises(TrimtabError):
+            RUNS[trainer](objective, batch, current)
+        return
+    loss = RUNS[trainer](objective, batch, current)
+    (grad,) = torch.autograd.grad(loss, current)
+    again = batch.current.clone().requires_grad_()
+    expected = objective(trained_policies(trainer, batch, again), batch.advantage).loss
+    (expected_grad,) = torch.autograd.grad(expected, again)
+    assert_close(loss, expected, rtol=2e-6, atol=2e-7)
+    assert_close(grad, expected_grad, rtol=2e-5, atol=2e-7)
+    assert grad.abs().max() > 0

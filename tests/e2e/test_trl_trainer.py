@@ -1,0 +1,74 @@
+"""TRL 1.16 trains with Trimtab's losses, and `grpo` is TRL's own loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trimtab
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-bench" / "bin" / "python"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="no TRL here: make bench-install installs it"),
+]
+
+
+def run(what: str, folder: Path) -> Any:
+    command = [str(PYTHON), str(ROOT / "tests" / "e2e" / "trl_trainer.py"), what, str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def test_grpo_is_the_loss_of_trl(tmp_path: Path) -> None:
+    """With micro-batches, several updates a generation and several iterations, where clipping acts."""
+    cases = run("parity", tmp_path)
+    assert len(cases) == 7
+    for name, case in cases.items():
+        assert case["micro-batches"] >= 12, name
+        assert case["scale"] > 0.1, name
+        assert case["loss"] <= 1e-6, name
+        assert case["gradient"] <= 1e-6, name
+    planted = run("planted", tmp_path)
+    assert planted["gradient"] > 0.05  # Another clip bound is seen.
+
+
+def test_icepop_trains_and_its_log_probs_are_diagnosed(tmp_path: Path) -> None:
+    result = run("train", tmp_path)
+    assert result["first"] < 0.75
+    assert result["last"] > 0.9
+    assert {"trimtab/reject/tokens", "trimtab/weight/mean", "trimtab/unscored"} <= set(result["metrics"])
+    assert 0 < result["log"]["trimtab/reject/tokens"] < 0.1  # A ratio below .5 is 2.3 deviations away.
+    assert len(result["files"]) == 60
+    diagnosis = trimtab.diagnose(tmp_path / "logps")
+    assert 0.02 < diagnosis.measured.size.mismatch["k3"] < 0.1
+
+
+def test_a_token_that_the_sampler_did_not_score_is_not_trained(tmp_path: Path) -> None:
+    result = run("unscored", tmp_path)
+    assert result["unscored"] == [0.25, 0.25]  # One response of each group of four.
+    assert result["finite"]
+
+
+def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(tmp_path: Path) -> None:
+    assert run("refusals", tmp_path) == [
+        "TRL cannot train oapl: its advantages are those of OAPL's regression, which Trimtab's trainer computes from "
+        "rewards",
+        "TRL cannot train score-centering: it reads head_behavior (the sampler's top-k log-probs), which this hook "
+        "does not pass",
+        "loss_type: only TRL's own loss reads it; leave it out, and set it in the objective",
+        "steps_per_generation = 1 is no multiple of gradient_accumulation_steps = 2: an update would span two "
+        "generations and its denominators are not known at its start: make it a multiple",
+        "kl_coef of the objective is 0.1: set beta=0.1 (only that it is not 0 counts) in GRPOConfig",
+        'dr-grpo has advantages without the standard deviation: set scale_rewards="none"',
+        "Unsloth replaces compute_loss, so that this loss would never be called: do not import it",
+    ]

@@ -1,0 +1,122 @@
+"""verl 0.9.1 finds Trimtab by itself and trains with its losses: its own functions, on CPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-bench" / "bin" / "python"
+OWN = """
+[plain]
+name = "grpo"
+aggregation = "token-mean"
+clip_dual = 3.0
+
+[means]
+name = "grpo"
+clip_dual = 3.0
+
+[constant]
+name = "grpo"
+aggregation = "constant"
+clip_dual = 3.0
+
+[narrow]
+name = "grpo"
+aggregation = "token-mean"
+clip_low = 0.1
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="no verl here: make bench-install installs it"),
+]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """This checkout as an installed package with the entry point of pyproject.toml, and a file of own objectives."""
+    folder = tmp_path_factory.mktemp("verl")
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'trimtab = "trimtab.adapters.verl"' in project.partition('[project.entry-points."verl.plugins"]')[2]
+    info = folder / "site" / "trimtab_plugin-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trimtab-plugin\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[verl.plugins]\ntrimtab = trimtab.adapters.verl\n")
+    (folder / "own.toml").write_text(OWN)
+    path = os.pathsep.join([str(ROOT / "src"), str(folder / "site")])
+    return os.environ | {"PYTHONPATH": path, "TRIMTAB_OBJECTIVES": str(folder / "own.toml")}
+
+
+def python(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(PYTHON), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+
+
+def run(environment: dict[str, str], part: str) -> Any:
+    ended = python(environment, str(ROOT / "tests" / "e2e" / "verl_losses.py"), part)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def test_grpo_is_the_vanilla_loss_of_verl(environment: dict[str, str]) -> None:
+    cases = run(environment, "parity")
+    planted = cases.pop("planted")
+    assert len(cases) == 6
+    for name, case in cases.items():
+        assert case["scale"] > 1e-3, name
+        assert case["loss"] <= 1e-6, name
+        assert case["gradient"] <= 1e-6, name
+    assert planted["gradient"] > 0.05  # Another clip bound is seen.
+
+
+def test_three_policies_reach_the_loss(environment: dict[str, str]) -> None:
+    for name, case in run(environment, "three_policies").items():
+        assert case["loss"] <= 1e-6, name
+        assert case["gradient"] <= 2e-6, name
+        assert case["metrics"] == ["actor/trimtab/weight/mean"], name
+
+
+def test_the_driver_corrects_with_trimtab(environment: dict[str, str]) -> None:
+    result = run(environment, "driver")
+    assert result["weights"] <= 1e-6
+    assert result["carried"]
+    assert result["kept"]
+    assert result["rejected"] > 0
+    assert result["mask"]
+    assert 0.01 < result["k3"] < 0.1
+    grpo, opsm, unknown = result["refused"]
+    assert grpo == "rollout_is=trimtab-grpo: grpo has no weight and no mask"
+    assert opsm.startswith("rollout_is=trimtab-opsm: opsm reads advantage and current, which verl's driver does not")
+    assert unknown.startswith("rollout_is=trimtab-icepopp: no such objective (did you mean 'icepop'")
+
+
+def test_what_is_missing_is_named(environment: dict[str, str]) -> None:
+    none, weights, aggregation, update = run(environment, "refusals")
+    assert none.startswith(
+        "icepop reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True"
+    )
+    assert weights.startswith("rollout_is_weights holds weights, not the sampler's log-probs that icepop reads")
+    assert aggregation.startswith(
+        "gspo aggregates by seq-mean-token-mean, and verl by token-mean: set actor.loss_agg_mode"
+    )
+    assert update == (
+        "verl cannot train m2po: it needs statistics of the whole update, and this hook sees a part of it"
+    )
+
+
+def test_verl_loads_the_plugin_and_a_failure_is_loud(environment: dict[str, str], tmp_path: Path) -> None:
+    code = "import verl; from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY as r; print(sorted(r))"
+    names = python(environment, "-c", code)
+    assert "trimtab-icepop" in names.stdout
+    assert "trimtab-narrow" in names.stdout
+    assert names.stderr.count("trimtab could not register") == 0
+    broken = python({**environment, "TRIMTAB_OBJECTIVES": str(tmp_path / "absent.toml")}, "-c", code)
+    assert "trimtab could not register its objectives with verl: TRIMTAB_OBJECTIVES=" in broken.stderr
+    assert "trimtab-icepop" not in broken.stdout

@@ -1,0 +1,227 @@
+"""Runs of TRL's trainer with Trimtab's losses on the laboratory model; the environment must have TRL.
+
+    python tests/e2e/trl_trainer.py parity|planted|train|unscored|refusals FOLDER
+
+Prints a JSON object as its last line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from trl import GRPOConfig
+from trl import GRPOTrainer as PlainTrainer
+
+from trimtab.adapters.trl import GRPOTrainer
+from trimtab.errors import TrimtabError
+from trimtab.models import laboratory
+from trimtab.objectives import objective
+
+PROMPTS = ["3141592653=", "2718281828=", "1414213562=", "1732050807="]
+
+
+def digits(completions: list[str], **_: Any) -> list[float]:
+    """The share of odd digits: a reward that differs within every group."""
+    return [sum(one in "13579" for one in text) / max(1, len(text)) for text in completions]
+
+
+def sampled(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]]]:
+    """Samples from the model that is trained, with log-probs as of a slightly different sampler."""
+    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    batch = torch.tensor(ids)
+    with torch.no_grad():
+        full = trainer.model.generate(
+            batch, max_new_tokens=8, do_sample=True, attention_mask=torch.ones_like(batch), pad_token_id=0
+        )
+        logits = trainer.model(full).logits[:, batch.shape[1] - 1 : -1].float()
+    completions = full[:, batch.shape[1] :]
+    logps = logits.log_softmax(-1).gather(-1, completions[..., None])[..., 0]
+    logps = logps + 0.3 * torch.randn(logps.shape, generator=torch.Generator().manual_seed(len(trainer.seen)))
+    trainer.seen.append(completions)
+    lengths = [
+        row.index(trainer.processing_class.eos_token_id) + 1
+        if trainer.processing_class.eos_token_id in row
+        else len(row)
+        for row in completions.tolist()
+    ]
+    return {
+        "prompt_ids": ids,
+        "completion_ids": [row[:n] for row, n in zip(completions.tolist(), lengths, strict=True)],
+        "logprobs": [row[:n] for row, n in zip(logps.tolist(), lengths, strict=True)],
+    }
+
+
+def build(
+    kind: type[PlainTrainer],
+    folder: Path,
+    *,
+    steps: int,
+    own: dict[str, Any],
+    rollout: Callable[..., Any] | None = None,
+    **options: Any,
+) -> PlainTrainer:
+    model, tokenizer = laboratory.build(0)
+    model.config._attn_implementation = "eager"
+    settings = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "max_steps": steps,
+        **options,
+    }
+    arguments = GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        seed=0,
+        **settings,
+    )
+    data = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS * 16])
+    kind.seen = []  # type: ignore[attr-defined]
+    return kind(
+        model=model,
+        processing_class=tokenizer,
+        args=arguments,
+        train_dataset=data,
+        reward_funcs=digits,
+        rollout_func=rollout or sampled,
+        **own,
+    )
+
+
+class Compared(GRPOTrainer):
+    """Computes both losses and gradients on each micro-batch, and trains with ours."""
+
+    differences: list[dict[str, float]]
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        theirs = PlainTrainer._compute_loss(self, model, inputs)
+        expected = gradient(theirs, model)
+        loss = super()._compute_loss(model, inputs)
+        found = gradient(loss, model)
+        scale = max(one.abs().max().item() for one in expected)
+        self.differences.append(
+            {
+                "loss": abs(loss.item() - theirs.item()),
+                "gradient": max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)) / scale,
+                "scale": scale,
+            }
+        )
+        return loss
+
+
+def gradient(loss: Tensor, model: Any) -> list[Tensor]:
+    return [one.clone() for one in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)]
+
+
+def parity(folder: Path) -> dict[str, Any]:
+    """`grpo` against TRL's loss types of the same aggregation, with several updates a generation and iterations."""
+    result = {}
+    for loss_type, aggregation in (("dapo", "token-mean"), ("grpo", "seq-mean-token-mean")):
+        for name, options in {
+            "one update": {},
+            "four micro-batches": {"gradient_accumulation_steps": 4},
+            "two updates a generation": {"steps_per_generation": 4},
+            "three iterations": {"num_iterations": 3},
+        }.items():
+            if loss_type == "dapo" and "steps_per_generation" in options:
+                continue  # TRL divides by the mean over the updates of a generation, this by the update's own tokens.
+            built = objective("grpo", aggregation=aggregation)
+            trainer = build(Compared, folder, steps=6, own={"objective": built}, **options)
+            trainer.loss_type = loss_type
+            trainer.differences = []
+            trainer.train()
+            result[f"{loss_type}, {name}"] = {
+                "micro-batches": len(trainer.differences),
+                **{key: max(one[key] for one in trainer.differences) for key in ("loss", "gradient", "scale")},
+            }
+    return result
+
+
+def planted(folder: Path) -> dict[str, float]:
+    """The largest difference when our clip bound is another one."""
+    own = {"objective": objective("grpo", aggregation="token-mean", clip_low=0.1)}
+    trainer = build(Compared, folder, steps=6, own=own, num_iterations=3)
+    trainer.differences = []
+    trainer.train()
+    return {"gradient": max(one["gradient"] for one in trainer.differences)}
+
+
+def unscored(folder: Path) -> dict[str, Any]:
+    """The first token of one response in four has no log-prob."""
+
+    def holes(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]]]:
+        output = sampled(prompts, trainer)
+        for row in output["logprobs"][::4]:
+            row[0] = None
+        return output
+
+    trainer = build(GRPOTrainer, folder, steps=2, own={"objective": "icepop"}, rollout=holes)
+    trainer.train()
+    log = [row for row in trainer.state.log_history if "trimtab/unscored" in row]
+    finite = all(bool(torch.isfinite(one).all()) for one in trainer.model.parameters())
+    return {"unscored": [row["trimtab/unscored"] for row in log], "finite": finite}
+
+
+def train(folder: Path) -> dict[str, Any]:
+    """`icepop` trains: the reward rises, and the log has our metrics."""
+    own = {"objective": objective("icepop"), "dump": folder / "logps"}
+    trainer = build(GRPOTrainer, folder, steps=60, own=own, gradient_accumulation_steps=4)
+    trainer.train()
+    log = [row for row in trainer.state.log_history if "reward" in row]
+    return {
+        "first": sum(row["reward"] for row in log[:5]) / 5,
+        "last": sum(row["reward"] for row in log[-5:]) / 5,
+        "metrics": sorted(key for key in log[-1] if key.startswith("trimtab/")),
+        "log": log[-1],
+        "files": sorted(path.name for path in (folder / "logps").iterdir()),
+    }
+
+
+def refusals(folder: Path) -> list[str]:
+    return list(_refused(folder))
+
+
+def _refused(folder: Path) -> Iterator[str]:
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"objective": "oapl"}, {}),
+        ({"objective": "score-centering"}, {}),
+        ({"objective": "icepop"}, {"loss_type": "sapo"}),
+        ({"objective": "icepop"}, {"steps_per_generation": 1}),
+        ({"objective": objective("grpo", kl_coef=0.1)}, {}),
+        ({"objective": "dr-grpo"}, {}),
+    ]
+    for own, options in cases:
+        try:
+            if own["objective"] == "dr-grpo":
+                own["objective"] = objective("dr-grpo", length_max=8)
+            build(GRPOTrainer, folder, steps=1, own=own, **options)
+        except TrimtabError as error:
+            yield str(error)
+        else:
+            yield "accepted"
+    sys.modules["unsloth"] = ModuleType("unsloth")
+    try:
+        build(GRPOTrainer, folder, steps=1, own={"objective": "grpo"})
+    except TrimtabError as error:
+        yield str(error)
+
+
+if __name__ == "__main__":
+    functions = (parity, planted, train, unscored, refusals)
+    print(json.dumps({one.__name__: one for one in functions}[sys.argv[1]](Path(sys.argv[2]))))

@@ -1,0 +1,189 @@
+"""verl's own functions with Trimtab's losses, on CPUs; the environment must have verl.
+
+    python tests/e2e/verl_losses.py PART     (a function of this file)
+
+Prints a JSON object as its last line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def batch(rows: int = 8, time: int = 12) -> dict[str, Tensor]:
+    """Responses of different lengths with holes; policies that are apart enough for every clip and bound."""
+    make = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=make)
+
+    rollout = -normal(rows, time).abs() - 0.05
+    old = rollout + 0.3 * normal(rows, time)
+    length = torch.randint(4, time + 1, (rows,), generator=make)
+    length[0] = time  # verl pads to the longest response.
+    inside = torch.arange(time) < length[:, None]
+    return {
+        "rollout_log_probs": rollout,
+        "old_log_probs": old,
+        "log_prob": old + 0.25 * normal(rows, time),
+        "advantages": normal(rows, 1).expand(rows, time).clone(),
+        "response_mask": inside & ((torch.rand(rows, time, generator=make) < 0.8) | (torch.arange(time) == 0)),
+        "length": length,
+    }
+
+
+def run(mode: str, parts: int = 1, *, carried: Tensor | None = None, **options: Any) -> tuple[float, Tensor, dict]:
+    """The loss and gradient of `ppo_loss`, verl's loss of an actor, over micro-batches on two ranks."""
+    from verl.trainer.config import RolloutCorrectionConfig  # noqa: F401 - registers the configuration
+    from verl.utils import tensordict_utils
+    from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    data = batch()
+    rows, time = data["log_prob"].shape
+    leaf = data["log_prob"].clone().requires_grad_()
+    config = FSDPActorConfig(
+        strategy="fsdp",
+        rollout_n=4,
+        ppo_micro_batch_size_per_gpu=4,
+        use_kl_loss=False,
+        engine=FSDPEngineConfig(),
+        **options,
+    )
+    object.__setattr__(config.policy_loss, "loss_mode", mode)
+    object.__setattr__(config, "global_batch_info", {})
+    loss, metrics = torch.zeros(()), {}
+    for index in torch.arange(rows).chunk(parts):
+        jagged = [row.item() for row in data["length"][index]]
+
+        def nested(values: Tensor, index: Tensor = index, jagged: list[int] = jagged) -> Tensor:
+            return torch.nested.as_nested_tensor(
+                [values[row, :size] for row, size in zip(index, jagged, strict=True)], layout=torch.jagged
+            )
+
+        # One token of prompt; position t predicts token t + 1.
+        scored = [torch.cat([leaf[row, :size], torch.zeros(1)]) for row, size in zip(index, jagged, strict=True)]
+        fields = {
+            "prompts": torch.nested.as_nested_tensor([torch.zeros(1).long() for _ in index], layout=torch.jagged),
+            "responses": nested(torch.zeros(rows, time).long()),
+            "response_mask": nested(data["response_mask"].long()),
+            "old_log_probs": nested(data["old_log_probs"]),
+            "advantages": nested(data["advantages"]),
+        }
+        if carried is not None:
+            fields["rollout_is_weights"] = nested(carried)
+        counts = {
+            "dp_size": 2,
+            "batch_num_tokens": int(data["response_mask"].sum()),
+            "global_batch_size": rows,
+        }
+        table = tensordict_utils.get_tensordict(fields, counts)
+        value, metrics = ppo_loss(config, {"log_probs": torch.cat(scored)}, table)
+        loss = loss + value
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.item(), gradient, metrics
+
+
+def difference(ours: tuple[float, Tensor, dict], theirs: tuple[float, Tensor, dict]) -> dict[str, float]:
+    scale = theirs[1].abs().max().item()
+    return {
+        "loss": abs(ours[0] - theirs[0]),
+        "gradient": (ours[1] - theirs[1]).abs().max().item() / scale,
+        "scale": scale,
+    }
+
+
+def parity() -> dict[str, dict[str, float]]:
+    """verl's vanilla loss (clip 0.2, dual clip 3) against `grpo` with its numbers, on one to three micro-batches."""
+    cases = {"token-mean": ("plain", 1), "token-mean, 2 micro-batches": ("plain", 2), "token-mean, 3": ("plain", 3)}
+    cases |= {"seq-mean-token-mean": ("means", 1), "seq-mean-token-mean, 2": ("means", 2)}
+    cases |= {"seq-mean-token-sum-norm, 2": ("constant", 2)}
+    result = {}
+    for case, (name, parts) in cases.items():
+        options: dict[str, Any] = {"loss_agg_mode": case.partition(",")[0]}
+        options |= {"loss_scale_factor": 12} if name == "constant" else {}
+        result[case] = difference(run(f"trimtab-{name}", parts, **options), run("vanilla", parts, **options))
+    result["planted"] = difference(run("trimtab-narrow", loss_agg_mode="token-mean"), run("vanilla"))
+    return result
+
+
+def three_policies() -> dict[str, Any]:
+    """Objectives over three policies, the sampler's log-probs carried by verl's driver."""
+    from trimtab.objectives import PolicyLogps, objective
+
+    data, result = batch(), {}
+    for name, mode in {"icepop": "seq-mean-token-mean", "token-tis": "token-mean", "seq-mis": "token-mean"}.items():
+        leaf = data["log_prob"].clone().requires_grad_()
+        logps = PolicyLogps(
+            current=leaf,
+            behavior=data["rollout_log_probs"],
+            mask=data["response_mask"],
+            proximal=data["old_log_probs"],
+        )
+        loss = objective(name)(logps, data["advantages"][:, :1]).loss
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        ours = run(f"trimtab-{name}", 2, carried=data["rollout_log_probs"], loss_agg_mode=mode)
+        # Two ranks, whose gradients verl averages.
+        result[name] = difference((ours[0] / 2, ours[1] / 2, {}), (loss.item(), gradient, {}))
+        result[name]["metrics"] = sorted(key for key in ours[2] if "weight/mean" in key)
+    return result
+
+
+def driver() -> dict[str, Any]:
+    """verl's function of the driver, by the name that the trainers import, with its own values and with ours."""
+    from verl import DataProto
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
+
+    def called(**config: Any) -> tuple[DataProto, dict[str, Any]]:
+        fields = {key: value for key, value in batch().items() if key != "length"}
+        fields["response_mask"] = fields["response_mask"].long()
+        return add(DataProto.from_single_dict(fields), config)
+
+    theirs, _ = called(rollout_is="token", rollout_is_threshold=2.0)
+    ours, metrics = called(rollout_is="trimtab-token-tis")
+    mask = batch()["response_mask"]
+    weights = [one.batch["rollout_is_weights"] * mask for one in (theirs, ours)]
+    carried, _ = called(rollout_is="trimtab")
+    rejected, _ = called(rollout_is="trimtab-icepop")
+    ratio = (batch()["old_log_probs"] - batch()["rollout_log_probs"]).exp()
+    expected = mask & (ratio >= 0.5) & (ratio <= 5.0)
+    return {
+        "weights": (weights[0] - weights[1]).abs().max().item(),
+        "carried": torch.equal(carried.batch["rollout_is_weights"], batch()["rollout_log_probs"]),
+        "kept": torch.equal(rejected.batch["rollout_is_weights"] > 0, expected),
+        "rejected": int((mask & ~expected).sum()),
+        "mask": torch.equal(rejected.batch["response_mask"].bool(), mask),
+        "k3": metrics["rollout_corr/trimtab/k3"],
+        "refused": [refusal(called, rollout_is=f"trimtab-{name}") for name in ("grpo", "opsm", "icepopp")],
+    }
+
+
+def refusal(function: Any, *arguments: Any, **keywords: Any) -> str:
+    from trimtab.errors import TrimtabError
+
+    try:
+        function(*arguments, **keywords)
+    except TrimtabError as error:
+        return str(error)
+    return "accepted"
+
+
+def refusals() -> list[str]:
+    data = batch()
+    return [
+        refusal(run, "trimtab-icepop", loss_agg_mode="seq-mean-token-mean"),
+        refusal(run, "trimtab-icepop", carried=data["advantages"].abs(), loss_agg_mode="seq-mean-token-mean"),
+        refusal(run, "trimtab-gspo"),
+        refusal(run, "trimtab-m2po", carried=data["rollout_log_probs"]),
+    ]
+
+
+if __name__ == "__main__":
+    import verl  # noqa: F401 - loads the plugin
+
+    print(json.dumps(globals()[sys.argv[1]]()))

@@ -1,0 +1,274 @@
+"""The adapters against the losses of their trainers: same batches, called alike, the numbers of the trainers' own code.
+
+With TRIMTAB_PEERS set to a folder of checkouts (see from_hooks.py), what is frozen is computed again and compared, and
+prime-rl's own trainer function runs with our loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.parity.conftest import Given, Peer
+from torch import Tensor
+
+from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime
+
+HALVES = (slice(0, 3), slice(3, None))
+LENGTH_MAX = 40
+CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+PEERS = os.environ.get("TRIMTAB_PEERS")
+
+
+def zeros(given: Given, name: str) -> Tensor:
+    """What trainers pass at padding."""
+    return torch.where(given.mask, getattr(given, name), 0.0)
+
+
+def run_skyrl(given: Given, logp: Tensor, *, reduction: str) -> Tensor:
+    lengths, count = given.mask.sum(1, keepdim=True), len(logp)
+    scale = {
+        "token_mean": 1 / given.mask.sum().double(),
+        "sequence_mean": 1 / (count * lengths).double(),
+        "seq_mean_token_sum_norm": torch.tensor(1 / (count * LENGTH_MAX), dtype=torch.float64),
+    }[reduction]
+    aggregation = {value: key for key, value in skyrl.REDUCTIONS.items()}[reduction]
+    extra = {"length_max": LENGTH_MAX} if aggregation == "constant" else {}
+    loss = skyrl.policy_loss("grpo", aggregation=aggregation, **CLIP, **extra)
+    advantage = (given.advantage * scale).to(logp.dtype).expand_as(logp)
+    config, mask = SimpleNamespace(loss_reduction=reduction), given.mask
+    parts = [
+        loss(logp[part], zeros(given, "proximal")[part], advantage[part], config, mask[part])[0] for part in HALVES
+    ]
+    return torch.stack(parts).sum()
+
+
+def run_nemo_rl(given: Given, logp: Tensor, *, objective: str, **keywords: Any) -> Tensor:
+    loss = nemo_rl.ObjectiveLoss(objective, **keywords)
+
+    def shifted(value: Tensor) -> Tensor:
+        return torch.nn.functional.pad(value.expand_as(logp).to(logp.dtype), (1, 0))
+
+    columns = {
+        "token_mask": shifted(given.mask),
+        "advantages": shifted(given.advantage),
+        "prev_logprobs": shifted(zeros(given, "proximal")),
+        "generation_logprobs": shifted(zeros(given, "behavior")),
+        "sample_mask": torch.ones(len(logp)),
+    }
+    counts = (torch.tensor(len(logp)), given.mask.sum())
+    parts = [loss(logp[part], {key: value[part] for key, value in columns.items()}, *counts)[0] for part in HALVES]
+    return torch.stack(parts).sum()
+
+
+def run_areal(given: Given, logp: Tensor) -> Tensor:
+    data = {
+        "logprobs": zeros(given, "behavior"),
+        "prox_logp": zeros(given, "proximal"),
+        "advantages": given.advantage.to(logp.dtype).expand_as(logp),
+        "loss_mask": given.mask.float(),
+    }
+    return areal.actor_loss("grpo", aggregation="token-mean", **CLIP)(logp, torch.zeros_like(logp), data, eps_clip=0.9)
+
+
+def run_openrlhf(given: Given, logp: Tensor, *, objective: str, **keywords: Any) -> Tensor:
+    loss = openrlhf.ObjectiveLoss(objective, **keywords)
+    parts = [
+        loss(
+            logp[part],
+            zeros(given, "proximal")[part],
+            given.advantage.to(logp.dtype).expand_as(logp)[part],
+            given.mask[part],
+            zeros(given, "behavior")[part],
+            dp_size=2,
+            batch_num_tokens=float(given.mask.sum()),
+            global_batch_size=float(len(logp)),
+        )[0]
+        for part in HALVES
+    ]
+    return torch.stack(parts).sum() / 2
+
+
+def run_tis(given: Given, logp: Tensor, **objective: Any) -> Tensor:
+    mask = given.mask
+    flat = {
+        name: [row[keep] for row, keep in zip(getattr(given, name), mask, strict=True)]
+        for name in ("proximal", "behavior")
+    }
+    result, _, _ = slime.tis(
+        Namespace(trimtab_objective=objective),
+        pg_loss=-(logp * given.advantage)[mask],
+        train_log_probs=flat["proximal"],
+        rollout_log_probs=flat["behavior"],
+        loss_masks=[torch.ones(len(one)) for one in flat["proximal"]],
+        response_lengths=[len(one) for one in flat["proximal"]],
+    )
+    return result.sum() / mask.sum()
+
+
+TOKENS, MEANS = {"aggregation": "token-mean", **CLIP}, {"aggregation": "seq-mean-token-mean", **CLIP}
+ICEPOP = {"objective": "icepop", "weight_min": 0.5, "weight_max": 2.0}
+RUNS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "skyrl-token_mean": (run_skyrl, {"reduction": "token_mean"}),
+    "skyrl-sequence_mean": (run_skyrl, {"reduction": "sequence_mean"}),
+    "skyrl-constant": (run_skyrl, {"reduction": "seq_mean_token_sum_norm"}),
+    "nemo-rl-token": (run_nemo_rl, {"objective": "grpo", **TOKENS}),
+    "nemo-rl-sequence": (run_nemo_rl, {"objective": "grpo", **MEANS}),
+    "nemo-rl-tis": (run_nemo_rl, {"objective": "token-tis", "weight_max": 2.0, **TOKENS}),
+    "nemo-rl-icepop": (run_nemo_rl, {**ICEPOP, **TOKENS}),
+    "areal-grpo": (run_areal, {}),
+    "openrlhf-token": (run_openrlhf, {"objective": "grpo", **TOKENS}),
+    "openrlhf-sequence": (run_openrlhf, {"objective": "grpo", **MEANS}),
+    "openrlhf-icepop": (run_openrlhf, {**ICEPOP, **TOKENS}),
+    **{
+        f"{name}-tis": (run_tis, {"name": "reinforce", "weight": {"bound": "clip", "min": 0.5, "max": 2.0}})
+        for name in ("slime", "miles")
+    },
+    **{
+        f"{name}-icepop": (run_tis, {"name": "icepop", "weight_min": 0.5, "weight_max": 2.0})
+        for name in ("slime", "miles")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def hooks() -> Peer:
+    return Peer("hooks")
+
+
+@pytest.fixture(autouse=True)
+def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The enumerations that the adapter takes from NeMo-RL."""
+    module = ModuleType("nemo_rl.algorithms.loss.interfaces")
+    module.LossType = Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL")  # type: ignore[attr-defined]
+    module.LossInputType = Enum("LossInputType", "LOGPROB")  # type: ignore[attr-defined]
+    for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_no_frozen_case_is_left_out(hooks: Peer) -> None:
+    assert hooks.cases == {*RUNS, "signatures"}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_loss_and_gradient(hooks: Peer, given: Given, dtype: torch.dtype, case: str) -> None:
+    run, options = RUNS[case]
+    leaf = zeros(given, "current").requires_grad_()
+    loss = run(given, leaf, **options)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    # SkyRL exponentiates in float32; one token of the heavy batch has a ratio of e^11.
+    tolerance = 5e-5 if dtype == torch.float32 or case.startswith("skyrl") else 1e-6
+    expected = hooks.tensor(case, given.name, "gradient")
+    frozen = hooks.scalar(case, given.name, "loss")
+    assert loss.item() == pytest.approx(frozen, rel=tolerance, abs=tolerance)
+    torch.testing.assert_close(
+        gradient.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("skyrl", skyrl.policy_loss("grpo")),
+        ("nemo-rl", nemo_rl.ObjectiveLoss.__call__),
+        ("areal", areal.actor_loss("grpo", aggregation="token-mean")),
+        ("openrlhf", openrlhf.ObjectiveLoss.forward),
+        ("slime", slime.tis),
+        ("miles", slime.tis),
+    ],
+)
+def test_the_hook_is_called_with_these_names(hooks: Peer, name: str, function: Callable[..., Any]) -> None:
+    names = hooks.text("signatures", "hooks", name).split()
+    given = dict.fromkeys(names)
+    if name in ("nemo-rl", "openrlhf"):
+        given["self"] = None
+    if name in ("slime", "miles"):  # Further keywords of `policy_loss_function`.
+        given |= dict.fromkeys(("total_lengths", "response_lengths", "parallel_state", "max_seq_lens"))
+    inspect.signature(function).bind(**given)
+
+
+@pytest.mark.skipif(PEERS is None, reason="no checkouts: TRIMTAB_PEERS names a folder of them")
+def test_the_checkouts_compute_what_is_frozen(hooks: Peer) -> None:
+    code = (
+        "import json, sys; from pathlib import Path; import from_hooks, generate;"
+        "recording = from_hooks.record(generate.make_batches(), Path(sys.argv[1]));"
+        "print(json.dumps(recording.cases))"
+    )
+    here = Path(__file__).parent
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(PEERS)], cwd=here, capture_output=True, text=True, check=True, timeout=120
+    )
+    cases = json.loads(ended.stdout)
+    assert set(cases) == hooks.cases
+    for case in RUNS:
+        for batch, values in cases[case]["scalars"].items():
+            assert values["loss"] == pytest.approx(hooks.scalar(case, batch, "loss"), rel=1e-9)
+    assert {name: hooks.text("signatures", "hooks", name) for name in cases["signatures"]["scalars"]["hooks"]} == cases[
+        "signatures"
+    ]["scalars"]["hooks"]
+
+
+CALLED = """
+import sys; from functools import partial; from pathlib import Path
+import from_prime_rl, generate, torch
+from trimtab.adapters.prime_rl import loss
+theirs = from_prime_rl.functions(Path(sys.argv[1]) / "prime-rl")
+for name, batch in generate.each(generate.make_batches()):
+    leaf = batch["current"].clone().requires_grad_()
+    rows = [list(batch[key]) for key in ("behavior", "mask")]
+    advantages = list(batch["advantage"].expand_as(leaf))
+    function = partial(loss, objective="ipo", divergence_max=0.3)
+    total, metrics = theirs["compute_loss"](
+        list(leaf), rows[0], None, advantages, rows[1], None, None, None, function, int(batch["mask"].sum()), 1, 1
+    )
+    print(name, total.item(), sorted(metrics)[0])
+"""
+
+
+@pytest.mark.skipif(PEERS is None, reason="no checkouts: TRIMTAB_PEERS names a folder of them")
+def test_prime_rl_calls_our_loss(prime_rl: Peer) -> None:
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": str(here.parents[1] / "src")}
+    command = [sys.executable, "-c", CALLED, str(PEERS)]
+    ended = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    for line in ended.stdout.splitlines():
+        name, value, metric = line.split()
+        assert float(value) == pytest.approx(prime_rl.scalar("ipo-0.3", name, "loss"), rel=1e-6)
+        assert metric.startswith("trimtab/")
+
+
+@pytest.mark.parametrize("case", ["ipo-0.3", "ipo-0.05"])
+def test_prime_rl_sums_over_sequences(prime_rl: Peer, given: Given, close: Callable[..., None], case: str) -> None:
+    """As `compute_loss` calls it: one sequence at a time, the sum divided by the tokens of the batch."""
+    leaf = zeros(given, "current").requires_grad_()
+    total = leaf.new_zeros(())
+    for row in range(len(leaf)):
+        total = total + our_loss(given, leaf, row, float(case.removeprefix("ipo-"))).loss
+    (gradient,) = torch.autograd.grad(total / given.mask.sum(), leaf)
+    close(total.item() / given.mask.sum().item(), prime_rl.scalar(case, given.name, "loss"))
+    close(gradient, prime_rl.tensor(case, given.name, "gradient"))
+
+
+def our_loss(given: Given, leaf: Tensor, row: int, bound: float) -> prime_rl.LossOutputs:
+    inputs = SimpleNamespace(
+        trainer_logprobs=leaf[row],
+        inference_logprobs=zeros(given, "behavior")[row],
+        ref_logprobs=None,
+        advantages=given.advantage[row].to(leaf.dtype).expand_as(leaf[row]),
+        loss_mask=given.mask[row],
+        loss_weights=None,
+    )
+    return prime_rl.loss(inputs, objective="ipo", divergence_max=bound)

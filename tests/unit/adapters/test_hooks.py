@@ -1,0 +1,182 @@
+"""What the adapters refuse, and the small functions that they share."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import trimtab
+from trimtab.adapters import openrlhf, prime_rl, skyrl, slime, tinker
+from trimtab.adapters.dump import Dump, rows
+from trimtab.adapters.hooks import HOOKS, build, counted_state, hook, per_response, reported, turns_of
+from trimtab.errors import TrimtabError
+from trimtab.objectives import PolicyLogps, correct, objective
+
+
+@pytest.mark.parametrize(
+    ("trainer", "name", "keywords", "reason"),
+    [
+        ("verl", "m2po", {}, "statistics of the whole update"),
+        ("prime-rl", "token-tis", {"denominator": "kept"}, "statistics of the whole update"),
+        ("prime-rl", "icepop", {}, "'seq-mean-token-mean', and this trainer's denominators give 'token-mean'"),
+        ("trl", "a3po", {}, "it reads age"),
+        ("trl", "luffy", {"length_max": 5}, "it reads off_policy .the tokens of external traces."),
+        ("skyrl", "grpo", {"kl_coef": 0.1}, "the trainer's own KL and entropy terms"),
+        ("verl", "score-centering", {}, "it reads head_behavior"),
+        ("tinker", "oapl", {}, "OAPL's regression"),
+    ],
+)
+def test_a_hook_refuses_what_it_cannot_carry(trainer: str, name: str, keywords: dict[str, float], reason: str) -> None:
+    with pytest.raises(TrimtabError, match=f"cannot train {name}: .*{reason}"):
+        build(trainer, name, keywords)
+
+
+def test_an_unknown_trainer_and_keywords_beside_an_objective_are_refused() -> None:
+    with pytest.raises(TrimtabError, match=r"unknown trainer 'veryl'.*verl"):
+        hook("veryl")
+    with pytest.raises(TrimtabError, match="clip_low: keywords belong to a name"):
+        build("verl", objective("grpo"), {"clip_low": 0.1})
+
+
+def test_every_trainer_carries_grpo() -> None:
+    for trainer, one in HOOKS.items():
+        assert build(trainer, "grpo", {"aggregation": one.aggregations[0]} if one.aggregations else {})
+
+
+def test_runs_of_the_mask_are_turns() -> None:
+    mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1], [1, 0, 1, 1, 1, 1, 0, 0]]).bool()
+    assert turns_of(mask).tolist() == [[0, 0, 0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 1, 1, 1]]
+
+
+def test_counts_of_the_trainer_are_the_denominators() -> None:
+    current = torch.zeros(2, 3, requires_grad=True)
+    logps = PolicyLogps(current=current, behavior=None, mask=torch.ones(2, 3).bool(), proximal=torch.zeros(2, 3))
+    advantage = torch.ones(2, 1)
+    tokens = objective("grpo", aggregation="token-mean")(logps, advantage, state=counted_state(12, 4, like=current))
+    assert tokens.loss.item() == pytest.approx(-6 / 12)
+    means = objective("grpo")(logps, advantage, state=counted_state(12, 4, like=current))
+    assert means.loss.item() == pytest.approx(-2 / 4)
+
+
+def test_one_advantage_a_response_where_the_objective_judges_responses() -> None:
+    advantage = torch.tensor([[9.0, 0.5, 0.5], [1.0, 1.0, 2.0]])
+    first = torch.tensor([[False, True, True], [True, True, False]])
+    assert per_response(objective("gspo"), advantage, first).tolist() == [[0.5], [1.0]]
+    assert per_response(objective("grpo"), advantage, first) is advantage
+    with pytest.raises(TrimtabError, match="gspo needs one advantage a response"):
+        per_response(objective("gspo"), advantage, torch.ones(2, 3).bool())
+
+
+def test_a_foreign_log_gets_no_positions_and_no_means_over_nothing() -> None:
+    values = {"clip/low": 0.5, "clip/low_tenth_1": 0.5, "kl/mean": float("nan")}
+    assert reported(values) == {"trimtab/clip/low": 0.5}
+
+
+def test_prime_rl_refuses_token_weights() -> None:
+    one = torch.zeros(3)
+    fields = {"trainer_logprobs": one, "inference_logprobs": one, "ref_logprobs": None, "advantages": one}
+    inputs = SimpleNamespace(**fields, loss_mask=torch.ones(3).bool(), loss_weights=torch.tensor([1.0, 0.5, 1.0]))
+    with pytest.raises(TrimtabError, match="rl_weights other than 1"):
+        prime_rl.loss(inputs)
+
+
+def test_skyrl_must_reduce_as_the_objective_does() -> None:
+    loss, zeros = skyrl.policy_loss("icepop"), torch.zeros(1, 2)
+    with pytest.raises(TrimtabError, match="loss_reduction is 'token_mean': set it to 'sequence_mean'"):
+        loss(zeros, zeros, zeros, config=SimpleNamespace(loss_reduction="token_mean"), rollout_logprobs=zeros)
+    with pytest.raises(TrimtabError, match="reads the sampler's log-probs"):
+        loss(zeros, zeros, zeros, config=SimpleNamespace(loss_reduction="sequence_mean"))
+
+
+def test_tinker_data_without_a_field_are_refused() -> None:
+    some = SimpleNamespace(loss_fn_inputs={"logprobs": torch.zeros(2), "advantages": torch.zeros(2)})
+    less = SimpleNamespace(loss_fn_inputs={"logprobs": torch.zeros(2)})
+    with pytest.raises(TrimtabError, match="1 of 2 data have no 'advantages'"):
+        tinker.custom_loss("ipo")([some, less], [torch.zeros(2), torch.zeros(2)])
+    with pytest.raises(TrimtabError, match="no 'advantages' in loss_fn_inputs"):
+        tinker.custom_loss("ipo")([less], [torch.zeros(2)])
+
+
+def tis(name: str | dict[str, object], lengths: tuple[int, ...] = (3, 2)) -> tuple[torch.Tensor, list, dict]:
+    train = [torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -1.0])]
+    rollout = [torch.tensor([-1.0, -3.0, 2.0]), torch.tensor([-1.5, -1.0])]
+    return slime.tis(
+        Namespace(trimtab_objective=name),
+        pg_loss=torch.ones(5),
+        train_log_probs=train,
+        rollout_log_probs=rollout,
+        loss_masks=[torch.tensor([1, 1, 1]), torch.tensor([1, 0])],
+        response_lengths=lengths,
+        total_lengths=[7, 6],
+    )
+
+
+def test_slime_multiplies_weights_and_rejection_into_its_loss() -> None:
+    loss, masks, metrics = tis({"name": "token-tis", "weight_max": 2.0})
+    # Ratios 1, e^2 and e^-3; e^0.5, and an untrained token.
+    torch.testing.assert_close(loss, torch.tensor([1.0, 2.0, 0.049787, 1.648721, 0.0]))
+    assert [mask.tolist() for mask in masks] == [[1, 1, 1], [1, 0]]
+    loss, _, metrics = tis({"name": "icepop", "weight_min": 0.5, "weight_max": 5.0})
+    torch.testing.assert_close(loss, torch.tensor([1.0, 0.0, 0.0, 1.648721, 0.0]))
+    assert metrics["trimtab_rejected"].tolist() == [0, 1, 1, 0, 0]
+
+
+def test_slime_refuses_what_its_hook_does_not_pass() -> None:
+    with pytest.raises(TrimtabError, match="grpo has no weight and no mask"):
+        tis("grpo")
+    with pytest.raises(TrimtabError, match="opsm reads advantage and current, which this hook does not pass: use loss"):
+        tis("opsm")
+    with pytest.raises(TrimtabError, match="context parallelism"):
+        tis("token-tis", lengths=(4, 2))
+    with pytest.raises(TrimtabError, match="needs trimtab_objective in the file"):
+        slime.tis(
+            Namespace(),
+            pg_loss=torch.ones(1),
+            train_log_probs=[],
+            rollout_log_probs=[],
+            loss_masks=[],
+            response_lengths=[],
+        )
+
+
+def test_openrlhf_returns_the_numbers_that_it_logs() -> None:
+    current = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    loss = openrlhf.ObjectiveLoss("grpo", aggregation="token-mean", clip_low=0.2, clip_high=0.2)
+    value, clipped, kl, mismatch = loss(
+        current, torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2), torch.ones(1, 2), torch.tensor([[-1.5, -1.0]])
+    )
+    assert value.item() == pytest.approx(-(1 + 0.367879) / 2, abs=1e-5)
+    assert (clipped.item(), kl.item()) == (0.0, 0.5)
+    assert mismatch is not None
+    assert mismatch.item() == -0.25
+
+
+def test_a_dump_is_read_by_diagnose(tmp_path: Path) -> None:
+    make = torch.Generator().manual_seed(0)
+    behavior = -torch.rand(40, 6, generator=make) - 0.1
+    current = behavior + 0.05 * torch.randn(40, 6, generator=make)
+    length = torch.randint(2, 7, (40,), generator=make)
+    mask = torch.arange(6) < length[:, None]
+    batch = rows(length, response_ids=mask.long(), logp_behavior=behavior, logp_current=current, loss_mask=mask.long())
+    path = Dump(tmp_path / "logps").write(3, list(batch))
+    assert path.name == "step_000003_rank_0.jsonl"
+    assert list(tmp_path.glob("logps/*.tmp")) == []
+    report = trimtab.diagnose(tmp_path / "logps")
+    expected = correct(current, behavior, mask).metrics.finalize()
+    assert report.measured.size.mismatch["k3"] == pytest.approx(expected["k3"], rel=1e-4)
+
+
+def test_a_log_prob_that_is_not_finite_becomes_null() -> None:
+    values = torch.tensor([[float("nan"), -1.0, -9.0]])
+    (row,) = rows(torch.tensor([2]), logp_behavior=values, advantage=torch.tensor([0.5]))
+    assert row == {"logp_behavior": [None, -1.0], "advantage": 0.5}
+
+
+def test_a_dump_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrimtabError, match="log-probs of step 1 cannot be written"):
+        Dump(tmp_path / "file" / "logps").write(1, [])
