@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import threading
@@ -122,7 +123,7 @@ def diagnose(
     with _progress() as on_progress:
         diagnosis = run(files, framework=framework, columns=names, tokenizer=tokenizer, on_progress=on_progress)
         on_progress("drawing the page", diagnosis.measured.origin.tokens)
-        page = write_page(diagnosis, target)
+        page = write_page(diagnosis, target, shlex.join(["trimtab", *sys.argv[1:]]))
     if as_json:
         print_json({**as_dict(diagnosis), "report": page})
     else:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.diagnosis.output import panels, words
+from trimtab.diagnosis.output.issue_facts import issue_facts
+from trimtab.diagnosis.output.terminal import verdict
 from trimtab.diagnosis.records import Diagnosis, MismatchSize
 from trimtab.pages.render import number, render
 from trimtab.runs.atomic import write_output
@@ -30,12 +32,15 @@ FIGURES = (
 LINES = {"trimtab": "Trimtab", "verl": "verl", "trl": "TRL", "miles": "Miles"}
 
 
-def write_page(diagnosis: Diagnosis, path: Path) -> Path:
-    """Writes the page to `path` and returns the path. Raises `TrimtabError` if it cannot be written."""
-    return write_output(path, page(diagnosis).encode())
+def write_page(diagnosis: Diagnosis, path: Path, command: str = "") -> Path:
+    """Writes the page to `path` and returns the path. Raises `TrimtabError` if it cannot be written.
+
+    command: the command line, for a reader who was not there.
+    """
+    return write_output(path, page(diagnosis, command).encode())
 
 
-def page(diagnosis: Diagnosis) -> str:
+def page(diagnosis: Diagnosis, command: str = "") -> str:
     """Returns the HTML. All text is escaped, since it comes from files."""
     measured = diagnosis.measured
     size, origin = measured.size, measured.origin
@@ -65,6 +70,8 @@ def page(diagnosis: Diagnosis) -> str:
             "outcomes": _outcomes(diagnosis),
             "origin": origin,
             "read": words.read_text(origin),
+            "issue": issue_facts(diagnosis, command),
+            "verdict": verdict(diagnosis),
         },
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,7 +68,7 @@ def _size(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     figures = (
         f"k1 {k1}, k2 {k2}, chi2 {chi2} per token; "
         f"ESS {number(values['ess_token'])} of tokens, {number(values['ess_seq'])} of sequences; "
-        f"Pearson {values['pearson']:.5f}, perplexity ratio {values['ppl_ratio']:.5g}"
+        f"Pearson {_digits(values['pearson'], '.5f')}, perplexity ratio {_digits(values['ppl_ratio'], '.5g')}"
     )
     k3 = format_with_interval(size, "k3")
     return [
@@ -75,6 +76,10 @@ def _size(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("", figures),
         ("", outside_text(size)),
     ]
+
+
+def _digits(value: float, form: str) -> str:
+    return f"{value:{form}}" if math.isfinite(value) else "–"
 
 
 def _causes(diagnosis: Diagnosis) -> list[tuple[str, str]]:

@@ -16,7 +16,8 @@ from tests.support.diagnosis_example import MISMATCH, example, steps, view, view
 from trimtab.diagnosis.output import panels
 from trimtab.diagnosis.output import words as words
 from trimtab.diagnosis.output.html_page import page, write_page
-from trimtab.diagnosis.records import Cause, Diagnosis, Measured
+from trimtab.diagnosis.output.terminal import verdict
+from trimtab.diagnosis.records import Cause, Diagnosis, Measured, Settings
 from trimtab.errors import TrimtabError
 
 pytestmark = pytest.mark.e2e
@@ -204,3 +205,31 @@ def test_the_file_is_written_whole(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TrimtabError, match="choose another folder"):
         write_page(bare(), tmp_path / "file" / "d.html")
+
+
+def test_a_reader_of_an_issue_finds_versions_settings_the_command_and_the_lines() -> None:
+    import platform
+    from importlib.metadata import version
+
+    sample = replace(
+        bare().measured.sample,
+        temperature=np.array([0.7, 1.0, np.nan]),
+        top_p=np.array([0.9, 0.9, 0.9]),
+        raw=np.zeros(3, dtype=bool),
+    )
+    diagnosis = bare(origin={"settings": Settings("int8", "float32", "none", ("engine.quantize = int8",))})
+    diagnosis = replace(diagnosis, measured=replace(diagnosis.measured, sample=sample))
+    texts = Reader(page(diagnosis, "trimtab diagnose 'a<b>.jsonl'")).texts
+    for name in ("trimtab", "torch", "numpy"):
+        assert any(f"{name} {version(name)}" in text for text in texts)
+    assert any(f"Python {platform.python_version()}" in text for text in texts)
+    assert "trimtab diagnose 'a<b>.jsonl'" in texts
+    assert "temperature 0.7 or 1, top_p 0.9, processed log-probs" in texts
+    assert "sampler int8, trainer float32, engine.quantize = int8" in texts
+    assert verdict(diagnosis) in texts, "the lines of the terminal, whole"
+
+
+def test_without_a_command_or_settings_the_page_says_so() -> None:
+    texts = Reader(page(bare())).texts
+    assert "command" not in texts
+    assert "not in the files" in texts
