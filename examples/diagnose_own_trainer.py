@@ -1,7 +1,7 @@
 """What is wrong between sampler and trainer? Write the log-probs of your own training loop, and ask.
 
     python examples/diagnose_own_trainer.py
-    trimtab diagnose runs/own-logps
+    trimtab diagnose own-logps
 
 The loop below is any loop. Its sampler draws at temperature 0.9, its trainer forgets to divide by it.
 """
@@ -42,4 +42,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/own-logps")
+    main(sys.argv[1] if len(sys.argv) > 1 else "own-logps")
