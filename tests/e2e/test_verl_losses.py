@@ -80,7 +80,7 @@ def test_three_policies_reach_the_loss(environment: dict[str, str]) -> None:
     for name, case in run(environment, "three_policies").items():
         assert case["loss"] <= 1e-6, name
         assert case["gradient"] <= 2e-6, name
-        assert case["metrics"] == ["actor/trimtab/weight/mean"], name
+        assert {"actor/trimtab/weight/mean", "actor/trimtab/update/kl"} <= set(case["metrics"]), name
 
 
 def test_the_driver_corrects_with_trimtab(environment: dict[str, str]) -> None:
@@ -98,7 +98,11 @@ def test_the_driver_corrects_with_trimtab(environment: dict[str, str]) -> None:
 
 
 def test_what_is_missing_is_named(environment: dict[str, str]) -> None:
-    none, weights, aggregation, update = run(environment, "refusals")
+    none, weights, aggregation, update, bypass, plain = run(environment, "refusals")
+    assert bypass == (
+        "bypass_mode would replace the loss trimtab-token-bypass: turn it off, and set rollout_is=trimtab"
+    )
+    assert plain == "accepted"
     assert none.startswith(
         "icepop reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True"
     )

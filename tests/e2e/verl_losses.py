@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def three_policies() -> dict[str, Any]:
         ours = run(f"trimtab-{name}", 2, carried=data["rollout_log_probs"], loss_agg_mode=mode)
         # Two ranks, whose gradients verl averages.
         result[name] = difference((ours[0] / 2, ours[1] / 2, {}), (loss.item(), gradient, {}))
-        result[name]["metrics"] = sorted(key for key in ours[2] if "weight/mean" in key)
+        result[name]["metrics"] = sorted(key for key in ours[2] if "trimtab" in key)
     return result
 
 
@@ -173,6 +174,15 @@ def refusal(function: Any, *arguments: Any, **keywords: Any) -> str:
     return "accepted"
 
 
+def bypass(mode: str) -> None:
+    """v0's function for bypass_mode, by the name that its trainer imports."""
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
+
+    held = SimpleNamespace(batch=batch())
+    apply_bypass_mode(held, OmegaConf.create({}), OmegaConf.create({"loss_mode": mode}))
+
+
 def refusals() -> list[str]:
     data = batch()
     return [
@@ -180,6 +190,8 @@ def refusals() -> list[str]:
         refusal(run, "trimtab-icepop", carried=data["advantages"].abs(), loss_agg_mode="seq-mean-token-mean"),
         refusal(run, "trimtab-gspo"),
         refusal(run, "trimtab-m2po", carried=data["rollout_log_probs"]),
+        refusal(bypass, "trimtab-token-bypass"),
+        refusal(bypass, "vanilla"),
     ]
 
 

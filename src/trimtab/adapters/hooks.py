@@ -32,6 +32,13 @@ MEANING = {
     "head_current": "top-k log-probs",
     "head_behavior": "the sampler's top-k log-probs",
 }
+OWN_RUN = {
+    "token-alp": "the noise in the model is that of Trimtab's trainer; without it this is token-alp-bypass: use that",
+    "seq-alp": "the noise in the model is that of Trimtab's trainer; without it this is seq-bypass: use that",
+    "soup": "an older policy begins the responses in Trimtab's rollouts; without it this is token-bypass: use that",
+}
+"""Presets of which another trainer would get the loss only, with the reason."""
+
 OPTIMAL = "its advantages are those of OAPL's regression, which Trimtab's trainer computes from rewards"
 
 
@@ -54,6 +61,8 @@ class Hook:
 
     def refusal(self, objective: Objective) -> str | None:
         """Returns the reason why the hook cannot carry an objective, or None."""
+        if objective.name in OWN_RUN:
+            return OWN_RUN[objective.name]
         if objective.advantage == "optimal":
             return OPTIMAL
         if not self.terms and (objective.kl.coef > 0 or objective.entropy_coef > 0):

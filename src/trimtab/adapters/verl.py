@@ -12,6 +12,7 @@ TRIMTAB_OBJECTIVES names a TOML file with objectives of one's own: `[mine]` with
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -27,6 +28,11 @@ from trimtab.objectives import Objective, PolicyLogps, correct, keywords_of, mis
 PREFIX, CARRY, FILE = "trimtab-", "trimtab", "TRIMTAB_OBJECTIVES"
 CORE, HELPER = "verl.trainer.ppo.core_algos", "verl.trainer.ppo.rollout_corr_helper"
 DRIVER, V1 = "compute_rollout_correction_and_add_to_batch", "verl.trainer.ppo.v1.trainer_base"
+METRICS = (
+    *("clip/low", "clip/high", "weight/mean", "weight/changed", "reject/tokens", "reject/sequences", "update/kl"),
+    "ratio/bounded",
+)
+"""Logged from the loss. verl wants the same keys from every micro-batch."""
 MODES = {"constant": "seq-mean-token-sum-norm"}
 """verl's `loss_agg_mode` where its name is not that of the aggregation."""
 
@@ -71,7 +77,10 @@ class PolicyLoss:
             like=log_prob,
         )
         output = objective(logps, per_response(objective, advantages, mask), state=state)
-        metrics = {f"actor/{key}": value for key, value in reported(output.metrics.finalize()).items()}
+        values = output.metrics.finalize()
+        # A mean over nothing is 0, as in verl's own metrics.
+        shown = {name: 0.0 if math.isnan(values[name]) else values[name] for name in METRICS if name in values}
+        metrics = {f"actor/trimtab/{name}": value for name, value in shown.items()}
         return output.loss * (counts.get("dp_size") or 1), metrics
 
     def _built(self, length_max: int) -> Objective:
@@ -131,6 +140,18 @@ def corrected(plain: Callable[..., Any], named: Mapping[str, PolicyLoss]) -> Cal
     return add_to_batch
 
 
+def without_bypass(plain: Callable[..., None]) -> Callable[..., None]:
+    """Returns v0's `apply_bypass_mode`, which replaces the loss, refusing to replace one of ours."""
+
+    def apply(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
+        mode = str(policy_loss_config.get("loss_mode", ""))
+        if mode.startswith(PREFIX):
+            raise TrimtabError(f"bypass_mode would replace the loss {mode}: turn it off, and set rollout_is={CARRY}")
+        plain(batch, rollout_corr_config=rollout_corr_config, policy_loss_config=policy_loss_config)
+
+    return apply
+
+
 def _correction(name: str, named: Mapping[str, PolicyLoss]) -> Objective:
     if name not in named:
         raise TrimtabError(f"rollout_is={PREFIX}{name}: no such objective{did_you_mean(name, named)}")
@@ -178,6 +199,7 @@ def register() -> list[str]:
     missing = [name for name in named if core.get_policy_loss_fn(PREFIX + name) is not named[name]]
     if missing:
         raise TrimtabError(f"verl did not register {', '.join(missing)}: use verl 0.9.1")
+    helper.apply_bypass_mode = without_bypass(helper.apply_bypass_mode)
     plain = getattr(helper, DRIVER)
     for module in (helper, sys.modules.get(V1)):  # V1 imports the function by name, usually later than this.
         if module is not None:
