@@ -102,6 +102,8 @@ def main() -> None:
 def _cell(values: list[float]) -> str:
     if not values:
         return "-"
+    if any(value != value for value in values):
+        return "refused"
     mean, spread = statistics.fmean(values), (min(values), max(values))
     return f"{mean:.3f} ({spread[0]:.2f}, {spread[1]:.2f})".replace("0.", ".")
 
