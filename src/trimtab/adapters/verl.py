@@ -27,7 +27,8 @@ from trimtab.objectives import Objective, PolicyLogps, correct, keywords_of, mis
 
 PREFIX, CARRY, FILE = "trimtab-", "trimtab", "TRIMTAB_OBJECTIVES"
 CORE, HELPER = "verl.trainer.ppo.core_algos", "verl.trainer.ppo.rollout_corr_helper"
-DRIVER, V1 = "compute_rollout_correction_and_add_to_batch", "verl.trainer.ppo.v1.trainer_base"
+DRIVER, BYPASS = "compute_rollout_correction_and_add_to_batch", "apply_bypass_mode"
+V1 = "verl.trainer.ppo.v1.trainer_base"
 METRICS = (
     *("clip/low", "clip/high", "weight/mean", "weight/changed", "reject/tokens", "reject/sequences", "update/kl"),
     "ratio/bounded",
@@ -199,7 +200,7 @@ def register() -> list[str]:
     missing = [name for name in named if core.get_policy_loss_fn(PREFIX + name) is not named[name]]
     if missing:
         raise TrimtabError(f"verl did not register {', '.join(missing)}: use verl 0.9.1")
-    helper.apply_bypass_mode = without_bypass(helper.apply_bypass_mode)
+    setattr(helper, BYPASS, without_bypass(getattr(helper, BYPASS)))
     plain = getattr(helper, DRIVER)
     for module in (helper, sys.modules.get(V1)):  # V1 imports the function by name, usually later than this.
         if module is not None:
