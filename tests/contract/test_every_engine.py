@@ -15,7 +15,7 @@ from tests.support.turns import FailingTurns, ScriptedTurns
 from trimtab.errors import TrimtabError
 from trimtab.types import EXTERNAL_VERSION, Completion, FinishReason, SamplingParams, TurnResult
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 ASKED, SAMPLES = prompts([5, 1, 17]), 3
 Groups = list[list[Completion]]

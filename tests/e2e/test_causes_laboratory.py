@@ -15,7 +15,7 @@ from trimtab.models.load import load
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import Prompt, SamplingParams
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 
 class Laboratory:

@@ -65,6 +65,7 @@ def test_the_gold_text_of_every_real_row_is_paid_in_full(benchmark_data, name, s
     assert [score.total for score in scores] == [1.0] * len(right) + [0.0] * len(wrong)
 
 
+@pytest.mark.slow
 def test_a_real_evaluation_on_mawps(benchmark_data):
     """A few dozen word problems, few-shot: far from nothing, far from everything."""
     options = {"path": benchmark_data / "mawps-singleop.jsonl", "format": "mawps", "holdout": 0.5}

@@ -55,6 +55,7 @@ def weights(out: Path, section: str = "model") -> dict[str, torch.Tensor]:
     return load_file(list_checkpoints(out / "checkpoints")[-1] / f"{section}.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_stopped_run_continues_as_if_it_had_not_stopped(method: str, tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", method, *METHODS[method])

@@ -20,7 +20,7 @@ from trimtab.objectives import Clipped, Objective, Ratio, objective
 from trimtab.runs.directory import read_metrics
 from trimtab.training.run import train
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 DPPO = "tests.unit.objectives.own_rule:dppo"
 SMALL = ("trainer.prompts=2", "trainer.samples=4", "trainer.minibatches=2", "eval.problems=4", "checkpoint.every=1")

@@ -27,7 +27,7 @@ from trimtab.training.backends import LOCAL_BACKENDS, Backends
 from trimtab.training.run import train
 from trimtab.training.sft import laboratory_folder
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 SMALL = [

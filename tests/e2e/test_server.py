@@ -26,7 +26,7 @@ from trimtab.models.load import LoadedModel, load
 from trimtab.training.sft import laboratory_folder
 from trimtab.types import EXTERNAL_VERSION, Completion, Prompt, SamplingParams
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 TASK = tasks.build("sort")
 SAMPLING = SamplingParams(max_tokens=20, stop=(".",))

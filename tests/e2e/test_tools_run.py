@@ -20,7 +20,7 @@ from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
 from trimtab.types import EXTERNAL_VERSION, Trajectory
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 # With the one example of the recipe the untrained model hardly ever calls; with two it does, with two calls it checks.
 CALL, OTHER = (f"<python>{a}</python><output>{b}</output>" for a, b in (("412 * 739", 304468), ("127 * 856", 108712)))

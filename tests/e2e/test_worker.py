@@ -34,7 +34,7 @@ from trimtab.models.load import load
 from trimtab.training.export import save_model_files
 from trimtab.types import Completion, SamplingParams, TurnResult
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 ASKED = [replace(one, ids=one.ids % 14) for one in prompts([5, 1, 17, 20])]
 FREE = SamplingParams(max_tokens=30, ignore_stop=True)
