@@ -10,7 +10,7 @@ HEAD = """# Architecture
 
 Each line imports from lines below it only; a test holds the whole table of imports (`tests/test_architecture.py`).
 
-```
+```text
 cli                          parses arguments, then imports what the command needs
 api                          train() in one call
 lab         cluster          controlled experiments | runs whose processes are Ray actors

@@ -23,7 +23,7 @@ from trimtab.runs.layout import METRICS
 from trimtab.training.backends import Backends
 from trimtab.training.run import train
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 INVARIANT = "numerics=invariant"
 MIXED = ["engine.dtype=bfloat16", "model.autocast=bfloat16"]

@@ -1,0 +1,209 @@
+"""Every code block of the documents runs here, in the test that its table names, or is marked as text.
+
+Commands are parsed, not run; those of README and of four pages run in tests/e2e/test_documented_commands.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import click
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import typer
+import yaml
+
+from trimtab import evaluation
+from trimtab.cli.main import app
+from trimtab.config import Config
+from trimtab.objectives import objective
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "examples" / "README.md"])
+LANGUAGES = {"python", "toml", "json", "yaml", "bash", "text"}
+COMMANDS = "tests/e2e/test_documented_commands.py"
+
+# Blocks that another test runs, by page and number.
+ELSEWHERE = {
+    ("README.md", 0): COMMANDS,
+    ("docs/quickstart.md", 0): COMMANDS,
+    ("docs/quickstart.md", 1): COMMANDS,
+    ("docs/quickstart.md", 2): COMMANDS,
+    ("docs/frameworks.md", 0): "tests/unit/diagnosis/reading/test_frameworks.py",  # the columns that it adds
+    ("docs/frameworks.md", 1): "tests/unit/diagnosis/reading/test_verl_v1.py",
+    ("docs/frameworks.md", 2): "tests/unit/diagnosis/reading/test_verl_v1.py",
+    ("docs/frameworks.md", 3): "tests/unit/diagnosis/reading/test_frameworks.py",  # the file that it writes
+    ("docs/adapters/trl.md", 0): "tests/e2e/test_trl_trainer.py",
+}
+SECTIONS_OF_OTHERS = {"docs/adapters/prime-rl.md"}
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def all_blocks(language: str) -> list[tuple[str, int, str]]:
+    return [
+        (str(path.relative_to(ROOT)), index, code)
+        for path in PAGES
+        for index, code in enumerate(blocks(path, language))
+    ]
+
+
+def test_every_block_has_a_language() -> None:
+    for path in PAGES:
+        fences = re.findall(r"^\s*```(\S*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert len(fences) % 2 == 0, path
+        assert set(fences[::2]) <= LANGUAGES, f"{path}: mark output as text"
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What each page takes as given, made by a function."""
+    monkeypatch.chdir(tmp_path)
+
+    def diagnose() -> dict[str, Any]:
+        (tmp_path / "dumps").mkdir()
+        make = torch.Generator().manual_seed(0)
+        for step in (10, 20):
+            sampler = -torch.rand(16, 8, generator=make)
+            trainer = sampler + 0.01 * torch.randn(16, 8, generator=make)
+            columns = {"rollout_logprobs": sampler.tolist(), "logp_proximal": trainer.tolist(), "step": [step] * 16}
+            pq.write_table(pa.table(columns), tmp_path / "dumps" / f"step-{step}.parquet")
+        return {}
+
+    def tasks() -> dict[str, Any]:
+        row = {"question": "How many?", "answer": "Six dozen.\n#### 72"}
+        (tmp_path / "train.jsonl").write_text(
+            json.dumps(row) + "\n" + json.dumps(row | {"question": "And now?"}) + "\n"
+        )
+        signature = inspect.signature(evaluation.run)
+
+        def run(*arguments: Any, **keywords: Any) -> SimpleNamespace:
+            signature.bind(*arguments, **keywords)
+            return SimpleNamespace(markdown=str)
+
+        monkeypatch.setattr(evaluation, "run", run)
+        return {}
+
+    def build() -> torch.nn.Module:
+        return torch.nn.Linear(2, 2)
+
+    data = [SimpleNamespace(loss_fn_inputs={"logprobs": torch.zeros(3), "advantages": torch.ones(3)})]
+    client = SimpleNamespace(forward_backward_custom=lambda _, loss: loss(data, [torch.zeros(3).requires_grad_()]))
+    return {
+        "docs/diagnose.md": diagnose,
+        "docs/tasks.md": tasks,
+        "docs/bitwise.md": lambda: {"torch": torch, "build": build, "reference": build},
+        "docs/adapters/nemo-rl.md": lambda: {"grpo_train": lambda **_: None, "everything_else": {}},
+        "docs/adapters/tinker.md": lambda: {"training_client": client, "data": data},
+    }
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the adapters patch or import in trainers that are not installed here."""
+
+    def module(name: str, **members: Any) -> None:
+        parts = name.split(".")
+        for index in range(1, len(parts) + 1):
+            part = ".".join(parts[:index])
+            if part not in sys.modules:
+                monkeypatch.setitem(sys.modules, part, ModuleType(part))
+        for key, value in members.items():
+            monkeypatch.setattr(sys.modules[name], key, value, raising=False)
+
+    module("skyrl.backends.skyrl_train.utils.ppo_utils", PolicyLossRegistry=SimpleNamespace(register=lambda *_: None))
+    kinds = {"TOKEN_LEVEL": 1, "SEQUENCE_LEVEL": 2, "LOGPROB": 3}
+    module(
+        "nemo_rl.algorithms.loss.interfaces", LossType=SimpleNamespace(**kinds), LossInputType=SimpleNamespace(**kinds)
+    )
+    module("areal.trainer.ppo.actor", grpo_loss_fn=None)
+    for name in ("openrlhf.models.loss", "openrlhf.models", "openrlhf.trainer.ray.ppo_actor"):
+        module(name, PolicyLoss=None)
+
+
+@pytest.mark.usefixtures("peers")
+@pytest.mark.parametrize(
+    "page", sorted({page for page, index, _ in all_blocks("python") if (page, index) not in ELSEWHERE})
+)
+def test_python_of_a_page_runs(page: str, given: dict[str, Callable[[], dict[str, Any]]]) -> None:
+    """The blocks of a page in order, in one scope."""
+    scope = given[page]() if page in given else {}
+    for name, index, code in all_blocks("python"):
+        if name == page and (page, index) not in ELSEWHERE:
+            exec(compile(code, f"{page}, block {index}", "exec"), scope)  # noqa: S102 - our own pages
+
+
+@pytest.mark.parametrize(("page", "index"), ELSEWHERE)
+def test_a_block_that_runs_elsewhere_is_python(page: str, index: int) -> None:
+    ast.parse(blocks(ROOT / page, "python")[index])
+    assert (ROOT / ELSEWHERE[page, index]).is_file()
+
+
+def keys(table: dict[str, Any], prefix: str = "") -> list[str]:
+    return [
+        key
+        for name, value in table.items()
+        for key in (keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"])
+    ]
+
+
+@pytest.mark.parametrize(("page", "index", "code"), all_blocks("toml"))
+def test_toml_of_a_page_has_keys_that_exist(page: str, index: int, code: str) -> None:
+    table = tomllib.loads(code)
+    if page in SECTIONS_OF_OTHERS:
+        return
+    if page == "docs/adapters/verl.md":
+        for own in table.values():
+            assert objective(own.pop("name"), **own)
+        return
+    for section in table:
+        assert section in Config.model_fields or section == "base", f"{page}, block {index}: {section}"
+
+
+@pytest.mark.parametrize(("page", "index", "code"), [*all_blocks("yaml"), *all_blocks("json")])
+def test_yaml_and_json_of_a_page_can_be_read(page: str, index: int, code: str) -> None:
+    assert yaml.safe_load(code), f"{page}, block {index}"
+
+
+def command_lines() -> list[tuple[str, str]]:
+    """The `trimtab` commands of indented and of bash blocks, continued lines joined, comments left out."""
+    found = []
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        lines = re.findall(r"^    (?:\S*/)?(trimtab \w.*)$", text, flags=re.MULTILINE)
+        lines += [
+            line
+            for block in blocks(path, "bash")
+            for line in block.replace("\\\n", " ").splitlines()
+            if line[:8] == "trimtab "
+        ]
+        found += [(path.name, line.partition("  #")[0].strip()) for line in lines]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(("page", "line"), command_lines())
+def test_a_command_of_a_page_is_one(page: str, line: str) -> None:
+    """Its options exist. Values in capitals and what stands in brackets are for the reader."""
+    line = re.sub(r"\[(--?\w[^\]]*)\]", "", line.partition(" > ")[0].partition(" && ")[0].partition(" | ")[0])
+    words = [word for word in shlex.split(line, comments=True)[1:] if word not in ("...", "|")]
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group)
+    command = group.get_command(click.Context(group), words[0])
+    assert command is not None, f"{page}: trimtab {words[0]}"
+    options = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+    given = {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
+    assert given <= options, f"{page}: {line}"
