@@ -98,11 +98,12 @@ def test_the_driver_corrects_with_trimtab(environment: dict[str, str]) -> None:
 
 
 def test_what_is_missing_is_named(environment: dict[str, str]) -> None:
-    none, weights, aggregation, update, bypass, plain = run(environment, "refusals")
+    none, weights, aggregation, update, constant, bypass, plain = run(environment, "refusals")
     assert bypass == (
         "bypass_mode would replace the loss trimtab-token-bypass: turn it off, and set rollout_is=trimtab"
     )
     assert plain == "accepted"
+    assert constant == "dr-grpo divides by a constant length: set actor.loss_scale_factor to it"
     assert none.startswith(
         "icepop reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True"
     )

@@ -190,6 +190,7 @@ def refusals() -> list[str]:
         refusal(run, "trimtab-icepop", carried=data["advantages"].abs(), loss_agg_mode="seq-mean-token-mean"),
         refusal(run, "trimtab-gspo"),
         refusal(run, "trimtab-m2po", carried=data["rollout_log_probs"]),
+        refusal(run, "trimtab-dr-grpo", loss_agg_mode="seq-mean-token-sum-norm"),
         refusal(bypass, "trimtab-token-bypass"),
         refusal(bypass, "vanilla"),
     ]

@@ -68,7 +68,7 @@ class GRPOTrainer(PlainTrainer):
         _check_settings(self._objective, self.args)
         self._dump = None if dump is None else Dump(dump)
         self._rows: list[dict[str, Any]] = []
-        self._update: tuple[int, int] | None = None
+        self._update: int | None = None
         self._state: State | None = None
         self._measured: Metrics | None = None
 
@@ -76,9 +76,9 @@ class GRPOTrainer(PlainTrainer):
         current, entropy, auxiliary = self._score(model, inputs)
         logps, advantage = self._logps(inputs, current, entropy), _advantage(inputs)
         training = self.model.training
-        if training and self._update != (self.state.global_step, self._generation):
+        if training and self._update != self.state.global_step:
             self._state = self._whole_update(model)
-            self._update, self._measured = (self.state.global_step, self._generation), None
+            self._update, self._measured = self.state.global_step, None
         output = self._objective(logps, advantage, state=self._state if training else None)
         # Processes average their gradients, and each loss is a share of the whole update.
         loss = output.loss * (self.accelerator.num_processes if training else 1)
@@ -87,11 +87,6 @@ class GRPOTrainer(PlainTrainer):
             loss = loss + self.router_aux_loss_coef * auxiliary / steps
         self._record(inputs, logps, output.metrics, training)
         return loss
-
-    @property
-    def _generation(self) -> int:
-        """The number of the generation that the current micro-batch comes from."""
-        return self._step // (self.args.steps_per_generation * self.num_iterations)
 
     def _score(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)

@@ -62,7 +62,7 @@ class PolicyLoss:
         """
         counts = dict(getattr(config, "global_batch_info", None) or {})
         mask = response_mask.bool()
-        objective = self._built(counts.get("loss_scale_factor") or mask.shape[1])
+        objective = self._built(counts.get("loss_scale_factor"))
         _check_aggregation(objective, loss_agg_mode)
         logps = PolicyLogps(
             current=log_prob,
@@ -84,13 +84,20 @@ class PolicyLoss:
         metrics = {f"actor/trimtab/{name}": value for name, value in shown.items()}
         return output.loss * (counts.get("dp_size") or 1), metrics
 
-    def _built(self, length_max: int) -> Objective:
+    def _built(self, factor: int | None) -> Objective:
         if self._objective is None:
-            known = keywords_of(self.name)
-            constant = "constant" in (self.keywords.get("aggregation"), known["aggregation"])
-            given = {"length_max": length_max} if constant and "length_max" not in self.keywords else {}
+            kind = self.keywords.get("aggregation", keywords_of(self.name).get("aggregation"))
+            given = {} if kind != "constant" else {"length_max": self._length_max(factor)}
             self._objective = build("verl", self.name, self.keywords | given)
         return self._objective
+
+    def _length_max(self, factor: int | None) -> int:
+        """Returns the constant length, which is verl's: its KL and entropy terms divide by it too."""
+        if factor is None:
+            raise TrimtabError(f"{self.name} divides by a constant length: set actor.loss_scale_factor to it")
+        if self.keywords.get("length_max", factor) != factor:
+            raise TrimtabError(f"{self.name}: length_max is not actor.loss_scale_factor = {factor}: leave it out")
+        return int(factor)
 
 
 def _carried(objective: Objective, carried: Tensor | None, mask: Tensor) -> Tensor | None:
