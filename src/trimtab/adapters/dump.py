@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
+from trimtab.objectives import PolicyLogps
 
 TOKENS = ("response_ids", "logp_behavior", "logp_proximal", "logp_current", "loss_mask", "policy_version", "turn")
 
@@ -40,23 +42,47 @@ def _number(value: Any) -> Any:
 
 
 class Dump:
-    """Writes the rows of each update into a file of a folder. Created on first use."""
+    """Writes the rows of each update, or of each call of a loss, into a file of a folder. Created on first use."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._calls: int | None = None
 
     def write(self, step: int, batch: Sequence[Mapping[str, Any]], *, rank: int = 0) -> Path:
         """Writes `step_STEP_rank_RANK.jsonl` and returns its path. Raises `TrimtabError` where that fails."""
-        path = self.folder / f"step_{step:06d}_rank_{rank}.jsonl"
+        return self._write(f"step_{step:06d}_rank_{rank}.jsonl", [{"step": step, **row} for row in batch])
+
+    def write_call(self, logps: PolicyLogps, advantage: Tensor) -> Path:
+        """Writes the log-probs of one call of a loss that knows no step, as `call_NUMBER_rank_RANK.jsonl`.
+
+        Each response ends with its last trained token. advantage: (batch, time). The trainer's view is `proximal` where
+        it is another policy than the current one.
+        """
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        if self._calls is None:  # Those of an earlier process stay.
+            self._calls = len(list(self.folder.glob(f"call_*_rank_{rank}.jsonl")))
+        self._calls += 1
+        positions = torch.arange(1, logps.mask.shape[1] + 1, device=logps.mask.device)
+        batch = rows(
+            (logps.mask * positions).amax(1),
+            logp_behavior=logps.behavior,
+            logp_proximal=logps.proximal,
+            loss_mask=logps.mask.long(),
+            advantage=torch.where(logps.mask, advantage, 0.0).sum(1) / logps.mask.sum(1).clamp(min=1),
+        )
+        return self._write(f"call_{self._calls:06d}_rank_{rank}.jsonl", list(batch))
+
+    def _write(self, name: str, batch: Sequence[Mapping[str, Any]]) -> Path:
+        path = self.folder / name
         temporary = path.with_suffix(".tmp")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with temporary.open("w") as file:
                 for row in batch:
-                    file.write(json.dumps({"step": step, **row}) + "\n")
+                    file.write(json.dumps(row) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
         except OSError as error:
-            raise TrimtabError(f"the log-probs of step {step} cannot be written to {path}: {error}") from error
+            raise TrimtabError(f"log-probs cannot be written to {path}: {error}") from error
         return path

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, counted_state, per_response, turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps
@@ -19,12 +20,15 @@ from trimtab.objectives import Objective, PolicyLogps
 MODULES = ("openrlhf.models.loss", "openrlhf.models", "openrlhf.trainer.ray.ppo_actor")
 
 
-def install(objective: str | Objective, **keywords: Any) -> None:
-    """Replaces `PolicyLoss` in the modules that use it. OpenRLHF has no hook; call it in each process of an actor."""
+def install(objective: str | Objective, *, dump: str | None = None, **keywords: Any) -> None:
+    """Replaces `PolicyLoss` in the modules that use it. OpenRLHF has no hook; call it in each process of an actor.
+
+    dump: a folder for the log-probs of every call, which `trimtab diagnose` reads.
+    """
     built = build("openrlhf", objective, keywords)
 
     def policy_loss(*_: Any, **__: Any) -> ObjectiveLoss:
-        return ObjectiveLoss(built)
+        return ObjectiveLoss(built, dump=dump)
 
     for name in MODULES:
         module = importlib.import_module(name)
@@ -36,8 +40,9 @@ def install(objective: str | Objective, **keywords: Any) -> None:
 class ObjectiveLoss(nn.Module):
     """A Trimtab objective with the interface of OpenRLHF's `PolicyLoss`."""
 
-    def __init__(self, objective: str | Objective, **keywords: Any) -> None:
+    def __init__(self, objective: str | Objective, *, dump: str | None = None, **keywords: Any) -> None:
         super().__init__()
+        self._dump = None if dump is None else Dump(dump)
         self.objective = build("openrlhf", objective, keywords)
 
     def forward(
@@ -62,6 +67,8 @@ class ObjectiveLoss(nn.Module):
             proximal=old_log_probs,
             turn=turns_of(mask) if "turn" in self.objective.needs else None,
         )
+        if self._dump is not None:
+            self._dump.write_call(logps, advantages)
         tokens = mask.sum() if batch_num_tokens is None else batch_num_tokens
         sequences = mask.shape[0] if global_batch_size is None else global_batch_size
         state = counted_state(tokens, sequences, like=log_probs)

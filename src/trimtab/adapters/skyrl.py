@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, counted_state, per_response, reported, turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective, PolicyLogps
@@ -26,11 +27,12 @@ REDUCTIONS = {
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 
 
-def register(objective: str | Objective, name: str | None = None, **keywords: Any) -> str:
+def register(objective: str | Objective, name: str | None = None, *, dump: str | None = None, **keywords: Any) -> str:
     """Registers an objective with SkyRL and returns its name, `trimtab-NAME` unless given.
 
     Call it before `ray.init`, in the script that starts the training; then set
-    `trainer.algorithm.policy_loss_type` to the name.
+    `trainer.algorithm.policy_loss_type` to the name. dump: a folder for the log-probs of every call, which `trimtab
+    diagnose` reads.
     """
     from skyrl.backends.skyrl_train.utils.ppo_utils import (  # pyright: ignore[reportMissingImports]
         PolicyLossRegistry,
@@ -38,17 +40,18 @@ def register(objective: str | Objective, name: str | None = None, **keywords: An
 
     built = build("skyrl", objective, keywords)
     chosen = name or f"trimtab-{built.name}"
-    PolicyLossRegistry.register(chosen, policy_loss(built))
+    PolicyLossRegistry.register(chosen, policy_loss(built, dump=dump))
     return chosen
 
 
-def policy_loss(objective: str | Objective, **keywords: Any) -> PolicyLoss:
+def policy_loss(objective: str | Objective, *, dump: str | None = None, **keywords: Any) -> PolicyLoss:
     """Returns a policy loss with SkyRL's signature.
 
     SkyRL divides the advantages by the denominators of `loss_reduction` beforehand, so that the loss is a sum over
     tokens; the reduction must be the one of the objective. Raises `TrimtabError` where it is not.
     """
     built = build("skyrl", objective, keywords)
+    written = None if dump is None else Dump(dump)
     summed = replace(built, aggregation=Aggregation("token-mean", built.aggregation.denominator))
 
     def loss(
@@ -70,6 +73,8 @@ def policy_loss(objective: str | Objective, **keywords: Any) -> PolicyLoss:
             proximal=old_log_probs,
             turn=turns_of(mask) if "turn" in built.needs else None,
         )
+        if written is not None:
+            written.write_call(logps, advantages)
         state = counted_state(1, 1, like=log_probs)
         output = summed(logps, per_response(built, advantages, mask), state=state)
         return output.loss, reported(output.metrics.finalize())

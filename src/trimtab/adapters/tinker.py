@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, per_response, reported, turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps
@@ -20,14 +21,16 @@ from trimtab.objectives import Objective, PolicyLogps
 CustomLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]
 
 
-def custom_loss(objective: str | Objective, **keywords: Any) -> CustomLoss:
+def custom_loss(objective: str | Objective, *, dump: str | None = None, **keywords: Any) -> CustomLoss:
     """Returns a loss for `forward_backward_custom`.
 
     Each datum's `loss_fn_inputs` hold `logprobs` (the sampler's), `advantages`, and `mask` where some tokens are not
     trained; `old_logprobs` and `ref_logprobs` where given. All data of the call are one update: without
-    `old_logprobs`, the policy at its start is the current one.
+    `old_logprobs`, the policy at its start is the current one. dump: a folder for the log-probs of every call, which
+    `trimtab diagnose` reads.
     """
     built = build("tinker", objective, keywords)
+    written = None if dump is None else Dump(dump)
 
     def loss(data: Sequence[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         current = pad_sequence(list(logprobs), batch_first=True)
@@ -45,6 +48,8 @@ def custom_loss(objective: str | Objective, **keywords: Any) -> CustomLoss:
             reference=_column(fields, "ref_logprobs", current),
             turn=turns_of(mask) if "turn" in built.needs else None,
         )
+        if written is not None:
+            written.write_call(logps, advantage)
         output = built(logps, per_response(built, advantage, mask))
         return output.loss, reported(output.metrics.finalize())
 

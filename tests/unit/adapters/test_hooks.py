@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,6 +171,54 @@ def test_a_dump_is_read_by_diagnose(tmp_path: Path) -> None:
     assert report.measured.size.mismatch["k3"] == pytest.approx(expected["k3"], rel=1e-4)
 
 
+@pytest.mark.parametrize("trainer", ["skyrl", "openrlhf", "tinker"])
+def test_the_log_probs_of_every_call_are_diagnosed(trainer: str, tmp_path: Path) -> None:
+    make = torch.Generator().manual_seed(0)
+    behavior = -torch.rand(30, 6, generator=make) - 0.1
+    old = behavior + 0.05 * torch.randn(30, 6, generator=make)
+    mask = torch.arange(6) < torch.randint(2, 7, (30,), generator=make)[:, None]
+    advantage, folder = torch.randn(30, 1, generator=make).expand(30, 6), str(tmp_path / "logps")
+    current = (old + 0.2).requires_grad_()
+    for part in (slice(0, 10), slice(10, 30)):
+        fields = (current[part], old[part], advantage[part])
+        if trainer == "skyrl":
+            one = skyrl_dumps(folder)
+            config = SimpleNamespace(loss_reduction="sequence_mean")
+            one(*fields, config=config, loss_mask=mask[part], rollout_logprobs=behavior[part])
+        elif trainer == "openrlhf":
+            openrlhf_dumps(folder)(*fields, mask[part], behavior[part])
+        else:
+            columns = {"logprobs": behavior, "old_logprobs": old, "advantages": advantage, "mask": mask.float()}
+            data = [
+                SimpleNamespace(loss_fn_inputs={name: value[row] for name, value in columns.items()})
+                for row in range(30)[part]
+            ]
+            tinker_dumps(folder)(data, list(current[part]))
+    assert sorted(path.name for path in (tmp_path / "logps").iterdir()) == [
+        "call_000001_rank_0.jsonl",
+        "call_000002_rank_0.jsonl",
+    ]
+    size = trimtab.diagnose(folder).measured.size
+    expected = correct(old, behavior, mask).metrics.finalize()
+    assert size.mismatch["k3"] == pytest.approx(expected["k3"], rel=1e-4)
+    assert size.mismatch["tokens"] == mask.sum()
+
+
+@functools.cache
+def skyrl_dumps(folder: str) -> skyrl.PolicyLoss:
+    return skyrl.policy_loss("icepop", dump=folder)
+
+
+@functools.cache
+def openrlhf_dumps(folder: str) -> openrlhf.ObjectiveLoss:
+    return openrlhf.ObjectiveLoss("icepop", dump=folder)
+
+
+@functools.cache
+def tinker_dumps(folder: str) -> tinker.CustomLoss:
+    return tinker.custom_loss("icepop", dump=folder)
+
+
 def test_a_log_prob_that_is_not_finite_becomes_null() -> None:
     values = torch.tensor([[float("nan"), -1.0, -9.0]])
     (row,) = rows(torch.tensor([2]), logp_behavior=values, advantage=torch.tensor([0.5]))
@@ -178,5 +227,5 @@ def test_a_log_prob_that_is_not_finite_becomes_null() -> None:
 
 def test_a_dump_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrimtabError, match="log-probs of step 1 cannot be written"):
+    with pytest.raises(TrimtabError, match="log-probs cannot be written"):
         Dump(tmp_path / "file" / "logps").write(1, [])
