@@ -42,8 +42,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model with a recipe; a recipe with a \\[compare] section trains every objective with every seed."""
-    require_extra("train", "trimtab train")
-    config = _load(recipe, sets)
+    config = _load("trimtab train", recipe, sets)
     with starting.guarded():
         from trimtab.api import train as train_recipe
         from trimtab.cli.display import observe
@@ -61,9 +60,10 @@ def train(
         print_json({"run": run, "report": run / "report.html", "metrics": result})
 
 
-def _load(recipe: str, sets: Sequence[str] | None) -> Config:
+def _load(command: str, recipe: str, sets: Sequence[str] | None) -> Config:
     """Reads the recipe before torch is imported, so that a mistake in it is answered immediately."""
     with starting.guarded():
+        require_extra("train", command)
         from trimtab.config import load_config
 
     return load_config(recipe, sets or ())
@@ -85,8 +85,7 @@ def _compare(config: Config, out: Path, resume: bool, observer: Observer) -> dic
 
 def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = False) -> None:
     """Warm-start a model on the task's own answers (supervised), before reinforcement learning."""
-    require_extra("train", "trimtab sft")
-    config = _load(recipe, sets)
+    config = _load("trimtab sft", recipe, sets)
     from trimtab.cli.display import observe
 
     run = run_directory(recipe, out, config.out)
