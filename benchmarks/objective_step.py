@@ -50,7 +50,7 @@ def build(model_path: str, rows: int, prompt: int, response: int) -> Callable[[s
 
     def update(name: str) -> None:
         built = objective(name)
-        centered = built.centering is not None
+        centered = built.centering
         logps = PolicyLogps(
             current=None,
             behavior=behavior,

@@ -154,7 +154,10 @@ class Laboratory:
         The presets take turns with the levels: what a level does to a weight is the same in each.
         """
         extra: dict[str, Any] = {"kl": "unbiased", "kl_coef": 0.3, "entropy_coef": 0.2}
-        result = [Laboratory.objective(name), Laboratory.objective(name, denominator="kept", **extra)]
+        result = [Laboratory.objective(name)]
+        if result[0].rejects:
+            extra["denominator"] = "kept"
+        result.append(Laboratory.objective(name, **extra))
         weight = result[0].weight
         if weight is not None:
             level = LEVELS[NAMES.index(name) % len(LEVELS)]

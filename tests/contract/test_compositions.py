@@ -96,8 +96,10 @@ def compositions(draw: st.DrawFn) -> Objective:
     weight = draw(WEIGHTS)
     if weight is not None and parts["ratio"].get("over") != "behavior":
         parts["weight"] = weight
-    elif draw(st.booleans()) and parts["ratio"].get("level", "token") == "token":
-        parts["centering"] = {"ceiling": 2.0}
+    elif kind == "log-prob" or (kind == "reinforce" and parts["ratio"] == {"level": "token", "over": "behavior"}):
+        parts["centering"] = not parts["mask"] and draw(st.booleans())
+    if not parts["mask"] and parts.get("weight", {}).get("bound") != "mask":
+        parts["denominator"] = "original"
     return objective("composed", **parts)
 
 
@@ -165,4 +167,4 @@ def test_its_equation_names_every_part(obj: Objective) -> None:
         assert f"keep where {rule.equation()}" in text
     if obj.weight is not None:
         assert obj.weight.equation() in text
-    assert (obj.centering is not None) == ("A·C" in text)
+    assert obj.centering == ("A·C" in text)

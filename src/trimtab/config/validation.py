@@ -10,10 +10,15 @@ from trimtab.config.schema import GOLD, TOKEN_BASELINE, ShardingConfig
 from trimtab.errors import TrimtabError, did_you_mean
 
 
-def _corrects_behavior(facts: Facts) -> bool:
-    """Whether the policy term is over the behavior policy alone (current/behavior)."""
+def _not_over_behavior(facts: Facts) -> str | None:
+    """Returns why the objective does not compare the current policy with the sampler alone, or None."""
     assert facts.objective is not None
-    return "behavior" in facts.objective.policy_needs and "proximal" not in facts.objective.policy_needs
+    if facts.objective.ratio.over != "behavior":
+        return f"an objective over the behavior policy (current/behavior), not {facts.objective.name!r}"
+    for rule in facts.objective.masks:
+        if "proximal" in rule.reads:
+            return f'masks over the current policy, not {rule.rule} over the proximal one: set over = "current" in it'
+    return None
 
 
 def _is_one_process(facts: Facts) -> bool:
@@ -61,13 +66,13 @@ _OBJECTIVE_RULES = (
     ),
     Rule(
         "perturbation-needs-behavior",
-        lambda f: f.config.perturbation and not _corrects_behavior(f),
-        "[perturbation] needs an objective over the behavior policy (current/behavior), not {objective.name!r}",
+        lambda f: f.config.perturbation and _not_over_behavior(f),
+        "[perturbation] needs {value}",
     ),
     Rule(
         "prefix-needs-behavior",
-        lambda f: f.config.prefix and not _corrects_behavior(f),
-        "[prefix] needs an objective over the behavior policy (current/behavior), not {objective.name!r}",
+        lambda f: f.config.prefix and _not_over_behavior(f),
+        "[prefix] needs {value}",
     ),
     Rule(
         "demonstrations-need-off-policy",

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections.masks import Evidence, Mask
-from trimtab.corrections.ratios import TOKEN_LEVELS, TURN_LEVELS, Ratios, log_ratio, units_of
+from trimtab.corrections.ratios import TOKEN_LEVELS, Ratios, log_ratio, units_of
 from trimtab.corrections.reduce import Selection, Sequences, and_, select, widen
 from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics, total
 from trimtab.corrections.weights import Weight, WeightStatistics
@@ -143,7 +143,8 @@ class _Block:
         keep.copy_(self.sequences.mask)
         statistics: dict[str, Mergeable] = {}
         for rule in rules:
-            passed = self._at_tokens(rule.keep(self.evidence))
+            passed = rule.keep(self.evidence)
+            self._validate_kept(rule, passed)
             and_(keep, passed)
             statistics |= self._rejection(_unique_name(f"reject/{rule.rule}", statistics), passed)
         return statistics
@@ -170,7 +171,7 @@ class _Block:
         if not per_token:
             self.selection(out.copy_(units.spread(bounded)))
         if weight.rejects:
-            passed = self._at_tokens(units.spread(inside) if weight.level in TURN_LEVELS else inside)
+            passed = inside if per_token else units.spread(inside)
             and_(keep, passed)
             statistics |= self._rejection(f"reject/{weight.rule}", passed)
         return statistics
@@ -193,9 +194,14 @@ class _Block:
         selection, histogram, scratch = self.selection, self.histogram, self.scratch
         return RatioStatistics.of(self.mismatch, self.proximal, self.behavior, selection, histogram, scratch)
 
-    def _at_tokens(self, passed: Tensor) -> Tensor:
-        """Returns a rule's result, per token or per sequence, so that it broadcasts to every token."""
-        return passed if passed.shape == self.sequences.mask.shape else self.sequences.spread(passed)
+    def _validate_kept(self, rule: Mask, passed: Tensor) -> None:
+        """Raises `ValueError` for a result that does not have one value for each token."""
+        rows, time = self.sequences.mask.shape
+        if passed.shape not in ((rows, time), (rows, 1)):
+            raise ValueError(
+                f"{type(rule).__name__}.keep returned shape {tuple(passed.shape)}, expected {(rows, time)}: values of "
+                "whole sequences are spread to their tokens by evidence.sequences.spread"
+            )
 
     def _rejection(self, name: str, passed: Tensor) -> dict[str, Mergeable]:
         """Returns the shares of trained tokens and of whole sequences that a rule rejected.

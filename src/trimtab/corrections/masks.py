@@ -1,6 +1,6 @@
 """Rejection masks: rules that select, without gradient, the trained tokens or sequences to keep.
 
-A rule returns (batch, time) or (sequences, 1), computed on the original mask; rules are ANDed. Formulas: docs/math.md,
+A rule returns one value for each token, computed on the original mask; rules are ANDed. Formulas: docs/math.md,
 "Rejection". A new rule is a frozen dataclass that inherits from `Mask`, here or in a file of your own:
 docs/objectives.md.
 """
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from trimtab.corrections import divergences
 from trimtab.corrections.protocols import FRAMEWORKS, Peers, Setting, definition, symbol
-from trimtab.corrections.ratios import LEVELS, TURN_LEVELS, Number, Ratios, units_of
+from trimtab.corrections.ratios import LEVELS, TOKEN_LEVELS, TURN_LEVELS, Number, Ratios, units_of
 from trimtab.corrections.reduce import Sequences, select
-from trimtab.corrections.weights import VERL_LOWEST, check_bounds, check_word
+from trimtab.corrections.weights import VERL_LOWEST, check_bounded, check_bounds, check_word
 
 Part = TypeVar("Part")
 
@@ -98,8 +98,11 @@ class Mask(ABC):
         """
 
     @abstractmethod
-    def keep(self, evidence: Evidence) -> Bool[Tensor, "..."]:
-        """Returns True at tokens (batch, time), or sequences (sequences, 1), that are kept."""
+    def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
+        """Returns True at the tokens that are kept, in a shape that broadcasts to (batch, time).
+
+        A rule for whole sequences returns `evidence.sequences.spread(value)` of its (sequences, 1) values.
+        """
 
     @abstractmethod
     def equation(self) -> str:
@@ -130,6 +133,7 @@ class Band(Mask):
         check_word(self.level, LEVELS, "Band")
         check_word(self.over, OVER, "Band")
         check_bounds(self.min, self.max, "Band")
+        check_bounded(self.min, self.max, "Band")
 
     @property
     def rule(self) -> str:
@@ -139,10 +143,10 @@ class Band(Mask):
     def reads(self) -> frozenset[str]:
         return frozenset({self.over, "behavior", *(["turn"] if self.level in TURN_LEVELS else [])})
 
-    def keep(self, evidence: Evidence) -> Bool[Tensor, "..."]:
+    def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
         ratio = evidence.over(self.over).at(self.level)
         inside = (ratio >= self.min) & (ratio <= self.max)
-        return units_of(evidence.sequences, self.level).spread(inside) if self.level in TURN_LEVELS else inside
+        return inside if self.level in TOKEN_LEVELS else units_of(evidence.sequences, self.level).spread(inside)
 
     def equation(self) -> str:
         letter, policy = _SYMBOLS[self.over]
@@ -201,8 +205,10 @@ class Divergence(Mask):
             raise ValueError(
                 'Divergence: outward asks where a token moves, use reduce = "token" and over = "current" with it'
             )
-        if not self.max >= 0:
-            raise ValueError(f"Divergence: max = {self.max:g} would reject identical policies, use max >= 0")
+        if not 0 <= self.max < math.inf:
+            raise ValueError(
+                f"Divergence: max = {self.max:g} would reject identical policies or nothing, use a finite max >= 0"
+            )
 
     @property
     def rule(self) -> str:
@@ -212,14 +218,14 @@ class Divergence(Mask):
     def reads(self) -> frozenset[str]:
         return frozenset({self.over, "behavior", *(["advantage"] if self.outward else [])})
 
-    def keep(self, evidence: Evidence) -> Bool[Tensor, "..."]:
+    def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
         sequences, ratios = evidence.sequences, evidence.over(self.over)
         values = divergences.per_token(self.kind, ratios, evidence.behavior)
         if self.reduce == "token":
             near = values <= self.max
             return near | ~moves_away(ratios.log, evidence.advantage) if self.outward else near
         reduced = {"mean": sequences.mean, "max": sequences.max, "sum": sequences.sum}[self.reduce](values)
-        return reduced <= self.max
+        return sequences.spread(reduced <= self.max)
 
     def equation(self) -> str:
         over = "" if self.reduce == "token" else f"{self.reduce}_t "
@@ -283,11 +289,11 @@ class Veto(Mask):
     def reads(self) -> frozenset[str]:
         return frozenset({self.over, "behavior"})
 
-    def keep(self, evidence: Evidence) -> Bool[Tensor, "sequences 1"]:
+    def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
         log = evidence.over(self.over).log
         if self.of == "probability":
             log = log + evidence.behavior
-        return evidence.sequences.max(-log) <= -math.log(self.min)
+        return evidence.sequences.spread(evidence.sequences.max(-log) <= -math.log(self.min))
 
     def equation(self) -> str:
         letter, policy = _SYMBOLS[self.over]
@@ -311,6 +317,12 @@ class OPSM(Mask):
 
     delta: Number
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.delta < math.inf:
+            raise ValueError(
+                f"OPSM: delta = {self.delta:g} would reject identical policies or nothing, use a finite delta >= 0"
+            )
+
     @property
     def rule(self) -> str:
         return "opsm"
@@ -319,7 +331,7 @@ class OPSM(Mask):
     def reads(self) -> frozenset[str]:
         return frozenset({"current", "behavior", "advantage"})
 
-    def keep(self, evidence: Evidence) -> Bool[Tensor, "..."]:
+    def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
         sequences = evidence.sequences
         if sequences.ids is None and evidence.advantage.shape[1] != 1:
             raise ValueError("OPSM judges whole sequences: give one advantage per row, shape (batch, 1)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,10 @@ class PrefixBudget(Mask):
     weight_min: Number = 0.8
 
     def __post_init__(self) -> None:
-        if not (self.max > 0 and self.budget > 0):
-            raise ValueError(f"PrefixBudget: max = {self.max:g} and budget = {self.budget:g} must be more than 0")
+        if not (0 < self.max < math.inf and 0 < self.budget < math.inf):
+            raise ValueError(
+                f"PrefixBudget: max = {self.max:g} and budget = {self.budget:g} must be finite and above 0"
+            )
         if not (0 <= self.quantile <= 1 and 0 <= self.weight_min <= 1):
             raise ValueError(
                 f"PrefixBudget: quantile = {self.quantile:g} and weight_min = {self.weight_min:g} must lie in [0, 1]"

@@ -6,7 +6,6 @@ from types import ModuleType
 from trimtab.corrections import OPSM, Band, Divergence, Evidence, Mask, Peers, PrefixBudget, Setting, Veto, Weight
 from trimtab.objectives.advantages import advantages
 from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.centering import Centering
 from trimtab.objectives.correct import Correction, correct, mismatch
 from trimtab.objectives.lookup import keywords_of, objective, objectives
 from trimtab.objectives.metrics import Metrics
@@ -27,7 +26,6 @@ __all__ = [
     "Aggregation",
     "Band",
     "Banded",
-    "Centering",
     "Clipped",
     "Correction",
     "Divergence",

@@ -13,7 +13,6 @@ from trimtab.corrections.prefix_budget import PrefixBudget
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.advantages import KINDS
-from trimtab.objectives.centering import Centering
 from trimtab.objectives.objective import Objective
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.ratio_bounds import AgedClip, Banded, GrowingClip
@@ -58,8 +57,9 @@ def compose(base: Objective | None, parts: Mapping[str, Any], advantage: str | N
     """Returns `base` with parts replaced and masks added, or without a base an objective of these parts alone.
 
     parts: by name in `PART_KEYS`, each a table of the part's fields, with `kind` for surrogates and masks, or the part
-        itself; `mask` is a list. The fields `aggregation`, `kl` and `entropy_coef` of `Objective` are taken as they
-        are. Without a base `surrogate` is needed and `ratio` defaults to token current/proximal.
+        itself; `mask` is a list and `centering` a bool. The fields `aggregation`, `kl` and `entropy_coef` of
+        `Objective` are taken as they are. Without a base `surrogate` is needed and `ratio` defaults to token
+        current/proximal.
     Raises `TrimtabError` for unknown names, wrong types, and combinations that `Objective` refuses.
     """
     built = {name: parts[name] for name in ("aggregation", "kl", "entropy_coef") if name in parts}
@@ -70,7 +70,9 @@ def compose(base: Objective | None, parts: Mapping[str, Any], advantage: str | N
     if "weight" in parts:
         built["weight"] = _part("weight", Weight, parts["weight"])
     if "centering" in parts:
-        built["centering"] = _part("centering", Centering, parts["centering"])
+        if not isinstance(parts["centering"], bool):
+            raise TrimtabError(f"centering is true or false, not {parts['centering']!r}")
+        built["centering"] = parts["centering"]
     if "mask" in parts:
         masks = parts["mask"]
         if isinstance(masks, Mapping | str) or not isinstance(masks, Sequence):

@@ -42,9 +42,9 @@ def correct(
 ) -> Correction:
     """Computes importance weights, rejection and mismatch metrics of a batch in one pass.
 
-    `current` (batch, time) and `advantage` (batch, 1) are read by OPSM only, `turn` (batch, time), the number of the
-    model turn of each token, by levels of turns. A weight with `normalize` is divided by
-    its mean over this batch. The metrics are those of `mismatch`, plus `weight/...` and `reject/...`. Raises
+    `current` (batch, time), `advantage` (batch, 1) or (batch, time), and `turn` (batch, time), the number of the model
+    turn of each token, are needed where a mask names them in `reads`. A weight with `normalize` is divided by its mean
+    over this batch. The metrics are those of `mismatch`, plus `weight/...` and `reject/...`. Raises
     `ValueError` for a mask that is not bool and for shapes that differ.
     """
     _validate(mask, proximal=proximal, behavior=behavior, current=current, sequence_ids=sequence_ids, turn=turn)

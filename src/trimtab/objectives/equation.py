@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trimtab.corrections.protocols import definition, symbol
+from trimtab.objectives.centering import centering_ceiling, centering_equation
 
 if TYPE_CHECKING:
     from trimtab.objectives.objective import Objective
@@ -19,7 +20,7 @@ def render(objective: Objective) -> str:
     loss = f"loss = −1/D Σ {'·'.join(factors)}·{objective.surrogate.equation(symbol('r', ratio.level))}"
     if objective.kl.coef > 0:
         loss += f" + {objective.kl.coef:g}·KL"
-    if objective.centering is not None:
+    if objective.centering:
         loss += " + 1/D Σ m·A·C"
     if objective.entropy_coef > 0:
         loss += f" − {objective.entropy_coef:g}·H"
@@ -28,8 +29,9 @@ def render(objective: Objective) -> str:
         lines.append(f"  {weight.definition()}")
     lines += [f"  keep where {rule.equation()}" for rule in objective.masks]
     lines += [f"  {line}" for line in objective.surrogate.notes()]
-    if objective.centering is not None:
-        lines.append(f"  {objective.centering.equation()}")
+    if objective.centering:
+        ceiling = centering_ceiling(objective.ratio, objective.surrogate, corrected=False)
+        lines.append(f"  {centering_equation(ceiling)}")
     lines.append(f"  D: {_denominator(objective)}")
     lines.append(f"  A: {objective.advantage} advantage")
     if objective.kl.coef > 0:

@@ -63,9 +63,9 @@ def objective(name: str, **overrides: Any) -> Objective:
     name: a preset; `module:function` for a function that returns an `Objective`, whose parameters are the keywords; or
         `composed`, an objective of the given parts alone.
 
-    Parts replace those of the objective, and masks are added to its own: `ratio`, `surrogate`, `weight`, `mask` (a
-    list) and `centering`, each a table of the part's fields with `kind` where there are several, or the part itself
-    (docs/objectives.md); `advantage` beside them is the kind of advantage.
+    Parts replace those of the objective, and masks are added to its own: `ratio`, `surrogate`, `weight` and `mask` (a
+    list), each a table of the part's fields with `kind` where there are several, or the part itself, and `centering`, a
+    bool (docs/objectives.md); `advantage` beside them is the kind of advantage.
 
     Besides the parameters of its constructor in presets/, every objective takes `aggregation`, `length_max`,
     `denominator`, `kl`, `kl_coef` and `entropy_coef`; `oapl` takes no `aggregation` and no `length_max`. Raises

@@ -5,6 +5,7 @@ loss = -(1/D) sum mask * keep * sg[weight] * surrogate(ratio, advantage)  +  kl_
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,13 +23,12 @@ from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.advantages import KINDS
 from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.centering import Centering
+from trimtab.objectives.centering import centering_ceiling, centering_term
 from trimtab.objectives.metrics import Metrics
 from trimtab.objectives.policies import PolicyLogps, Ratio
 from trimtab.objectives.regularizers import KL
 from trimtab.objectives.state import State
 from trimtab.objectives.surrogate import Surrogate, Terms
-from trimtab.objectives.surrogates import Reinforce
 
 
 class Output(NamedTuple):
@@ -42,6 +42,7 @@ class Output(NamedTuple):
 class Objective:
     """A policy optimization objective, composed of parts. Built by `trimtab.objective(name, ...)` or from parts.
 
+    centering: whether the expected score under the sampler is subtracted (centering.py).
     advantage: the kind of advantages that it expects (`advantages.KINDS`). notes: remarks printed with the equation.
     Raises `TrimtabError` for values that are not parts and for combinations in which a part would have no effect.
     """
@@ -53,7 +54,7 @@ class Objective:
     masks: tuple[Mask, ...] = ()
     aggregation: Aggregation = field(default_factory=Aggregation)
     kl: KL = field(default_factory=KL)
-    centering: Centering | None = None
+    centering: bool = False
     entropy_coef: Number = 0.0
     advantage: str = "grpo"
     notes: tuple[str, ...] = ()
@@ -65,14 +66,18 @@ class Objective:
         refused = self.surrogate.refusal(self.ratio, self.aggregation, corrected=self._corrects)
         if refused is not None:
             raise TrimtabError(f"{self.name}: {refused}")
-        if self.centering is not None:
-            _validate_centering(self, self.centering)
+        if self.centering:
+            centering_ceiling(self.ratio, self.surrogate, corrected=self._corrects)
         if self.advantage not in KINDS:
             raise TrimtabError(
                 f"{self.name}: unknown advantage {self.advantage!r}{did_you_mean(self.advantage, KINDS)}"
             )
-        if not self.entropy_coef >= 0:
-            raise TrimtabError(f"entropy_coef = {self.entropy_coef:g} would reward certainty, use 0 or more")
+        if not 0 <= self.entropy_coef < math.inf:
+            raise TrimtabError(
+                f"entropy_coef = {self.entropy_coef:g}: below 0 it rewards certainty, use a finite number >= 0"
+            )
+        if self._counts_kept and not self.rejects:
+            raise TrimtabError(f'{self.name} rejects nothing, so denominator = "kept" has no effect')
 
     @property
     def _corrects(self) -> bool:
@@ -88,7 +93,7 @@ class Objective:
     def policy_needs(self) -> frozenset[str]:
         """The part of `needs` that the policy term reads. What only the KL term reads does not correct the mismatch."""
         turn = {"turn"} if self.ratio.level in TURN_LEVELS else set[str]()
-        heads = set[str]() if self.centering is None else {"head_current", "head_behavior"}
+        heads = {"head_current", "head_behavior"} if self.centering else set[str]()
         own = frozenset({self.ratio.over}) | turn | heads | self.surrogate.reads
         return own | (self._swept(self.masks) - {"current"})
 
@@ -103,7 +108,7 @@ class Objective:
         """The subset of `current` and `proximal` that `prepare` reads; without either, a forward pass is saved."""
         reads = {"current", self.ratio.over} if self.surrogate.spans else set()
         if self._spans:
-            reads |= self._swept(self._active_masks(judge=self._changes_denominator))
+            reads |= self._swept(self._active_masks(judge=self._counts_kept))
         return frozenset(reads & {"current", "proximal"})
 
     @property
@@ -128,14 +133,14 @@ class Objective:
         return rules or self.surrogate.per_response or self.ratio.level not in TOKEN_LEVELS
 
     @property
-    def _changes_denominator(self) -> bool:
+    def _counts_kept(self) -> bool:
         """Whether rejection changes the denominator."""
-        return self._corrects and self.aggregation.denominator == "kept"
+        return self.aggregation.denominator == "kept"
 
     @property
     def _spans(self) -> bool:
         """Whether the correction needs statistics of the whole update."""
-        return self._changes_denominator or (self.weight is not None and self.weight.normalize)
+        return self._counts_kept or (self.weight is not None and self.weight.normalize)
 
     def _active_masks(self, *, judge: bool) -> tuple[Mask, ...]:
         """The masks; with `judge=False` only those that do not read the current policy, absent in some `prepare`."""
@@ -155,7 +160,7 @@ class Objective:
         `advantage` is (batch, 1) or (batch, time). Raises `ValueError` naming a field of `prepare_needs` that is None.
         """
         sequences = logps.sequences
-        correction = self._sweep(logps, advantage, judge=self._changes_denominator) if self._spans else None
+        correction = self._sweep(logps, advantage, judge=self._counts_kept) if self._spans else None
         terms = self._terms(logps, advantage, sequences) if self.surrogate.spans else None
         return self._state(sequences, correction, terms)
 
@@ -281,12 +286,13 @@ class Objective:
 
     def _center(self, logps: PolicyLogps, terms: Terms, scale: Tensor) -> tuple[Tensor, dict[str, Mergeable]]:
         """Returns the centering term over the original mask, and its statistics."""
-        if self.centering is None:
+        if not self.centering:
             return terms.logp.new_zeros(()), {}
         sampled = terms.on_policy[..., None]
         current = torch.where(sampled, widen(logps.required("head_current", self.name)), -torch.inf)
         behavior = torch.where(sampled, widen(logps.required("head_behavior", self.name).detach()), -torch.inf)
-        value = self.centering(current, behavior)
+        ceiling = centering_ceiling(self.ratio, self.surrogate, corrected=self._corrects)
+        value = centering_term(current, behavior, ceiling)
         statistics: dict[str, Mergeable] = {"centering/head_mass": Mean.of(behavior.exp().sum(-1), terms.on_policy)}
         return _weighted_sum(value * terms.advantage, scale), statistics
 
@@ -313,7 +319,6 @@ def _validate_parts(objective: Objective) -> None:
         raise TrimtabError(f"{objective.name}: masks = {masks!r} must be a tuple of rejection rules (Mask)")
     kinds = {"ratio": Ratio, "surrogate": Surrogate, "aggregation": Aggregation, "kl": KL}
     kinds |= {} if objective.weight is None else {"weight": Weight}
-    kinds |= {} if objective.centering is None else {"centering": Centering}
     for name, kind in kinds.items():
         part = getattr(objective, name)
         if not isinstance(part, kind):
@@ -323,23 +328,6 @@ def _validate_parts(objective: Objective) -> None:
     for rule in masks:
         for name in sorted(rule.reads - set(READABLE)):
             raise TrimtabError(f"{objective.name}: {rule.rule} reads {name!r}{did_you_mean(name, READABLE)}")
-
-
-def _validate_centering(objective: Objective, centering: Centering) -> None:
-    """Raises `TrimtabError` where the centering does not belong to the weight of the sampled token."""
-    weight = objective.weight
-    for level in (objective.ratio.level, *([] if weight is None else [weight.level])):
-        if level != "token":
-            raise TrimtabError(
-                f"{objective.name}: centering subtracts the expected score of single tokens, and the ratio or weight "
-                f'has level {level!r}: use level "token"'
-            )
-    surrogate = objective.surrogate
-    if isinstance(surrogate, Reinforce) and surrogate.ceiling != centering.ceiling:
-        raise TrimtabError(
-            f"{objective.name}: the ceiling of the surrogate ({surrogate.ceiling:g}) and of the centering "
-            f"({centering.ceiling}) must be the same function of the ratio: give both the same value"
-        )
 
 
 def _weighted_sum(values: Tensor, scale: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trimtab.corrections.ratios import Number, bounded
+from trimtab.corrections.ratios import PREFIX_LEVELS, Number, bounded
 from trimtab.errors import TrimtabError
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.policies import Ratio
@@ -39,6 +39,8 @@ class GrowingClip(Surrogate):
             )
         if self.dual is not None and not self.dual > 0:
             raise TrimtabError(f"dual = {self.dual:g}: it bounds log r from above, use more than 0")
+        if not math.isfinite(self.power):
+            raise TrimtabError(f"power = {self.power:g}: the bounds grow with n^power, use a finite number")
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         scale = terms.sequences.positions.clamp(min=1).to(terms.log_ratio.dtype) ** self.power
@@ -62,6 +64,11 @@ class GrowingClip(Surrogate):
 
     def notes(self) -> tuple[str, ...]:
         return (f"n: position of the token among the trained ones of its response, p = {self.power:g}",)
+
+    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:  # noqa: ARG002
+        if ratio.level in PREFIX_LEVELS:
+            return None
+        return f'GrowingClip bounds the ratio of a prefix by its length: use level "prefix", not {ratio.level!r}'
 
     def unbounded(self) -> Surrogate:
         return Unclipped()

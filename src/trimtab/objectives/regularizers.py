@@ -11,6 +11,7 @@ d = log pi_ref - log pi:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,10 @@ class KL:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise TrimtabError(f"unknown kl {self.kind!r}{did_you_mean(self.kind, KINDS)}")
-        if not self.coef >= 0:
-            raise TrimtabError(f"kl_coef = {self.coef:g} would reward leaving the reference, use 0 or more")
+        if not 0 <= self.coef < math.inf:
+            raise TrimtabError(
+                f"kl_coef = {self.coef:g}: below 0 it rewards leaving the reference, use a finite number >= 0"
+            )
 
     @property
     def needs(self) -> frozenset[str]:

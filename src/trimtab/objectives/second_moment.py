@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,8 @@ class SecondMoment(Surrogate):
     form: str = "cap"
 
     def __post_init__(self) -> None:
-        if not self.tau > 0:
-            raise TrimtabError(f"tau = {self.tau:g}: the second moment allowed must be more than 0")
+        if not 0 < self.tau < math.inf:
+            raise TrimtabError(f"tau = {self.tau:g}: the second moment allowed must be finite and above 0")
         if self.form not in SECOND_MOMENT_FORMS:
             raise TrimtabError(f"unknown form {self.form!r}{did_you_mean(self.form, SECOND_MOMENT_FORMS)}")
 

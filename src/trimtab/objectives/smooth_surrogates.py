@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.corrections.protocols import Peers, Setting
-from trimtab.corrections.ratios import Number, at_level, bounded
+from trimtab.corrections.ratios import LOG_RATIO_BOUND, Number, at_level, bounded
 from trimtab.corrections.statistics import Mean
 from trimtab.errors import TrimtabError
 from trimtab.objectives.aggregation import Aggregation
@@ -30,8 +30,8 @@ class SoftGate(Surrogate):
     negative: Number = 1.05
 
     def __post_init__(self) -> None:
-        if not (self.positive > 0 and self.negative > 0):
-            raise TrimtabError(f"tau = {self.positive:g}, {self.negative:g}: temperatures must be more than 0")
+        if not (0 < self.positive < math.inf and 0 < self.negative < math.inf):
+            raise TrimtabError(f"tau = {self.positive:g}, {self.negative:g}: temperatures must be finite and above 0")
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         advantage = terms.advantage
@@ -75,15 +75,20 @@ class GammaWeight(Surrogate):
     k2_negative: Number = 2.0
 
     def __post_init__(self) -> None:
-        values = (self.k1_positive, self.k2_positive, self.k1_negative, self.k2_negative)
-        if not all(value >= 0 for value in values):
-            raise TrimtabError(f"k1, k2 = {values}: the exponents of the weight must be 0 or more")
+        for k1, k2 in ((self.k1_positive, self.k2_positive), (self.k1_negative, self.k2_negative)):
+            if not (0 <= k1 < math.inf and 0 <= k2 < math.inf):
+                raise TrimtabError(f"k1, k2 = {k1:g}, {k2:g}: the exponents of the weight must be finite, 0 or more")
+            if _largest_exponent(k1, k2) > LOG_RATIO_BOUND:
+                raise TrimtabError(
+                    f"k1, k2 = {k1:g}, {k2:g}: the weight W^k1 e^(-k2 (W - 1)) grows beyond e^{LOG_RATIO_BOUND:g}, use "
+                    "a larger k2 or a smaller k1"
+                )
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         positive, log = terms.advantage >= 0, bounded(terms.log_ratio.detach())
         power = torch.where(positive, self.k1_positive, self.k1_negative).to(log.dtype)
         rate = torch.where(positive, self.k2_positive, self.k2_negative).to(log.dtype)
-        # One exponent, at most k1 log(k1 / k2) + k2 - k1: no factor can overflow.
+        # One exponent, whose maximum was checked: no factor can overflow.
         weight = (power * log - rate * torch.expm1(log)).exp()
         return weight * terms.advantage * terms.logp, {"clip/weight": Mean.of(weight * terms.mask, terms.mask)}
 
@@ -108,6 +113,14 @@ class GammaWeight(Surrogate):
         values = (self.k1_positive, self.k2_positive, self.k1_negative, self.k2_negative)
         options = dict(zip(names, map(repr, values), strict=True))
         return {"TRL": Setting({"loss_type": '"vespo"', **options})}
+
+
+def _largest_exponent(k1: Number, k2: Number) -> float:
+    """Returns the maximum of k1 log W - k2 (W - 1) over the bounded ratios, which lies at W = k1 / k2."""
+    if k1 == 0:
+        return float(k2)
+    log = LOG_RATIO_BOUND if k2 == 0 else min(math.log(k1 / k2), LOG_RATIO_BOUND)
+    return k1 * log - k2 * math.expm1(log)
 
 
 @dataclass(frozen=True)
@@ -170,9 +183,10 @@ class QuadraticPenalty(Surrogate):
     epsilon: Number = 0.15
 
     def __post_init__(self) -> None:
-        if not self.epsilon > 0:
+        if not 0 < self.epsilon < math.inf:
             raise TrimtabError(
-                f"epsilon = {self.epsilon:g}: it is the gap of probabilities at which a gradient is 0, use more than 0"
+                f"epsilon = {self.epsilon:g}: it is the gap of probabilities at which a gradient is 0, use a finite "
+                "number > 0"
             )
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002

@@ -134,8 +134,8 @@ class Regression(Surrogate):
     beta: Number = 1e-3
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise TrimtabError(f"beta = {self.beta:g}: the regression target is scaled by it, use more than 0")
+        if not 0 < self.beta < math.inf:
+            raise TrimtabError(f"beta = {self.beta:g}: the regression target is scaled by it, use a finite number > 0")
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         log = terms.log_ratio.detach()
@@ -179,8 +179,8 @@ class Shaped(Surrogate):
     gamma: Number = 0.1
 
     def __post_init__(self) -> None:
-        if not self.gamma > 0:
-            raise TrimtabError(f"gamma = {self.gamma:g}: f(x) = x / (x + gamma) needs more than 0")
+        if not 0 < self.gamma < math.inf:
+            raise TrimtabError(f"gamma = {self.gamma:g}: f(x) = x / (x + gamma) needs a finite number > 0")
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         # pi / (pi + gamma) = sigmoid(log pi - log gamma), which cannot overflow.
@@ -203,7 +203,10 @@ class Shaped(Surrogate):
 
 @dataclass(frozen=True)
 class LogProb(Surrogate):
-    """A log pi: the policy gradient without a ratio, as if on-policy (REINFORCE, Williams 1992)."""
+    """A log pi: the policy gradient without a ratio, as if on-policy (REINFORCE, Williams 1992).
+
+    Its metrics still measure current/proximal (`ratio/`, `update/kl`), which shows how far updates move the policy.
+    """
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         return terms.advantage * terms.logp, {}

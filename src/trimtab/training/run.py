@@ -297,7 +297,7 @@ def _build_learner(
 
 
 def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engine: Engine) -> Collector:
-    centered = parts.objective.centering is not None
+    centered = parts.objective.centering
     sampling = sampling_params(config, parts.task, centered=centered)
     prefix, expert = config.prefix, config.demonstrations
     context = getattr(loaded.model.config, "max_position_embeddings", None)

@@ -152,6 +152,10 @@ BROKEN = {
     "demonstrations-file": [(f"{LUFFY} demonstrations.path=absent.jsonl", "absent.jsonl': there is no such file")],
     "perturbation-needs-behavior": [
         ("objective.name=dapo perturbation.std=0.1", "[perturbation] needs an objective over the behavior policy"),
+        (
+            'objective.name=token-alp perturbation.std=0.1 objective.mask=[{kind="veto"}]',
+            '[perturbation] needs masks over the current policy, not veto over the proximal one: set over = "current"',
+        ),
     ],
     "prefix-needs-behavior": [
         ("objective.name=token-tis prefix.share=1", "[prefix] needs an objective over the behavior policy"),

@@ -8,15 +8,18 @@ from torch import Tensor
 
 from trimtab.errors import TrimtabError
 from trimtab.objectives import (
-    Centering,
+    Band,
     Clipped,
     LogProb,
     Objective,
     PolicyLogps,
     Ratio,
     Reinforce,
+    Unclipped,
+    Weight,
     objective,
 )
+from trimtab.objectives.centering import centering_term
 
 P, Q = torch.tensor([[0.40, 0.40, 0.15, 0.05], [0.50, 0.30, 0.15, 0.05]], dtype=torch.float64)
 SAMPLER = Ratio("token", "behavior")
@@ -25,8 +28,8 @@ SAMPLER = Ratio("token", "behavior")
 def of(ceiling: float | None) -> Objective:
     """Score centering with the weight min(r, ceiling), or without a ratio."""
     if ceiling is None:
-        return Objective("mine", Ratio(), LogProb(), centering=Centering(None))
-    return Objective("mine", SAMPLER, Reinforce(ceiling), centering=Centering(ceiling))
+        return Objective("mine", Ratio(), LogProb(), centering=True)
+    return Objective("mine", SAMPLER, Reinforce(ceiling), centering=True)
 
 
 def gradient(obj: Objective, logits: Tensor, sampler: Tensor, token: int, head: int, advantage: float = 1.0) -> Tensor:
@@ -84,7 +87,7 @@ def test_three_positions_by_hand():
     }
     for ceiling, expected in heads.items():
         leaf = p.clone().requires_grad_()
-        Centering(ceiling)(leaf, q).sum().backward()
+        centering_term(leaf, q, ceiling).sum().backward()
         assert leaf.grad is not None
         assert leaf.grad[0].tolist() == [pytest.approx(row, abs=1e-8) for row in expected]
 
@@ -110,15 +113,26 @@ def test_an_absent_id_and_an_untrained_position_change_nothing():
 @pytest.mark.parametrize(
     ("parts", "line"),
     [
-        ({"ratio": Ratio("sequence", "behavior"), "surrogate": Clipped()}, "level 'sequence'"),
-        ({"ratio": SAMPLER, "surrogate": Reinforce(3.0)}, "must be the same function of the ratio"),
+        ({"ratio": Ratio(), "surrogate": Clipped()}, "weight 1 or min"),
+        ({"ratio": SAMPLER, "surrogate": Unclipped()}, "weight 1 or min"),
+        ({"ratio": Ratio("sequence", "behavior"), "surrogate": Reinforce(2.0)}, "weight 1 or min"),
+        ({"ratio": Ratio(), "surrogate": Reinforce(2.0)}, "weight 1 or min"),
+        ({"ratio": SAMPLER, "surrogate": Reinforce(2.0), "masks": (Band("token", 0.5, 2.0),)}, "without a weight or a"),
+        ({"ratio": Ratio(), "surrogate": LogProb(), "weight": Weight()}, "without a weight or a mask"),
+        ({"ratio": SAMPLER, "surrogate": Reinforce(float("inf"))}, "no effect on exact weights"),
     ],
 )
-def test_what_centering_does_not_fit_is_refused(parts, line):
+def test_a_score_of_another_weight_is_refused(parts, line):
     with pytest.raises(TrimtabError, match=line):
-        Objective("mine", **parts, centering=Centering(2.0))
-    with pytest.raises(TrimtabError, match="nothing to center"):
-        Centering(float("inf"))
+        Objective("mine", **parts, centering=True)
+
+
+def test_a_recipe_centers_both_kinds_of_scores():
+    assert objective("reinforce", centering=True).equation().count("C = Σ_v sg[μ(v) − α π(v)]") == 1
+    assert objective("score-centering", ceiling=3.0).equation().count("C = Σ_v sg[min(π(v), 3 μ(v))") == 1
+    ratio = {"level": "token", "over": "behavior"}
+    with pytest.raises(TrimtabError, match="ceiling has no effect beside"):
+        objective("score-centering", ceiling=3.0, surrogate={"kind": "reinforce"}, ratio=ratio)
 
 
 @pytest.mark.usefixtures("shapes_unchecked")

@@ -11,7 +11,6 @@ from trimtab.objectives import (
     OPSM,
     Aggregation,
     Band,
-    Centering,
     Clipped,
     Divergence,
     Objective,
@@ -63,7 +62,6 @@ def test_every_part_can_be_given():
             {"kind": "binary_tv", "reduce": "token", "max": 0.2, "over": "current", "outward": True},
             {"kind": "prefix-budget", "max": 0.2},
         ],
-        centering={"ceiling": 3},
         advantage="dr-grpo",
         aggregation="seq-mean-token-mean",
         kl="k3",
@@ -71,7 +69,7 @@ def test_every_part_can_be_given():
     )
     masks = (Divergence("binary_tv", "token", 0.2, "current", outward=True), PrefixBudget(0.2))
     assert (built.ratio, built.surrogate, built.masks) == (Ratio("token", "behavior"), Reinforce(3), masks)
-    assert (built.centering, built.advantage, built.kl.coef) == (Centering(3), "dr-grpo", 0.1)
+    assert (built.advantage, built.kl.coef) == ("dr-grpo", 0.1)
     assert built.aggregation == Aggregation("seq-mean-token-mean")
 
 
@@ -112,8 +110,26 @@ def test_parts_may_be_given_as_objects():
         ("a3po", {"ratio": {"level": "token"}}, 'use a ratio over "behavior"'),
         ("drpo", {"ratio": {"level": "sequence", "over": "behavior"}}, '"token" over "behavior"'),
         ("vespo", {"ratio": {"level": "geometric", "over": "behavior"}}, 'use level "sequence"'),
-        ("grpo", {"centering": {"ceiling": 0.5}}, "use 1 or more"),
-        ("gspo", {"centering": {}}, "level 'geometric'"),
+        ("reinforce", {"centering": {}}, "centering is true or false, not {}"),
+        ("ctpo", {"ratio": {"level": "token"}}, 'use level "prefix"'),
+        ("grpo", {"denominator": "kept"}, "rejects nothing"),
+        ("grpo", {"weight": {"bound": "mask", "max": math.inf}}, "holds every ratio"),
+        ("grpo", {"weight": {"bound": "clip", "max": None}}, "holds every ratio"),
+        ("grpo", {"mask": [{"kind": "band", "level": "token", "min": 0, "max": math.inf}]}, "holds every ratio"),
+        ("grpo", {"mask": [{"kind": "k3", "reduce": "token", "max": math.inf}]}, "or nothing"),
+        *(("opsm", {"delta": delta}, "or nothing, use a finite delta") for delta in (math.nan, -0.1, math.inf)),
+        ("grpo", {"entropy_coef": math.inf}, "entropy_coef = inf: .* use a finite number"),
+        ("grpo", {"kl_coef": math.inf}, "kl_coef = inf: .* use a finite number"),
+        ("grpo", {"kl_coef": math.nan}, "kl_coef = nan: .* use a finite number"),
+        ("vespo", {"k1_positive": math.inf}, "must be finite"),
+        ("vespo", {"k1_positive": 10.0, "k2_positive": 0.0}, r"10, 0: the weight .* grows beyond e\^20"),
+        ("vespo", {"k1_negative": 10.0, "k2_negative": 0.1}, r"10, 0.1: the weight .* grows beyond e\^20"),
+        ("sapo", {"tau_positive": math.inf}, "must be finite"),
+        ("drpo", {"epsilon": math.inf}, "use a finite number"),
+        ("luffy", {"gamma": math.inf}, "finite number"),
+        ("oapl", {"beta": math.inf}, "finite number"),
+        ("m2po", {"tau": math.inf}, "finite and above 0"),
+        ("cppo", {"divergence_max": math.inf}, "finite and above 0"),
         ("grpo", {"mask": [], "advantage": "grop"}, "unknown advantage 'grop' .did you mean 'grpo'"),
         ("grpo", {"advantage": "rloo"}, "no keyword 'advantage'"),
     ],

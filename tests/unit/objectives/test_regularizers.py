@@ -139,9 +139,9 @@ def test_entropy_bonus_is_subtracted():
 
 
 def test_coefficients_that_reward_the_wrong_thing_are_refused():
-    with pytest.raises(TrimtabError, match="leaving the reference"):
+    with pytest.raises(TrimtabError, match="rewards leaving the reference"):
         KL("k3", -0.1)
     with pytest.raises(TrimtabError, match="did you mean 'unbiased'"):
         KL("unbiasd", 0.1)
-    with pytest.raises(TrimtabError, match="reward certainty"):
+    with pytest.raises(TrimtabError, match="rewards certainty"):
         objective("grpo", entropy_coef=-1.0)

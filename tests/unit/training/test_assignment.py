@@ -56,7 +56,7 @@ def test_an_empty_micro_batch_adds_nothing(name: str) -> None:
 
     def logps(micro):
         current = micro.behavior * 0.9
-        head = current[..., None] if built.centering is not None else None
+        head = current[..., None] if built.centering else None
         return PolicyLogps(
             current=current,
             behavior=micro.behavior,

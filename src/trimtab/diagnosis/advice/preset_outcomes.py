@@ -190,7 +190,7 @@ def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutco
 
 def rated_presets() -> list[str]:
     """Returns the presets whose weights follow from the log-probs of sampled tokens, which files hold."""
-    return [name for name in objectives() if objective(name).centering is None]
+    return [name for name in objectives() if not objective(name).centering]
 
 
 class _OutcomeTable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from trimtab.objectives.centering import Centering
 from trimtab.objectives.objective import Objective
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.presets.registry import SEQUENCE_MEAN, preset
@@ -95,4 +94,4 @@ def score_centering(*, ceiling: float = 2.0) -> Objective:
     Score centering, arXiv 2609.20807; advantages are centered and not divided by the group's std.
     """
     ratio = Ratio("token", "behavior")
-    return Objective("score-centering", ratio, Reinforce(ceiling), centering=Centering(ceiling), advantage="dr-grpo")
+    return Objective("score-centering", ratio, Reinforce(ceiling), centering=True, advantage="dr-grpo")

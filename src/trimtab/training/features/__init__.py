@@ -37,7 +37,7 @@ def build_features(
         notify: receives messages for the user.
     """
     yield SamplingMask()
-    if objective.centering is not None:
+    if objective.centering:
         yield TopLogprobs()
     if config.prefix is not None:
         yield PrefixMetrics()
