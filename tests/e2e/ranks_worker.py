@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from trimtab.corrections import OPSM, Band, Divergence, Veto, Weight, sweep
+from trimtab.corrections import OPSM, Band, Divergence, Veto, Weight, compute_correction
 from trimtab.objectives import Metrics, PolicyLogps, objective
 
 ROWS, TIME = 6, 8
@@ -58,8 +58,8 @@ def time_slices(rank: int) -> None:
         "measure": True,
     }
     names = ("proximal", "behavior", "mask", "current")
-    expected = sweep(**{key: whole[key] for key in names}, **rules)
-    part = sweep(**{key: whole[key][:, share] for key in names}, **rules, group=dist.group.WORLD)
+    expected = compute_correction(**{key: whole[key] for key in names}, **rules)
+    part = compute_correction(**{key: whole[key][:, share] for key in names}, **rules, group=dist.group.WORLD)
     assert expected.weight is not None
     assert part.weight is not None
     assert_close(part.weight, expected.weight[:, share])

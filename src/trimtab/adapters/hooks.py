@@ -70,7 +70,7 @@ class Hook:
         for name in sorted(objective.needs - self.passes - ALWAYS):
             remedy = f": {self.remedies[name]}" if name in self.remedies else ""
             return f"it reads {name} ({MEANING[name]}), which this hook does not pass{remedy}"
-        if objective.spans_update and not self.whole_update:
+        if objective.needs_update_statistics and not self.whole_update:
             return "it needs statistics of the whole update, and this hook sees a part of it"
         kind = objective.aggregation.kind
         if self.aggregations and kind not in self.aggregations:
@@ -139,7 +139,7 @@ def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tenso
 
     advantage: (batch, time). Raises `TrimtabError` where those of a response differ and the objective needs one.
     """
-    if not objective.judges_responses:
+    if not objective.one_advantage_per_response:
         return advantage
     lowest = torch.where(mask, advantage, math.inf).amin(1, keepdim=True)
     highest = torch.where(mask, advantage, -math.inf).amax(1, keepdim=True)
@@ -184,5 +184,5 @@ def counted_state(tokens: Tensor | float, sequences: Tensor | float, like: Tenso
         sequences_rejected=zero,
         weight_total=zero,
         weight_count=zero,
-        evidence=zero.new_zeros(0),
+        magnitudes=zero.new_zeros(0),
     )

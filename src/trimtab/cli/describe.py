@@ -78,10 +78,10 @@ def explain(
     from trimtab.config import recipe_names
     from trimtab.objectives import objectives
     from trimtab.objectives.calibrate import from_section
-    from trimtab.objectives.lookup import is_own
+    from trimtab.objectives.lookup import is_custom
 
     recipe = name.endswith(".toml") or name in recipe_names()
-    is_objective = name in objectives() or (is_own(name) and not recipe)
+    is_objective = name in objectives() or (is_custom(name) and not recipe)
     if not recipe and not is_objective:
         raise TrimtabError(
             f"unknown objective or recipe {name!r}{did_you_mean(name, [*objectives(), *recipe_names()])}"

@@ -133,7 +133,7 @@ _OBJECTIVE_RULES = (
     ),
     Rule(
         "token-advantage-of-responses",
-        lambda f: f.config.advantage.kind == TOKEN_BASELINE and f.objective.judges_responses,
+        lambda f: f.config.advantage.kind == TOKEN_BASELINE and f.objective.one_advantage_per_response,
         'advantage.kind = "optimal-token" gives each token its own advantage, and objective {objective.name!r} judges '
         "whole responses: use a token-level objective",
     ),

@@ -3,7 +3,7 @@
 They read no model, file or configuration, and do not synchronize with the device.
 """
 
-from trimtab.corrections.correction import Sweep, sweep
+from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.masks import OPSM, Band, Divergence, Evidence, Mask, Veto
 from trimtab.corrections.prefix_budget import PrefixBudget
 from trimtab.corrections.protocols import Peers, Setting
@@ -19,6 +19,7 @@ __all__ = [
     "PREFIX_LEVELS",
     "TURN_LEVELS",
     "Band",
+    "BatchCorrection",
     "Divergence",
     "Evidence",
     "Histogram",
@@ -31,11 +32,10 @@ __all__ = [
     "Ratios",
     "Sequences",
     "Setting",
-    "Sweep",
     "Veto",
     "Weight",
+    "compute_correction",
     "finite_rows",
     "log_ratio",
     "select",
-    "sweep",
 ]

@@ -24,8 +24,8 @@ BLOCK_TOKENS_ELSEWHERE = 1 << 19
 
 
 @dataclass(frozen=True, eq=False)
-class Sweep:
-    """The result of `sweep` over one batch.
+class BatchCorrection:
+    """The result of `compute_correction` over one batch.
 
     weight: (batch, time), bounded and not yet normalised; 0 where untrained or rejected by it; None without a `Weight`.
     keep: (batch, time) bool, tokens of the mask that no rule rejected, nor the weight's own mask.
@@ -44,7 +44,7 @@ class Sweep:
         return statistics if isinstance(statistics, WeightStatistics) else None
 
 
-def sweep(
+def compute_correction(
     proximal: Float[Tensor, "batch time"] | None,
     behavior: Float[Tensor, "batch time"],
     mask: Bool[Tensor, "batch time"],
@@ -57,7 +57,7 @@ def sweep(
     turn: Int[Tensor, "batch time"] | None = None,
     group: dist.ProcessGroup | None = None,
     measure: bool = False,
-) -> Sweep:
+) -> BatchCorrection:
     """Computes weight, keep and statistics of proximal/behavior. No gradient, no synchronization with the device.
 
     All tensors are (batch, time); `advantage` may be (batch, 1). `current`, `advantage` and `proximal` may be None
@@ -90,9 +90,9 @@ def sweep(
             advantage=None if advantage is None else advantage[part],
             scratch=scratch[:, : mask[part].shape[0]],
         )
-        statistics = block.judge(masks, keep[part])
+        statistics = block.apply_masks(masks, keep[part])
         if weight is not None and weights is not None:
-            statistics |= block.weigh(weight, weights[part], keep[part])
+            statistics |= block.apply_weight(weight, weights[part], keep[part])
         if statistics:
             statistics |= block.rejected(keep[part])
         if measure:
@@ -101,7 +101,7 @@ def sweep(
     merged = {name: reduce(add, (statistics[name] for statistics in blocks)) for name in blocks[0]}
     mismatch = merged.pop("", None)
     assert mismatch is None or isinstance(mismatch, RatioStatistics)
-    return Sweep(weights, keep, merged, mismatch)
+    return BatchCorrection(weights, keep, merged, mismatch)
 
 
 def _validate_reads(masks: Sequence[Mask], tensors: Mapping[str, Tensor | None]) -> None:
@@ -138,7 +138,7 @@ class _Block:
     def mismatch(self) -> Ratios:
         return self.evidence.mismatch
 
-    def judge(self, rules: Sequence[Mask], keep: Tensor) -> dict[str, Mergeable]:
+    def apply_masks(self, rules: Sequence[Mask], keep: Tensor) -> dict[str, Mergeable]:
         """Applies every rule to the original mask, writes what all keep to `keep` and returns the rejected shares."""
         keep.copy_(self.sequences.mask)
         statistics: dict[str, Mergeable] = {}
@@ -149,7 +149,7 @@ class _Block:
             statistics |= self._rejection(_unique_name(f"reject/{rule.rule}", statistics), passed)
         return statistics
 
-    def weigh(self, weight: Weight, out: Tensor, keep: Tensor) -> dict[str, Mergeable]:
+    def apply_weight(self, weight: Weight, out: Tensor, keep: Tensor) -> dict[str, Mergeable]:
         """Writes the bounded weight of every token to `out` and removes from `keep` what the weight's mask rejects."""
         units = units_of(self.sequences, weight.level)
         per_token = weight.level in TOKEN_LEVELS

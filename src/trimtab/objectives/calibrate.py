@@ -22,7 +22,7 @@ from trimtab.corrections.masks import OPSM, Band, Divergence
 from trimtab.corrections.ratios import Ratios, log_ratio
 from trimtab.corrections.reduce import Sequences
 from trimtab.errors import TrimtabError
-from trimtab.objectives.lookup import is_own, keywords_of, objective
+from trimtab.objectives.lookup import is_custom, keywords_of, objective
 from trimtab.objectives.objective import Objective
 
 SAMPLES_MIN = 20
@@ -129,7 +129,7 @@ def bounds_of(preset: str) -> tuple[str, ...]:
     A side that the preset leaves open (`weight_min = 0`) stays open. The clip range is not included: it limits how far
     one batch may move the policy and does not depend on the mismatch.
     """
-    return () if is_own(preset) else tuple(bound.keyword for bound in _bounds(preset))
+    return () if is_custom(preset) else tuple(bound.keyword for bound in _bounds(preset))
 
 
 def calibrated(preset: str, observed: Observed) -> dict[str, float]:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trimtab.corrections.correction import sweep
+from trimtab.corrections.correction import compute_correction
 from trimtab.corrections.masks import Mask
 from trimtab.corrections.reduce import widen
 from trimtab.corrections.weights import Weight
@@ -48,7 +48,7 @@ def correct(
     `ValueError` for a mask that is not bool and for shapes that differ.
     """
     _validate(mask, proximal=proximal, behavior=behavior, current=current, sequence_ids=sequence_ids, turn=turn)
-    result = sweep(
+    result = compute_correction(
         proximal,
         behavior,
         mask,
@@ -83,7 +83,7 @@ def mismatch(
     sequences (docs/math.md).
     """
     _validate(mask, logp_train=logp_train, logp_rollout=logp_rollout, sequence_ids=sequence_ids)
-    result = sweep(logp_train, logp_rollout, mask, sequence_ids=sequence_ids, measure=True)
+    result = compute_correction(logp_train, logp_rollout, mask, sequence_ids=sequence_ids, measure=True)
     assert result.mismatch is not None
     return Metrics({"": result.mismatch})
 

@@ -28,7 +28,7 @@ def is_preset(name: str) -> bool:
     return name in PRESETS
 
 
-def is_own(name: str) -> bool:
+def is_custom(name: str) -> bool:
     """Whether a name refers to a custom function. Building it runs that code."""
     return ":" in name
 
@@ -43,7 +43,7 @@ def keywords_of(name: str) -> dict[str, Any]:
     if name == COMPOSED:
         return _shared_keywords(None)
     specific = {key: parameter.default for key, parameter in _parameters(name, constructor).items()}
-    shared = _shared_keywords(None if is_own(name) else constructor())
+    shared = _shared_keywords(None if is_custom(name) else constructor())
     return specific | {key: default for key, default in shared.items() if key not in specific}
 
 
@@ -119,7 +119,7 @@ def _with_parts(name: str, values: Mapping[str, Any], parts: Mapping[str, Any], 
 
 
 def _constructor(name: str) -> Preset:
-    if is_own(name):
+    if is_custom(name):
         function = load_function(name, "objective")
         if not callable(function):
             raise TrimtabError(f"objective {name!r} is {type(function).__name__}, not a function of its keywords")
@@ -148,7 +148,7 @@ def _build(name: str, constructor: Preset, keywords: dict[str, Any]) -> Objectiv
     except ValueError:
         raise
     except Exception as error:
-        if not is_own(name):
+        if not is_custom(name):
             raise
         raise TrimtabError(f"it ended in {type(error).__name__}: {error}") from error
     if not isinstance(built, Objective):

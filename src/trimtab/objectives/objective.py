@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.corrections.correction import Sweep, sweep
+from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
 from trimtab.corrections.masks import OPSM, READABLE, Mask
 from trimtab.corrections.ratios import TOKEN_LEVELS, TURN_LEVELS, Number, at_level, beyond_bound, log_ratio
@@ -95,7 +95,7 @@ class Objective:
         turn = {"turn"} if self.ratio.level in TURN_LEVELS else set[str]()
         heads = {"head_current", "head_behavior"} if self.centering else set[str]()
         own = frozenset({self.ratio.over}) | turn | heads | self.surrogate.reads
-        return own | (self._swept(self.masks) - {"current"})
+        return own | (self._correction_needs(self.masks) - {"current"})
 
     @property
     def needs(self) -> frozenset[str]:
@@ -106,15 +106,15 @@ class Objective:
     @property
     def prepare_needs(self) -> frozenset[str]:
         """The subset of `current` and `proximal` that `prepare` reads; without either, a forward pass is saved."""
-        reads = {"current", self.ratio.over} if self.surrogate.spans else set()
-        if self._spans:
-            reads |= self._swept(self._active_masks(judge=self._counts_kept))
+        reads = {"current", self.ratio.over} if self.surrogate.collects else set()
+        if self._correction_spans_update:
+            reads |= self._correction_needs(self._active_masks(with_current=self._counts_kept))
         return frozenset(reads & {"current", "proximal"})
 
     @property
-    def spans_update(self) -> bool:
+    def needs_update_statistics(self) -> bool:
         """Whether the loss needs statistics of the whole update besides the numbers of its tokens and sequences."""
-        return self._spans or self.surrogate.spans
+        return self._correction_spans_update or self.surrogate.collects
 
     @property
     def learns_without_advantage(self) -> bool:
@@ -127,7 +127,7 @@ class Objective:
         return self.surrogate.single_policy and self.ratio.over == "behavior"
 
     @property
-    def judges_responses(self) -> bool:
+    def one_advantage_per_response(self) -> bool:
         """Whether it needs one advantage for all tokens of a response."""
         rules = any(isinstance(rule, OPSM) for rule in self.masks)
         return rules or self.surrogate.per_response or self.ratio.level not in TOKEN_LEVELS
@@ -138,15 +138,15 @@ class Objective:
         return self.aggregation.denominator == "kept"
 
     @property
-    def _spans(self) -> bool:
+    def _correction_spans_update(self) -> bool:
         """Whether the correction needs statistics of the whole update."""
         return self._counts_kept or (self.weight is not None and self.weight.normalize)
 
-    def _active_masks(self, *, judge: bool) -> tuple[Mask, ...]:
-        """The masks; with `judge=False` only those that do not read the current policy, absent in some `prepare`."""
-        return self.masks if judge else tuple(rule for rule in self.masks if "current" not in rule.reads)
+    def _active_masks(self, *, with_current: bool) -> tuple[Mask, ...]:
+        """The masks; without `with_current` only those that read no current policy, which is absent in some `prepare`."""
+        return self.masks if with_current else tuple(rule for rule in self.masks if "current" not in rule.reads)
 
-    def _swept(self, masks: tuple[Mask, ...]) -> frozenset[str]:
+    def _correction_needs(self, masks: tuple[Mask, ...]) -> frozenset[str]:
         """The fields of `PolicyLogps` that the weight and these masks read."""
         reads = frozenset({"proximal", "behavior"} if self.weight is not None else {"behavior"} if masks else ())
         if self.weight is not None and self.weight.level in TURN_LEVELS:
@@ -160,8 +160,10 @@ class Objective:
         `advantage` is (batch, 1) or (batch, time). Raises `ValueError` naming a field of `prepare_needs` that is None.
         """
         sequences = logps.sequences
-        correction = self._sweep(logps, advantage, judge=self._counts_kept) if self._spans else None
-        terms = self._terms(logps, advantage, sequences) if self.surrogate.spans else None
+        correction = (
+            self._correct(logps, advantage, with_current=self._counts_kept) if self._correction_spans_update else None
+        )
+        terms = self._terms(logps, advantage, sequences) if self.surrogate.collects else None
         return self._state(sequences, correction, terms)
 
     def __call__(
@@ -178,7 +180,7 @@ class Objective:
         for name in sorted({"current", *self.needs}):
             logps.required(name, self.name)
         sequences = logps.sequences
-        correction = self._sweep(logps, advantage) if self._corrects else None
+        correction = self._correct(logps, advantage) if self._corrects else None
         terms = self._terms(logps, advantage, sequences)
         if state is None:
             state = self._state(sequences, correction, terms)
@@ -208,11 +210,11 @@ class Objective:
 
         return render(self)
 
-    def _sweep(self, logps: PolicyLogps, advantage: Tensor, *, judge: bool = True) -> Sweep:
-        """Applies weight and masks; `judge=False` as in `_active_masks`."""
-        masks = self._active_masks(judge=judge)
-        reads = self._swept(masks)
-        return sweep(
+    def _correct(self, logps: PolicyLogps, advantage: Tensor, *, with_current: bool = True) -> BatchCorrection:
+        """Applies weight and masks; `with_current=False` as in `_active_masks`."""
+        masks = self._active_masks(with_current=with_current)
+        reads = self._correction_needs(masks)
+        return compute_correction(
             logps.required("proximal", self.name).detach() if "proximal" in reads else None,
             logps.required("behavior", self.name).detach(),
             logps.mask,
@@ -248,10 +250,10 @@ class Objective:
             age=logps.required("age", self.name) if "age" in self.surrogate.reads else None,
         )
 
-    def _state(self, sequences: Sequences, correction: Sweep | None, terms: Terms | None) -> State:
+    def _state(self, sequences: Sequences, correction: BatchCorrection | None, terms: Terms | None) -> State:
         tokens = sequences.lengths.sum().double()
         zero = torch.zeros_like(tokens)
-        evidence = self.surrogate.evidence(terms) if self.surrogate.spans and terms is not None else None
+        magnitudes = self.surrogate.magnitudes(terms) if self.surrogate.collects and terms is not None else None
         kept = sequences.lengths if correction is None else sequences.count(correction.keep)
         weight = None if correction is None else correction.weight_statistics
         return State(
@@ -262,7 +264,7 @@ class Objective:
             sequences_rejected=(sequences.trained & (kept == 0)).sum().double(),
             weight_total=zero if weight is None else weight.total,
             weight_count=zero if weight is None else weight.count,
-            evidence=tokens.new_zeros(0) if evidence is None else evidence,
+            magnitudes=tokens.new_zeros(0) if magnitudes is None else magnitudes,
         )
 
     def _regularizers(self, logps: PolicyLogps, terms: Terms, scale: Tensor) -> tuple[Tensor, dict[str, Mergeable]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.objectives.state import NO_EVIDENCE, State
+from trimtab.objectives.state import NOT_COUNTED, State
 from trimtab.objectives.surrogate import Surrogate, Terms, Value
 from trimtab.objectives.surrogates import Unclipped
 
@@ -41,16 +41,16 @@ class SecondMoment(Surrogate):
             raise TrimtabError(f"unknown form {self.form!r}{did_you_mean(self.form, SECOND_MOMENT_FORMS)}")
 
     @property
-    def spans(self) -> bool:
+    def collects(self) -> bool:
         return True
 
-    def evidence(self, terms: Terms) -> Float[Tensor, "tokens"]:
+    def magnitudes(self, terms: Terms) -> Float[Tensor, "tokens"]:
         """Returns |log-ratio| of the tokens in the second moment, negative for all others. No gradient."""
         log = terms.log_ratio.detach()
         counted = terms.on_policy
         if self.form == "cap":
             counted = (log * terms.advantage.sign() > 0) & (terms.advantage.abs() > HARM_FLOOR)
-        return torch.where(counted, log.abs(), NO_EVIDENCE).reshape(-1)
+        return torch.where(counted, log.abs(), NOT_COUNTED).reshape(-1)
 
     def __call__(self, terms: Terms, state: State) -> Value:
         return self._capped(terms, state) if self.form == "cap" else self._masked(terms, state)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from trimtab.corrections.ratios import Number
 
-NO_EVIDENCE = -1.0
-"""Value in `State.evidence` of tokens that do not count: no |log-ratio| is negative."""
+NOT_COUNTED = -1.0
+"""Value in `State.magnitudes` of tokens that do not count: no |log-ratio| is negative."""
 
 
 def _concatenate(left: Tensor, right: Tensor) -> Tensor:
@@ -26,10 +26,10 @@ def _concatenate(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _all_gather(values: Float[Tensor, "local"], group: dist.ProcessGroup | None) -> Float[Tensor, "all"]:
-    """Returns the evidence of all ranks, concatenated; shorter parts are padded with `NO_EVIDENCE`."""
+    """Returns the magnitudes of all ranks, concatenated; shorter parts are padded with `NOT_COUNTED`."""
     size = torch.tensor([values.numel()], device=values.device)
     dist.all_reduce(size, op=dist.ReduceOp.MAX, group=group)
-    padded = torch.nn.functional.pad(values, (0, int(size) - values.numel()), value=NO_EVIDENCE)
+    padded = torch.nn.functional.pad(values, (0, int(size) - values.numel()), value=NOT_COUNTED)
     parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, padded, group=group)
     return torch.cat(parts)
@@ -42,7 +42,7 @@ class State:
     tokens, sequences, sequences_trained: from the original mask (sequences include those without a trained token).
     tokens_kept, sequences_rejected: tokens that no rule rejected; sequences whose trained tokens were all rejected.
     weight_total / weight_count: the mean bounded weight.
-    evidence: (n,) |log-ratio| of the tokens in M2PO's second moment, negative for all others.
+    magnitudes: (n,) |log-ratio| of the tokens in M2PO's second moment, negative for all others.
     """
 
     tokens: Tensor
@@ -52,7 +52,7 @@ class State:
     sequences_rejected: Tensor
     weight_total: Tensor
     weight_count: Tensor
-    evidence: Float[Tensor, "tokens"] = field(metadata={"merge": _concatenate})
+    magnitudes: Float[Tensor, "tokens"] = field(metadata={"merge": _concatenate})
 
     def __add__(self, other: State) -> State:
         return State(
@@ -69,7 +69,7 @@ class State:
         return self
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors by name. All are sums but `evidence`, whose parts are concatenated."""
+        """Returns the tensors by name. All are sums but `magnitudes`, whose parts are concatenated."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> State:
@@ -79,25 +79,25 @@ class State:
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> State:
         """Returns the state of the whole update, summed over data-parallel ranks. All ranks must call it."""
         named = self.tensors()
-        evidence = _all_gather(named.pop("evidence"), group)
+        magnitudes = _all_gather(named.pop("magnitudes"), group)
         sums = torch.stack(list(named.values()))
         dist.all_reduce(sums, group=group)
-        return self.replaced({**dict(zip(named, sums.unbind(), strict=True)), "evidence": evidence})
+        return self.replaced({**dict(zip(named, sums.unbind(), strict=True)), "magnitudes": magnitudes})
 
     @cached_property
     def _sorted_evidence(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The evidence in ascending order, its squares (0 for `NO_EVIDENCE`) and their cumulative sum."""
-        values = self.evidence.double().sort().values
+        """The magnitudes in ascending order, its squares (0 for `NOT_COUNTED`) and their cumulative sum."""
+        values = self.magnitudes.double().sort().values
         squares = values.clamp(min=0).square()
         return values, squares, squares.cumsum(0)
 
     def second_moment_cap(self, tau: Number) -> Tensor:
         """Returns M2PO's cap on |log-ratio|: the largest observed value whose capped second moment is below `tau`.
 
-        Infinite while the mean square over the evidence is at most `tau`; 0 when even the smallest value exceeds it
+        Infinite while the mean square of the magnitudes is at most `tau`; 0 when even the smallest value exceeds it
         (arXiv 2510.01161, as in its official code).
         """
-        if self.evidence.numel() == 0:
+        if self.magnitudes.numel() == 0:
             return self.tokens.new_full((), torch.inf)
         values, squares, sums = self._sorted_evidence
         # With the cap at values[i], that value and all larger ones contribute squares[i].
@@ -110,13 +110,13 @@ class State:
     def second_moment_limit(self, tau: Number) -> Tensor:
         """Returns M2PO's limit on |log-ratio|: the largest observed value up to which the mean square is at most `tau`.
 
-        Negative when even the smallest value exceeds it, or without evidence (arXiv 2510.01161, masking form). Equal
+        Negative when even the smallest value exceeds it, or without one (arXiv 2510.01161, masking form). Equal
         values are kept or dropped together, so that the result does not depend on the order of tokens.
         """
-        if self.evidence.numel() == 0:
-            return self.tokens.new_full((), NO_EVIDENCE)
+        if self.magnitudes.numel() == 0:
+            return self.tokens.new_full((), NOT_COUNTED)
         values, _, sums = self._sorted_evidence
         counted = values >= 0
         last_of_equals = torch.cat([values[1:] > values[:-1], counted.new_ones(1)])
         within = last_of_equals & counted & (sums <= tau * counted.cumsum(0).double())
-        return torch.where(within, values, NO_EVIDENCE).max()
+        return torch.where(within, values, NOT_COUNTED).max()

@@ -96,12 +96,12 @@ class Surrogate(ABC):
         return False
 
     @property
-    def spans(self) -> bool:
-        """Whether it needs the `evidence` of the whole update before the first micro-batch."""
+    def collects(self) -> bool:
+        """Whether it needs the `magnitudes` of the whole update before the first micro-batch."""
         return False
 
-    def evidence(self, terms: Terms) -> Float[Tensor, "tokens"]:
-        """Returns the values that `State.evidence` collects, `NO_EVIDENCE` for tokens without one. No gradient."""
+    def magnitudes(self, terms: Terms) -> Float[Tensor, "tokens"]:
+        """Returns the |log-ratio| that `State.magnitudes` collects, `NOT_COUNTED` for other tokens. No gradient."""
         raise NotImplementedError
 
     def unbounded(self) -> Surrogate:

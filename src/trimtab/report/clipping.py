@@ -54,11 +54,11 @@ def _clipping_objective(config: Mapping[str, Any]) -> Objective | str:
     """Returns the run's objective if it clips the ratio over the behavior policy, or a clause that says why not."""
     from trimtab.objectives import Clipped, SecondMoment
     from trimtab.objectives.calibrate import from_section
-    from trimtab.objectives.lookup import is_own
+    from trimtab.objectives.lookup import is_custom
 
     section = config.get("objective", {})
     try:
-        if "code" in section or is_own(section["name"]):
+        if "code" in section or is_custom(section["name"]):
             return f"{section['name']} is no preset, and a report runs no code that a run names"
         objective = from_section(section)
     except (KeyError, ValueError) as error:

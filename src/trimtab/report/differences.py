@@ -107,13 +107,13 @@ def equation_of(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     named by a run. `metrics` are those of any step; calibrated bounds are logged at every step.
     """
     from trimtab.objectives.calibrate import bounds_of, from_section  # imported here: needs torch
-    from trimtab.objectives.lookup import is_own
+    from trimtab.objectives.lookup import is_custom
 
     section = config.get("objective", {})
     if "equation" in section:
         return str(section["equation"])
     try:
-        if is_own(section["name"]):
+        if is_custom(section["name"]):
             raise ValueError(f"its config.toml has no equation of {section['name']!r}")
         keys = {name: f"calibrate/{name}" for name in bounds_of(section["name"])}
         bounds = {name: float(metrics[key]) for name, key in keys.items() if key in metrics}

@@ -10,7 +10,7 @@ from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 from trimtab.objectives.calibrate import from_section
-from trimtab.objectives.lookup import is_own
+from trimtab.objectives.lookup import is_custom
 
 
 def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Objective]:
@@ -26,7 +26,7 @@ def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Obj
         _check_given(config, given)
         return _recorded(config, {"name": given.name, "code": _code(given), "equation": given.equation()}), given
     built = from_section(section.model_dump())
-    if not is_own(section.name):
+    if not is_custom(section.name):
         return config, built
     equation = built.equation()
     if section.equation not in (None, equation):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from trimtab.corrections import OPSM, Band, Divergence, PrefixBudget, Veto, Weight, sweep
+from trimtab.corrections import OPSM, Band, Divergence, PrefixBudget, Veto, Weight, compute_correction
 
 
 def row(*ratios: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,13 +20,13 @@ def row(*ratios: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def weights(weight: Weight, *ratios: float) -> list[float]:
-    results = sweep(*row(*ratios), weight=weight).weight
+    results = compute_correction(*row(*ratios), weight=weight).weight
     assert results is not None
     return [round(value, 12) for value in results[0].tolist()]
 
 
 def kept(rule, *ratios: float, **fields) -> list[bool]:
-    return sweep(*row(*ratios), masks=[rule], **fields).keep[0].tolist()
+    return compute_correction(*row(*ratios), masks=[rule], **fields).keep[0].tolist()
 
 
 def test_truncation_acts_from_above_only():
@@ -40,7 +40,7 @@ def test_clip_acts_on_both_sides():
 def test_mask_keeps_the_ratio_inside_and_nothing_outside():
     weight = Weight("token", "mask", 0.5, 2.0)
     assert weights(weight, 0.1, 0.6, 1.9, 3.0) == [0.0, 0.6, 1.9, 0.0]
-    assert sweep(*row(0.1, 0.6, 1.9, 3.0), weight=weight).keep.tolist() == [[False, True, True, False]]
+    assert compute_correction(*row(0.1, 0.6, 1.9, 3.0), weight=weight).keep.tolist() == [[False, True, True, False]]
 
 
 def test_sequence_weight_is_the_product_and_geometric_its_root():
@@ -59,14 +59,14 @@ def test_bounds_are_on_the_ratio_and_not_on_its_inverse():
 
 def test_products_grow_with_length_and_geometric_means_do_not():
     drift = row(*[1.001] * 2000)
-    product = sweep(*drift, weight=Weight("sequence", "truncate", max=100.0)).weight
-    mean = sweep(*drift, weight=Weight("geometric", "truncate", max=100.0)).weight
+    product = compute_correction(*drift, weight=Weight("sequence", "truncate", max=100.0)).weight
+    mean = compute_correction(*drift, weight=Weight("geometric", "truncate", max=100.0)).weight
     assert product is not None
     assert mean is not None
     assert product[0, 0].item() == pytest.approx(7.3816, abs=1e-3)  # 1.001^2000
     assert mean[0, 0].item() == pytest.approx(1.001, abs=1e-9)
-    assert sweep(*drift, masks=[Band("geometric", 0.99, 1.01)]).keep.all()
-    assert not sweep(*drift, masks=[Band("sequence", 0.5, 2.0)]).keep.any()
+    assert compute_correction(*drift, masks=[Band("geometric", 0.99, 1.01)]).keep.all()
+    assert not compute_correction(*drift, masks=[Band("sequence", 0.5, 2.0)]).keep.any()
 
 
 def test_a_token_band_drops_tokens_and_a_sequence_band_everything():
@@ -99,9 +99,12 @@ def test_divergence_rules_at_their_threshold(kind, value):
 
 def test_veto_drops_the_sequence_of_one_impossible_token_unless_it_is_masked():
     proximal, behavior, mask = (torch.cat([tensor, tensor]) for tensor in row(1.0, 1e-5, 1.0))
-    assert sweep(proximal, behavior, mask, masks=[Veto(1e-4)]).keep.tolist() == [[False] * 3] * 2
+    assert compute_correction(proximal, behavior, mask, masks=[Veto(1e-4)]).keep.tolist() == [[False] * 3] * 2
     mask[0, 1] = False
-    assert sweep(proximal, behavior, mask, masks=[Veto(1e-4)]).keep.tolist() == [[True, False, True], [False] * 3]
+    assert compute_correction(proximal, behavior, mask, masks=[Veto(1e-4)]).keep.tolist() == [
+        [True, False, True],
+        [False] * 3,
+    ]
     assert kept(Veto(1e-6), 1.0, 1e-5, 1.0) == [True] * 3
 
 
@@ -112,10 +115,14 @@ def test_opsm_needs_both_a_bad_advantage_and_distance_from_the_sampler():
     advantage = torch.tensor([[-1.0], [0.0], [1.0], [-1e-9]])
     for delta, expected in ((0.05, [False, True, True, False]), (0.07, [True] * 4)):
         # The proximal policy plays no part: here it equals the sampler.
-        results = sweep(behavior, behavior, mask, masks=[OPSM(delta)], current=behavior + log, advantage=advantage)
+        results = compute_correction(
+            behavior, behavior, mask, masks=[OPSM(delta)], current=behavior + log, advantage=advantage
+        )
         assert results.keep[:, 0].tolist() == expected
         assert results.keep[:, 1].tolist() == expected
-    upward = sweep(behavior, behavior, mask, masks=[OPSM(0.05)], current=behavior - log, advantage=advantage)
+    upward = compute_correction(
+        behavior, behavior, mask, masks=[OPSM(0.05)], current=behavior - log, advantage=advantage
+    )
     assert upward.keep.all(), "a sequence that became more likely is kept"
 
 
@@ -129,7 +136,7 @@ def test_opsm_refuses_per_token_advantages():
 
 def test_rules_are_anded_and_each_counts_from_the_original_mask():
     rules = [Band("token", 0.5, 2.0), Divergence("k2", "token", 0.1), Band("token", 0.9, 1.1)]
-    results = sweep(*row(1.0, 3.0, 0.4, 1.2), masks=rules)
+    results = compute_correction(*row(1.0, 3.0, 0.4, 1.2), masks=rules)
     assert results.keep.tolist() == [[True, False, False, False]]
     shares = {name: float(part.summary()[""]) for name, part in results.statistics.items()}
     assert shares == {
@@ -153,7 +160,7 @@ def test_each_rule_counts_tokens_and_responses_by_the_sign_of_the_advantage():
     ids = torch.arange(4)[:, None].expand(4, 2)
     by_token = {"advantage": advantage.expand(4, 2)}
     for extra in ({"advantage": advantage}, by_token, {**by_token, "sequence_ids": ids}):
-        results = sweep(proximal, behavior, mask, masks=[Band("token", 0.5, 2.0)], **extra)
+        results = compute_correction(proximal, behavior, mask, masks=[Band("token", 0.5, 2.0)], **extra)
         shares = {name: float(part.summary()[""]) for name, part in results.statistics.items()}
         assert shares == {
             "reject/band_token": 0.5,
@@ -177,15 +184,15 @@ def test_a_veto_bounds_the_ratio_or_the_probability():
         (Veto(1e-4, of="probability"), False),
         (Veto(4e-5, of="probability"), True),
     ):
-        assert sweep(proximal, behavior, mask, masks=[veto]).keep.all() == expected
-    current = sweep(None, behavior, mask, masks=[Veto(1e-4, "probability", "current")], current=proximal)
+        assert compute_correction(proximal, behavior, mask, masks=[veto]).keep.all() == expected
+    current = compute_correction(None, behavior, mask, masks=[Veto(1e-4, "probability", "current")], current=proximal)
     assert not current.keep.any()
 
 
 def test_geometric_statistics_ignore_padding():
     proximal, behavior, mask = row(1.05, 1.05, 1.0, 1.0)
     mask[0, 2:] = False
-    assert not sweep(proximal, behavior, mask, masks=[Band("geometric", 0.9, 1.04)]).keep.any()
+    assert not compute_correction(proximal, behavior, mask, masks=[Band("geometric", 0.9, 1.04)]).keep.any()
 
 
 @pytest.mark.parametrize(
