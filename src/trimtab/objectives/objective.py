@@ -143,7 +143,7 @@ class Objective:
         return self._counts_kept or (self.weight is not None and self.weight.normalize)
 
     def _active_masks(self, *, with_current: bool) -> tuple[Mask, ...]:
-        """The masks; without `with_current` only those that read no current policy, which is absent in some `prepare`."""
+        """The masks; without `with_current` only those that read no current policy, absent in some `prepare`."""
         return self.masks if with_current else tuple(rule for rule in self.masks if "current" not in rule.reads)
 
     def _correction_needs(self, masks: tuple[Mask, ...]) -> frozenset[str]:
