@@ -144,3 +144,11 @@ def test_the_message_has_some_of_the_names_and_what_else_can_be_done(monkeypatch
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(TrimtabError, match=r"^y .*\(wandb\): pip install 'trimtab\[wandb\]', or leave it$"):
         require_extra("wandb", "y", "or leave it")
+
+
+def test_a_folder_of_the_same_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "absent_package").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(EXTRAS, "ray", ("absent_package",))
+    with pytest.raises(TrimtabError, match=r"needs what is not installed .absent_package.: pip install 'trimtab.ray.'"):
+        require_extra("ray", "it")

@@ -82,7 +82,9 @@ def require_extra(extra: str, what: str, otherwise: str = "") -> None:
 def _installed(name: str) -> bool:
     if name in sys.modules:
         return sys.modules[name] is not None
-    return importlib.util.find_spec(name) is not None
+    spec = importlib.util.find_spec(name)
+    # A folder of that name, such as ./ray beside a script, is a namespace package without an origin.
+    return spec is not None and spec.origin is not None
 
 
 def explain(error: ValidationError, known: Iterable[str]) -> str:

@@ -98,7 +98,17 @@ def test_the_driver_corrects_with_trimtab(environment: dict[str, str]) -> None:
 
 
 def test_what_is_missing_is_named(environment: dict[str, str]) -> None:
-    none, weights, aggregation, update, constant, bypass, plain = run(environment, "refusals")
+    none, weights, aggregation, update, constant, bypass, plain, *others = run(environment, "refusals")
+    carried, gspo, ratios, baseline, rejection, normalized, absent = others
+    assert carried.startswith(
+        "rollout_is=trimtab carries log-probs for the losses trimtab-NAME, and verl's compute_pol"
+    )
+    assert "verl's compute_policy_loss_gspo would multiply" in gspo
+    assert ratios == "accepted"
+    assert "verl's compute_optimal_token_baseline_advantage would multiply by them" in baseline
+    assert rejection.startswith("algorithm.rollout_correction.rollout_rs has no effect beside rollout_is=trimtab:")
+    assert normalized.startswith("algorithm.rollout_correction.rollout_is_batch_normalize has no effect beside")
+    assert absent.endswith("set actor_rollout_ref.rollout.calculate_log_probs=True")
     assert bypass == (
         "bypass_mode would replace the loss trimtab-token-bypass: turn it off, and set rollout_is=trimtab"
     )

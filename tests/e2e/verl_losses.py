@@ -12,6 +12,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -193,7 +194,38 @@ def refusals() -> list[str]:
         refusal(run, "trimtab-dr-grpo", loss_agg_mode="seq-mean-token-sum-norm"),
         refusal(bypass, "trimtab-token-bypass"),
         refusal(bypass, "vanilla"),
+        refusal(run, "vanilla", carried=data["rollout_log_probs"]),
+        refusal(run, "gspo", carried=data["rollout_log_probs"], loss_agg_mode="seq-mean-token-mean"),
+        refusal(run, "vanilla", carried=data["rollout_log_probs"].exp()),
+        refusal(baseline),
+        refusal(added, rollout_is="trimtab", rollout_rs="token_k1"),
+        refusal(added, rollout_is="trimtab-token-tis", rollout_is_batch_normalize=True),
+        refusal(added, rollout_is="trimtab", absent="rollout_log_probs"),
     ]
+
+
+def baseline() -> None:
+    """verl's baseline of each token, which weighs by the squares of `rollout_is_weights`."""
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    data = batch()
+    rewards, mask = data["advantages"], data["response_mask"].float()
+    get_adv_estimator_fn("optimal_token_baseline")(
+        token_level_rewards=rewards,
+        response_mask=mask,
+        index=np.zeros(len(mask)),
+        old_log_probs=data["old_log_probs"],
+        sum_pi_squared=torch.ones_like(rewards),
+        rollout_is_weights=data["rollout_log_probs"],
+    )
+
+
+def added(absent: str = "", **config: Any) -> None:
+    from verl import DataProto
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
+
+    fields = {key: value for key, value in batch().items() if key not in ("length", absent)}
+    add(DataProto.from_single_dict(fields), config)
 
 
 if __name__ == "__main__":

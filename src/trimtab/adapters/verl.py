@@ -11,7 +11,9 @@ TRIMTAB_OBJECTIVES names a TOML file with objectives of one's own: `[mine]` with
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import math
 import os
 import sys
@@ -133,6 +135,7 @@ def corrected(plain: Callable[..., Any], named: Mapping[str, PolicyLoss]) -> Cal
         chosen = str(rollout_corr_config.get("rollout_is", None))
         if chosen != CARRY and not chosen.startswith(PREFIX):
             return plain(batch, rollout_corr_config)
+        _check_correction(chosen, batch, rollout_corr_config)
         fields = batch.batch
         old, rollout, mask = fields["old_log_probs"], fields["rollout_log_probs"], fields["response_mask"].bool()
         if chosen == CARRY:
@@ -146,6 +149,38 @@ def corrected(plain: Callable[..., Any], named: Mapping[str, PolicyLoss]) -> Cal
         return batch, _named(result.metrics.finalize())
 
     return add_to_batch
+
+
+def _check_correction(chosen: str, batch: Any, config: Any) -> None:
+    """Raises `TrimtabError` for settings that would have no effect, and where the sampler's log-probs are absent."""
+    for key in ("rollout_rs", "rollout_is_batch_normalize"):
+        if config.get(key, None):
+            raise TrimtabError(
+                f"algorithm.rollout_correction.{key} has no effect beside rollout_is={chosen}: leave it out, the "
+                "objective has masks and `normalize` of its own"
+            )
+    if "rollout_log_probs" not in batch.batch:
+        raise TrimtabError(
+            f"rollout_is={chosen} reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True"
+        )
+
+
+def refusing_log_probs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of verl's that multiplies by `rollout_is_weights`, refusing log-probs in their place."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        given = signature.bind(*arguments, **keywords).arguments
+        weights = given.get("rollout_is_weights")
+        if weights is not None and bool((weights[given["response_mask"].bool()] < 0).any()):
+            raise TrimtabError(
+                f"rollout_is={CARRY} carries log-probs for the losses {PREFIX}NAME, and verl's {function.__name__} "
+                f"would multiply by them: set policy_loss.loss_mode={PREFIX}NAME, or rollout_is={PREFIX}NAME"
+            )
+        return function(*arguments, **keywords)
+
+    return call
 
 
 def without_bypass(plain: Callable[..., None]) -> Callable[..., None]:
@@ -207,6 +242,11 @@ def register() -> list[str]:
     missing = [name for name in named if core.get_policy_loss_fn(PREFIX + name) is not named[name]]
     if missing:
         raise TrimtabError(f"verl did not register {', '.join(missing)}: use verl 0.9.1")
+    for registry in (core.POLICY_LOSS_REGISTRY, core.ADV_ESTIMATOR_REGISTRY):
+        for name, function in registry.items():
+            own = isinstance(function, PolicyLoss)
+            if not own and "rollout_is_weights" in inspect.signature(function).parameters:
+                registry[name] = refusing_log_probs(function)
     setattr(helper, BYPASS, without_bypass(getattr(helper, BYPASS)))
     plain = getattr(helper, DRIVER)
     for module in (helper, sys.modules.get(V1)):  # V1 imports the function by name, usually later than this.
