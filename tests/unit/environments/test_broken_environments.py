@@ -143,6 +143,44 @@ def test_a_format_that_raises_costs_its_episode(tokenizer: Any, part: str, failu
     assert finished(episodes, append(tokenizer, None, "a!")) == ("stop", failure)
 
 
+class OddFormat(BrokenFormat):
+    """Returns, or raises, what it is given."""
+
+    def __init__(self, parsed: Any) -> None:
+        self._parsed = parsed
+
+    def parse(self, text: str) -> Any:
+        del text
+        if isinstance(self._parsed, BaseException):
+            raise self._parsed
+        return self._parsed
+
+    def render(self, result: str) -> str:
+        raise SystemExit(len(result) + 5)
+
+
+@pytest.mark.parametrize(
+    ("parsed", "failure"),
+    [
+        (False, "parse() of the format returned False, neither None nor a Call whose arguments are a text or a"),
+        ("", "parse() of the format returned '', neither None nor a Call"),
+        (("echo", ""), "parse() of the format returned ('echo', ''), neither None nor a Call"),
+        ({}, "parse() of the format returned {}, neither None nor a Call"),
+        (Call("echo", None), "parse() of the format returned Call(tool='ec...rguments=None), neither"),  # pyright: ignore[reportArgumentType]
+        (SystemExit(5), "parse() of the format raised SystemExit: 5"),
+        (Call("echo", ""), "render() of the format raised SystemExit: 5"),
+    ],
+)
+def test_a_format_that_returns_no_call_costs_its_episode(tokenizer: Any, parsed: Any, failure: str) -> None:
+    episodes = start(tokenizer, Tools, form=OddFormat(parsed))
+    turn = append(tokenizer, None, "a!")
+    assert answer(episodes, turn).finish_reason == "stop"
+    [[one, _]] = episodes.finish([[turn, turn]])
+    assert one.outcome is not None
+    assert str(one.outcome.failure).startswith(failure)
+    assert one.outcome.tool_errors == 0
+
+
 def test_a_format_that_cannot_be_used_ends_the_run(tokenizer: Any) -> None:
     with pytest.raises(TrimtabError, match="cannot be continued"):
         answer(start(tokenizer, Tools, form=BrokenFormat("refused")), append(tokenizer, None, "a!"))
