@@ -79,6 +79,7 @@ class EpisodeRunner:
             has a thread.
         max_tokens: of a response, results included.
         encode_prompt: returns the prompt of a problem for a tokenizer.
+        max_prompt: tokens of a prompt that the context holds besides a response; None: not known.
     """
 
     def __init__(
@@ -89,11 +90,12 @@ class EpisodeRunner:
         tokenizer: Any,
         max_tokens: int,
         encode_prompt: Callable[[Problem, Any], Prompt],
+        max_prompt: int | None = None,
     ) -> None:
         self.factory, self.form, self.limits = factory, form, limits
         self.tokenizer, self._lock = copy.deepcopy(tokenizer), threading.Lock()
         self._added_tokens = AddedTokens.of(tokenizer)
-        self.max_tokens = max_tokens
+        self.max_tokens, self.max_prompt = max_tokens, max_prompt
         self.encode_prompt = encode_prompt
 
     def start(self, prompts: Sequence[Prompt], samples: int) -> Episodes:
@@ -172,12 +174,22 @@ class Episodes:
             if text:
                 key = episode.prompt.problem.id, text
                 encoded[key] = encoded.get(key) or self._with_text(episode.prompt.problem, text)
-                episode.prompt = encoded[key]
+                self._begin_with(episode, encoded[key])
 
     def _begin(self, episode: _Episode) -> Any:
         """Returns what `reset` returns, or an awaitable."""
         episode.environment = self._runner.factory()
         return episode.environment.reset(**_row(episode.prompt.problem))
+
+    def _begin_with(self, episode: _Episode, prompt: Prompt) -> None:
+        room, n = self._runner.max_prompt, len(prompt.ids)
+        if room is not None and n > room:
+            episode.failure = (
+                f"what reset returned makes a prompt of {n} tokens, and the context holds {room} besides "
+                f"max_tokens = {self._runner.max_tokens}"
+            )
+        else:
+            episode.prompt = prompt
 
     def _with_text(self, problem: Problem, text: str) -> Prompt:
         """Returns the prompt of a problem whose question is followed by `text`."""

@@ -219,6 +219,29 @@ def test_environments_are_closed_when_an_episode_cannot_begin(tokenizer: Any) ->
     assert [one.closed for one in made] == [True, True]
 
 
+def test_a_prompt_that_reset_makes_too_long_costs_its_episode(tokenizer: Any) -> None:
+    texts = iter([" Begin.", " word" * 30])
+
+    class Begins(Counter):
+        def reset(self, **row: Any) -> str:
+            super().reset(**row)
+            return next(texts)
+
+    problem = Problem("p1", "How much?", "3")
+    length = len(encode(replace(problem, question=problem.question + " word" * 30), tokenizer).ids)
+    runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, encode, length - 1)
+    episodes = runner.start([encode(problem, tokenizer)], 2)
+    assert sorted(len(prompt.text) for prompt in episodes.prompts) == [27, 34]
+    turn = append(tokenizer, None, "5")
+    [group] = episodes.finish([[turn], [turn]])
+    failures = {one.outcome.failure for one in group if one.outcome is not None}
+    assert failures == {
+        None,
+        f"what reset returned makes a prompt of {length} tokens, and the context holds {length - 1} besides "
+        "max_tokens = 200",
+    }
+
+
 def test_an_environment_that_changes_its_row_changes_no_other(tokenizer: Any) -> None:
     seen: list[list[int]] = []
 
