@@ -50,9 +50,20 @@ class EnvironmentFailed(Exception):
 
 
 def check_class(factory: Callable[[], Any], name: str) -> None:
-    """Raises `TrimtabError` for a class that is no environment: no `reset`, no tool, or a tool without description."""
-    if not callable(getattr(factory, "reset", None)):
+    """Raises `TrimtabError` for a class that is no environment.
+
+    It needs a `reset` that takes a row, and tools with descriptions.
+    """
+    reset = getattr(factory, "reset", None)
+    if not callable(reset):
         raise TrimtabError(f"environment {name!r} has no method reset(self, **row): add one; it may return None")
+    try:
+        # What else is in a row depends on the task: parameters without a value here may get one there.
+        inspect.signature(reset).bind_partial(id="", question="", answer="")
+    except (TypeError, ValueError) as error:
+        raise TrimtabError(
+            f"environment {name!r}: reset does not take the row of a problem ({error}): write reset(self, **row)"
+        ) from None
     methods = tool_names(factory)
     if not methods:
         raise TrimtabError(f"environment {name!r} has no tool: add a public method with type hints and a docstring")
@@ -61,8 +72,11 @@ def check_class(factory: Callable[[], Any], name: str) -> None:
 
 
 def tool_names(kind: Any) -> list[str]:
-    """Returns the names of the tools of a class: its public methods besides `reset`, `get_reward` and `close`."""
-    members = inspect.getmembers(kind, callable)
+    """Returns the names of the tools of a class: its public methods besides `reset`, `get_reward` and `close`.
+
+    Classes and other callables of its body are no methods, and neither are class methods: TRL takes the same ones.
+    """
+    members = inspect.getmembers(kind, inspect.isfunction)
     return [name for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS]
 
 

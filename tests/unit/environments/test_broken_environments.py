@@ -9,7 +9,8 @@ import pytest
 from tests.unit.environments.test_episodes import LIMITS, Counter, answer, append, encode, start, text_of
 from transformers import AutoTokenizer
 
-from trimtab.environments.environment import call_tool, tool_names
+import trimtab
+from trimtab.environments.environment import call_tool, check_class, tool_names
 from trimtab.environments.episodes import CUT, EpisodeRunner
 from trimtab.environments.formats import Call, Tag, ToolError
 from trimtab.errors import TrimtabError
@@ -311,3 +312,49 @@ def test_what_an_instance_holds_is_no_tool() -> None:
     with pytest.raises(ToolError, match="there is no tool 'solve'; there are: echo, leave, numbers, wait"):
         call_tool(Holding(), Call("solve", ""))
     assert call_tool(Holding(), Call("echo", "")) == ""
+
+
+def test_only_functions_of_a_class_are_tools() -> None:
+    class Mixed(Tools):
+        parser = int
+
+        class Config:
+            pass
+
+        @staticmethod
+        def twice(text: str) -> str:
+            """Repeats.
+
+            Args:
+                text: what is repeated.
+            """
+            return text * 2
+
+    check_class(Mixed, "Mixed")
+    assert tool_names(Mixed) == ["echo", "leave", "numbers", "twice", "wait"]
+    assert call_tool(Mixed(), Call("twice", "ab")) == "abab"
+
+
+def nothing(self: Any) -> None: ...
+def question(self: Any, question: str) -> None: ...
+def by_position(self: Any, id: str, question: str, answer: str, /) -> None: ...
+def whole(self: Any, id: str, question: str, answer: str) -> None: ...
+def level(self: Any, level: int, **row: Any) -> None: ...
+def row(self: Any, **row: Any) -> None: ...
+
+
+@pytest.mark.parametrize("reset", [nothing, question, by_position])
+def test_reset_that_does_not_take_a_row_is_refused(reset: Any) -> None:
+    message = r"environment 'Broken': reset does not take .*'id'.*: write reset\(self, \*\*row\)"
+    with pytest.raises(TrimtabError, match=message):
+        check_class(type("Broken", (Tools,), {"reset": reset}), "Broken")
+
+
+@pytest.mark.parametrize("reset", [whole, level, row, classmethod(row)])
+def test_reset_that_takes_a_row_is_accepted(reset: Any) -> None:
+    check_class(type("Good", (Tools,), {"reset": reset}), "Good")
+
+
+def test_an_instance_in_place_of_the_class_is_refused() -> None:
+    with pytest.raises(TrimtabError, match=r"^environment is a class, not an instance of Tools$"):
+        trimtab.train("laboratory", environment=Tools())  # pyright: ignore[reportArgumentType]
