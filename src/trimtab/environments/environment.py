@@ -122,8 +122,6 @@ class BackgroundCall:
             value = self._function()
             if inspect.isawaitable(value):
                 value = self._awaited(value)
-            if inspect.isgenerator(value) or inspect.isasyncgen(value):
-                raise EnvironmentFailed("returned a generator: return one text, or a list")
             self._value = value if self._convert is None else self._convert(value)
         except BaseException as error:
             self._error = error
@@ -265,7 +263,13 @@ def _reason(parameter: str, error: ValidationError) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Returns the result of a tool as text: a string as it is, None as nothing, other values as JSON where possible."""
+    """Returns the result of a tool as text: a string as it is, None as nothing, other values as JSON where possible.
+
+    Raises:
+        EnvironmentFailed: a generator, whose items are not known.
+    """
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        raise EnvironmentFailed("returned a generator: return one text, or a list")
     if isinstance(value, str):
         return value
     if value is None:

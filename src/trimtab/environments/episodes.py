@@ -270,9 +270,8 @@ class Episodes:
     def _call(self, episode: _Episode, completion: Completion) -> Call | ToolError | None:
         """Returns the call at the end of the last turn, or why it cannot be understood."""
         last = (completion.turn == completion.turn[-1]) & completion.sampled
-        text = self._runner.decode(completion.response_ids[last].tolist())
         try:
-            call = self._runner.form.parse(text)
+            call = self._runner.form.parse(self._runner.decode(completion.response_ids[last].tolist()))
         except ToolError as error:
             return error
         except (Exception, SystemExit) as error:
