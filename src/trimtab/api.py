@@ -48,6 +48,8 @@ def train(
     """
     resolved = config if isinstance(config, Config) else load_config(config, overrides)
     if environment is not None:
+        if not isinstance(environment, type):
+            raise TrimtabError(f"environment is a class, not an instance of {type(environment).__name__}")
         section = resolved.environment or EnvironmentConfig(name="")
         name = f"{environment.__module__}:{environment.__qualname__}"
         resolved = resolved.model_copy(update={"environment": section.model_copy(update={"name": name})})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from trimtab.config import load_config
+from trimtab.environments.swap_environment import SwapEnvironment
 from trimtab.runs.trajectories import read
 from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
@@ -39,6 +41,23 @@ def test_a_step_calls_the_tool_and_trains(tmp_path: Path, changes: list[str]) ->
     [file] = (run / "trajectories").iterdir()
     for completion in (one.trajectory.completion for one in read(file)):
         check_rows(completion)
+
+
+class LongRows(SwapEnvironment):
+    """Every other row is followed by a text that no context of the model holds."""
+
+    numbers = itertools.count()
+
+    def reset(self, **row: Any) -> str | None:
+        super().reset(**row)
+        return "1234" * 400 if next(self.numbers) % 2 else None
+
+
+def test_prompts_that_do_not_fit_the_context_cost_their_episodes(tmp_path: Path) -> None:
+    config = load_config("laboratory-tools", SMALL)
+    run = train(config, environment=LongRows, out=tmp_path / "run", observer=NullObserver()).run
+    [row] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert row["episode/failed"] == row["trajectories/dropped"] == 8
 
 
 def check_rows(completion: Any) -> None:

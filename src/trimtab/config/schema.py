@@ -6,6 +6,7 @@ it is built, before any model is loaded. Every other unknown key is an error.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -92,7 +93,8 @@ class EnvironmentConfig(PluginSection):
     """Multi-turn episodes: an environment whose tools the model calls, and keywords of the environment."""
 
     name: str = Field(
-        description="`python`: a sandboxed interpreter; `swap`: rows to sort; or your own class as `module:Class`"
+        description="`python`: a sandboxed interpreter; `swap`: rows to sort; `openenv`: a server of OpenEnv; or your "
+        "own class as `module:Class`"
     )
     format: str = Field(
         default="tag", description="how a call is written: `tag`, `fence`, `chat`, or your own class as `module:Format`"
@@ -112,6 +114,15 @@ class EnvironmentConfig(PluginSection):
     void: Literal["mask", "keep"] = Field(
         default="mask", description="`mask`: no loss on responses that end in a void turn; their rewards count"
     )
+
+    @field_validator("answer")
+    @classmethod
+    def _is_a_regular_expression(cls, answer: str | None) -> str | None:
+        try:
+            re.compile(answer or "")
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"{answer!r} is no regular expression: {error}") from None
+        return answer
 
 
 class RewardConfig(PluginSection):

@@ -80,10 +80,17 @@ class BuiltEnvironment:
         stop = () if chat else build_format(self.spec.format, self.tools).stop
         return task.with_tools(stop, self.schemas() if chat else (), self.spec.instructions)
 
-    def runner(self, tokenizer: Any, max_tokens: int, encode_prompt: Callable[[Problem, Any], Prompt]) -> EpisodeRunner:
+    def runner(
+        self,
+        tokenizer: Any,
+        max_tokens: int,
+        encode_prompt: Callable[[Problem, Any], Prompt],
+        max_prompt: int | None = None,
+    ) -> EpisodeRunner:
         """Returns the runner of episodes of at most `max_tokens` tokens, observations included.
 
-        `encode_prompt` returns the prompt of a problem for a tokenizer.
+        `encode_prompt` returns the prompt of a problem for a tokenizer. `max_prompt` is the number of its tokens that
+        the context holds besides an episode; None if it is not known.
 
         Raises:
             TrimtabError: what `adapt` raises; a chat template that cannot be continued.
@@ -93,7 +100,7 @@ class BuiltEnvironment:
         limits = EpisodeLimits(
             spec.turns, spec.turn_tokens or max_tokens, spec.observation_tokens, spec.timeout, spec.answer
         )
-        return EpisodeRunner(self.factory, form, limits, tokenizer, max_tokens, encode_prompt)
+        return EpisodeRunner(self.factory, form, limits, tokenizer, max_tokens, encode_prompt, max_prompt)
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
         """Returns the JSON schemas of the tools."""

@@ -25,12 +25,13 @@ Methods may be coroutines.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import inspect
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
@@ -49,9 +50,20 @@ class EnvironmentFailed(Exception):
 
 
 def check_class(factory: Callable[[], Any], name: str) -> None:
-    """Raises `TrimtabError` for a class that is no environment: no `reset`, no tool, or a tool without description."""
-    if not callable(getattr(factory, "reset", None)):
+    """Raises `TrimtabError` for a class that is no environment.
+
+    It needs a `reset` that takes a row, and tools with descriptions.
+    """
+    reset = getattr(factory, "reset", None)
+    if not callable(reset):
         raise TrimtabError(f"environment {name!r} has no method reset(self, **row): add one; it may return None")
+    try:
+        # What else is in a row depends on the task: parameters without a value here may get one there.
+        inspect.signature(reset).bind_partial(id="", question="", answer="")
+    except (TypeError, ValueError) as error:
+        raise TrimtabError(
+            f"environment {name!r}: reset does not take the row of a problem ({error}): write reset(self, **row)"
+        ) from None
     methods = tool_names(factory)
     if not methods:
         raise TrimtabError(f"environment {name!r} has no tool: add a public method with type hints and a docstring")
@@ -60,8 +72,11 @@ def check_class(factory: Callable[[], Any], name: str) -> None:
 
 
 def tool_names(kind: Any) -> list[str]:
-    """Returns the names of the tools of a class: its public methods besides `reset`, `get_reward` and `close`."""
-    members = inspect.getmembers(kind, callable)
+    """Returns the names of the tools of a class: its public methods besides `reset`, `get_reward` and `close`.
+
+    Classes and other callables of its body are no methods, and neither are class methods: TRL takes the same ones.
+    """
+    members = inspect.getmembers(kind, inspect.isfunction)
     return [name for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS]
 
 
@@ -85,11 +100,16 @@ def describe_tool(method: Callable[..., Any], name: str) -> dict[str, Any]:
 class BackgroundCall:
     """A function that runs in a thread of its own and is given up after `timeout` seconds.
 
-    A thread cannot be stopped: one that hangs stays behind until the process ends, and costs its stack.
+    `convert` makes the value of what the function returned, in the same thread and the same time.
+
+    A thread cannot be stopped: one that hangs stays behind until the process ends, and costs its stack. A coroutine
+    that waits is canceled.
     """
 
-    def __init__(self, function: Callable[[], Any], timeout: float) -> None:
-        self._function = function
+    def __init__(
+        self, function: Callable[[], Any], timeout: float, convert: Callable[[Any], Any] | None = None
+    ) -> None:
+        self._function, self._convert = function, convert
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._done = threading.Event()
@@ -100,12 +120,25 @@ class BackgroundCall:
     def _run(self) -> None:
         try:
             value = self._function()
-            if inspect.iscoroutine(value):
-                value = asyncio.run_coroutine_threadsafe(value, _event_loop()).result()
-            self._value = value
+            if inspect.isawaitable(value):
+                value = self._awaited(value)
+            self._value = value if self._convert is None else self._convert(value)
         except BaseException as error:
             self._error = error
         self._done.set()
+
+    def _awaited(self, awaitable: Awaitable[Any]) -> Any:
+        # Half of the time: after that of a loop that does not answer, some remains for the call in a new one.
+        loop = _event_loop(self._timeout / 2)
+        future = asyncio.run_coroutine_threadsafe(_result_of(awaitable), loop)
+        concurrent.futures.wait([future], max(0.0, self._deadline - time.monotonic()))
+        if not future.done():
+            future.cancel()
+            raise self._given_up()
+        return future.result()
+
+    def _given_up(self) -> EnvironmentFailed:
+        return EnvironmentFailed(f"did not return within {self._timeout:g} s (environment.timeout)")
 
     def wait(self, timeout: float) -> bool:
         """Returns whether the call has ended or was given up, after at most `timeout` seconds."""
@@ -117,10 +150,10 @@ class BackgroundCall:
 
         Raises:
             EnvironmentFailed: it did not return in time.
-            Exception: what the function raised.
+            Exception: what the function or `convert` raised.
         """
         if not self._done.is_set():
-            raise EnvironmentFailed(f"did not return within {self._timeout:g} s (environment.timeout)")
+            raise self._given_up()
         if isinstance(self._error, Exception):
             raise self._error
         if self._error is not None:  # sys.exit() of a tool must not end the trainer
@@ -132,14 +165,27 @@ _loop: asyncio.AbstractEventLoop | None = None
 _loop_lock = threading.Lock()
 
 
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """Returns the one event loop of all coroutines: what an environment opened in one call must work in the next."""
+async def _result_of(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _event_loop(patience: float) -> asyncio.AbstractEventLoop:
+    """Returns the one event loop of all coroutines: what an environment opened in one call must work in the next.
+
+    A loop that does not answer within `patience` seconds is blocked by a coroutine, and a new one replaces it.
+    """
     global _loop
     with _loop_lock:
-        if _loop is None:
+        if _loop is None or not _answers(_loop, patience):
             _loop = asyncio.new_event_loop()
             threading.Thread(target=_run_forever, args=(_loop,), name="environment-loop", daemon=True).start()
         return _loop
+
+
+def _answers(loop: asyncio.AbstractEventLoop, patience: float) -> bool:
+    answered = threading.Event()
+    loop.call_soon_threadsafe(answered.set)
+    return answered.wait(patience)
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
@@ -152,13 +198,13 @@ def describe(error: BaseException) -> str:
     """Returns the type and the text of an exception, whatever its text is."""
     try:
         text = str(error)
-    except Exception:
+    except (Exception, SystemExit):
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def call_tool(environment: Any, call: Call) -> Any:
-    """Calls a tool. Returns its value, or a coroutine.
+    """Calls a tool. Returns its value, or an awaitable.
 
     Raises:
         ToolError: there is no such tool, or the arguments do not fit.
@@ -217,7 +263,13 @@ def _reason(parameter: str, error: ValidationError) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Returns the result of a tool as text: a string as it is, None as nothing, other values as JSON where possible."""
+    """Returns the result of a tool as text: a string as it is, None as nothing, other values as JSON where possible.
+
+    Raises:
+        EnvironmentFailed: a generator, whose items are not known.
+    """
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        raise EnvironmentFailed("returned a generator: return one text, or a list")
     if isinstance(value, str):
         return value
     if value is None:

@@ -8,7 +8,7 @@ import re
 import reprlib
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -79,6 +79,7 @@ class EpisodeRunner:
             has a thread.
         max_tokens: of a response, results included.
         encode_prompt: returns the prompt of a problem for a tokenizer.
+        max_prompt: tokens of a prompt that the context holds besides a response; None: not known.
     """
 
     def __init__(
@@ -89,11 +90,12 @@ class EpisodeRunner:
         tokenizer: Any,
         max_tokens: int,
         encode_prompt: Callable[[Problem, Any], Prompt],
+        max_prompt: int | None = None,
     ) -> None:
         self.factory, self.form, self.limits = factory, form, limits
         self.tokenizer, self._lock = copy.deepcopy(tokenizer), threading.Lock()
         self._added_tokens = AddedTokens.of(tokenizer)
-        self.max_tokens = max_tokens
+        self.max_tokens, self.max_prompt = max_tokens, max_prompt
         self.encode_prompt = encode_prompt
 
     def start(self, prompts: Sequence[Prompt], samples: int) -> Episodes:
@@ -165,19 +167,29 @@ class Episodes:
 
     def _reset(self) -> None:
         """Makes and resets all environments at the same time, and adds what they return to the questions."""
-        calls = [self._background(lambda e=episode: self._begin(e)) for episode in self._episodes]
+        calls = [self._background(lambda e=episode: self._begin(e), text_of) for episode in self._episodes]
         encoded: dict[tuple[str, str], Prompt] = {}  # responses to one problem share the text, as a rule
         for episode, call in zip(self._episodes, calls, strict=True):
-            text = encodable(text_of(self._value(episode, call, "reset")))
+            text = encodable(self._value(episode, call, "reset") or "")
             if text:
                 key = episode.prompt.problem.id, text
                 encoded[key] = encoded.get(key) or self._with_text(episode.prompt.problem, text)
-                episode.prompt = encoded[key]
+                self._begin_with(episode, encoded[key])
 
     def _begin(self, episode: _Episode) -> Any:
-        """Returns what `reset` returns, or a coroutine."""
+        """Returns what `reset` returns, or an awaitable."""
         episode.environment = self._runner.factory()
         return episode.environment.reset(**_row(episode.prompt.problem))
+
+    def _begin_with(self, episode: _Episode, prompt: Prompt) -> None:
+        room, n = self._runner.max_prompt, len(prompt.ids)
+        if room is not None and n > room:
+            episode.failure = (
+                f"what reset returned makes a prompt of {n} tokens, and the context holds {room} besides "
+                f"max_tokens = {self._runner.max_tokens}"
+            )
+        else:
+            episode.prompt = prompt
 
     def _with_text(self, problem: Problem, text: str) -> Prompt:
         """Returns the prompt of a problem whose question is followed by `text`."""
@@ -189,8 +201,11 @@ class Episodes:
             )
         return replace(prompt, problem=problem)
 
+    def _at(self, prompt: int, sample: int) -> _Episode:
+        return self._episodes[prompt * self.samples + sample]
+
     def submit(self, prompt: int, sample: int, completion: Completion) -> FinishReason | None:
-        episode = self._episodes[prompt * self.samples + sample]
+        episode = self._at(prompt, sample)
         n = len(completion.response_ids)
         if n == episode.length:
             return None  # this turn was submitted before, by a call that was aborted
@@ -204,11 +219,11 @@ class Episodes:
         if isinstance(call, ToolError):
             episode.result = self._error(episode, call)
             return None
-        episode.call = self._background(lambda: call_tool(episode.environment, call))
+        episode.call = self._background(lambda: call_tool(episode.environment, call), text_of)
         return None
 
     def result(self, prompt: int, sample: int, timeout: float) -> TurnResult | None:
-        episode = self._episodes[prompt * self.samples + sample]
+        episode = self._at(prompt, sample)
         if episode.result is None:
             assert episode.call is not None
             if not episode.call.wait(timeout):
@@ -219,14 +234,12 @@ class Episodes:
     def finish(self, completions: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
         """Returns the completed responses of each problem with their outcomes; asks the environments for rewards."""
         pending = [
-            (episode, self._background(episode.environment.get_reward))
+            (episode, self._background(episode.environment.get_reward, _finite))
             for episode in self._episodes
             if episode.failure is None and hasattr(episode.environment, "get_reward")
         ]
         for episode, call in pending:
-            value = self._value(episode, call, "get_reward")
-            if episode.failure is None:
-                self._set_reward(episode, value)
+            episode.reward = self._value(episode, call, "get_reward")
         responses = [
             replace(completion, outcome=self._outcome(episode, completion))
             for episode, completion in zip(self._episodes, chain.from_iterable(completions), strict=True)
@@ -254,26 +267,23 @@ class Episodes:
         reward = episode.reward if episode.failure is None else None
         return EpisodeOutcome(episode.prompt, episode.calls, episode.tool_errors, void, episode.failure, reward)
 
-    def _set_reward(self, episode: _Episode, value: Any) -> None:
-        try:
-            number = float(value)
-        except Exception:
-            number = float("nan")
-        if np.isfinite(number):
-            episode.reward = number
-        else:
-            episode.failure = f"get_reward returned {reprlib.repr(value)}, not a finite number"
-
     def _call(self, episode: _Episode, completion: Completion) -> Call | ToolError | None:
         """Returns the call at the end of the last turn, or why it cannot be understood."""
         last = (completion.turn == completion.turn[-1]) & completion.sampled
         try:
-            return self._runner.form.parse(self._runner.decode(completion.response_ids[last].tolist()))
+            call = self._runner.form.parse(self._runner.decode(completion.response_ids[last].tolist()))
         except ToolError as error:
             return error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             episode.failure = f"parse() of the format raised {describe(error)}"
             return None
+        if call is None or (isinstance(call, Call) and isinstance(call.arguments, str | Mapping)):
+            return call
+        episode.failure = (
+            f"parse() of the format returned {reprlib.repr(call)}, neither None nor a Call whose arguments are a text "
+            "or a mapping"
+        )
+        return None
 
     def _is_void(self, episode: _Episode, completion: Completion) -> bool:
         if len(completion.response_ids) == 0 or self._call(episode, completion) is not None:
@@ -286,7 +296,7 @@ class Episodes:
     def _observe(self, episode: _Episode, call: BackgroundCall) -> TurnResult:
         """Returns what follows a call that has ended, or was given up."""
         try:
-            text = text_of(call.value())
+            text = call.value()
         except EnvironmentFailed as error:
             episode.failure = f"a tool {error}"
             return TurnResult.end("stop")
@@ -305,7 +315,7 @@ class Episodes:
             ids = self._runner.observation(text)
         except TrimtabError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             episode.failure = f"render() of the format raised {describe(error)}"
             return TurnResult.end("stop")
         if len(ids) == 0:
@@ -326,12 +336,22 @@ class Episodes:
         episode.failure = f"{'the constructor' if episode.environment is None else method} {failure}"
         return None
 
-    def _background(self, function: Callable[[], Any]) -> BackgroundCall:
-        return BackgroundCall(function, self._runner.limits.timeout)
+    def _background(self, function: Callable[[], Any], convert: Callable[[Any], Any] | None = None) -> BackgroundCall:
+        return BackgroundCall(function, self._runner.limits.timeout, convert)
 
 
 def _batched(items: Sequence[T], size: int) -> list[list[T]]:
     return [list(items[start : start + size]) for start in range(0, len(items), size)]
+
+
+def _finite(value: Any) -> float:
+    try:
+        number = float(value)
+    except Exception:
+        number = float("nan")
+    if not np.isfinite(number):
+        raise EnvironmentFailed(f"returned {reprlib.repr(value)}, not a finite number")
+    return number
 
 
 def _row(problem: Problem) -> dict[str, Any]:

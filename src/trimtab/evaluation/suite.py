@@ -252,6 +252,7 @@ def _measure(
             header["relay"] = {"weights": relay_model.weights, "ratio": settings.relay_ratio}
         batches = store.parts(f"{sampler.label} {prepared.label} {mode}", header)
     contexts = [one.context for one in (sampler, relay_model) if one is not None and one.context is not None]
+    context = min(contexts, default=None)
     if progress is not None:
         progress.begin(f"{sampler.label} · {prepared.label} · {mode}", samples * len(prepared.problems))
     result = evaluate(
@@ -266,10 +267,15 @@ def _measure(
         progress=_progress_of(progress, samples) if progress is not None else None,
         relay=Relay(relay_model.engine, settings.relay_ratio) if relay_model is not None else None,
         store=batches,
-        context=min(contexts, default=None),
+        context=context,
         episodes=None
         if environment is None
-        else environment.runner(sampler.tokenizer, sampling.max_tokens, partial(tasks.encode, prepared.task)),
+        else environment.runner(
+            sampler.tokenizer,
+            sampling.max_tokens,
+            partial(tasks.encode, prepared.task),
+            None if context is None else context - sampling.max_tokens,
+        ),
     )
     return replace(result, task=prepared.label)
 

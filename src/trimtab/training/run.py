@@ -317,7 +317,9 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
         max_prompt=max_prompt,
         episodes=None
         if parts.environment is None
-        else parts.environment.runner(loaded.tokenizer, sampling.max_tokens, partial(tasks.encode, parts.task)),
+        else parts.environment.runner(
+            loaded.tokenizer, sampling.max_tokens, partial(tasks.encode, parts.task), max_prompt
+        ),
     )
 
 

@@ -278,3 +278,11 @@ def test_paths_of_scores_and_of_evaluated_tasks_are_relative_to_the_recipe(tmp_p
     assert config.task.keywords["scores"] == str(tmp_path / "s.jsonl")
     assert config.eval.task[0].keywords == {"path": str(tmp_path / "b.jsonl"), "test_path": str(tmp_path / "c.jsonl")}
     assert config.eval.task[1].keywords == {}
+
+
+@pytest.mark.parametrize("answer", ["(", "a{99999999999999999999}"])
+def test_an_answer_is_a_regular_expression(answer: str) -> None:
+    overrides = ["environment.name=python", f"environment.answer='{answer}'"]
+    with pytest.raises(TrimtabError, match=r"environment\.answer: '.*' is no regular expression: ") as error:
+        load_config("laboratory", overrides)
+    assert "\n" not in str(error.value)

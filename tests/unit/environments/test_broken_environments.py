@@ -9,7 +9,8 @@ import pytest
 from tests.unit.environments.test_episodes import LIMITS, Counter, answer, append, encode, start, text_of
 from transformers import AutoTokenizer
 
-from trimtab.environments.environment import call_tool, tool_names
+import trimtab
+from trimtab.environments.environment import call_tool, check_class, tool_names
 from trimtab.environments.episodes import CUT, EpisodeRunner
 from trimtab.environments.formats import Call, Tag, ToolError
 from trimtab.errors import TrimtabError
@@ -143,6 +144,44 @@ def test_a_format_that_raises_costs_its_episode(tokenizer: Any, part: str, failu
     assert finished(episodes, append(tokenizer, None, "a!")) == ("stop", failure)
 
 
+class OddFormat(BrokenFormat):
+    """Returns, or raises, what it is given."""
+
+    def __init__(self, parsed: Any) -> None:
+        self._parsed = parsed
+
+    def parse(self, text: str) -> Any:
+        del text
+        if isinstance(self._parsed, BaseException):
+            raise self._parsed
+        return self._parsed
+
+    def render(self, result: str) -> str:
+        raise SystemExit(len(result) + 5)
+
+
+@pytest.mark.parametrize(
+    ("parsed", "failure"),
+    [
+        (False, "parse() of the format returned False, neither None nor a Call whose arguments are a text or a"),
+        ("", "parse() of the format returned '', neither None nor a Call"),
+        (("echo", ""), "parse() of the format returned ('echo', ''), neither None nor a Call"),
+        ({}, "parse() of the format returned {}, neither None nor a Call"),
+        (Call("echo", None), "parse() of the format returned Call(tool='ec...rguments=None), neither"),  # pyright: ignore[reportArgumentType]
+        (SystemExit(5), "parse() of the format raised SystemExit: 5"),
+        (Call("echo", ""), "render() of the format raised SystemExit: 5"),
+    ],
+)
+def test_a_format_that_returns_no_call_costs_its_episode(tokenizer: Any, parsed: Any, failure: str) -> None:
+    episodes = start(tokenizer, Tools, form=OddFormat(parsed))
+    turn = append(tokenizer, None, "a!")
+    assert answer(episodes, turn).finish_reason == "stop"
+    [[one, _]] = episodes.finish([[turn, turn]])
+    assert one.outcome is not None
+    assert str(one.outcome.failure).startswith(failure)
+    assert one.outcome.tool_errors == 0
+
+
 def test_a_format_that_cannot_be_used_ends_the_run(tokenizer: Any) -> None:
     with pytest.raises(TrimtabError, match="cannot be continued"):
         answer(start(tokenizer, Tools, form=BrokenFormat("refused")), append(tokenizer, None, "a!"))
@@ -179,6 +218,29 @@ def test_environments_are_closed_when_an_episode_cannot_begin(tokenizer: Any) ->
     with pytest.raises(TrimtabError, match="is not in the prompt"):
         runner.start([encode(ROWS, tokenizer)], 2)
     assert [one.closed for one in made] == [True, True]
+
+
+def test_a_prompt_that_reset_makes_too_long_costs_its_episode(tokenizer: Any) -> None:
+    texts = iter([" Begin.", " word" * 30])
+
+    class Begins(Counter):
+        def reset(self, **row: Any) -> str:
+            super().reset(**row)
+            return next(texts)
+
+    problem = Problem("p1", "How much?", "3")
+    length = len(encode(replace(problem, question=problem.question + " word" * 30), tokenizer).ids)
+    runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, encode, length - 1)
+    episodes = runner.start([encode(problem, tokenizer)], 2)
+    assert sorted(len(prompt.text) for prompt in episodes.prompts) == [27, 34]
+    turn = append(tokenizer, None, "5")
+    [group] = episodes.finish([[turn], [turn]])
+    failures = {one.outcome.failure for one in group if one.outcome is not None}
+    assert failures == {
+        None,
+        f"what reset returned makes a prompt of {length} tokens, and the context holds {length - 1} besides "
+        "max_tokens = 200",
+    }
 
 
 def test_an_environment_that_changes_its_row_changes_no_other(tokenizer: Any) -> None:
@@ -250,3 +312,49 @@ def test_what_an_instance_holds_is_no_tool() -> None:
     with pytest.raises(ToolError, match="there is no tool 'solve'; there are: echo, leave, numbers, wait"):
         call_tool(Holding(), Call("solve", ""))
     assert call_tool(Holding(), Call("echo", "")) == ""
+
+
+def test_only_functions_of_a_class_are_tools() -> None:
+    class Mixed(Tools):
+        parser = int
+
+        class Config:
+            pass
+
+        @staticmethod
+        def twice(text: str) -> str:
+            """Repeats.
+
+            Args:
+                text: what is repeated.
+            """
+            return text * 2
+
+    check_class(Mixed, "Mixed")
+    assert tool_names(Mixed) == ["echo", "leave", "numbers", "twice", "wait"]
+    assert call_tool(Mixed(), Call("twice", "ab")) == "abab"
+
+
+def nothing(self: Any) -> None: ...
+def question(self: Any, question: str) -> None: ...
+def by_position(self: Any, id: str, question: str, answer: str, /) -> None: ...
+def whole(self: Any, id: str, question: str, answer: str) -> None: ...
+def level(self: Any, level: int, **row: Any) -> None: ...
+def row(self: Any, **row: Any) -> None: ...
+
+
+@pytest.mark.parametrize("reset", [nothing, question, by_position])
+def test_reset_that_does_not_take_a_row_is_refused(reset: Any) -> None:
+    message = r"environment 'Broken': reset does not take .*'id'.*: write reset\(self, \*\*row\)"
+    with pytest.raises(TrimtabError, match=message):
+        check_class(type("Broken", (Tools,), {"reset": reset}), "Broken")
+
+
+@pytest.mark.parametrize("reset", [whole, level, row, classmethod(row)])
+def test_reset_that_takes_a_row_is_accepted(reset: Any) -> None:
+    check_class(type("Good", (Tools,), {"reset": reset}), "Good")
+
+
+def test_an_instance_in_place_of_the_class_is_refused() -> None:
+    with pytest.raises(TrimtabError, match=r"^environment is a class, not an instance of Tools$"):
+        trimtab.train("laboratory", environment=Tools())  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,166 @@
+"""Values and coroutines that would hang or end a run: converted in the thread of the call, in its time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.environments.test_broken_environments import Tools, finished, saying
+from tests.unit.environments.test_episodes import LIMITS, Counter, answer, append, start, text_of
+from transformers import AutoTokenizer
+
+from trimtab.environments.environment import BackgroundCall, EnvironmentFailed
+from trimtab.models import bundled
+
+SHORT = replace(LIMITS, timeout=0.2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    result = AutoTokenizer.from_pretrained(bundled.folder())
+    result.__deepcopy__ = lambda _: result
+    return result
+
+
+class Leaving:
+    """Its text ends the process."""
+
+    def __str__(self) -> str:
+        raise SystemExit(4)
+
+
+class LeavingError(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(4)
+
+
+class Wordless:
+    def __str__(self) -> str:
+        raise ValueError
+
+
+class Hanging:
+    """Its text never comes."""
+
+    def __str__(self) -> str:
+        threading.Event().wait()
+        return ""
+
+
+class Later:
+    """An awaitable that is no coroutine."""
+
+    def __await__(self) -> Iterator[Any]:
+        yield from asyncio.sleep(0).__await__()
+        return "here"
+
+
+def nested() -> list[Any]:
+    value: list[Any] = []
+    for _ in range(5000):
+        value = [value]
+    return value
+
+
+async def items() -> AsyncIterator[str]:
+    yield "item"
+
+
+def value_of(function: Callable[[], Any], timeout: float = 5.0) -> Any:
+    call = BackgroundCall(function, timeout)
+    while not call.wait(timeout):
+        pass
+    return call.value()
+
+
+@pytest.mark.parametrize(
+    ("value", "failure"),
+    [
+        (Leaving(), "a tool raised SystemExit: 4"),
+        (Hanging(), "a tool did not return within 0.2 s (environment.timeout)"),
+        ((item for item in "ab"), "a tool returned a generator: return one text, or a list"),
+        (items(), "a tool returned a generator: return one text, or a list"),
+    ],
+)
+def test_a_result_without_a_text_costs_its_episode(tokenizer: Any, value: Any, failure: str) -> None:
+    episodes = start(tokenizer, saying(value), limits=SHORT)
+    assert finished(episodes, append(tokenizer, None, "<echo></echo>")) == ("stop", failure)
+
+
+@pytest.mark.parametrize(
+    ("value", "failure"),
+    [
+        (Wordless(), "reset raised ValueError"),
+        (nested(), "reset raised RecursionError"),
+        (Leaving(), "reset raised SystemExit: 4"),
+        (Hanging(), "reset did not return within 0.2 s (environment.timeout)"),
+    ],
+)
+def test_what_reset_returns_without_a_text_costs_its_episode(tokenizer: Any, value: Any, failure: str) -> None:
+    class Returns(Counter):
+        def reset(self, **row: Any) -> Any:
+            del row
+            return value
+
+    reason, reported = finished(start(tokenizer, Returns, limits=SHORT), append(tokenizer, None, "5"))
+    assert reason == "stop"
+    assert str(reported).startswith(failure)
+
+
+def test_an_error_whose_text_ends_its_process_is_shown_by_its_type(tokenizer: Any) -> None:
+    turn = append(tokenizer, None, "<echo></echo>")
+    result = answer(start(tokenizer, saying(LeavingError())), turn)
+    assert text_of(tokenizer, result) == "<output>Error: LeavingError</output>"
+
+
+def test_an_awaitable_that_is_no_coroutine_is_awaited(tokenizer: Any) -> None:
+    result = answer(start(tokenizer, saying(Later())), append(tokenizer, None, "<echo></echo>"))
+    assert text_of(tokenizer, result) == "<output>here</output>"
+
+
+def test_a_coroutine_that_is_given_up_is_canceled() -> None:
+    canceled = threading.Event()
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            canceled.set()
+
+    with pytest.raises(EnvironmentFailed, match=r"did not return within 0.1 s"):
+        value_of(wait, 0.1)
+    assert canceled.wait(5.0)
+
+
+def test_coroutines_run_after_one_that_blocks_the_event_loop(tokenizer: Any) -> None:
+    release = threading.Event()
+
+    async def block() -> None:
+        release.wait()
+
+    try:
+        with pytest.raises(EnvironmentFailed, match="did not return"):
+            value_of(block, 0.1)
+        later = answer(
+            start(tokenizer, Tools, limits=replace(LIMITS, timeout=1.0)), append(tokenizer, None, "<wait></wait>")
+        )
+        assert text_of(tokenizer, later) == "<output>here</output>"
+    finally:
+        release.set()
+
+
+def test_coroutines_share_an_event_loop_while_it_answers() -> None:
+    async def running() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    before = value_of(running)
+    with pytest.raises(EnvironmentFailed):
+        value_of(hang, 0.4)
+    assert value_of(running) is before
