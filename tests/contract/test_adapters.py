@@ -150,11 +150,12 @@ def run_areal(objective: Objective, batch: Any, current: Tensor) -> Tensor:
         "prox_logp": batch.proximal.reshape(-1),
         "advantages": batch.advantage.expand(current.shape).reshape(-1),
         "loss_mask": batch.mask.reshape(-1).float(),
-        "versions": (10 - batch.age).reshape(-1),
+        "versions": (10 - batch.age).reshape(-1).roll(1),  # of the token itself, the rest is of the next one
         "cu_seqlens": torch.arange(0, current.numel() + 1, size),
     }
     loss = areal.actor_loss(objective)
-    return loss(current.reshape(-1), torch.zeros(current.numel()), data, eps_clip=0.2, current_version=9)
+    keywords = {"eps_clip": 0.2, "current_version": 9, "use_decoupled_loss": True}
+    return loss(current.reshape(-1), torch.zeros(current.numel()), data, **keywords)
 
 
 def run_openrlhf(objective: Objective, batch: Any, current: Tensor) -> Tensor:

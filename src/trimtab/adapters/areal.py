@@ -42,22 +42,30 @@ def actor_loss(objective: str | Objective, **keywords: Any) -> Callable[..., Ten
         input_data: Mapping[str, Any],
         *_: Any,
         current_version: int | None = None,
+        use_decoupled_loss: bool = False,
         **__: Any,
     ) -> Tensor:
+        if "behavior" in built.needs and not use_decoupled_loss:
+            raise TrimtabError(
+                f"{built.name} reads the sampler's log-probs, and AReaL passes one policy for both of them: set "
+                "actor.use_decoupled_loss=true"
+            )
         row = {name: _row(input_data[name], logprobs) for name in ("logprobs", "advantages", "loss_mask")}
         mask = row["loss_mask"].bool()
-        proximal, versions = input_data.get("prox_logp"), input_data.get("versions")
+        proximal = input_data.get("prox_logp")
+        if "proximal" in built.needs and proximal is None:
+            raise TrimtabError(
+                f"{built.name} reads the log-probs at the start of the update, and AReaL computes none: set "
+                "actor.prox_logp_method=recompute"
+            )
         age = None
         if "age" in built.needs:
-            if versions is None or current_version is None:
-                raise TrimtabError(f"{built.name} reads the age of tokens, and AReaL passes no versions here")
-            age = (current_version - _row(versions, logprobs).long() + 1).clamp(min=1)
-        current = _row(logprobs, logprobs)
+            age = _ages(built, input_data.get("versions"), current_version, mask, like=logprobs)
         logps = PolicyLogps(
-            current=current,
+            current=_row(logprobs, logprobs),
             behavior=row["logprobs"],
             mask=mask,
-            proximal=current.detach() if proximal is None else _row(proximal, logprobs),
+            proximal=None if proximal is None else _row(proximal, logprobs),
             sequence_ids=_sequence_ids(input_data.get("cu_seqlens"), logprobs),
             turn=turns_of(mask) if "turn" in built.needs else None,
             age=age,
@@ -65,6 +73,16 @@ def actor_loss(objective: str | Objective, **keywords: Any) -> Callable[..., Ten
         return built(logps, row["advantages"]).loss
 
     return loss
+
+
+def _ages(objective: Objective, versions: Tensor | None, now: int | None, mask: Tensor, like: Tensor) -> Tensor:
+    """Returns the age of each token, at least 1. AReaL moves log-probs and mask one position back, but not versions."""
+    if versions is None or now is None:
+        raise TrimtabError(f"{objective.name} reads the age of tokens, and AReaL passes no versions here")
+    sampled = _row(versions, like).long().roll(-1, dims=-1)
+    if bool((sampled[mask] < 0).any()):
+        raise TrimtabError(f"{objective.name} reads the age of tokens, and trained tokens have no version")
+    return (now - sampled + 1).clamp(min=1)
 
 
 def _row(values: Tensor, like: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import trimtab
-from trimtab.adapters import openrlhf, prime_rl, skyrl, slime, tinker
+from trimtab.adapters import areal, openrlhf, prime_rl, skyrl, slime, tinker
 from trimtab.adapters.dump import Dump, rows
 from trimtab.adapters.hooks import HOOKS, build, counted_state, hook, per_response, reported, turns_of
 from trimtab.errors import TrimtabError
@@ -91,6 +91,20 @@ def test_skyrl_must_reduce_as_the_objective_does() -> None:
         loss(zeros, zeros, zeros, config=SimpleNamespace(loss_reduction="token_mean"), rollout_logprobs=zeros)
     with pytest.raises(TrimtabError, match="reads the sampler's log-probs"):
         loss(zeros, zeros, zeros, config=SimpleNamespace(loss_reduction="sequence_mean"))
+
+
+def test_areal_must_pass_the_policies_that_the_objective_reads() -> None:
+    one = torch.zeros(1, 3)
+    data = {"logprobs": one, "advantages": one, "loss_mask": torch.tensor([[1.0, 1.0, 0.0]])}
+    tis = areal.actor_loss("token-tis")
+    with pytest.raises(TrimtabError, match=r"one policy for both of them: set actor\.use_decoupled_loss=true"):
+        tis(one, one, data | {"prox_logp": one}, current_version=3)
+    with pytest.raises(TrimtabError, match=r"AReaL computes none: set actor\.prox_logp_method=recompute"):
+        tis(one, one, data, use_decoupled_loss=True)
+    aged = functools.partial(areal.actor_loss("a3po"), one, one, current_version=3, use_decoupled_loss=True)
+    assert aged(data | {"versions": torch.tensor([[-1, 2, 2]])}).item() == 0
+    with pytest.raises(TrimtabError, match="trained tokens have no version"):
+        aged(data | {"versions": torch.tensor([[2, 2, -1]])})
 
 
 def test_tinker_data_without_a_field_are_refused() -> None:
