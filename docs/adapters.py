@@ -30,7 +30,7 @@ TRAINERS: dict[str, tuple[str, str, str]] = {
     "slime": ("624b824a", "`--custom-tis-function-path trimtab.adapters.slime.tis`", "against source"),
     "areal": ("4aef98d8 (1.0.4)", '`trimtab.adapters.areal.install("NAME")`', "against source"),
     "openrlhf": ("3c3be623 (0.11.2)", '`trimtab.adapters.openrlhf.install("NAME")`', "against source"),
-    "tinker": ("cookbook 9dfcc3a2", '`forward_backward_custom(data, custom_loss("NAME"))`', "read"),
+    "tinker": ("cookbook 9dfcc3a2", '`forward_backward_custom(*custom_loss("NAME")(data))`', "read"),
 }
 """Version, the line, and how the adapter was checked, by the name of its hook."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
@@ -82,7 +83,7 @@ def run_skyrl(objective: Objective, batch: Any, current: Tensor) -> Tensor:
             current[part],
             batch.proximal[part],
             advantage[part],
-            config=SimpleNamespace(loss_reduction=reduction),
+            config=SimpleNamespace(loss_reduction=reduction, max_seq_len=6, off_policy_correction=None),
             loss_mask=batch.mask[part].float(),
             rollout_logprobs=batch.behavior[part],
         )
@@ -96,6 +97,8 @@ def run_nemo_rl(objective: Objective, batch: Any, current: Tensor) -> Tensor:
 
     loss = nemo_rl.ObjectiveLoss(objective)
     total = current.new_zeros(())
+    summed: Counter[str] = Counter()
+    counts = (torch.tensor(len(current)), batch.mask.sum())
     for part in (slice(0, 3), slice(3, None)):
         data = {
             "token_mask": shifted(batch.mask)[part],
@@ -104,7 +107,15 @@ def run_nemo_rl(objective: Objective, batch: Any, current: Tensor) -> Tensor:
             "prev_logprobs": shifted(batch.proximal)[part],
             "generation_logprobs": shifted(batch.behavior)[part],
         }
-        total = total + loss(current[part], data, torch.tensor(len(current)), batch.mask.sum())[0]
+        value, metrics = loss(current[part], data, *counts)
+        assert metrics.keys() <= loss.metric_normalizations.keys()
+        total = total + value
+        summed.update(metrics)
+    gap = (batch.behavior - batch.proximal).abs()[batch.mask]
+    assert summed["token_mult_prob_error"] == pytest.approx(gap.exp().mean().item(), rel=1e-5)
+    assert_close(summed["loss"], total.item(), rtol=1e-6, atol=1e-6)
+    whole = objective(trained_policies("nemo-rl", batch, current), batch.advantage).metrics.finalize()
+    assert_close(summed["trimtab/update/kl"], whole["update/kl"], rtol=1e-4, atol=1e-6)
     return total
 
 
@@ -113,11 +124,17 @@ def run_tinker(objective: Objective, batch: Any, current: Tensor) -> Tensor:
     columns = zip(lists(batch.behavior), advantage, lists(batch.mask), lists(batch.proximal), strict=True)
     data = [
         SimpleNamespace(
-            loss_fn_inputs={"logprobs": logp, "advantages": value, "mask": mask.float(), "old_logprobs": old}
+            model_input=None,
+            loss_fn_inputs={
+                **{"target_tokens": mask.long(), "logprobs": logp, "advantages": value},
+                **{"mask": mask.float(), "old_logprobs": old},
+            },
         )
         for logp, value, mask, old in columns
     ]
-    return tinker.custom_loss(objective)(data, lists(current))[0]
+    sent, loss = tinker.custom_loss(objective)(data)
+    assert all(list(datum.loss_fn_inputs) == ["target_tokens"] for datum in sent)
+    return loss(sent, lists(current))[0]
 
 
 def run_slime(objective: Objective, batch: Any, current: Tensor) -> Tensor:
@@ -208,10 +225,11 @@ def scored(_logits: Tensor, *, unconcat_tokens: list[Tensor], **_: Any) -> dict[
 
 @pytest.fixture(autouse=True)
 def peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the adapters import from NeMo-RL and slime: two enumerations, and the function that scores tokens."""
+    """What the adapters import from NeMo-RL and slime: three enumerations, and the function that scores tokens."""
     interfaces = ModuleType("nemo_rl.algorithms.loss.interfaces")
     interfaces.LossType = Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL")  # type: ignore[attr-defined]
     interfaces.LossInputType = Enum("LossInputType", "LOGPROB")  # type: ignore[attr-defined]
+    interfaces.MetricNormalizer = Enum("MetricNormalizer", "TOKENS SEQUENCES NONE")  # type: ignore[attr-defined]
     for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, interfaces.__name__, interfaces)
@@ -247,3 +265,17 @@ def test_an_adapter_gives_the_loss_of_the_library(lab: Any, trainer: str, preset
     assert_close(loss, expected, rtol=2e-6, atol=2e-7)
     assert_close(grad, expected_grad, rtol=2e-5, atol=2e-7)
     assert grad.abs().max() > 0
+
+
+def test_nemo_rl_without_log_probs_at_the_start_of_the_update(lab: Any) -> None:
+    """`force_on_policy_ratio` fills `prev_logprobs` with zeros, and the ratio is 1."""
+    batch, objective = float32(lab, seed=3), built("grpo")
+    zeros = batch.changed(proximal=torch.zeros_like(batch.current))
+    expected = objective(replace(batch.logps(), proximal=batch.current.detach()), batch.advantage).loss
+    loss = nemo_rl.ObjectiveLoss(objective)
+    data = {"token_mask": zeros.mask.float(), "advantages": zeros.advantage.expand(zeros.current.shape)}
+    data |= {"prev_logprobs": zeros.proximal, "generation_logprobs": zeros.behavior}
+    shifted = {name: torch.nn.functional.pad(value, (1, 0)) for name, value in data.items()}
+    count = torch.tensor(len(zeros.current))
+    value, _ = loss(zeros.current, {**shifted, "sample_mask": torch.ones(len(zeros.current))}, count, zeros.mask.sum())
+    assert_close(value, expected, rtol=2e-6, atol=2e-7)

@@ -26,6 +26,8 @@ NEMO_RL = Path("nemo-rl/nemo_rl/algorithms")
 AREAL, OPENRLHF = Path("areal/areal"), Path("openrlhf/openrlhf/models")
 SLIME = Path("slime/slime/backends/megatron_utils/loss.py")
 MILES = Path("miles/miles/backends/training_utils/loss_hub/corrections.py")
+MILES_SCORES = Path("miles/miles/backends/training_utils/loss_hub/logit_processors.py")
+SCORES = "get_log_probs_and_entropy"
 HALVES = (slice(0, 3), slice(3, None))
 LENGTH_MAX = 40
 
@@ -57,6 +59,14 @@ def parameters(path: Path, name: str, method: str | None = None) -> list[str]:
     assert isinstance(node, ast.FunctionDef)
     given = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return [one for one in given if one != "self"]
+
+
+def returned(path: Path, name: str) -> str:
+    """The kind of expression that a function returns at its end: `Tuple`, `Name`, ..."""
+    (node,) = definitions(path, name)
+    assert isinstance(node, ast.FunctionDef)
+    assert isinstance(node.body[-1], ast.Return)
+    return type(node.body[-1].value).__name__
 
 
 def skyrl(folder: Path) -> Callable[..., torch.Tensor]:
@@ -232,4 +242,8 @@ def signatures(folder: Path) -> dict[str, list[str]]:
         "openrlhf": parameters(folder / OPENRLHF / "loss.py", "PolicyLoss", "forward"),
         "slime": parameters(folder / SLIME, "vanilla_tis_function"),
         "miles": parameters(folder / MILES, "vanilla_tis_function"),
+        "slime-scores": parameters(folder / SLIME, SCORES),
+        "miles-scores": parameters(folder / MILES_SCORES, SCORES),
+        "slime-returns": [returned(folder / SLIME, SCORES)],
+        "miles-returns": [returned(folder / MILES_SCORES, SCORES)],
     }

@@ -47,7 +47,8 @@ def run_skyrl(given: Given, logp: Tensor, *, reduction: str) -> Tensor:
     extra = {"length_max": LENGTH_MAX} if aggregation == "constant" else {}
     loss = skyrl.policy_loss("grpo", aggregation=aggregation, **CLIP, **extra)
     advantage = (given.advantage * scale).to(logp.dtype).expand_as(logp)
-    config, mask = SimpleNamespace(loss_reduction=reduction), given.mask
+    config = SimpleNamespace(loss_reduction=reduction, max_seq_len=LENGTH_MAX, off_policy_correction=None)
+    mask = given.mask
     parts = [
         loss(logp[part], zeros(given, "proximal")[part], advantage[part], config, mask[part])[0] for part in HALVES
     ]
@@ -153,6 +154,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("nemo_rl.algorithms.loss.interfaces")
     module.LossType = Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL")  # type: ignore[attr-defined]
     module.LossInputType = Enum("LossInputType", "LOGPROB")  # type: ignore[attr-defined]
+    module.MetricNormalizer = Enum("MetricNormalizer", "TOKENS SEQUENCES NONE")  # type: ignore[attr-defined]
     for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -199,6 +201,33 @@ def test_the_hook_is_called_with_these_names(hooks: Peer, name: str, function: C
     inspect.signature(function).bind(**given)
 
 
+@pytest.mark.parametrize(("trainer", "form"), [("slime", "Tuple"), ("miles", "Name")])
+def test_log_probs_are_scored_as_the_trainer_does(
+    hooks: Peer, monkeypatch: pytest.MonkeyPatch, trainer: str, form: str
+) -> None:
+    """`loss` calls the trainer's own function, whose keywords and form of result differ between the two."""
+    assert hooks.text("signatures", "hooks", f"{trainer}-returns") == form
+    accepted = hooks.text("signatures", "hooks", f"{trainer}-scores").split()
+    given: dict[str, Any] = {}
+
+    def scored(_logits: Tensor, **keywords: Any) -> Any:
+        assert set(keywords) <= set(accepted)
+        given.update(keywords)
+        values = {"log_probs": [torch.tensor([-1.0, -2.0], requires_grad=True)]}
+        return (torch.empty(0), values) if form == "Tuple" else values
+
+    monkeypatch.setattr(slime, "_scoring", lambda: scored)
+    sizes: dict[str, Any] = {"total_lengths": [3], "response_lengths": [2], "unconcat_tokens": [torch.zeros(3)]}
+    batch = sizes | {"loss_masks": [torch.ones(2)]}
+    batch |= {"advantages": [torch.ones(2)], "log_probs": [torch.tensor([-1.0, -2.5])]}
+    if form == "Tuple":
+        batch |= {"rollout_top_p_token_ids": [[1]], "rollout_top_p_token_offsets": [[0, 1]]}
+    args = Namespace(trimtab_objective={"name": "grpo", "clip_high": 0.2}, calculate_per_token_loss=False)
+    loss, _ = slime.loss(args, batch, torch.zeros(1), torch.sum)
+    assert loss.item() == pytest.approx(-(1 + 1.2) / 2)  # The second token is clipped.
+    assert ("top_p_token_ids" in given) == (form == "Tuple")
+
+
 @pytest.mark.skipif(PEERS is None, reason="no checkouts: TRIMTAB_PEERS names a folder of them")
 def test_the_checkouts_compute_what_is_frozen(hooks: Peer) -> None:
     code = (
@@ -214,7 +243,8 @@ def test_the_checkouts_compute_what_is_frozen(hooks: Peer) -> None:
     assert set(cases) == hooks.cases
     for case in RUNS:
         for batch, values in cases[case]["scalars"].items():
-            assert values["loss"] == pytest.approx(hooks.scalar(case, batch, "loss"), rel=1e-9)
+            # Some peers compute in float32, which processors round differently.
+            assert values["loss"] == pytest.approx(hooks.scalar(case, batch, "loss"), rel=1e-7)
     assert {name: hooks.text("signatures", "hooks", name) for name in cases["signatures"]["scalars"]["hooks"]} == cases[
         "signatures"
     ]["scalars"]["hooks"]

@@ -39,6 +39,12 @@ OWN_RUN = {
 }
 """Presets of which another trainer would get the loss only, with the reason."""
 
+METRICS = (
+    *("clip/low", "clip/high", "clip/weight", "weight/mean", "weight/changed", "reject/tokens", "reject/sequences"),
+    *("ratio/bounded", "update/kl"),
+)
+"""Shares and means that keep their meaning when a trainer averages them over micro-batches."""
+
 OPTIMAL = "its advantages are those of OAPL's regression, which Trimtab's trainer computes from rewards"
 
 
@@ -141,6 +147,8 @@ def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tenso
     """
     if not objective.one_advantage_per_response:
         return advantage
+    if advantage.shape[1] == 0:
+        return advantage.new_zeros(len(advantage), 1)
     lowest = torch.where(mask, advantage, math.inf).amin(1, keepdim=True)
     highest = torch.where(mask, advantage, -math.inf).amax(1, keepdim=True)
     trained = mask.any(1, keepdim=True)
@@ -151,9 +159,19 @@ def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tenso
 
 
 def reported(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns metrics for another trainer's log: named `trimtab/...`, without those by position or over nothing."""
+    """Returns metrics of an update for another trainer's log: `trimtab/...`, none by position or over nothing."""
     values = metrics.items()
     return {f"trimtab/{key}": value for key, value in values if "_tenth_" not in key and not math.isnan(value)}
+
+
+def averaged(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns metrics of a micro-batch for a trainer that averages them: those of `METRICS`, named `trimtab/...`.
+
+    A mean over nothing is 0, as in the trainers' own metrics: they reduce key by key over processes, and wait for ever
+    where one of them has a key less.
+    """
+    kept = {key: metrics[key] for key in METRICS if key in metrics}
+    return {f"trimtab/{key}": 0.0 if math.isnan(value) else value for key, value in kept.items()}
 
 
 def turns_of(mask: Tensor) -> Tensor:

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import build, counted_state, per_response, reported, turns_of
+from trimtab.adapters.hooks import METRICS, averaged, build, counted_state, per_response, turns_of
 from trimtab.objectives import Objective, PolicyLogps
+
+ERROR = "token_mult_prob_error"
+"""A metric that NeMo-RL's training loop reads at every step."""
 
 
 class ObjectiveLoss:
@@ -26,12 +30,19 @@ class ObjectiveLoss:
         from nemo_rl.algorithms.loss.interfaces import (  # pyright: ignore[reportMissingImports]
             LossInputType,
             LossType,
+            MetricNormalizer,
         )
 
         self.objective = build("nemo-rl", objective, keywords)
         tokens = self.objective.aggregation.kind == "token-mean"
         self.loss_type = LossType.TOKEN_LEVEL if tokens else LossType.SEQUENCE_LEVEL
         self.input_type = LossInputType.LOGPROB
+        # What each metric is divided by, for the trainer that calls losses with counts of 1 and divides afterwards.
+        self.metric_normalizations = {
+            **dict.fromkeys((*(f"trimtab/{name}" for name in METRICS), ERROR), MetricNormalizer.TOKENS),
+            "loss": MetricNormalizer.TOKENS if tokens else MetricNormalizer.SEQUENCES,
+            "num_valid_samples": MetricNormalizer.NONE,
+        }
 
     def __call__(
         self,
@@ -40,23 +51,38 @@ class ObjectiveLoss:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Returns the share of a micro-batch in the loss of the update, and metrics.
+        """Returns the shares of a micro-batch in the loss and the metrics of the update, which NeMo-RL adds up.
 
-        next_token_logprobs: (batch, time - 1). The tensors of `data` are (batch, time), `sample_mask` (batch,).
+        next_token_logprobs: (batch, time - 1). The tensors of `data` are (batch, time), `sample_mask` (batch,). With
+        `force_on_policy_ratio`, which fills `prev_logprobs` with zeros and allows one update a generation, the policy
+        at the start of the update is the current one.
         """
         # Position t of the log-probs is token t + 1; data has a position more at the front.
         behind = {name: value[:, 1:] for name, value in data.items() if isinstance(value, Tensor) and value.ndim == 2}
         mask = (behind["token_mask"] * data["sample_mask"][:, None]).bool()
+        proximal = behind.get("prev_logprobs")
+        if proximal is not None and not bool(proximal[mask].any()):
+            proximal = next_token_logprobs.detach()
         logps = PolicyLogps(
             current=next_token_logprobs,
             behavior=behind.get("generation_logprobs"),
             mask=mask,
-            proximal=behind.get("prev_logprobs"),
+            proximal=proximal,
             reference=behind.get("reference_policy_logprobs"),
             turn=turns_of(mask) if "turn" in self.objective.needs else None,
         )
         state = counted_state(global_valid_toks, global_valid_seqs, like=next_token_logprobs)
         advantage = per_response(self.objective, behind["advantages"], mask)
         output = self.objective(logps, advantage, state=state)
-        metrics = reported(output.metrics.finalize()) | {"loss": output.loss.item()}
-        return output.loss, {**metrics, "num_valid_samples": data["sample_mask"].sum().item()}
+        share = (mask.sum() / global_valid_toks).item()
+        metrics = {key: value * share for key, value in averaged(output.metrics.finalize()).items()}
+        metrics |= {"loss": output.loss.item(), "num_valid_samples": data["sample_mask"].sum().item()}
+        return output.loss, metrics | {ERROR: _mismatch(logps, global_valid_toks)}
+
+
+def _mismatch(logps: PolicyLogps, tokens: Tensor) -> float:
+    """Returns the micro-batch's share of the mean of exp(|sampler - trainer|), which NeMo-RL's own loop reads."""
+    if logps.behavior is None or logps.proximal is None:
+        return 0.0
+    gap = torch.where(logps.mask, logps.behavior - logps.proximal, 0.0).abs()
+    return ((gap.exp() * logps.mask).sum() / tokens).item()

@@ -59,7 +59,10 @@ class ObjectiveLoss(nn.Module):
         """Returns the loss, the share of clipped tokens, the KL of the update, and that of sampler and trainer."""
         mask = action_mask.bool() if action_mask is not None else torch.ones_like(log_probs, dtype=torch.bool)
         if "behavior" in self.objective.needs and rollout_log_probs is None:
-            raise TrimtabError(f"{self.objective.name} reads the sampler's log-probs: use --vllm_num_engines")
+            raise TrimtabError(
+                f"{self.objective.name} reads the sampler's log-probs: set --algo.advantage.is_correction_enable, "
+                "with which vLLM returns them"
+            )
         logps = PolicyLogps(
             current=log_probs,
             behavior=rollout_log_probs,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import build, counted_state, per_response, reported, turns_of
+from trimtab.adapters.hooks import averaged, build, counted_state, per_response, turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps
 
@@ -63,7 +63,7 @@ def loss(inputs: LossInputs, *, objective: str = "ipo", **keywords: Any) -> Loss
     )
     advantage = per_response(built, inputs.advantages[None], mask)
     output = built(logps, advantage, state=counted_state(1, 1, like=current))
-    metrics = reported(output.metrics.finalize())
+    metrics = averaged(output.metrics.finalize())
     return LossOutputs(output.loss, {key: torch.tensor(value) for key, value in metrics.items()})
 
 

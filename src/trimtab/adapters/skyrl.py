@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import build, counted_state, per_response, reported, turns_of
+from trimtab.adapters.hooks import averaged, build, counted_state, per_response, turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective, PolicyLogps
 
@@ -23,6 +23,12 @@ REDUCTIONS = {
     "constant": "seq_mean_token_sum_norm",
 }
 """`trainer.algorithm.loss_reduction` by the aggregation of the objective."""
+
+CORRECTIONS = (
+    *("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high"),
+    *("token_mask_is_threshold_low", "token_mask_is_threshold_high"),
+)
+"""Keys of `trainer.algorithm.off_policy_correction` that turn a correction on."""
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 
@@ -48,7 +54,8 @@ def policy_loss(objective: str | Objective, *, dump: str | None = None, **keywor
     """Returns a policy loss with SkyRL's signature.
 
     SkyRL divides the advantages by the denominators of `loss_reduction` beforehand, so that the loss is a sum over
-    tokens; the reduction must be the one of the objective. Raises `TrimtabError` where it is not.
+    tokens; the reduction must be the one of the objective. Raises `TrimtabError` where it is not, and beside
+    `off_policy_correction`, which only SkyRL's own losses apply.
     """
     built = build("skyrl", objective, keywords)
     written = None if dump is None else Dump(dump)
@@ -62,7 +69,7 @@ def policy_loss(objective: str | Objective, *, dump: str | None = None, **keywor
         loss_mask: Tensor | None = None,
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        _check_reduction(built, config.loss_reduction)
+        _check_config(built, config)
         if "behavior" in built.needs and rollout_logprobs is None:
             raise TrimtabError(f"{built.name} reads the sampler's log-probs: set generator.sampling_params.logprobs=0")
         mask = loss_mask.bool() if loss_mask is not None else log_probs.new_ones(log_probs.shape).bool()
@@ -77,13 +84,19 @@ def policy_loss(objective: str | Objective, *, dump: str | None = None, **keywor
             written.write_call(logps, advantages)
         state = counted_state(1, 1, like=log_probs)
         output = summed(logps, per_response(built, advantages, mask), state=state)
-        return output.loss, reported(output.metrics.finalize())
+        return output.loss, averaged(output.metrics.finalize())
 
     return loss
 
 
-def _check_reduction(objective: Objective, reduction: str) -> None:
-    kind = objective.aggregation.kind
+def _check_config(objective: Objective, config: Any) -> None:
+    correction = config.off_policy_correction
+    if any(getattr(correction, name, None) is not None for name in CORRECTIONS):
+        raise TrimtabError(
+            f"trainer.algorithm.off_policy_correction has no effect with {objective.name}, which has a weight and "
+            "masks of its own: leave it out"
+        )
+    kind, reduction = objective.aggregation.kind, config.loss_reduction
     wanted = REDUCTIONS.get(kind)
     if wanted is None:
         raise TrimtabError(
@@ -93,4 +106,9 @@ def _check_reduction(objective: Objective, reduction: str) -> None:
         raise TrimtabError(
             f"{objective.name} aggregates by {kind!r}, and loss_reduction is {reduction!r}: set it to {wanted!r}, or "
             "give the objective another aggregation"
+        )
+    if kind == "constant" and objective.aggregation.length_max != config.max_seq_len:
+        raise TrimtabError(
+            f"{objective.name} divides by length_max = {objective.aggregation.length_max}, and SkyRL by "
+            f"trainer.algorithm.max_seq_len = {config.max_seq_len}: set both to the same number"
         )

@@ -5,7 +5,7 @@
 
 with in trimtab.yaml the name of an objective, or a table of its keywords:
 
-    trimtab_objective: {name: icepop, beta_low: 0.5}
+    trimtab_objective: {name: icepop, weight_min: 0.5}
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import build, counted_state, per_response, reported, turns_of
+from trimtab.adapters.hooks import averaged, build, counted_state, per_response, turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, correct
 
@@ -73,7 +73,9 @@ def loss(
     """Computes a whole objective in place of the trainer's policy loss; Miles and slime divide it by their counts.
 
     The aggregation must be token-mean with `--calculate-per-token-loss`, otherwise seq-mean-token-mean. Without
-    `log_probs` in the batch, the policy at the start of the update is the current one.
+    `log_probs` in the batch, the policy at the start of the update is the current one. Raises `TrimtabError` where the
+    trainer's settings leave a policy out that the objective reads, and for rollouts of several samples, whose means
+    the trainer takes over all of them.
     """
     built = _objective(args, "custom_loss_function_path")
     wanted = "token-mean" if args.calculate_per_token_loss else "seq-mean-token-mean"
@@ -82,14 +84,9 @@ def loss(
             f"{built.name} aggregates by {built.aggregation.kind!r}, this run by {wanted!r}: set aggregation in "
             "trimtab_objective, or change --calculate-per-token-loss"
         )
+    _check_settings(built, args, batch)
     lengths = batch["response_lengths"]
-    scored = _scoring()(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=lengths,
-    )["log_probs"]
+    scored = _log_probs(args, batch, logits)
     _whole(scored, lengths)
     current, mask = _padded(scored), _padded(batch["loss_masks"]).bool()
     named = {"behavior": "rollout_log_probs", "proximal": "log_probs", "reference": "ref_log_probs"}
@@ -98,7 +95,7 @@ def loss(
     logps = PolicyLogps(current=current, mask=mask, turn=turns_of(mask), **{"behavior": None, **policies})
     advantage = per_response(built, _padded(batch["advantages"]), mask)
     output = built(logps, advantage, state=counted_state(1, 1, like=current))
-    metrics = reported(output.metrics.finalize())
+    metrics = averaged(output.metrics.finalize())
     # Their logs divide every value by the number of sequences or tokens.
     size = sum_of_sample_mean(torch.ones_like(torch.cat(list(scored)))).detach()
     values = {key.replace("/", "_"): torch.tensor(value).to(size) * size for key, value in metrics.items()}
@@ -113,7 +110,41 @@ def _objective(args: Namespace, flag: str) -> Objective:
     return build("miles", keywords.pop("name"), keywords)
 
 
-def _scoring() -> Callable[..., dict[str, list[Tensor]]]:
+def _check_settings(objective: Objective, args: Namespace, batch: Mapping[str, Any]) -> None:
+    """Raises `TrimtabError` for settings of the trainer under which the loss would be another one than is named."""
+    if "proximal" in objective.needs and getattr(args, "use_rollout_logprobs", False):
+        raise TrimtabError(
+            f"{objective.name} reads the log-probs at the start of the update, and --use-rollout-logprobs leaves them "
+            "out: turn it off"
+        )
+    if args.calculate_per_token_loss or batch.get("rollout_mask_sums") is None:
+        return
+    trained = zip(batch["loss_masks"], batch["rollout_mask_sums"], strict=True)
+    if any(int(mask.sum()) != int(size) for mask, size in trained):
+        raise TrimtabError(
+            "a rollout of several samples counts once in this run, and each of its samples in seq-mean-token-mean: "
+            "set --calculate-per-token-loss and the aggregation token-mean"
+        )
+
+
+def _log_probs(args: Namespace, batch: Mapping[str, Any], logits: Tensor) -> list[Tensor]:
+    """Returns the current log-probs of each response, as the trainer's own loss computes them."""
+    # slime renormalises over the tokens that top-p kept at sampling, as it did for the log-probs in the batch.
+    kept = {name: batch.get(f"rollout_{name}") for name in ("top_p_token_ids", "top_p_token_offsets")}
+    scored = _scoring()(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        **{name: value for name, value in kept.items() if value is not None},
+    )
+    # Miles returns the values, slime an empty tensor before them.
+    values = scored[1] if isinstance(scored, tuple) else scored
+    return values["log_probs"]
+
+
+def _scoring() -> Callable[..., Any]:
     for name in SCORING:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             return importlib.import_module(name).get_log_probs_and_entropy

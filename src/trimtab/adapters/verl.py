@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import build, counted_state, per_response, reported, turns_of
+from trimtab.adapters.hooks import averaged, build, counted_state, per_response, reported, turns_of
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import Objective, PolicyLogps, correct, keywords_of, mismatch, objectives
 
@@ -31,11 +30,6 @@ PREFIX, CARRY, FILE = "trimtab-", "trimtab", "TRIMTAB_OBJECTIVES"
 CORE, HELPER = "verl.trainer.ppo.core_algos", "verl.trainer.ppo.rollout_corr_helper"
 DRIVER, BYPASS = "compute_rollout_correction_and_add_to_batch", "apply_bypass_mode"
 V1 = "verl.trainer.ppo.v1.trainer_base"
-METRICS = (
-    *("clip/low", "clip/high", "weight/mean", "weight/changed", "reject/tokens", "reject/sequences", "update/kl"),
-    "ratio/bounded",
-)
-"""Logged from the loss. verl wants the same keys from every micro-batch."""
 MODES = {"constant": "seq-mean-token-sum-norm"}
 """verl's `loss_agg_mode` where its name is not that of the aggregation."""
 
@@ -80,10 +74,7 @@ class PolicyLoss:
             like=log_prob,
         )
         output = objective(logps, per_response(objective, advantages, mask), state=state)
-        values = output.metrics.finalize()
-        # A mean over nothing is 0, as in verl's own metrics.
-        shown = {name: 0.0 if math.isnan(values[name]) else values[name] for name in METRICS if name in values}
-        metrics = {f"actor/trimtab/{name}": value for name, value in shown.items()}
+        metrics = {f"actor/{name}": value for name, value in averaged(output.metrics.finalize()).items()}
         return output.loss * (counts.get("dp_size") or 1), metrics
 
     def _built(self, factor: int | None) -> Objective:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from trimtab.corrections.reduce import Sequences
@@ -60,10 +61,15 @@ class Aggregation:
 
     def _scale(self, sequences: Sequences, lengths: Tensor, tokens: Tensor, count: Tensor, trained: Tensor) -> Tensor:
         if self.kind == "token-mean":
-            return 1.0 / tokens.clamp(min=1)
+            return 1.0 / _positive(tokens)
         if self.kind == "seq-mean-token-mean":
-            return sequences.spread(1.0 / (count.clamp(min=1) * lengths.double().clamp(min=1)))
+            return sequences.spread(1.0 / (_positive(count) * lengths.double().clamp(min=1)))
         if self.kind == "constant":
             assert self.length_max is not None
-            return 1.0 / (count.clamp(min=1) * self.length_max)
-        return 1.0 / (count if self.kind == "seq-mean-token-sum" else trained).clamp(min=1)
+            return 1.0 / (_positive(count) * self.length_max)
+        return 1.0 / _positive(count if self.kind == "seq-mean-token-sum" else trained)
+
+
+def _positive(count: Tensor) -> Tensor:
+    """Returns the count, 1 where it is 0. Counts of other trainers may be fractions: totals over several steps."""
+    return torch.where(count > 0, count, 1.0)

@@ -6,6 +6,7 @@ import functools
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 import trimtab
 from trimtab.adapters import areal, openrlhf, prime_rl, skyrl, slime, tinker
 from trimtab.adapters.dump import Dump, rows
-from trimtab.adapters.hooks import HOOKS, build, counted_state, hook, per_response, reported, turns_of
+from trimtab.adapters.hooks import HOOKS, averaged, build, counted_state, hook, per_response, reported, turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import PolicyLogps, correct, objective
 
@@ -53,6 +54,15 @@ def test_runs_of_the_mask_are_turns() -> None:
     assert turns_of(mask).tolist() == [[0, 0, 0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 1, 1, 1]]
 
 
+def test_a_fraction_as_count_is_divided_by() -> None:
+    """OpenRLHF averages the counts of an update over its steps of accumulation."""
+    current = torch.zeros(1, 1, requires_grad=True)
+    logps = PolicyLogps(current=current, behavior=None, mask=torch.ones(1, 1).bool(), proximal=torch.zeros(1, 1))
+    for kind in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
+        state = counted_state(0.25, 0.25, like=current)
+        assert objective("grpo", aggregation=kind)(logps, torch.ones(1, 1), state=state).loss.item() == -4.0
+
+
 def test_counts_of_the_trainer_are_the_denominators() -> None:
     current = torch.zeros(2, 3, requires_grad=True)
     logps = PolicyLogps(current=current, behavior=None, mask=torch.ones(2, 3).bool(), proximal=torch.zeros(2, 3))
@@ -77,6 +87,22 @@ def test_a_foreign_log_gets_no_positions_and_no_means_over_nothing() -> None:
     assert reported(values) == {"trimtab/clip/low": 0.5}
 
 
+def test_every_micro_batch_of_a_trainer_that_averages_gets_the_same_metrics() -> None:
+    """Trainers reduce key by key over processes: a key less is a process that waits for ever."""
+    built, one = objective("icepop"), torch.zeros(2, 3)
+    logged = []
+    for mask in (torch.ones(2, 3).bool(), torch.zeros(2, 3).bool()):
+        logps = PolicyLogps(current=one, behavior=one, mask=mask, proximal=one)
+        logged.append(averaged(built(logps, torch.ones(2, 1)).metrics.finalize()))
+    assert logged[0].keys() == logged[1].keys() >= {"trimtab/clip/low", "trimtab/weight/mean", "trimtab/reject/tokens"}
+    assert (logged[0]["trimtab/weight/mean"], logged[1]["trimtab/weight/mean"]) == (1.0, 0.0)
+
+
+def test_responses_without_a_position_have_the_advantage_zero() -> None:
+    empty = torch.zeros(2, 0)
+    assert per_response(objective("gspo"), empty, empty.bool()).tolist() == [[0.0], [0.0]]
+
+
 def test_prime_rl_refuses_token_weights() -> None:
     one = torch.zeros(3)
     fields = {"trainer_logprobs": one, "inference_logprobs": one, "ref_logprobs": None, "advantages": one}
@@ -87,10 +113,24 @@ def test_prime_rl_refuses_token_weights() -> None:
 
 def test_skyrl_must_reduce_as_the_objective_does() -> None:
     loss, zeros = skyrl.policy_loss("icepop"), torch.zeros(1, 2)
+    plain: dict[str, Any] = {"off_policy_correction": None, "max_seq_len": None}
     with pytest.raises(TrimtabError, match="loss_reduction is 'token_mean': set it to 'sequence_mean'"):
-        loss(zeros, zeros, zeros, config=SimpleNamespace(loss_reduction="token_mean"), rollout_logprobs=zeros)
+        loss(zeros, zeros, zeros, SimpleNamespace(**plain, loss_reduction="token_mean"), rollout_logprobs=zeros)
     with pytest.raises(TrimtabError, match="reads the sampler's log-probs"):
-        loss(zeros, zeros, zeros, config=SimpleNamespace(loss_reduction="sequence_mean"))
+        loss(zeros, zeros, zeros, SimpleNamespace(**plain, loss_reduction="sequence_mean"))
+    constant = skyrl.policy_loss("dr-grpo", length_max=100)
+    config = SimpleNamespace(loss_reduction="seq_mean_token_sum_norm", max_seq_len=120, off_policy_correction=None)
+    with pytest.raises(TrimtabError, match=r"divides by length_max = 100, and SkyRL by .*max_seq_len = 120"):
+        constant(zeros, zeros, zeros, config)
+
+
+def test_skyrl_s_own_correction_is_refused() -> None:
+    zeros, off = torch.zeros(1, 2), SimpleNamespace(tis_ratio_type=None, sequence_mask_metric=None)
+    config = SimpleNamespace(loss_reduction="sequence_mean", off_policy_correction=off)
+    assert skyrl.policy_loss("icepop")(zeros, zeros, zeros, config, rollout_logprobs=zeros)[0].item() == 0
+    off.sequence_mask_metric = "geometric"
+    with pytest.raises(TrimtabError, match="off_policy_correction has no effect with icepop"):
+        skyrl.policy_loss("icepop")(zeros, zeros, zeros, config, rollout_logprobs=zeros)
 
 
 def test_areal_must_pass_the_policies_that_the_objective_reads() -> None:
@@ -110,10 +150,18 @@ def test_areal_must_pass_the_policies_that_the_objective_reads() -> None:
 def test_tinker_data_without_a_field_are_refused() -> None:
     some = SimpleNamespace(loss_fn_inputs={"logprobs": torch.zeros(2), "advantages": torch.zeros(2)})
     less = SimpleNamespace(loss_fn_inputs={"logprobs": torch.zeros(2)})
-    with pytest.raises(TrimtabError, match="1 of 2 data have no 'advantages'"):
-        tinker.custom_loss("ipo")([some, less], [torch.zeros(2), torch.zeros(2)])
-    with pytest.raises(TrimtabError, match="no 'advantages' in loss_fn_inputs"):
-        tinker.custom_loss("ipo")([less], [torch.zeros(2)])
+    for datum in (some, less):
+        datum.model_input, datum.loss_fn_inputs["target_tokens"] = None, torch.zeros(2)
+    for data, reason in (
+        ([some, less], "1 of 2 data have no 'advantages'"),
+        ([less], "no 'advantages' in loss_fn_inp"),
+    ):
+        sent, loss = tinker.custom_loss("ipo")(data)
+        with pytest.raises(TrimtabError, match=reason):
+            loss(sent, [torch.zeros(2)] * len(data))
+    del less.loss_fn_inputs["target_tokens"]
+    with pytest.raises(TrimtabError, match="a datum has no 'target_tokens'"):
+        tinker.custom_loss("ipo")([less])
 
 
 def tis(name: str | dict[str, object], lengths: tuple[int, ...] = (3, 2)) -> tuple[torch.Tensor, list, dict]:
@@ -158,6 +206,17 @@ def test_slime_refuses_what_its_hook_does_not_pass() -> None:
         )
 
 
+def test_slime_s_loss_refuses_settings_that_leave_a_policy_or_a_mean_out() -> None:
+    one = [torch.zeros(2)]
+    batch = {"response_lengths": [2], "loss_masks": [torch.ones(2)], "rollout_mask_sums": torch.tensor([5.0])}
+    plain = Namespace(trimtab_objective="grpo", calculate_per_token_loss=False)
+    with pytest.raises(TrimtabError, match="a rollout of several samples counts once"):
+        slime.loss(plain, batch | {"log_probs": one}, torch.zeros(1), torch.sum)
+    without = Namespace(trimtab_objective="icepop", calculate_per_token_loss=False, use_rollout_logprobs=True)
+    with pytest.raises(TrimtabError, match="--use-rollout-logprobs leaves them out: turn it off"):
+        slime.loss(without, batch | {"rollout_log_probs": one}, torch.zeros(1), torch.sum)
+
+
 def test_openrlhf_returns_the_numbers_that_it_logs() -> None:
     current = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     loss = openrlhf.ObjectiveLoss("grpo", aggregation="token-mean", clip_low=0.2, clip_high=0.2)
@@ -197,17 +256,24 @@ def test_the_log_probs_of_every_call_are_diagnosed(trainer: str, tmp_path: Path)
         fields = (current[part], old[part], advantage[part])
         if trainer == "skyrl":
             one = skyrl_dumps(folder)
-            config = SimpleNamespace(loss_reduction="sequence_mean")
+            config = SimpleNamespace(loss_reduction="sequence_mean", off_policy_correction=None)
             one(*fields, config=config, loss_mask=mask[part], rollout_logprobs=behavior[part])
         elif trainer == "openrlhf":
             openrlhf_dumps(folder)(*fields, mask[part], behavior[part])
         else:
-            columns = {"logprobs": behavior, "old_logprobs": old, "advantages": advantage, "mask": mask.float()}
+            columns = {
+                "target_tokens": mask,
+                "logprobs": behavior,
+                "old_logprobs": old,
+                "advantages": advantage,
+                "mask": mask.float(),
+            }
             data = [
-                SimpleNamespace(loss_fn_inputs={name: value[row] for name, value in columns.items()})
+                SimpleNamespace(model_input=None, loss_fn_inputs={name: value[row] for name, value in columns.items()})
                 for row in range(30)[part]
             ]
-            tinker_dumps(folder)(data, list(current[part]))
+            sent, loss = tinker_dumps(folder)(data)
+            loss(sent, list(current[part]))
     assert sorted(path.name for path in (tmp_path / "logps").iterdir()) == [
         "call_000001_rank_0.jsonl",
         "call_000002_rank_0.jsonl",
