@@ -72,3 +72,8 @@ def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(tmp_
         'dr-grpo has advantages without the standard deviation: set scale_rewards="none"',
         "Unsloth replaces compute_loss, so that this loss would never be called: do not import it",
     ]
+
+
+def test_every_option_that_trl_s_loss_reads_is_read_or_refused(tmp_path: Path) -> None:
+    # The length is that of generation too; its use in the loss belongs to `constant`, which has a length of its own.
+    assert run("options", tmp_path) == ["max_completion_length"]

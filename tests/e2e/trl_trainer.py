@@ -1,13 +1,16 @@
 """Runs of TRL's trainer with Trimtab's losses on the laboratory model; the environment must have TRL.
 
-    python tests/e2e/trl_trainer.py parity|planted|train|unscored|refusals FOLDER
+    python tests/e2e/trl_trainer.py parity|planted|train|unscored|refusals|options FOLDER
 
 Prints a JSON object as its last line.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +23,7 @@ from torch import Tensor
 from trl import GRPOConfig
 from trl import GRPOTrainer as PlainTrainer
 
-from trimtab.adapters.trl import GRPOTrainer
+from trimtab.adapters.trl import LOSS_OPTIONS, GRPOTrainer
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
 from trimtab.objectives import objective
@@ -222,6 +225,14 @@ def _refused(folder: Path) -> Iterator[str]:
         yield str(error)
 
 
+def options(_: Path) -> list[str]:
+    """The options that TRL's own loss reads and this one neither reads nor refuses."""
+    read = set(re.findall(r"self\.(?:args\.)?(\w+)", inspect.getsource(PlainTrainer._compute_loss)))
+    known = {item.name for item in dataclasses.fields(GRPOConfig)}
+    ours = set(re.findall(r"args\.(\w+)|self\.(\w+)", inspect.getsource(sys.modules[GRPOTrainer.__module__])))
+    return sorted((read & known) - set(LOSS_OPTIONS) - {name for pair in ours for name in pair})
+
+
 if __name__ == "__main__":
-    functions = (parity, planted, train, unscored, refusals)
+    functions = (parity, planted, train, unscored, refusals, options)
     print(json.dumps({one.__name__: one for one in functions}[sys.argv[1]](Path(sys.argv[2]))))

@@ -30,8 +30,10 @@ PlainTrainer: Any = _TRL.GRPOTrainer
 
 LOSS_OPTIONS = (
     *("loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "top_entropy_quantile"),
-    *("entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold", "use_bias_correction_kl"),
-    *("sapo_temperature_neg", "sapo_temperature_pos", "vllm_importance_sampling_mode"),
+    *("entropy_coef", "use_adaptive_entropy", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max"),
+    *("entropy_target", "off_policy_mask_threshold", "use_bias_correction_kl"),
+    *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg"),
+    *("vespo_lambda_pos", "vllm_importance_sampling_mode"),
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
 )
 """Options of `GRPOConfig` that only TRL's own loss reads."""

@@ -77,7 +77,8 @@ Bounds = Annotated[
     ),
 ]
 Every = Annotated[
-    float, typer.Option("--every", metavar="SECONDS", min=0.01, help="With --watch: seconds between two looks.")
+    float,
+    typer.Option("--every", metavar="SECONDS", min=0.01, help="With --watch: seconds between two reads of the folder."),
 ]
 
 
@@ -138,7 +139,7 @@ def _watch(
     from trimtab.diagnosis.watch import StepReport, Watch, parse_bounds
     from trimtab.diagnosis.watch import watch as run
 
-    looker = Watch(folder, parse_bounds(bounds), framework, columns)
+    watched = Watch(folder, parse_bounds(bounds), framework, columns)
     stop = threading.Event()
     # Handlers only set the event, so that a report or a file is never cut in the middle.
     saved = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -152,14 +153,14 @@ def _watch(
         sys.stdout.flush()
 
     try:
-        typer.echo(opening_line(looker, every), err=as_json)
+        typer.echo(opening_line(watched, every), err=as_json)
         sys.stdout.flush()
-        run(looker, show, stop.wait, every)
-        typer.echo(last_line(looker), err=as_json)
+        run(watched, show, stop.wait, every)
+        typer.echo(last_line(watched), err=as_json)
     finally:
         for number, handler in saved.items():
             signal.signal(number, handler)
-    return 1 if looker.alarms else 0
+    return 1 if watched.alarms else 0
 
 
 def parse_columns(given: Sequence[str]) -> dict[str, str]:

@@ -23,7 +23,8 @@ UPPER, LOWER = ("k3", "ratio_q99"), ("ess_token", "ess_seq", "pearson", "ratio_q
 """Figures of a step that a bound may be set for, by the side on which they are unhealthy."""
 DEFAULT_BOUNDS = ("k3", "ess_token")
 PATIENCE = 10
-"""Number of looks after which a file with an unfinished last line is read as it is: its writer was killed."""
+"""Number of polls after which a file with an unfinished last line is read as it is: its writer was killed."""
+_RANK = re.compile(r"(?P<step>.+)_rank_?\d+$")
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,16 @@ class Bound:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The figures of one step, with the bounds they cross. left_out: responses and tokens of its files, by reason."""
+    """The figures of one step, with the bounds they cross.
+
+    left_out: responses and tokens of its files, by reason. unit: what is numbered, "step", or "call" for the files of a
+    loss that knows no step and is called for each micro-batch.
+    """
 
     figures: Mapping[str, float]
     crossed: tuple[Bound, ...]
     left_out: str = ""
+    unit: str = "step"
 
     @property
     def step(self) -> str:
@@ -65,7 +71,7 @@ class StepReport:
             }
             for bound in self.crossed
         ]
-        return {**self.figures, "left_out": self.left_out, "alarms": alarms}
+        return {**self.figures, "unit": self.unit, "left_out": self.left_out, "alarms": alarms}
 
 
 def parse_bounds(given: Sequence[str]) -> tuple[Bound, ...]:
@@ -98,7 +104,7 @@ def _bound(name: str, value: float | None) -> Bound:
 
 @dataclass(eq=False)
 class _StepFiles:
-    """The files of one step: their state at the last look, for how many looks it lasts, and that of the last report."""
+    """The files of one step: their state at the last poll, for how many polls it lasts, and that of the last report."""
 
     state: tuple[tuple[str, int, int], ...] = ()
     unchanged: int = 0
@@ -107,9 +113,9 @@ class _StepFiles:
 
 @dataclass(eq=False)
 class Watch:
-    """A folder that is looked at again and again; `look` yields what is new.
+    """A folder that is read again and again while a training writes into it; `poll` yields what is new.
 
-    A file is read once it is the same at two looks and has no unfinished last line, so that files may be watched while
+    A file is read once it is the same at two polls and has no unfinished last line, so that files may be watched while
     they are written. A step is reported again when its files change.
     """
 
@@ -122,7 +128,7 @@ class Watch:
     _files: dict[str, _StepFiles] = field(default_factory=dict)
     _printed: dict[tuple[str, float], float] = field(default_factory=dict)
 
-    def look(self) -> Iterator[StepReport | str]:
+    def poll(self) -> Iterator[StepReport | str]:
         """Yields a report of each step that is complete and new, or the reason why files cannot be read.
 
         `ALARM.json` is written before the report of a step that crosses a bound is yielded.
@@ -165,9 +171,10 @@ class Watch:
     def _read(self, files: Sequence[Path], *, is_last_try: bool) -> list[StepReport] | None:
         """Returns a report for each step in the files; None where they are still being written."""
         log = open_log(files, framework=self.framework, columns=self.columns)
-        sums, responses = SizeSums(), 0
+        sums, responses, has_no_step = SizeSums(), 0, True
         number = int(_number(files[0]) or len(self._files))
         for table in log.tables():
+            has_no_step = has_no_step and table.step is None
             sums.add(TrainedTokens.of(_with_step(table, number), responses))
             responses += table.responses
         if log.counts.dropped["unfinished last line"] and not is_last_try:
@@ -175,7 +182,8 @@ class Watch:
         origin = log.summary()
         left_out = [f"{count} x {why}" for why, count in (*origin.dropped.items(), *origin.nonfinite.items())]
         rows = sorted(sums.by_step(), key=lambda row: row["step"])
-        return [StepReport(row, self._crossed(row), "; ".join(left_out)) for row in rows]
+        unit = "call" if has_no_step and files[0].name.startswith("call_") else "step"
+        return [StepReport(row, self._crossed(row), "; ".join(left_out), unit) for row in rows]
 
     def _crossed(self, figures: Mapping[str, float]) -> tuple[Bound, ...]:
         return tuple(bound for bound in self.bounds if bound.crossed_by(figures[bound.name]))
@@ -190,11 +198,11 @@ class Watch:
 
 
 def watch(
-    looker: Watch, on_event: Callable[[StepReport | str], None], wait: Callable[[float], bool], every: float
+    watched: Watch, on_event: Callable[[StepReport | str], None], wait: Callable[[float], bool], every: float
 ) -> None:
-    """Looks every `every` seconds and passes on what is new, until `wait(seconds)` returns True."""
+    """Polls every `every` seconds and passes on what is new, until `wait(seconds)` returns True."""
     while True:
-        for event in looker.look():
+        for event in watched.poll():
             on_event(event)
         if wait(every):
             return
@@ -206,23 +214,28 @@ def _with_step(table: TokenTable, number: int) -> TokenTable:
 
 def _state(file: Path) -> tuple[str, int, int]:
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:  # removed since it was listed
         return str(file), -1, -1
-    return str(file), found.st_size, found.st_mtime_ns
+    return str(file), status.st_size, status.st_mtime_ns
 
 
 def _step_name(file: Path) -> str:
-    """Returns what files of one step have in common (`step_2/rank_0.jsonl`, `7_0.pt`): a folder, or the file itself."""
+    """Returns what the files of one step have in common: a folder, a name without its rank, or the file itself.
+
+    `step_2/rank_0.jsonl`, `step_000002_rank_0.jsonl`, `call_000002_rank_0.jsonl`, `7_0.pt`.
+    """
     if re.fullmatch(r"step[_-]?\d+", file.parent.name):
         return str(file.parent)
+    if ranked := _RANK.match(file.stem):
+        return str(file.parent / ranked["step"])
     ranked = re.fullmatch(r"(\d+)_\d+\.pt", file.name)
     return str(file.parent / ranked[1]) if ranked else str(file)
 
 
 def _number(file: Path) -> str | None:
-    found = re.search(r"\d+", Path(_step_name(file)).name)
-    return found[0] if found else None
+    digits = re.search(r"\d+", Path(_step_name(file)).name)
+    return digits[0] if digits else None
 
 
 def _plain(value: object) -> object:

@@ -27,7 +27,7 @@ def watched(folder: Path, bounds: Sequence[str] = ()) -> Watch:
 
 
 def reports(watch: Watch) -> list[StepReport]:
-    events = list(watch.look())
+    events = list(watch.poll())
     assert all(isinstance(event, StepReport) for event in events), events
     return events  # type: ignore[return-value]
 
@@ -36,7 +36,7 @@ def steps(watch: Watch) -> list[str]:
     return [report.step for report in reports(watch)]
 
 
-def test_a_file_is_read_once_it_stays_the_same_for_a_look(tmp_path: Path) -> None:
+def test_a_file_is_read_once_it_stays_the_same_for_a_poll(tmp_path: Path) -> None:
     watch = watched(tmp_path / "dump")
     assert steps(watch) == [], "the folder does not exist yet"
     (tmp_path / "dump").mkdir()
@@ -85,15 +85,30 @@ def test_the_files_of_several_ranks_are_one_step(tmp_path: Path) -> None:
     assert (report.step, report.figures["sequences"]) == ("4", 2)
 
 
+def test_the_dump_of_an_adapter_is_one_step_of_all_ranks_or_one_call(tmp_path: Path) -> None:
+    watch = watched(tmp_path)
+    for rank in range(2):
+        (tmp_path / f"step_000003_rank_{rank}.jsonl").write_text(lines(QUIET, step=3))
+        (tmp_path / f"call_000012_rank_{rank}.jsonl").write_text(lines(LOUD))
+    assert steps(watch) == []
+    call, step = reports(watch)
+    assert [(one.unit, one.step, one.figures["sequences"]) for one in (call, step)] == [
+        ("call", "12", 6),
+        ("step", "3", 6),
+    ]
+    assert [line.partition(":")[0] for line in event_lines(call)] == ["call 12", "ALARM call 12"]
+    assert (step.as_dict()["unit"], call.as_dict()["unit"]) == ("step", "call")
+
+
 def test_what_cannot_be_read_is_said_once_and_tried_again_when_it_changes(tmp_path: Path) -> None:
     watch, file = watched(tmp_path), tmp_path / "1.parquet"
     file.write_bytes(b"PAR1 cut")
-    assert list(watch.look()) == []
-    (text,) = watch.look()
+    assert list(watch.poll()) == []
+    (text,) = watch.poll()
     assert isinstance(text, str)
     assert text.startswith(f"not read: {file}")
     assert event_lines(text) == [text]
-    assert list(watch.look()) == []
+    assert list(watch.poll()) == []
     file.unlink()
     (tmp_path / "1.jsonl").write_text(lines(QUIET))
     assert [*steps(watch), *steps(watch)] == ["1"]
@@ -113,7 +128,7 @@ def test_an_alarm_is_a_line_with_the_remedy_and_a_file_that_is_no_data(tmp_path:
     (entry,) = alarm["latest"]["alarms"]
     assert (entry["figure"], entry["bound"], entry["side"]) == ("k3", row.high, "above")
     assert entry["value"] == pytest.approx(0.3679, rel=1e-3)
-    assert [list(watch.look()) for _ in range(2)] == [[], []]
+    assert [list(watch.poll()) for _ in range(2)] == [[], []]
     assert last_line(watch) == "watched 1 step, 1 alarm"
 
 

@@ -21,7 +21,7 @@ def event_lines(event: StepReport | str) -> list[str]:
     figures = event.figures
     left_out = f"; left out: {event.left_out}" if event.left_out else ""
     line = (
-        f"step {event.step}: k3 {format_number(figures['k3'])}, ratio {figures['ratio_q01']:.3g} to "
+        f"{event.unit} {event.step}: k3 {format_number(figures['k3'])}, ratio {figures['ratio_q01']:.3g} to "
         f"{figures['ratio_q99']:.3g} (1% to 99%), mean {figures['ratio_mean']:.4f}, ESS {number(figures['ess_token'])} "
         f"of tokens, {number(figures['ess_seq'])} of sequences; {format_count(int(figures['sequences']), 'response')}, "
         f"{format_count(int(figures['tokens']), 'token')}{left_out}"
@@ -37,7 +37,7 @@ def last_line(watch: Watch) -> str:
 def _alarm(event: StepReport, bound: Bound) -> str:
     side = "above" if bound.is_upper else "below"
     value = format_number(event.figures[bound.name])
-    return f"ALARM step {event.step}: {bound.name} {value} is {side} {bound.value:g}: {bound.action}"
+    return f"ALARM {event.unit} {event.step}: {bound.name} {value} is {side} {bound.value:g}: {bound.action}"
 
 
 def _bound_text(bound: Bound) -> str:
