@@ -13,6 +13,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -101,8 +102,9 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable
     def build() -> torch.nn.Module:
         return torch.nn.Linear(2, 2)
 
-    data = [SimpleNamespace(loss_fn_inputs={"logprobs": torch.zeros(3), "advantages": torch.ones(3)})]
-    client = SimpleNamespace(forward_backward_custom=lambda _, loss: loss(data, [torch.zeros(3).requires_grad_()]))
+    inputs = {"target_tokens": torch.ones(3).long(), "logprobs": torch.zeros(3), "advantages": torch.ones(3)}
+    data = [SimpleNamespace(model_input=None, loss_fn_inputs=inputs)]
+    client = SimpleNamespace(forward_backward_custom=lambda sent, loss: loss(sent, [torch.zeros(3).requires_grad_()]))
     return {
         "docs/diagnose.md": diagnose,
         "docs/tasks.md": tasks,
@@ -126,9 +128,11 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(sys.modules[name], key, value, raising=False)
 
     module("skyrl.backends.skyrl_train.utils.ppo_utils", PolicyLossRegistry=SimpleNamespace(register=lambda *_: None))
-    kinds = {"TOKEN_LEVEL": 1, "SEQUENCE_LEVEL": 2, "LOGPROB": 3}
     module(
-        "nemo_rl.algorithms.loss.interfaces", LossType=SimpleNamespace(**kinds), LossInputType=SimpleNamespace(**kinds)
+        "nemo_rl.algorithms.loss.interfaces",
+        LossType=Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL"),
+        LossInputType=Enum("LossInputType", "LOGPROB"),
+        MetricNormalizer=Enum("MetricNormalizer", "TOKENS SEQUENCES NONE"),
     )
     module("areal.trainer.ppo.actor", grpo_loss_fn=None)
     for name in ("openrlhf.models.loss", "openrlhf.models", "openrlhf.trainer.ray.ppo_actor"):
