@@ -30,7 +30,7 @@ TRAINERS: dict[str, tuple[str, str, str]] = {
     "slime": ("624b824a", "`--custom-tis-function-path trimtab.adapters.slime.tis`", "against source"),
     "areal": ("4aef98d8 (1.0.4)", '`trimtab.adapters.areal.install("NAME")`', "against source"),
     "openrlhf": ("3c3be623 (0.11.2)", '`trimtab.adapters.openrlhf.install("NAME")`', "against source"),
-    "tinker": ("cookbook 9dfcc3a2", '`forward_backward_custom(*custom_loss("NAME")(data))`', "read"),
+    "tinker": ("SDK 0.38.0", '`forward_backward_custom(data, custom_loss("NAME"))`', "against source"),
 }
 """Version, the line, and how the adapter was checked, by the name of its hook."""
 
@@ -41,8 +41,9 @@ GRADES = """
 - **against source**: its own loss functions were taken out of its files and run on the same batches, called as its
   trainer calls them; the adapter gives the same losses and gradients, to 1e-6 in float64 (SkyRL to 5e-5, which
   exponentiates in float32). The numbers are frozen in `tests/parity/frozen/hooks.json`; with
-  `TRIMTAB_PEERS=FOLDER` the test computes them again from checkouts.
-- **read**: the interface was read in its documentation; no loss of its own can be run without its service.
+  `TRIMTAB_PEERS=FOLDER` the test computes them again from checkouts. Of tinker, whose service computes no loss of a
+  user, it is what its SDK sends there.
+- **read**: the interface was read in its documentation only. No adapter is left at this grade.
 
 In all, every preset that the hook carries gives the loss and gradient of the library
 (`tests/contract/test_adapters.py`).

@@ -17,10 +17,10 @@ lab         cluster          controlled experiments | runs whose processes are R
 training                     run, loop, updates, ranks, checkpoints
 evaluation                   avg@n, pass@k, relay            report      pages about runs: one, several, an experiment
 rollout     bitwise          prompts to scored groups        diagnosis   log-probs of any trainer: size, causes, remedy
-engines                      embedded, vLLM, servers, another process
+engines     environments     embedded, vLLM, servers, another process | multi-turn episodes and tools
 rewards     runs             verifiers | files of a run      adapters    objectives for other frameworks     planning
 models      tasks  sandbox   networks, prompts, limits       objectives  losses as frozen parts     config     pages
-types errors seeds plugins                                   corrections intervals
+types errors seeds plugins processes                         corrections intervals
 ```
 
 Data flows down the first line; weights are the only way back:

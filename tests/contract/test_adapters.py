@@ -124,17 +124,11 @@ def run_tinker(objective: Objective, batch: Any, current: Tensor) -> Tensor:
     columns = zip(lists(batch.behavior), advantage, lists(batch.mask), lists(batch.proximal), strict=True)
     data = [
         SimpleNamespace(
-            model_input=None,
-            loss_fn_inputs={
-                **{"target_tokens": mask.long(), "logprobs": logp, "advantages": value},
-                **{"mask": mask.float(), "old_logprobs": old},
-            },
+            loss_fn_inputs={"logprobs": logp, "advantages": value, "mask": mask.float(), "old_logprobs": old}
         )
         for logp, value, mask, old in columns
     ]
-    sent, loss = tinker.custom_loss(objective)(data)
-    assert all(list(datum.loss_fn_inputs) == ["target_tokens"] for datum in sent)
-    return loss(sent, lists(current))[0]
+    return tinker.custom_loss(objective)(data, lists(current))[0]
 
 
 def run_slime(objective: Objective, batch: Any, current: Tensor) -> Tensor:

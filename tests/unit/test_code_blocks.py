@@ -102,8 +102,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable
     def build() -> torch.nn.Module:
         return torch.nn.Linear(2, 2)
 
-    inputs = {"target_tokens": torch.ones(3).long(), "logprobs": torch.zeros(3), "advantages": torch.ones(3)}
-    data = [SimpleNamespace(model_input=None, loss_fn_inputs=inputs)]
+    data = [SimpleNamespace(loss_fn_inputs={"logprobs": torch.zeros(3), "advantages": torch.ones(3)})]
     client = SimpleNamespace(forward_backward_custom=lambda sent, loss: loss(sent, [torch.zeros(3).requires_grad_()]))
     return {
         "docs/diagnose.md": diagnose,

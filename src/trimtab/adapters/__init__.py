@@ -1,1 +1,1 @@
-"""Exports of objectives to other frameworks."""
+"""Objectives inside other trainers, and in their configuration."""

@@ -1,8 +1,7 @@
-"""A Trimtab objective as a custom loss of tinker. Checked against tinker-cookbook 9dfcc3a2 and the SDK 0.25.0.
+"""A Trimtab objective as a custom loss of tinker. Checked against the SDK 0.38.0 and tinker-cookbook 9dfcc3a2.
 
 from trimtab.adapters.tinker import custom_loss
-loss = custom_loss("icepop")
-training_client.forward_backward_custom(*loss(data))
+training_client.forward_backward_custom(data, custom_loss("icepop"))
 """
 
 from __future__ import annotations
@@ -19,61 +18,42 @@ from trimtab.adapters.hooks import build, per_response, reported, turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps
 
-LossFunction = Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]
-CustomLoss = Callable[[Sequence[Any]], tuple[list[Any], LossFunction]]
+CustomLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]
 
 
 def custom_loss(objective: str | Objective, *, dump: str | None = None, **keywords: Any) -> CustomLoss:
-    """Returns a function of data that returns the two arguments of `forward_backward_custom`.
+    """Returns a loss for `forward_backward_custom`; the SDK 0.32 or newer passes it all `loss_fn_inputs`.
 
     Each datum's `loss_fn_inputs` hold `target_tokens`, `logprobs` (the sampler's), `advantages`, and `mask` where some
-    tokens are not trained; `old_logprobs` and `ref_logprobs` where given. The returned data have `target_tokens` only,
-    because the service takes nothing else. All data of the call are one update: without `old_logprobs`, the policy at
-    its start is the current one. dump: a folder for the log-probs of every call, which `trimtab diagnose` reads.
+    tokens are not trained; `old_logprobs` and `ref_logprobs` where given. All data of the call are one update: without
+    `old_logprobs`, the policy at its start is the current one. dump: a folder for the log-probs of every call, which
+    `trimtab diagnose` reads.
     """
     built = build("tinker", objective, keywords)
     written = None if dump is None else Dump(dump)
 
-    def arguments(data: Sequence[Any]) -> tuple[list[Any], LossFunction]:
+    def loss(data: Sequence[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        current = pad_sequence(list(logprobs), batch_first=True)
         fields = [datum.loss_fn_inputs for datum in data]
+        mask = _column(fields, "mask", current)
+        behavior, advantage = (_required(fields, name, current) for name in ("logprobs", "advantages"))
+        inside = _inside(logprobs, current)
+        mask = inside if mask is None else inside & (mask != 0)
+        proximal = _column(fields, "old_logprobs", current)
+        logps = PolicyLogps(
+            current=current,
+            behavior=behavior,
+            mask=mask,
+            proximal=current.detach() if proximal is None else proximal,
+            reference=_column(fields, "ref_logprobs", current),
+            turn=turns_of(mask) if "turn" in built.needs else None,
+        )
+        if written is not None:
+            written.write_call(logps, advantage)
+        output = built(logps, per_response(built, advantage, mask))
+        return output.loss, reported(output.metrics.finalize())
 
-        def loss(_: Sequence[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
-            logps, advantage = _policies(built, fields, logprobs)
-            if written is not None:
-                written.write_call(logps, advantage)
-            output = built(logps, per_response(built, advantage, logps.mask))
-            return output.loss, reported(output.metrics.finalize())
-
-        return [_sent(datum) for datum in data], loss
-
-    return arguments
-
-
-def _sent(datum: Any) -> Any:
-    """Returns a datum with `target_tokens` as its only input of a loss."""
-    if "target_tokens" not in datum.loss_fn_inputs:
-        raise TrimtabError("a datum has no 'target_tokens' in loss_fn_inputs: add them")
-    inputs = {"target_tokens": datum.loss_fn_inputs["target_tokens"]}
-    return type(datum)(model_input=datum.model_input, loss_fn_inputs=inputs)
-
-
-def _policies(objective: Objective, fields: Sequence[Any], logprobs: list[Tensor]) -> tuple[PolicyLogps, Tensor]:
-    """Returns log-probs and advantages (batch, time) from the inputs of all data."""
-    current = pad_sequence(list(logprobs), batch_first=True)
-    mask = _column(fields, "mask", current)
-    behavior, advantage = (_required(fields, name, current) for name in ("logprobs", "advantages"))
-    inside = _inside(logprobs, current)
-    mask = inside if mask is None else inside & (mask != 0)
-    proximal = _column(fields, "old_logprobs", current)
-    logps = PolicyLogps(
-        current=current,
-        behavior=behavior,
-        mask=mask,
-        proximal=current.detach() if proximal is None else proximal,
-        reference=_column(fields, "ref_logprobs", current),
-        turn=turns_of(mask) if "turn" in objective.needs else None,
-    )
-    return logps, advantage
+    return loss
 
 
 def _inside(logprobs: Sequence[Tensor], like: Tensor) -> Tensor:
