@@ -85,14 +85,23 @@ def test_what_the_core_lacks_is_named_with_its_command() -> None:
         assert re.fullmatch(pattern, line)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "quickstart"], ["diagnose", "x.parquet"]])
-def test_the_command_line_needs_an_extra_and_says_so(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "what", "extra"),
+    [
+        ([], "the command line", "diagnose"),
+        (["--help"], "the command line", "diagnose"),
+        (["diagnose", "x.parquet"], "the command line", "diagnose"),
+        (["train", "quickstart"], "trimtab train", "train"),
+        (["eval", "--help"], "trimtab eval", "train"),
+    ],
+)
+def test_the_command_line_needs_an_extra_and_says_so(arguments: list[str], what: str, extra: str) -> None:
     code = f"import sys; sys.argv[1:] = {arguments!r}; from trimtab.__main__ import main; main()"
     done = run_installed(code)
     assert done.returncode == 2
     assert done.stdout == ""
     assert re.fullmatch(
-        r"trimtab: the command line needs what is not installed \(.*pydantic.*\): pip install 'trimtab\[diagnose\]'\n",
+        rf"trimtab: {what} needs what is not installed \(.*\): pip install 'trimtab\[{extra}\]'\n",
         done.stderr,
     )
 

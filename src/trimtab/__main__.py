@@ -8,16 +8,30 @@ from trimtab.cli import starting
 from trimtab.errors import TrimtabError, require_extra
 
 
+TRAINING = ("compare", "eval", "export", "sft", "train")
+"""Commands that need `trimtab[train]`; all others need `trimtab[diagnose]`."""
+
+
 def main() -> None:
     """Run the command line; entry point of the console script."""
     starting.guard()
     try:
-        require_extra("diagnose", "the command line")
+        _require_packages(sys.argv[1] if len(sys.argv) > 1 else "")
     except TrimtabError as error:
         sys.exit(_refused(error))
     from trimtab.cli.main import main as run
 
     run()
+
+
+def _require_packages(command: str) -> None:
+    """Raises `TrimtabError` where the packages of every command are missing, naming the extra of this one."""
+    try:
+        require_extra("diagnose", "the command line")
+    except TrimtabError:
+        if command in TRAINING:
+            require_extra("train", f"trimtab {command}")
+        raise
 
 
 def _refused(error: TrimtabError) -> int:

@@ -62,7 +62,8 @@ def _foreign(
     nearest = NEAREST.get(preset, {}).get(name)
     supported = name in built.surrogate.peers(built.ratio.level)
     if preset not in ABSENT and nearest is None and supported:
-        return "\n".join(render(built))
+        others = [f"# kl_coef and entropy_coef are left out: set {name}'s own"] if _regularized(built) else []
+        return "\n".join([*render(built), *others])
     reason = f": {ABSENT[preset]}" if preset in ABSENT else ""
     if nearest is None:
         return f"# {name} has no equivalent of {preset}{reason}"
@@ -70,6 +71,10 @@ def _foreign(
     return "\n".join(
         [f"# {name} has no equivalent of {preset}{reason}; nearest, {nearest}:", *render(objective(nearest, **shared))]
     )
+
+
+def _regularized(built: Objective) -> bool:
+    return built.kl.coef > 0 or built.entropy_coef > 0
 
 
 def _trimtab(preset: str, overrides: Mapping[str, Any]) -> str:

@@ -109,6 +109,8 @@ def diagnose(
             raise TrimtabError(
                 "--watch DIR reads that folder and writes no page: leave out FILE, --out and --tokenizer"
             )
+        if watch.exists() and not watch.is_dir():
+            raise TrimtabError(f"--watch {watch}: a folder is watched, and this is a file: name its folder")
         raise typer.Exit(_watch(watch, framework, names, bound or [], every, as_json=as_json))
     if not files:
         raise TrimtabError("no FILE given: name trajectory files, or the directory of a run, or --watch DIR")

@@ -124,6 +124,7 @@ class Watch:
     framework: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     steps: int = 0
+    calls: int = 0
     alarms: int = 0
     _files: dict[str, _StepFiles] = field(default_factory=dict)
     _printed: dict[tuple[str, float], float] = field(default_factory=dict)
@@ -189,7 +190,8 @@ class Watch:
         return tuple(bound for bound in self.bounds if bound.crossed_by(figures[bound.name]))
 
     def _counted(self, report: StepReport) -> StepReport:
-        self.steps += 1
+        self.steps += report.unit == "step"
+        self.calls += report.unit == "call"
         if report.crossed:
             self.alarms += 1
             content = {"alarms_so_far": self.alarms, "latest": report.as_dict()}

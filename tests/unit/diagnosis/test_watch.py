@@ -98,6 +98,7 @@ def test_the_dump_of_an_adapter_is_one_step_of_all_ranks_or_one_call(tmp_path: P
     ]
     assert [line.partition(":")[0] for line in event_lines(call)] == ["call 12", "ALARM call 12"]
     assert (step.as_dict()["unit"], call.as_dict()["unit"]) == ("step", "call")
+    assert last_line(watch) == "watched 1 step, 1 call, 1 alarm"
 
 
 def test_what_cannot_be_read_is_said_once_and_tried_again_when_it_changes(tmp_path: Path) -> None:

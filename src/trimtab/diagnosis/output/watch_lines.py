@@ -31,7 +31,8 @@ def event_lines(event: StepReport | str) -> list[str]:
 
 def last_line(watch: Watch) -> str:
     """Returns the line after the last step."""
-    return f"watched {format_count(watch.steps, 'step')}, {format_count(watch.alarms, 'alarm')}"
+    calls = f", {format_count(watch.calls, 'call')}" if watch.calls else ""
+    return f"watched {format_count(watch.steps, 'step')}{calls}, {format_count(watch.alarms, 'alarm')}"
 
 
 def _alarm(event: StepReport, bound: Bound) -> str:
