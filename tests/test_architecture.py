@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "corrections": set(),
     "diagnosis": {"adapters", "objectives", "corrections", "pages", "runs", "config", "intervals"},
-    "environments": {"sandbox", "plugins"},
+    "environments": {"sandbox", "plugins", "seeds"},
     "engines": {"models", "config", "seeds", "processes"},
     "evaluation": {"rollout", "engines", "environments", "models", "tasks", "rewards", "runs", "intervals", "seeds"},
     "lab": {"training", "diagnosis", "runs", "objectives", "config", "processes"},

@@ -14,7 +14,7 @@ import pytest
 import trimtab
 from trimtab.config import load_config
 from trimtab.environments import BuiltEnvironment, EnvironmentSpec, build
-from trimtab.environments.environment import BackgroundCall
+from trimtab.environments.background import in_background
 from trimtab.runs.trajectories import read
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def built(url: str, **options: Any) -> BuiltEnvironment:
 
 def call(coroutine: Any) -> Any:
     """What a coroutine of an environment returns, in the event loop of environments."""
-    background = BackgroundCall(lambda: coroutine, 30.0)
+    background = in_background(lambda: coroutine, 30.0)
     background.wait(30.0)
     return background.value()
 
@@ -85,10 +85,10 @@ def test_an_action_is_a_tool_with_its_fields(count: str) -> None:
     call(episode.close())
 
 
-def test_responses_to_a_row_begin_alike_and_do_not_share_a_session(count: str) -> None:
+def test_responses_of_one_seed_begin_alike_and_do_not_share_a_session(count: str) -> None:
     environment = built(count)
     one, two, other = (environment.factory() for _ in range(3))
-    begins = [call(episode.reset(id=id_)).strip() for episode, id_ in ((one, "a"), (two, "a"), (other, "b"))]
+    begins = [call(episode.reset(id="a", seed=seed)).strip() for episode, seed in ((one, 1), (two, 1), (other, 2))]
     assert begins[0] == begins[1] != begins[2]
     call(one.step(step=5))
     assert call(two.step(step=1)) == str(int(begins[1]) + 1)

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from trimtab.environments.chat_format import Chat
-from trimtab.environments.environment import check_class, describe_tool, tool_names
+from trimtab.environments.chat_format import END, Chat
+from trimtab.environments.environment import check_class, describe_tool, required_parameters, tool_names
 from trimtab.environments.episodes import EpisodeLimits, EpisodeRunner
-from trimtab.environments.formats import build_format
+from trimtab.environments.formats import Fence, Format, Tag, build_format
 from trimtab.environments.swap_environment import SwapEnvironment
 from trimtab.errors import TrimtabError, did_you_mean, explain
 from trimtab.plugins import load_function
@@ -58,12 +58,14 @@ class BuiltEnvironment:
         kind: its class.
         factory: makes one for an episode.
         close: ends what all of them share.
+        concurrent_calls: how many calls run at a time; more wait. None: all.
     """
 
     spec: EnvironmentSpec
     kind: Any
     factory: Callable[[], Any]
     close: Callable[[], None] = lambda: None
+    concurrent_calls: int | None = None
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -76,9 +78,17 @@ class BuiltEnvironment:
         Raises:
             TrimtabError: the format is unknown, or does not fit the tools or the style of the prompts.
         """
-        chat = self.spec.format == "chat"
-        stop = () if chat else build_format(self.spec.format, self.tools).stop
-        return task.with_tools(stop, self.schemas() if chat else (), self.spec.instructions)
+        if self.spec.format == "chat":
+            return task.with_tools((END,), self.schemas(), self.spec.instructions)
+        form = self._text_format()
+        shape = form.shape if isinstance(form, Tag | Fence) else ""
+        inside = [stop for stop in task.stop if stop in shape]
+        if inside:
+            raise TrimtabError(
+                f"a turn of task {task.name!r} ends at {inside[0]!r}, before a call in environment.format = "
+                f"{self.spec.format!r} is complete: take another task.stop or format"
+            )
+        return task.with_tools(tuple(form.stop), (), self.spec.instructions)
 
     def runner(
         self,
@@ -96,11 +106,25 @@ class BuiltEnvironment:
             TrimtabError: what `adapt` raises; a chat template that cannot be continued.
         """
         spec = self.spec
-        form = Chat(tokenizer, self.schemas()) if spec.format == "chat" else build_format(spec.format, self.tools)
+        form = Chat(tokenizer, self.schemas()) if spec.format == "chat" else self._text_format()
         limits = EpisodeLimits(
             spec.turns, spec.turn_tokens or max_tokens, spec.observation_tokens, spec.timeout, spec.answer
         )
-        return EpisodeRunner(self.factory, form, limits, tokenizer, max_tokens, encode_prompt, max_prompt)
+        return EpisodeRunner(
+            self.factory, form, limits, tokenizer, max_tokens, encode_prompt, max_prompt, self.concurrent_calls
+        )
+
+    def _text_format(self) -> Format:
+        """Returns the format. Raises `TrimtabError` where a call of it cannot hold the arguments of a tool."""
+        form = build_format(self.spec.format, self.tools)
+        for tool in self.tools if isinstance(form, Tag | Fence) else ():
+            required = required_parameters(self.kind, tool)
+            if len(required) > 1:
+                raise TrimtabError(
+                    f"tool {tool!r} needs {' and '.join(required)}, and a call in environment.format = "
+                    f"{self.spec.format!r} has one argument: take format 'chat', or give all but one a default"
+                )
+        return form
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
         """Returns the JSON schemas of the tools."""
@@ -133,8 +157,10 @@ def build(spec: EnvironmentSpec) -> BuiltEnvironment:
 def _python(spec: EnvironmentSpec) -> BuiltEnvironment:
     from trimtab.environments.python_environment import Options, PythonEnvironment, build_pool
 
-    pool = build_pool(_options(Options, spec))
-    return BuiltEnvironment(spec, PythonEnvironment, functools.partial(PythonEnvironment, pool), pool.close)
+    options = _options(Options, spec)
+    pool = build_pool(options, spec.timeout)
+    factory = functools.partial(PythonEnvironment, pool)
+    return BuiltEnvironment(spec, PythonEnvironment, factory, pool.close, concurrent_calls=options.workers)
 
 
 def _openenv(spec: EnvironmentSpec) -> BuiltEnvironment:

@@ -11,7 +11,10 @@ from pydantic import BaseModel, ValidationError
 from trimtab.environments.formats import Call, ToolError
 from trimtab.errors import TrimtabError
 
+END = "</tool_call>"
+"""Ends a call, and with it the turn."""
 _QUESTION = {"role": "user", "content": "?"}
+# With a thought, because many templates drop those of earlier turns when a result follows them.
 _REASONED = "<think>\nThus.\n</think>\n\nI call."
 _ADVICE = "take environment.format = 'tag' or 'fence', or a chat template that only appends"
 
@@ -26,8 +29,8 @@ class _Content(BaseModel):
 class Chat:
     """A call as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, its result as a message of role "tool".
 
-    What follows a turn is the text that the template puts between the end of an assistant message and the beginning of
-    the next one; it is appended to the sampled tokens, which are never rendered again.
+    What follows a call is the end of the assistant's message and all that the template puts before the beginning of the
+    next one; it is appended to the sampled tokens, which are never rendered again.
 
     Args:
         schemas: JSON schemas of the tools.
@@ -46,17 +49,15 @@ class Chat:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """None: the end-of-sequence token ends a message."""
-        return ()
+        """The end of a call; a message without one ends with the end-of-sequence token."""
+        return (END,)
 
     def parse(self, text: str) -> Call | None:
-        calls = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
-        if not calls:
+        call = re.search(rf"<tool_call>(.*?){END}", text, re.DOTALL)
+        if call is None:
             return None
-        if len(calls) > 1:
-            raise ToolError(f"{len(calls)} calls in one turn: make one call, and wait for its result")
         try:
-            content = _Content.model_validate_json(calls[0])
+            content = _Content.model_validate_json(call[1])
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             reason = ": ".join([*map(str, first["loc"]), first["msg"]])
@@ -78,7 +79,7 @@ class Chat:
         end = self._tokenizer.eos_token
         if not end or end not in before:
             raise TrimtabError(f"{self._label} does not end a message with {end!r}: {_ADVICE}")
-        return after[before.rindex(end) + len(end) :]
+        return after[before.rindex(end) :]
 
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **{"tools": self._schemas, **options})

@@ -1,4 +1,4 @@
-"""Environments: the protocol, their tools, and calls that are bounded in time.
+"""The protocol of environments, their tools, and calls of these.
 
 An environment is an object of any class with `reset(**row)` and public methods, which are the tools. It is TRL's
 `environment_factory` protocol, so that one class serves both:
@@ -24,18 +24,15 @@ Methods may be coroutines.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
 import inspect
 import json
-import threading
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
+from trimtab.environments.background import EnvironmentFailed
 from trimtab.environments.formats import Call, ToolError
 from trimtab.errors import TrimtabError
 
@@ -43,10 +40,6 @@ NOT_TOOLS = {"reset", "get_reward", "close"}
 
 _COLLECTED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
-
-
-class EnvironmentFailed(Exception):
-    """An environment raised where it must not, or did not return in time; its episode is dropped."""
 
 
 def check_class(factory: Callable[[], Any], name: str) -> None:
@@ -71,6 +64,18 @@ def check_class(factory: Callable[[], Any], name: str) -> None:
         describe_tool(getattr(factory, method), f"environment {name!r}, tool {method!r}")
 
 
+def row_for(reset: Callable[..., Any], columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Returns the keywords of `reset`: the columns of a problem, with `prompt` and `seed` where it takes them.
+
+    `prompt` is the question, as in TRL's rows, and `seed` one for the random draws of the environment, unless columns
+    of the problem have these names.
+    """
+    parameters = inspect.signature(reset).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    more = {"prompt": columns["question"], "seed": seed}
+    return {name: value for name, value in more.items() if takes_all or name in parameters} | dict(columns)
+
+
 def tool_names(kind: Any) -> list[str]:
     """Returns the names of the tools of a class: its public methods besides `reset`, `get_reward` and `close`.
 
@@ -78,6 +83,15 @@ def tool_names(kind: Any) -> list[str]:
     """
     members = inspect.getmembers(kind, inspect.isfunction)
     return [name for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS]
+
+
+def required_parameters(kind: Any, tool: str) -> list[str]:
+    """Returns the names of the parameters of a tool without a default, but for `self`."""
+    parameters = list(inspect.signature(getattr(kind, tool)).parameters.values())
+    if not isinstance(inspect.getattr_static(kind, tool), staticmethod):
+        parameters = parameters[1:]
+    empty = inspect.Parameter.empty
+    return [one.name for one in parameters if one.default is empty and one.kind not in _COLLECTED]
 
 
 def describe_tool(method: Callable[..., Any], name: str) -> dict[str, Any]:
@@ -95,112 +109,6 @@ def describe_tool(method: Callable[..., Any], name: str) -> dict[str, Any]:
         raise TrimtabError(
             f"{name}: {text} (write type hints, and a docstring with a line for each parameter under Args)"
         ) from None
-
-
-class BackgroundCall:
-    """A function that runs in a thread of its own and is given up after `timeout` seconds.
-
-    `convert` makes the value of what the function returned, in the same thread and the same time.
-
-    A thread cannot be stopped: one that hangs stays behind until the process ends, and costs its stack. A coroutine
-    that waits is canceled.
-    """
-
-    def __init__(
-        self, function: Callable[[], Any], timeout: float, convert: Callable[[Any], Any] | None = None
-    ) -> None:
-        self._function, self._convert = function, convert
-        self._timeout = timeout
-        self._deadline = time.monotonic() + timeout
-        self._done = threading.Event()
-        self._value: Any = None
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="environment", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            value = self._function()
-            if inspect.isawaitable(value):
-                value = self._awaited(value)
-            self._value = value if self._convert is None else self._convert(value)
-        except BaseException as error:
-            self._error = error
-        self._done.set()
-
-    def _awaited(self, awaitable: Awaitable[Any]) -> Any:
-        # Half of the time: after that of a loop that does not answer, some remains for the call in a new one.
-        loop = _event_loop(self._timeout / 2)
-        future = asyncio.run_coroutine_threadsafe(_result_of(awaitable), loop)
-        concurrent.futures.wait([future], max(0.0, self._deadline - time.monotonic()))
-        if not future.done():
-            future.cancel()
-            raise self._given_up()
-        return future.result()
-
-    def _given_up(self) -> EnvironmentFailed:
-        return EnvironmentFailed(f"did not return within {self._timeout:g} s (environment.timeout)")
-
-    def wait(self, timeout: float) -> bool:
-        """Returns whether the call has ended or was given up, after at most `timeout` seconds."""
-        remaining = self._deadline - time.monotonic()
-        return self._done.wait(max(0.0, min(timeout, remaining))) or time.monotonic() >= self._deadline
-
-    def value(self) -> Any:
-        """Returns what the function returned, once `wait` is True.
-
-        Raises:
-            EnvironmentFailed: it did not return in time.
-            Exception: what the function or `convert` raised.
-        """
-        if not self._done.is_set():
-            raise self._given_up()
-        if isinstance(self._error, Exception):
-            raise self._error
-        if self._error is not None:  # sys.exit() of a tool must not end the trainer
-            raise EnvironmentFailed(f"raised {describe(self._error)}")
-        return self._value
-
-
-_loop: asyncio.AbstractEventLoop | None = None
-_loop_lock = threading.Lock()
-
-
-async def _result_of(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
-
-
-def _event_loop(patience: float) -> asyncio.AbstractEventLoop:
-    """Returns the one event loop of all coroutines: what an environment opened in one call must work in the next.
-
-    A loop that does not answer within `patience` seconds is blocked by a coroutine, and a new one replaces it.
-    """
-    global _loop
-    with _loop_lock:
-        if _loop is None or not _answers(_loop, patience):
-            _loop = asyncio.new_event_loop()
-            threading.Thread(target=_run_forever, args=(_loop,), name="environment-loop", daemon=True).start()
-        return _loop
-
-
-def _answers(loop: asyncio.AbstractEventLoop, patience: float) -> bool:
-    answered = threading.Event()
-    loop.call_soon_threadsafe(answered.set)
-    return answered.wait(patience)
-
-
-def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    while True:
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a coroutine, whose call has it as well
-            loop.run_forever()
-
-
-def describe(error: BaseException) -> str:
-    """Returns the type and the text of an exception, whatever its text is."""
-    try:
-        text = str(error)
-    except (Exception, SystemExit):
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def call_tool(environment: Any, call: Call) -> Any:
@@ -266,8 +174,9 @@ def text_of(value: Any) -> str:
     """Returns the result of a tool as text: a string as it is, None as nothing, other values as JSON where possible.
 
     Raises:
-        EnvironmentFailed: a generator, whose items are not known.
+        EnvironmentFailed: a generator, whose items are not known, or an object whose text is its address in memory.
     """
+    kind = type(value)
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
         raise EnvironmentFailed("returned a generator: return one text, or a list")
     if isinstance(value, str):
@@ -279,4 +188,6 @@ def text_of(value: Any) -> str:
             return json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError):
             pass
+    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
+        raise EnvironmentFailed(f"returned a {kind.__name__} without a text of its own: return one text, or a list")
     return str(value)

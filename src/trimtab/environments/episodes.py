@@ -8,23 +8,26 @@ import re
 import reprlib
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
 
-from trimtab.environments.environment import BackgroundCall, EnvironmentFailed, call_tool, describe, text_of
+from trimtab.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread, describe
+from trimtab.environments.environment import call_tool, row_for, text_of
 from trimtab.environments.formats import Call, Format, ToolError
-from trimtab.environments.plain_text import AddedTokens, encodable
+from trimtab.environments.plain_text import encodable
+from trimtab.environments.result_encoder import ResultEncoder
 from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.seeds import derive
 from trimtab.types import (
     Completion,
     Engine,
     EpisodeOutcome,
     FinishReason,
-    IntArray,
     Problem,
     Prompt,
     SamplingParams,
@@ -32,10 +35,6 @@ from trimtab.types import (
 )
 
 T = TypeVar("T")
-CUT = " ... "
-"""Stands for what is left out of the middle of a long result."""
-CHARACTERS = 32
-"""Characters of a token that are read of a result too long to be encoded as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,7 @@ class EpisodeLimits:
 @dataclass(slots=True)
 class _Episode:
     prompt: Prompt
+    seed: int
     environment: Any = None  # until it is made
     calls: int = 0
     tool_errors: int = 0
@@ -67,6 +67,7 @@ class _Episode:
     length: int = 0  # tokens of the response when its last turn was submitted
     call: BackgroundCall | None = None
     result: TurnResult | None = None
+    thread: EnvironmentThread = field(default_factory=EnvironmentThread)
 
 
 class EpisodeRunner:
@@ -75,11 +76,11 @@ class EpisodeRunner:
     Args:
         factory: makes an environment.
         form: how calls and results are written.
-        tokenizer: encodes results; a copy with a lock is used, because tokenizers are not thread-safe and each engine
-            has a thread.
+        tokenizer: encodes results.
         max_tokens: of a response, results included.
         encode_prompt: returns the prompt of a problem for a tokenizer.
         max_prompt: tokens of a prompt that the context holds besides a response; None: not known.
+        concurrent_calls: how many calls may run at a time; a call that waits for its turn uses up no time. None: all.
     """
 
     def __init__(
@@ -91,56 +92,28 @@ class EpisodeRunner:
         max_tokens: int,
         encode_prompt: Callable[[Problem, Any], Prompt],
         max_prompt: int | None = None,
+        concurrent_calls: int | None = None,
     ) -> None:
         self.factory, self.form, self.limits = factory, form, limits
-        self.tokenizer, self._lock = copy.deepcopy(tokenizer), threading.Lock()
-        self._added_tokens = AddedTokens.of(tokenizer)
+        self.encoder = ResultEncoder(tokenizer, form, limits.observation_tokens)
         self.max_tokens, self.max_prompt = max_tokens, max_prompt
         self.encode_prompt = encode_prompt
+        self.slots = None if concurrent_calls is None else threading.Semaphore(concurrent_calls)
 
-    def start(self, prompts: Sequence[Prompt], samples: int) -> Episodes:
-        """Resets an environment for each of `samples` responses to each prompt."""
-        return Episodes(self, prompts, samples)
+    def start(self, prompts: Sequence[Prompt], samples: int, *, seed: int) -> Episodes:
+        """Resets an environment for each of `samples` responses to each prompt.
+
+        The responses to a prompt get the same seed for their environments, derived from `seed`.
+        """
+        return Episodes(self, prompts, samples, seed)
 
     def generate(
         self, engine: Engine, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, *, seed: int
     ) -> list[list[Completion]]:
         """Returns the responses of one `generate` call with their outcomes."""
-        with contextlib.closing(self.start(prompts, samples)) as episodes:
+        with contextlib.closing(self.start(prompts, samples, seed=seed)) as episodes:
             completions = engine.generate(episodes.prompts, episodes.samples, sampling, seed=seed, turns=episodes)
             return episodes.finish(completions)
-
-    def encode(self, text: str) -> IntArray:
-        with self._lock:
-            return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
-
-    def observation(self, result: str) -> IntArray:
-        """Returns the tokens that follow a turn; those of a long result are cut in the middle.
-
-        Text of the result that looks like a token of the chat template stays text.
-        """
-        return self._encode_around(result, self.form.render)
-
-    def shortened(self, result: str) -> str:
-        """Returns the text with its middle cut out if it has more than `observation_tokens` tokens."""
-        limit = self.limits.observation_tokens
-        room = limit * CHARACTERS
-        if len(result) <= 2 * room:
-            head = tail = self._encode_around(result)
-            if len(head) <= limit:
-                return result
-        else:
-            head, tail = self._encode_around(result[:room]), self._encode_around(result[-room:])
-        return self.decode(head[: (limit + 1) // 2]) + CUT + self.decode(tail[len(tail) - limit // 2 :])
-
-    def _encode_around(self, text: str, render: Callable[[str], str] = str) -> IntArray:
-        """Encodes what `render` makes of a text, in pieces that keep the text from holding control tokens."""
-        marked, mark = self._added_tokens.separated(text)
-        return np.concatenate([self.encode(piece) for piece in render(marked).split(mark)])
-
-    def decode(self, ids: Iterable[int]) -> str:
-        with self._lock:
-            return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 class Episodes:
@@ -150,12 +123,17 @@ class Episodes:
     share a prompt; otherwise all responses of the request have one of their own.
     """
 
-    def __init__(self, runner: EpisodeRunner, prompts: Sequence[Prompt], samples: int) -> None:
+    def __init__(self, runner: EpisodeRunner, prompts: Sequence[Prompt], samples: int, seed: int) -> None:
         self.max_turn_tokens = runner.limits.turn_tokens
         self._runner = runner
         self._group_size = samples
-        self._episodes = [_Episode(prompt) for prompt in prompts for _ in range(samples)]
+        self._episodes = [
+            _Episode(prompt, derive(seed, "environment", index) % 2**31)
+            for index, prompt in enumerate(prompts)
+            for _ in range(samples)
+        ]
         try:
+            self._construct()
             self._reset()
         except BaseException:
             self.close()
@@ -165,21 +143,29 @@ class Episodes:
         self.samples = samples if shared else 1
         self.prompts = [episode.prompt for episode in self._episodes[:: self.samples]]
 
-    def _reset(self) -> None:
-        """Makes and resets all environments at the same time, and adds what they return to the questions."""
-        calls = [self._background(lambda e=episode: self._begin(e), text_of) for episode in self._episodes]
-        encoded: dict[tuple[str, str], Prompt] = {}  # responses to one problem share the text, as a rule
+    def _construct(self) -> None:
+        """Makes all environments, one after another: a class may count its objects."""
+        calls: list[BackgroundCall] = []
+        in_turn = True
+        for episode in self._episodes:
+            calls.append(self._background(episode, self._runner.factory))
+            if in_turn:  # after one that hangs, the others are waited for together
+                calls[-1].wait(float("inf"))
+                in_turn = calls[-1].done
         for episode, call in zip(self._episodes, calls, strict=True):
+            episode.environment = self._value(episode, call, "the constructor")
+
+    def _reset(self) -> None:
+        """Resets all environments at the same time, and adds what they return to the questions."""
+        begun = [episode for episode in self._episodes if episode.failure is None]
+        calls = [self._background(episode, partial(_reset, episode), text_of) for episode in begun]
+        encoded: dict[tuple[str, str], Prompt] = {}  # responses to one problem share the text, as a rule
+        for episode, call in zip(begun, calls, strict=True):
             text = encodable(self._value(episode, call, "reset") or "")
             if text:
                 key = episode.prompt.problem.id, text
                 encoded[key] = encoded.get(key) or self._with_text(episode.prompt.problem, text)
                 self._begin_with(episode, encoded[key])
-
-    def _begin(self, episode: _Episode) -> Any:
-        """Returns what `reset` returns, or an awaitable."""
-        episode.environment = self._runner.factory()
-        return episode.environment.reset(**_row(episode.prompt.problem))
 
     def _begin_with(self, episode: _Episode, prompt: Prompt) -> None:
         room, n = self._runner.max_prompt, len(prompt.ids)
@@ -193,8 +179,9 @@ class Episodes:
 
     def _with_text(self, problem: Problem, text: str) -> Prompt:
         """Returns the prompt of a problem whose question is followed by `text`."""
-        prompt = self._runner.encode_prompt(replace(problem, question=problem.question + text), self._runner.tokenizer)
-        if text not in prompt.text:
+        tokenizer = self._runner.encoder.tokenizer
+        prompt = self._runner.encode_prompt(replace(problem, question=problem.question + text), tokenizer)
+        if text.strip() not in prompt.text:  # some chat templates remove blanks around a message
             raise TrimtabError(
                 f"problem {problem.id!r}: what reset() returned is not in the prompt, because the prompts of this task "
                 "do not contain the question; let reset() return None"
@@ -219,7 +206,8 @@ class Episodes:
         if isinstance(call, ToolError):
             episode.result = self._error(episode, call)
             return None
-        episode.call = self._background(lambda: call_tool(episode.environment, call), text_of)
+        tool = partial(call_tool, episode.environment, call)
+        episode.call = self._background(episode, tool, text_of, self._runner.slots)
         return None
 
     def result(self, prompt: int, sample: int, timeout: float) -> TurnResult | None:
@@ -234,9 +222,9 @@ class Episodes:
     def finish(self, completions: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
         """Returns the completed responses of each problem with their outcomes; asks the environments for rewards."""
         pending = [
-            (episode, self._background(episode.environment.get_reward, _finite))
+            (episode, self._background(episode, partial(_call, episode.environment, "get_reward"), _finite))
             for episode in self._episodes
-            if episode.failure is None and hasattr(episode.environment, "get_reward")
+            if episode.failure is None and hasattr(type(episode.environment), "get_reward")
         ]
         for episode, call in pending:
             episode.reward = self._value(episode, call, "get_reward")
@@ -249,9 +237,9 @@ class Episodes:
     def close(self) -> None:
         """Closes the environments that have a method `close`; the next request may need what they hold."""
         closing = [
-            self._background(episode.environment.close)
+            self._background(episode, partial(_call, episode.environment, "close"))
             for episode in self._episodes
-            if hasattr(episode.environment, "close")
+            if hasattr(type(episode.environment), "close")
         ]
         for call in closing:
             call.wait(float("inf"))
@@ -261,6 +249,8 @@ class Episodes:
                 # The responses are complete: what failed is the release of what the environment held.
                 reason = error if isinstance(error, EnvironmentFailed) else f"raised {describe(error)}"
                 warnings.warn(f"close() of an environment {reason}", TrimtabWarning, stacklevel=2)
+        for episode in self._episodes:
+            episode.thread.end()
 
     def _outcome(self, episode: _Episode, completion: Completion) -> EpisodeOutcome:
         void = self._is_void(episode, completion)
@@ -271,7 +261,7 @@ class Episodes:
         """Returns the call at the end of the last turn, or why it cannot be understood."""
         last = (completion.turn == completion.turn[-1]) & completion.sampled
         try:
-            call = self._runner.form.parse(self._runner.decode(completion.response_ids[last].tolist()))
+            call = self._runner.form.parse(self._runner.encoder.decode(completion.response_ids[last].tolist()))
         except ToolError as error:
             return error
         except (Exception, SystemExit) as error:
@@ -310,9 +300,9 @@ class Episodes:
 
     def _observation(self, episode: _Episode, text: str) -> TurnResult:
         """Returns a result as an observation, or the end of the response where it does not fit."""
-        text = self._runner.shortened(encodable(text))
+        text = self._runner.encoder.shortened(encodable(text))
         try:
-            ids = self._runner.observation(text)
+            ids = self._runner.encoder.observation(text)
         except TrimtabError:
             raise
         except (Exception, SystemExit) as error:
@@ -333,11 +323,17 @@ class Episodes:
             failure = str(error)
         except Exception as error:
             failure = f"raised {describe(error)}"
-        episode.failure = f"{'the constructor' if episode.environment is None else method} {failure}"
+        episode.failure = f"{method} {failure}"
         return None
 
-    def _background(self, function: Callable[[], Any], convert: Callable[[Any], Any] | None = None) -> BackgroundCall:
-        return BackgroundCall(function, self._runner.limits.timeout, convert)
+    def _background(
+        self,
+        episode: _Episode,
+        function: Callable[[], Any],
+        convert: Callable[[Any], Any] | None = None,
+        slots: threading.Semaphore | None = None,
+    ) -> BackgroundCall:
+        return episode.thread.start(BackgroundCall(function, self._runner.limits.timeout, convert, slots))
 
 
 def _batched(items: Sequence[T], size: int) -> list[list[T]]:
@@ -346,7 +342,7 @@ def _batched(items: Sequence[T], size: int) -> list[list[T]]:
 
 def _finite(value: Any) -> float:
     try:
-        number = float(value)
+        number = float("nan") if isinstance(value, str | bytes | bytearray) else float(value)
     except Exception:
         number = float("nan")
     if not np.isfinite(number):
@@ -354,7 +350,15 @@ def _finite(value: Any) -> float:
     return number
 
 
-def _row(problem: Problem) -> dict[str, Any]:
+def _reset(episode: _Episode) -> Any:
+    """Returns what `reset` returns, or an awaitable."""
+    problem, reset = episode.prompt.problem, episode.environment.reset
     # A copy: what an environment changes in its row must not be in the next episode's.
     extra = copy.deepcopy(dict(problem.extra))
-    return {**extra, "id": problem.id, "question": problem.question, "answer": problem.answer}
+    columns = {**extra, "id": problem.id, "question": problem.question, "answer": problem.answer}
+    return reset(**row_for(reset, columns, episode.seed))
+
+
+def _call(environment: Any, method: str) -> Any:
+    """Returns what a method returns, or an awaitable. Whatever the access to it raises, it raises in the background."""
+    return getattr(environment, method)()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,6 +57,11 @@ class Tag:
     def stop(self) -> tuple[str, ...]:
         return tuple(f"</{tool}>" for tool in self.tools)
 
+    @property
+    def shape(self) -> str:
+        """The text that every call has before its end: a stop inside of it would cut every call."""
+        return "".join(f"<{tool}>" for tool in self.tools)
+
     def parse(self, text: str) -> Call | None:
         names = "|".join(map(re.escape, self.tools))
         calls = re.findall(rf"<({names})>(.*?)</\1>", text, re.DOTALL)
@@ -75,6 +80,11 @@ class Fence:
     @property
     def stop(self) -> tuple[str, ...]:
         return ("\n```\n",)
+
+    @property
+    def shape(self) -> str:
+        """As `Tag.shape`."""
+        return f"```{self.language}\n"
 
     def parse(self, text: str) -> Call | None:
         blocks = re.findall(rf"(?:^|\n)```{self.language}[ \t]*\n(.*?)\n```[ \t]*(?:\n|$)", text, re.DOTALL)
@@ -99,10 +109,22 @@ def build_format(name: str, tools: tuple[str, ...]) -> Format:
         return Fence()
     if ":" not in name:
         raise TrimtabError(f"unknown format {name!r}{did_you_mean(name, NAMES)}; write your own as module:Format")
-    form = load_function(name, "format")()
+    return _own(name)
+
+
+def _own(name: str) -> Format:
+    try:
+        form = load_function(name, "format")()
+    except TypeError as error:
+        raise TrimtabError(
+            f"format {name!r} cannot be made without arguments ({error}): write __init__(self)"
+        ) from None
     missing = [part for part in ("stop", "parse", "render") if not hasattr(form, part)]
     if missing:
         raise TrimtabError(f"format {name!r} has no {missing[0]!r}: it needs stop, parse(text) and render(result)")
+    stop = form.stop
+    if isinstance(stop, str) or not isinstance(stop, Sequence) or not all(isinstance(one, str) and one for one in stop):
+        raise TrimtabError(f"format {name!r}: stop = {stop!r} must be a tuple of strings: those that end a call")
     return form
 
 

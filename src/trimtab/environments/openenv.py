@@ -10,13 +10,13 @@ import contextlib
 import functools
 import inspect
 import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trimtab.environments.environment import NOT_TOOLS, BackgroundCall
+from trimtab.environments.background import in_background
+from trimtab.environments.environment import NOT_TOOLS
 from trimtab.errors import TrimtabError, require_extra
 
 CONNECT_SECONDS = 10.0
@@ -97,10 +97,9 @@ class OpenEnv:
         self._done = False
 
     async def reset(self, **row: Any) -> str:
-        """Begins an episode. The server gets the row, and a seed that is the same for all responses to it."""
-        seed = zlib.crc32(str(row["id"]).encode()) % 2**31
+        """Begins an episode. The server gets the row, with a seed that is the same for all responses to it."""
         self._rewards, self._done = [], False
-        answer = await self._connection.send("reset", {"seed": seed, **row})
+        answer = await self._connection.send("reset", row)
         self._done = bool(answer.get("done"))
         text = observation_text(answer.get("observation", {}), self._options.observation)
         return text and "\n" + text
@@ -170,7 +169,7 @@ def openenv_class(options: Options) -> type:
         TrimtabError: the server cannot be reached or has no action, or a package is not installed.
     """
     require_extra("openenv", "environment 'openenv'")
-    call = BackgroundCall(lambda: _tools(options), CONNECT_SECONDS)
+    call = in_background(lambda: _tools(options), CONNECT_SECONDS)
     call.wait(CONNECT_SECONDS)
     try:
         tools = call.value()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from trimtab.environments.formats import ToolError
 from trimtab.errors import TrimtabError
 from trimtab.sandbox.python_pool import PythonPool, PythonSession, sandbox_unavailable
+
+SPARE_SECONDS = 5
+"""How long a sandbox may need to end a call that does not end by itself (docs/sandbox.md)."""
 
 
 class Options(BaseModel):
@@ -26,12 +31,18 @@ class Options(BaseModel):
     workers: int = Field(2, ge=1, le=256, description="calls that run at a time")
 
 
-def build_pool(options: Options) -> PythonPool:
-    """Returns the pool that all environments of a run share.
+def build_pool(options: Options, timeout: float) -> PythonPool:
+    """Returns the pool that all environments of a run share. `timeout`: seconds after which a call is given up.
 
     Raises:
-        TrimtabError: the sandbox cannot run here; the line says what installs it.
+        TrimtabError: the sandbox cannot run here; the line says what installs it. The sandbox has no time to end a call
+            by itself before it is given up.
     """
+    if timeout < options.seconds + SPARE_SECONDS:
+        raise TrimtabError(
+            f"environment.timeout = {timeout:g} must be {SPARE_SECONDS} above seconds = {options.seconds:g}, "
+            "so that the sandbox can end a call by itself: raise it, or lower seconds"
+        )
     reason = sandbox_unavailable(options.sandbox)
     if reason is not None:
         raise TrimtabError(f"environment.sandbox = {options.sandbox!r}: {reason}")
@@ -65,11 +76,12 @@ class PythonEnvironment:
             code: the code.
         """
         assert self._session is not None
-        result = self._session.run(code)
+        # Blanks around the code in a tag are no indentation.
+        result = self._session.run(textwrap.dedent(code).strip())
         text = result.output.rstrip("\n")
-        if result.error is None:
-            return text
-        return f"{text}\n{result.error}" if text else result.error
+        if result.error is not None:
+            raise ToolError(f"{text}\n{result.error}" if text else result.error)
+        return text
 
     def close(self) -> None:
         if self._session is not None:

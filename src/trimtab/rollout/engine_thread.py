@@ -175,7 +175,9 @@ class EngineThread:
         if collector.episodes is None:
             completions = self._sample(request, prompts, samples, None, stats)
         else:
-            with contextlib.closing(collector.episodes.start(prompts, samples)) as episodes:
+            with contextlib.closing(
+                collector.episodes.start(prompts, samples, seed=collector.seed(request))
+            ) as episodes:
                 sampled = self._sample(request, episodes.prompts, episodes.samples, episodes, stats)
                 completions = episodes.finish(sampled)
         stats.seconds_generating = time.perf_counter() - start

@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 
 import trimtab
 from trimtab.environments.environment import call_tool, check_class, tool_names
-from trimtab.environments.episodes import CUT, EpisodeRunner
+from trimtab.environments.episodes import EpisodeRunner
 from trimtab.environments.formats import Call, Tag, ToolError
+from trimtab.environments.result_encoder import CUT
 from trimtab.errors import TrimtabError
 from trimtab.models import bundled
 from trimtab.types import FinishReason, Problem
@@ -216,7 +217,7 @@ def test_environments_are_closed_when_an_episode_cannot_begin(tokenizer: Any) ->
 
     runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, lambda *_: encode(ROWS, tokenizer))
     with pytest.raises(TrimtabError, match="is not in the prompt"):
-        runner.start([encode(ROWS, tokenizer)], 2)
+        runner.start([encode(ROWS, tokenizer)], 2, seed=0)
     assert [one.closed for one in made] == [True, True]
 
 
@@ -231,7 +232,7 @@ def test_a_prompt_that_reset_makes_too_long_costs_its_episode(tokenizer: Any) ->
     problem = Problem("p1", "How much?", "3")
     length = len(encode(replace(problem, question=problem.question + " word" * 30), tokenizer).ids)
     runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, encode, length - 1)
-    episodes = runner.start([encode(problem, tokenizer)], 2)
+    episodes = runner.start([encode(problem, tokenizer)], 2, seed=0)
     assert sorted(len(prompt.text) for prompt in episodes.prompts) == [27, 34]
     turn = append(tokenizer, None, "5")
     [group] = episodes.finish([[turn], [turn]])
@@ -253,11 +254,11 @@ def test_an_environment_that_changes_its_row_changes_no_other(tokenizer: Any) ->
 
     runner = EpisodeRunner(Empties, Tag(("add",)), LIMITS, tokenizer, 200, encode)
     for _ in range(2):
-        runner.start([encode(ROWS, tokenizer)] * 2, 2)
+        runner.start([encode(ROWS, tokenizer)] * 2, 2, seed=0)
     assert seen == [[1, 2]] * 8
 
 
-@pytest.mark.parametrize("value", [10**400, Unprintable()])
+@pytest.mark.parametrize("value", [10**400, Unprintable(), "1.0", b"1"])
 def test_a_reward_that_cannot_be_converted_costs_its_episode(tokenizer: Any, value: Any) -> None:
     kind = type("Odd", (Counter,), {"get_reward": lambda _: value})
     failure = finished(start(tokenizer, kind), append(tokenizer, None, "5"))[1]

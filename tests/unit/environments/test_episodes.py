@@ -12,8 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from trimtab.environments.environment import call_tool, check_class, tool_names
-from trimtab.environments.episodes import CUT, EpisodeLimits, EpisodeRunner, Episodes
+from trimtab.environments.episodes import EpisodeLimits, EpisodeRunner, Episodes
 from trimtab.environments.formats import Call, Format, Tag, ToolError
+from trimtab.environments.result_encoder import CUT
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.models import bundled
 from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, TurnResult
@@ -100,7 +101,7 @@ def start(
     tools = tuple(tool_names(kind))
     runner = EpisodeRunner(kind, form or Tag(tools), limits, tokenizer, max_tokens, encode)
     problem = Problem("p1", "How much?", "3", {"level": 2})
-    return runner.start([encode(problem, tokenizer)], samples)
+    return runner.start([encode(problem, tokenizer)], samples, seed=0)
 
 
 def encode(problem: Problem, tokenizer: Any) -> Prompt:
@@ -166,7 +167,8 @@ def test_the_row_reaches_reset(tokenizer: Any) -> None:
             return " Begin."
 
     episodes = start(tokenizer, Recording)
-    assert rows == [{"level": 2, "id": "p1", "question": "How much?", "answer": "3"}] * 2
+    columns = {"level": 2, "id": "p1", "question": "How much?", "answer": "3"}
+    assert rows == [columns | {"prompt": "How much?", "seed": rows[0]["seed"]}] * 2, "one seed for all responses to it"
     (prompt,) = episodes.prompts
     assert prompt.text == "Question: How much? Begin.\nAnswer:"
     assert tokenizer.decode(prompt.ids.tolist()) == prompt.text
@@ -208,7 +210,7 @@ def test_a_prompt_without_the_question_cannot_begin_with_what_reset_returns(toke
 
     runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, fixed)
     with pytest.raises(TrimtabError, match="'p1': what reset\\(\\) returned is not in the prompt"):
-        runner.start([encode(Problem("p1", "How much?", "3"), tokenizer)], 2)
+        runner.start([encode(Problem("p1", "How much?", "3"), tokenizer)], 2, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from trimtab import environments
 from trimtab.environments.formats import Call, Fence, Tag, build_format
 from trimtab.errors import TrimtabError
+from trimtab.tasks.task import BuiltTask
+from trimtab.tasks.templates import Plain
+from trimtab.types import Problem
 
 
 @pytest.mark.parametrize(
@@ -55,6 +62,124 @@ def test_unknown_formats_are_one_line() -> None:
         build_format("fence", ("a", "b"))
     with pytest.raises(TrimtabError, match="has no 'render'"):
         build_format("tests.unit.environments.test_formats:NoRender", ())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Argument", r"cannot be made without arguments \(.*'mark'.*\): write __init__\(self\)"),
+        ("OneStop", r"stop = '!' must be a tuple of strings"),
+        ("OddStops", r"stop = \('!', 3\) must be a tuple of strings"),
+        ("EmptyStop", r"stop = \[''\] must be a tuple of strings"),
+    ],
+)
+def test_mistakes_in_a_format_are_one_line(name: str, message: str) -> None:
+    with pytest.raises(TrimtabError, match=message):
+        build_format(f"tests.unit.environments.test_formats:{name}", ())
+
+
+def test_a_list_of_stops_is_taken() -> None:
+    spec = environments.EnvironmentSpec(Two, format="tests.unit.environments.test_formats:Stops")
+    assert environments.build(spec).adapt(task(("\n",))).stop == ("\n", "!", "?")
+
+
+class Two:
+    """Tools that need no, one and two arguments."""
+
+    def reset(self, **row: Any) -> None: ...
+
+    @staticmethod
+    def one(text: str, more: str = "") -> str:
+        """Repeats.
+
+        Args:
+            text: what is repeated.
+            more: what follows.
+        """
+        return text + more
+
+    def add(self, left: int, right: int = 0, /, *rest: int) -> int:
+        """Adds.
+
+        Args:
+            left: a number.
+            right: another one.
+            rest: more.
+        """
+        return left + right + sum(rest)
+
+
+class Three(Two):
+    def both(self, left: int, right: int) -> int:
+        """Adds.
+
+        Args:
+            left: a number.
+            right: another one.
+        """
+        return left + right
+
+
+class Single:
+    def reset(self, **row: Any) -> None: ...
+
+    def python(self, code: str) -> str:
+        """Repeats.
+
+        Args:
+            code: what is repeated.
+        """
+        return code
+
+
+def task(stop: tuple[str, ...]) -> BuiltTask:
+    problem = Problem("1", "How much?", "3")
+    return BuiltTask("numbers", [problem], [problem], Plain(), (), stop, 8)
+
+
+def test_a_tool_with_two_arguments_has_no_place_in_a_tag() -> None:
+    spec = environments.EnvironmentSpec(Three)
+    with pytest.raises(
+        TrimtabError, match=r"tool 'both' needs left and right, and a call.*'tag' has one argument.*chat"
+    ):
+        environments.build(spec).adapt(task(("\n",)))
+    environments.build(replace(spec, name=Two)).adapt(task(("\n",)))
+
+
+@pytest.mark.parametrize(("form", "stop"), [("fence", "\n"), ("fence", "```"), ("tag", ">"), ("tag", "<python")])
+def test_a_stop_of_the_task_inside_every_call_is_refused(form: str, stop: str) -> None:
+    built = environments.build(environments.EnvironmentSpec(Single, format=form))
+    with pytest.raises(TrimtabError, match=r"a turn of task 'numbers' ends at .* before a call in environment\.format"):
+        built.adapt(task(("###", stop)))
+    assert built.adapt(task(("###",))).stop[0] == "###"
+
+
+class Argument:
+    def __init__(self, mark: str) -> None:
+        self.stop = (mark,)
+
+
+class OneStop:
+    stop: Any = "!"
+
+    def parse(self, text: str) -> Call | None:
+        del text
+        return None
+
+    def render(self, result: str) -> str:
+        return result
+
+
+class OddStops(OneStop):
+    stop = ("!", 3)
+
+
+class EmptyStop(OneStop):
+    stop = [""]  # noqa: RUF012
+
+
+class Stops(OneStop):
+    stop = ["!", "?"]  # noqa: RUF012
 
 
 class NoRender:

@@ -13,7 +13,7 @@ from tests.unit.environments.test_broken_environments import Tools, finished, sa
 from tests.unit.environments.test_episodes import LIMITS, Counter, answer, append, start, text_of
 from transformers import AutoTokenizer
 
-from trimtab.environments.environment import BackgroundCall, EnvironmentFailed
+from trimtab.environments.background import EnvironmentFailed, in_background
 from trimtab.models import bundled
 
 SHORT = replace(LIMITS, timeout=0.2)
@@ -71,7 +71,7 @@ async def items() -> AsyncIterator[str]:
 
 
 def value_of(function: Callable[[], Any], timeout: float = 5.0) -> Any:
-    call = BackgroundCall(function, timeout)
+    call = in_background(function, timeout)
     while not call.wait(timeout):
         pass
     return call.value()
@@ -84,6 +84,8 @@ def value_of(function: Callable[[], Any], timeout: float = 5.0) -> Any:
         (Hanging(), "a tool did not return within 0.2 s (environment.timeout)"),
         ((item for item in "ab"), "a tool returned a generator: return one text, or a list"),
         (items(), "a tool returned a generator: return one text, or a list"),
+        (map(str, [1]), "a tool returned a map without a text of its own: return one text, or a list"),
+        (object(), "a tool returned a object without a text of its own: return one text, or a list"),
     ],
 )
 def test_a_result_without_a_text_costs_its_episode(tokenizer: Any, value: Any, failure: str) -> None:

@@ -1,0 +1,189 @@
+"""Calls of environments that run in the background and are bounded in time."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+
+class EnvironmentFailed(Exception):
+    """An environment raised where it must not, or did not return in time; its episode is dropped."""
+
+
+class BackgroundCall:
+    """A function that an `EnvironmentThread` runs, given up `timeout` seconds after it began.
+
+    Args:
+        convert: makes the value of what the function returned, in the same thread and the same time.
+        slots: how many such calls may run at a time; one that waits for a slot has not begun.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        timeout: float,
+        convert: Callable[[Any], Any] | None = None,
+        slots: threading.Semaphore | None = None,
+    ) -> None:
+        self._function, self._convert, self._slots = function, convert, slots
+        self._timeout = timeout
+        self._begun, self._done = threading.Event(), threading.Event()
+        self._deadline = float("inf")
+        self._lock = threading.Lock()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the function has ended."""
+        return self._done.is_set()
+
+    def run(self) -> None:
+        """Runs the function; called by the thread."""
+        if self._slots is not None:
+            self._slots.acquire()
+        self._deadline = time.monotonic() + self._timeout
+        self._begun.set()
+        try:
+            value = self._function()
+            if inspect.isawaitable(value):
+                value = self._awaited(value)
+            self._value = value if self._convert is None else self._convert(value)
+        except BaseException as error:
+            self._error = error
+        self._release()
+        self._done.set()
+
+    def wait(self, timeout: float) -> bool:
+        """Returns whether the call has ended or was given up, after at most `timeout` seconds."""
+        end = time.monotonic() + timeout
+        if not self._begun.wait(None if timeout == float("inf") else timeout):
+            return False
+        self._done.wait(max(0.0, min(end, self._deadline) - time.monotonic()))
+        return self.done or time.monotonic() >= self._deadline
+
+    def value(self) -> Any:
+        """Returns what the function returned, once `wait` is True.
+
+        Raises:
+            EnvironmentFailed: it did not return in time.
+            Exception: what the function or `convert` raised.
+        """
+        if not self.done:
+            self._release()  # a call that hangs must not keep others from beginning
+            raise self._given_up()
+        if isinstance(self._error, Exception):
+            raise self._error
+        if self._error is not None:  # sys.exit() of a tool must not end the trainer
+            raise EnvironmentFailed(f"raised {describe(self._error)}")
+        return self._value
+
+    def _release(self) -> None:
+        with self._lock:
+            slots, self._slots = self._slots, None
+        if slots is not None:
+            slots.release()
+
+    def _awaited(self, awaitable: Awaitable[Any]) -> Any:
+        # Half of the time: after that of a loop that does not answer, some remains for the call in a new one.
+        loop = _event_loop(self._timeout / 2)
+        future = asyncio.run_coroutine_threadsafe(_result_of(awaitable), loop)
+        concurrent.futures.wait([future], max(0.0, self._deadline - time.monotonic()))
+        if not future.done():
+            future.cancel()
+            raise self._given_up()
+        return future.result()
+
+    def _given_up(self) -> EnvironmentFailed:
+        return EnvironmentFailed(f"did not return within {self._timeout:g} s (environment.timeout)")
+
+
+class EnvironmentThread:
+    """The thread that runs all methods of one environment, so that what is bound to a thread works in it.
+
+    A thread cannot be stopped: where a call does not return, the thread stays behind until the process ends, and the
+    calls after it run in a new one.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[BackgroundCall | None] | None = None
+        self._last: BackgroundCall | None = None
+
+    def start(self, call: BackgroundCall) -> BackgroundCall:
+        """Runs the call in the background and returns it."""
+        if self._calls is None or (self._last is not None and not self._last.done):
+            self.end()
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_run_all, args=(self._calls,), name="environment", daemon=True).start()
+        self._last = call
+        self._calls.put(call)
+        return call
+
+    def end(self) -> None:
+        """Ends the thread after the call in progress."""
+        if self._calls is not None:
+            self._calls.put(None)
+            self._calls = None
+
+
+def in_background(function: Callable[[], Any], timeout: float) -> BackgroundCall:
+    """Starts a call in a thread of its own."""
+    thread = EnvironmentThread()
+    call = thread.start(BackgroundCall(function, timeout))
+    thread.end()
+    return call
+
+
+def _run_all(calls: queue.SimpleQueue[BackgroundCall | None]) -> None:
+    while (call := calls.get()) is not None:
+        call.run()
+        del call  # what it returned is not held while the next one is waited for
+
+
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_lock = threading.Lock()
+
+
+async def _result_of(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _event_loop(patience: float) -> asyncio.AbstractEventLoop:
+    """Returns the one event loop of all coroutines, as in TRL: environments may share what is bound to a loop.
+
+    A loop that does not answer within `patience` seconds is blocked by a coroutine, and a new one replaces it.
+    """
+    global _loop
+    with _loop_lock:
+        if _loop is None or not _answers(_loop, patience):
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_run_forever, args=(_loop,), name="environment-loop", daemon=True).start()
+        return _loop
+
+
+def _answers(loop: asyncio.AbstractEventLoop, patience: float) -> bool:
+    answered = threading.Event()
+    loop.call_soon_threadsafe(answered.set)
+    return answered.wait(patience)
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a coroutine, whose call has it as well
+            loop.run_forever()
+
+
+def describe(error: BaseException) -> str:
+    """Returns the type and the text of an exception, whatever its text is."""
+    try:
+        text = str(error)
+    except (Exception, SystemExit):
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,220 @@
+"""Where methods of environments run, when their time begins, and what their draws are derived from."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.environments.test_broken_environments import finished
+from tests.unit.environments.test_episodes import LIMITS, Counter, answer, append, encode, start, text_of
+from transformers import AutoTokenizer
+
+from trimtab.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread, in_background
+from trimtab.environments.episodes import EpisodeRunner
+from trimtab.environments.formats import Tag
+from trimtab.models import bundled
+from trimtab.types import Problem
+
+FOREVER = float("inf")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    result = AutoTokenizer.from_pretrained(bundled.folder())
+    result.__deepcopy__ = lambda _: result
+    return result
+
+
+class Database(Counter):
+    """Opens a connection that only the thread of `reset` may use."""
+
+    def reset(self, **row: Any) -> None:
+        del row
+        self.connection = sqlite3.connect(":memory:")
+
+    def add(self, step: int) -> int:
+        """Counts in a table.
+
+        Args:
+            step: what is inserted.
+        """
+        self.connection.execute("create table if not exists steps (step)")
+        self.connection.execute("insert into steps values (?)", (step,))
+        return self.total()
+
+    def total(self) -> int:
+        """Returns the sum."""
+        return self.connection.execute("select sum(step) from steps").fetchone()[0]
+
+    def get_reward(self) -> float:
+        return float(self.total())
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def test_what_is_bound_to_a_thread_works_in_every_method(tokenizer: Any, recwarn: pytest.WarningsRecorder) -> None:
+    episodes = start(tokenizer, Database, samples=1)
+    turn = append(tokenizer, None, "<add>20</add>")
+    assert text_of(tokenizer, answer(episodes, turn)) == "<output>20</output>"
+    turn = append(tokenizer, turn, "<output>20</output>", sampled=False)
+    turn = append(tokenizer, turn, "<add>5</add>")
+    assert text_of(tokenizer, answer(episodes, turn)) == "<output>25</output>"
+    [[completion]] = episodes.finish([[turn]])
+    assert completion.outcome is not None
+    assert (completion.outcome.reward, completion.outcome.failure) == (25.0, None)
+    episodes.close()
+    assert not [warning for warning in recwarn if "close()" in str(warning.message)]
+
+
+def test_constructors_run_one_after_another_also_behind_one_that_hangs(tokenizer: Any) -> None:
+    made: list[int] = []
+    release = threading.Event()
+
+    class Numbered(Counter):
+        def __init__(self) -> None:
+            number = len(made)
+            if number == 3:
+                made.append(number)
+                release.wait()
+            made.append(number)
+
+    episodes = start(tokenizer, Numbered, samples=6, limits=replace(LIMITS, timeout=0.2))
+    release.set()
+    assert made[:4] == [0, 1, 2, 3]
+    turn = append(tokenizer, None, "5")
+    outcomes = [completion.outcome for completion in episodes.finish([[turn] * 6])[0]]
+    failures = [outcome.failure for outcome in outcomes if outcome is not None]
+    assert failures == [None] * 3 + ["the constructor did not return within 0.2 s (environment.timeout)"] + [None] * 2
+    episodes.close()
+
+
+def test_a_call_that_waits_for_a_slot_uses_up_no_time() -> None:
+    slots, release = threading.Semaphore(1), threading.Event()
+    first = EnvironmentThread().start(BackgroundCall(release.wait, 30.0, slots=slots))
+    second = EnvironmentThread().start(BackgroundCall(lambda: "ran", 0.2, slots=slots))
+    assert not first.wait(0.5)
+    assert not second.wait(0.0), "it waited .5 s, longer than its time, and has not begun"
+    release.set()
+    assert second.wait(FOREVER)
+    assert (first.value(), second.value()) == (True, "ran")
+
+
+def test_a_call_that_hangs_does_not_keep_its_slot() -> None:
+    slots, release = threading.Semaphore(1), threading.Event()
+    hanging = EnvironmentThread().start(BackgroundCall(release.wait, 0.1, slots=slots))
+    assert hanging.wait(FOREVER)
+    with pytest.raises(EnvironmentFailed, match=r"did not return within 0\.1 s"):
+        hanging.value()
+    next_one = EnvironmentThread().start(BackgroundCall(lambda: "ran", 30.0, slots=slots))
+    assert next_one.wait(10.0)
+    assert next_one.value() == "ran"
+    release.set()
+    assert slots.acquire(timeout=10.0)
+    assert not slots.acquire(blocking=False), "its slot was given back once"
+
+
+def test_a_thread_whose_call_hangs_is_replaced() -> None:
+    thread, release = EnvironmentThread(), threading.Event()
+    hanging = thread.start(BackgroundCall(release.wait, 0.1))
+    later = thread.start(BackgroundCall(threading.get_ident, 30.0))
+    assert later.wait(10.0)
+    again = thread.start(BackgroundCall(threading.get_ident, 30.0))
+    assert again.wait(10.0)
+    assert later.value() == again.value(), "and the new one is kept"
+    release.set()
+    assert hanging.wait(10.0)
+
+
+def test_a_thread_ends_after_its_last_call() -> None:
+    call = in_background(threading.current_thread, 30.0)
+    assert call.wait(10.0)
+    call.value().join(10.0)
+    assert not call.value().is_alive()
+
+
+def seeds_of(tokenizer: Any, seed: int, problems: list[Problem]) -> list[int]:
+    seen: list[int] = []
+
+    class Drawing(Counter):
+        def reset(self, seed: int, **row: Any) -> None:
+            del row
+            seen.append(seed)
+
+    runner = EpisodeRunner(Drawing, Tag(("add",)), LIMITS, tokenizer, 200, encode)
+    runner.start([encode(problem, tokenizer) for problem in problems], 2, seed=seed).close()
+    return sorted(seen)
+
+
+def test_reset_gets_a_seed_that_repeats_and_differs_between_problems_and_requests(tokenizer: Any) -> None:
+    problems = [Problem("a", "How much?", "3"), Problem("b", "How many?", "4")]
+    seeds = seeds_of(tokenizer, 1, problems)
+    assert seeds == seeds_of(tokenizer, 1, problems)
+    assert len(seeds) == 4
+    assert len(set(seeds)) == 2, "one for both responses to a problem"
+    assert not set(seeds) & set(seeds_of(tokenizer, 2, problems))
+    own = [replace(problem, extra={"seed": 7}) for problem in problems]
+    assert seeds_of(tokenizer, 1, own) == [7] * 4, "a column of the task counts"
+
+
+def test_reset_without_keywords_gets_the_columns_only(tokenizer: Any) -> None:
+    class Strict(Counter):
+        def reset(self, id: str, question: str, answer: str, level: int) -> None: ...
+
+    turn = append(tokenizer, None, "5")
+    assert finished(start(tokenizer, Strict), turn) == ("stop", None)
+
+
+def delegate(broken: bool) -> type:
+    """A class that passes unknown attributes on to what its `reset` makes; without it each look-up recurses."""
+
+    class Delegating:
+        def reset(self, **row: Any) -> None:
+            del row
+            if broken:
+                raise OSError("no server")
+            self.inner = Counter()
+
+        def add(self, step: int) -> int:
+            """Adds.
+
+            Args:
+                step: what is added.
+            """
+            return step
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        @property
+        def close(self) -> Callable[[], None]:
+            raise ValueError("closed twice")
+
+    return Delegating
+
+
+@pytest.mark.parametrize(("broken", "failure"), [(True, "reset raised OSError: no server"), (False, None)])
+def test_attributes_that_raise_cost_no_run(tokenizer: Any, broken: bool, failure: str | None) -> None:
+    episodes = start(tokenizer, delegate(broken))
+    assert finished(episodes, append(tokenizer, None, "5")) == ("stop", failure)
+    with pytest.warns(UserWarning, match=r"close\(\) of an environment raised ValueError: closed twice"):
+        episodes.close()
+
+
+def test_a_text_of_reset_whose_last_blank_the_template_removes(tokenizer: Any) -> None:
+    class Board(Counter):
+        def reset(self, **row: Any) -> str:
+            del row
+            return "\n. . x\n"
+
+    def trimmed(problem: Problem, tokenizer: Any) -> Any:
+        return encode(replace(problem, question=problem.question.strip()), tokenizer)
+
+    runner = EpisodeRunner(Board, Tag(("add",)), LIMITS, tokenizer, 200, trimmed)
+    episodes = runner.start([trimmed(Problem("a", "Play.", ""), tokenizer)], 1, seed=0)
+    assert episodes.prompts[0].text == "Question: Play.\n. . x\nAnswer:"
+    episodes.close()
