@@ -56,7 +56,7 @@ def run(folder: Path, name: str, *overrides: str, resume: bool = False) -> list[
     recipe = folder.parent / "mine.toml"
     recipe.write_text(COMPOSED if name == "composed" else 'base = "laboratory"\ndescription = "small"\n')
     named = () if name == "composed" else (f"objective.name={name}",)
-    train(load_config(recipe, [*named, *SMALL, *SAVED, *RUNS[name], *overrides]), out=folder, resume=resume)
+    train(load_config(recipe, [*named, *SMALL, *SAVED, *RUNS.get(name, ()), *overrides]), out=folder, resume=resume)
     rows = read_metrics(folder / "metrics.jsonl")
     return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
 
@@ -86,6 +86,18 @@ def test_a_composed_run_writes_down_what_it_trained(tmp_path: Path) -> None:
     assert last["reject/veto"] == 0
     assert 0 < last["optim/ess_factor"] <= 1
     assert last["mismatch/anchor"] == "proximal"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "without_signal"),
+    [("flash-reinforce", (), 0), ("grpo", ("advantage.kind=batch-mean",), 0), ("grpo", (), 4)],
+)
+def test_groups_have_signal_where_the_whole_batch_is_compared(
+    name: str, overrides: tuple[str, ...], without_signal: int, tmp_path: Path
+) -> None:
+    # One update of the warm start: all responses are wrong.
+    rows = run(tmp_path / "run", name, "trainer.steps=1", "sft.steps=1", *overrides)
+    assert [(row["groups/no_signal"], row["groups/sampled"]) for row in rows] == [(without_signal, 4)]
 
 
 def test_centering_reads_the_head_of_the_sampler(tmp_path: Path) -> None:

@@ -73,19 +73,19 @@ def explain(
     """Print the equation that is minimized, with every number in place.
 
     For an objective, --set takes its keywords (`weight_max=1.5`); for a recipe, its keys (`objective.weight_max=1.5`).
-    Where both have the name, keywords without a section change both.
+    Where both have the name, keywords without a section change both. What training refuses is refused here too.
     """
     from trimtab.config import recipe_names
     from trimtab.objectives import objectives
     from trimtab.objectives.calibrate import from_section
+    from trimtab.objectives.composition import COMPOSED
     from trimtab.objectives.lookup import is_custom
 
+    known = [*objectives(), COMPOSED]
     recipe = name.endswith(".toml") or name in recipe_names()
-    is_objective = name in objectives() or (is_custom(name) and not recipe)
+    is_objective = name in known or (is_custom(name) and not recipe)
     if not recipe and not is_objective:
-        raise TrimtabError(
-            f"unknown objective or recipe {name!r}{did_you_mean(name, [*objectives(), *recipe_names()])}"
-        )
+        raise TrimtabError(f"unknown objective or recipe {name!r}{did_you_mean(name, [*known, *recipe_names()])}")
     entries: list[dict[str, Any]] = []
     changes = sets or []
     if is_objective:
@@ -106,16 +106,21 @@ def explain(
 def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
     """Returns the equation of a recipe and the sections that change its data or its model."""
     from trimtab.config import REQUIRED_SECTIONS, load_config
+    from trimtab.config.rule import Facts
+    from trimtab.config.validation import validate
     from trimtab.objectives.calibrate import from_section
+    from trimtab.objectives.equation import render
 
     config = load_config(name, sets)
     objective = from_section(config.objective.model_dump())
+    validate(Facts(config, objective, world_size=None), "objective")
+    advantage = config.advantage.kind or objective.advantage
     sections = {name: getattr(config, name) for name in sorted({*REQUIRED_SECTIONS.values()})}
     sections["routing"] = None if config.routing.replay == "none" else config.routing
     return {
         "objective": config.objective.name,
-        "equation": objective.equation(),
-        "advantage": config.advantage.kind or objective.advantage,
+        "equation": render(objective, advantage),
+        "advantage": advantage,
         **{name: section.model_dump() for name, section in sections.items() if section is not None},
     }
 
@@ -123,8 +128,9 @@ def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
 def _is_keyword(name: str, item: str) -> bool:
     from trimtab.config import parse_override
     from trimtab.objectives import keywords_of
+    from trimtab.objectives.composition import PART_KEYS
 
-    return parse_override(item)[0] in {"calibrate", *keywords_of(name)}
+    return parse_override(item)[0] in {"calibrate", *keywords_of(name), *PART_KEYS}
 
 
 def _keywords(sets: list[str]) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Recipes: TOML files read into one frozen, fully validated `Config`. Imports no torch."""
 
 from trimtab.config.engine_sections import CanaryConfig, EngineConfig, RayConfig, ServerConfig, VllmConfig
+from trimtab.config.objective_sections import BATCH_BASELINE, TOKEN_BASELINE
 from trimtab.config.optim_sections import EssConfig, OptimConfig, SurgeConfig
 from trimtab.config.recipes import load_config, parse_config, parse_override, recipe_names
 from trimtab.config.schema import (
     GOLD,
     REQUIRED_SECTIONS,
-    TOKEN_BASELINE,
     Config,
     DemonstrationConfig,
     LogConfig,
@@ -17,6 +17,7 @@ from trimtab.config.schema import (
 )
 
 __all__ = [
+    "BATCH_BASELINE",
     "GOLD",
     "REQUIRED_SECTIONS",
     "TOKEN_BASELINE",

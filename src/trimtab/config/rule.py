@@ -45,13 +45,13 @@ class TaskTraits(Protocol):
 class Facts(NamedTuple):
     """What is known about a run: its recipe, and from a later stage on its built parts.
 
-    `world_size` is the number of ranks of this run's process group. `rewards` are the names under which rewards are
-    logged, `eval_metrics` the keys of all accuracies that are measured.
+    `world_size` is the number of ranks of this run's process group, None where it is not known. `rewards` are the names
+    under which rewards are logged, `eval_metrics` the keys of all accuracies that are measured.
     """
 
     config: Config
     objective: ObjectiveTraits | None = None
-    world_size: int = 1
+    world_size: int | None = 1
     task: TaskTraits | None = None
     rewards: Sequence[str] = ()
     eval_metrics: Sequence[str] = ()

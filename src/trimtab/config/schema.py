@@ -14,13 +14,13 @@ import tomli_w
 from pydantic import Field, field_validator, model_validator
 
 from trimtab.config.engine_sections import EngineConfig, Placement, RayConfig, RoutingConfig
+from trimtab.config.objective_sections import AdvantageConfig, ObjectiveConfig
 from trimtab.config.optim_sections import OptimConfig
 from trimtab.config.section import (
     REAL,
     Count,
     Dtype,
     PluginSection,
-    Positive,
     Processes,
     Seconds,
     Section,
@@ -68,19 +68,6 @@ class ModelConfig(Section):
         default=False, description="compute activations again in the backward pass instead of keeping them"
     )
     lora: LoraConfig = LoraConfig()
-
-
-class ObjectiveConfig(PluginSection):
-    """What is minimized: a named method, or your own `module:function` that returns an `Objective`, and keywords."""
-
-    name: str = Field(
-        default="token-tis", description="the method (the table of objectives below lists all), or `module:function`"
-    )
-    calibrate: bool = Field(default=False, description="take the bounds of weights and masks from the ratios of step 0")
-    code: str | None = Field(
-        default=None, description="written by a run whose objective was given in code: what it was"
-    )
-    equation: str | None = Field(default=None, description="written by a run whose objective is no preset")
 
 
 class TaskConfig(PluginSection):
@@ -229,21 +216,6 @@ class DiagnoseConfig(Section):
     """Measurements of the mismatch that cost a forward pass of their own."""
 
     every: Count = Field(default=10, description="steps between clean probes of a perturbed policy")
-
-
-TOKEN_BASELINE = "optimal-token"
-"""The kind of advantage with a value for each token."""
-
-
-class AdvantageConfig(Section):
-    """How the rewards of a group become advantages."""
-
-    kind: Literal["grpo", "dr-grpo", "rloo", "optimal", "batch-mean", "optimal-token"] | None = Field(
-        default=None,
-        description="default: the kind the objective expects; `optimal-token`: a baseline for each token, with a "
-        "proximal pass",
-    )
-    value_beta: Positive | None = Field(default=None, description="temperature of the soft value (`optimal`)")
 
 
 class EvalTaskConfig(PluginSection):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trimtab.config.objective_sections import BATCH_BASELINE, TOKEN_BASELINE
 from trimtab.config.recipe_rules import RECIPE_RULES
 from trimtab.config.rule import Facts, Rule, Stage
-from trimtab.config.schema import GOLD, TOKEN_BASELINE, ShardingConfig
+from trimtab.config.schema import GOLD, ShardingConfig
 from trimtab.errors import TrimtabError, did_you_mean
 
 
@@ -42,7 +43,12 @@ def _group_advantage_of_one(facts: Facts) -> str | None:
     """Returns the kind of advantage if it compares the responses to one prompt, of which there is one."""
     assert facts.objective is not None
     kind = facts.config.advantage.kind or facts.objective.advantage
-    return kind if facts.config.trainer.samples == 1 and kind != "batch-mean" else None
+    return kind if facts.config.trainer.samples == 1 and kind != BATCH_BASELINE else None
+
+
+def _compares_the_batch(facts: Facts) -> bool:
+    assert facts.objective is not None
+    return (facts.config.advantage.kind or facts.objective.advantage) == BATCH_BASELINE
 
 
 def _unmeasured_metric(facts: Facts) -> str | None:
@@ -136,6 +142,12 @@ _OBJECTIVE_RULES = (
         lambda f: f.config.advantage.kind == TOKEN_BASELINE and f.objective.one_advantage_per_response,
         'advantage.kind = "optimal-token" gives each token its own advantage, and objective {objective.name!r} judges '
         "whole responses: use a token-level objective",
+    ),
+    Rule(
+        "dynamic-sampling-of-batch-mean",
+        lambda f: f.config.trainer.dynamic_sampling and _compares_the_batch(f),
+        "trainer.dynamic_sampling replaces groups of equal rewards, which advantage 'batch-mean' compares with the "
+        "rest of the batch and learns from: leave it out, or choose another advantage",
     ),
     Rule(
         "single-sample",

@@ -209,6 +209,10 @@ class Divergence(Mask):
             raise ValueError(
                 f"Divergence: max = {self.max:g} would reject identical policies or nothing, use a finite max >= 0"
             )
+        if self.kind == "binary_tv" and self.reduce != "sum" and self.max >= 1:
+            raise ValueError(
+                f"Divergence: max = {self.max:g} rejects nothing, as a gap of probabilities is at most 1: use less"
+            )
 
     @property
     def rule(self) -> str:

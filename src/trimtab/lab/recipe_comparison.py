@@ -102,7 +102,7 @@ def _for_objective(config: Config, name: str) -> dict[str, Any]:
     the recipe's objective uses, and an advantage of another default. Any other incompatible key is rejected by `check`.
     """
     from trimtab.objectives import objective
-    from trimtab.objectives.calibrate import bounds_of
+    from trimtab.objectives.calibrate import bounds_of, from_section
 
     data = config.model_dump(exclude={"compare"}, exclude_none=True)
     if name == config.objective.name:
@@ -110,7 +110,7 @@ def _for_objective(config: Config, name: str) -> dict[str, Any]:
     own_section = REQUIRED_SECTIONS.get(config.objective.name)
     if own_section is not None and own_section != REQUIRED_SECTIONS.get(name):
         data.pop(own_section, None)
-    if objective(name).advantage != objective(config.objective.name).advantage:
+    if objective(name).advantage != from_section(config.objective.model_dump()).advantage:
         data.pop("advantage", None)
     calibrate = config.objective.calibrate and bool(bounds_of(name))
     return data | {

@@ -22,6 +22,7 @@ from trimtab.corrections.masks import OPSM, Band, Divergence
 from trimtab.corrections.ratios import Ratios, log_ratio
 from trimtab.corrections.reduce import Sequences
 from trimtab.errors import TrimtabError
+from trimtab.objectives.composition import COMPOSED
 from trimtab.objectives.lookup import is_custom, keywords_of, objective
 from trimtab.objectives.objective import Objective
 
@@ -124,12 +125,14 @@ class _Bound:
 
 
 def bounds_of(preset: str) -> tuple[str, ...]:
-    """Returns the keywords of a preset that can be calibrated; none without weight and masks or for a custom function.
+    """Returns the keywords of a preset that can be calibrated.
+
+    None without weight and masks, for a custom function and for `composed`, whose bounds are no keywords.
 
     A side that the preset leaves open (`weight_min = 0`) stays open. The clip range is not included: it limits how far
     one batch may move the policy and does not depend on the mismatch.
     """
-    return () if is_custom(preset) else tuple(bound.keyword for bound in _bounds(preset))
+    return () if is_custom(preset) or preset == COMPOSED else tuple(bound.keyword for bound in _bounds(preset))
 
 
 def calibrated(preset: str, observed: Observed) -> dict[str, float]:
@@ -161,8 +164,8 @@ def from_section(section: Mapping[str, Any], bounds: Mapping[str, float] | None 
     """Builds the objective of an `[objective]` section: `name`, `calibrate` and the keywords of the preset or function.
 
     With `calibrate`, `bounds` are those of step 0; without them the published ones apply, and the equation says so.
-    Raises `TrimtabError` for what `objective` refuses, for a preset without a bound to calibrate, and for a bound that
-    is both given and to be calibrated.
+    Raises `TrimtabError` for what `objective` refuses, for a preset without a bound to calibrate, for a bound that is
+    both given and to be calibrated, and for parts that replace what has it or judge the same ratio.
     """
     given = {key: value for key, value in section.items() if key not in ("name", "calibrate", "code", "equation")}
     name, calibrate = section["name"], section.get("calibrate", False)
@@ -175,6 +178,11 @@ def from_section(section: Mapping[str, Any], bounds: Mapping[str, float] | None 
     if not calibrate:
         return objective(name, **given)
     keywords = bounds_of(name)
+    if name == COMPOSED:
+        raise TrimtabError(
+            "objective.calibrate finds the bounds of a preset, and those of parts stand in their tables: leave "
+            "calibrate out, or name a preset"
+        )
     if not keywords:
         raise TrimtabError(f"objective {name!r} has no bound that calibrate can find: leave calibrate out")
     conflicts = [key for key in keywords if key in given]
@@ -182,7 +190,18 @@ def from_section(section: Mapping[str, Any], bounds: Mapping[str, float] | None 
         raise TrimtabError(
             f"objective.calibrate finds {', '.join(keywords)} at step 0: leave {', '.join(conflicts)} out, or calibrate"
         )
+    if "weight" in given and "weight_max" in keywords:
+        raise TrimtabError(
+            f"objective.calibrate finds the bounds of the weight of {name!r}, which the given weight replaces: leave "
+            "one of them out"
+        )
     built = objective(name, **given, **(bounds or {}))
+    own = objective(name).masks
+    for added in built.masks[len(own) :]:
+        if any((added.rule, added.reads) == (mask.rule, mask.reads) for mask in own):
+            raise TrimtabError(
+                f"objective.calibrate finds the bounds of {added.rule}, and a mask gives others: leave one of them out"
+            )
     state = "calibrated at step 0" if bounds else "to be calibrated at step 0; the published values stand here"
     return replace(built, notes=(*built.notes, f"{', '.join(keywords)}: {state}"))
 

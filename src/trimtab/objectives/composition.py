@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from numbers import Real
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from trimtab.corrections.divergences import DIVERGENCES
 from trimtab.corrections.masks import OPSM, Band, Divergence, Mask, Veto
@@ -77,8 +79,11 @@ def compose(base: Objective | None, parts: Mapping[str, Any], advantage: str | N
         masks = parts["mask"]
         if isinstance(masks, Mapping | str) or not isinstance(masks, Sequence):
             raise TrimtabError("mask is a list of tables: write each as [[objective.mask]]")
-        added = tuple(_of_kind("mask", MASKS, Mask, mask) for mask in masks)
-        built["masks"] = (() if base is None else base.masks) + added
+        own = () if base is None else base.masks
+        if own and not masks:
+            assert base is not None
+            raise TrimtabError(f"mask = [] removes nothing: masks are added to those of {base.name}; leave it out")
+        built["masks"] = own + tuple(_of_kind("mask", MASKS, Mask, mask) for mask in masks)
     if advantage is not None:
         if advantage not in KINDS:
             raise TrimtabError(f"unknown advantage {advantage!r}{did_you_mean(advantage, KINDS)}")
@@ -113,27 +118,44 @@ def _part(what: str, part: type, given: Any) -> Any:
     if not isinstance(given, Mapping):
         raise TrimtabError(f"{what} is a table of its fields, not {given!r}")
     known = {item.name: item for item in fields(part)}
+    hints = get_type_hints(part)
     for key, value in given.items():
         if key not in known:
             raise TrimtabError(f"{what} has no {key!r}{did_you_mean(key, known)}")
-        _check_type(what, key, value, str(known[key].type))
+        _check_type(what, key, value, hints[key])
     for name, item in known.items():
         if item.default is MISSING and name not in given:
             raise TrimtabError(f"{what} needs {name!r}: give it a value")
     try:
         return part(**given)
     except ValueError as error:
-        raise TrimtabError(str(error)) from None
+        message = blame(part, given, error)
+        lead = "" if message.startswith(f"{part.__name__}:") else f"{what}: "
+        raise TrimtabError(lead + message) from None
 
 
-def _check_type(what: str, key: str, value: Any, annotation: str) -> None:
+def blame(build: Callable[..., Any], given: Mapping[str, Any], error: ValueError) -> str:
+    """Returns the message of an error of `build(**given)`, which names the value without which it would not occur.
+
+    A part names its field, such as `low`, and is renamed to the keyword that set it, such as `clip_low`.
+    """
+    message = str(error)
+    for key, value in given.items():
+        try:
+            build(**{other: item for other, item in given.items() if other != key})
+        except (TypeError, ValueError):  # TypeError: the value is required
+            continue
+        message = re.sub(rf"\b{key.rpartition('_')[2]}\b", key, message)
+        return message if f"{key} = " in message else f"{key} = {value!r}: {message}"
+    return message
+
+
+def _check_type(what: str, key: str, value: Any, annotation: Any) -> None:
     """Raises `TrimtabError` for a value of another type than the annotation: str, bool, Number or Number | None."""
-    if annotation == "str":
-        valid = isinstance(value, str)
-    elif annotation == "bool":
-        valid = isinstance(value, bool)
+    if annotation in (str, bool):
+        valid = isinstance(value, annotation)
     else:
         valid = isinstance(value, Real) and not isinstance(value, bool)
-        valid = valid or (value is None and "None" in annotation)
+        valid = valid or (value is None and NoneType in get_args(annotation))
     if not valid:
         raise TrimtabError(f"{what}: {key} = {value!r} has the wrong type")

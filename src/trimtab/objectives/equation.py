@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 _POLICY = {"proximal": "π_old", "behavior": "μ"}
 
 
-def render(objective: Objective) -> str:
-    """Returns one line for the loss, then one for each symbol and note."""
+def render(objective: Objective, advantage: str | None = None) -> str:
+    """Returns one line for the loss, then one for each symbol and note.
+
+    advantage: the kind of a recipe's `[advantage]`; by default that which the objective expects.
+    """
     ratio, weight = objective.ratio, objective.weight
     factors = ["m", *(["keep"] if objective.masks else []), *([] if weight is None else [weight.equation()])]
     loss = f"loss = −1/D Σ {'·'.join(factors)}·{objective.surrogate.equation(symbol('r', ratio.level))}"
@@ -33,7 +36,7 @@ def render(objective: Objective) -> str:
         ceiling = centering_ceiling(objective.ratio, objective.surrogate, corrected=False)
         lines.append(f"  {centering_equation(ceiling)}")
     lines.append(f"  D: {_denominator(objective)}")
-    lines.append(f"  A: {objective.advantage} advantage")
+    lines.append(f"  A: {advantage or objective.advantage} advantage")
     if objective.kl.coef > 0:
         lines.append(f"  KL: {_kl(objective)}, over m")
     if objective.entropy_coef > 0:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.composition import COMPOSED, PART_KEYS, compose
+from trimtab.objectives.composition import COMPOSED, PART_KEYS, blame, compose
 from trimtab.objectives.objective import Objective
 from trimtab.objectives.presets import PRESETS, Preset
 from trimtab.objectives.regularizers import KL
@@ -74,7 +74,12 @@ def objective(name: str, **overrides: Any) -> Objective:
     parts = {key: overrides.pop(key) for key in PART_KEYS if key in overrides}
     known = keywords_of(name)
     advantage = overrides.pop("advantage", None) if parts and "advantage" not in known else None
-    for key in overrides:
+    for key, value in overrides.items():
+        if key == "advantage" and key not in known:
+            raise TrimtabError(
+                f"objective {name!r} has no keyword 'advantage' where no part is given: set [advantage] kind = "
+                f"{value!r} in a recipe"
+            )
         if key not in known:
             raise TrimtabError(f"objective {name!r} has no keyword {key!r}{did_you_mean(key, [*known, *PART_KEYS])}")
     for key, default in known.items():
@@ -86,7 +91,8 @@ def objective(name: str, **overrides: Any) -> Objective:
             return _from_keywords(name, values)
         return _with_parts(name, values, parts, advantage)
     except ValueError as error:
-        raise TrimtabError(f"objective {name!r}: {error}") from error.__cause__
+        message = str(error).removeprefix(f"{name}: ").removeprefix(f"{name} ")
+        raise TrimtabError(f"objective {name!r}: {message}") from error.__cause__
 
 
 def _from_keywords(name: str, values: Mapping[str, Any]) -> Objective:
@@ -110,12 +116,29 @@ def _with_parts(name: str, values: Mapping[str, Any], parts: Mapping[str, Any], 
     shared = {key: value for key, value in values.items() if key not in specific}
     base = _from_keywords(name, specific)
     built = compose(base, _completed(base, shared, parts), advantage)
-    for key in specific:
-        others = {other: value for other, value in specific.items() if other != key}
-        plain = _from_keywords(name, others)
-        if plain != base and compose(plain, _completed(plain, shared, parts), advantage) == built:
-            raise TrimtabError(f"{key} has no effect beside the given {', '.join(parts)}: leave it out")
+    defaults = keywords_of(name)
+    for key, value in specific.items():
+        for other in _other_values(value, defaults[key]):
+            try:
+                changed = _from_keywords(name, {**specific, key: other})
+                same = compose(changed, _completed(changed, shared, parts), advantage) == built
+            except ValueError:  # not a value of this keyword
+                continue
+            if same and changed != base:
+                raise TrimtabError(f"{key} has no effect beside the given {', '.join(parts)}: leave it out")
     return built
+
+
+def _other_values(value: Any, default: Any) -> tuple[Any, ...]:
+    """Returns values of a keyword that differ from `value`, some of which may be invalid."""
+    others = () if default in (value, Parameter.empty) else (default,)
+    if value is None:
+        return (*others, 10.0)
+    if isinstance(value, bool):
+        return (not value,)
+    if isinstance(value, int):
+        return (*others, value + 1, value - 1)
+    return (*others, value / 2, value * 2 + 1) if isinstance(value, float) else others
 
 
 def _constructor(name: str) -> Preset:
@@ -145,8 +168,10 @@ def _parameters(name: str, constructor: Preset) -> dict[str, Parameter]:
 def _build(name: str, constructor: Preset, keywords: dict[str, Any]) -> Objective:
     try:
         built = constructor(**keywords)
-    except ValueError:
-        raise
+    except ValueError as error:
+        if is_custom(name):
+            raise
+        raise TrimtabError(blame(constructor, keywords, error)) from None
     except Exception as error:
         if not is_custom(name):
             raise

@@ -118,7 +118,7 @@ class AgedClip(Surrogate):
     def __post_init__(self) -> None:
         if not (0 <= self.low < 1 and self.high >= 0):
             raise TrimtabError(
-                f"clip_low = {self.low:g}, clip_high = {self.high:g}: the bounds are (1 - low)^age and (1 + high)^age, "
+                f"low = {self.low:g}, high = {self.high:g}: the bounds are (1 - low)^age and (1 + high)^age, "
                 "use a low in [0, 1) and a high of 0 or more"
             )
 

@@ -29,11 +29,16 @@ class Clipped(Surrogate):
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= 1:
-            raise TrimtabError(f"clip_low = {self.low:g}: the bound is 1 - clip_low, use a value in [0, 1]")
+            raise TrimtabError(f"low = {self.low:g}: the bound is 1 - low, use a value in [0, 1]")
         if not self.high >= 0:
-            raise TrimtabError(f"clip_high = {self.high:g}: the bound is 1 + clip_high, use 0 or more")
+            raise TrimtabError(f"high = {self.high:g}: the bound is 1 + high, use 0 or more")
         if self.dual is not None and not self.dual > 1:
-            raise TrimtabError(f"clip_dual = {self.dual:g}: it bounds the ratio from above, use more than 1")
+            raise TrimtabError(f"dual = {self.dual:g}: it bounds the ratio from above, use more than 1")
+        if self.low == 1 and self.high == math.inf and self.dual is None:
+            raise TrimtabError(
+                "low = 1 with high = inf: [0, inf] holds every ratio, so nothing is clipped: lower one of them, or use "
+                'the surrogate "unclipped"'
+            )
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         ratio, advantage = terms.ratio, terms.advantage

@@ -18,9 +18,13 @@ class Buffer:
     """Scored groups that wait for their batch, the schedule of all groups, and statistics since the last batch.
 
     Thread-safe. `changed` is the lock; it is notified whenever a waiting thread may be able to continue.
+
+    Args:
+        relative_to_group: whether the advantage compares the responses to one prompt, so that a group of equal rewards
+            has no signal.
     """
 
-    def __init__(self, trainer: TrainerConfig) -> None:
+    def __init__(self, trainer: TrainerConfig, *, relative_to_group: bool = True) -> None:
         self.changed = threading.Condition()
         self.schedule = Schedule(
             prompts=trainer.prompts,
@@ -30,6 +34,7 @@ class Buffer:
             max_no_signal=trainer.prompts * trainer.refill_rounds if trainer.dynamic_sampling else None,
         )
         self._dynamic, self._samples = trainer.dynamic_sampling, trainer.samples
+        self._relative_to_group = relative_to_group
         self._groups: dict[int, Group] = {}
         self._stats = RolloutStats()
 
@@ -42,7 +47,7 @@ class Buffer:
         """Add scored groups, except those that the schedule has dropped in the meantime."""
         with self.changed:
             for number, group in zip(request.numbers, groups, strict=True):
-                signal = has_reward_variance(group)
+                signal = has_reward_variance(group) or not self._relative_to_group
                 stats.groups += 1
                 stats.no_signal += not signal
                 if self.schedule.deliver(number, oldest(group), signal=signal or not self._dynamic):

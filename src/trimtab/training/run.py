@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trimtab import environments, rewards, tasks
-from trimtab.config import Config
+from trimtab.config import BATCH_BASELINE, Config
 from trimtab.config.rule import Facts
 from trimtab.config.validation import validate
 from trimtab.engines.factory import build_engines
@@ -25,6 +25,7 @@ from trimtab.models.laboratory import NAMES as LABORATORY_MODELS
 from trimtab.models.load import LoadedModel, default_device, load
 from trimtab.models.lora import add_lora
 from trimtab.objectives import Objective
+from trimtab.objectives.equation import render
 from trimtab.rewards import Scorer
 from trimtab.rollout import prefixes, truncation
 from trimtab.rollout.async_source import AsyncSource
@@ -146,7 +147,8 @@ def train(
             cleanup.enter_context(
                 provenance.recorded(run, config, command, started, first_step=trainer.step + 1, ranks=size)
             )
-        observer.started(config, trainer.learner.objective.equation(), config.trainer.steps, run.path)
+        equation = render(trainer.learner.objective, config.advantage.kind)
+        observer.started(config, equation, config.trainer.steps, run.path)
         _survey_prompts(trainer)
         return TrainResult(run.path, trainer.train())
 
@@ -271,7 +273,9 @@ def _build_source(
     observer: Observer,
     canary: Canary | None,
 ) -> RolloutSource:
-    collector, buffer = _build_collector(config, parts, loaded, engines[0]), Buffer(config.trainer)
+    collector = _build_collector(config, parts, loaded, engines[0])
+    advantage = config.advantage.kind or parts.objective.advantage
+    buffer = Buffer(config.trainer, relative_to_group=advantage != BATCH_BASELINE)
 
     def build() -> RolloutSource:
         if config.is_async:

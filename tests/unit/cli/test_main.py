@@ -128,6 +128,55 @@ def test_explain_changes_objective_and_recipe_of_one_name(capsys: pytest.Capture
     assert ["0.5" in values[kind]["equation"] for kind in ("objective", "recipe")] == [False, True]
 
 
+def test_explain_takes_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["explain", "composed", "--set", 'surrogate={kind="soft-gate"}']) == 0
+    assert "σ(τ (r_t − 1)) A" in capsys.readouterr().out
+    assert main.run(["explain", "composed"]) == 2
+    assert "of parts alone needs a surrogate" in capsys.readouterr().err
+    assert main.run(["explain", "composd"]) == 2
+    assert "unknown objective or recipe 'composd' (did you mean 'composed'" in capsys.readouterr().err
+    # The name of an objective and of a recipe.
+    assert main.run(["explain", "m2po", "--set", 'mask=[{kind="veto"}]', "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert all("keep where every ρ_t" in values[kind]["equation"] for kind in ("objective", "recipe"))
+
+
+def test_explain_names_the_advantage_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["explain", "laboratory", "--set", "advantage.kind=optimal-token"]) == 0
+    out = capsys.readouterr().out
+    assert "(advantage: optimal-token)" in out
+    assert "A: optimal-token advantage" in out
+    assert "grpo" not in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (("objective.name=gspo", "advantage.kind=optimal-token"), "objective 'gspo' judges whole responses"),
+        (("objective.name=flash-reinforce", "advantage.kind=optimal-token"), "which expects 'batch-mean'"),
+        (
+            (
+                "objective.name=token-alp",
+                'objective.mask=[{kind="band", level="token", min=0.5, max=2.0}]',
+            ),
+            "[perturbation] needs masks over the current policy",
+        ),
+    ],
+)
+def test_explain_refuses_what_training_would(
+    changes: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["explain", "laboratory", *(item for change in changes for item in ("--set", change))]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_shipped_recipe_can_be_explained(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those for many processes too, of which this is one."""
+    assert main.run(["explain", name]) == 0
+    assert "loss = −1/D" in capsys.readouterr().out
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("trimtab 0.")

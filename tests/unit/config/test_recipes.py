@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -286,3 +287,29 @@ def test_an_answer_is_a_regular_expression(answer: str) -> None:
     with pytest.raises(TrimtabError, match=r"environment\.answer: '.*' is no regular expression: ") as error:
         load_config("laboratory", overrides)
     assert "\n" not in str(error.value)
+
+
+def test_a_surrogate_without_a_name_is_an_objective_of_parts_alone() -> None:
+    parts = {"surrogate": {"kind": "soft-gate"}, "mask": [{"kind": "veto"}]}
+    config = load_config({"objective": parts})
+    assert (config.objective.name, config.objective.keywords) == ("composed", parts)
+    assert load_config({}, ['objective.surrogate={kind="soft-gate"}']).objective.name == "composed"
+    assert load_config({"objective": {"kl_coef": 0.1}}).objective.name == "token-tis"
+    # A base that names a method keeps it, as for every other key.
+    assert load_config("soup", ['objective.surrogate={kind="soft-gate"}']).objective.name == "soup"
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ({"mask": [{"kind": "veto"}], "weight": {}}, "weight, mask"),
+        ({"ratio": {"level": "sequence"}}, "ratio"),
+        ({"centering": True}, "centering"),
+    ],
+)
+def test_other_parts_never_change_the_default_method_unsaid(parts: dict[str, Any], named: str) -> None:
+    with pytest.raises(
+        TrimtabError, match=f"objective: {named} without a name: set objective.name to the method"
+    ) as raised:
+        load_config({"objective": parts})
+    assert "\n" not in str(raised.value)

@@ -188,6 +188,16 @@ BROKEN = {
         ("advantage.kind=optimal", "'optimal' does not fit objective 'token-tis', which expects 'grpo'"),
         ("objective.name=oapl advantage.kind=rloo", "which expects 'optimal'"),
     ],
+    "dynamic-sampling-of-batch-mean": [
+        (
+            "objective.name=flash-reinforce trainer.dynamic_sampling=true",
+            "'batch-mean' compares with the rest",
+        ),
+        (
+            "advantage.kind=batch-mean trainer.dynamic_sampling=true",
+            "dynamic_sampling replaces groups of equal",
+        ),
+    ],
     "single-sample": [("trainer.samples=1", "trainer.samples = 1 teaches nothing: advantage 'grpo' compares")],
     "token-advantage-of-responses": [
         (f"advantage.kind=optimal-token objective.name={name}", f"objective '{name}' judges whole responses")

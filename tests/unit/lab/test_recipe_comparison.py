@@ -58,3 +58,12 @@ def test_every_objective_with_bounds_takes_them_from_the_data_or_none_does() -> 
     }
     for cell in made.values():
         check(cell).scorer.close()
+
+
+def test_an_objective_of_parts_is_compared_with_presets() -> None:
+    parts = ("objective.name=composed", 'objective.surrogate={kind="clipped"}', 'objective.mask=[{kind="veto"}]')
+    made = cells("laboratory", "composed", "grpo", overrides=parts)
+    assert made["composed"].objective.keywords == {"surrogate": {"kind": "clipped"}, "mask": [{"kind": "veto"}]}
+    assert made["grpo"].objective.keywords == {}
+    for cell in made.values():
+        check(cell).scorer.close()

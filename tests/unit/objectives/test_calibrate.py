@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 import trimtab
 from trimtab.errors import TrimtabError
-from trimtab.objectives import correct, objectives
+from trimtab.objectives import Band, Veto, Weight, correct, objectives
 from trimtab.objectives.calibrate import SAMPLES_MIN, Observed, bounds_of, calibrated, from_section
 
 PUBLISHED = {name: bounds_of(name) for name in objectives() if bounds_of(name)}
@@ -198,6 +199,23 @@ def test_a_section_builds_its_objective_and_says_where_its_bounds_come_from() ->
         ({"name": "icepop", "calibrate": "yes"}, "objective.calibrate = 'yes' has the wrong type: use true or false"),
         ({"name": "icepopp", "calibrate": True}, "unknown objective 'icepopp'"),
         ({"name": "icepop", "calibrate": True, "clip": 1.0}, "objective 'icepop' has no keyword 'clip'"),
+        # Parts: refused before the run, not by their bounds at step 0.
+        (
+            {"name": "composed", "calibrate": True, "surrogate": {"kind": "clipped"}, "weight": {}},
+            "objective.calibrate finds the bounds of a preset, and those of parts stand in their tables",
+        ),
+        (
+            {"name": "seq-tis", "calibrate": True, "weight": {"level": "geometric", "bound": "clip", "min": 0.5}},
+            "objective.calibrate finds the bounds of the weight of 'seq-tis', which the given weight replaces",
+        ),
+        (
+            {"name": "opsm", "calibrate": True, "mask": [{"kind": "opsm", "delta": 0.1}]},
+            "objective.calibrate finds the bounds of opsm, and a mask gives others",
+        ),
+        (
+            {"name": "k3-mask", "calibrate": True, "mask": [{"kind": "k3", "reduce": "mean", "max": 0.1}]},
+            "objective.calibrate finds the bounds of k3_mean, and a mask gives others",
+        ),
     ],
 )
 def test_an_invalid_section_is_refused(section: dict[str, object], line: str) -> None:
@@ -205,3 +223,15 @@ def test_an_invalid_section_is_refused(section: dict[str, object], line: str) ->
         from_section(section)
     assert str(refused.value).startswith(line)
     assert "\n" not in str(refused.value)
+
+
+def test_parts_beside_what_is_calibrated_keep_their_own_bounds() -> None:
+    veto = {"kind": "veto", "min": 1e-3}
+    section = {"name": "geo-mask", "calibrate": True, "mask": [veto], "weight": {"max": 3.0}}
+    assert from_section(section) == replace(
+        trimtab.objective("geo-mask", mask=[veto], weight={"max": 3.0}), notes=from_section(section).notes
+    )
+    result = from_section(section, {"keep_min": 0.9, "keep_max": 1.2})
+    assert result.masks == (Band("geometric", 0.9, 1.2), Veto(1e-3))
+    assert result.weight == Weight(max=3.0)
+    assert bounds_of("composed") == ()

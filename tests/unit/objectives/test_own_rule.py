@@ -187,6 +187,13 @@ def test_a_page_does_not_run_code_that_a_run_names(section):
     assert "a report runs no code that a run names" in str(clipping({"objective": section}, tokens))
 
 
+def test_a_page_names_the_advantage_of_the_recipe_and_knows_objectives_of_parts():
+    section = {"name": "composed", "surrogate": {"kind": "unclipped"}}
+    equation = equation_of({"objective": section, "advantage": {"kind": "rloo"}}, {})
+    assert equation.startswith("loss = −1/D Σ m·r_t A\n")
+    assert equation.endswith("A: rloo advantage")
+
+
 class OwnKL(KL):
     """A KL term of a user's own class."""
 

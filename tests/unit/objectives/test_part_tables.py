@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import make_dataclass
 
 import pytest
 
+from trimtab.config.objective_sections import COMPOSED, OBJECTIVE_PARTS
 from trimtab.errors import TrimtabError
 from trimtab.objectives import (
     OPSM,
@@ -19,10 +21,12 @@ from trimtab.objectives import (
     Reinforce,
     Veto,
     Weight,
+    composition,
     objective,
 )
 
 CLIPPED = {"kind": "clipped", "high": 0.28}
+BAND = {"kind": "band", "level": "geometric", "min": 0.5, "max": 2.0}
 
 
 def test_a_preset_takes_further_masks_and_keeps_its_own():
@@ -132,6 +136,22 @@ def test_parts_may_be_given_as_objects():
         ("cppo", {"divergence_max": math.inf}, "finite and above 0"),
         ("grpo", {"mask": [], "advantage": "grop"}, "unknown advantage 'grop' .did you mean 'grpo'"),
         ("grpo", {"advantage": "rloo"}, "no keyword 'advantage'"),
+        ("grpo", {"advantage": "rloo"}, r"set \[advantage\] kind = 'rloo' in a recipe"),
+        # Parts that reject or bound nothing.
+        ("geo-mask", {"mask": []}, r"mask = \[\] removes nothing: masks are added to those of geo-mask"),
+        ("geo-mask", {"mask": [BAND]}, r"band_geometric \[0.5, 2\] rejects nothing beside \[0.99, 1.01\]"),
+        ("grpo", {"mask": [{**BAND, "max": 1.5}, BAND]}, r"\[0.5, 2\] rejects nothing beside \[0.5, 1.5\]"),
+        ("dppo", {"divergence_max": 1.0}, "divergence_max = 1 rejects nothing, as a gap of probabilities is at most 1"),
+        *(
+            ("grpo", {"mask": [{"kind": "binary_tv", "reduce": reduce, "max": 1}]}, "max = 1 rejects nothing")
+            for reduce in ("token", "mean", "max")
+        ),
+        ("grpo", {"clip_low": 1.0, "clip_high": math.inf}, 'nothing is clipped: .* the surrogate "unclipped"'),
+        # A keyword of a part that is replaced, at its default.
+        ("token-tis", {"weight": {"level": "token"}, "weight_max": 2.0}, "weight_max has no effect beside the given w"),
+        ("token-tis", {"weight": {"level": "token"}, "normalize": False}, "normalize has no effect beside the given w"),
+        ("grpo", {"surrogate": CLIPPED, "clip_dual": None}, "clip_dual has no effect beside the given surrogate"),
+        ("gspo", {"surrogate": CLIPPED, "clip_low": 3e-4}, "clip_low has no effect beside the given surrogate"),
     ],
 )
 def test_mistakes_are_one_line(name, given, line):
@@ -145,3 +165,63 @@ def test_an_unbounded_weight_is_printed_without_a_bound():
     assert (
         objective("composed", surrogate={"kind": "reinforce", "ceiling": math.inf}).equation().startswith("loss = −1/D")
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "line"),
+    [
+        (
+            "ctpo",
+            {"clip_low": math.nan},
+            "'ctpo': clip_low = nan, high = 0.05: the bounds on log r are -clip_low",
+        ),
+        ("cppo", {"divergence_max": 0.0}, "'cppo': PrefixBudget: divergence_max = 0 and budget = 0.02 must be finite"),
+        ("sapo", {"tau_positive": 0.0}, "'sapo': tau_positive = 0.0: tau = 0, 1.05: temperatures must be finite"),
+        ("trm", {"k3_max": -1.0}, "'trm': Divergence: k3_max = -1 would reject identical policies or nothing"),
+        ("grpo", {"clip_low": 1.5}, "'grpo': clip_low = 1.5: the bound is 1 - clip_low"),
+        ("a3po", {"clip_low": 1.0}, "'a3po': clip_low = 1, high = 0.2: the bounds are (1 - clip_low)^age"),
+        (
+            "composed",
+            {"surrogate": {"kind": "clipped", "low": math.nan}},
+            "surrogate 'clipped': low = nan: the bo",
+        ),
+        (
+            "composed",
+            {"surrogate": {"kind": "aged-clip", "low": 1.0}},
+            "surrogate 'aged-clip': low = 1, high = 0.",
+        ),
+        ("token-alp", {"weight": {}}, "objective 'token-alp': current/behavior already contains proximal/behavior"),
+        ("grpo", {"denominator": "kept"}, "objective 'grpo': rejects nothing, so denominator"),
+    ],
+)
+def test_a_message_names_the_key_that_was_written(name, given, line):
+    with pytest.raises(TrimtabError) as error:
+        objective(name, **given)
+    assert line in str(error.value)
+
+
+def test_what_only_looks_without_effect_is_accepted():
+    assert objective("grpo", mask=[], centering=False) == objective("grpo")
+    summed = objective("grpo", mask=[{"kind": "binary_tv", "reduce": "sum", "max": 3.0}])
+    assert summed.masks == (Divergence("binary_tv", "sum", 3.0),)
+    assert objective("grpo", clip_low=1.0, clip_high=math.inf, clip_dual=3.0).surrogate == Clipped(1.0, math.inf, 3.0)
+    overlapping = [BAND, {**BAND, "min": 0.8, "max": 3.0}, {**BAND, "level": "token"}, {**BAND, "over": "current"}]
+    assert len(objective("grpo", mask=overlapping).masks) == 4
+    kept = objective("token-tis", weight_max=2.0, clip_low=0.2, mask=[{"kind": "veto"}])
+    assert kept == objective("token-tis", mask=[{"kind": "veto"}])
+
+
+def test_a_part_may_have_annotations_that_are_types(monkeypatch):
+    """Without `from __future__ import annotations`, as in a file of one's own."""
+    kinds = [("name", str, "a"), ("far", bool, False), ("low", float, 0.2), ("dual", float | None, None)]
+    own = make_dataclass("Own", kinds, bases=(Veto,), frozen=True)
+    monkeypatch.setitem(composition.MASKS, "own", own)
+    built = objective("grpo", mask=[{"kind": "own", "name": "b", "far": True, "low": 1, "dual": None}])
+    assert built.masks == (own(name="b", far=True, low=1, dual=None),)
+    for key, value in {"name": 1, "far": 1, "low": None, "dual": "x"}.items():
+        with pytest.raises(TrimtabError, match=f"mask 'own': {key} = {value!r} has the wrong type"):
+            objective("grpo", mask=[{"kind": "own", key: value}])
+
+
+def test_the_recipe_knows_the_names_of_the_parts():
+    assert (composition.COMPOSED, composition.PART_KEYS) == (COMPOSED, OBJECTIVE_PARTS)

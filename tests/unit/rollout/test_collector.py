@@ -76,6 +76,14 @@ def test_groups_without_signal_are_replaced_and_counted(scorer: rewards.Scorer) 
     assert source.collector.stream.position == 4
 
 
+def test_groups_have_signal_where_the_whole_batch_is_compared(scorer: rewards.Scorer) -> None:
+    source = feed(scorer, script_for([False, True]))
+    source.buffer = Buffer(source.collector.config.trainer, relative_to_group=False)
+    groups, stats = source.take(UPDATES, batches_left=1)
+    assert [group[0].group for group in groups] == [0, 1]
+    assert (stats.no_signal, stats.groups) == (0, 2)
+
+
 def test_refilling_is_bounded(scorer: rewards.Scorer) -> None:
     source = feed(scorer, script_for([False] * 6 + [True]), dynamic_sampling=True, refill_rounds=3)
     groups, stats = source.take(UPDATES, batches_left=1)
