@@ -129,12 +129,12 @@ def _part(what: str, part: type, given: Any) -> Any:
     try:
         return part(**given)
     except ValueError as error:
-        message = blame(part, given, error)
+        message = error_message(part, given, error)
         lead = "" if message.startswith(f"{part.__name__}:") else f"{what}: "
         raise TrimtabError(lead + message) from None
 
 
-def blame(build: Callable[..., Any], given: Mapping[str, Any], error: ValueError) -> str:
+def error_message(build: Callable[..., Any], given: Mapping[str, Any], error: ValueError) -> str:
     """Returns the message of an error of `build(**given)`, which names the value without which it would not occur.
 
     A part names its field, such as `low`, and is renamed to the keyword that set it, such as `clip_low`.

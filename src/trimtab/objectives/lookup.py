@@ -11,7 +11,7 @@ from typing import Any
 
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.composition import COMPOSED, PART_KEYS, blame, compose
+from trimtab.objectives.composition import COMPOSED, PART_KEYS, compose, error_message
 from trimtab.objectives.objective import Objective
 from trimtab.objectives.presets import PRESETS, Preset
 from trimtab.objectives.regularizers import KL
@@ -171,7 +171,7 @@ def _build(name: str, constructor: Preset, keywords: dict[str, Any]) -> Objectiv
     except ValueError as error:
         if is_custom(name):
             raise
-        raise TrimtabError(blame(constructor, keywords, error)) from None
+        raise TrimtabError(error_message(constructor, keywords, error)) from None
     except Exception as error:
         if not is_custom(name):
             raise
