@@ -7,7 +7,8 @@ A method is a subclass of `Feature` in a file of its own and a line in `build_fe
     before_updates        before the first update, with the batch complete
     learning_rate_factor  before each update, with its gradient complete
     check_update          after each update
-    counts                after the last update
+    after_updates         after the last update
+    counts                after that
     end_step              when the metrics that every step has are known
 
 Besides, `modules` is called when the optimizer is built, `publish_options` when engines get new weights, and `state`
@@ -96,6 +97,11 @@ class StepRecord:
     metrics: Mapping[str, Any]
 
 
+def is_probe_step(config: Config, step: int) -> bool:
+    """Whether what costs forwards of its own is measured in this step: the first, the last, one in `diagnose.every`."""
+    return step in (1, config.trainer.steps) or step % config.diagnose.every == 0
+
+
 class Feature:
     """An optional part of training. Hooks that a method does not override do nothing.
 
@@ -134,6 +140,9 @@ class Feature:
 
     def check_update(self) -> None:
         """Raises `NonFiniteUpdateError` if the last update made this feature's parameters unusable."""
+
+    def after_updates(self, learner: PolicyLearner) -> None:
+        """Called after the last update of a step."""
 
     def counts(self) -> Mapping[str, int]:
         """What this process has counted since `before_updates`; sums over processes are `StepStatistics.counts`."""
