@@ -2,7 +2,7 @@
 
     python benchmarks/objective_step.py --rounds 15                     # laboratory model
     python benchmarks/objective_step.py --model smollm2-135m-instruct --rounds 5 --presets score-centering ctpo pnpo
-    python benchmarks/objective_step.py --loss-only [--packed] --rows 64 --response 1024 --presets cppo ctpo pnpo
+    python benchmarks/objective_step.py --loss-only [--packed] --rows 64 --response 1024 --presets dapo cppo ctpo pnpo
 
 One update: the statistics of the update, one forward of the policy with a gradient, the loss, and the backward pass,
 over one micro-batch, one thread. Log-probs of the proximal policy are given, as after its own pass; presets that read
@@ -86,6 +86,7 @@ def build_loss(rows: int, response: int, *, packed: bool) -> Callable[[str], Non
     mask = torch.ones(rows, response, dtype=torch.bool)
     advantage = torch.randn(rows, 1, generator=generator)
     ids = torch.arange(rows)[:, None].expand(rows, response).contiguous() if packed else None
+    head = torch.randn(rows, response, HEAD, generator=generator).log_softmax(-1) - 0.01
 
     def update(name: str) -> None:
         built = objective(name)
@@ -98,9 +99,11 @@ def build_loss(rows: int, response: int, *, packed: bool) -> Callable[[str], Non
             off_policy=torch.zeros_like(mask) if "off_policy" in built.needs else None,
             turn=torch.zeros(rows, response, dtype=torch.long) if "turn" in built.needs else None,
             age=torch.ones(rows, response, dtype=torch.long) if "age" in built.needs else None,
+            head_current=head.requires_grad_() if built.centering else None,
+            head_behavior=head.detach() if built.centering else None,
         )
         built(logps, advantage).loss.backward()
-        current.grad = None
+        current.grad = head.grad = None
 
     return update
 
