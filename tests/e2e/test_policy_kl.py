@@ -77,18 +77,18 @@ def test_it_is_the_mean_of_k3_between_two_scorings(
     with rescored(monkeypatch) as feature:
         run.train(recipe(name, *overrides), out=tmp_path / "run")
     values = measured(tmp_path / "run")
-    assert [value is not None for value in values] == [True, True, False, True]  # the first, every second, the last
+    assert [value is not None for value in values] == [False, True, False, True]
     for value, expected in zip(values, feature.expected, strict=True):
         assert value is None or value == pytest.approx(expected, rel=1e-3)
     assert min(feature.expected) > 1e-6
 
 
 def test_objectives_that_train_the_same_update_measure_the_same(tmp_path: Path) -> None:
-    """With one update a batch and no mismatch, token-tis and token-bypass have one gradient; `update/kl` is 0 for the
-    first alone if the sampler lags, `update/policy_kl` is the effect of the update for both."""
+    """With one update a batch, hardly any mismatch and no ratio clipped, token-tis and token-bypass have one gradient.
+    `update/kl` is 0 for token-tis, whose ratio is 1; `update/policy_kl` is the effect of the update for both."""
     runs = {}
     for name in ("token-tis", "token-bypass"):
-        run.train(recipe(name, "trainer.minibatches=1", "trainer.steps=1", "engine.dtype=float32"), out=tmp_path / name)
+        run.train(recipe(name, "trainer.minibatches=1", "trainer.steps=1", "diagnose.every=1"), out=tmp_path / name)
         runs[name] = read_metrics(tmp_path / name / "metrics.jsonl")[0]
     tis, bypass = (runs[name]["update/policy_kl"] for name in ("token-tis", "token-bypass"))
     assert tis == pytest.approx(bypass, rel=1e-3)
@@ -105,4 +105,4 @@ def test_measuring_changes_no_other_number(tmp_path: Path) -> None:
     hidden = ("time/", "tokens_per_second/", "memory/", "update/policy_kl")
     left, right = ([{k: v for k, v in row.items() if not k.startswith(hidden)} for row in one] for one in rows)
     assert left == right
-    assert [sum("update/policy_kl" in row for row in one) for one in rows] == [4, 2]
+    assert [sum("update/policy_kl" in row for row in one) for one in rows] == [4, 0]

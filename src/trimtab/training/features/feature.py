@@ -97,11 +97,6 @@ class StepRecord:
     metrics: Mapping[str, Any]
 
 
-def is_probe_step(config: Config, step: int) -> bool:
-    """Whether what costs forwards of its own is measured in this step: the first, the last, one in `diagnose.every`."""
-    return step in (1, config.trainer.steps) or step % config.diagnose.every == 0
-
-
 class Feature:
     """An optional part of training. Hooks that a method does not override do nothing.
 

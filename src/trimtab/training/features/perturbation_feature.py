@@ -14,14 +14,7 @@ from trimtab.config import Config
 from trimtab.models.perturbation import MAX_STD, Perturbation, PerturbationCoverage
 from trimtab.seeds import derive
 from trimtab.training.batching import MiniBatch
-from trimtab.training.features.feature import (
-    Feature,
-    ForwardPass,
-    PolicyLearner,
-    StepRecord,
-    TrainedModule,
-    is_probe_step,
-)
+from trimtab.training.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord, TrainedModule
 from trimtab.training.optim import NonFiniteUpdateError
 
 CHANGED, COMPARED = "perturbation/changed/", "perturbation/compared/"
@@ -30,7 +23,7 @@ CHANGED, COMPARED = "perturbation/changed/", "perturbation/compared/"
 class PerturbationFeature(Feature):
     """Perturbs every forward with a gradient, and trains the standard deviations of the noise.
 
-    The policy without noise is scored in probe steps only (`is_probe_step`).
+    The policy without noise is scored in probe steps only: the first, the last, and one in `diagnose.every`.
     """
 
     perturbs_policy = True
@@ -62,7 +55,8 @@ class PerturbationFeature(Feature):
             yield {}
 
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:  # noqa: ARG002
-        self._coverage = PerturbationCoverage() if is_probe_step(self._config, step) else None
+        probes = step in (1, self._config.trainer.steps) or step % self._config.diagnose.every == 0
+        self._coverage = PerturbationCoverage() if probes else None
         self._gradients = []
 
     def learning_rate_factor(self) -> float:

@@ -11,14 +11,15 @@ from trimtab.corrections import log_ratio
 from trimtab.corrections.divergences import k3
 from trimtab.training.assignment import assigned_micro_batches
 from trimtab.training.batching import MicroBatch, MiniBatch
-from trimtab.training.features.feature import Feature, PolicyLearner, StepRecord, is_probe_step
+from trimtab.training.features.feature import Feature, PolicyLearner, StepRecord
 from trimtab.training.ranks import RankGroup
 
 
 class PolicyKL(Feature):
-    """Scores the last mini-batch of a probe step before the first and after the last update, without perturbation.
+    """Scores the last mini-batch of a step before its first and after its last update, without perturbation.
 
-    The log-probs before are those of the proximal pass where there was one, else of a forward of their own. Every rank
+    In one step of `diagnose.every`, whatever the length of the run, so that a resumed one measures the same. The
+    log-probs before are those of the proximal pass where there was one, else of a forward of their own. Every rank
     runs as many forwards as the others.
     """
 
@@ -29,7 +30,7 @@ class PolicyKL(Feature):
 
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
         self._before, self._kl = [], None
-        if not batches or not is_probe_step(self._config, step):
+        if not batches or step % self._config.diagnose.every:
             return
         for _, micro in assigned_micro_batches(batches[-1], self._ranks):
             before = learner.logp(micro) if micro.proximal is None else micro.proximal

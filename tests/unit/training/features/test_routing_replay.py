@@ -242,7 +242,7 @@ def test_the_update_replays_what_the_proximal_pass_chose() -> None:
     choices: list[Any] = []
     experts: Any = of.model.get_submodule("model.layers.1.mlp.experts")
     handle = experts.register_forward_pre_hook(lambda _experts, given: choices.append(given[1]))
-    stats = of.update(scored, lambda *_: None, step=2)  # no probe step: these forwards are all that there are
+    stats = of.update(scored, lambda *_: None)
     handle.remove()
     assert len(choices) == 8
     for place in range(4):
