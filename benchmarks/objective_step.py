@@ -2,11 +2,14 @@
 
     python benchmarks/objective_step.py --rounds 15                     # laboratory model
     python benchmarks/objective_step.py --model smollm2-135m-instruct --rounds 5 --presets score-centering ctpo pnpo
+    python benchmarks/objective_step.py --loss-only [--packed] --rows 64 --response 1024 --presets dapo cppo ctpo pnpo
 
 One update: the statistics of the update, one forward of the policy with a gradient, the loss, and the backward pass,
 over one micro-batch, one thread. Log-probs of the proximal policy are given, as after its own pass; presets that read
-none save that pass besides. `score-centering` scores 128 further ids of each token. Presets take turns within each
-round; printed are the median of processor time over that of `grpo` in the same round, and the quartiles.
+none save that pass besides. `score-centering` scores 128 further ids of each token. With `--loss-only` there is no
+model: the loss and its backward pass alone, on random log-probs, with sequences as rows or (`--packed`) by ids. Presets
+take turns within each round; printed are the median of processor time over that of `grpo` in the same round, and the
+quartiles.
 """
 
 from __future__ import annotations
@@ -73,6 +76,38 @@ def build(model_path: str, rows: int, prompt: int, response: int) -> Callable[[s
     return update
 
 
+def build_loss(rows: int, response: int, *, packed: bool) -> Callable[[str], None]:
+    """Returns a function that computes the loss of a preset and its gradient from given log-probs."""
+    generator = torch.Generator().manual_seed(0)
+    noise = [0.01 * torch.randn(rows, response, generator=generator) for _ in range(2)]
+    behavior = -2 * torch.rand(rows, response, generator=generator) - 0.05
+    proximal = behavior + noise[0]
+    current = (proximal + noise[1]).requires_grad_()
+    mask = torch.ones(rows, response, dtype=torch.bool)
+    advantage = torch.randn(rows, 1, generator=generator)
+    ids = torch.arange(rows)[:, None].expand(rows, response).contiguous() if packed else None
+    head = torch.randn(rows, response, HEAD, generator=generator).log_softmax(-1) - 0.01
+
+    def update(name: str) -> None:
+        built = objective(name)
+        logps = PolicyLogps(
+            current,
+            behavior,
+            mask,
+            proximal,
+            sequence_ids=ids,
+            off_policy=torch.zeros_like(mask) if "off_policy" in built.needs else None,
+            turn=torch.zeros(rows, response, dtype=torch.long) if "turn" in built.needs else None,
+            age=torch.ones(rows, response, dtype=torch.long) if "age" in built.needs else None,
+            head_current=head.requires_grad_() if built.centering else None,
+            head_behavior=head.detach() if built.centering else None,
+        )
+        built(logps, advantage).loss.backward()
+        current.grad = head.grad = None
+
+    return update
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="laboratory")
@@ -81,9 +116,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=12)
     parser.add_argument("--response", type=int, default=12)
+    parser.add_argument("--loss-only", action="store_true")
+    parser.add_argument("--packed", action="store_true", help="with --loss-only: sequences by ids")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    update = build(given.model, given.rows, given.prompt, given.response)
+    if given.loss_only:
+        update = build_loss(given.rows, given.response, packed=given.packed)
+    else:
+        update = build(given.model, given.rows, given.prompt, given.response)
     names = list(dict.fromkeys(["grpo", *given.presets]))
     ratios: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(given.rounds + 1):

@@ -5,7 +5,7 @@
 Grids are folders of `trimtab compare --regimes on-policy stale-32 int3 reuse-16`; presets that none of them has are
 taken from docs/results/laboratory.md (five seeds). Costs are what `benchmarks/objective_step.py` prints. Parity is
 computed here from the frozen numbers of tests/parity: the largest error of loss and gradient in float64, relative to
-the largest frozen value.
+the largest frozen value; for `a3po` of the gradient, since its loss differs where it is clipped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import torch
-from tests.parity import test_miles, test_prime_rl, test_trl, test_verl
+from tests.parity import test_areal, test_miles, test_prime_rl, test_trl, test_verl
 from tests.parity.conftest import Given, Peer
 
 from trimtab.objectives import Objective, objectives
@@ -40,6 +40,7 @@ def parity() -> dict[str, str]:
         for case, objective in losses.items():
             error = _error(Peer(peer), f"{prefix}{case}", case, objective)
             errors[objective.name][peer] = max(error, errors[objective.name].get(peer, 0.0))
+    errors["a3po"]["areal"] = max(_age_error(case, batch) for case in test_areal.CASES for batch in BATCHES)
     return {name: ", ".join(f"{peer} {error:.0e}" for peer, error in peers.items()) for name, peers in errors.items()}
 
 
@@ -53,6 +54,13 @@ def _error(peer: Peer, case: str, key: str, objective: Objective) -> float:
         worst = max(worst, abs(loss - peer.scalar(case, batch, "loss")) / max(1.0, abs(loss)))
         worst = max(worst, float((gradient - reference).abs().max() / reference.abs().max().clamp(min=1e-12)))
     return worst
+
+
+def _age_error(case: str, batch: str) -> float:
+    given = Given(batch, torch.float64)
+    _, gradient = given.run(test_areal.A3PO, age=test_areal.ages_of(case, given.mask))
+    reference = Peer("areal").tensor(case, batch, "gradient")
+    return float((gradient - reference).abs().max() / reference.abs().max())
 
 
 def accuracies(grids: list[Path]) -> dict[str, dict[str, list[float]]]:

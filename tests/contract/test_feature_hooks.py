@@ -69,6 +69,12 @@ class CountingFeature(Feature):
     def check_update(self) -> None:
         self.calls["check_update"] += 1
 
+    def after_updates(self, learner: PolicyLearner) -> None:
+        self.calls["after_updates"] += 1
+        assert learner.objective.name == "token-tis"
+        assert self.calls["check_update"] == 2 * self.calls["after_updates"]
+        assert self.calls["counts"] == self.calls["after_updates"] - 1
+
     def counts(self) -> Mapping[str, int]:
         self.calls["counts"] += 1
         return {"counting/updates": self.calls["check_update"]}
@@ -118,6 +124,7 @@ def test_hooks_are_called_where_the_interface_says(tmp_path: Path, monkeypatch: 
         "forward probe": 2,  # in the second step
         "scored probe": 2,
         "check_update": 4,
+        "after_updates": 2,
         "counts": 2,
         "end_step": 2,
         "publish 0": 1,

@@ -57,6 +57,7 @@ SHARDING = {"tied": ["sharding.offload=true", "sharding.reshard=false"]}
 MIXED = ["model.autocast=bfloat16", "model.gradient_checkpointing=true"]
 # Checkpoints of 2 ranks from half-way, and how many ranks go on from them. ALP has a parameter that is not sharded.
 RESUMED = [("plain", 1), ("plain", 4), ("alp", 1), ("alp", 4), ("lora", 1)]
+PROBED = "update/policy_kl"
 HALVES = ["trainer.steps=4", "checkpoint.every=2"]
 SHORT = ["trainer.steps=3", "checkpoint.every=0"]
 
@@ -148,6 +149,19 @@ def test_the_number_of_processes_does_not_change_the_losses(runs: dict[str, Path
     assert len(read_metrics(runs["plain-1"] / "metrics.jsonl")) == 20
     assert difference(runs["plain-1"], runs[f"plain-{ranks}"]) < ROUNDING
     assert difference(runs["plain-1"], runs[f"plain-{ranks}"], steps=2) < ROUNDING / 10  # measured 2e-6
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nor_how_far_the_policy_moved(runs: dict[str, Path], ranks: int) -> None:
+    """Empty micro-batches take part in its forwards and count nothing."""
+    one, other = (
+        {row["step"]: row[PROBED] for row in read_metrics(run / "metrics.jsonl") if PROBED in row}
+        for run in (runs["plain-1"], runs[f"plain-{ranks}"])
+    )
+    assert list(one) == [10, 20]
+    assert other == pytest.approx(one, rel=1e-3, abs=1e-9)
+    assert one[20] > 1e-7
 
 
 @pytest.mark.timeout(1800)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import trimtab
 from trimtab.objectives import Objective, PolicyLogps
+from trimtab.objectives.advantages import optimal_token_advantages
 
 FROZEN = Path(__file__).parent / "frozen"
 LOGPS = ("behavior", "proximal", "current", "reference", "entropy")
@@ -64,6 +65,13 @@ class Given:
         loss = objective(self.logps(leaf, **changes), self.advantage if advantage is None else advantage).loss
         (gradient,) = torch.autograd.grad(loss, leaf)
         return loss.item(), gradient
+
+    def token_advantages(self, groups: Tensor | None = None) -> Tensor:
+        """Advantages with the optimal token baseline, for the sums of squares of from_verl.py."""
+        probability = self.behavior.exp()
+        squares = probability.square() + (1 - probability).square() * (-self.entropy).exp()
+        groups = self.groups if groups is None else groups
+        return optimal_token_advantages(self.rewards, groups, self.behavior, squares, self.mask)
 
     def correct(self, *masks: Any, weight: Any = None, **changes: Any) -> Any:
         return trimtab.correct(self.proximal, self.behavior, self.mask, weight=weight, masks=masks, **changes)
@@ -119,6 +127,11 @@ def miles() -> Peer:
 @pytest.fixture(scope="session")
 def prime_rl() -> Peer:
     return Peer("prime-rl")
+
+
+@pytest.fixture(scope="session")
+def areal() -> Peer:
+    return Peer("areal")
 
 
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])

@@ -69,6 +69,7 @@ def record(batches: dict[str, Batch]) -> Recording:
         _kl(recording, "kl/k3-far", name, far, "k3")
         alone = torch.tensor([0, 0, 0, 1])
         _advantage(recording, "advantage/grpo-alone", name, batch | {"groups": alone}, {})
+        _token_baseline(recording, name, batch | {"groups": alone})
         for aggregation in AGGREGATIONS:
             _vanilla(recording, f"loss/vanilla/{aggregation}", name, batch, aggregation)
     return recording
@@ -254,9 +255,37 @@ def _advantage(recording: Recording, case: str, name: str, batch: Batch, call: d
     recording.add(case, name, call, advantages=advantages)
 
 
+def _token_baseline(recording: Recording, name: str, batch: Batch) -> None:
+    """The optimal token baseline, with and without a baseline of zero where one response is left.
+
+    The function for several turns counts trained tokens; that for one turn counts columns, which is the same without
+    holes in the mask. Sums of squares that belong to some distribution: p^2 plus a share of (1 - p)^2.
+    """
+    mask, probability = batch["mask"], batch["behavior"].exp()
+    columns = torch.arange(mask.shape[1])
+    last = torch.where(mask, columns, -1).amax(dim=1, keepdim=True)
+    squares = probability.square() + (1 - probability).square() * (-batch["entropy"]).exp()
+    functions = {"multi": core_algos.compute_multi_turn_optimal_token_baseline_advantage}
+    if bool((mask == (columns <= last)).all()):
+        functions["single"] = core_algos.compute_optimal_token_baseline_advantage
+    for turns, function in functions.items():
+        for zero_tail in (True, False):
+            advantages, _ = function(
+                torch.where(columns == last, batch["rewards"][:, None], 0.0),
+                mask.double(),
+                batch["groups"].numpy(),
+                batch["behavior"],
+                squares,
+                handle_zero_tail=zero_tail,
+            )
+            case = f"advantage/optimal-token/{turns}/{'zero' if zero_tail else 'own'}-tail"
+            recording.add(case, name, {"handle_zero_tail": zero_tail}, advantages=advantages)
+
+
 def _parts(recording: Recording, name: str, batch: Batch) -> None:
     for kind in ("k1", "k2", "k3"):
         _kl(recording, f"kl/{kind}", name, batch, kind)
     _advantage(recording, "advantage/grpo", name, batch, {})
     _advantage(recording, "advantage/dr-grpo", name, batch, {"norm_adv_by_std_in_grpo": False})
     _advantage(recording, "advantage/rloo", name, batch, {})
+    _token_baseline(recording, name, batch)

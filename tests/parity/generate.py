@@ -1,6 +1,6 @@
-"""Freeze what four peers compute, so that the parity tests need none of them.
+"""Freeze what the peers compute, so that the parity tests need none of them.
 
-    python tests/parity/generate.py [--miles CHECKOUT] [--prime-rl CHECKOUT] [--hooks FOLDER]
+    python tests/parity/generate.py [--miles CHECKOUT] [--prime-rl CHECKOUT] [--areal CHECKOUT] [--hooks FOLDER]
 
 Runs in an environment that holds verl and TRL (`make bench-install`). Every peer runs its own code on the same
 seeded batches; inputs are float32 numbers, and the arithmetic is float64, so that what is frozen is the peer's
@@ -135,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--miles", type=Path, help="a checkout of Miles; without it its file stays as it is")
     parser.add_argument("--prime-rl", type=Path, help="a checkout of prime-rl, with its commit in the file COMMIT")
+    parser.add_argument("--areal", type=Path, help="a checkout of AReaL, with its commit in the file COMMIT")
     parser.add_argument("--hooks", type=Path, help="a folder of checkouts (from_hooks.py); only these are frozen")
     arguments = parser.parse_args()
     if arguments.hooks is not None:
@@ -158,6 +159,10 @@ def main() -> None:
         import from_prime_rl
 
         from_prime_rl.record(batches, arguments.prime_rl).write("prime-rl")
+    if arguments.areal is not None:
+        import from_areal
+
+        from_areal.record(batches, arguments.areal).write("areal")
     if arguments.miles is not None:
         import from_miles
 

@@ -171,6 +171,24 @@ def test_verl_gives_a_group_of_one_its_raw_reward(verl, load):
     torch.testing.assert_close(ours[:3], theirs[:3], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("turns", ["single", "multi"])
+def test_verl_can_center_the_last_response_by_itself(verl, load, close64, turns):
+    """Where one response of a group is left, `handle_zero_tail=False` takes that response's own return as baseline:
+    its advantage is 0 there. With the default it is the return itself, and so it is with us."""
+    for name in ("mild",) if turns == "single" else ("mild", "ragged"):
+        given = load(name)
+        theirs = verl.tensor(f"advantage/optimal-token/{turns}/own-tail", name, "advantages")
+        ours = given.token_advantages()
+        place = torch.where(given.mask, given.mask.cumsum(1), 0)
+        lengths = given.mask.sum(1).view(-1, 4)
+        second = lengths.sort(dim=1).values[:, -2:-1].expand(-1, 4).reshape(-1, 1)
+        tail = place > second
+        assert tail.any()
+        assert torch.equal(ours[tail], given.rewards[:, None].expand_as(ours)[tail])
+        assert theirs[tail].abs().max() < 1e-6 < ours[tail].abs().max()
+        close64(torch.where(tail, 0.0, ours), torch.where(tail, 0.0, theirs))
+
+
 # TRL
 
 
@@ -310,3 +328,34 @@ def test_trust_region_masks_name_the_policy_they_compare(verl, load):
     current = trimtab.correct(given.current, given.behavior, given.mask, masks=[Divergence("k3", "mean", 0.01)]).keep
     assert not torch.equal(current, proximal)
     assert trimtab.objective("k3-mask").masks == (Divergence("k3", "mean", 0.01),)
+
+
+# AReaL
+
+
+def test_areal_clips_tokens_of_the_current_policy(areal, load, close64):
+    """At age 0 the text of A-3PO gives the proximal policy no weight on the sampler: the ratio to it is 1 and nothing
+    is clipped, as with us. AReaL's code takes the sampler for the proximal policy, as at age 1."""
+    for name in ("mild", "heavy", "ragged"):
+        given = load(name)
+        theirs = areal.tensor("fresh", name, "gradient")
+        _, ours = given.run(trimtab.objective("a3po"), age=torch.zeros_like(given.mask, dtype=torch.long))
+        _, older = given.run(trimtab.objective("a3po"), age=torch.ones_like(given.mask, dtype=torch.long))
+        _, unclipped = given.run(trimtab.objective("token-bypass", clip_low=1.0, clip_high=1e6))
+        close64(older, theirs)
+        close64(ours, unclipped)
+        assert (ours - theirs).abs().max() > 0 or name == "mild"
+
+
+def test_areal_weighs_by_proximal_over_behavior_only_when_told(areal, load, close64):
+    """Without `rejection_sampling` its decoupled loss lacks the weight w^((d-1)/d): tokens of age 2 and more are then
+    trained by w^(1/d), not by the ratio to the policy that sampled them."""
+    for name in ("mild", "heavy", "ragged"):
+        given = load(name)
+        age = 1 + torch.arange(given.mask.shape[1]).expand(given.mask.shape) % 4
+        _, ours = given.run(trimtab.objective("a3po"), age=age)
+        theirs = areal.tensor("unweighted", name, "gradient")
+        log = torch.where(given.mask, given.current - given.behavior, 0.0)
+        close64(ours / (log * (age - 1) / age).exp(), theirs)
+        close64(ours[:, ::4], theirs[:, ::4])  # age 1
+        assert (ours - theirs).abs().max() > 0.01 * theirs.abs().max()

@@ -81,6 +81,8 @@ ELSEWHERE = {
     "advantage/grpo",
     "advantage/dr-grpo",
     "advantage/rloo",
+    "advantage/optimal-token/single/zero-tail",
+    "advantage/optimal-token/multi/zero-tail",
     "loss/vanilla/seq-mean-token-sum-norm",
     "loss/bypass/reinforce-token-2",
 }
@@ -97,6 +99,8 @@ DIFFERENT = {
     "loss/cispo",
     "kl/k3-far",
     "advantage/grpo-alone",
+    "advantage/optimal-token/single/own-tail",
+    "advantage/optimal-token/multi/own-tail",
 }
 
 
@@ -179,3 +183,21 @@ def test_kl_and_gradient(verl, given, close, kind):
 def test_advantages(verl, given, close, kind):
     ours = trimtab.advantages(kind, given.rewards, given.groups)
     close(ours, verl.tensor(f"advantage/{kind}", given.name, "advantages"))
+
+
+@pytest.mark.parametrize("turns", ["single", "multi"])
+def test_optimal_token_baseline(verl, given, close, turns):
+    """With `handle_zero_tail`, verl's default: a baseline of 0 where one response of the group is left.
+
+    Its function for one turn counts columns, so that it is compared where the mask has no holes.
+    """
+    if (given.name, turns) == ("ragged", "single"):
+        return
+    theirs = verl.tensor(f"advantage/optimal-token/{turns}/zero-tail", given.name, "advantages")
+    close(given.token_advantages(), theirs)
+
+
+def test_optimal_token_baseline_with_an_empty_row_and_a_group_of_one(verl, load, close64):
+    ours = load("empty").token_advantages(torch.tensor([0, 0, 0, 1]))
+    for turns in ("single", "multi"):
+        close64(ours, verl.tensor(f"advantage/optimal-token/{turns}/zero-tail", "empty", "advantages"))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections.divergences import probability_gap
@@ -66,18 +66,16 @@ class PrefixBudget(Mask):
 
     def _quantile(self, values: Float[Tensor, "batch time"], sequences: Sequences) -> Float[Tensor, "sequences 1"]:
         """Returns the quantile over the trained tokens of each sequence, linear between two values; 0 without one."""
-        slots = sequences.slots
-        slots = torch.where(sequences.mask.reshape(-1), slots, sequences.lengths.numel())  # untrained: after all others
-        order = values.reshape(-1).argsort(stable=True)
-        order = order[slots[order].argsort(stable=True)]
-        ordered = values.reshape(-1)[order]
         lengths = sequences.lengths[:, 0]
-        first = torch.searchsorted(slots[order], torch.arange(len(lengths), device=slots.device))
+        ordered, first = _sorted_values(values, sequences)
+        # The place of the quantile among the values of its sequence, in general between two of them.
         place = self.quantile * (lengths - 1).clamp(min=0)
         low = place.floor()
         last = first + (lengths - 1).clamp(min=0).long()
-        below = ordered[(first + low.long()).clamp(max=len(ordered) - 1)]
-        above = ordered[torch.minimum(first + low.long() + 1, last).clamp(max=len(ordered) - 1)]
+        # A sequence without a trained token may begin past the end: any value will do, it is replaced below.
+        end = len(ordered) - 1
+        below = ordered[(first + low.long()).clamp(max=end)]
+        above = ordered[torch.minimum(first + low.long() + 1, last).clamp(max=end)]
         value = below + (above - below) * (place - low).to(below.dtype)
         return torch.where(lengths > 0, value, 0.0)[:, None]
 
@@ -87,3 +85,24 @@ class PrefixBudget(Mask):
             f"u falls from 1 to {self.weight_min:g}, b = {self.quantile:g}-quantile of |π − μ| within "
             f"[{self.budget:g}, {2 * self.budget:g}]"
         )
+
+
+def _sorted_values(
+    values: Float[Tensor, "batch time"], sequences: Sequences
+) -> tuple[Float[Tensor, "positions"], Int[Tensor, "sequences"]]:
+    """Returns the values sorted within each sequence, and the place of each sequence's smallest one.
+
+    The values of untrained tokens come after all trained ones of the sequence, or of the batch.
+    """
+    device = values.device
+    if sequences.ids is None:  # a row is a sequence: one sort along the rows
+        rows, time = values.shape
+        ordered = torch.where(sequences.mask, values, torch.inf).sort(dim=1).values
+        return ordered.reshape(-1), torch.arange(rows, device=device) * time
+    count = sequences.lengths.numel()
+    slots = torch.where(sequences.mask.reshape(-1), sequences.slots, count)  # untrained: after all sequences
+    # Sorted by value, and then by sequence with a stable sort, which keeps the order by value inside each.
+    order = values.reshape(-1).argsort()
+    by_sequence = slots[order].sort(stable=True)
+    first = torch.searchsorted(by_sequence.values, torch.arange(count, device=device))
+    return values.reshape(-1)[order[by_sequence.indices]], first

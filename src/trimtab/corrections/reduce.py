@@ -162,12 +162,18 @@ class Sequences:
             )
         if self.ids is None:
             return values.cumsum(dim=1)
-        order = self.slots.argsort(stable=True)
-        ordered, slots = values.reshape(-1)[order].double(), self.slots[order]
+        order, first = self._by_sequence
+        ordered = values.reshape(-1)[order].double()
         running = ordered.cumsum(0)
-        first = torch.searchsorted(slots, slots)  # the place of the first token of the same sequence
         sums = running - (running - ordered)[first]
         return torch.empty_like(sums).scatter(0, order, sums).view(values.shape).to(values.dtype)
+
+    @cached_property
+    def _by_sequence(self) -> tuple[Int[Tensor, "positions"], Int[Tensor, "positions"]]:
+        """The positions, sequence after sequence; and for each of them the place of the first one of its sequence."""
+        order = self.slots.argsort(stable=True)
+        slots = self.slots[order]
+        return order, torch.searchsorted(slots, slots)
 
     @cached_property
     def positions(self) -> Float[Tensor, "batch time"]:

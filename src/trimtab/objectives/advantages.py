@@ -67,8 +67,9 @@ def optimal_token_advantages(
         B_t = sum_i R_i W_it / sum_i W_it,   W_it = sum_(s<=t) (1 - 2 p(y_s) + sum_v p(v)^2)
 
     logp: log p(y) of the sampled tokens. squares: sum_v p(v)^2. Positions count trained tokens. W is the squared norm
-    of the score by the logits so far. Where a group has one response left, or at all, the baseline is 0. Optimal token
-    baseline, arXiv 2602.07078; verl's `optimal_token_baseline`.
+    of the score by the logits so far. Where a group has one response left, or at all, the baseline is 0: the tail of
+    the longest response gets its full return, as its own return for a baseline would leave nothing to train. Optimal
+    token baseline, arXiv 2602.07078; verl's `optimal_token_baseline` with `handle_zero_tail`.
     """
     if not bool(torch.isfinite(rewards).all()):
         raise TrimtabError("rewards must be finite: drop failed samples before computing advantages")

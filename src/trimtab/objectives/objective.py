@@ -109,7 +109,7 @@ class Objective:
         """The subset of `current` and `proximal` that `prepare` reads; without either, a forward pass is saved."""
         reads = {"current", self.ratio.over} if self.surrogate.collects else set()
         if self._correction_spans_update:
-            reads |= self._correction_needs(self._active_masks(with_current=self._counts_kept))
+            reads |= self._correction_needs(self._masks_of_prepare)
         return frozenset(reads & {"current", "proximal"})
 
     @property
@@ -143,9 +143,10 @@ class Objective:
         """Whether the correction needs statistics of the whole update."""
         return self._counts_kept or (self.weight is not None and self.weight.normalize)
 
-    def _active_masks(self, *, with_current: bool) -> tuple[Mask, ...]:
-        """The masks; without `with_current` only those that read no current policy, absent in some `prepare`."""
-        return self.masks if with_current else tuple(rule for rule in self.masks if "current" not in rule.reads)
+    @property
+    def _masks_of_prepare(self) -> tuple[Mask, ...]:
+        """The masks that `prepare` applies: those that read the current policy only if rejection is counted."""
+        return self.masks if self._counts_kept else tuple(rule for rule in self.masks if "current" not in rule.reads)
 
     def _correction_needs(self, masks: tuple[Mask, ...]) -> frozenset[str]:
         """The fields of `PolicyLogps` that the weight and these masks read."""
@@ -161,9 +162,8 @@ class Objective:
         `advantage` is (batch, 1) or (batch, time). Raises `ValueError` naming a field of `prepare_needs` that is None.
         """
         sequences = logps.sequences
-        correction = (
-            self._correct(logps, advantage, with_current=self._counts_kept) if self._correction_spans_update else None
-        )
+        spans_update = self._correction_spans_update
+        correction = self._correct(logps, advantage, self._masks_of_prepare) if spans_update else None
         terms = self._terms(logps, advantage, sequences) if self.surrogate.collects else None
         return self._state(sequences, correction, terms)
 
@@ -181,7 +181,7 @@ class Objective:
         for name in sorted({"current", *self.needs}):
             logps.required(name, self.name)
         sequences = logps.sequences
-        correction = self._correct(logps, advantage) if self._corrects else None
+        correction = self._correct(logps, advantage, self.masks) if self._corrects else None
         terms = self._terms(logps, advantage, sequences)
         if state is None:
             state = self._state(sequences, correction, terms)
@@ -211,9 +211,8 @@ class Objective:
 
         return render(self)
 
-    def _correct(self, logps: PolicyLogps, advantage: Tensor, *, with_current: bool = True) -> BatchCorrection:
-        """Applies weight and masks; `with_current=False` as in `_active_masks`."""
-        masks = self._active_masks(with_current=with_current)
+    def _correct(self, logps: PolicyLogps, advantage: Tensor, masks: tuple[Mask, ...]) -> BatchCorrection:
+        """Applies the weight and these masks."""
         reads = self._correction_needs(masks)
         return compute_correction(
             logps.required("proximal", self.name).detach() if "proximal" in reads else None,

@@ -47,15 +47,15 @@ class GrowingClip(Surrogate):
         log, advantage = terms.log_ratio.clamp(max=LOG_PREFIX_BOUND), terms.advantage
         clipped = torch.minimum(torch.maximum(log, -self.low * scale), self.high * scale)
         value = torch.minimum(bounded(log).exp() * advantage, bounded(clipped).exp() * advantage)
-        moved = log.detach()
+        detached_log = log.detach()
         statistics = {
-            **terms.share("clip/low", (advantage < 0) & (moved < -self.low * scale)),
-            **terms.share("clip/high", (advantage > 0) & (moved > self.high * scale)),
+            **terms.share("clip/low", (advantage < 0) & (detached_log < -self.low * scale)),
+            **terms.share("clip/high", (advantage > 0) & (detached_log > self.high * scale)),
         }
         if self.dual is not None:
             ceiling = (self.dual * scale).clamp(max=LOG_PREFIX_BOUND)
             value = torch.where(advantage < 0, torch.maximum(value, ceiling.exp() * advantage), value)
-            statistics |= terms.share("clip/dual", (advantage < 0) & (moved > ceiling))
+            statistics |= terms.share("clip/dual", (advantage < 0) & (detached_log > ceiling))
         return value, statistics
 
     def equation(self, ratio: str) -> str:
@@ -124,18 +124,15 @@ class AgedClip(Surrogate):
 
     def __call__(self, terms: Terms, state: State) -> Value:  # noqa: ARG002
         assert terms.age is not None
-        age, log, advantage = (
-            terms.age.clamp(min=0).to(terms.log_ratio.dtype),
-            bounded(terms.log_ratio),
-            terms.advantage,
-        )
+        age = terms.age.clamp(min=0).to(terms.log_ratio.dtype)
+        log, advantage = bounded(terms.log_ratio), terms.advantage
         low, high = age * math.log1p(-self.low), age * math.log1p(self.high)
         clipped = torch.where(age > 0, torch.minimum(torch.maximum(log, low), high), log)
         value = torch.minimum(log.exp() * advantage, clipped.exp() * advantage)
-        moved, aged = log.detach(), age > 0
+        detached_log, aged = log.detach(), age > 0
         return value, {
-            **terms.share("clip/low", aged & (advantage < 0) & (moved < low)),
-            **terms.share("clip/high", aged & (advantage > 0) & (moved > high)),
+            **terms.share("clip/low", aged & (advantage < 0) & (detached_log < low)),
+            **terms.share("clip/high", aged & (advantage > 0) & (detached_log > high)),
         }
 
     def equation(self, ratio: str) -> str:

@@ -145,10 +145,10 @@ class GeometricClip(Surrogate):
         log, advantage = terms.token_log_ratio, terms.advantage
         clipped = torch.where(advantage > 0, log.clamp(max=self.high), log.clamp(min=-self.low))
         value = bounded(at_level(clipped, terms.sequences, "geometric")).exp() * advantage
-        moved = log.detach()
+        detached_log = log.detach()
         return value, {
-            **terms.share("clip/low", (advantage < 0) & (moved < -self.low)),
-            **terms.share("clip/high", (advantage > 0) & (moved > self.high)),
+            **terms.share("clip/low", (advantage < 0) & (detached_log < -self.low)),
+            **terms.share("clip/high", (advantage > 0) & (detached_log > self.high)),
         }
 
     def equation(self, ratio: str) -> str:  # noqa: ARG002

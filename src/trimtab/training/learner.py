@@ -143,6 +143,8 @@ class Learner:
                 measure = epoch == 0 and (index == 0 or has_proximal)
                 self._one_update(batch, stats, version, first=epoch == 0, measure=measure)
                 on_progress(epoch * len(batches) + index + 1, epochs * len(batches))
+        for feature in self.features:
+            feature.after_updates(self)
         stats.counts = {name: count for feature in self.features for name, count in feature.counts().items()}
         if self.ranks.size > 1:
             all_reduce_statistics(stats, self.ranks)

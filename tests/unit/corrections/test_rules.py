@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -229,3 +230,47 @@ def test_self_normalisation_divides_by_the_mean_over_the_original_mask():
     expected = bounded / 0.75  # masked zeros count: (0 + 1 + 2) / 4
     assert_close(weight.normalized(bounded, torch.tensor(3.0), torch.tensor(4.0)), expected)
     assert_close(weight.normalized(bounded, torch.tensor(0.0), torch.tensor(4.0)), bounded)
+
+
+def budget_by_hand(rule: PrefixBudget, log_pi: list[float], log_mu: list[float], advantage: float) -> list[bool]:
+    """The rule for the trained tokens of one sequence, token after token, with numpy's quantile."""
+    gaps = np.abs(np.exp(log_pi) - np.exp(log_mu))
+    rate = float(np.clip(np.quantile(gaps, rule.quantile), rule.budget, 2 * rule.budget))
+    earned = spent = 0.0
+    kept = []
+    for place, gap in enumerate(gaps):
+        weight = 1 - (1 - rule.weight_min) * place / max(len(gaps) - 1, 1)
+        away = advantage * (log_pi[place] - log_mu[place]) > 0
+        kept.append(not away or weight * gap <= min(rule.max, rule.max + rate * earned - spent))
+        earned, spent = earned + weight, spent + weight * gap
+    return kept
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("quantile", [0.0, 0.37, 0.9, 1.0])
+def test_prefix_budget_of_ragged_rows_and_of_packed_sequences(seed: int, quantile: float) -> None:
+    """Rows with holes, an empty one and one of a single token; packed, they are mixed in order and share rows."""
+    rule = PrefixBudget(max=0.1, budget=0.03, quantile=quantile)
+    random = torch.Generator().manual_seed(seed)
+    mask = torch.rand(6, 20, generator=random) < 0.7
+    mask[3], mask[4] = False, torch.arange(20) == 7
+    behavior = -torch.rand(6, 20, generator=random, dtype=torch.float64) * 2 - 0.05
+    current = behavior + 0.3 * torch.randn(6, 20, generator=random, dtype=torch.float64)
+    advantage = torch.tensor([1.0, -1.0, 0.5, 1.0, 1.0, -0.5], dtype=torch.float64)[:, None]
+    expected = torch.zeros_like(mask)
+    for row in range(6):
+        where = mask[row]
+        if where.any():
+            values = (current[row][where].tolist(), behavior[row][where].tolist(), advantage[row].item())
+            expected[row, where] = torch.tensor(budget_by_hand(rule, *values))
+    given = {"weight": None, "masks": [rule]}
+    rows = compute_correction(None, behavior, mask, current=current, advantage=advantage, **given)
+    assert torch.equal(rows.keep, expected)
+    assert 0 < int(expected.sum()) < int(mask.sum())
+    # Column by column the tokens of all sequences alternate; every sequence keeps its own order.
+    ids = torch.arange(6)[:, None].expand(6, 20)
+    mixed = [value.expand(6, 20).T.reshape(4, 30) for value in (behavior, mask, current, advantage, ids)]
+    packed = compute_correction(
+        None, *mixed[:2], current=mixed[2], advantage=mixed[3], sequence_ids=mixed[4].contiguous(), **given
+    )
+    assert torch.equal(packed.keep.reshape(20, 6).T, expected)

@@ -13,9 +13,10 @@ from torch.testing import assert_close
 
 from trimtab.errors import TrimtabError
 from trimtab.objectives import advantages
+from trimtab.objectives.advantages import KINDS as OFFERED
 from trimtab.objectives.advantages import optimal_token_advantages
 
-KINDS = ("grpo", "dr-grpo", "rloo", "optimal")
+KINDS = ("grpo", "dr-grpo", "rloo", "optimal", "batch-mean")
 
 
 def of(kind, rewards, groups, **keywords) -> list[float]:
@@ -31,6 +32,19 @@ def test_hand_numbers_with_interleaved_groups():
     assert of("grpo", rewards, groups)[4] == pytest.approx(1 / (1 + 1e-6), rel=1e-12)
     assert of("dr-grpo", rewards, groups) == [0, -2, -1, 2, 1]
     assert of("rloo", rewards, groups) == pytest.approx([0, -4, -1.5, 4, 1.5])
+
+
+def test_the_batch_mean_ignores_groups():
+    """Mean 3.4 of all five rewards. Centered by group it would be 0, -2, -1, 2, 1."""
+    rewards, groups = [1.0, 5.0, 0.0, 9.0, 2.0], [3, 8, 3, 8, 3]
+    assert of("batch-mean", rewards, groups) == pytest.approx([-2.4, 1.6, -3.4, 5.6, -1.4])
+    alone = of("batch-mean", [1.0, 0.0, 0.0, 0.0], [0, 1, 2, 3])  # no response has another one of its prompt
+    assert alone == [0.75, -0.25, -0.25, -0.25]
+    assert of("dr-grpo", [1.0, 0.0, 0.0, 0.0], [0, 1, 2, 3]) == [0.0] * 4
+
+
+def test_every_kind_is_tested_here():
+    assert set(KINDS) == set(OFFERED)
 
 
 def test_optimal_is_reward_minus_the_soft_value():

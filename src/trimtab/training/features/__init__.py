@@ -15,6 +15,7 @@ from trimtab.training.features.data_features import CanaryFeature, Demonstration
 from trimtab.training.features.feature import Feature
 from trimtab.training.features.length_surge import LengthSurge
 from trimtab.training.features.perturbation_feature import PerturbationFeature
+from trimtab.training.features.policy_kl import PolicyKL
 from trimtab.training.features.routing_replay import RoutingReplay
 from trimtab.training.features.sample_size_rate import SampleSizeRate
 from trimtab.training.features.sampling_mask import SamplingMask
@@ -45,6 +46,7 @@ def build_features(
         yield DemonstrationMetrics()
     if config.perturbation is not None:
         yield PerturbationFeature(config, model)
+    yield PolicyKL(config, ranks)
     if config.routing.replay != "none":
         yield RoutingReplay.build(config, model)
     if config.is_async:

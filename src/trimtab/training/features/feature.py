@@ -7,7 +7,8 @@ A method is a subclass of `Feature` in a file of its own and a line in `build_fe
     before_updates        before the first update, with the batch complete
     learning_rate_factor  before each update, with its gradient complete
     check_update          after each update
-    counts                after the last update
+    after_updates         after the last update
+    counts                after that
     end_step              when the metrics that every step has are known
 
 Besides, `modules` is called when the optimizer is built, `publish_options` when engines get new weights, and `state`
@@ -134,6 +135,9 @@ class Feature:
 
     def check_update(self) -> None:
         """Raises `NonFiniteUpdateError` if the last update made this feature's parameters unusable."""
+
+    def after_updates(self, learner: PolicyLearner) -> None:
+        """Called after the last update of a step."""
 
     def counts(self) -> Mapping[str, int]:
         """What this process has counted since `before_updates`; sums over processes are `StepStatistics.counts`."""

@@ -1,4 +1,4 @@
-"""Noise on a shared prompt: one draw for a group, or one for each response."""
+"""Noise on a shared prompt: one draw for a group, or one for each response; what is reported of its size."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from tests.support.trajectories import trajectory
 from trimtab.config import load_config
 from trimtab.models import laboratory
 from trimtab.models.logprobs import score
+from trimtab.rollout.collector import RolloutStats
 from trimtab.training.batching import to_tensors
-from trimtab.training.features.feature import ForwardPass
+from trimtab.training.features.feature import ForwardPass, StepRecord
 from trimtab.training.features.perturbation_feature import PerturbationFeature
+from trimtab.training.step_statistics import StepStatistics
 
 
 @torch.no_grad()
@@ -29,3 +31,24 @@ def test_two_responses_see_one_noisy_prompt_or_two(per_response: bool) -> None:
     first, second = noisy[:, 0].tolist()
     assert (first != second) == per_response
     assert noisy[0, 1] != noisy[1, 1]
+
+
+def test_the_drift_of_sigma_and_the_gradient_of_its_logarithm_are_reported() -> None:
+    """Two layers: gradients (3, 4) and (0, 2) in two updates, log sigma moved by log 1.5 and log 0.7."""
+    model, _ = laboratory.build(0)
+    feature = PerturbationFeature(load_config("token-alp", ["perturbation.std=0.1"]), model)
+    (log_sigma,) = feature.perturbation.parameters()
+    assert log_sigma.shape == (2,)
+    record = StepRecord(3, 0, [], RolloutStats(), StepStatistics(), {})
+    before = feature.end_step(record)
+    assert before["perturbation/sigma_drift"] == pytest.approx(0.0, abs=1e-6)
+    assert "perturbation/grad_norm" not in before  # no update was made
+    for gradient in ([3.0, 4.0], [0.0, 2.0]):
+        log_sigma.grad = torch.tensor(gradient)
+        assert feature.learning_rate_factor() == 1.0
+    with torch.no_grad():
+        log_sigma += torch.tensor([1.5, 0.7]).log()
+    after = feature.end_step(record)
+    assert after["perturbation/grad_norm"] == pytest.approx(3.5)
+    assert after["perturbation/sigma_mean"] == pytest.approx(0.11)
+    assert after["perturbation/sigma_drift"] == pytest.approx(0.1, abs=1e-6)
