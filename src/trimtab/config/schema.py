@@ -215,7 +215,9 @@ class DemonstrationConfig(Section):
 class DiagnoseConfig(Section):
     """Measurements of the mismatch that cost a forward pass of their own."""
 
-    every: Count = Field(default=10, description="steps between measurements: update/policy_kl, clean probes of a perturbed policy")
+    every: Count = Field(
+        default=10, description="steps between measurements: update/policy_kl, clean probes of a perturbed policy"
+    )
 
 
 class EvalTaskConfig(PluginSection):
