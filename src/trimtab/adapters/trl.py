@@ -31,7 +31,7 @@ PlainTrainer: Any = _TRL.GRPOTrainer
 LOSS_OPTIONS = (
     *("loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "top_entropy_quantile"),
     *("entropy_coef", "use_adaptive_entropy", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max"),
-    *("entropy_target", "off_policy_mask_threshold", "use_bias_correction_kl"),
+    *("entropy_target", "off_policy_mask_threshold"),
     *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg"),
     *("vespo_lambda_pos", "vllm_importance_sampling_mode"),
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
@@ -217,5 +217,12 @@ def _check_settings(objective: Objective, args: Any) -> None:
     if (objective.kl.coef > 0) != (args.beta != 0):
         value = "0.1 (only that it is not 0 counts)" if objective.kl.coef > 0 else "0"
         raise TrimtabError(f"kl_coef of the objective is {objective.kl.coef:g}: set beta={value} in GRPOConfig")
+    unbiased = objective.kl.kind == "unbiased"
+    if objective.kl.coef > 0 and unbiased != args.use_bias_correction_kl:
+        other = "k3" if unbiased else "unbiased"
+        raise TrimtabError(
+            f'kl of the objective is "{objective.kl.kind}": set use_bias_correction_kl={unbiased} in GRPOConfig '
+            f'(TRL\'s default is True), or kl="{other}" in the objective'
+        )
     if objective.advantage == "dr-grpo" and args.scale_rewards not in ("none", False):
         raise TrimtabError(f'{objective.name} has advantages without the standard deviation: set scale_rewards="none"')
