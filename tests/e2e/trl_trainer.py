@@ -170,13 +170,17 @@ class Exact(Compared):
         return super()._compute_loss(model, inputs | {"sampling_per_token_logps": old})
 
 
+def saved(folder: Path) -> Path:
+    """The model as files: TRL loads the reference by the name of the model."""
+    model, tokenizer = laboratory.build(0)
+    model.save_pretrained(folder / "reference")
+    tokenizer.save_pretrained(folder / "reference")
+    return folder / "reference"
+
+
 def kl(folder: Path) -> dict[str, dict[str, float]]:
     """`grpo` with a KL term against TRL's, with and without its correction."""
-    laboratory_model, tokenizer = laboratory.build(0)
-    path = folder / "reference"  # TRL loads the reference by the name of the model.
-    laboratory_model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    result = {}
+    path, result = saved(folder), {}
     for corrected, kind in ((False, "k3"), (True, "unbiased")):
         built = objective("grpo", aggregation="token-mean", kl=kind, kl_coef=0.1)
         for iterations in (1, 3):
@@ -299,6 +303,7 @@ def refusals(folder: Path) -> list[str]:
 
 
 def _refused(folder: Path) -> Iterator[str]:
+    reference = saved(folder)
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"objective": "oapl"}, {}),
         ({"objective": "score-centering"}, {}),
@@ -313,7 +318,7 @@ def _refused(folder: Path) -> Iterator[str]:
         try:
             if own["objective"] == "dr-grpo":
                 own["objective"] = objective("dr-grpo", length_max=8)
-            build(GRPOTrainer, folder, steps=1, own=own, **options)
+            build(GRPOTrainer, folder, steps=1, own=own, reference=reference, **options)
         except TrimtabError as error:
             yield str(error)
         else:

@@ -174,21 +174,19 @@ def _advantage(inputs: dict[str, Any]) -> Tensor:
 def _dumped(inputs: dict[str, Any], logps: PolicyLogps) -> list[dict[str, Any]]:
     assert logps.current is not None
     advantage = _advantage(inputs)
-    return list(
-        rows(
-            inputs["completion_mask"].sum(1),
-            response_ids=inputs["completion_ids"],
-            logp_behavior=logps.behavior,
-            logp_proximal=inputs.get("old_per_token_logps"),
-            logp_current=logps.current.detach().float(),
-            loss_mask=_mask(inputs),
-            advantage=advantage[:, 0] if advantage.shape[1] == 1 else None,
-            prompt_id=[
-                " ".join(map(str, ids[mask.bool()].tolist()))
-                for ids, mask in zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
-            ],
-        )
-    )
+    tokens = {
+        "response_ids": inputs["completion_ids"],
+        "logp_behavior": logps.behavior,
+        "logp_proximal": inputs.get("old_per_token_logps"),
+        "logp_current": logps.current.detach().float(),
+        "loss_mask": _mask(inputs),
+    }
+    prompts = zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
+    responses = {
+        "advantage": advantage[:, 0] if advantage.shape[1] == 1 else None,
+        "prompt_id": [" ".join(map(str, ids[mask.bool()].tolist())) for ids, mask in prompts],
+    }
+    return list(rows(inputs["completion_mask"].sum(1), tokens, responses))
 
 
 def _check_signature() -> None:
