@@ -56,7 +56,9 @@ def run_skyrl(given: Given, logp: Tensor, *, reduction: str) -> Tensor:
     return torch.stack(parts).sum()
 
 
-def run_nemo_rl(given: Given, logp: Tensor, *, objective: str, **keywords: Any) -> Tensor:
+def run_nemo_rl(
+    given: Given, logp: Tensor, *, objective: str, filtered: float | None = None, **keywords: Any
+) -> Tensor:
     loss = nemo_rl.ObjectiveLoss(objective, **keywords)
 
     def shifted(value: Tensor) -> Tensor:
@@ -67,8 +69,11 @@ def run_nemo_rl(given: Given, logp: Tensor, *, objective: str, **keywords: Any) 
         "advantages": shifted(given.advantage),
         "prev_logprobs": shifted(zeros(given, "proximal")),
         "generation_logprobs": shifted(zeros(given, "behavior")),
+        "reference_policy_logprobs": shifted(zeros(given, "reference")),
         "sample_mask": torch.ones(len(logp)),
     }
+    if filtered is not None:
+        columns["curr_logprobs_unfiltered"], logp = logp, logp + filtered
     counts = (torch.tensor(len(logp)), given.mask.sum())
     parts = [loss(logp[part], {key: value[part] for key, value in columns.items()}, *counts)[0] for part in HALVES]
     return torch.stack(parts).sum()
@@ -120,6 +125,7 @@ def run_tis(given: Given, logp: Tensor, **objective: Any) -> Tensor:
 
 
 TOKENS, MEANS = {"aggregation": "token-mean", **CLIP}, {"aggregation": "seq-mean-token-mean", **CLIP}
+PENALIZED = {"kl": "unbiased", "kl_coef": 0.05}
 ICEPOP = {"objective": "icepop", "weight_min": 0.5, "weight_max": 2.0}
 RUNS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "skyrl-token_mean": (run_skyrl, {"reduction": "token_mean"}),
@@ -129,6 +135,9 @@ RUNS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "nemo-rl-sequence": (run_nemo_rl, {"objective": "grpo", **MEANS}),
     "nemo-rl-tis": (run_nemo_rl, {"objective": "token-tis", "weight_max": 2.0, **TOKENS}),
     "nemo-rl-icepop": (run_nemo_rl, {**ICEPOP, **TOKENS}),
+    "nemo-rl-kl": (run_nemo_rl, {"objective": "grpo", **PENALIZED, **TOKENS}),
+    "nemo-rl-kl-sequence": (run_nemo_rl, {"objective": "grpo", **PENALIZED, **MEANS}),
+    "nemo-rl-kl-filtered": (run_nemo_rl, {"objective": "grpo", **PENALIZED, **TOKENS, "filtered": 0.1}),
     "areal-grpo": (run_areal, {}),
     "openrlhf-token": (run_openrlhf, {"objective": "grpo", **TOKENS}),
     "openrlhf-sequence": (run_openrlhf, {"objective": "grpo", **MEANS}),

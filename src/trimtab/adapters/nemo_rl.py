@@ -8,6 +8,7 @@ In a copy of examples/run_grpo.py, after `setup(...)`:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from trimtab.adapters.hooks import METRICS, averaged, build, counted_state, peer_module, per_response, turns_of
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Objective, PolicyLogps
+from trimtab.objectives import KL, Objective, PolicyLogps, State
+from trimtab.objectives import objective as preset
 
 ERROR = "token_mult_prob_error"
 """A metric that NeMo-RL's training loop reads at every step."""
@@ -37,7 +39,7 @@ class ObjectiveLoss:
         self.loss_type = interfaces.LossType.TOKEN_LEVEL if tokens else interfaces.LossType.SEQUENCE_LEVEL
         self.input_type = interfaces.LossInputType.LOGPROB
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
-        # Where it is not 0, NeMo-RL adds log-probs without top-k and top-p to the data of a filtered policy.
+        # Where it is not 0, NeMo-RL passes the log-probs without top-k and top-p too.
         self.reference_policy_kl_penalty = self.objective.kl.coef
         # What each metric is divided by, for the trainer that calls losses with counts of 1 and divides afterwards.
         self.metric_normalizations = {
@@ -65,7 +67,7 @@ class ObjectiveLoss:
         proximal = behind.get("prev_logprobs")
         if proximal is not None and not bool(proximal[mask].any()):
             proximal = next_token_logprobs.detach()
-        self._check_reference(data, mask, behind.get("reference_policy_logprobs"))
+        self._check_reference(mask, behind.get("reference_policy_logprobs"))
         logps = PolicyLogps(
             current=next_token_logprobs,
             behavior=behind.get("generation_logprobs"),
@@ -77,21 +79,29 @@ class ObjectiveLoss:
         state = counted_state(global_valid_toks, global_valid_seqs, like=next_token_logprobs)
         advantage = per_response(self.objective, behind["advantages"], mask)
         output = self.objective(logps, advantage, state=state)
+        unfiltered = data.get("curr_logprobs_unfiltered")
+        loss = output.loss if unfiltered is None else self._unfiltered(logps, advantage, state, unfiltered)
         share = (mask.sum() / global_valid_toks).item()
         metrics = {key: value * share for key, value in averaged(output.metrics.finalize()).items()}
-        metrics |= {"loss": output.loss.item(), "num_valid_samples": data["sample_mask"].sum().item()}
-        return output.loss, metrics | {ERROR: _mismatch(logps, global_valid_toks)}
+        metrics |= {"loss": loss.item(), "num_valid_samples": data["sample_mask"].sum().item()}
+        return loss, metrics | {ERROR: _mismatch(logps, global_valid_toks)}
 
-    def _check_reference(self, data: Mapping[str, Tensor], mask: Tensor, reference: Tensor | None) -> None:
-        """Raises `TrimtabError` where the KL term would compare the policy with something else than the reference."""
+    def _unfiltered(self, logps: PolicyLogps, advantage: Tensor, state: State, current: Tensor) -> Tensor:
+        """Returns the loss with the KL term of the policy without top-k and top-p, as the reference is scored.
+
+        current: (batch, time - 1) its log-probs; the policy term keeps those with them, as the sampler's are.
+        """
+        policy = replace(self.objective, kl=KL())(logps, advantage, state=state).loss
+        # Without advantages, the KL term is all of the loss.
+        kl = replace(preset("reinforce"), kl=self.objective.kl, aggregation=self.objective.aggregation)
+        alone = replace(logps, current=current, proximal=current.detach())
+        return policy + kl(alone, torch.zeros_like(current[:, :1]), state=state).loss
+
+    def _check_reference(self, mask: Tensor, reference: Tensor | None) -> None:
+        """Raises `TrimtabError` where the KL term would not read a reference."""
         name = self.objective.name
         if self.objective.kl.coef == 0:
             return
-        if "curr_logprobs_unfiltered" in data:
-            raise TrimtabError(
-                f"{name}: with top-k or top-p NeMo-RL filters the log-probs of the policy and not those of the "
-                "reference, so that kl_coef cannot compare them: set kl_coef=0 and loss_fn.use_kl_in_reward=true"
-            )
         # It fills the column with zeros where it computes none.
         if reference is None or (bool(mask.any()) and not bool(reference[mask].any())):
             raise TrimtabError(

@@ -238,7 +238,7 @@ NEMO_RL = {
 
 
 def test_nemo_rl_reads_whether_the_policy_is_compared_with_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With it, NeMo-RL adds the log-probs of a policy whose sampling is filtered, and the comparison is refused."""
+    """With it, NeMo-RL adds the log-probs without top-k and top-p, which are compared with the reference."""
     stand_in(monkeypatch, "nemo_rl.algorithms.loss.interfaces", **NEMO_RL)
     plain = nemo_rl.ObjectiveLoss("grpo")
     loss = nemo_rl.ObjectiveLoss("grpo", kl_coef=0.1, use_fused_linear_logprobs=True)
@@ -249,8 +249,14 @@ def test_nemo_rl_reads_whether_the_policy_is_compared_with_a_reference(monkeypat
     data = {"sample_mask": torch.ones(1), **{name: torch.ones(1, 3) for name in names}}
     counts = (torch.tensor(1), torch.tensor(2))
     assert loss(current, data, *counts)[0].isfinite()
-    with pytest.raises(TrimtabError, match="with top-k or top-p NeMo-RL filters the log-probs of the policy"):
-        loss(current, data | {"curr_logprobs_unfiltered": current}, *counts)
+    # Of a filtered policy, the one without filter is compared with the reference.
+    unfiltered = torch.ones(1, 2, requires_grad=True)
+    filtered = torch.tensor([[1.5, 2.5]], requires_grad=True)
+    data |= {"curr_logprobs_unfiltered": unfiltered, "prev_logprobs": torch.tensor([[0.0, 1.5, 2.5]])}
+    value, _ = loss(filtered, data, *counts)
+    assert value.item() == pytest.approx(-1.0)  # Ratio 1, advantage 1, and no KL.
+    (slope,) = torch.autograd.grad(value, unfiltered)
+    assert slope.tolist() == [[0.0, 0.0]]
     for reference in (torch.zeros(1, 3), None):
         with pytest.raises(TrimtabError, match=r"computes no reference log-probs: set .*reference_policy_kl_penalty="):
             loss(current, data | {"reference_policy_logprobs": reference}, *counts)
