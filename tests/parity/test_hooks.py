@@ -267,6 +267,17 @@ def test_slime_s_top_p_without_the_tokens_that_it_kept_is_refused(hooks: Peer, m
     assert slime.loss(args, batch, torch.zeros(1), torch.sum)[0].item() == -1
 
 
+@pytest.mark.skipif(PEERS is None, reason="no checkouts: TRIMTAB_PEERS names a folder of them")
+@pytest.mark.parametrize("trainer", ["miles", "slime"])
+def test_the_options_that_are_refused_beside_the_loss_exist(trainer: str) -> None:
+    assert PEERS is not None
+    source = (Path(PEERS) / trainer / trainer / "utils" / "arguments.py").read_text()
+    for option in (*slime.IGNORED, "use_kl_loss", "use_rollout_logprobs", "get_mismatch_metrics"):
+        assert f'"--{option.replace("_", "-")}"' in source, option
+    # This pair is theirs to refuse.
+    assert "use_rollout_logprobs and use_tis cannot be set at the same time" in source
+
+
 MILES_SCORES = """
 import sys; from argparse import Namespace; from collections.abc import Iterator; from pathlib import Path
 import from_hooks, torch

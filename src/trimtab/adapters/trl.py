@@ -9,9 +9,9 @@ Generation, rewards, advantages and everything else remain TRL's.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.dump import Dump, rows
-from trimtab.adapters.hooks import build, hook, reported, turns_of
+from trimtab.adapters.hooks import build, hook, peer_module, reported, turns_of
 from trimtab.corrections.reduce import finite_rows
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
 
 # Not an import statement: type checkers would take `trl` for this file.
-_TRL: Any = importlib.import_module("trl")
+_TRL: Any = peer_module("TRL", "trl")
 PlainTrainer: Any = _TRL.GRPOTrainer
 
 LOSS_OPTIONS = (
@@ -43,6 +43,16 @@ FORWARD = (
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
 )
 """Inputs of vision models that the forward pass takes as they are."""
+
+
+@dataclass
+class Update:
+    """What is known and collected over the micro-batches of one update."""
+
+    step: int
+    state: State
+    metrics: Metrics | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 class GRPOTrainer(PlainTrainer):
@@ -69,25 +79,24 @@ class GRPOTrainer(PlainTrainer):
         self._objective = build("trl", objective, {})
         _check_settings(self._objective, self.args)
         self._dump = None if dump is None else Dump(dump)
-        self._rows: list[dict[str, Any]] = []
-        self._update: int | None = None
-        self._state: State | None = None
-        self._measured: Metrics | None = None
+        self._update: Update | None = None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         current, entropy, auxiliary = self._score(model, inputs)
         logps, advantage = self._logps(inputs, current, entropy), _advantage(inputs)
-        training = self.model.training
-        if training and self._update != self.state.global_step:
-            self._state = self._whole_update(model)
-            self._update, self._measured = self.state.global_step, None
-        output = self._objective(logps, advantage, state=self._state if training else None)
+        update = self._begun(model) if self.model.training else None
+        output = self._objective(logps, advantage, state=None if update is None else update.state)
         # Processes average their gradients, and each loss is a share of the whole update.
-        loss = output.loss * (self.accelerator.num_processes if training else 1)
+        loss = output.loss * (1 if update is None else self.accelerator.num_processes)
         if auxiliary is not None:
-            steps = self.current_gradient_accumulation_steps if training else 1
+            steps = 1 if update is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * auxiliary / steps
-        self._record(inputs, logps, output.metrics, training)
+        unscored = (_mask(inputs).any(1) & ~logps.mask.any(1)).float().mean()
+        self._log("eval" if update is None else "train", {"unscored": unscored.item()})
+        if update is None:
+            self._log("eval", output.metrics.finalize())
+        else:
+            self._collect(update, inputs, logps, output.metrics)
         return loss
 
     def _score(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -126,6 +135,12 @@ class GRPOTrainer(PlainTrainer):
             turn=turns_of(mask) if "turn" in needs else None,
         )
 
+    def _begun(self, model: Any) -> Update:
+        """Returns the update of this micro-batch, which its first one begins."""
+        if self._update is None or self._update.step != self.state.global_step:
+            self._update = Update(self.state.global_step, self._whole_update(model))
+        return self._update
+
     @torch.no_grad()
     def _whole_update(self, model: Any) -> State:
         """Returns the statistics of the update that begins: over its micro-batches, and over all processes."""
@@ -138,27 +153,25 @@ class GRPOTrainer(PlainTrainer):
         state = sum(parts[1:], parts[0])
         return state.all_reduce() if self.accelerator.num_processes > 1 else state
 
-    def _record(self, inputs: dict[str, Any], logps: PolicyLogps, metrics: Metrics, training: bool) -> None:
-        """Collects metrics and rows of the update; at its last micro-batch, logs and writes them."""
-        mode = "train" if training else "eval"
-        unscored = (_mask(inputs).any(1) & ~logps.mask.any(1)).float().mean()
-        self._metrics[mode]["trimtab/unscored"].append(self.accelerator.gather(unscored).mean().item())
-        self._measured = metrics if self._measured is None else self._measured + metrics
-        first = self._step % (self.args.steps_per_generation * self.num_iterations)
-        if self._dump is not None and training and first < self.current_gradient_accumulation_steps:
-            self._rows += _dumped(inputs, logps)
-        last = (self._step + 1) % self.current_gradient_accumulation_steps == 0 if training else True
-        if not last:
+    def _collect(self, update: Update, inputs: dict[str, Any], logps: PolicyLogps, metrics: Metrics) -> None:
+        """Adds a micro-batch to its update; logs and writes the update at its last one."""
+        window = self.current_gradient_accumulation_steps
+        update.metrics = metrics if update.metrics is None else update.metrics + metrics
+        first_after_generation = self._step % (self.args.steps_per_generation * self.num_iterations) < window
+        if self._dump is not None and first_after_generation:
+            update.rows += _dumped(inputs, logps)
+        if (self._step + 1) % window:
             return
-        values = self._measured.finalize()
-        gathered = self.accelerator.gather(torch.tensor(list(values.values()), device=unscored.device))
-        means = gathered.view(-1, len(values)).nanmean(0).tolist()
+        self._log("train", update.metrics.finalize())
+        if self._dump is not None and update.rows:
+            self._dump.write(update.step + 1, update.rows, rank=self.accelerator.process_index)
+
+    def _log(self, mode: str, values: dict[str, float]) -> None:
+        """Puts the means over processes into TRL's log. All processes have the same keys, and some have no number."""
+        here = torch.tensor(list(values.values()), device=self.accelerator.device)
+        means = self.accelerator.gather(here).view(-1, len(values)).nanmean(0).tolist()
         for key, value in reported(dict(zip(values, means, strict=True))).items():
             self._metrics[mode][key].append(value)
-        self._measured = None
-        if self._dump is not None and self._rows:
-            self._dump.write(self.state.global_step + 1, self._rows, rank=self.accelerator.process_index)
-            self._rows = []
 
 
 def _mask(inputs: dict[str, Any]) -> Tensor:
