@@ -9,6 +9,7 @@ Generation, rewards, advantages and everything else remain TRL's.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import sys
 from dataclasses import dataclass, field
@@ -19,13 +20,13 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.dump import Dump, rows
-from trimtab.adapters.hooks import build, hook, peer_module, reported, turns_of
+from trimtab.adapters.hooks import build, hook, reported, turns_of
 from trimtab.corrections.reduce import finite_rows
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
 
 # Not an import statement: type checkers would take `trl` for this file.
-_TRL: Any = peer_module("TRL", "trl")
+_TRL: Any = importlib.import_module("trl")
 PlainTrainer: Any = _TRL.GRPOTrainer
 
 LOSS_OPTIONS = (

@@ -11,6 +11,7 @@ TRIMTAB_OBJECTIVES names a TOML file with objectives of one's own: `[mine]` with
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import sys
@@ -19,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trimtab.adapters.hooks import peer_module
 from trimtab.adapters.verl_driver import checked, corrected, refusing_log_probs, without_bypass, without_carried
 from trimtab.adapters.verl_loss import FILE, PREFIX, PolicyLoss
 from trimtab.errors import TrimtabError
@@ -49,7 +49,7 @@ def own_objectives() -> dict[str, PolicyLoss]:
 
 def register() -> list[str]:
     """Registers every preset and every objective of the file with verl; returns their names. Called on import."""
-    core = peer_module("verl", f"{PPO}.core_algos")
+    core = importlib.import_module(f"{PPO}.core_algos")
     named = {name: PolicyLoss(name, {}) for name in objectives()} | own_objectives()
     for name, loss in named.items():
         core.register_policy_loss(PREFIX + name)(loss)
@@ -71,7 +71,7 @@ def register() -> list[str]:
 
 def _replace(module: str, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replaces a function of verl, also in modules that imported it by name; most do so later than this."""
-    plain = getattr(peer_module("verl", module), name)
+    plain = getattr(importlib.import_module(module), name)
     wrapped = wrap(plain)
     for key, loaded in list(sys.modules.items()):
         if key.partition(".")[0] == "verl" and vars(loaded).get(name) is plain:
