@@ -25,11 +25,11 @@ TRAINERS: dict[str, tuple[str, str, str]] = {
     "verl": ("0.9.1", "`actor.policy_loss.loss_mode=trimtab-NAME`", "run"),
     "prime-rl": ("559b4477", '`import_path = "trimtab.adapters.prime_rl.loss"`', "against source"),
     "skyrl": ("a9564572", '`trimtab.adapters.skyrl.register("NAME")`', "against source"),
-    "nemo-rl": ("7ea279ab", '`grpo_train(..., loss_fn=ObjectiveLoss("NAME"))`', "against source"),
+    "nemo-rl": ("7ea279ab", '`loss_fn = ObjectiveLoss("NAME", ...)` after `setup`', "against source"),
     "miles": ("31f1ca96", "`--custom-tis-function-path trimtab.adapters.slime.tis`", "against source"),
     "slime": ("624b824a", "`--custom-tis-function-path trimtab.adapters.slime.tis`", "against source"),
-    "areal": ("4aef98d8 (1.0.4)", '`trimtab.adapters.areal.install("NAME")`', "against source"),
-    "openrlhf": ("3c3be623 (0.11.2)", '`trimtab.adapters.openrlhf.install("NAME")`', "against source"),
+    "areal": ("4aef98d8 (1.0.4)", '`install("NAME")` in the constructor of an actor', "against source"),
+    "openrlhf": ("3c3be623 (0.11.2)", '`install("NAME")` in the actor of the policy', "against source"),
     "tinker": ("SDK 0.38.0", '`forward_backward_custom(data, custom_loss("NAME"))`', "against source"),
 }
 """Version, the line, and how the adapter was checked, by the name of its hook."""
@@ -46,7 +46,8 @@ GRADES = """
 - **read**: the interface was read in its documentation only. No adapter is left at this grade.
 
 In all, every preset that the hook carries gives the loss and gradient of the library
-(`tests/contract/test_adapters.py`).
+(`tests/contract/test_adapters.py`; in TRL's trainer and verl's `ppo_loss`: `tests/e2e/test_trl_trainer.py` and
+`tests/e2e/test_verl_losses.py`).
 
 ## What each hook carries
 

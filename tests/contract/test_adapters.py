@@ -1,4 +1,7 @@
-"""Every adapter gives the loss and gradient of the library: same batch, same preset, called as its trainer calls it."""
+"""Every adapter gives the loss and gradient of the library: same batch, same preset, called as its trainer calls it.
+
+TRL's, which is a trainer of its own, is compared in tests/e2e/test_trl_trainer.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker
+from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_loss
 from trimtab.adapters.hooks import HOOKS, turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective, PolicyLogps, objectives
@@ -34,7 +37,10 @@ def float32(lab: Any, seed: int) -> Any:
     nearer = torch.logspace(-4, 0, len(mask), dtype=torch.float64)[:, None]
     policies = {
         name: batch.current + nearer * (getattr(batch, name) - batch.current) for name in ("behavior", "proximal")
-    }
+    } | {"current": batch.current}
+    # Log-probs are below 0; verl tells them from weights by that.
+    highest = torch.stack(list(policies.values())).max()
+    policies = {name: values - highest for name, values in policies.items()}
     single = batch.changed(**policies).map(lambda tensor: tensor.float() if tensor.dtype == torch.float64 else tensor)
     return single.changed(mask=mask, turn=turns_of(mask))
 
@@ -188,7 +194,31 @@ def run_openrlhf(objective: Objective, batch: Any, current: Tensor) -> Tensor:
     return total
 
 
+def run_verl(objective: Objective, batch: Any, current: Tensor) -> Tensor:
+    """Half of the micro-batches on each of two ranks, whose gradients are averaged; log-probs carried as weights."""
+    keywords = OPTIONS.get(objective.name, {}).copy()
+    factor = keywords.pop("length_max", None)
+    loss = verl_loss.PolicyLoss(objective.name, keywords)
+    mode = verl_loss.MODES.get(objective.aggregation.kind, objective.aggregation.kind)
+    counts = {"batch_num_tokens": int(batch.mask.sum()), "global_batch_size": len(current), "dp_size": 2}
+    config = SimpleNamespace(global_batch_info=counts | {"loss_scale_factor": factor})
+    total = current.new_zeros(())
+    for part in (slice(0, 3), slice(3, None)):
+        value, _ = loss(
+            batch.proximal[part],
+            current[part],
+            batch.advantage.expand(current.shape)[part],
+            batch.mask[part].float(),
+            loss_agg_mode=mode,
+            config=config,
+            rollout_is_weights=batch.behavior[part],
+        )
+        total = total + value / 2
+    return total
+
+
 RUNS: dict[str, Trainer] = {
+    "verl": run_verl,
     "prime-rl": run_prime_rl,
     "skyrl": run_skyrl,
     "nemo-rl": run_nemo_rl,

@@ -42,6 +42,26 @@ def test_grpo_is_the_loss_of_trl(tmp_path: Path) -> None:
     assert planted["gradient"] > 0.05  # Another clip bound is seen.
 
 
+def test_the_kl_term_is_that_of_trl(tmp_path: Path) -> None:
+    """With its correction, where the sampler is the policy at the start of the update, and without."""
+    cases = run("kl", tmp_path)
+    assert cases.keys() == {"k3, 1", "k3, 3", "unbiased, 1", "unbiased, 3"}
+    for name, case in cases.items():
+        assert case["scale"] > 0.1, name
+        assert case["loss"] <= 1e-6, name
+        assert case["gradient"] <= 1e-6, name
+
+
+def test_every_preset_has_the_loss_and_gradient_of_the_library(tmp_path: Path) -> None:
+    cases = run("presets", tmp_path)
+    assert {"grpo", "dr-grpo", "gspo", "icepop", "seq-mis", "turn-tis", "opsm", "m2po"} <= cases.keys()
+    assert len(cases) >= 25
+    for name, case in cases.items():
+        assert case["scale"] > 0, name
+        assert case["loss"] <= 1e-6, name
+        assert case["gradient"] <= 2e-5, name
+
+
 def test_icepop_trains_and_its_log_probs_are_diagnosed(tmp_path: Path) -> None:
     result = run("train", tmp_path)
     assert result["first"] < 0.75
@@ -69,6 +89,10 @@ def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(tmp_
         "steps_per_generation = 1 is no multiple of gradient_accumulation_steps = 2: an update would span two "
         "generations and its denominators are not known at its start: make it a multiple",
         "kl_coef of the objective is 0.1: set beta=0.1 (only that it is not 0 counts) in GRPOConfig",
+        'kl of the objective is "k3": set use_bias_correction_kl=False in GRPOConfig (TRL\'s default is True), or '
+        'kl="unbiased" in the objective',
+        'kl of the objective is "unbiased": set use_bias_correction_kl=True in GRPOConfig (TRL\'s default is True), or '
+        'kl="k3" in the objective',
         'dr-grpo has advantages without the standard deviation: set scale_rewards="none"',
         "Unsloth replaces compute_loss, so that this loss would never be called: do not import it",
     ]

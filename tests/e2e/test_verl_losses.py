@@ -76,11 +76,32 @@ def test_grpo_is_the_vanilla_loss_of_verl(environment: dict[str, str]) -> None:
     assert planted["gradient"] > 0.05  # Another clip bound is seen.
 
 
-def test_three_policies_reach_the_loss(environment: dict[str, str]) -> None:
-    for name, case in run(environment, "three_policies").items():
+def test_every_preset_has_the_loss_and_gradient_of_the_library(environment: dict[str, str]) -> None:
+    cases = run(environment, "presets")
+    assert {"grpo", "dr-grpo", "gspo", "icepop", "token-tis", "seq-mis", "turn-tis", "opsm", "dppo"} <= cases.keys()
+    assert len(cases) >= 25
+    for name, case in cases.items():
+        assert case["scale"] > 0, name
         assert case["loss"] <= 1e-6, name
         assert case["gradient"] <= 2e-6, name
-        assert {"actor/trimtab/weight/mean", "actor/trimtab/update/kl"} <= set(case["metrics"]), name
+        assert "actor/trimtab/update/kl" in case["metrics"], name
+    assert "actor/trimtab/weight/mean" in cases["icepop"]["metrics"]
+
+
+def test_carried_log_probs_stay_out_of_verl_s_measures(environment: dict[str, str]) -> None:
+    """`actor.calculate_sum_pi_squared` makes verl square the weights."""
+    cases = run(environment, "variance")
+    assert cases["log-probs"] == cases["none"]
+    key = "variance_proxy/expected_w"
+    assert cases["weights"][key] != pytest.approx(cases["none"][key], rel=0.1)
+
+
+def test_a_configuration_that_would_not_call_the_driver_is_refused(environment: dict[str, str]) -> None:
+    named, carried, unscored, *others = run(environment, "configurations")
+    assert named == "rollout_is=trimtab-token-tis has no effect with bypass_mode: turn bypass_mode off"
+    assert carried == "rollout_is=trimtab has no effect with bypass_mode: turn bypass_mode off"
+    assert unscored.startswith("rollout_is=trimtab reads the sampler's log-probs: set actor_rollout_ref.rollout.")
+    assert all(one.startswith("passed on to verl: ") for one in others)
 
 
 def test_the_driver_corrects_with_trimtab(environment: dict[str, str]) -> None:

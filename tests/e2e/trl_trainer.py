@@ -1,6 +1,6 @@
 """Runs of TRL's trainer with Trimtab's losses on the laboratory model; the environment must have TRL.
 
-    python tests/e2e/trl_trainer.py parity|planted|train|unscored|refusals|options FOLDER
+    python tests/e2e/trl_trainer.py parity|kl|presets|planted|train|unscored|refusals|options FOLDER
 
 Prints a JSON object as its last line.
 """
@@ -23,10 +23,11 @@ from torch import Tensor
 from trl import GRPOConfig
 from trl import GRPOTrainer as PlainTrainer
 
+from trimtab.adapters.hooks import HOOKS
 from trimtab.adapters.trl import LOSS_OPTIONS, GRPOTrainer
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
-from trimtab.objectives import objective
+from trimtab.objectives import PolicyLogps, objective, objectives
 
 PROMPTS = ["3141592653=", "2718281828=", "1414213562=", "1732050807="]
 
@@ -36,7 +37,7 @@ def digits(completions: list[str], **_: Any) -> list[float]:
     return [sum(one in "13579" for one in text) / max(1, len(text)) for text in completions]
 
 
-def sampled(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]]]:
+def sampled(prompts: list[str], trainer: PlainTrainer, noise: float = 0.3) -> dict[str, list[list[Any]]]:
     """Samples from the model that is trained, with log-probs as of a slightly different sampler."""
     ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
     batch = torch.tensor(ids)
@@ -47,7 +48,7 @@ def sampled(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[An
         logits = trainer.model(full).logits[:, batch.shape[1] - 1 : -1].float()
     completions = full[:, batch.shape[1] :]
     logps = logits.log_softmax(-1).gather(-1, completions[..., None])[..., 0]
-    logps = logps + 0.3 * torch.randn(logps.shape, generator=torch.Generator().manual_seed(len(trainer.seen)))
+    logps = logps + noise * torch.randn(logps.shape, generator=torch.Generator().manual_seed(len(trainer.seen)))
     trainer.seen.append(completions)
     lengths = [
         row.index(trainer.processing_class.eos_token_id) + 1
@@ -69,9 +70,12 @@ def build(
     steps: int,
     own: dict[str, Any],
     rollout: Callable[..., Any] | None = None,
+    reference: Path | None = None,
     **options: Any,
 ) -> PlainTrainer:
     model, tokenizer = laboratory.build(0)
+    if reference is not None:
+        model.config._name_or_path = model.name_or_path = str(reference)
     model.config._attn_implementation = "eager"
     settings = {
         "per_device_train_batch_size": 4,
@@ -156,6 +160,104 @@ def parity(folder: Path) -> dict[str, Any]:
     return result
 
 
+class Exact(Compared):
+    """The sampler's log-probs are those at the start of the update, for which TRL takes the policy then."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        old = inputs.get("old_per_token_logps")
+        if old is None:
+            old = self._score(model, inputs)[0].detach()
+        return super()._compute_loss(model, inputs | {"sampling_per_token_logps": old})
+
+
+def saved(folder: Path) -> Path:
+    """The model as files: TRL loads the reference by the name of the model."""
+    model, tokenizer = laboratory.build(0)
+    model.save_pretrained(folder / "reference")
+    tokenizer.save_pretrained(folder / "reference")
+    return folder / "reference"
+
+
+def kl(folder: Path) -> dict[str, dict[str, float]]:
+    """`grpo` with a KL term against TRL's, with and without its correction."""
+    path, result = saved(folder), {}
+    for corrected, kind in ((False, "k3"), (True, "unbiased")):
+        built = objective("grpo", aggregation="token-mean", kl=kind, kl_coef=0.1)
+        for iterations in (1, 3):
+            trainer = build(
+                Exact,
+                folder,
+                steps=6,
+                own={"objective": built},
+                reference=path,
+                beta=0.1,
+                use_bias_correction_kl=corrected,
+                num_iterations=iterations,
+            )
+            trainer.loss_type = "dapo"
+            trainer.differences = []
+            trainer.train()
+            result[f"{kind}, {iterations}"] = {
+                key: max(one[key] for one in trainer.differences) for key in ("loss", "gradient", "scale")
+            }
+    return result
+
+
+class Library(GRPOTrainer):
+    """Compares the loss with the library's on the same tensors: one micro-batch is the update."""
+
+    differences: list[dict[str, float]]
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        current, _, _ = self._score(model, inputs)
+        mask = inputs["completion_mask"].bool()
+        logps = PolicyLogps(
+            current=current,
+            behavior=inputs["sampling_per_token_logps"],
+            mask=mask,
+            proximal=inputs.get("old_per_token_logps", current.detach()),
+            turn=torch.zeros_like(mask, dtype=torch.long),
+        )
+        expected = self._objective(logps, inputs["advantages"][:, None]).loss
+        loss = super()._compute_loss(model, inputs)
+        wanted, found = gradient(expected, model), gradient(loss, model)
+        scale = max(one.abs().max().item() for one in wanted)
+        self.differences.append(
+            {
+                "loss": abs(loss.item() - expected.item()),
+                "gradient": max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
+                / max(scale, 1e-3),
+                "scale": scale,
+            }
+        )
+        return loss
+
+
+def near(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]]]:
+    """From responses that no mask rejects to responses that most do."""
+    output = sampled(prompts, trainer, noise=0.0)
+    noise = torch.Generator().manual_seed(0)
+    for row, scale in zip(output["logprobs"], torch.logspace(-5, -1, len(prompts)).tolist(), strict=True):
+        row[:] = [value + scale * torch.randn((), generator=noise).item() for value in row]
+    return output
+
+
+def presets(folder: Path) -> dict[str, dict[str, float]]:
+    """Every preset that the hook carries, over two updates after a generation; in the second all policies differ."""
+    result = {}
+    for name in objectives():
+        built = objective(name, **({"length_max": 8} if name in ("dr-grpo", "luffy") else {}))
+        if HOOKS["trl"].refusal(built) is not None:
+            continue
+        scaled = {"scale_rewards": "none"} if built.advantage == "dr-grpo" else {}
+        options = {"gradient_accumulation_steps": 1, "num_iterations": 2, "per_device_train_batch_size": 8}
+        trainer = build(Library, folder, steps=2, own={"objective": built}, rollout=near, **options, **scaled)
+        trainer.differences = []
+        trainer.train()
+        result[name] = {key: max(one[key] for one in trainer.differences) for key in ("loss", "gradient", "scale")}
+    return result
+
+
 def planted(folder: Path) -> dict[str, float]:
     """The largest difference when our clip bound is another one."""
     own = {"objective": objective("grpo", aggregation="token-mean", clip_low=0.1)}
@@ -201,19 +303,22 @@ def refusals(folder: Path) -> list[str]:
 
 
 def _refused(folder: Path) -> Iterator[str]:
+    reference = saved(folder)
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"objective": "oapl"}, {}),
         ({"objective": "score-centering"}, {}),
         ({"objective": "icepop"}, {"loss_type": "sapo"}),
         ({"objective": "icepop"}, {"steps_per_generation": 1}),
         ({"objective": objective("grpo", kl_coef=0.1)}, {}),
+        ({"objective": objective("grpo", kl_coef=0.1)}, {"beta": 0.1, "use_bias_correction_kl": True}),
+        ({"objective": objective("grpo", kl_coef=0.1, kl="unbiased")}, {"beta": 0.1, "use_bias_correction_kl": False}),
         ({"objective": "dr-grpo"}, {}),
     ]
     for own, options in cases:
         try:
             if own["objective"] == "dr-grpo":
                 own["objective"] = objective("dr-grpo", length_max=8)
-            build(GRPOTrainer, folder, steps=1, own=own, **options)
+            build(GRPOTrainer, folder, steps=1, own=own, reference=reference, **options)
         except TrimtabError as error:
             yield str(error)
         else:
@@ -234,5 +339,5 @@ def options(_: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    functions = (parity, planted, train, unscored, refusals, options)
+    functions = (parity, kl, presets, planted, train, unscored, refusals, options)
     print(json.dumps({one.__name__: one for one in functions}[sys.argv[1]](Path(sys.argv[2]))))

@@ -39,14 +39,28 @@ def batch(rows: int = 8, time: int = 12) -> dict[str, Tensor]:
     }
 
 
-def run(mode: str, parts: int = 1, *, carried: Tensor | None = None, **options: Any) -> tuple[float, Tensor, dict]:
+def nearer() -> dict[str, Tensor]:
+    """The same batch, from responses that no mask rejects to responses that most do."""
+    data = batch()
+    scale, old = torch.logspace(-4, 0, len(data["length"]))[:, None], data["old_log_probs"]
+    return data | {name: old + scale * (data[name] - old) for name in ("rollout_log_probs", "log_prob")}
+
+
+def run(
+    mode: str,
+    parts: int = 1,
+    *,
+    carried: Tensor | None = None,
+    data: dict[str, Tensor] | None = None,
+    **options: Any,
+) -> tuple[float, Tensor, dict]:
     """The loss and gradient of `ppo_loss`, verl's loss of an actor, over micro-batches on two ranks."""
     from verl.trainer.config import RolloutCorrectionConfig  # noqa: F401 - registers the configuration
     from verl.utils import tensordict_utils
     from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
     from verl.workers.utils.losses import ppo_loss
 
-    data = batch()
+    data = batch() if data is None else data
     rows, time = data["log_prob"].shape
     leaf = data["log_prob"].clone().requires_grad_()
     config = FSDPActorConfig(
@@ -114,26 +128,73 @@ def parity() -> dict[str, dict[str, float]]:
     return result
 
 
-def three_policies() -> dict[str, Any]:
-    """Objectives over three policies, the sampler's log-probs carried by verl's driver."""
-    from trimtab.objectives import PolicyLogps, objective
+def presets() -> dict[str, Any]:
+    """Every preset that verl carries, the sampler's log-probs carried by its driver, against the library."""
+    from trimtab.adapters.hooks import HOOKS, turns_of
+    from trimtab.adapters.verl_loss import MODES
+    from trimtab.objectives import PolicyLogps, objective, objectives
 
-    data, result = batch(), {}
-    for name, mode in {"icepop": "seq-mean-token-mean", "token-tis": "token-mean", "seq-mis": "token-mean"}.items():
-        leaf = data["log_prob"].clone().requires_grad_()
+    data, result = nearer(), {}
+    for name in objectives():
+        constant = {"length_max": 12} if name in ("dr-grpo", "luffy") else {}
+        built = objective(name, **constant)
+        if HOOKS["verl"].refusal(built) is not None:
+            continue
+        leaf, mask = data["log_prob"].clone().requires_grad_(), data["response_mask"]
         logps = PolicyLogps(
             current=leaf,
             behavior=data["rollout_log_probs"],
-            mask=data["response_mask"],
+            mask=mask,
             proximal=data["old_log_probs"],
+            turn=turns_of(mask),
         )
-        loss = objective(name)(logps, data["advantages"][:, :1]).loss
+        loss = built(logps, data["advantages"][:, :1]).loss
         (gradient,) = torch.autograd.grad(loss, leaf)
-        ours = run(f"trimtab-{name}", 2, carried=data["rollout_log_probs"], loss_agg_mode=mode)
+        options = {"loss_scale_factor": 12} if constant else {}
+        mode = MODES.get(built.aggregation.kind, built.aggregation.kind)
+        ours = run(f"trimtab-{name}", 2, carried=data["rollout_log_probs"], data=data, loss_agg_mode=mode, **options)
         # Two ranks, whose gradients verl averages.
         result[name] = difference((ours[0] / 2, ours[1] / 2, {}), (loss.item(), gradient, {}))
         result[name]["metrics"] = sorted(key for key in ours[2] if "trimtab" in key)
     return result
+
+
+def variance() -> dict[str, dict[str, float]]:
+    """verl's proxy of the gradient's variance, without weights, with weights, and with the log-probs of its driver."""
+    from verl import DataProto
+    from verl.trainer.ppo.metric_utils import compute_variance_proxy_metrics
+
+    fields = {key: value for key, value in batch().items() if key != "length"}
+    fields |= {"sum_pi_squared": fields["log_prob"].exp().square(), "response_mask": fields["response_mask"].long()}
+    cases = {"none": {}, "weights": {"rollout_is_weights": fields["rollout_log_probs"].exp()}}
+    cases["log-probs"] = {"rollout_is_weights": fields["rollout_log_probs"]}
+    return {
+        case: compute_variance_proxy_metrics(DataProto.from_single_dict(fields | extra), gradient_norm=1.0)
+        for case, extra in cases.items()
+    }
+
+
+def configurations() -> list[str]:
+    """verl's check of its configuration, by the name that its main programs import it."""
+    from omegaconf import OmegaConf
+    from verl.utils.config import validate_config
+
+    def check(correction: dict[str, Any] | None, calculate: bool = True) -> str:
+        algorithm = {"rollout_correction": correction}
+        config = {"algorithm": algorithm, "actor_rollout_ref": {"rollout": {"calculate_log_probs": calculate}}}
+        try:
+            return refusal(validate_config, OmegaConf.create(config), False, False)
+        except Exception as error:  # verl's own check reads much more.
+            return f"passed on to verl: {type(error).__name__}"
+
+    return [
+        check({"rollout_is": "trimtab-token-tis", "bypass_mode": True}),
+        check({"rollout_is": "trimtab", "bypass_mode": True}),
+        check({"rollout_is": "trimtab"}, calculate=False),
+        check({"rollout_is": "trimtab"}),
+        check({"rollout_is": "token", "bypass_mode": True}),
+        check(None),
+    ]
 
 
 def driver() -> dict[str, Any]:

@@ -103,7 +103,8 @@ def nemo_rl(folder: Path) -> Callable[..., torch.Tensor]:
     load(space, folder / NEMO_RL / "utils.py", "masked_mean", "calculate_kl")
     load(space, folder / NEMO_RL / "loss" / "loss_functions.py", "ClippedPGLossFn")
 
-    def run(batch: Batch, logp: torch.Tensor, **options: Any) -> torch.Tensor:
+    def run(batch: Batch, logp: torch.Tensor, *, filtered: float | None = None, **options: Any) -> torch.Tensor:
+        """filtered: how much top-k or top-p raises the log-probs of the policy; None where there is none."""
         config = {
             **{"disable_ppo_ratio": False, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "ratio_clip_c": None},
             **{"reference_policy_kl_penalty": 0.0, "use_kl_in_reward": False, "reference_policy_kl_type": "k3"},
@@ -124,8 +125,11 @@ def nemo_rl(folder: Path) -> Callable[..., torch.Tensor]:
             "advantages": shifted(batch["advantage"]),
             "prev_logprobs": shifted(batch["proximal"]),
             "generation_logprobs": shifted(batch["behavior"]),
+            "reference_policy_logprobs": shifted(batch["reference"]),
         }
         counts = (torch.tensor(float(len(logp))), batch["mask"].sum().double())
+        if filtered is not None:
+            data["curr_logprobs_unfiltered"], logp = logp, logp + filtered
         parts = [loss(logp[part], {key: value[part] for key, value in data.items()}, *counts)[0] for part in HALVES]
         return torch.stack(parts).sum()
 
@@ -201,6 +205,7 @@ def record(batches: dict[str, Batch], folder: Path) -> Recording:
     recording = Recording({**versions, "torch": torch.__version__})
     bounds = {"tis_clip_low": 0.5, "tis_clip": 2.0}
     icepop = {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio_min": 0.5}
+    penalized = {"reference_policy_kl_penalty": 0.05, "use_on_policy_kl_approximation": True}
     truncated = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0}
     runs: dict[str, tuple[Callable[..., torch.Tensor], dict[str, Any]]] = {
         **{f"skyrl-{one}": (skyrl(folder), {"reduction": one}) for one in ("token_mean", "sequence_mean")},
@@ -209,6 +214,9 @@ def record(batches: dict[str, Batch], folder: Path) -> Recording:
         "nemo-rl-sequence": (nemo_rl(folder), {"token_level_loss": False}),
         "nemo-rl-tis": (nemo_rl(folder), {**truncated, "truncated_importance_sampling_type": "tis"}),
         "nemo-rl-icepop": (nemo_rl(folder), {**truncated, **icepop}),
+        "nemo-rl-kl": (nemo_rl(folder), penalized),
+        "nemo-rl-kl-sequence": (nemo_rl(folder), {**penalized, "token_level_loss": False}),
+        "nemo-rl-kl-filtered": (nemo_rl(folder), {**penalized, "filtered": 0.1}),
         "areal-grpo": (areal(folder), {}),
         "openrlhf-token": (openrlhf(folder), {}),
         "openrlhf-sequence": (openrlhf(folder), {"token_level_loss": False}),

@@ -24,6 +24,7 @@ from tests.parity.conftest import Given, Peer
 from torch import Tensor
 
 from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime
+from trimtab.errors import TrimtabError
 
 HALVES = (slice(0, 3), slice(3, None))
 LENGTH_MAX = 40
@@ -55,7 +56,9 @@ def run_skyrl(given: Given, logp: Tensor, *, reduction: str) -> Tensor:
     return torch.stack(parts).sum()
 
 
-def run_nemo_rl(given: Given, logp: Tensor, *, objective: str, **keywords: Any) -> Tensor:
+def run_nemo_rl(
+    given: Given, logp: Tensor, *, objective: str, filtered: float | None = None, **keywords: Any
+) -> Tensor:
     loss = nemo_rl.ObjectiveLoss(objective, **keywords)
 
     def shifted(value: Tensor) -> Tensor:
@@ -66,8 +69,11 @@ def run_nemo_rl(given: Given, logp: Tensor, *, objective: str, **keywords: Any) 
         "advantages": shifted(given.advantage),
         "prev_logprobs": shifted(zeros(given, "proximal")),
         "generation_logprobs": shifted(zeros(given, "behavior")),
+        "reference_policy_logprobs": shifted(zeros(given, "reference")),
         "sample_mask": torch.ones(len(logp)),
     }
+    if filtered is not None:
+        columns["curr_logprobs_unfiltered"], logp = logp, logp + filtered
     counts = (torch.tensor(len(logp)), given.mask.sum())
     parts = [loss(logp[part], {key: value[part] for key, value in columns.items()}, *counts)[0] for part in HALVES]
     return torch.stack(parts).sum()
@@ -108,7 +114,7 @@ def run_tis(given: Given, logp: Tensor, **objective: Any) -> Tensor:
         for name in ("proximal", "behavior")
     }
     result, _, _ = slime.tis(
-        Namespace(trimtab_objective=objective),
+        Namespace(trimtab_objective=objective, use_tis=True),
         pg_loss=-(logp * given.advantage)[mask],
         train_log_probs=flat["proximal"],
         rollout_log_probs=flat["behavior"],
@@ -119,6 +125,7 @@ def run_tis(given: Given, logp: Tensor, **objective: Any) -> Tensor:
 
 
 TOKENS, MEANS = {"aggregation": "token-mean", **CLIP}, {"aggregation": "seq-mean-token-mean", **CLIP}
+PENALIZED = {"kl": "unbiased", "kl_coef": 0.05}
 ICEPOP = {"objective": "icepop", "weight_min": 0.5, "weight_max": 2.0}
 RUNS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "skyrl-token_mean": (run_skyrl, {"reduction": "token_mean"}),
@@ -128,6 +135,9 @@ RUNS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "nemo-rl-sequence": (run_nemo_rl, {"objective": "grpo", **MEANS}),
     "nemo-rl-tis": (run_nemo_rl, {"objective": "token-tis", "weight_max": 2.0, **TOKENS}),
     "nemo-rl-icepop": (run_nemo_rl, {**ICEPOP, **TOKENS}),
+    "nemo-rl-kl": (run_nemo_rl, {"objective": "grpo", **PENALIZED, **TOKENS}),
+    "nemo-rl-kl-sequence": (run_nemo_rl, {"objective": "grpo", **PENALIZED, **MEANS}),
+    "nemo-rl-kl-filtered": (run_nemo_rl, {"objective": "grpo", **PENALIZED, **TOKENS, "filtered": 0.1}),
     "areal-grpo": (run_areal, {}),
     "openrlhf-token": (run_openrlhf, {"objective": "grpo", **TOKENS}),
     "openrlhf-sequence": (run_openrlhf, {"objective": "grpo", **MEANS}),
@@ -222,10 +232,92 @@ def test_log_probs_are_scored_as_the_trainer_does(
     batch |= {"advantages": [torch.ones(2)], "log_probs": [torch.tensor([-1.0, -2.5])]}
     if form == "Tuple":
         batch |= {"rollout_top_p_token_ids": [[1]], "rollout_top_p_token_offsets": [[0, 1]]}
-    args = Namespace(trimtab_objective={"name": "grpo", "clip_high": 0.2}, calculate_per_token_loss=False)
+    else:  # With --qkv-format bshd, without which Miles passes none.
+        batch |= {"max_seq_lens": [3]}
+    named = {"trimtab_objective": {"name": "grpo", "clip_high": 0.2}}
+    args = Namespace(**named, calculate_per_token_loss=False, rollout_top_p=0.9)
     loss, _ = slime.loss(args, batch, torch.zeros(1), torch.sum)
     assert loss.item() == pytest.approx(-(1 + 1.2) / 2)  # The second token is clipped.
     assert ("top_p_token_ids" in given) == (form == "Tuple")
+    assert ("max_seq_lens" in given) == (form == "Name")
+
+
+def test_slime_s_top_p_without_the_tokens_that_it_kept_is_refused(hooks: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """slime's own loss raises there. Miles' function does not renormalise, and its own loss goes on."""
+
+    def stand_in(trainer: str) -> Callable[..., Any]:
+        def score(*_: Any, **__: Any) -> dict[str, list[Tensor]]:
+            return {"log_probs": [torch.zeros(2)]}
+
+        names = hooks.text("signatures", "hooks", f"{trainer}-scores").split()
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        score.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return score
+
+    sizes: dict[str, Any] = {"total_lengths": [3], "response_lengths": [2], "unconcat_tokens": [torch.zeros(3)]}
+    batch = sizes | {"loss_masks": [torch.ones(2)], "advantages": [torch.ones(2)], "log_probs": [torch.zeros(2)]}
+    args = Namespace(trimtab_objective="grpo", calculate_per_token_loss=False, rollout_top_p=0.9)
+    monkeypatch.setattr(slime, "_scoring", lambda: stand_in("slime"))
+    with pytest.raises(TrimtabError, match=r"--rollout-top-p is 0\.9, and the batch has no tokens that top-p kept"):
+        slime.loss(args, batch, torch.zeros(1), torch.sum)
+    args.rollout_top_p = 1.0
+    assert slime.loss(args, batch, torch.zeros(1), torch.sum)[0].item() == -1
+    args.rollout_top_p = 0.9
+    monkeypatch.setattr(slime, "_scoring", lambda: stand_in("miles"))
+    assert slime.loss(args, batch, torch.zeros(1), torch.sum)[0].item() == -1
+
+
+@pytest.mark.skipif(PEERS is None, reason="no checkouts: TRIMTAB_PEERS names a folder of them")
+@pytest.mark.parametrize("trainer", ["miles", "slime"])
+def test_the_options_that_are_refused_beside_the_loss_exist(trainer: str) -> None:
+    assert PEERS is not None
+    source = (Path(PEERS) / trainer / trainer / "utils" / "arguments.py").read_text()
+    for option in (*slime.IGNORED, "use_kl_loss", "use_rollout_logprobs", "get_mismatch_metrics"):
+        assert f'"--{option.replace("_", "-")}"' in source, option
+    # This pair is theirs to refuse.
+    assert "use_rollout_logprobs and use_tis cannot be set at the same time" in source
+
+
+MILES_SCORES = """
+import sys; from argparse import Namespace; from collections.abc import Iterator; from pathlib import Path
+import from_hooks, torch
+from trimtab.adapters import slime
+group = Namespace(size=1, rank=0, group=None)
+space = {"torch": torch, "Iterator": Iterator, "get_parallel_state": lambda: Namespace(cp=group, tp=group)}
+space["calculate_log_probs_and_entropy"] = lambda logits, tokens, *_, **__: (
+    logits.log_softmax(-1).gather(-1, tokens[:, None]), None
+)
+from_hooks.load(space, Path(sys.argv[1]) / from_hooks.MILES_SCORES, "get_responses", from_hooks.SCORES)
+slime._scoring = lambda: space[from_hooks.SCORES]
+make = torch.Generator().manual_seed(0)
+padded = torch.randn(2, 6, 7, generator=make)
+tokens = [torch.randint(0, 7, (size,), generator=make) for size in (6, 5)]
+options = {"true_on_policy_mode": False, "rollout_temperature": 1.0, "allgather_cp": False, "log_probs_chunk_size": -1}
+for form, logits in (("thd", torch.cat([padded[0], padded[1, :5]])[None]), ("bshd", padded)):
+    batch = {"response_lengths": [3, 2], "total_lengths": [6, 5], "unconcat_tokens": tokens}
+    batch |= {"max_seq_lens": [6, 6] if form == "bshd" else None, "rollout_log_probs": None}
+    batch |= {"loss_masks": [torch.ones(3), torch.ones(2)], "log_probs": [-torch.ones(3), -2 * torch.ones(2)]}
+    batch |= {"advantages": [torch.ones(3), -torch.ones(2)]}
+    args = Namespace(trimtab_objective="grpo", calculate_per_token_loss=False, qkv_format=form, rollout_top_p=1.0)
+    vars(args).update(options)
+    print(slime.loss(args, batch, logits, torch.sum)[0].item())
+"""
+
+
+@pytest.mark.skipif(PEERS is None, reason="no checkouts: TRIMTAB_PEERS names a folder of them")
+def test_miles_scores_padded_sequences_as_packed_ones() -> None:
+    packed, padded = called(MILES_SCORES)
+    assert float(packed) == pytest.approx(float(padded), rel=1e-6)
+
+
+def called(code: str) -> list[str]:
+    """The lines that a script prints beside the generators of the frozen numbers."""
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": str(here.parents[1] / "src")}
+    command = [sys.executable, "-c", code, str(PEERS)]
+    ended = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout.splitlines()
 
 
 @pytest.mark.skipif(PEERS is None, reason="no checkouts: TRIMTAB_PEERS names a folder of them")
@@ -269,12 +361,7 @@ for name, batch in generate.each(generate.make_batches()):
 
 @pytest.mark.skipif(PEERS is None, reason="no checkouts: TRIMTAB_PEERS names a folder of them")
 def test_prime_rl_calls_our_loss(prime_rl: Peer) -> None:
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": str(here.parents[1] / "src")}
-    command = [sys.executable, "-c", CALLED, str(PEERS)]
-    ended = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    for line in ended.stdout.splitlines():
+    for line in called(CALLED):
         name, value, metric = line.split()
         assert float(value) == pytest.approx(prime_rl.scalar("ipo-0.3", name, "loss"), rel=1e-6)
         assert metric.startswith("trimtab/")

@@ -47,6 +47,9 @@ ELSEWHERE = {
     ("docs/frameworks.md", 2): "tests/unit/diagnosis/reading/test_verl_v1.py",
     ("docs/frameworks.md", 3): "tests/unit/diagnosis/reading/test_frameworks.py",  # the file that it writes
     ("docs/adapters/trl.md", 0): "tests/e2e/test_trl_trainer.py",
+    ("docs/adapters/areal.md", 0): "tests/e2e/test_adapter_recipes.py",
+    ("docs/adapters/areal.md", 1): "tests/e2e/test_adapter_recipes.py",
+    ("docs/adapters/openrlhf.md", 0): "tests/e2e/test_adapter_recipes.py",
 }
 SECTIONS_OF_OTHERS = {"docs/adapters/prime-rl.md"}
 
@@ -108,7 +111,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable
         "docs/diagnose.md": diagnose,
         "docs/tasks.md": tasks,
         "docs/bitwise.md": lambda: {"torch": torch, "build": build, "reference": build},
-        "docs/adapters/nemo-rl.md": lambda: {"grpo_train": lambda **_: None, "everything_else": {}},
+        "docs/adapters/nemo-rl.md": lambda: {"loss_fn": SimpleNamespace(use_fused_linear_logprobs=False)},
         "docs/adapters/tinker.md": lambda: {"training_client": client, "data": data},
     }
 
@@ -133,9 +136,6 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
         LossInputType=Enum("LossInputType", "LOGPROB"),
         MetricNormalizer=Enum("MetricNormalizer", "TOKENS SEQUENCES NONE"),
     )
-    module("areal.trainer.ppo.actor", grpo_loss_fn=None)
-    for name in ("openrlhf.models.loss", "openrlhf.models", "openrlhf.trainer.ray.ppo_actor"):
-        module(name, PolicyLoss=None)
 
 
 @pytest.mark.usefixtures("peers")

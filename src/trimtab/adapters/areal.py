@@ -1,19 +1,31 @@
 """A Trimtab objective as the actor loss of AReaL. Checked against AReaL 1.0.4 (4aef98d8).
 
-import trimtab.adapters.areal
-trimtab.adapters.areal.install("a3po")     # in the script that starts the trainer, before it is built
+AReaL has no registry of losses, and its trainer starts processes of its own. It names the class of its actor to them,
+so that a subclass in a module beside the training script brings the loss there:
+
+    from areal.engine import FSDPPPOActor
+    from trimtab.adapters.areal import install
+
+    class Actor(FSDPPPOActor):
+        def __init__(self, config):
+            install("a3po")  # in the process that trains
+            super().__init__(config)
+
+The script sets `areal.engine.FSDPPPOActor = Actor` before it builds the trainer.
 """
 
 from __future__ import annotations
 
-import importlib
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import build, turns_of
+from trimtab.adapters.hooks import build, peer_module, per_response, turns_of
+from trimtab.corrections import Band, Divergence
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps
 
@@ -21,18 +33,31 @@ MODULE, FUNCTION = "areal.trainer.ppo.actor", "grpo_loss_fn"
 
 
 def install(objective: str | Objective, **keywords: Any) -> None:
-    """Replaces AReaL's loss in this process; where workers train, call it in each of them. AReaL has no registry."""
-    module = importlib.import_module(MODULE)
+    """Replaces AReaL's loss in this process, which must be one that trains.
+
+    Raises `TrimtabError` in the script that starts the training: unless AREAL_SPMD_MODE is set, AReaL trains in
+    processes that the script starts, and AReaL's own loss would train there.
+    """
+    loss = actor_loss(objective, **keywords)
+    module = peer_module("AReaL", MODULE)
     if not hasattr(module, FUNCTION):
         raise TrimtabError(f"this version of AReaL has no {MODULE}.{FUNCTION}: use 1.0.4")
-    setattr(module, FUNCTION, actor_loss(objective, **keywords))
+    controls = peer_module("AReaL", "areal.utils.environ").is_single_controller()
+    # AReaL gives each process that trains its rank before it makes the engine there.
+    if controls and "WORLD_SIZE" not in os.environ:
+        raise TrimtabError(
+            "this process only starts those that train, so that install has no effect here: call it in the "
+            "constructor of an actor (docs/adapters/areal.md)"
+        )
+    setattr(module, FUNCTION, loss)
 
 
 def actor_loss(objective: str | Objective, **keywords: Any) -> Callable[..., Tensor]:
     """Returns a loss with the signature of AReaL's `grpo_loss_fn`.
 
     AReaL weighs micro-batches by their tokens, so that the loss is a mean over the tokens of one. Settings of its own
-    loss (clip bounds and others) are ignored: they belong to the objective.
+    loss (clip bounds and others) are ignored: they belong to the objective. Raises `TrimtabError` where AReaL does not
+    pass what the objective reads.
     """
     built = build("areal", objective, keywords)
 
@@ -45,54 +70,89 @@ def actor_loss(objective: str | Objective, **keywords: Any) -> Callable[..., Ten
         use_decoupled_loss: bool = False,
         **__: Any,
     ) -> Tensor:
-        if "behavior" in built.needs and not use_decoupled_loss:
-            raise TrimtabError(
-                f"{built.name} reads the sampler's log-probs, and AReaL passes one policy for both of them: set "
-                "actor.use_decoupled_loss=true"
-            )
-        row = {name: _row(input_data[name], logprobs) for name in ("logprobs", "advantages", "loss_mask")}
-        mask = row["loss_mask"].bool()
         proximal = input_data.get("prox_logp")
-        if "proximal" in built.needs and proximal is None:
-            raise TrimtabError(
-                f"{built.name} reads the log-probs at the start of the update, and AReaL computes none: set "
-                "actor.prox_logp_method=recompute"
-            )
-        age = None
-        if "age" in built.needs:
-            age = _ages(built, input_data.get("versions"), current_version, mask, like=logprobs)
+        _check_policies(built, input_data, use_decoupled_loss)
+        borders = _borders(built, logprobs, input_data.get("cu_seqlens"))
+
+        def rows(values: Tensor) -> Tensor:
+            return _rows(values, borders)
+
+        mask = rows(input_data["loss_mask"]).bool()
         logps = PolicyLogps(
-            current=_row(logprobs, logprobs),
-            behavior=row["logprobs"],
+            current=rows(logprobs),
+            behavior=rows(input_data["logprobs"]),
             mask=mask,
-            proximal=None if proximal is None else _row(proximal, logprobs),
-            sequence_ids=_sequence_ids(input_data.get("cu_seqlens"), logprobs),
+            proximal=None if proximal is None else rows(proximal),
             turn=turns_of(mask) if "turn" in built.needs else None,
-            age=age,
+            age=_ages(built, input_data.get("versions"), current_version, rows, mask) if "age" in built.needs else None,
         )
-        return built(logps, row["advantages"]).loss
+        return built(logps, _advantage(built, rows(input_data["advantages"]), mask)).loss
 
     return loss
 
 
-def _ages(objective: Objective, versions: Tensor | None, now: int | None, mask: Tensor, like: Tensor) -> Tensor:
+def _check_policies(objective: Objective, data: Mapping[str, Any], decoupled: bool) -> None:
+    if "behavior" in objective.needs and not decoupled:
+        raise TrimtabError(
+            f"{objective.name} reads the sampler's log-probs, and AReaL passes one policy for both of them: set "
+            "actor.use_decoupled_loss=true"
+        )
+    if "proximal" in objective.needs and data.get("prox_logp") is None:
+        raise TrimtabError(
+            f"{objective.name} reads the log-probs at the start of the update, and AReaL computes none: set "
+            "actor.prox_logp_method=recompute"
+        )
+    if data.get("teacher_logp") is not None:
+        raise TrimtabError("distillation from a teacher is a term of AReaL's own loss, which is replaced: turn it off")
+
+
+def _advantage(objective: Objective, advantage: Tensor, mask: Tensor) -> Tensor:
+    try:
+        return per_response(objective, advantage, mask)
+    except TrimtabError as error:
+        raise TrimtabError(f"{error}: set actor.kl_ctl=0 (AReaL's default, 0.1, adds KL to each token)") from None
+
+
+def _ages(
+    objective: Objective, versions: Tensor | None, now: int | None, rows: Callable[[Tensor], Tensor], mask: Tensor
+) -> Tensor:
     """Returns the age of each token, at least 1. AReaL moves log-probs and mask one position back, but not versions."""
     if versions is None or now is None:
         raise TrimtabError(f"{objective.name} reads the age of tokens, and AReaL passes no versions here")
-    sampled = _row(versions, like).long().roll(-1, dims=-1)
+    sampled = rows(versions.long().roll(-1, dims=-1))
     if bool((sampled[mask] < 0).any()):
         raise TrimtabError(f"{objective.name} reads the age of tokens, and trained tokens have no version")
     return (now - sampled + 1).clamp(min=1)
 
 
-def _row(values: Tensor, like: Tensor) -> Tensor:
-    """Returns (batch, time): packed sequences are one row."""
-    return values[None] if like.ndim == 1 else values
-
-
-def _sequence_ids(borders: Tensor | None, like: Tensor) -> Tensor | None:
-    """Returns (1, time) the number of the sequence of each token of a packed row."""
-    if like.ndim != 1 or borders is None:
+def _borders(objective: Objective, logprobs: Tensor, cumulative: Tensor | None) -> list[int] | None:
+    """Returns the length of each sequence of a packed row; None for padded rows."""
+    if logprobs.ndim != 1:
         return None
-    positions = torch.arange(like.shape[0], device=like.device)
-    return (torch.bucketize(positions, borders.to(positions), right=True) - 1)[None]
+    if cumulative is not None:
+        return cumulative.diff().tolist()
+    if not _reads_tokens_only(objective):
+        raise TrimtabError(
+            f"{objective.name} reads whole sequences, and AReaL passes no borders of sequences (cu_seqlens): set "
+            "actor.enable_tree_training=false"
+        )
+    return [len(logprobs)]
+
+
+def _reads_tokens_only(objective: Objective) -> bool:
+    """Returns whether the loss of a token is the same in whichever sequence it stands."""
+    return (
+        objective.ratio.level == "token"
+        and (objective.weight is None or objective.weight.level == "token")
+        and not objective.surrogate.per_response
+        and all(
+            (isinstance(rule, Band) and rule.level == "token")
+            or (isinstance(rule, Divergence) and rule.reduce == "token")
+            for rule in objective.masks
+        )
+    )
+
+
+def _rows(values: Tensor, borders: list[int] | None) -> Tensor:
+    """Returns (batch, time): each sequence of a packed row is a row."""
+    return values if borders is None else pad_sequence(list(torch.split(values, borders)), batch_first=True)

@@ -6,6 +6,7 @@ One file an update, in the column names of Trimtab's own trajectory files. A fil
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,27 +19,30 @@ from torch import Tensor
 from trimtab.errors import TrimtabError
 from trimtab.objectives import PolicyLogps
 
-TOKENS = ("response_ids", "logp_behavior", "logp_proximal", "logp_current", "loss_mask", "policy_version", "turn")
+Columns = Mapping[str, Tensor | Sequence[Any] | None]
+"""Values by name of the column; None is left out."""
 
 
-def rows(length: Tensor, **columns: Tensor | Sequence[Any] | None) -> Iterator[dict[str, Any]]:
+def rows(length: Tensor, tokens: Columns, responses: Columns) -> Iterator[dict[str, Any]]:
     """Yields a row for each response of a padded batch.
 
-    length: (batch,) tokens of each response, trained or not; the rest is padding. columns: (batch, time) for the names
-    of `TOKENS`, otherwise one value a response; None is left out. A log-prob that is not finite becomes null.
+    length: (batch,) tokens of each response, trained or not; the rest is padding. tokens: columns of (batch, time).
+    responses: columns of one value a response. A number that is not finite becomes null.
     """
-    present = {name: values for name, values in columns.items() if values is not None}
-    listed = {name: values.tolist() if isinstance(values, Tensor) else values for name, values in present.items()}
+    of_tokens, of_responses = _lists(tokens), _lists(responses)
     for index, size in enumerate(length.tolist()):
-        yield {
-            name: [_number(value) for value in values[index][:size]] if name in TOKENS else _number(values[index])
-            for name, values in listed.items()
-        }
+        cut = {name: [_number(value) for value in values[index][:size]] for name, values in of_tokens.items()}
+        yield cut | {name: _number(values[index]) for name, values in of_responses.items()}
+
+
+def _lists(columns: Columns) -> dict[str, Sequence[Any]]:
+    present = {name: values for name, values in columns.items() if values is not None}
+    return {name: values.tolist() if isinstance(values, Tensor) else values for name, values in present.items()}
 
 
 def _number(value: Any) -> Any:
     """JSON has no NaN and no infinity."""
-    return None if isinstance(value, float) and not torch.isfinite(torch.tensor(value)) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Dump:
@@ -65,10 +69,8 @@ class Dump:
         positions = torch.arange(1, logps.mask.shape[1] + 1, device=logps.mask.device)
         batch = rows(
             (logps.mask * positions).amax(1),
-            logp_behavior=logps.behavior,
-            logp_proximal=logps.proximal,
-            loss_mask=logps.mask.long(),
-            advantage=torch.where(logps.mask, advantage, 0.0).sum(1) / logps.mask.sum(1).clamp(min=1),
+            {"logp_behavior": logps.behavior, "logp_proximal": logps.proximal, "loss_mask": logps.mask.long()},
+            {"advantage": torch.where(logps.mask, advantage, 0.0).sum(1) / logps.mask.sum(1).clamp(min=1)},
         )
         return self._write(f"call_{self._calls:06d}_rank_{rank}.jsonl", list(batch))
 

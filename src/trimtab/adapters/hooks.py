@@ -6,6 +6,7 @@ objective needs refuses it by name, with the reason: a correction that silently 
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -138,6 +139,17 @@ def build(trainer: str, objective: str | Objective, keywords: Mapping[str, Any])
             )
         return hook(trainer).check(objective)
     return hook(trainer).check(preset(objective, **keywords))
+
+
+def peer_module(trainer: str, name: str) -> Any:
+    """Returns a module of a trainer. Raises `TrimtabError` where the trainer is not installed, or lacks the module."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise TrimtabError(
+            f"{trainer} cannot be used here: {name} needs {error.name}, which is not installed: run this where "
+            f"{trainer} is"
+        ) from None
 
 
 def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tensor:

@@ -1,19 +1,23 @@
 """A Trimtab objective as a loss function of NeMo-RL. Checked against NeMo-RL 7ea279ab.
 
-from trimtab.adapters.nemo_rl import ObjectiveLoss
-grpo_train(..., loss_fn=ObjectiveLoss("icepop"), ...)
+In a copy of examples/run_grpo.py, after `setup(...)`:
+
+    loss_fn = ObjectiveLoss("icepop", use_fused_linear_logprobs=loss_fn.use_fused_linear_logprobs)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import METRICS, averaged, build, counted_state, per_response, turns_of
-from trimtab.objectives import Objective, PolicyLogps
+from trimtab.adapters.hooks import METRICS, averaged, build, counted_state, peer_module, per_response, turns_of
+from trimtab.errors import TrimtabError
+from trimtab.objectives import KL, Objective, PolicyLogps, State
+from trimtab.objectives import objective as preset
 
 ERROR = "token_mult_prob_error"
 """A metric that NeMo-RL's training loop reads at every step."""
@@ -22,26 +26,26 @@ ERROR = "token_mult_prob_error"
 class ObjectiveLoss:
     """A loss function of NeMo-RL; its configuration has no name for one, so pass it to `grpo_train`.
 
-    NeMo-RL divides by its own global counts, so that the aggregation must be token-mean or a mean over sequences.
-    Samples that NeMo-RL masks (`sample_mask`) are not trained.
+    use_fused_linear_logprobs: as the loss that `setup` returns has it: whether the model returns log-probs in place of
+    logits. NeMo-RL divides by its own global counts, so that the aggregation must be token-mean or a mean over
+    sequences. Samples that NeMo-RL masks (`sample_mask`) are not trained.
     """
 
-    def __init__(self, objective: str | Objective, **keywords: Any) -> None:
-        from nemo_rl.algorithms.loss.interfaces import (  # pyright: ignore[reportMissingImports]
-            LossInputType,
-            LossType,
-            MetricNormalizer,
-        )
-
+    def __init__(self, objective: str | Objective, *, use_fused_linear_logprobs: bool = False, **keywords: Any) -> None:
+        interfaces = peer_module("NeMo-RL", "nemo_rl.algorithms.loss.interfaces")
+        normalizer = interfaces.MetricNormalizer
         self.objective = build("nemo-rl", objective, keywords)
         tokens = self.objective.aggregation.kind == "token-mean"
-        self.loss_type = LossType.TOKEN_LEVEL if tokens else LossType.SEQUENCE_LEVEL
-        self.input_type = LossInputType.LOGPROB
+        self.loss_type = interfaces.LossType.TOKEN_LEVEL if tokens else interfaces.LossType.SEQUENCE_LEVEL
+        self.input_type = interfaces.LossInputType.LOGPROB
+        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+        # Where it is not 0, NeMo-RL passes the log-probs without top-k and top-p too.
+        self.reference_policy_kl_penalty = self.objective.kl.coef
         # What each metric is divided by, for the trainer that calls losses with counts of 1 and divides afterwards.
         self.metric_normalizations = {
-            **dict.fromkeys((*(f"trimtab/{name}" for name in METRICS), ERROR), MetricNormalizer.TOKENS),
-            "loss": MetricNormalizer.TOKENS if tokens else MetricNormalizer.SEQUENCES,
-            "num_valid_samples": MetricNormalizer.NONE,
+            **dict.fromkeys((*(f"trimtab/{name}" for name in METRICS), ERROR), normalizer.TOKENS),
+            "loss": normalizer.TOKENS if tokens else normalizer.SEQUENCES,
+            "num_valid_samples": normalizer.NONE,
         }
 
     def __call__(
@@ -63,6 +67,7 @@ class ObjectiveLoss:
         proximal = behind.get("prev_logprobs")
         if proximal is not None and not bool(proximal[mask].any()):
             proximal = next_token_logprobs.detach()
+        self._check_reference(mask, behind.get("reference_policy_logprobs"))
         logps = PolicyLogps(
             current=next_token_logprobs,
             behavior=behind.get("generation_logprobs"),
@@ -74,10 +79,35 @@ class ObjectiveLoss:
         state = counted_state(global_valid_toks, global_valid_seqs, like=next_token_logprobs)
         advantage = per_response(self.objective, behind["advantages"], mask)
         output = self.objective(logps, advantage, state=state)
+        unfiltered = data.get("curr_logprobs_unfiltered")
+        loss = output.loss if unfiltered is None else self._unfiltered(logps, advantage, state, unfiltered)
         share = (mask.sum() / global_valid_toks).item()
         metrics = {key: value * share for key, value in averaged(output.metrics.finalize()).items()}
-        metrics |= {"loss": output.loss.item(), "num_valid_samples": data["sample_mask"].sum().item()}
-        return output.loss, metrics | {ERROR: _mismatch(logps, global_valid_toks)}
+        metrics |= {"loss": loss.item(), "num_valid_samples": data["sample_mask"].sum().item()}
+        return loss, metrics | {ERROR: _mismatch(logps, global_valid_toks)}
+
+    def _unfiltered(self, logps: PolicyLogps, advantage: Tensor, state: State, current: Tensor) -> Tensor:
+        """Returns the loss with the KL term of the policy without top-k and top-p, as the reference is scored.
+
+        current: (batch, time - 1) its log-probs; the policy term keeps those with them, as the sampler's are.
+        """
+        policy = replace(self.objective, kl=KL())(logps, advantage, state=state).loss
+        # Without advantages, the KL term is all of the loss.
+        kl = replace(preset("reinforce"), kl=self.objective.kl, aggregation=self.objective.aggregation)
+        alone = replace(logps, current=current, proximal=current.detach())
+        return policy + kl(alone, torch.zeros_like(current[:, :1]), state=state).loss
+
+    def _check_reference(self, mask: Tensor, reference: Tensor | None) -> None:
+        """Raises `TrimtabError` where the KL term would not read a reference."""
+        name = self.objective.name
+        if self.objective.kl.coef == 0:
+            return
+        # It fills the column with zeros where it computes none.
+        if reference is None or (bool(mask.any()) and not bool(reference[mask].any())):
+            raise TrimtabError(
+                f"{name} has kl_coef = {self.objective.kl.coef:g}, and NeMo-RL computes no reference log-probs: set "
+                "loss_fn.reference_policy_kl_penalty=0.1 (only that it is above 0 counts)"
+            )
 
 
 def _mismatch(logps: PolicyLogps, tokens: Tensor) -> float:

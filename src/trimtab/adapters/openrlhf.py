@@ -6,14 +6,13 @@ trimtab.adapters.openrlhf.install("icepop")     # in the process of the policy a
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import build, counted_state, per_response, turns_of
+from trimtab.adapters.hooks import build, counted_state, peer_module, per_response, turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps
 
@@ -31,7 +30,7 @@ def install(objective: str | Objective, *, dump: str | None = None, **keywords: 
         return ObjectiveLoss(built, dump=dump)
 
     for name in MODULES:
-        module = importlib.import_module(name)
+        module = peer_module("OpenRLHF", name)
         if not hasattr(module, "PolicyLoss"):
             raise TrimtabError(f"this version of OpenRLHF has no {name}.PolicyLoss: use 0.11.2")
         setattr(module, "PolicyLoss", policy_loss)  # noqa: B010 - pyright knows no such module

@@ -11,7 +11,8 @@ aggregation = "token-mean"
 
 from __future__ import annotations
 
-from functools import lru_cache
+import json
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -47,7 +48,9 @@ def loss(inputs: LossInputs, *, objective: str = "ipo", **keywords: Any) -> Loss
     update, so that the policy at its start is the current one. Raises `TrimtabError` for an objective that needs the
     whole update, and for token weights other than 1.
     """
-    built = _built(objective, tuple(sorted(keywords.items())))
+    if not isinstance(objective, str):
+        raise TrimtabError(f"trainer.loss.kwargs.objective = {objective!r}: give the name of an objective")
+    built = _built(objective, json.dumps(keywords))
     mask = inputs.loss_mask[None]
     weights = inputs.loss_weights
     if weights is not None and not bool((weights[None][mask] == 1).all()):
@@ -67,6 +70,7 @@ def loss(inputs: LossInputs, *, objective: str = "ipo", **keywords: Any) -> Loss
     return LossOutputs(output.loss, {key: torch.tensor(value) for key, value in metrics.items()})
 
 
-@lru_cache
-def _built(objective: str, keywords: tuple[tuple[str, Any], ...]) -> Objective:
-    return build("prime-rl", objective, dict(keywords))
+@cache
+def _built(objective: str, keywords: str) -> Objective:
+    """Returns the objective of JSON keywords: TOML has lists and tables, which are no keys of a cache."""
+    return build("prime-rl", objective, json.loads(keywords))

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import averaged, build, counted_state, per_response, turns_of
+from trimtab.adapters.hooks import averaged, build, counted_state, peer_module, per_response, turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective, PolicyLogps
 
@@ -40,13 +40,10 @@ def register(objective: str | Objective, name: str | None = None, *, dump: str |
     `trainer.algorithm.policy_loss_type` to the name. dump: a folder for the log-probs of every call, which `trimtab
     diagnose` reads.
     """
-    from skyrl.backends.skyrl_train.utils.ppo_utils import (  # pyright: ignore[reportMissingImports]
-        PolicyLossRegistry,
-    )
-
     built = build("skyrl", objective, keywords)
     chosen = name or f"trimtab-{built.name}"
-    PolicyLossRegistry.register(chosen, policy_loss(built, dump=dump))
+    utils = peer_module("SkyRL", "skyrl.backends.skyrl_train.utils.ppo_utils")
+    utils.PolicyLossRegistry.register(chosen, policy_loss(built, dump=dump))
     return chosen
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,15 @@ from torch.nn.utils.rnn import pad_sequence
 from trimtab.adapters.hooks import averaged, build, counted_state, per_response, turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, correct
+
+IGNORED = {
+    "kl_loss_coef": "set kl_coef in trimtab_objective, with --use-kl-loss, which loads the reference",
+    "entropy_coef": "no entropy passes through this hook: leave it out, or use tis beside the trainer's own loss",
+    "use_tis": "the objective has a weight and masks of its own: leave it out",
+    "use_opsm": "leave it out, and use the objective opsm",
+    "custom_pg_loss_reducer_function_path": "set aggregation in trimtab_objective",
+}
+"""Options of the trainers' own policy loss that would have no effect beside `loss`, with what to do."""
 
 SCORING = ("miles.backends.training_utils.loss_hub.logit_processors", "slime.backends.megatron_utils.loss")
 """Where `get_log_probs_and_entropy` is, in Miles and in slime."""
@@ -41,8 +51,9 @@ def tis(
     """Multiplies the trainer's own loss by the weight and the masks of an objective.
 
     pg_loss is flat over all responses, the others are lists of (time,). Rejected tokens get the weight 0; the masks
-    are returned unchanged, so that denominators stay. Raises `TrimtabError` for an objective without a correction, or
-    with a mask that reads the current policy or advantages, which this hook does not pass.
+    are returned unchanged, so that denominators stay. Without `--use-tis`, which leaves `--get-mismatch-metrics`, the
+    loss is returned as it is, with the metrics. Raises `TrimtabError` for an objective without a correction, or with a
+    mask that reads the current policy or advantages, which this hook does not pass.
     """
     built = _objective(args, "custom_tis_function_path")
     if built.weight is None and not built.masks:
@@ -63,8 +74,9 @@ def tis(
         turn=turns_of(mask),
     )
     weight, keep = (_flat(value.to(pg_loss), response_lengths) for value in (result.weight, result.keep))
-    metrics = {"trimtab_weight": weight.clone(), "trimtab_rejected": _flat(mask.to(pg_loss), response_lengths) - keep}
-    return pg_loss * weight * keep, list(loss_masks), metrics
+    rejected = _flat(mask.to(pg_loss), response_lengths) - keep
+    metrics = {"trimtab/weight/mean": weight.clone(), "trimtab/reject/tokens": rejected}
+    return pg_loss * weight * keep if args.use_tis else pg_loss, list(loss_masks), metrics
 
 
 def loss(
@@ -96,9 +108,10 @@ def loss(
     advantage = per_response(built, _padded(batch["advantages"]), mask)
     output = built(logps, advantage, state=counted_state(1, 1, like=current))
     metrics = averaged(output.metrics.finalize())
-    # Their logs divide every value by the number of sequences or tokens.
+    # The trainers add up the values of all micro-batches and divide by the sequences or tokens of the update, so that
+    # a mean over this micro-batch counts as often as it has sequences or tokens.
     size = sum_of_sample_mean(torch.ones_like(torch.cat(list(scored)))).detach()
-    values = {key.replace("/", "_"): torch.tensor(value).to(size) * size for key, value in metrics.items()}
+    values = {key: torch.tensor(value).to(size) * size for key, value in metrics.items()}
     return output.loss, {"loss": output.loss.detach().clone(), **values}
 
 
@@ -106,12 +119,25 @@ def _objective(args: Namespace, flag: str) -> Objective:
     given = getattr(args, "trimtab_objective", None)
     if given is None:
         raise TrimtabError(f"--{flag.replace('_', '-')} needs trimtab_objective in the file of --custom-config-path")
-    keywords = {"name": given} if isinstance(given, str) else dict(given)
+    keywords = {"name": given} if isinstance(given, str) else given
+    if not isinstance(keywords, Mapping) or not isinstance(keywords.get("name"), str):
+        raise TrimtabError(f"trimtab_objective = {given!r}: give the name of an objective, or {{name: icepop, ...}}")
+    keywords = dict(keywords)
     return build("miles", keywords.pop("name"), keywords)
 
 
 def _check_settings(objective: Objective, args: Namespace, batch: Mapping[str, Any]) -> None:
     """Raises `TrimtabError` for settings of the trainer under which the loss would be another one than is named."""
+    for option, remedy in IGNORED.items():
+        if getattr(args, option, None):
+            raise TrimtabError(f"--{option.replace('_', '-')} has no effect beside this loss: {remedy}")
+    if objective.kl.coef == 0 and getattr(args, "use_kl_loss", False):
+        raise TrimtabError(f"--use-kl-loss has no effect: {objective.name} has kl_coef = 0: set it, or leave this out")
+    if objective.kl.coef > 0 and not batch.get("ref_log_probs"):
+        raise TrimtabError(
+            f"{objective.name} has kl_coef = {objective.kl.coef:g}, and no reference log-probs are passed: set "
+            "--use-kl-loss, with --kl-loss-coef 0"
+        )
     if "proximal" in objective.needs and getattr(args, "use_rollout_logprobs", False):
         raise TrimtabError(
             f"{objective.name} reads the log-probs at the start of the update, and --use-rollout-logprobs leaves them "
@@ -129,15 +155,28 @@ def _check_settings(objective: Objective, args: Namespace, batch: Mapping[str, A
 
 def _log_probs(args: Namespace, batch: Mapping[str, Any], logits: Tensor) -> list[Tensor]:
     """Returns the current log-probs of each response, as the trainer's own loss computes them."""
-    # slime renormalises over the tokens that top-p kept at sampling, as it did for the log-probs in the batch.
-    kept = {name: batch.get(f"rollout_{name}") for name in ("top_p_token_ids", "top_p_token_offsets")}
-    scored = _scoring()(
+    score = _scoring()
+    optional = {
+        # slime renormalises over the tokens that top-p kept at sampling, as it did for the log-probs in the batch.
+        "top_p_token_ids": batch.get("rollout_top_p_token_ids"),
+        "top_p_token_offsets": batch.get("rollout_top_p_token_offsets"),
+        # Miles pads to these with --qkv-format bshd.
+        "max_seq_lens": batch.get("max_seq_lens"),
+    }
+    given = {name: value for name, value in optional.items() if value is not None}
+    renormalises = "top_p_token_ids" in inspect.signature(score).parameters
+    if renormalises and args.rollout_top_p != 1 and not {"top_p_token_ids", "top_p_token_offsets"} <= given.keys():
+        raise TrimtabError(
+            f"--rollout-top-p is {args.rollout_top_p:g}, and the batch has no tokens that top-p kept, without which "
+            "the log-probs are those of another policy: set it to 1"
+        )
+    scored = score(
         logits,
         args=args,
         unconcat_tokens=batch["unconcat_tokens"],
         total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
-        **{name: value for name, value in kept.items() if value is not None},
+        **given,
     )
     # Miles returns the values, slime an empty tensor before them.
     values = scored[1] if isinstance(scored, tuple) else scored

@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ PlainTrainer: Any = _TRL.GRPOTrainer
 LOSS_OPTIONS = (
     *("loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "top_entropy_quantile"),
     *("entropy_coef", "use_adaptive_entropy", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max"),
-    *("entropy_target", "off_policy_mask_threshold", "use_bias_correction_kl"),
+    *("entropy_target", "off_policy_mask_threshold"),
     *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg"),
     *("vespo_lambda_pos", "vllm_importance_sampling_mode"),
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
@@ -43,6 +44,16 @@ FORWARD = (
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
 )
 """Inputs of vision models that the forward pass takes as they are."""
+
+
+@dataclass
+class Update:
+    """What is known and collected over the micro-batches of one update."""
+
+    step: int
+    state: State
+    metrics: Metrics | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 class GRPOTrainer(PlainTrainer):
@@ -69,25 +80,24 @@ class GRPOTrainer(PlainTrainer):
         self._objective = build("trl", objective, {})
         _check_settings(self._objective, self.args)
         self._dump = None if dump is None else Dump(dump)
-        self._rows: list[dict[str, Any]] = []
-        self._update: int | None = None
-        self._state: State | None = None
-        self._measured: Metrics | None = None
+        self._update: Update | None = None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         current, entropy, auxiliary = self._score(model, inputs)
         logps, advantage = self._logps(inputs, current, entropy), _advantage(inputs)
-        training = self.model.training
-        if training and self._update != self.state.global_step:
-            self._state = self._whole_update(model)
-            self._update, self._measured = self.state.global_step, None
-        output = self._objective(logps, advantage, state=self._state if training else None)
+        update = self._begun(model) if self.model.training else None
+        output = self._objective(logps, advantage, state=None if update is None else update.state)
         # Processes average their gradients, and each loss is a share of the whole update.
-        loss = output.loss * (self.accelerator.num_processes if training else 1)
+        loss = output.loss * (1 if update is None else self.accelerator.num_processes)
         if auxiliary is not None:
-            steps = self.current_gradient_accumulation_steps if training else 1
+            steps = 1 if update is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * auxiliary / steps
-        self._record(inputs, logps, output.metrics, training)
+        unscored = (_mask(inputs).any(1) & ~logps.mask.any(1)).float().mean()
+        self._log("eval" if update is None else "train", {"unscored": unscored.item()})
+        if update is None:
+            self._log("eval", output.metrics.finalize())
+        else:
+            self._collect(update, inputs, logps, output.metrics)
         return loss
 
     def _score(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -126,6 +136,12 @@ class GRPOTrainer(PlainTrainer):
             turn=turns_of(mask) if "turn" in needs else None,
         )
 
+    def _begun(self, model: Any) -> Update:
+        """Returns the update of this micro-batch, which its first one begins."""
+        if self._update is None or self._update.step != self.state.global_step:
+            self._update = Update(self.state.global_step, self._whole_update(model))
+        return self._update
+
     @torch.no_grad()
     def _whole_update(self, model: Any) -> State:
         """Returns the statistics of the update that begins: over its micro-batches, and over all processes."""
@@ -138,27 +154,25 @@ class GRPOTrainer(PlainTrainer):
         state = sum(parts[1:], parts[0])
         return state.all_reduce() if self.accelerator.num_processes > 1 else state
 
-    def _record(self, inputs: dict[str, Any], logps: PolicyLogps, metrics: Metrics, training: bool) -> None:
-        """Collects metrics and rows of the update; at its last micro-batch, logs and writes them."""
-        mode = "train" if training else "eval"
-        unscored = (_mask(inputs).any(1) & ~logps.mask.any(1)).float().mean()
-        self._metrics[mode]["trimtab/unscored"].append(self.accelerator.gather(unscored).mean().item())
-        self._measured = metrics if self._measured is None else self._measured + metrics
-        first = self._step % (self.args.steps_per_generation * self.num_iterations)
-        if self._dump is not None and training and first < self.current_gradient_accumulation_steps:
-            self._rows += _dumped(inputs, logps)
-        last = (self._step + 1) % self.current_gradient_accumulation_steps == 0 if training else True
-        if not last:
+    def _collect(self, update: Update, inputs: dict[str, Any], logps: PolicyLogps, metrics: Metrics) -> None:
+        """Adds a micro-batch to its update; logs and writes the update at its last one."""
+        window = self.current_gradient_accumulation_steps
+        update.metrics = metrics if update.metrics is None else update.metrics + metrics
+        first_after_generation = self._step % (self.args.steps_per_generation * self.num_iterations) < window
+        if self._dump is not None and first_after_generation:
+            update.rows += _dumped(inputs, logps)
+        if (self._step + 1) % window:
             return
-        values = self._measured.finalize()
-        gathered = self.accelerator.gather(torch.tensor(list(values.values()), device=unscored.device))
-        means = gathered.view(-1, len(values)).nanmean(0).tolist()
+        self._log("train", update.metrics.finalize())
+        if self._dump is not None and update.rows:
+            self._dump.write(update.step + 1, update.rows, rank=self.accelerator.process_index)
+
+    def _log(self, mode: str, values: dict[str, float]) -> None:
+        """Puts the means over processes into TRL's log. All processes have the same keys, and some have no number."""
+        here = torch.tensor(list(values.values()), device=self.accelerator.device)
+        means = self.accelerator.gather(here).view(-1, len(values)).nanmean(0).tolist()
         for key, value in reported(dict(zip(values, means, strict=True))).items():
             self._metrics[mode][key].append(value)
-        self._measured = None
-        if self._dump is not None and self._rows:
-            self._dump.write(self.state.global_step + 1, self._rows, rank=self.accelerator.process_index)
-            self._rows = []
 
 
 def _mask(inputs: dict[str, Any]) -> Tensor:
@@ -174,21 +188,19 @@ def _advantage(inputs: dict[str, Any]) -> Tensor:
 def _dumped(inputs: dict[str, Any], logps: PolicyLogps) -> list[dict[str, Any]]:
     assert logps.current is not None
     advantage = _advantage(inputs)
-    return list(
-        rows(
-            inputs["completion_mask"].sum(1),
-            response_ids=inputs["completion_ids"],
-            logp_behavior=logps.behavior,
-            logp_proximal=inputs.get("old_per_token_logps"),
-            logp_current=logps.current.detach().float(),
-            loss_mask=_mask(inputs),
-            advantage=advantage[:, 0] if advantage.shape[1] == 1 else None,
-            prompt_id=[
-                " ".join(map(str, ids[mask.bool()].tolist()))
-                for ids, mask in zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
-            ],
-        )
-    )
+    tokens = {
+        "response_ids": inputs["completion_ids"],
+        "logp_behavior": logps.behavior,
+        "logp_proximal": inputs.get("old_per_token_logps"),
+        "logp_current": logps.current.detach().float(),
+        "loss_mask": _mask(inputs),
+    }
+    prompts = zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
+    responses = {
+        "advantage": advantage[:, 0] if advantage.shape[1] == 1 else None,
+        "prompt_id": [" ".join(map(str, ids[mask.bool()].tolist())) for ids, mask in prompts],
+    }
+    return list(rows(inputs["completion_mask"].sum(1), tokens, responses))
 
 
 def _check_signature() -> None:
@@ -217,5 +229,12 @@ def _check_settings(objective: Objective, args: Any) -> None:
     if (objective.kl.coef > 0) != (args.beta != 0):
         value = "0.1 (only that it is not 0 counts)" if objective.kl.coef > 0 else "0"
         raise TrimtabError(f"kl_coef of the objective is {objective.kl.coef:g}: set beta={value} in GRPOConfig")
+    unbiased = objective.kl.kind == "unbiased"
+    if objective.kl.coef > 0 and unbiased != args.use_bias_correction_kl:
+        other = "k3" if unbiased else "unbiased"
+        raise TrimtabError(
+            f'kl of the objective is "{objective.kl.kind}": set use_bias_correction_kl={unbiased} in GRPOConfig '
+            f'(TRL\'s default is True), or kl="{other}" in the objective'
+        )
     if objective.advantage == "dr-grpo" and args.scale_rewards not in ("none", False):
         raise TrimtabError(f'{objective.name} has advantages without the standard deviation: set scale_rewards="none"')

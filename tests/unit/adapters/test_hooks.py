@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import functools
+import sys
+import time
 from argparse import Namespace
+from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import trimtab
-from trimtab.adapters import areal, openrlhf, prime_rl, skyrl, slime, tinker
+from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker
 from trimtab.adapters.dump import Dump, rows
 from trimtab.adapters.hooks import HOOKS, averaged, build, counted_state, hook, per_response, reported, turns_of
 from trimtab.errors import TrimtabError
-from trimtab.objectives import PolicyLogps, correct, objective
+from trimtab.objectives import PolicyLogps, correct, objective, objectives
 
 
 @pytest.mark.parametrize(
@@ -147,6 +150,118 @@ def test_areal_must_pass_the_policies_that_the_objective_reads() -> None:
         aged(data | {"versions": torch.tensor([[2, 2, -1]])})
 
 
+def packed(name: str, advantages: list[float], **fields: Any) -> torch.Tensor:
+    """AReaL's loss of two responses of four tokens in one row."""
+    make = torch.Generator().manual_seed(0)
+    current = (-torch.rand(8, generator=make)).requires_grad_()
+    old = current.detach() + 0.3 * torch.randn(8, generator=make)
+    data: dict[str, Any] = {"logprobs": old, "prox_logp": old, "loss_mask": torch.ones(8), "versions": torch.zeros(8)}
+    data |= {"advantages": torch.tensor(advantages), "cu_seqlens": torch.tensor([0, 4, 8]), **fields}
+    loss = areal.actor_loss(name, aggregation="token-mean")
+    return loss(current, torch.zeros(8), data, current_version=1, use_decoupled_loss=True)
+
+
+def test_areal_s_advantages_must_not_differ_within_a_response_that_is_judged_whole() -> None:
+    """Also in a packed row, where two responses differ."""
+    assert packed("gspo", [1.0] * 4 + [-1.0] * 4).requires_grad
+    for name in ("gspo", "opsm"):
+        with pytest.raises(TrimtabError, match=rf"{name} needs one advantage a response.*set actor\.kl_ctl=0"):
+            packed(name, [1.0, 1.0, -1.0, -1.0] * 2)
+    assert packed("token-tis", [1.0, 1.0, -1.0, -1.0] * 2).requires_grad
+
+
+def test_areal_s_packed_row_without_borders_is_refused_where_sequences_are_read() -> None:
+    """Tree training passes none. What is not refused must have the loss of the same row with borders."""
+    advantages, refused = [1.0] * 4 + [-1.0] * 4, set()
+    for name in set(objectives()) - {"dr-grpo", "luffy", "oapl"}:
+        if HOOKS["areal"].refusal(objective(name, aggregation="token-mean")) is None:
+            try:
+                without = packed(name, advantages, cu_seqlens=None).item()
+            except TrimtabError as error:
+                refused |= {name} if "reads whole sequences, and AReaL passes no borders" in str(error) else set()
+            else:
+                assert without == pytest.approx(packed(name, advantages).item(), rel=1e-6), name
+    assert {"gspo", "seq-tis", "turn-tis", "geo-mask", "ctpo", "gmpo", "opsm"} <= refused
+    assert not {"grpo", "token-tis", "icepop", "a3po"} & refused
+
+
+def test_areal_s_distillation_is_refused() -> None:
+    with pytest.raises(TrimtabError, match="distillation from a teacher"):
+        packed("grpo", [1.0] * 8, teacher_logp=torch.zeros(8))
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:
+    """A module in place of one of a trainer that has no package for this machine."""
+    module = ModuleType(name)
+    vars(module).update(members)
+    parts = name.split(".")
+    for size in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:size]), ModuleType(".".join(parts[:size])))
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+def test_areal_s_loss_is_not_installed_where_nothing_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default a script only starts the processes that train; those know the number of processes."""
+    actor = stand_in(monkeypatch, "areal.trainer.ppo.actor", grpo_loss_fn=None)
+    environ = stand_in(monkeypatch, "areal.utils.environ", is_single_controller=lambda: True)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(TrimtabError, match=r"this process only starts those that train.*docs/adapters/areal\.md"):
+        areal.install("a3po")
+    assert actor.grpo_loss_fn is None
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    areal.install("a3po")
+    assert actor.grpo_loss_fn.__qualname__.startswith("actor_loss")
+    actor.grpo_loss_fn = None
+    monkeypatch.delenv("WORLD_SIZE")
+    environ.is_single_controller = lambda: False
+    areal.install("a3po")
+    assert actor.grpo_loss_fn is not None
+
+
+def test_a_trainer_that_is_not_installed_is_named() -> None:
+    for trainer, call in {
+        "AReaL": lambda: areal.install("a3po"),
+        "OpenRLHF": lambda: openrlhf.install("icepop"),
+        "SkyRL": lambda: skyrl.register("icepop"),
+        "NeMo-RL": lambda: nemo_rl.ObjectiveLoss("icepop"),
+    }.items():
+        with pytest.raises(TrimtabError, match=f"{trainer} cannot be used here: .* which is not installed"):
+            call()
+
+
+NEMO_RL = {
+    "LossType": Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL"),
+    "LossInputType": Enum("LossInputType", "LOGPROB"),
+    "MetricNormalizer": Enum("MetricNormalizer", "TOKENS SEQUENCES NONE"),
+}
+
+
+def test_nemo_rl_reads_whether_the_policy_is_compared_with_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it, NeMo-RL adds the log-probs without top-k and top-p, which are compared with the reference."""
+    stand_in(monkeypatch, "nemo_rl.algorithms.loss.interfaces", **NEMO_RL)
+    plain = nemo_rl.ObjectiveLoss("grpo")
+    loss = nemo_rl.ObjectiveLoss("grpo", kl_coef=0.1, use_fused_linear_logprobs=True)
+    assert (plain.reference_policy_kl_penalty, loss.reference_policy_kl_penalty) == (0, 0.1)
+    assert (plain.use_fused_linear_logprobs, loss.use_fused_linear_logprobs) == (False, True)
+    current = torch.tensor([[-1.0, -2.0]])
+    names = ("token_mask", "advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+    data = {"sample_mask": torch.ones(1), **{name: torch.ones(1, 3) for name in names}}
+    counts = (torch.tensor(1), torch.tensor(2))
+    assert loss(current, data, *counts)[0].isfinite()
+    # Of a filtered policy, the one without filter is compared with the reference.
+    unfiltered = torch.ones(1, 2, requires_grad=True)
+    filtered = torch.tensor([[1.5, 2.5]], requires_grad=True)
+    data |= {"curr_logprobs_unfiltered": unfiltered, "prev_logprobs": torch.tensor([[0.0, 1.5, 2.5]])}
+    value, _ = loss(filtered, data, *counts)
+    assert value.item() == pytest.approx(-1.0)  # Ratio 1, advantage 1, and no KL.
+    (slope,) = torch.autograd.grad(value, unfiltered)
+    assert slope.tolist() == [[0.0, 0.0]]
+    for reference in (torch.zeros(1, 3), None):
+        with pytest.raises(TrimtabError, match=r"computes no reference log-probs: set .*reference_policy_kl_penalty="):
+            loss(current, data | {"reference_policy_logprobs": reference}, *counts)
+
+
 def test_tinker_data_without_a_field_are_refused() -> None:
     some = SimpleNamespace(loss_fn_inputs={"logprobs": torch.zeros(2), "advantages": torch.zeros(2)})
     less = SimpleNamespace(loss_fn_inputs={"logprobs": torch.zeros(2)})
@@ -156,11 +271,13 @@ def test_tinker_data_without_a_field_are_refused() -> None:
         tinker.custom_loss("ipo")([less], [torch.zeros(2)])
 
 
-def tis(name: str | dict[str, object], lengths: tuple[int, ...] = (3, 2)) -> tuple[torch.Tensor, list, dict]:
+def tis(
+    name: str | dict[str, object], lengths: tuple[int, ...] = (3, 2), *, use_tis: bool = True
+) -> tuple[torch.Tensor, list, dict]:
     train = [torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -1.0])]
     rollout = [torch.tensor([-1.0, -3.0, 2.0]), torch.tensor([-1.5, -1.0])]
     return slime.tis(
-        Namespace(trimtab_objective=name),
+        Namespace(trimtab_objective=name, use_tis=use_tis),
         pg_loss=torch.ones(5),
         train_log_probs=train,
         rollout_log_probs=rollout,
@@ -177,7 +294,60 @@ def test_slime_multiplies_weights_and_rejection_into_its_loss() -> None:
     assert [mask.tolist() for mask in masks] == [[1, 1, 1], [1, 0]]
     loss, _, metrics = tis({"name": "icepop", "weight_min": 0.5, "weight_max": 5.0})
     torch.testing.assert_close(loss, torch.tensor([1.0, 0.0, 0.0, 1.648721, 0.0]))
-    assert metrics["trimtab_rejected"].tolist() == [0, 1, 1, 0, 0]
+    assert metrics["trimtab/reject/tokens"].tolist() == [0, 1, 1, 0, 0]
+
+
+def test_slime_only_measures_without_its_option() -> None:
+    """`--get-mismatch-metrics` asks for the metrics alone."""
+    loss, _, metrics = tis("token-tis", use_tis=False)
+    assert loss.tolist() == [1.0] * 5
+    assert metrics["trimtab/weight/mean"][3].item() == pytest.approx(1.648721)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("kl_loss_coef", 0.1),
+        ("use_kl_loss", True),
+        ("entropy_coef", 0.01),
+        ("use_tis", True),
+        ("use_opsm", True),
+        ("custom_pg_loss_reducer_function_path", "drgrpo.reducer"),
+    ],
+)
+def test_slime_s_loss_refuses_options_of_the_loss_that_it_replaces(option: str, value: object) -> None:
+    one = [torch.zeros(2)]
+    batch = {"response_lengths": [2], "loss_masks": [torch.ones(2)], "log_probs": one}
+    args = Namespace(trimtab_objective="grpo", calculate_per_token_loss=False, **{option: value})
+    with pytest.raises(TrimtabError, match=f"--{option.replace('_', '-')} has no effect"):
+        slime.loss(args, batch, torch.zeros(1), torch.sum)
+
+
+def test_slime_s_reference_is_required_by_the_objective_s_kl() -> None:
+    one = [torch.zeros(2)]
+    batch = {"response_lengths": [2], "loss_masks": [torch.ones(2)], "log_probs": one}
+    keywords = {"name": "grpo", "kl_coef": 0.1}
+    args = Namespace(trimtab_objective=keywords, calculate_per_token_loss=False, use_kl_loss=True, kl_loss_coef=0.0)
+    with pytest.raises(TrimtabError, match="no reference log-probs are passed: set --use-kl-loss, with --kl-loss-coef"):
+        slime.loss(args, batch, torch.zeros(1), torch.sum)
+
+
+@pytest.mark.parametrize("given", [{"weight_max": 3}, ["icepop"], 3, {"name": ["icepop"]}])
+def test_slime_s_objective_is_a_name_or_a_table(given: Any) -> None:
+    with pytest.raises(TrimtabError, match="give the name of an objective"):
+        tis(given)
+
+
+def test_prime_rl_s_keywords_may_be_tables() -> None:
+    one = torch.zeros(3)
+    fields = {"trainer_logprobs": one, "inference_logprobs": one, "ref_logprobs": None, "advantages": one}
+    inputs = SimpleNamespace(**fields, loss_mask=torch.ones(3).bool(), loss_weights=None)
+    weight = {"bound": "truncate", "max": 2.0}
+    assert prime_rl.loss(inputs, objective="reinforce", aggregation="token-mean", weight=weight).loss.item() == 0
+    with pytest.raises(TrimtabError, match=r"divergence_max = \[1, 2\] has the wrong type"):
+        prime_rl.loss(inputs, objective="ipo", divergence_max=[1, 2])
+    with pytest.raises(TrimtabError, match="give the name of an objective"):
+        prime_rl.loss(inputs, objective=["ipo"])  # type: ignore[arg-type]
 
 
 def test_slime_refuses_what_its_hook_does_not_pass() -> None:
@@ -227,7 +397,8 @@ def test_a_dump_is_read_by_diagnose(tmp_path: Path) -> None:
     current = behavior + 0.05 * torch.randn(40, 6, generator=make)
     length = torch.randint(2, 7, (40,), generator=make)
     mask = torch.arange(6) < length[:, None]
-    batch = rows(length, response_ids=mask.long(), logp_behavior=behavior, logp_current=current, loss_mask=mask.long())
+    tokens = {"response_ids": mask.long(), "logp_behavior": behavior, "logp_current": current, "loss_mask": mask.long()}
+    batch = rows(length, tokens, {})
     path = Dump(tmp_path / "logps").write(3, list(batch))
     assert path.name == "step_000003_rank_0.jsonl"
     assert list(tmp_path.glob("logps/*.tmp")) == []
@@ -286,8 +457,25 @@ def tinker_dumps(folder: str) -> tinker.CustomLoss:
 
 def test_a_log_prob_that_is_not_finite_becomes_null() -> None:
     values = torch.tensor([[float("nan"), -1.0, -9.0]])
-    (row,) = rows(torch.tensor([2]), logp_behavior=values, advantage=torch.tensor([0.5]))
+    (row,) = rows(torch.tensor([2]), {"logp_behavior": values}, {"advantage": torch.tensor([0.5])})
     assert row == {"logp_behavior": [None, -1.0], "advantage": 0.5}
+
+
+def test_a_column_of_any_name_is_cut_where_it_is_of_tokens() -> None:
+    values = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]])
+    assert list(rows(torch.tensor([2, 1]), {"entropy": values}, {"reward": [0.5, float("inf")], "absent": None})) == [
+        {"entropy": [1.0, 2.0], "reward": 0.5},
+        {"entropy": [3.0], "reward": None},
+    ]
+
+
+def test_a_large_batch_is_written_in_a_second(tmp_path: Path) -> None:
+    """64 responses of 8,000 tokens, which took 7 seconds with a tensor for each number."""
+    values, mask = -torch.rand(64, 8000), torch.ones(64, 8000).bool()
+    logps = PolicyLogps(current=values, behavior=values, proximal=values, mask=mask)
+    started = time.process_time()
+    Dump(tmp_path).write_call(logps, torch.ones(64, 1).expand(64, 8000))
+    assert time.process_time() - started < 3
 
 
 def test_a_dump_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

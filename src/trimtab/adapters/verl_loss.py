@@ -1,0 +1,101 @@
+"""A Trimtab objective with the signature of verl's policy losses (`trimtab.adapters.verl` registers them)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.adapters.hooks import averaged, build, counted_state, per_response, turns_of
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Objective, PolicyLogps, keywords_of
+
+PREFIX, CARRY, FILE = "trimtab-", "trimtab", "TRIMTAB_OBJECTIVES"
+MODES = {"constant": "seq-mean-token-sum-norm"}
+"""verl's `loss_agg_mode` where its name is not that of the aggregation."""
+
+
+class PolicyLoss:
+    """An objective with the signature of verl's policy losses, built at its first call: some need numbers of verl."""
+
+    def __init__(self, name: str, keywords: Mapping[str, Any]) -> None:
+        self.name, self.keywords = name, dict(keywords)
+        self._objective: Objective | None = None
+
+    def __call__(
+        self,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Returns the share of a micro-batch in the loss of the mini-batch, and metrics. All tensors are (batch, time).
+
+        Denominators are verl's own, of the whole mini-batch; without them, those of the given batch. Raises
+        `TrimtabError` where `loss_agg_mode` is not the aggregation of the objective, and without log-probs it reads.
+        """
+        counts = dict(getattr(config, "global_batch_info", None) or {})
+        mask = response_mask.bool()
+        objective = self._built(counts.get("loss_scale_factor"))
+        _check_aggregation(objective, loss_agg_mode)
+        logps = PolicyLogps(
+            current=log_prob,
+            behavior=_carried(objective, rollout_is_weights, mask),
+            mask=mask,
+            proximal=old_log_prob,
+            turn=turns_of(mask) if "turn" in objective.needs else None,
+        )
+        tokens, sequences = counts.get("batch_num_tokens"), counts.get("global_batch_size")
+        state = counted_state(
+            mask.sum() if tokens is None else tokens,
+            mask.any(1).sum() if sequences is None else sequences,  # As verl counts them.
+            like=log_prob,
+        )
+        output = objective(logps, per_response(objective, advantages, mask), state=state)
+        metrics = {f"actor/{name}": value for name, value in averaged(output.metrics.finalize()).items()}
+        return output.loss * (counts.get("dp_size") or 1), metrics
+
+    def _built(self, factor: int | None) -> Objective:
+        if self._objective is None:
+            kind = self.keywords.get("aggregation", keywords_of(self.name).get("aggregation"))
+            given = {} if kind != "constant" else {"length_max": self._length_max(factor)}
+            self._objective = build("verl", self.name, self.keywords | given)
+        return self._objective
+
+    def _length_max(self, factor: int | None) -> int:
+        """Returns the constant length, which is verl's: its KL and entropy terms divide by it too."""
+        if factor is None:
+            raise TrimtabError(f"{self.name} divides by a constant length: set actor.loss_scale_factor to it")
+        if self.keywords.get("length_max", factor) != factor:
+            raise TrimtabError(f"{self.name}: length_max is not actor.loss_scale_factor = {factor}: leave it out")
+        return int(factor)
+
+
+def _carried(objective: Objective, carried: Tensor | None, mask: Tensor) -> Tensor | None:
+    """Returns the sampler's log-probs, which verl passes on in `rollout_is_weights`."""
+    if "behavior" not in objective.needs:
+        return None
+    if carried is None:
+        raise TrimtabError(
+            f"{objective.name} reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True "
+            f"and algorithm.rollout_correction.rollout_is={CARRY}, without bypass_mode"
+        )
+    if bool((carried[mask] > 0).any()):
+        raise TrimtabError(
+            f"rollout_is_weights holds weights, not the sampler's log-probs that {objective.name} reads: set "
+            f"algorithm.rollout_correction.rollout_is={CARRY}"
+        )
+    return carried
+
+
+def _check_aggregation(objective: Objective, mode: str) -> None:
+    wanted = MODES.get(objective.aggregation.kind, objective.aggregation.kind)
+    if mode != wanted:
+        raise TrimtabError(
+            f"{objective.name} aggregates by {wanted}, and verl by {mode}: set actor.loss_agg_mode={wanted}, or give "
+            f"the objective another aggregation in the file of {FILE}"
+        )

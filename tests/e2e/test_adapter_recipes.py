@@ -1,0 +1,127 @@
+"""The recipes for AReaL and OpenRLHF bring the loss into the process that trains.
+
+Neither can be installed without CUDA. Stand-ins have their modules and what happens in each process: AReaL names a
+class by its path to a worker, OpenRLHF makes its loss in a Ray actor. Ray, and what the pages show, are real.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.ray_support import QUIET
+
+ROOT = Path(__file__).parents[2]
+PEERS = os.environ.get("TRIMTAB_PEERS")
+
+ENVIRON = """
+import os
+def is_single_controller():
+    return os.getenv("AREAL_SPMD_MODE", "false") != "1"
+"""
+AREAL = {
+    "areal/trainer/ppo/actor.py": "def grpo_loss_fn(): pass\n",
+    "areal/engine/__init__.py": """
+class FSDPPPOActor:
+    def __init__(self, config):
+        from areal.trainer.ppo import actor
+        self.loss = actor.grpo_loss_fn
+""",
+}
+AREAL_TRAINER = """
+import areal.engine
+from areal.trainer.ppo import actor
+kind = areal.engine.FSDPPPOActor
+print(kind.__module__ + "." + kind.__name__, actor.grpo_loss_fn.__module__)
+"""
+AREAL_WORKER = """
+import importlib, sys
+module, name = sys.argv[1].rsplit(".", 1)
+print(getattr(importlib.import_module(module), name)(None).loss.__module__)
+"""
+
+OPENRLHF = {
+    "openrlhf/models/loss.py": "class PolicyLoss:\n    def __init__(self, **_): pass\n",
+    "openrlhf/models/__init__.py": "from .loss import PolicyLoss\n",
+    "openrlhf/trainer/ray/ppo_actor.py": """
+import ray
+from openrlhf.models import PolicyLoss
+
+class ActorPPOTrainer:
+    def __init__(self):
+        self.loss = PolicyLoss(clip_eps_low=0.2)
+
+@ray.remote(num_gpus=1)
+class PolicyModelActor:
+    def init_model_from_pretrained(self, strategy):
+        self.trainer = ActorPPOTrainer()
+        return type(self.trainer.loss).__module__, strategy
+""",
+    "openrlhf/cli/train_ppo_ray.py": """
+import sys
+import ray
+from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+
+if __name__ == "__main__":
+    if not ray.is_initialized():
+        ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"NCCL_DEBUG": "WARN"}})
+    actor = PolicyModelActor.options(num_cpus=1, num_gpus=0).remote()
+    print("actor:", *ray.get(actor.init_model_from_pretrained.remote(sys.argv[1])))
+""",
+}
+
+
+def blocks(page: str) -> list[str]:
+    text = (ROOT / "docs" / "adapters" / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def run(folder: Path, *arguments: str, **variables: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    path = os.pathsep.join([str(folder), str(ROOT / "src")])
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment | QUIET | {"PYTHONPATH": path, **variables},
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout
+
+
+def test_areal_s_worker_trains_with_the_loss(tmp_path: Path) -> None:
+    if PEERS is not None:  # Its own condition, of which the stand-in is a shorter form.
+        source = (Path(PEERS) / "areal" / "areal" / "utils" / "environ.py").read_text()
+        environ = source.replace("from areal.utils import logging", "import logging")
+    else:
+        environ = ENVIRON
+    actor, trainer = blocks("areal.md")
+    write(tmp_path, AREAL | {"areal/utils/environ.py": environ, "trimtab_actor.py": actor})
+    named, loss = run(tmp_path, "-c", trainer + AREAL_TRAINER).split()
+    assert (named, loss) == ("trimtab_actor.Actor", "areal.trainer.ppo.actor")
+    assert run(tmp_path, "-c", AREAL_WORKER, named, WORLD_SIZE="1").strip() == "trimtab.adapters.areal"
+    assert run(tmp_path, "-c", AREAL_WORKER, named, AREAL_SPMD_MODE="1").strip() == "trimtab.adapters.areal"
+    with pytest.raises(AssertionError, match="this process only starts those that train"):
+        run(tmp_path, "-c", AREAL_WORKER, named)
+
+
+def test_openrlhf_s_actor_trains_with_the_loss(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "trimtab[ray]"')
+    (script,) = blocks("openrlhf.md")
+    write(tmp_path, OPENRLHF | {"train_trimtab.py": script})
+    assert "actor: trimtab.adapters.openrlhf option" in run(tmp_path, "train_trimtab.py", "option")
+    assert "actor: openrlhf.models.loss option" in run(tmp_path, "-m", "openrlhf.cli.train_ppo_ray", "option")
