@@ -23,8 +23,9 @@ from torch import Tensor
 from trl import GRPOConfig
 from trl import GRPOTrainer as PlainTrainer
 
+from trimtab.adapters import trl_settings
 from trimtab.adapters.hooks import HOOKS
-from trimtab.adapters.trl import LOSS_OPTIONS, GRPOTrainer
+from trimtab.adapters.trl import GRPOTrainer
 from trimtab.errors import TrimtabError
 from trimtab.models import laboratory
 from trimtab.objectives import PolicyLogps, objective, objectives
@@ -334,8 +335,9 @@ def options(_: Path) -> list[str]:
     """The options that TRL's own loss reads and this one neither reads nor refuses."""
     read = set(re.findall(r"self\.(?:args\.)?(\w+)", inspect.getsource(PlainTrainer._compute_loss)))
     known = {item.name for item in dataclasses.fields(GRPOConfig)}
-    ours = set(re.findall(r"args\.(\w+)|self\.(\w+)", inspect.getsource(sys.modules[GRPOTrainer.__module__])))
-    return sorted((read & known) - set(LOSS_OPTIONS) - {name for pair in ours for name in pair})
+    sources = "".join(inspect.getsource(one) for one in (sys.modules[GRPOTrainer.__module__], trl_settings))
+    ours = re.findall(r"args\.(\w+)|self\.(\w+)", sources)
+    return sorted((read & known) - set(trl_settings.LOSS_OPTIONS) - {name for pair in ours for name in pair})
 
 
 if __name__ == "__main__":
