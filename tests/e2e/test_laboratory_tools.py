@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,44 @@ def test_prompts_that_do_not_fit_the_context_cost_their_episodes(tmp_path: Path)
     run = train(config, environment=LongRows, out=tmp_path / "run", observer=NullObserver()).run
     [row] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert row["episode/failed"] == row["trajectories/dropped"] == 8
+
+
+SCRIPT = """
+import sys
+import trimtab
+from trimtab.environments.swap_environment import SwapEnvironment
+
+
+class Half(SwapEnvironment):
+    pass
+
+
+if __name__ == "__main__":
+    out, *changes = sys.argv[1:]
+    trimtab.train("laboratory-tools", environment=Half, overrides=changes, out=out, progress=False)
+"""
+
+
+def test_a_run_with_a_class_of_a_script_is_evaluated_by_the_name_of_its_module(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+
+    def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        )
+
+    trained = python("mine.py", "run", *SMALL)
+    assert trained.returncode == 0, trained.stderr
+    evaluate = ["-m", "trimtab", "eval", "run", "--problems", "4", "--json"]
+    refused = python(*evaluate)
+    assert refused.returncode != 0
+    said = " ".join(refused.stderr.split())
+    assert "environment '__main__:Half' was given in Python" in said
+    assert "--set environment.name=MODULE:Half" in said
+    named = python(*evaluate, "--set", "environment.name=mine:Half")
+    assert named.returncode == 0, named.stderr
+    [result] = json.loads(named.stdout)["results"]
+    assert result["episodes"]["calls"] > 0
 
 
 def check_rows(completion: Any) -> None:

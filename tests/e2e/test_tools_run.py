@@ -142,6 +142,10 @@ def test_a_run_is_evaluated_with_its_environment(run: Path, capsys: pytest.Captu
     command(["eval", str(run), "--problems", "4", "--json", "--task", "arithmetic:operation=*,digits=3,examples=2"])
     without = json.loads(capsys.readouterr().out)
     assert [accuracy(with_tool) > 0.5, accuracy(without) < 0.5] == [True, True]
+    episodes = with_tool["results"][0]["episodes"]
+    assert episodes["calls"] > 0.5
+    assert episodes["failed"] == 0
+    assert without["results"][0]["episodes"] is None
 
 
 def accuracy(results: dict[str, Any]) -> float:

@@ -20,7 +20,7 @@ from trimtab.config import Config, parse_config
 from trimtab.errors import TrimtabError
 from trimtab.rewards import Response, Score, Scorer, Weighted
 from trimtab.rewards.scorer import Item
-from trimtab.sandbox.pool import SUPERVISOR_TIMEOUT
+from trimtab.sandbox.function_pool import SUPERVISOR_TIMEOUT
 from trimtab.types import Problem, RewardSpec
 
 LOST_TWICE = "was lost twice: the actor that runs rewards died or did not answer"

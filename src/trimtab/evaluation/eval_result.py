@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from trimtab.errors import TrimtabError
 from trimtab.intervals import Interval, problem_interval
+from trimtab.types import EpisodeOutcome
 
 ERRORS_KEPT = 5
 
@@ -43,12 +44,59 @@ class ProblemResult:
 
 
 @dataclass(frozen=True)
+class EpisodeCounts:
+    """Counts over multi-turn responses: their number, calls, calls that raised, void responses, failed environments."""
+
+    episodes: int = 0
+    calls: int = 0
+    tool_errors: int = 0
+    void: int = 0
+    failed: int = 0
+
+    @classmethod
+    def of(cls, outcomes: Sequence[EpisodeOutcome]) -> EpisodeCounts:
+        return cls(
+            episodes=len(outcomes),
+            calls=sum(outcome.calls for outcome in outcomes),
+            tool_errors=sum(outcome.tool_errors for outcome in outcomes),
+            void=sum(outcome.void for outcome in outcomes),
+            failed=sum(outcome.failure is not None for outcome in outcomes),
+        )
+
+    def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
+        return EpisodeCounts(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+
+    def as_dict(self) -> dict[str, float]:
+        """Returns calls of an episode, the share of calls that raised, the share of void episodes, and failed ones.
+
+        They are those of the metrics `episode/*` of training.
+        """
+        return {
+            "calls": self.calls / max(self.episodes, 1),
+            "tool_errors": self.tool_errors / max(self.calls, 1),
+            "void": self.void / max(self.episodes, 1),
+            "failed": self.failed,
+        }
+
+    def columns(self) -> dict[str, str]:
+        """Returns the same numbers as text, by the titles of table columns."""
+        shares = self.as_dict()
+        return {
+            "calls an episode": f"{shares['calls']:.2f}",
+            "tool errors": f"{shares['tool_errors']:.1%}",
+            "void": f"{shares['void']:.1%}",
+            "failed episodes": str(self.failed),
+        }
+
+
+@dataclass(frozen=True)
 class BatchCounts:
     """The counts of one batch of problems. Its samples themselves are not kept.
 
     `problems` lists those with at least one scored sample; `answers` counts samples, `cut` those that ended at the
     length limit, `tokens` their response tokens and `prefix` how many of these another model wrote. `too_long` counts
-    problems whose prompt did not fit: they are in `problems` with every sample wrong, and in no other count.
+    problems whose prompt did not fit: they are in `problems` with every sample wrong, and in no other count. `episodes`
+    is None without an environment.
     """
 
     problems: tuple[ProblemResult, ...]
@@ -60,6 +108,7 @@ class BatchCounts:
     errors: tuple[str, ...]
     seconds: float
     too_long: int = 0  # absent in files of older versions, where such a prompt was an error
+    episodes: EpisodeCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +119,8 @@ class EvalResult:
     `failures` and in nothing else; `problems` lists those with at least one scored sample. `truncated` is the share of
     samples cut by the length limit; `tokens` is the mean number of response tokens, `prefix` of those a relay model
     wrote. `too_long` counts problems whose prompt does not fit the context: they were not sampled, and all their
-    samples count as wrong with a reward of 0. `prompt` describes the prompt style.
+    samples count as wrong with a reward of 0. `prompt` describes the prompt style. `episodes` is None without an
+    environment; its failed episodes are in `failures`.
     """
 
     task: str
@@ -86,6 +136,7 @@ class EvalResult:
     seconds: float
     too_long: int
     prompt: str
+    episodes: EpisodeCounts | None = None
 
     @classmethod
     def of(
@@ -97,6 +148,7 @@ class EvalResult:
         if not problems:
             raise TrimtabError(f"task {task!r}: not one sample could be scored; the first failure: {errors[0]}")
         answers = sum(part.answers for part in parts)
+        episodes = [part.episodes for part in parts if part.episodes is not None]
         return cls(
             task=task,
             samples=samples,
@@ -111,6 +163,7 @@ class EvalResult:
             seconds=sum(part.seconds for part in parts),
             too_long=sum(part.too_long for part in parts),
             prompt=prompt,
+            episodes=sum(episodes, EpisodeCounts()) if episodes else None,
         )
 
     @property
@@ -186,6 +239,7 @@ class EvalResult:
             "truncated": self.truncated,
             "tokens": self.tokens,
             "prefix": self.prefix,
+            "episodes": None if self.episodes is None else self.episodes.as_dict(),
             "seconds": self.seconds,
             "counts": [[problem.id, problem.correct, problem.scored] for problem in self.problems],
         }
@@ -209,6 +263,7 @@ class EvalResult:
             ("mean reward", f"{self.reward:.3f}"),
             ("mean tokens", f"{self.tokens:.1f}"),
             ("cut by the length limit", f"{self.truncated:.1%}"),
+            *([] if self.episodes is None else self.episodes.columns().items()),
             ("failed rewards", str(self.failures)),
             ("seconds", f"{self.seconds:.1f}"),
         ]

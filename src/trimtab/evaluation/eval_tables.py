@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from trimtab.errors import TrimtabError
-from trimtab.evaluation.eval_result import EvalResult
+from trimtab.evaluation.eval_result import EpisodeCounts, EvalResult
 from trimtab.intervals import Interval, macro_average, paired_difference
 
 
@@ -211,14 +211,17 @@ class Results:
     def _details(self) -> TextTable:
         names = ["model", "task", "mode", "prompt", "problems", "samples", "temperature", "mean reward", "mean tokens"]
         names += ["of these relayed"] if self.relay is not None else []
+        titles = list(EpisodeCounts().columns()) if any(r.episodes is not None for r in self.measured.values()) else []
         rows = []
         for (model, task, mode), result in self.measured.items():
+            episode = {} if result.episodes is None else result.episodes.columns()
             row = [model, task, mode, result.prompt]
             row += [str(len(result.problems)), str(result.samples), f"{result.temperature:g}"]
             row += [f"{result.reward:.3f}", f"{result.tokens:.1f}"]
             row += [f"{result.prefix:.1f}"] if self.relay is not None else []
-            rows.append([*row, f"{result.truncated:.1%}", str(result.failures), f"{result.seconds:.1f}"])
-        return TextTable("Details", [*names, "cut by the limit", "failed rewards", "seconds"], rows, labels=4)
+            row += [f"{result.truncated:.1%}", *(episode.get(title, "-") for title in titles)]
+            rows.append([*row, str(result.failures), f"{result.seconds:.1f}"])
+        return TextTable("Details", [*names, "cut by the limit", *titles, "failed rewards", "seconds"], rows, labels=4)
 
 
 def _interval_entries(name: str, estimate: Interval) -> dict[str, float]:

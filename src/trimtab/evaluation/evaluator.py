@@ -14,7 +14,7 @@ import numpy as np
 from trimtab import tasks
 from trimtab.environments.episodes import EpisodeRunner
 from trimtab.errors import TrimtabError
-from trimtab.evaluation.eval_result import ERRORS_KEPT, BatchCounts, EvalResult, ProblemResult
+from trimtab.evaluation.eval_result import ERRORS_KEPT, BatchCounts, EpisodeCounts, EvalResult, ProblemResult
 from trimtab.rewards import Score, Scorer
 from trimtab.rollout.truncation import prefix_tokens
 from trimtab.types import Completion, Engine, Problem, Prompt, SamplingParams, Task
@@ -160,6 +160,7 @@ def _count(
         else _problem_result(prompt.problem, list(itertools.islice(rest, samples)))
         for prompt, group in zip(prompts, answers, strict=True)
     ]
+    outcomes = [answer.outcome for _, answer in pairs if answer.outcome is not None]
     errors = [score.error or "reward failed" for score in scores if score.total is None]
     return BatchCounts(
         problems=tuple(result for result in results if result is not None),
@@ -171,6 +172,7 @@ def _count(
         errors=tuple(errors[:ERRORS_KEPT]),
         seconds=time.perf_counter() - start,
         too_long=sum(group is None for group in answers),
+        episodes=EpisodeCounts.of(outcomes) if outcomes else None,
     )
 
 

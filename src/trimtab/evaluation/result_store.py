@@ -20,7 +20,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from trimtab.errors import TrimtabError
-from trimtab.evaluation.eval_result import BatchCounts, ProblemResult
+from trimtab.evaluation.eval_result import BatchCounts, EpisodeCounts, ProblemResult
 from trimtab.runs import atomic
 from trimtab.runs.dotted_keys import flatten
 
@@ -129,7 +129,13 @@ def _parse_part(record: dict[str, Any], path: Path) -> tuple[int, BatchCounts]:
     try:
         number = int(record.pop("part"))
         problems = tuple(ProblemResult(**problem) for problem in record.pop("problems"))
-        return number, BatchCounts(problems=problems, errors=tuple(record.pop("errors")), **record)
+        episodes = record.pop("episodes", None)
+        return number, BatchCounts(
+            problems=problems,
+            errors=tuple(record.pop("errors")),
+            episodes=None if episodes is None else EpisodeCounts(**episodes),
+            **record,
+        )
     except (KeyError, TypeError, ValueError):
         raise _damaged_error(path) from None
 

@@ -20,6 +20,7 @@ from trimtab.evaluation.evaluator import Progress, Relay, evaluate, require_prob
 from trimtab.evaluation.result_store import Store
 from trimtab.evaluation.settings import Mode, ModelSpec, Settings, TaskSpec
 from trimtab.rewards import Scorer
+from trimtab.rollout.environment_section import refuse_unused_rewards
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 
 
@@ -161,6 +162,7 @@ def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitSta
         environment = None if spec.environment is None else environments.build(spec.environment)
         if environment is not None:
             stack.callback(environment.close)
+            refuse_unused_rewards(environment, "[[reward]]" if spec.reward else None)
         adapted = task if environment is None else environment.adapt(task)
         prepared_tasks.append(_PreparedTask(label, spec, adapted, problems, scorer, environment))
     _require_distinct("task", [prepared.label for prepared in prepared_tasks])

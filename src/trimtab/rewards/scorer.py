@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 
 from trimtab.rewards.reward import Built, Response
-from trimtab.sandbox.pool import Call, Isolated, Outcome, checked, describe
+from trimtab.sandbox.function_pool import Call, Isolated, Outcome, checked, describe
 from trimtab.types import Completion, EpisodeOutcome, Problem
 
 Item = tuple[Problem, Response | Completion]
@@ -33,7 +33,7 @@ class Weighted:
 
 
 class Scorer:
-    """Applies rewards to samples; those that can hang or are a user's own run in worker processes (see isolate.py).
+    """Applies rewards to samples; those that can hang or are a user's own run in worker processes (`Isolated`).
 
     Use it as a context manager or call `close()`; its processes also end with the last reference and with the trainer.
     """

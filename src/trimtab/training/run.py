@@ -33,7 +33,7 @@ from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.canary import Canary
 from trimtab.rollout.collector import Collector, PromptStream
 from trimtab.rollout.demonstrations import Demonstrations
-from trimtab.rollout.environment_section import environment_spec
+from trimtab.rollout.environment_section import environment_spec, refuse_unused_rewards
 from trimtab.rollout.prompt_lengths import Survey, max_prompt_tokens
 from trimtab.rollout.source import RolloutSource, SyncSource
 from trimtab.runs import provenance
@@ -203,6 +203,7 @@ def check(
     episodes = environment_spec(config, environment)
     multi_turn = None if episodes is None else environments.build(episodes)
     if multi_turn is not None:
+        refuse_unused_rewards(multi_turn, "reward=" if reward is not None else "[[reward]]" if config.reward else None)
         task = multi_turn.adapt(task)
     specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
     if reward is not None:

@@ -9,6 +9,7 @@ from tests.unit.evaluation.test_eval_result import result
 
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import Results, Settings
+from trimtab.evaluation.eval_result import EpisodeCounts
 
 SETTINGS = {"samples": 4, "seed": 0, "relay_ratio": 0.5}
 FOUND = {
@@ -168,3 +169,16 @@ def test_what_is_measured():
         Settings(samples=4, temperature=0.0).modes(relay=False)
     with pytest.raises(TrimtabError, match="'float16'"):
         Settings(dtype="float16")
+
+
+def test_details_of_a_task_with_an_environment_show_its_episodes():
+    counts = EpisodeCounts(episodes=8, calls=10, tool_errors=4, void=2, failed=1)
+    measured = {
+        ("a", "tools", "sampled"): replace(result([(4, 4)]), episodes=counts),
+        ("a", "easy", "sampled"): result([(4, 4)]),
+    }
+    header, tools, plain = lines(Results(("a",), ("tools", "easy"), SETTINGS, measured).tables()[-1])
+    first = header.index("calls an episode")
+    assert header[first : first + 4] == ["calls an episode", "tool errors", "void", "failed episodes"]
+    assert tools[first : first + 4] == ["1.25", "40.0%", "25.0%", "1"]
+    assert plain[first : first + 4] == ["-"] * 4

@@ -15,7 +15,9 @@ from trimtab import rewards, tasks
 from trimtab.engines.fake import FakeEngine
 from trimtab.errors import TrimtabError
 from trimtab.evaluation import evaluate
-from trimtab.types import SamplingParams
+from trimtab.evaluation.eval_result import EpisodeCounts
+from trimtab.evaluation.result_store import Store
+from trimtab.types import EpisodeOutcome, SamplingParams
 
 TASK = tasks.build("arithmetic", holdout=3)
 FOUR = SamplingParams(temperature=1.0, max_tokens=8, stop=TASK.stop)
@@ -62,6 +64,59 @@ def test_lengths_count_sampled_tokens():
             return [[multi_turn(0, "a..b").completion] * samples for _ in prompts]
 
     assert measured(Conversations({})).tokens == 2
+
+
+class Episodes(FakeEngine):
+    """Each problem has four episodes: one of two calls raises; a void one; no call; one whose environment fails."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def generate(self, prompts, samples, sampling, *, seed, prefixes=None):  # noqa: ARG002
+        return [[replace(response_of(" 7"), outcome=one) for one in outcomes(prompt)[:samples]] for prompt in prompts]
+
+
+def outcomes(prompt):
+    return [
+        EpisodeOutcome(prompt, calls=2, tool_errors=1, reward=1.0),
+        EpisodeOutcome(prompt, calls=1, void=True, reward=0.0),
+        EpisodeOutcome(prompt, reward=0.0),
+        EpisodeOutcome(prompt, calls=1, tool_errors=1, failure="a tool did not return"),
+    ]
+
+
+EPISODE = {"calls": 1.0, "tool_errors": 0.5, "void": 0.25, "failed": 3}
+
+
+def test_calls_tool_errors_void_and_failed_episodes_are_counted(tmp_path):
+    result = measured(Episodes())
+    assert result.as_dict()["episodes"] == EPISODE
+    assert (result.accuracy, result.failures) == (pytest.approx(1 / 3), 3)
+    rows = dict(result.rows())
+    assert [rows[name] for name in ("calls an episode", "tool errors", "void", "failed episodes")] == [
+        "1.00", "50.0%", "25.0%", "3"
+    ]  # fmt: skip
+    with Store(tmp_path, {"samples": 3}) as store:
+        stored = measured(Episodes(), samples=3, store=store.parts("m", {}))
+    assert stored.as_dict()["episodes"] == {
+        "calls": 1.0,
+        "tool_errors": pytest.approx(1 / 3),
+        "void": 1 / 3,
+        "failed": 0,
+    }
+    with Store(tmp_path, {"samples": 3}) as store:
+        again = measured(FakeEngine({}), samples=3, store=store.parts("m", {}))
+    assert again == stored, "read from the folder, without a response"
+
+
+def test_episodes_without_a_call_have_no_tool_errors():
+    assert EpisodeCounts.of([EpisodeOutcome(None)]).as_dict() == {"calls": 0, "tool_errors": 0, "void": 0, "failed": 0}
+
+
+def test_without_an_environment_there_are_no_counts_of_episodes():
+    result = measured(script(4, 1, 0))
+    assert result.as_dict()["episodes"] is None
+    assert not {"calls an episode", "void"} & dict(result.rows()).keys()
 
 
 def test_the_first_reward_alone_decides_what_is_correct():

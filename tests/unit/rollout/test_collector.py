@@ -17,7 +17,7 @@ from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.collector import Collector, Group, PromptStream, RolloutStats, oldest
 from trimtab.rollout.schedule import STALE
 from trimtab.rollout.source import SyncSource
-from trimtab.types import Completion, SamplingParams
+from trimtab.types import Completion, EpisodeOutcome, SamplingParams
 
 _, TOKENIZER = build(0)
 TASK = tasks.build("sort", digits=3, holdout=8)
@@ -148,10 +148,13 @@ def conversation(index: int, logp: list[float], version: int) -> Completion:
 
 
 def scored(
-    scorer: rewards.Scorer, completions: list[list[Completion]], **trainer: object
+    scorer: rewards.Scorer, completions: list[list[Completion]], void: str | None = None, **trainer: object
 ) -> tuple[list[Group], RolloutStats]:
-    """The groups of completions of the first prompts of the stream."""
+    """The groups of completions of the first prompts of the stream; with `void`, of episodes."""
     source, stats = feed(scorer, {}, **trainer), RolloutStats()
+    if void is not None:
+        sections = {"sampling": {"max_tokens": 4}, "environment": {"name": "swap", "void": void}}
+        source.collector.config = load_config({"trainer": trainer, **sections})
     request = source.buffer.reserve(len(completions), UPDATES)
     prompts = source.collector.stream.take(len(completions))
     return source.collector.score_groups(request, prompts, completions, stats), stats
@@ -209,3 +212,33 @@ def test_discarded_responses_count_their_sampled_tokens(scorer: rewards.Scorer) 
     source.buffer.schedule.drop(request.first, STALE)
     source.buffer.deliver(request, groups, stats)
     assert stats.discarded_lengths == [3, 3]
+
+
+@pytest.mark.parametrize(("void", "trained"), [("mask", 2), ("keep", 3)])
+def test_void_episodes_are_masked_and_counted_and_their_rewards_stay(
+    scorer: rewards.Scorer, void: str, trained: int
+) -> None:
+    (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).take(1)
+    response = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)
+    outcomes = [
+        EpisodeOutcome(prompt, calls=2, reward=1.0),
+        EpisodeOutcome(prompt, calls=1, tool_errors=1, reward=0.0),
+        EpisodeOutcome(prompt, void=True, reward=0.5),
+    ]
+    completions = [[replace(response, outcome=outcome) for outcome in outcomes]]
+    (group,), stats = scored(scorer, completions, void, samples=3)
+    assert [one.reward for one in group] == [1.0, 0.0, 0.5]
+    sampled = [True, True, False, True]
+    assert [one.loss_mask.tolist() for one in group] == [sampled] * trained + [[False] * 4] * (3 - trained)
+    assert (stats.episodes, stats.calls, stats.tool_errors, stats.void, stats.failed_episodes) == (3, 3, 1, 1, 0)
+
+
+def test_failed_episodes_are_dropped_and_counted(scorer: rewards.Scorer) -> None:
+    (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).take(1)
+    response = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)
+    outcomes = [EpisodeOutcome(prompt, failure="reset raised"), EpisodeOutcome(prompt, reward=1.0)]
+    completions = [[replace(response, outcome=outcome) for outcome in outcomes]]
+    (group,), stats = scored(scorer, completions, "mask")
+    assert [one.reward for one in group] == [1.0]
+    assert (stats.episodes, stats.failed_episodes, stats.failed_rewards) == (2, 1, 1)
+    assert "reset raised" in stats.errors[0]

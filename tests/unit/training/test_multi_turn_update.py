@@ -105,3 +105,21 @@ def test_every_turn_has_its_weight(groups: list[Group]) -> None:
     weight = stats.objective.parts["weight"]
     assert isinstance(weight, WeightStatistics)
     assert int(weight.count) == turns
+
+
+def test_a_void_response_has_no_loss_and_its_reward_counts(groups: list[Group]) -> None:
+    """The first response of each group is right, the others are not, and the last one is masked for a void turn."""
+
+    def with_void(group: Group, offset: float) -> Group:
+        rows = [replace(one, reward=float(index == 0)) for index, one in enumerate(group)]
+        void = rows[-1].completion
+        moved = replace(void, logp_behavior=void.logp_behavior + np.float32(offset))
+        return [*rows[:-1], replace(rows[-1], completion=moved, loss_mask=np.zeros(len(rows[-1]), dtype=np.bool_))]
+
+    weights, _, batch = updated([with_void(group, 0.0) for group in groups], "token-tis")
+    # Of the rewards 1, 0, 0, 0 the mean is 1/4 and the deviation 1/2; of 1, 0, 0 they would be 1/3 and .577.
+    assert batch.advantages.flatten().tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5] * 2, rel=1e-3)
+    other, _, _ = updated([with_void(group, -3.0) for group in groups], "token-tis")
+    assert torch.equal(weights, other), "nothing of the void response is read"
+    dropped, _, _ = updated([with_void(group, 0.0)[:-1] for group in groups], "token-tis")
+    assert not torch.equal(weights, dropped)

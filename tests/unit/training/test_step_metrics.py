@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.support.trajectories import multi_turn, trajectory
 
-from trimtab.training.step_metrics import batch_metrics, update_metrics
+from trimtab.rollout.collector import RolloutStats
+from trimtab.training.step_metrics import batch_metrics, rollout_metrics, update_metrics
 from trimtab.training.step_statistics import StepStatistics
 
 
@@ -29,3 +30,10 @@ def test_updates_above_the_bound_are_counted() -> None:
     assert result["optim/grad_norm"] == pytest.approx(2.5)
     assert result["optim/grad_clipped"] == 0.5, "2 and 6.5; a norm equal to the bound stays as it is"
     assert "optim/grad_clipped" not in update_metrics(StepStatistics(), mismatch_policy="current", grad_clip=1.0)
+
+
+def test_shares_of_episodes_and_of_calls() -> None:
+    stats = RolloutStats(episodes=8, calls=10, tool_errors=4, void=2, failed_episodes=1)
+    result = rollout_metrics(stats, dropped=0)
+    assert (result["episode/calls"], result["episode/tool_errors"], result["episode/void"]) == (1.25, 0.4, 0.25)
+    assert result["episode/failed"] == 1

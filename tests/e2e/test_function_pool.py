@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.support.processes import gone
 
-from trimtab.sandbox.pool import Call, Isolated, Outcome
+from trimtab.sandbox.function_pool import Call, Isolated, Outcome
 
 pytestmark = pytest.mark.e2e
 
@@ -126,7 +126,7 @@ def test_a_killed_supervisor_loses_one_batch_only():
 def test_children_die_with_a_killed_parent(during_a_call):
     code = """
         import os, sys, time
-        from trimtab.sandbox.pool import Call, Isolated
+        from trimtab.sandbox.function_pool import Call, Isolated
         def slow():
             print(os.getpid(), os.getppid(), flush=True)
             time.sleep(3600 if sys.argv[1] == "True" else 0)  # far longer than `gone` waits
