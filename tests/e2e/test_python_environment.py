@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from trimtab.environments import EnvironmentSpec, build
+from trimtab.environments.formats import ToolError
 from trimtab.errors import TrimtabError
 from trimtab.sandbox.python_pool import SandboxName, sandbox_unavailable
 
@@ -27,20 +28,33 @@ def sandbox(request: pytest.FixtureRequest) -> SandboxName:
     return request.param
 
 
+def spec(sandbox: SandboxName, **options: Any) -> EnvironmentSpec:
+    return EnvironmentSpec(
+        "python", {"sandbox": sandbox, "seconds": SECONDS, "workers": 1, **options}, timeout=SECONDS + 5
+    )
+
+
+def result_of(environment: Any, code: str) -> str:
+    try:
+        return environment.python(code)
+    except ToolError as error:
+        return str(error)
+
+
 @pytest.fixture
 def environment(sandbox: SandboxName) -> Iterator[Run]:
     """Builds the environment with some options; returns a function that runs calls of one episode."""
     with ExitStack() as stack:
 
         def built(**options: Any) -> Episode:
-            made = build(EnvironmentSpec("python", {"sandbox": sandbox, "seconds": SECONDS, "workers": 1, **options}))
+            made = build(spec(sandbox, **options))
             stack.callback(made.close)
 
             def episode(*calls: str) -> list[str]:
                 one = made.factory()
                 one.reset(id="p", question="?", answer="!")
                 try:
-                    return [one.python(code) for code in calls]
+                    return [result_of(one, code) for code in calls]
                 finally:
                     one.close()
 
@@ -64,13 +78,13 @@ def test_without_state_every_call_begins_anew(environment: Run, options: dict[st
 
 
 def test_a_second_reset_begins_another_episode(sandbox: SandboxName) -> None:
-    made = build(EnvironmentSpec("python", {"sandbox": sandbox, "seconds": SECONDS, "workers": 1, "stateful": True}))
+    made = build(spec(sandbox, stateful=True))
     try:
         one = made.factory()
         one.reset(id="p")
         assert one.python("x = 6") == ""
         one.reset(id="p")
-        assert "NameError" in one.python("x")
+        assert "NameError" in result_of(one, "x")
         one.close()
     finally:
         made.close()
