@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-# Numbers on x86_64 and on aarch64. `bpf`, `perf_event_open` and `userfaultfd` are open to everyone on some machines only.
+# Numbers on x86_64 and on aarch64. `bpf`, `perf_event_open` and `userfaultfd` are open to everyone on some machines.
 DENIED: dict[str, tuple[int, int]] = {
     "add_key": (248, 217),
     "bpf": (321, 280),
