@@ -217,6 +217,27 @@ def test_ending_a_session_frees_its_container(bubblewrap: None) -> None:  # noqa
         assert len(containers) <= 2 * 2  # one that was used, one kept ready; each is two processes outside
 
 
+def test_threads_left_behind_stand_still_between_two_runs(bubblewrap: None) -> None:  # noqa: ARG001
+    ticking = """
+        import threading, time
+        ticks = [time.monotonic()]
+        def tick():
+            while True:
+                ticks.append(time.monotonic())
+                time.sleep(0.01)
+        threading.Thread(target=tick, daemon=True).start()
+    """
+    with (
+        PythonPool("bubblewrap", workers=1, timeout=20.0, stateful=True) as pool,
+        pool.session() as session,
+        pool.session() as other,
+    ):
+        assert session.run(textwrap.dedent(ticking)) == CodeResult("")
+        assert other.run("import time\ntime.sleep(1)") == CodeResult("")
+        result = session.run("max(b - a for a, b in zip(ticks, [*ticks[1:], time.monotonic()]))")
+    assert float(result.output) > 0.9
+
+
 @pytest.mark.parametrize("state", ["stateful", "stateless"])
 @pytest.mark.parametrize("code", [LOOP, "1 + 1", "import time\nwhile True: time.sleep(1)"])
 def test_nothing_is_left_when_the_parent_is_killed(sandbox: SandboxName, code: str, state: str) -> None:

@@ -71,8 +71,13 @@ MACHINE = [
         "Permission denied",
         "PermissionError|Permission denied",
     ),
-    Attack("signal to the parent", "import os\nos.kill(os.getppid(), 9)\nos.kill(os.getppid(), 19)\nprint('on')", "on"),
+    Attack(
+        "signal to the parent",
+        "import os\nos.kill(os.getppid(), 9)\nos.kill(os.getppid(), 19)\nprint('on')",
+        r"^None\non",
+    ),
     Attack("signal to the host", "import os\nos.kill(@PID@, 9)", "ProcessLookup|PermissionError"),
+    Attack("interrupt", "import os, time\nos.kill(1, 2)\ntime.sleep(0.5)\nprint(40 + 2)", r"^None\n42\n$"),
     Attack("signal to all", "import os\nos.kill(-1, 9)\nos.kill(1, 15)\nos.kill(1, 2)\nprint('on')", "on"),
     Attack("debugger", "import ctypes\nprint(ctypes.CDLL(None).ptrace(16, 1, 0, 0))", "-1"),
     Attack(
@@ -104,7 +109,7 @@ EXHAUSTION = [
         "small threads",
         "import threading, time\nthreading.stack_size(1 << 16)\n"
         "while True: threading.Thread(target=time.sleep, args=(99,)).start()",
-        f"started more than 128 threads|can't start new thread|{MEMORY}",
+        "started more than 128 threads",
     ),
     Attack("fork in C", "import ctypes\nprint([ctypes.CDLL(None).fork(), ctypes.CDLL(None).vfork()])", r"\[-1, -1\]"),
     Attack("spawn", "import os\nos.posix_spawn('/python/bin/python', ['python', '-c', '1'], {})", NO_PROCESSES),
@@ -125,16 +130,41 @@ EXHAUSTION = [
         NO_PROCESSES,
     ),
     Attack("memory without a name", "import os\nos.memfd_create('x')\nprint('ESCAPED')", "PermissionError"),
+    Attack("memory at once", "x = 'a' * 10**9", "MemoryError", MEMORY),
+    Attack(
+        "half memory, half disk",
+        "open('/tmp/x', 'wb').write(b'x' * (90 << 20))\nx = bytearray(b'x') * (90 << 20)\nimport time\ntime.sleep(99)",
+        "used more than 128 MB",
+        "PermissionError",
+    ),
+    Attack(
+        "memory in sockets",
+        "import socket\nx = []\nwhile True:\n    x.append(socket.socketpair())\n    x[-1][0].setblocking(False)\n"
+        "    try:\n        while True: x[-1][0].send(bytes(1 << 16))\n    except BlockingIOError: pass",
+        "Too many open files",
+    ),
+    Attack(
+        "System V memory",
+        "import ctypes\nc = ctypes.CDLL(None)\n"
+        "print([c.shmget(0, 1 << 20, 0o1600), c.msgget(0, 0o1600), c.semget(0, 4, 0o1600)])",
+        r"\[-1, -1, -1\]",
+    ),
+    Attack(
+        "memory of the kernel",
+        "import ctypes\nbuffer = ctypes.create_string_buffer(120)\ncall = ctypes.CDLL(None).syscall\n"
+        "print([call(425, 8, buffer), call(447, 0)])  # io_uring_setup, memfd_secret",
+        r"\[-1, -1\]",
+    ),
     Attack(
         "full disk",
         "with open('/tmp/x', 'wb') as f:\n    while True: f.write(b'x' * (1 << 20))",
-        "used more than 128 MB|No space|File too large",
+        "used more than 128 MB|No space",
         "PermissionError",
     ),
     Attack(
         "many files",
         "i = 0\nwhile True:\n    open(f'/tmp/{i}', 'w').close()\n    i += 1",
-        "made more than 4096 files|took longer",
+        "made more than 4096 files",
         "PermissionError",
     ),
     Attack("loop", "while True: pass", TIME, TIME),
@@ -171,6 +201,13 @@ RESULTS = [
         "import os\nfor number in range(3, 1100):\n"
         "    try: os.write(number, b'\\xff' * 500)\n    except OSError: pass\nprint(40 + 2)",
         f"42|{TIME}",
+    ),
+    Attack(
+        "forged result",
+        "import os\nfor number in range(3, 1000):\n"
+        "    try: os.write(number, b'\\0\\1\\0\\0\\0\\0\\3\\0\\0\\0\\0lie')\n    except OSError: pass\n"
+        "print(40 + 2)",
+        r"^None\n42\n$",
     ),
     Attack("lying repr", "class A:\n    def __repr__(self): return 'lie'\nA()", "lie", "lie"),
     Attack("looping repr", "class A:\n    def __repr__(self):\n        while True: pass\nA()", TIME, TIME),
@@ -220,6 +257,12 @@ LEFT_BEHIND = [
     Attack("exit handler", "import atexit\natexit.register(lambda: [0 for _ in iter(int, 1)])", r"^None"),
     Attack("builtins", "import builtins\nbuiltins.print = builtins.repr = builtins.len = None", r"^None|exit code 1"),
     Attack("modules", "import sys, os\nsys.modules.clear()\nos.write = None", r"^None|exit code 1"),
+    Attack(
+        "key for the next run",
+        "import ctypes, platform\nnumber = {'x86_64': 248, 'aarch64': 217}[platform.machine()]\n"
+        "print(ctypes.CDLL(None).syscall(number, b'user', b'note', b'x', 1, -4))",
+        "-1",
+    ),
     Attack("variable", "leaked = 'ESCAPED'", r"^None", r"^None"),
     Attack(
         "file left behind",

@@ -310,11 +310,7 @@ def limit_resources(memory_mb: int) -> None:
         inherited = int(file.read().split()[0]) * PAGE
     for limit, value in (
         (resource.RLIMIT_AS, inherited + (memory_mb << 20)),
-        (resource.RLIMIT_FSIZE, memory_mb << 20),
-        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),  # every socket may hold some 200 KB, which is counted nowhere
     ):
         resource.setrlimit(limit, (value, value))
 
