@@ -1,9 +1,8 @@
 """The system calls that code in a bubblewrap container cannot make, as filters for the kernel.
 
-Bubblewrap's own options hold what needs a privilege: mounts, new namespaces, modules. A filter denies what the kernel
-allows to everyone: memory that no limit counts (memfd, System V, io_uring, bpf), and keys, which all containers of a
-user share. A second one, for the code alone, allows threads and no processes: the kernel's own limit of processes does
-not hold for root.
+Namespaces keep the code from the machine; a filter keeps it from parts of the kernel that no program here needs:
+memory outside of the limits (memfd, System V shared memory), debugging, keys, new namespaces, modules. A second one,
+for the code alone, allows threads and no processes: the kernel's own limit of processes does not hold for root.
 """
 
 from __future__ import annotations
@@ -11,20 +10,49 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-# Numbers on x86_64 and on aarch64. `bpf`, `perf_event_open` and `userfaultfd` are open to everyone on some machines.
+# Numbers on x86_64 and on aarch64.
 DENIED: dict[str, tuple[int, int]] = {
+    "acct": (163, 89),
     "add_key": (248, 217),
     "bpf": (321, 280),
+    "delete_module": (176, 106),
+    "fanotify_init": (300, 262),
+    "finit_module": (313, 273),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fsopen": (430, 430),
+    "fspick": (433, 433),
+    "init_module": (175, 105),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
     "io_uring_setup": (425, 425),
+    "kcmp": (312, 272),
+    "kexec_load": (246, 104),
     "keyctl": (250, 219),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
+    "mount": (165, 40),
+    "mount_setattr": (442, 442),
+    "move_mount": (429, 429),
     "mq_open": (240, 180),
     "msgget": (68, 186),
+    "open_by_handle_at": (304, 265),
+    "open_tree": (428, 428),
     "perf_event_open": (298, 241),
+    "personality": (135, 92),
+    "pivot_root": (155, 41),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "ptrace": (101, 117),
+    "quotactl": (179, 60),
+    "reboot": (169, 142),
     "request_key": (249, 218),
     "semget": (64, 190),
+    "setns": (308, 268),
     "shmget": (29, 194),
+    "swapon": (167, 224),
+    "umount2": (166, 39),
+    "unshare": (272, 97),
     "userfaultfd": (323, 282),
 }
 NONE = 0xFFFFFFFF  # the number of no call
