@@ -94,8 +94,14 @@ def test_constructors_run_one_after_another_also_behind_one_that_hangs(tokenizer
 
 
 def test_a_call_that_waits_for_a_slot_uses_up_no_time() -> None:
-    slots, release = threading.Semaphore(1), threading.Event()
-    first = EnvironmentThread().start(BackgroundCall(release.wait, 30.0, slots=slots))
+    slots, begun, release = threading.Semaphore(1), threading.Event(), threading.Event()
+
+    def hold() -> bool:
+        begun.set()
+        return release.wait()
+
+    first = EnvironmentThread().start(BackgroundCall(hold, 30.0, slots=slots))
+    assert begun.wait(30.0)
     second = EnvironmentThread().start(BackgroundCall(lambda: "ran", 0.2, slots=slots))
     assert not first.wait(0.5)
     assert not second.wait(0.0), "it waited .5 s, longer than its time, and has not begun"
