@@ -28,13 +28,12 @@ def main(folder: str) -> None:
         trainer = (logits + 0.003 * torch.randn_like(logits)).log_softmax(-1)  # The temperature is missing.
         ids = torch.multinomial(sampler.exp().flatten(0, 1), 1).view(RESPONSES, TOKENS, 1)
         length = torch.randint(TOKENS // 2, TOKENS + 1, (RESPONSES,))
-        batch = rows(
-            length,
-            response_ids=ids[..., 0],
-            logp_behavior=sampler.gather(-1, ids)[..., 0],
-            logp_proximal=trainer.gather(-1, ids)[..., 0],
-        )
-        dump.write(step, list(batch))
+        tokens = {
+            "response_ids": ids[..., 0],
+            "logp_behavior": sampler.gather(-1, ids)[..., 0],
+            "logp_proximal": trainer.gather(-1, ids)[..., 0],
+        }
+        dump.write(step, list(rows(length, tokens, responses={})))
     diagnosis = trimtab.diagnose(folder)
     for cause in diagnosis.causes:
         print(f"{cause.name} (confidence {cause.confidence:.2f}): {cause.evidence}")

@@ -96,7 +96,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> str:
         capture_output=True,
         text=True,
         timeout=120,
-        env=environment | QUIET | {"PYTHONPATH": path, **variables},
+        env=environment | QUIET | {"PYTHONPATH": path, "HOME": str(folder), **variables},  # Ray writes a token there
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
