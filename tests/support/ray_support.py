@@ -19,6 +19,7 @@ STORE = 128 << 20  # bytes; Ray's smallest is 75 MiB
 # No process before it is needed, no reports home, no metrics: two cores are few.
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # whether or not a cluster of this user left a token in ~/.ray
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback only, as it is there by default
