@@ -179,9 +179,12 @@ def test_responses_whose_environments_begin_differently_have_prompts_of_their_ow
     numbers = iter(range(1, 5))
 
     class Different(Counter):
+        def __init__(self) -> None:  # Constructors run one after another, resets at the same time.
+            self.number = next(numbers)
+
         def reset(self, **row: Any) -> str:
             super().reset(**row)
-            return f" Number {next(numbers)}"
+            return f" Number {self.number}"
 
     episodes = start(tokenizer, Different)
     assert [prompt.text[20:28] for prompt in episodes.prompts] == ["Number 1", "Number 2"]
