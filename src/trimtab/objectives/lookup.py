@@ -117,7 +117,8 @@ def _with_parts(name: str, values: Mapping[str, Any], parts: Mapping[str, Any], 
     base = _from_keywords(name, specific)
     built = compose(base, _completed(base, shared, parts), advantage)
     defaults = keywords_of(name)
-    for key, value in specific.items():
+    # A recipe's base may have set a keyword to its default, and no layer above can take it back.
+    for key, value in ((key, value) for key, value in specific.items() if value != defaults[key]):
         for other in _other_values(value, defaults[key]):
             try:
                 changed = _from_keywords(name, {**specific, key: other})
