@@ -38,7 +38,7 @@ class ObjectiveConfig(PluginSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_of_parts(cls, data: Any) -> Any:
+    def _fill_in_name(cls, data: Any) -> Any:
         """Names a section of parts that has no name; parts never change the default preset unsaid."""
         if not isinstance(data, Mapping) or "name" in data:
             return data

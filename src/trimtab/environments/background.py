@@ -37,6 +37,7 @@ class BackgroundCall:
         self._begun, self._done = threading.Event(), threading.Event()
         self._deadline = float("inf")
         self._lock = threading.Lock()
+        self._cancelled = self._holds_slot = False
         self._value: Any = None
         self._error: BaseException | None = None
 
@@ -49,8 +50,17 @@ class BackgroundCall:
         """Runs the function; called by the thread."""
         if self._slots is not None:
             self._slots.acquire()
-        self._deadline = time.monotonic() + self._timeout
-        self._begun.set()
+        with self._lock:
+            self._holds_slot = self._slots is not None
+            if not self._cancelled:
+                self._deadline = time.monotonic() + self._timeout
+                self._begun.set()
+        if not self._cancelled:
+            self._run_function()
+        self._release_slot()
+        self._done.set()
+
+    def _run_function(self) -> None:
         try:
             value = self._function()
             if inspect.isawaitable(value):
@@ -58,16 +68,26 @@ class BackgroundCall:
             self._value = value if self._convert is None else self._convert(value)
         except BaseException as error:
             self._error = error
-        self._release()
-        self._done.set()
+
+    def cancel(self) -> bool:
+        """Keeps a call that has not begun from running, and returns whether that was so."""
+        with self._lock:
+            self._cancelled = not self._begun.is_set()
+            return self._cancelled
 
     def wait(self, timeout: float) -> bool:
-        """Returns whether the call has ended or was given up, after at most `timeout` seconds."""
+        """Returns whether the call has ended or was given up, after at most `timeout` seconds.
+
+        One that is given up frees its slot: a call that hangs must not keep others from beginning.
+        """
         end = time.monotonic() + timeout
         if not self._begun.wait(None if timeout == float("inf") else timeout):
             return False
         self._done.wait(max(0.0, min(end, self._deadline) - time.monotonic()))
-        return self.done or time.monotonic() >= self._deadline
+        ended = self.done or time.monotonic() >= self._deadline
+        if ended:
+            self._release_slot()
+        return ended
 
     def value(self) -> Any:
         """Returns what the function returned, once `wait` is True.
@@ -77,7 +97,6 @@ class BackgroundCall:
             Exception: what the function or `convert` raised.
         """
         if not self.done:
-            self._release()  # a call that hangs must not keep others from beginning
             raise self._given_up()
         if isinstance(self._error, Exception):
             raise self._error
@@ -85,11 +104,11 @@ class BackgroundCall:
             raise EnvironmentFailed(f"raised {describe(self._error)}")
         return self._value
 
-    def _release(self) -> None:
+    def _release_slot(self) -> None:
         with self._lock:
-            slots, self._slots = self._slots, None
-        if slots is not None:
-            slots.release()
+            held, self._holds_slot = self._holds_slot, False
+        if held and self._slots is not None:
+            self._slots.release()
 
     def _awaited(self, awaitable: Awaitable[Any]) -> Any:
         # Half of the time: after that of a loop that does not answer, some remains for the call in a new one.

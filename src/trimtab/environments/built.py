@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from trimtab.environments.chat_format import END, Chat
+from trimtab.environments.chat_format import END, SHAPE, Chat
 from trimtab.environments.environment import check_class, describe_tool, required_parameters, tool_names
 from trimtab.environments.episodes import EpisodeLimits, EpisodeRunner
 from trimtab.environments.formats import Fence, Format, Tag, build_format
@@ -79,16 +79,18 @@ class BuiltEnvironment:
             TrimtabError: the format is unknown, or does not fit the tools or the style of the prompts.
         """
         if self.spec.format == "chat":
-            return task.with_tools((END,), self.schemas(), self.spec.instructions)
-        form = self._text_format()
-        shape = form.shape if isinstance(form, Tag | Fence) else ""
+            shape, adapted = SHAPE, task.with_tools((END,), self.schemas(), self.spec.instructions)
+        else:
+            form = self._text_format()
+            shape = form.shape if isinstance(form, Tag | Fence) else ""
+            adapted = task.with_tools(tuple(form.stop), (), self.spec.instructions)
         inside = [stop for stop in task.stop if stop in shape]
         if inside:
             raise TrimtabError(
                 f"a turn of task {task.name!r} ends at {inside[0]!r}, before a call in environment.format = "
                 f"{self.spec.format!r} is complete: take another task.stop or format"
             )
-        return task.with_tools(tuple(form.stop), (), self.spec.instructions)
+        return adapted
 
     def runner(
         self,

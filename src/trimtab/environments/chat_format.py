@@ -13,6 +13,8 @@ from trimtab.errors import TrimtabError
 
 END = "</tool_call>"
 """Ends a call, and with it the turn."""
+SHAPE = '<tool_call>\n{"name": "", "arguments": {}}\n'
+"""The text that a call has before its end (as `Tag.shape`), over several lines as most templates teach it."""
 _QUESTION = {"role": "user", "content": "?"}
 # With a thought, because many templates drop those of earlier turns when a result follows them.
 _REASONED = "<think>\nThus.\n</think>\n\nI call."

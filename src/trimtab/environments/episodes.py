@@ -16,7 +16,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trimtab.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread, describe
+from trimtab.environments.background import (
+    BackgroundCall,
+    EnvironmentFailed,
+    EnvironmentThread,
+    describe,
+    in_background,
+)
 from trimtab.environments.environment import call_tool, row_for, text_of
 from trimtab.environments.formats import Call, Format, ToolError
 from trimtab.environments.plain_text import encodable
@@ -59,7 +65,7 @@ class EpisodeLimits:
 class _Episode:
     prompt: Prompt
     seed: int
-    environment: Any = None  # until it is made
+    environment: Any = None  # until it is made; changed under `lock`
     calls: int = 0
     tool_errors: int = 0
     failure: str | None = None
@@ -68,6 +74,8 @@ class _Episode:
     call: BackgroundCall | None = None
     result: TurnResult | None = None
     thread: EnvironmentThread = field(default_factory=EnvironmentThread)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: bool = False
 
 
 class EpisodeRunner:
@@ -100,18 +108,25 @@ class EpisodeRunner:
         self.encode_prompt = encode_prompt
         self.slots = None if concurrent_calls is None else threading.Semaphore(concurrent_calls)
 
-    def start(self, prompts: Sequence[Prompt], samples: int, *, seed: int) -> Episodes:
+    def start(self, prompts: Sequence[Prompt], samples: int, *, reset_seeds: Sequence[int]) -> Episodes:
         """Resets an environment for each of `samples` responses to each prompt.
 
-        The responses to a prompt get the same seed for their environments, derived from `seed`.
+        `reset_seeds` has a seed for each prompt (see `reset_seed`), which all responses to it share.
         """
-        return Episodes(self, prompts, samples, seed)
+        return Episodes(self, prompts, samples, reset_seeds)
 
     def generate(
-        self, engine: Engine, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, *, seed: int
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        reset_seeds: Sequence[int],
     ) -> list[list[Completion]]:
-        """Returns the responses of one `generate` call with their outcomes."""
-        with contextlib.closing(self.start(prompts, samples, seed=seed)) as episodes:
+        """Returns the responses of one `generate` call, whose seed is `seed`, with their outcomes."""
+        with contextlib.closing(self.start(prompts, samples, reset_seeds=reset_seeds)) as episodes:
             completions = engine.generate(episodes.prompts, episodes.samples, sampling, seed=seed, turns=episodes)
             return episodes.finish(completions)
 
@@ -123,14 +138,14 @@ class Episodes:
     share a prompt; otherwise all responses of the request have one of their own.
     """
 
-    def __init__(self, runner: EpisodeRunner, prompts: Sequence[Prompt], samples: int, seed: int) -> None:
+    def __init__(
+        self, runner: EpisodeRunner, prompts: Sequence[Prompt], samples: int, reset_seeds: Sequence[int]
+    ) -> None:
         self.max_turn_tokens = runner.limits.turn_tokens
         self._runner = runner
         self._group_size = samples
         self._episodes = [
-            _Episode(prompt, derive(seed, "environment", index) % 2**31)
-            for index, prompt in enumerate(prompts)
-            for _ in range(samples)
+            _Episode(prompt, seed) for prompt, seed in zip(prompts, reset_seeds, strict=True) for _ in range(samples)
         ]
         try:
             self._construct()
@@ -148,12 +163,21 @@ class Episodes:
         calls: list[BackgroundCall] = []
         in_turn = True
         for episode in self._episodes:
-            calls.append(self._background(episode, self._runner.factory))
+            calls.append(self._background(episode, partial(self._make, episode)))
             if in_turn:  # after one that hangs, the others are waited for together
                 calls[-1].wait(float("inf"))
                 in_turn = calls[-1].done
         for episode, call in zip(self._episodes, calls, strict=True):
-            episode.environment = self._value(episode, call, "the constructor")
+            self._value(episode, call, "the constructor")
+
+    def _make(self, episode: _Episode) -> None:
+        """Makes the environment, and closes it at once where the episode was closed meanwhile."""
+        environment = self._runner.factory()
+        with episode.lock:
+            closed = episode.closed
+            episode.environment = None if closed else environment
+        if closed and hasattr(type(environment), "close"):
+            in_background(partial(_call, environment, "close"), self._runner.limits.timeout)
 
     def _reset(self) -> None:
         """Resets all environments at the same time, and adds what they return to the questions."""
@@ -235,7 +259,16 @@ class Episodes:
         return _batched(responses, self._group_size)
 
     def close(self) -> None:
-        """Closes the environments that have a method `close`; the next request may need what they hold."""
+        """Closes the environments that have a method `close`; the next request may need what they hold.
+
+        Calls of tools that have not begun never run, and those in progress are waited for.
+        """
+        calls = [episode.call for episode in self._episodes if episode.call is not None]
+        for call in [call for call in calls if not call.cancel()]:  # all are cancelled before the first is waited for
+            call.wait(float("inf"))
+        for episode in self._episodes:
+            with episode.lock:
+                episode.closed = True
         closing = [
             self._background(episode, partial(_call, episode.environment, "close"))
             for episode in self._episodes
@@ -334,6 +367,11 @@ class Episodes:
         slots: threading.Semaphore | None = None,
     ) -> BackgroundCall:
         return episode.thread.start(BackgroundCall(function, self._runner.limits.timeout, convert, slots))
+
+
+def reset_seed(seed: int, number: int) -> int:
+    """Returns the seed of `reset` for the responses to one prompt, from the seed and the prompt's number in the run."""
+    return derive(seed, "environment", number) % 2**31
 
 
 def _batched(items: Sequence[T], size: int) -> list[list[T]]:

@@ -109,10 +109,10 @@ def build_format(name: str, tools: tuple[str, ...]) -> Format:
         return Fence()
     if ":" not in name:
         raise TrimtabError(f"unknown format {name!r}{did_you_mean(name, NAMES)}; write your own as module:Format")
-    return _own(name)
+    return _load_format(name)
 
 
-def _own(name: str) -> Format:
+def _load_format(name: str) -> Format:
     try:
         form = load_function(name, "format")()
     except TypeError as error:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from trimtab import tasks
-from trimtab.environments.episodes import EpisodeRunner
+from trimtab.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.errors import TrimtabError
 from trimtab.evaluation.eval_result import ERRORS_KEPT, BatchCounts, EpisodeCounts, EvalResult, ProblemResult
 from trimtab.rewards import Score, Scorer
@@ -77,7 +77,7 @@ def evaluate(
         part = store.get(number) if store is not None else None
         if part is None:
             start = time.perf_counter()
-            fitting = [prompt for prompt in batch if len(prompt.ids) <= max_prompt]
+            fitting = {first + i: prompt for i, prompt in enumerate(batch) if len(prompt.ids) <= max_prompt}
             sampled, prefix = _sample(engine, fitting, samples, sampling, (seed, number), relay, episodes)
             rest = iter(sampled)
             answers = [next(rest) if len(prompt.ids) <= max_prompt else None for prompt in batch]
@@ -115,22 +115,28 @@ def _require_one_that_fits(task: Task, prompts: Sequence[Prompt], max_tokens: in
 
 def _sample(
     engine: Engine,
-    prompts: Sequence[Prompt],
+    numbered: Mapping[int, Prompt],
     samples: int,
     sampling: SamplingParams,
     seeds: tuple[int, int],
     relay: Relay | None,
     episodes: EpisodeRunner | None,
 ) -> tuple[list[list[Completion]], int]:
-    """Returns the responses and the number of their tokens that the relay model sampled.
+    """Returns the responses to prompts, and the number of their tokens that the relay model sampled.
+
+    `numbered` has the prompts by their position in the evaluation; `seeds` are that of the evaluation and the call's.
 
     The engine's random draws depend on a prompt's index in the call, so each call needs its own seed. The two models of
     a relay need different seeds, or a model that relays itself would repeat its own draws.
     """
+    prompts = list(numbered.values())
     if not prompts:
         return [], 0
     if episodes is not None:
-        return episodes.generate(engine, prompts, samples, sampling, seed=_seed(*seeds)), 0
+        # Not the run's own seed: training and evaluation must not play the same random environments.
+        base = _seed(seeds[0])
+        reset_seeds = [reset_seed(base, position) for position in numbered]
+        return episodes.generate(engine, prompts, samples, sampling, seed=_seed(*seeds), reset_seeds=reset_seeds), 0
     if relay is None:
         return engine.generate(prompts, samples, sampling, seed=_seed(*seeds)), 0
     prefixes = relay.prefixes(prompts, samples, sampling, seed=_seed(*seeds, 1))

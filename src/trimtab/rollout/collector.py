@@ -12,7 +12,7 @@ import numpy as np
 
 from trimtab import tasks
 from trimtab.config import Config
-from trimtab.environments.episodes import EpisodeRunner
+from trimtab.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.errors import TrimtabError
 from trimtab.rewards import Score, Scorer
 from trimtab.rollout.demonstrations import Demonstrations
@@ -201,6 +201,10 @@ class Collector:
         """The random seed of a request."""
         return derive(self.config.seed, "rollout", request.first)
 
+    def reset_seeds(self, request: GroupRange) -> list[int]:
+        """The seeds of the environments of each group, whatever request the group belongs to."""
+        return [reset_seed(self.config.seed, number) for number in request.numbers]
+
     def _generate(self, request: GroupRange, stats: RolloutStats) -> tuple[list[Prompt], list[list[Completion]]]:
         """The next prompts and their responses: sampled whole, continued from prefixes, or with demonstrations."""
         seed, samples, count = self.seed(request), self.config.trainer.samples, request.count
@@ -215,7 +219,10 @@ class Collector:
         if self.experts is not None:
             return prompts, self._join_demonstrations(self.experts, request, prompts, stats)
         if self.episodes is not None:
-            return prompts, self.episodes.generate(self.engine, prompts, samples, self.sampling, seed=seed)
+            seeds = self.reset_seeds(request)
+            return prompts, self.episodes.generate(
+                self.engine, prompts, samples, self.sampling, seed=seed, reset_seeds=seeds
+            )
         completions = self.engine.generate(prompts, samples, self.sampling, seed=seed)
         if pool is not None:
             pool.observe([len(completion.response_ids) for responses in completions for completion in responses])

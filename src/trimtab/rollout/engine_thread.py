@@ -176,7 +176,7 @@ class EngineThread:
             completions = self._sample(request, prompts, samples, None, stats)
         else:
             with contextlib.closing(
-                collector.episodes.start(prompts, samples, seed=collector.seed(request))
+                collector.episodes.start(prompts, samples, reset_seeds=collector.reset_seeds(request))
             ) as episodes:
                 sampled = self._sample(request, episodes.prompts, episodes.samples, episodes, stats)
                 completions = episodes.finish(sampled)

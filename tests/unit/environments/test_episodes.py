@@ -101,7 +101,7 @@ def start(
     tools = tuple(tool_names(kind))
     runner = EpisodeRunner(kind, form or Tag(tools), limits, tokenizer, max_tokens, encode)
     problem = Problem("p1", "How much?", "3", {"level": 2})
-    return runner.start([encode(problem, tokenizer)], samples, seed=0)
+    return runner.start([encode(problem, tokenizer)], samples, reset_seeds=[0])
 
 
 def encode(problem: Problem, tokenizer: Any) -> Prompt:
@@ -213,7 +213,7 @@ def test_a_prompt_without_the_question_cannot_begin_with_what_reset_returns(toke
 
     runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, fixed)
     with pytest.raises(TrimtabError, match="'p1': what reset\\(\\) returned is not in the prompt"):
-        runner.start([encode(Problem("p1", "How much?", "3"), tokenizer)], 2, seed=0)
+        runner.start([encode(Problem("p1", "How much?", "3"), tokenizer)], 2, reset_seeds=[0])
 
 
 @pytest.mark.parametrize(

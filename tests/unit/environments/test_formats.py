@@ -11,7 +11,7 @@ from trimtab import environments
 from trimtab.environments.formats import Call, Fence, Tag, build_format
 from trimtab.errors import TrimtabError
 from trimtab.tasks.task import BuiltTask
-from trimtab.tasks.templates import Plain
+from trimtab.tasks.templates import Chat, Plain
 from trimtab.types import Problem
 
 
@@ -152,6 +152,13 @@ def test_a_stop_of_the_task_inside_every_call_is_refused(form: str, stop: str) -
     with pytest.raises(TrimtabError, match=r"a turn of task 'numbers' ends at .* before a call in environment\.format"):
         built.adapt(task(("###", stop)))
     assert built.adapt(task(("###",))).stop[0] == "###"
+
+
+def test_a_stop_of_the_task_inside_every_call_of_the_chat_template_is_refused() -> None:
+    built = environments.build(environments.EnvironmentSpec(Single, format="chat"))
+    with pytest.raises(TrimtabError, match=r"ends at '\\n', before a call in environment\.format = 'chat'"):
+        built.adapt(replace(task(("\n",)), template=Chat()))
+    assert built.adapt(replace(task(("###",)), template=Chat())).stop == ("###", "</tool_call>")
 
 
 class Argument:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from tests.unit.environments.test_episodes import LIMITS, Counter, answer, appen
 from transformers import AutoTokenizer
 
 from trimtab.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread, in_background
-from trimtab.environments.episodes import EpisodeRunner
+from trimtab.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.environments.formats import Tag
 from trimtab.models import bundled
 from trimtab.types import Problem
@@ -71,26 +72,136 @@ def test_what_is_bound_to_a_thread_works_in_every_method(tokenizer: Any, recwarn
     assert not [warning for warning in recwarn if "close()" in str(warning.message)]
 
 
-def test_constructors_run_one_after_another_also_behind_one_that_hangs(tokenizer: Any) -> None:
-    made: list[int] = []
-    release = threading.Event()
+def test_constructors_run_one_after_another(tokenizer: Any) -> None:
+    running, together = threading.Lock(), threading.Event()
 
-    class Numbered(Counter):
+    class Slow(Counter):
         def __init__(self) -> None:
-            number = len(made)
-            if number == 3:
-                made.append(number)
-                release.wait()
-            made.append(number)
+            if not running.acquire(blocking=False):
+                together.set()
+                return
+            together.wait(0.05)  # time for the next one to begin
+            running.release()
 
-    episodes = start(tokenizer, Numbered, samples=6, limits=replace(LIMITS, timeout=0.2))
+    start(tokenizer, Slow, samples=4).close()
+    assert not together.is_set()
+
+
+def test_a_constructor_that_hangs_costs_its_own_episode(tokenizer: Any) -> None:
+    numbers, release = iter(range(6)), threading.Event()
+
+    class Hanging(Counter):
+        def __init__(self) -> None:
+            if next(numbers) == 3:
+                release.wait()
+
+    episodes = start(tokenizer, Hanging, samples=6, limits=replace(LIMITS, timeout=0.2))
     release.set()
-    assert made[:4] == [0, 1, 2, 3]
     turn = append(tokenizer, None, "5")
     outcomes = [completion.outcome for completion in episodes.finish([[turn] * 6])[0]]
     failures = [outcome.failure for outcome in outcomes if outcome is not None]
     assert failures == [None] * 3 + ["the constructor did not return within 0.2 s (environment.timeout)"] + [None] * 2
     episodes.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_environment_is_closed_whose_constructor_is_given_up(tokenizer: Any, late: bool) -> None:
+    release, closed = threading.Event(), threading.Event()
+
+    class Hanging(Counter):
+        def __init__(self) -> None:
+            release.wait()
+
+        def close(self) -> None:
+            closed.set()
+
+    episodes = start(tokenizer, Hanging, samples=1, limits=replace(LIMITS, timeout=0.05))
+    if late:
+        episodes.close()
+        release.set()
+    else:
+        release.set()
+        assert until(lambda: episodes._episodes[0].environment is not None)
+        episodes.close()
+    assert closed.wait(10.0)
+
+
+def test_an_interrupted_construction_closes_what_was_made_and_what_is_being_made(tokenizer: Any) -> None:
+    numbers, begun, release = iter(range(3)), threading.Event(), threading.Event()
+    closed: list[int] = []
+
+    class Numbered(Counter):
+        def __init__(self) -> None:
+            self.number = next(numbers)
+            if self.number == 1:
+                begun.set()
+                release.wait()
+
+        def close(self) -> None:
+            closed.append(self.number)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.get_ident()
+    interrupt = threading.Thread(target=lambda: begun.wait() and signal.pthread_kill(main, signal.SIGINT))
+    interrupt.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start(tokenizer, Numbered, samples=3)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        interrupt.join()
+    assert closed == [0]
+    release.set()
+    assert until(lambda: closed == [0, 1])
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    """Whether a condition becomes true within ten seconds."""
+    tick = threading.Event()
+    return any(condition() or tick.wait(0.01) for _ in range(1000))
+
+
+def test_closing_waits_for_a_call_in_progress_and_drops_one_that_waits(tokenizer: Any) -> None:
+    events: list[str] = []
+    begun, release = threading.Event(), threading.Event()
+
+    class Slow(Counter):
+        def add(self, step: int) -> int:
+            """Adds.
+
+            Args:
+                step: what is added.
+            """
+            begun.set()
+            release.wait()
+            events.append(f"add {step}")
+            return step
+
+        def close(self) -> None:
+            events.append("close")
+
+    runner = EpisodeRunner(Slow, Tag(("add",)), LIMITS, tokenizer, 200, encode, concurrent_calls=1)
+    episodes = runner.start([encode(Problem("p1", "How much?", "3"), tokenizer)], 2, reset_seeds=[0])
+    episodes.submit(0, 0, append(tokenizer, None, "<add>1</add>"))
+    assert begun.wait(10.0)
+    episodes.submit(0, 1, append(tokenizer, None, "<add>2</add>"))
+    closing = threading.Thread(target=episodes.close)
+    closing.start()
+    release.set()
+    closing.join()
+    assert events == ["add 1", "close", "close"]
+    assert runner.slots is not None
+    assert runner.slots.acquire(timeout=10.0)
+
+
+def test_a_closed_request_whose_call_hangs_keeps_no_slot(tokenizer: Any) -> None:
+    limits = replace(LIMITS, timeout=0.1)
+    runner = EpisodeRunner(Counter, Tag(("hang",)), limits, tokenizer, 200, encode, concurrent_calls=1)
+    episodes = runner.start([encode(Problem("p1", "How much?", "3"), tokenizer)], 1, reset_seeds=[0])
+    episodes.submit(0, 0, append(tokenizer, None, "<hang></hang>"))
+    episodes.close()
+    assert runner.slots is not None
+    assert runner.slots.acquire(timeout=10.0)
 
 
 def test_a_call_that_waits_for_a_slot_uses_up_no_time() -> None:
@@ -152,7 +263,8 @@ def seeds_of(tokenizer: Any, seed: int, problems: list[Problem]) -> list[int]:
             seen.append(seed)
 
     runner = EpisodeRunner(Drawing, Tag(("add",)), LIMITS, tokenizer, 200, encode)
-    runner.start([encode(problem, tokenizer) for problem in problems], 2, seed=seed).close()
+    prompts = [encode(problem, tokenizer) for problem in problems]
+    runner.start(prompts, 2, reset_seeds=[reset_seed(seed, number) for number in range(len(prompts))]).close()
     return sorted(seen)
 
 
@@ -221,6 +333,6 @@ def test_a_text_of_reset_whose_last_blank_the_template_removes(tokenizer: Any) -
         return encode(replace(problem, question=problem.question.strip()), tokenizer)
 
     runner = EpisodeRunner(Board, Tag(("add",)), LIMITS, tokenizer, 200, trimmed)
-    episodes = runner.start([trimmed(Problem("a", "Play.", ""), tokenizer)], 1, seed=0)
+    episodes = runner.start([trimmed(Problem("a", "Play.", ""), tokenizer)], 1, reset_seeds=[0])
     assert episodes.prompts[0].text == "Question: Play.\n. . x\nAnswer:"
     episodes.close()

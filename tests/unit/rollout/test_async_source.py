@@ -15,6 +15,8 @@ from tests.support.scripted_engine import LENGTH, SAMPLING, TASK, TOKENIZER, Act
 from trimtab import rewards
 from trimtab.config import load_config
 from trimtab.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.environments.episodes import EpisodeLimits, EpisodeRunner
+from trimtab.environments.formats import Tag
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.models.laboratory import build
 from trimtab.rollout import engine_thread
@@ -22,6 +24,7 @@ from trimtab.rollout.async_source import AsyncSource
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.collector import Collector, Group, PromptStream
 from trimtab.rollout.source import RolloutSource, SyncSource
+from trimtab.tasks import encode
 from trimtab.types import AbortSignal, Engine, Prompt, SamplingParams
 
 Open = Callable[..., Desk]
@@ -61,6 +64,36 @@ def until(interrupt: AbortSignal) -> None:
 def test_batches_of_several_engines_come_in_order(desk: Open, engines: int) -> None:
     one = desk(*(Scripted() for _ in range(engines)))
     assert one.steps(6) == [list(range(4 * i, 4 * i + 4)) for i in range(6)]
+
+
+def seeds_of_environments(scorer: rewards.Scorer, engines: int) -> dict[str, int]:
+    """The seed that `reset` got for each of the first eight problems."""
+    seen: dict[str, int] = {}
+
+    class Drawing:
+        def reset(self, id: str, seed: int, **row: Any) -> None:
+            del row
+            seen[id] = seed
+
+    limits = EpisodeLimits(turns=2, turn_tokens=LENGTH, observation_tokens=8, timeout=30.0)
+    one = Desk([Scripted() for _ in range(engines)], scorer)
+    one.feed.collector.episodes = EpisodeRunner(
+        Drawing, Tag(()), limits, TOKENIZER, LENGTH, lambda problem, _: encode(TASK, problem, TOKENIZER)
+    )
+    try:
+        one.publish(0)
+        one.steps(2)
+    finally:
+        one.feed.close()
+    first = [prompt.problem.id for prompt in PromptStream(TASK, TOKENIZER, seed=0).take(8)]
+    return {name: seen[name] for name in first}
+
+
+def test_random_environments_do_not_depend_on_how_requests_are_cut(scorer: rewards.Scorer) -> None:
+    """One engine gets four groups in a request, three get fewer."""
+    seeds = seeds_of_environments(scorer, 1)
+    assert len(set(seeds.values())) == 8
+    assert seeds == seeds_of_environments(scorer, 3)
 
 
 def test_generation_goes_on_while_the_trainer_trains(desk: Open) -> None:
