@@ -42,6 +42,8 @@ steps = 100
   word is text. `--set base=laboratory` changes the base.
 - `base` names a shipped recipe or a `.toml` file. A section of the recipe changes the same section of its base key by
   key; an objective or a task of another name starts from its own defaults instead.
+- `unset = ["objective.clip_high", "prefix"]` takes keys and sections of the base back, where a message says to leave
+  one out that the base sets; on the command line also `--set unset=prefix`.
 - A path in a recipe file is relative to that file, one on the command line to the current folder.
 - Unknown keys, values out of bounds and most keys without effect are refused in one line, before a model is loaded.
 - The defaults below are those of the schema. What a run used, with everything resolved, is its `config.toml`.

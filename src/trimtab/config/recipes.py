@@ -30,13 +30,14 @@ def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
     Overrides are `section.key=value`. Paths become absolute: those in a file are relative to its folder, all others to
     the current one (see paths.py). Raises `TrimtabError` that names the wrong key or value and what to do.
     """
-    base, changes = _split_base(overrides)
+    base, unset, changes = _split_overrides(overrides)
     if isinstance(recipe, Mapping):
         data = resolve_paths(_mutable_copy(recipe), Path())
         data, where = _apply_base(data, base, Path(), ()), "config"
     else:
         data, where = _read_with_base(recipe, base), str(recipe)
         data.setdefault("out", f"runs/{Path(recipe).stem}")
+    _unset(data, unset, "the recipe")
     # Names first: a part of another name starts without the keywords of its predecessor.
     for override in sorted(changes, key=lambda change: parse_override(change)[0] not in DEPENDENT_SECTIONS):
         _override(data, override)
@@ -55,16 +56,18 @@ def parse_config(data: Mapping[str, Any], where: str) -> Config:
     return config
 
 
-def _split_base(overrides: Sequence[str]) -> tuple[Any, list[str]]:
-    """Returns the value of the override `base` (None without one), and the other overrides."""
-    base, rest = None, []
+def _split_overrides(overrides: Sequence[str]) -> tuple[Any, list[Any], list[str]]:
+    """Returns the values of the overrides `base` (None without one) and `unset`, and the other overrides."""
+    base, unset, rest = None, [], []
     for override in overrides:
         key, value = parse_override(override)
         if key == "base":
             base = value
+        elif key == "unset":
+            unset += value if isinstance(value, list) else [value]
         else:
             rest.append(override)
-    return base, rest
+    return base, unset, rest
 
 
 def _read_with_base(recipe: str | Path, override: Any = None, chain: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -84,21 +87,47 @@ def _read_with_base(recipe: str | Path, override: Any = None, chain: tuple[str, 
 
 
 def _apply_base(data: dict[str, Any], override: Any, folder: Path, chain: tuple[str, ...]) -> dict[str, Any]:
-    """Returns `data` merged over its base.
+    """Returns `data` merged over its base, without the keys and sections of the base that `unset` lists.
 
     A base is a shipped recipe's name or a file. The file's path is relative to `folder`, in an override to the current
     folder.
     """
-    base = data.pop("base", None)
+    base, unset = data.pop("base", None), data.pop("unset", [])
     base = base if override is None else override
     if base is None:
+        if unset:
+            raise TrimtabError(f"unset = {unset!r} has no effect without a base: leave it out")
         return data
     if not isinstance(base, str):
         raise TrimtabError(f"base = {base!r}: name a recipe, or a .toml file")
     if base.endswith(".toml") and override is None:
         base = str(folder / base)
     # The base of an override starts a new chain: `laboratory` over `laboratory` is no circle.
-    return _merge(_read_with_base(base, chain=chain if override is None else ()), data)
+    inherited = _read_with_base(base, chain=chain if override is None else ())
+    _unset(inherited, unset, f"base {base!r}")
+    return _merge(inherited, data)
+
+
+def _unset(data: dict[str, Any], keys: Any, where: str) -> None:
+    """Removes keys and sections, each written with dots, from `data`. Raises `TrimtabError` for one that is not set."""
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise TrimtabError(f'unset = {keys!r}: write a list of keys, such as unset = ["objective.clip_high", "prefix"]')
+    for key in keys:
+        *parents, leaf = key.split(".")
+        section: Any = data
+        for parent in parents:
+            section = section.get(parent) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or leaf not in section:
+            raise TrimtabError(f"unset: {where} sets no {key!r}{did_you_mean(key, _keys_of(data))}")
+        del section[leaf]
+
+
+def _keys_of(data: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Returns all keys and sections, written with dots."""
+    keys = [prefix + key for key in data]
+    return keys + [
+        word for key, value in data.items() if isinstance(value, Mapping) for word in _keys_of(value, f"{prefix}{key}.")
+    ]
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

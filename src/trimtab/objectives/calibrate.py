@@ -23,7 +23,7 @@ from trimtab.corrections.ratios import Ratios, log_ratio
 from trimtab.corrections.reduce import Sequences
 from trimtab.errors import TrimtabError
 from trimtab.objectives.composition import COMPOSED
-from trimtab.objectives.lookup import is_custom, keywords_of, objective
+from trimtab.objectives.lookup import UNSET, is_custom, keywords_of, objective
 from trimtab.objectives.objective import Objective
 
 SAMPLES_MIN = 20
@@ -188,7 +188,8 @@ def from_section(section: Mapping[str, Any], bounds: Mapping[str, float] | None 
     conflicts = [key for key in keywords if key in given]
     if conflicts:
         raise TrimtabError(
-            f"objective.calibrate finds {', '.join(keywords)} at step 0: leave {', '.join(conflicts)} out, or calibrate"
+            f"objective.calibrate finds {', '.join(keywords)} at step 0: leave {', '.join(conflicts)} "
+            f"out{UNSET}, or calibrate"
         )
     if "weight" in given and "weight_max" in keywords:
         raise TrimtabError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
+from inspect import signature
 from numbers import Real
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -129,17 +130,19 @@ def _part(what: str, part: type, given: Any) -> Any:
     try:
         return part(**given)
     except ValueError as error:
-        message = error_message(part, given, error)
-        lead = "" if message.startswith(f"{part.__name__}:") else f"{what}: "
-        raise TrimtabError(lead + message) from None
+        raise TrimtabError(f"{what}: {error_message(part, given, error)}") from None
 
 
 def error_message(build: Callable[..., Any], given: Mapping[str, Any], error: ValueError) -> str:
     """Returns the message of an error of `build(**given)`, which names the value without which it would not occur.
 
-    A part names its field, such as `low`, and is renamed to the keyword that set it, such as `clip_low`.
+    A part names itself and its fields, such as `low`; here they are the keywords that set them, such as `clip_low`.
     """
-    message = str(error)
+    message = re.sub(r"^[A-Z]\w*: ", "", str(error))
+    last_words = {key: key.rpartition("_")[2] for key in signature(build).parameters}
+    for key, word in last_words.items():
+        if list(last_words.values()).count(word) == 1:
+            message = re.sub(rf"\b{word}\b", key, message)
     for key, value in given.items():
         try:
             build(**{other: item for other, item in given.items() if other != key})

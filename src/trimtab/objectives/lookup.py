@@ -17,6 +17,9 @@ from trimtab.objectives.presets import PRESETS, Preset
 from trimtab.objectives.regularizers import KL
 from trimtab.plugins import load_function
 
+UNSET = " (unset it where a recipe's base sets it)"
+"""Ends a message that asks to leave a keyword out."""
+
 
 def objectives() -> list[str]:
     """Returns the names of all presets."""
@@ -116,30 +119,15 @@ def _with_parts(name: str, values: Mapping[str, Any], parts: Mapping[str, Any], 
     shared = {key: value for key, value in values.items() if key not in specific}
     base = _from_keywords(name, specific)
     built = compose(base, _completed(base, shared, parts), advantage)
-    defaults = keywords_of(name)
-    # A recipe's base may have set a keyword to its default, and no layer above can take it back.
-    for key, value in ((key, value) for key, value in specific.items() if value != defaults[key]):
-        for other in _other_values(value, defaults[key]):
-            try:
-                changed = _from_keywords(name, {**specific, key: other})
-                same = compose(changed, _completed(changed, shared, parts), advantage) == built
-            except ValueError:  # not a value of this keyword
-                continue
-            if same and changed != base:
-                raise TrimtabError(f"{key} has no effect beside the given {', '.join(parts)}: leave it out")
+    for key in specific:
+        try:
+            without = _from_keywords(name, {other: value for other, value in specific.items() if other != key})
+            same = compose(without, _completed(without, shared, parts), advantage) == built
+        except (TypeError, ValueError):  # the keyword is required, or another one fits only beside it
+            continue
+        if same and without != base:
+            raise TrimtabError(f"{key} has no effect beside the given {', '.join(parts)}: leave it out{UNSET}")
     return built
-
-
-def _other_values(value: Any, default: Any) -> tuple[Any, ...]:
-    """Returns values of a keyword that differ from `value`, some of which may be invalid."""
-    others = () if default in (value, Parameter.empty) else (default,)
-    if value is None:
-        return (*others, 10.0)
-    if isinstance(value, bool):
-        return (not value,)
-    if isinstance(value, int):
-        return (*others, value + 1, value - 1)
-    return (*others, value / 2, value * 2 + 1) if isinstance(value, float) else others
 
 
 def _constructor(name: str) -> Preset:

@@ -332,7 +332,8 @@ def _validate_parts(objective: Objective) -> None:
         if (outer.level, outer.over) == (inner.level, inner.over) and outer.min <= inner.min <= inner.max <= outer.max:
             raise TrimtabError(
                 f"{objective.name}: {outer.rule} [{outer.min:g}, {outer.max:g}] rejects nothing beside "
-                f"[{inner.min:g}, {inner.max:g}], which it holds: leave it out"
+                f"[{inner.min:g}, {inner.max:g}], which it holds: leave it out, or set keep_min and keep_max instead "
+                "of a second band if it is the preset's own"
             )
     for rule in masks:
         for name in sorted(rule.reads - set(READABLE)):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.config import REQUIRED_SECTIONS, PerturbationConfig, load_config, recipe_names
+from trimtab.config import REQUIRED_SECTIONS, PerturbationConfig, PrefixConfig, load_config, recipe_names
 from trimtab.config.paths import NAMES_OR_FOLDERS
 from trimtab.errors import TrimtabError
 
@@ -52,6 +52,38 @@ def test_a_user_s_own_recipe_may_build_on_a_shipped_one(tmp_path: Path) -> None:
 def test_an_invalid_base_is_refused(base: str, named: str) -> None:
     with pytest.raises(TrimtabError, match=named):
         load_config("quickstart", [f"base={base}"])
+
+
+def test_keys_and_sections_of_a_base_are_taken_back(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        'base = "soup"\nunset = ["prefix", "objective.clip_high", "trainer"]\n[trainer]\nsteps = 5\n'
+        '[objective]\nsurrogate = {kind = "unclipped"}\n'
+    )
+    config = load_config(recipe, ["unset=objective.clip_low", "objective.kl_coef=0.1"])
+    assert config.objective.keywords == {"surrogate": {"kind": "unclipped"}, "kl_coef": 0.1}
+    assert load_config("soup").prefix != config.prefix == PrefixConfig(), "soup requires the section"
+    assert config.trainer == load_config({"trainer": {"steps": 5}}).trainer
+    both = ['unset=["prefix", "objective.clip_low"]', "unset=objective.clip_high"]
+    assert load_config("soup", both).objective.keywords == {}
+    with pytest.raises(
+        TrimtabError, match=r"unset: the recipe sets no 'objective.clip_hihg' .did you mean 'objective.c"
+    ):
+        load_config("soup", ["unset=objective.clip_hihg"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"),
+    [
+        ({"base": "soup", "unset": ["prefx"]}, "base 'soup' sets no 'prefx' .did you mean 'prefix'"),
+        ({"base": "soup", "unset": ["seed.x"]}, "base 'soup' sets no 'seed.x'"),
+        ({"base": "soup", "unset": "prefix"}, "unset = 'prefix': write a list"),
+        ({"unset": ["prefix"]}, "has no effect without a base"),
+    ],
+)
+def test_what_the_base_does_not_set_is_not_taken_back(recipe: dict[str, Any], named: str) -> None:
+    with pytest.raises(TrimtabError, match=named):
+        load_config(recipe)
 
 
 def test_a_base_may_have_a_base(tmp_path: Path) -> None:
