@@ -113,8 +113,8 @@ def test_the_driver_corrects_with_trimtab(environment: dict[str, str]) -> None:
     assert result["mask"]
     assert 0.01 < result["k3"] < 0.1
     grpo, opsm, unknown = result["refused"]
-    assert grpo == "rollout_is=trimtab-grpo: grpo has no weight and no mask"
-    assert opsm.startswith("rollout_is=trimtab-opsm: opsm reads advantage and current, which verl's driver does not")
+    assert grpo == "rollout_is=trimtab-grpo: grpo has no weight and no mask: this hook applies only these"
+    assert opsm.startswith("rollout_is=trimtab-opsm: opsm reads advantage and current, which this hook does not")
     assert unknown.startswith("rollout_is=trimtab-icepopp: no such objective (did you mean 'icepop'")
 
 

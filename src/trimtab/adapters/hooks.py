@@ -186,6 +186,20 @@ def averaged(metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"trimtab/{key}": 0.0 if math.isnan(value) else value for key, value in kept.items()}
 
 
+def require_correction(objective: Objective, where: str, remedy: str) -> None:
+    """Raises `TrimtabError` unless the objective has a weight or masks that a hook of corrections alone can apply.
+
+    Such a hook passes log-probs of the sampler and of the trainer, the current policy and advantages are not there.
+    `where` begins the message and `remedy` ends it.
+    """
+    if objective.weight is None and not objective.masks:
+        raise TrimtabError(f"{where}{objective.name} has no weight and no mask: this hook applies only these")
+    unread = frozenset().union(*(rule.reads for rule in objective.masks)) & {"current", "advantage"}
+    if unread:
+        names = " and ".join(sorted(unread))
+        raise TrimtabError(f"{where}{objective.name} reads {names}, which this hook does not pass: {remedy}")
+
+
 def turns_of(mask: Tensor) -> Tensor:
     """Returns (batch, time) the number of the run of trained tokens that each position is in or after, from 0.
 

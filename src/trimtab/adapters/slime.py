@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import averaged, build, counted_state, per_response, turns_of
+from trimtab.adapters.hooks import averaged, build, counted_state, per_response, require_correction, turns_of
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, correct
 
@@ -56,13 +56,7 @@ def tis(
     mask that reads the current policy or advantages, which this hook does not pass.
     """
     built = _objective(args, "custom_tis_function_path")
-    if built.weight is None and not built.masks:
-        raise TrimtabError(f"{built.name} has no weight and no mask: this hook applies only these")
-    unread = frozenset().union(*(rule.reads for rule in built.masks)) & {"current", "advantage"}
-    if unread:
-        raise TrimtabError(
-            f"{built.name} reads {' and '.join(sorted(unread))}, which this hook does not pass: use loss"
-        )
+    require_correction(built, "", "use loss")
     _whole(train_log_probs, response_lengths)
     mask = _padded(loss_masks).bool()
     result = correct(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import build, reported, turns_of
+from trimtab.adapters.hooks import build, reported, require_correction, turns_of
 from trimtab.adapters.verl_loss import CARRY, PREFIX, PolicyLoss
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import Objective, correct, mismatch
@@ -125,14 +125,8 @@ def _correction(name: str, named: Mapping[str, PolicyLoss]) -> Objective:
     if name not in named:
         raise TrimtabError(f"rollout_is={PREFIX}{name}: no such objective{did_you_mean(name, named)}")
     objective = build("verl", named[name].name, named[name].keywords)
-    if objective.weight is None and not objective.masks:
-        raise TrimtabError(f"rollout_is={PREFIX}{name}: {name} has no weight and no mask")
-    unread = frozenset().union(*(rule.reads for rule in objective.masks)) & {"current", "advantage"}
-    if unread:
-        raise TrimtabError(
-            f"rollout_is={PREFIX}{name}: {name} reads {' and '.join(sorted(unread))}, which verl's driver does not "
-            f"have there: use loss_mode={PREFIX}{name} with rollout_is={CARRY}"
-        )
+    remedy = f"use loss_mode={PREFIX}{name} with rollout_is={CARRY}"
+    require_correction(objective, f"rollout_is={PREFIX}{name}: ", remedy)
     return objective
 
 
