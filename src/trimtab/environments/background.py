@@ -145,6 +145,15 @@ class EnvironmentThread:
         self._calls.put(call)
         return call
 
+    def cancel(self) -> bool:
+        """Keeps a call that has not begun from running; returns whether none is in progress."""
+        return self._last is None or self._last.done or self._last.cancel()
+
+    def wait(self) -> None:
+        """Waits until the call in progress has ended or is given up."""
+        if self._last is not None:
+            self._last.wait(float("inf"))
+
     def end(self) -> None:
         """Ends the thread after the call in progress."""
         if self._calls is not None:

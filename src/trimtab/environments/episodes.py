@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 import reprlib
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
 
-import numpy as np
-
-from trimtab.environments.background import (
-    BackgroundCall,
-    EnvironmentFailed,
-    EnvironmentThread,
-    describe,
-    in_background,
-)
-from trimtab.environments.environment import call_tool, row_for, text_of
+from trimtab.environments.background import BackgroundCall, EnvironmentFailed, describe
+from trimtab.environments.episode import Episode
 from trimtab.environments.formats import Call, Format, ToolError
 from trimtab.environments.plain_text import encodable
 from trimtab.environments.result_encoder import ResultEncoder
@@ -59,23 +49,6 @@ class EpisodeLimits:
     observation_tokens: int
     timeout: float
     answer: str | None = None
-
-
-@dataclass(slots=True)
-class _Episode:
-    prompt: Prompt
-    seed: int
-    environment: Any = None  # until it is made; changed under `lock`
-    calls: int = 0
-    tool_errors: int = 0
-    failure: str | None = None
-    reward: float | None = None
-    length: int = 0  # tokens of the response when its last turn was submitted
-    call: BackgroundCall | None = None
-    result: TurnResult | None = None
-    thread: EnvironmentThread = field(default_factory=EnvironmentThread)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    closed: bool = False
 
 
 class EpisodeRunner:
@@ -145,7 +118,9 @@ class Episodes:
         self._runner = runner
         self._group_size = samples
         self._episodes = [
-            _Episode(prompt, seed) for prompt, seed in zip(prompts, reset_seeds, strict=True) for _ in range(samples)
+            Episode(prompt, seed, runner.limits.timeout)
+            for prompt, seed in zip(prompts, reset_seeds, strict=True)
+            for _ in range(samples)
         ]
         try:
             self._construct()
@@ -163,35 +138,26 @@ class Episodes:
         calls: list[BackgroundCall] = []
         in_turn = True
         for episode in self._episodes:
-            calls.append(self._background(episode, partial(self._make, episode)))
+            calls.append(episode.start_constructor(self._runner.factory))
             if in_turn:  # after one that hangs, the others are waited for together
                 calls[-1].wait(float("inf"))
                 in_turn = calls[-1].done
         for episode, call in zip(self._episodes, calls, strict=True):
-            self._value(episode, call, "the constructor")
-
-    def _make(self, episode: _Episode) -> None:
-        """Makes the environment, and closes it at once where the episode was closed meanwhile."""
-        environment = self._runner.factory()
-        with episode.lock:
-            closed = episode.closed
-            episode.environment = None if closed else environment
-        if closed and hasattr(type(environment), "close"):
-            in_background(partial(_call, environment, "close"), self._runner.limits.timeout)
+            episode.value(call, "the constructor")
 
     def _reset(self) -> None:
         """Resets all environments at the same time, and adds what they return to the questions."""
         begun = [episode for episode in self._episodes if episode.failure is None]
-        calls = [self._background(episode, partial(_reset, episode), text_of) for episode in begun]
+        calls = [episode.start_reset() for episode in begun]
         encoded: dict[tuple[str, str], Prompt] = {}  # responses to one problem share the text, as a rule
         for episode, call in zip(begun, calls, strict=True):
-            text = encodable(self._value(episode, call, "reset") or "")
+            text = encodable(episode.value(call, "reset") or "")
             if text:
                 key = episode.prompt.problem.id, text
                 encoded[key] = encoded.get(key) or self._with_text(episode.prompt.problem, text)
                 self._begin_with(episode, encoded[key])
 
-    def _begin_with(self, episode: _Episode, prompt: Prompt) -> None:
+    def _begin_with(self, episode: Episode, prompt: Prompt) -> None:
         room, n = self._runner.max_prompt, len(prompt.ids)
         if room is not None and n > room:
             episode.failure = (
@@ -212,7 +178,7 @@ class Episodes:
             )
         return replace(prompt, problem=problem)
 
-    def _at(self, prompt: int, sample: int) -> _Episode:
+    def _at(self, prompt: int, sample: int) -> Episode:
         return self._episodes[prompt * self.samples + sample]
 
     def submit(self, prompt: int, sample: int, completion: Completion) -> FinishReason | None:
@@ -230,8 +196,7 @@ class Episodes:
         if isinstance(call, ToolError):
             episode.result = self._error(episode, call)
             return None
-        tool = partial(call_tool, episode.environment, call)
-        episode.call = self._background(episode, tool, text_of, self._runner.slots)
+        episode.call = episode.start_tool(call, self._runner.slots)
         return None
 
     def result(self, prompt: int, sample: int, timeout: float) -> TurnResult | None:
@@ -245,13 +210,10 @@ class Episodes:
 
     def finish(self, completions: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
         """Returns the completed responses of each problem with their outcomes; asks the environments for rewards."""
-        pending = [
-            (episode, self._background(episode, partial(_call, episode.environment, "get_reward"), _finite))
-            for episode in self._episodes
-            if episode.failure is None and hasattr(type(episode.environment), "get_reward")
-        ]
+        pending = [(episode, episode.start_reward()) for episode in self._episodes]
         for episode, call in pending:
-            episode.reward = self._value(episode, call, "get_reward")
+            if call is not None:
+                episode.reward = episode.value(call, "get_reward")
         responses = [
             replace(completion, outcome=self._outcome(episode, completion))
             for episode, completion in zip(self._episodes, chain.from_iterable(completions), strict=True)
@@ -261,19 +223,12 @@ class Episodes:
     def close(self) -> None:
         """Closes the environments that have a method `close`; the next request may need what they hold.
 
-        Calls of tools that have not begun never run, and those in progress are waited for.
+        A call that has not begun never runs, and one in progress is waited for.
         """
-        calls = [episode.call for episode in self._episodes if episode.call is not None]
-        for call in [call for call in calls if not call.cancel()]:  # all are cancelled before the first is waited for
-            call.wait(float("inf"))
-        for episode in self._episodes:
-            with episode.lock:
-                episode.closed = True
-        closing = [
-            self._background(episode, partial(_call, episode.environment, "close"))
-            for episode in self._episodes
-            if hasattr(type(episode.environment), "close")
-        ]
+        running = [episode.thread for episode in self._episodes if not episode.thread.cancel()]
+        for thread in running:  # all calls are canceled before the first is waited for
+            thread.wait()
+        closing = [call for episode in self._episodes if (call := episode.start_close()) is not None]
         for call in closing:
             call.wait(float("inf"))
             try:
@@ -285,12 +240,12 @@ class Episodes:
         for episode in self._episodes:
             episode.thread.end()
 
-    def _outcome(self, episode: _Episode, completion: Completion) -> EpisodeOutcome:
+    def _outcome(self, episode: Episode, completion: Completion) -> EpisodeOutcome:
         void = self._is_void(episode, completion)
         reward = episode.reward if episode.failure is None else None
         return EpisodeOutcome(episode.prompt, episode.calls, episode.tool_errors, void, episode.failure, reward)
 
-    def _call(self, episode: _Episode, completion: Completion) -> Call | ToolError | None:
+    def _call(self, episode: Episode, completion: Completion) -> Call | ToolError | None:
         """Returns the call at the end of the last turn, or why it cannot be understood."""
         last = (completion.turn == completion.turn[-1]) & completion.sampled
         try:
@@ -308,7 +263,7 @@ class Episodes:
         )
         return None
 
-    def _is_void(self, episode: _Episode, completion: Completion) -> bool:
+    def _is_void(self, episode: Episode, completion: Completion) -> bool:
         if len(completion.response_ids) == 0 or self._call(episode, completion) is not None:
             return False
         answer = self._runner.limits.answer
@@ -316,7 +271,7 @@ class Episodes:
             return not completion.text.strip()
         return re.search(answer, completion.text) is None
 
-    def _observe(self, episode: _Episode, call: BackgroundCall) -> TurnResult:
+    def _observe(self, episode: Episode, call: BackgroundCall) -> TurnResult:
         """Returns what follows a call that has ended, or was given up."""
         try:
             text = call.value()
@@ -327,11 +282,11 @@ class Episodes:
             return self._error(episode, error)
         return self._observation(episode, text)
 
-    def _error(self, episode: _Episode, error: Exception) -> TurnResult:
+    def _error(self, episode: Episode, error: Exception) -> TurnResult:
         episode.tool_errors += 1
         return self._observation(episode, f"Error: {error if isinstance(error, ToolError) else describe(error)}")
 
-    def _observation(self, episode: _Episode, text: str) -> TurnResult:
+    def _observation(self, episode: Episode, text: str) -> TurnResult:
         """Returns a result as an observation, or the end of the response where it does not fit."""
         text = self._runner.encoder.shortened(encodable(text))
         try:
@@ -347,27 +302,6 @@ class Episodes:
             return TurnResult.end("length")
         return TurnResult(ids, None)
 
-    def _value(self, episode: _Episode, call: BackgroundCall, method: str) -> Any:
-        """Returns the value of a call that must not fail; a failure is noted in the outcome."""
-        call.wait(float("inf"))
-        try:
-            return call.value()
-        except EnvironmentFailed as error:
-            failure = str(error)
-        except Exception as error:
-            failure = f"raised {describe(error)}"
-        episode.failure = f"{method} {failure}"
-        return None
-
-    def _background(
-        self,
-        episode: _Episode,
-        function: Callable[[], Any],
-        convert: Callable[[Any], Any] | None = None,
-        slots: threading.Semaphore | None = None,
-    ) -> BackgroundCall:
-        return episode.thread.start(BackgroundCall(function, self._runner.limits.timeout, convert, slots))
-
 
 def reset_seed(seed: int, number: int) -> int:
     """Returns the seed of `reset` for the responses to one prompt, from the seed and the prompt's number in the run."""
@@ -376,27 +310,3 @@ def reset_seed(seed: int, number: int) -> int:
 
 def _batched(items: Sequence[T], size: int) -> list[list[T]]:
     return [list(items[start : start + size]) for start in range(0, len(items), size)]
-
-
-def _finite(value: Any) -> float:
-    try:
-        number = float("nan") if isinstance(value, str | bytes | bytearray) else float(value)
-    except Exception:
-        number = float("nan")
-    if not np.isfinite(number):
-        raise EnvironmentFailed(f"returned {reprlib.repr(value)}, not a finite number")
-    return number
-
-
-def _reset(episode: _Episode) -> Any:
-    """Returns what `reset` returns, or an awaitable."""
-    problem, reset = episode.prompt.problem, episode.environment.reset
-    # A copy: what an environment changes in its row must not be in the next episode's.
-    extra = copy.deepcopy(dict(problem.extra))
-    columns = {**extra, "id": problem.id, "question": problem.question, "answer": problem.answer}
-    return reset(**row_for(reset, columns, episode.seed))
-
-
-def _call(environment: Any, method: str) -> Any:
-    """Returns what a method returns, or an awaitable. Whatever the access to it raises, it raises in the background."""
-    return getattr(environment, method)()

@@ -210,9 +210,13 @@ def test_environments_are_closed_when_an_episode_cannot_begin(tokenizer: Any) ->
     made: list[Counter] = []
 
     class Begins(Counter):
-        def reset(self, **row: Any) -> str:
-            super().reset(**row)
+        closed = False
+
+        def __init__(self) -> None:
             made.append(self)
+
+        def reset(self, **row: Any) -> str:
+            del row
             return "text that no prompt shows"
 
     runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, lambda *_: encode(ROWS, tokenizer))
