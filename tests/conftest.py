@@ -26,7 +26,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # `CHECKED` calls it with shapes of its own, and trains with every method and a mixture of experts.
 UNCHECKED = (
     *(f"unit/{part}" for part in ("cli", "diagnosis", "engines", "evaluation", "lab", "report", "rollout", "runs")),
-    "e2e", "contract", "parity",
+    "e2e",
+    "contract",
+    "parity",
 )
 CHECKED = (
     *("unit/diagnosis/advice", "unit/diagnosis/measure"),

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from trimtab.config.objective_sections import OBJECTIVE_PARTS
 from trimtab.config.paths import resolve_path, resolve_paths
 from trimtab.config.rule import Facts
 from trimtab.config.schema import DEPENDENT_SECTIONS, Config
@@ -92,11 +93,11 @@ def _apply_base(data: dict[str, Any], override: Any, folder: Path, chain: tuple[
     A base is a shipped recipe's name or a file. The file's path is relative to `folder`, in an override to the current
     folder.
     """
+    if "unset" in data and "base" not in data:
+        raise TrimtabError(f"unset = {data['unset']!r} has no effect without a base: leave it out")
     base, unset = data.pop("base", None), data.pop("unset", [])
     base = base if override is None else override
     if base is None:
-        if unset:
-            raise TrimtabError(f"unset = {unset!r} has no effect without a base: leave it out")
         return data
     if not isinstance(base, str):
         raise TrimtabError(f"base = {base!r}: name a recipe, or a .toml file")
@@ -104,22 +105,27 @@ def _apply_base(data: dict[str, Any], override: Any, folder: Path, chain: tuple[
         base = str(folder / base)
     # The base of an override starts a new chain: `laboratory` over `laboratory` is no circle.
     inherited = _read_with_base(base, chain=chain if override is None else ())
-    _unset(inherited, unset, f"base {base!r}")
+    # What a recipe takes back from its own base, another base may not have.
+    _unset(inherited, unset, None if override is not None else f"base {base!r}")
     return _merge(inherited, data)
 
 
-def _unset(data: dict[str, Any], keys: Any, where: str) -> None:
-    """Removes keys and sections, each written with dots, from `data`. Raises `TrimtabError` for one that is not set."""
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+def _unset(data: dict[str, Any], keys: Any, where: str | None) -> None:
+    """Removes keys and sections, each written with dots, from `data`.
+
+    Raises `TrimtabError` for one that is not set, unless `where`, the origin of the data, is None.
+    """
+    if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
         raise TrimtabError(f'unset = {keys!r}: write a list of keys, such as unset = ["objective.clip_high", "prefix"]')
     for key in keys:
         *parents, leaf = key.split(".")
         section: Any = data
         for parent in parents:
             section = section.get(parent) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or leaf not in section:
+        if isinstance(section, dict) and leaf in section:
+            del section[leaf]
+        elif where is not None:
             raise TrimtabError(f"unset: {where} sets no {key!r}{did_you_mean(key, _keys_of(data))}")
-        del section[leaf]
 
 
 def _keys_of(data: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -133,12 +139,13 @@ def _keys_of(data: Mapping[str, Any], prefix: str = "") -> list[str]:
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
-        merged[key] = _merge(merged[key], value) if _extends(merged.get(key), value) else value
+        extends = key not in OBJECTIVE_PARTS and _extends(merged.get(key), value)
+        merged[key] = _merge(merged[key], value) if extends else value
     return merged
 
 
 def _extends(old: Any, new: Any) -> bool:
-    """Whether both are sections, and of the same part if they name one; another part starts from its own defaults."""
+    """Whether both are sections, and of the same name if they have one; another one starts from its own defaults."""
     are_sections = isinstance(old, Mapping) and isinstance(new, Mapping)
     return are_sections and new.get("name", old.get("name")) == old.get("name")
 

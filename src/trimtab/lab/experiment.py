@@ -95,7 +95,7 @@ class ExperimentPlan:
 def parse_method(spec: str) -> Method:
     """Parses `NAME` or `NAME:KEY=VALUE,KEY=VALUE`. Raises `TrimtabError` for any other text or a reserved key."""
     name, _, rest = spec.partition(":")
-    changes = re.split(r",(?=[\w.]+=)", rest) if rest else []
+    changes = _split_changes(rest) if rest else []
     keys = [parse_override(change)[0] for change in changes if "=" in change]
     if not name or len(keys) < len(changes):
         raise TrimtabError(f"method {spec!r}: write it as NAME or NAME:KEY=VALUE,KEY=VALUE")
@@ -106,6 +106,24 @@ def parse_method(spec: str) -> Method:
         change if "." in key else f"objective.{change}" for key, change in zip(keys, changes, strict=True)
     )
     return Method(spec, name, overrides)
+
+
+def _split_changes(text: str) -> list[str]:
+    """Returns the `KEY=VALUE` of a text, which commas outside of brackets and quotes separate."""
+    changes, depth, quote, start = [], 0, "", 0
+    for index, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character in "[{":
+            depth += 1
+        elif character in "]}":
+            depth -= 1
+        elif depth == 0 and re.match(r",[\w.]+=", text[index:]):
+            changes.append(text[start:index])
+            start = index + 1
+    return [*changes, text[start:]]
 
 
 def plan_experiment(
@@ -182,7 +200,11 @@ def _recipe(model: str | None) -> str:
 
 def _check_sets(sets: Sequence[str], regimes: Sequence[Regime], model: str | None) -> None:
     for change in sets:
-        key, _ = parse_override(change)
+        key, value = parse_override(change)
+        if key == "unset":
+            raise TrimtabError(
+                f"--set {change}: methods start from their own defaults, so there is nothing of {value!r} to take back"
+            )
         if key in _EXPERIMENT_KEYS or key.startswith("compare"):
             option = _EXPERIMENT_KEYS.get(key, "--methods")
             raise TrimtabError(f"--set {change}: {key} belongs to the experiment, use {option}")

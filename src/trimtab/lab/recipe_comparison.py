@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.config import REQUIRED_SECTIONS, Config, parse_config
+from trimtab.config.objective_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
 from trimtab.errors import TrimtabError
 from trimtab.lab.experiment import ExperimentPlan, Method, PlannedRun
 from trimtab.lab.regimes import Regime
@@ -96,7 +97,7 @@ def plan_from_recipe(config: Config, out: Path) -> ExperimentPlan:
 
 
 def _for_objective(config: Config, name: str) -> dict[str, Any]:
-    """Returns the recipe with another objective.
+    """Returns the recipe with another objective. Masks that the recipe adds to its own are added to each.
 
     Dropped are keywords that the other objective does not have, calibration if it has no bounds, the section that only
     the recipe's objective uses, and an advantage of another default. Any other incompatible key is rejected by `check`.
@@ -113,12 +114,23 @@ def _for_objective(config: Config, name: str) -> dict[str, Any]:
     if objective(name).advantage != from_section(config.objective.model_dump()).advantage:
         data.pop("advantage", None)
     calibrate = config.objective.calibrate and bool(bounds_of(name))
-    return data | {
-        "objective": {"name": name, "calibrate": calibrate, **_accepted_keywords(name, config.objective.keywords)}
-    }
+    return data | {"objective": {"name": name, "calibrate": calibrate, **_accepted_keywords(name, config.objective)}}
 
 
-def _accepted_keywords(name: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted_keywords(name: str, given: ObjectiveConfig) -> dict[str, Any]:
+    """Returns the keywords and masks that another objective takes over.
+
+    Raises `TrimtabError` for a part in the place of that of a method: every method would have the same one.
+    """
     from trimtab.objectives import keywords_of
 
-    return {key: value for key, value in keywords.items() if key in keywords_of(name)}
+    accepted = {key: value for key, value in given.keywords.items() if key in keywords_of(name)}
+    if given.name == COMPOSED:
+        return accepted
+    replaced = [part for part in OBJECTIVE_PARTS if part in given.keywords and part != "mask"]
+    if replaced:
+        raise TrimtabError(
+            f"compare.objectives: objective.{replaced[0]} belongs to {given.name}, and {name} has its own: leave it "
+            f"out, or compare with `trimtab compare --methods '{given.name}:{replaced[0]}={{...}}' --methods {name}`"
+        )
+    return accepted | ({"mask": given.keywords["mask"]} if "mask" in given.keywords else {})

@@ -25,6 +25,7 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives.composition import COMPOSED
 from trimtab.objectives.lookup import UNSET, is_custom, keywords_of, objective
 from trimtab.objectives.objective import Objective
+from trimtab.objectives.surrogates import Unclipped
 
 SAMPLES_MIN = 20
 """Fewest tokens or responses from which a bound is estimated."""
@@ -196,13 +197,12 @@ def from_section(section: Mapping[str, Any], bounds: Mapping[str, float] | None 
             f"objective.calibrate finds the bounds of the weight of {name!r}, which the given weight replaces: leave "
             "one of them out"
         )
-    built = objective(name, **given, **(bounds or {}))
-    own = objective(name).masks
-    for added in built.masks[len(own) :]:
-        if any((added.rule, added.reads) == (mask.rule, mask.reads) for mask in own):
+    for added in objective(COMPOSED, surrogate=Unclipped(), mask=given.get("mask", ())).masks:
+        if any((added.rule, added.reads) == (mask.rule, mask.reads) for mask in objective(name).masks):
             raise TrimtabError(
                 f"objective.calibrate finds the bounds of {added.rule}, and a mask gives others: leave one of them out"
             )
+    built = objective(name, **given, **(bounds or {}))
     state = "calibrated at step 0" if bounds else "to be calibrated at step 0; the published values stand here"
     return replace(built, notes=(*built.notes, f"{', '.join(keywords)}: {state}"))
 

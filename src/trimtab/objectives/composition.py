@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from inspect import signature
 from numbers import Real
@@ -85,6 +85,12 @@ def compose(base: Objective | None, parts: Mapping[str, Any], advantage: str | N
             assert base is not None
             raise TrimtabError(f"mask = [] removes nothing: masks are added to those of {base.name}; leave it out")
         built["masks"] = own + tuple(_of_kind("mask", MASKS, Mask, mask) for mask in masks)
+    over_behavior = "ratio" in built and built["ratio"].over == "behavior"
+    if over_behavior and base is not None and base.weight is not None and "weight" not in built:
+        raise TrimtabError(
+            f"{base.name} has a weight, and a ratio over the behavior policy contains it already: take name = "
+            f'"{COMPOSED}" for an objective of parts alone, or a method without a weight'
+        )
     if advantage is not None:
         if advantage not in KINDS:
             raise TrimtabError(f"unknown advantage {advantage!r}{did_you_mean(advantage, KINDS)}")
@@ -139,18 +145,35 @@ def error_message(build: Callable[..., Any], given: Mapping[str, Any], error: Va
     A part names itself and its fields, such as `low`; here they are the keywords that set them, such as `clip_low`.
     """
     message = re.sub(r"^[A-Z]\w*: ", "", str(error))
-    last_words = {key: key.rpartition("_")[2] for key in signature(build).parameters}
-    for key, word in last_words.items():
-        if list(last_words.values()).count(word) == 1:
-            message = re.sub(rf"\b{word}\b", key, message)
-    for key, value in given.items():
-        try:
-            build(**{other: item for other, item in given.items() if other != key})
-        except (TypeError, ValueError):  # TypeError: the value is required
-            continue
-        message = re.sub(rf"\b{key.rpartition('_')[2]}\b", key, message)
-        return message if f"{key} = " in message else f"{key} = {value!r}: {message}"
-    return message
+    keywords = [key.rpartition("_") for key in signature(build).parameters]
+    wrong = next((group for group in _groups(given) if _builds(build, given, group)), [])
+    prefixes = {key.rpartition("_")[0] for key in wrong}
+    for prefix, joint, word in keywords:
+        is_unique = sum(last == word for _, _, last in keywords) == 1
+        if is_unique or prefixes == {prefix}:
+            message = re.sub(rf"\b{word}\b", prefix + joint + word, message)
+    if not wrong:  # a value that is required cannot be left out, but may be quoted
+        wrong = [key for key, value in given.items() if isinstance(value, str) and repr(value) in message]
+    if not wrong or any(f"{key} = " in message for key in wrong):
+        return message
+    return f"{', '.join(f'{key} = {given[key]!r}' for key in wrong)}: {message}"
+
+
+def _groups(given: Iterable[str]) -> Iterator[list[str]]:
+    """Yields each keyword alone, then those that begin alike, such as `keep_min` and `keep_max`, or end alike."""
+    parts = {key: key.rpartition("_") for key in given}
+    yield from ([key] for key in parts)
+    for place in (0, 2):
+        for word in dict.fromkeys(part[place] for part in parts.values()):
+            yield [key for key, part in parts.items() if part[place] == word]
+
+
+def _builds(build: Callable[..., Any], given: Mapping[str, Any], without: Sequence[str]) -> bool:
+    try:
+        build(**{key: value for key, value in given.items() if key not in without})
+    except (TypeError, ValueError):  # TypeError: a value is required
+        return False
+    return True
 
 
 def _check_type(what: str, key: str, value: Any, annotation: Any) -> None:

@@ -125,6 +125,8 @@ def _with_parts(name: str, values: Mapping[str, Any], parts: Mapping[str, Any], 
             same = compose(without, _completed(without, shared, parts), advantage) == built
         except (TypeError, ValueError):  # the keyword is required, or another one fits only beside it
             continue
+        except RuntimeError:  # a function of your own whose parts hold tensors, which == cannot compare
+            continue
         if same and without != base:
             raise TrimtabError(f"{key} has no effect beside the given {', '.join(parts)}: leave it out{UNSET}")
     return built

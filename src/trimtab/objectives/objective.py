@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
-from trimtab.corrections.masks import OPSM, READABLE, Band, Mask
+from trimtab.corrections.masks import OPSM, READABLE, Mask, keeps_all_of
 from trimtab.corrections.ratios import TOKEN_LEVELS, TURN_LEVELS, Number, at_level, beyond_bound, log_ratio
 from trimtab.corrections.reduce import Selection, Sequences, select, widen
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
@@ -327,13 +327,11 @@ def _validate_parts(objective: Objective) -> None:
             raise TrimtabError(f"{objective.name}: {name} = {part!r} is not an instance of {kind.__name__}")
     if len(set(masks)) < len(masks):
         raise TrimtabError(f"{objective.name}: the same rejection rule is given twice: leave one out")
-    bands = [rule for rule in masks if isinstance(rule, Band)]
-    for outer, inner in permutations(bands, 2):
-        if (outer.level, outer.over) == (inner.level, inner.over) and outer.min <= inner.min <= inner.max <= outer.max:
+    for wide, narrow in permutations(masks, 2):
+        if keeps_all_of(wide, narrow):
             raise TrimtabError(
-                f"{objective.name}: {outer.rule} [{outer.min:g}, {outer.max:g}] rejects nothing beside "
-                f"[{inner.min:g}, {inner.max:g}], which it holds: leave it out, or set keep_min and keep_max instead "
-                "of a second band if it is the preset's own"
+                f"{objective.name}: {wide} rejects nothing beside {narrow}: leave it out; the bounds of a preset's "
+                "own mask are keywords"
             )
     for rule in masks:
         for name in sorted(rule.reads - set(READABLE)):

@@ -61,7 +61,7 @@ class Clipped(Surrogate):
     def notes(self) -> tuple[str, ...]:
         if self.dual is None or self.dual > 1 + self.high:
             return ()
-        return (f"note: clip_dual = {self.dual:g} lies inside the clip range, it acts before the upper clip could",)
+        return (f"note: the dual clip at {self.dual:g} is inside the clip range, it acts before the upper clip could",)
 
     def unbounded(self) -> Surrogate:
         return Unclipped()

@@ -72,6 +72,29 @@ def test_keys_and_sections_of_a_base_are_taken_back(tmp_path: Path) -> None:
         load_config("soup", ["unset=objective.clip_hihg"])
 
 
+def test_what_a_recipe_takes_back_from_its_base_another_base_need_not_set(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('base = "laboratory"\nunset = ["objective.clip_high"]\n')
+    assert "clip_high" not in load_config(recipe).objective.keywords
+    assert load_config(recipe, ["base=quickstart"]).objective == load_config("quickstart").objective
+
+
+def test_a_part_of_an_objective_replaces_that_of_the_base_whole(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(
+        'base = "laboratory"\n[objective]\nname = "composed"\nmask = [{kind = "veto"}]\n'
+        'surrogate = {kind = "clipped", low = 0.1, dual = 3}\nweight = {level = "token", min = 0.5}\n'
+    )
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        'base = "base.toml"\n[objective]\nsurrogate = {kind = "reinforce"}\nweight = {level = "sequence"}\n'
+    )
+    assert load_config(recipe).objective.keywords == {
+        "mask": [{"kind": "veto"}],
+        "surrogate": {"kind": "reinforce"},
+        "weight": {"level": "sequence"},
+    }
+
+
 @pytest.mark.parametrize(
     ("recipe", "named"),
     [
@@ -79,6 +102,7 @@ def test_keys_and_sections_of_a_base_are_taken_back(tmp_path: Path) -> None:
         ({"base": "soup", "unset": ["seed.x"]}, "base 'soup' sets no 'seed.x'"),
         ({"base": "soup", "unset": "prefix"}, "unset = 'prefix': write a list"),
         ({"unset": ["prefix"]}, "has no effect without a base"),
+        ({"unset": []}, "has no effect without a base"),
     ],
 )
 def test_what_the_base_does_not_set_is_not_taken_back(recipe: dict[str, Any], named: str) -> None:

@@ -63,6 +63,13 @@ def test_the_default_grid_fits_into_forty_five_minutes_of_two_threads() -> None:
 
 
 def test_keywords_of_a_method() -> None:
+    table = 'mask=[{kind="opsm",delta=0.05},{kind="veto",min=0.1}],weight={level="token",max=3.0},kl=\'k1,a=2\''
+    assert parse_method(f"grpo:{table},kl_coef=0.1").overrides == (
+        'objective.mask=[{kind="opsm",delta=0.05},{kind="veto",min=0.1}]',
+        'objective.weight={level="token",max=3.0}',
+        "objective.kl='k1,a=2'",
+        "objective.kl_coef=0.1",
+    )
     method = parse_method("m2po:form=mask,perturbation.std=0.01,tau=[1,2]")
     assert method.objective == "m2po"
     assert method.overrides == ("objective.form=mask", "perturbation.std=0.01", "objective.tau=[1,2]")

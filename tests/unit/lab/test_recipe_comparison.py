@@ -60,6 +60,19 @@ def test_every_objective_with_bounds_takes_them_from_the_data_or_none_does() -> 
         check(cell).scorer.close()
 
 
+def test_masks_that_a_recipe_adds_are_added_to_every_objective() -> None:
+    veto = {"kind": "veto", "min": 0.01}
+    made = cells("laboratory", "token-tis", "icepop", "grpo", overrides=('objective.mask=[{kind="veto", min=0.01}]',))
+    assert [cell.objective.keywords["mask"] for cell in made.values()] == [[veto]] * 3
+    for cell in made.values():
+        check(cell).scorer.close()
+
+
+def test_a_part_that_replaces_one_of_a_method_is_not_given_to_others() -> None:
+    with pytest.raises(TrimtabError, match=r"objective.weight belongs to token-tis, and grpo has its own: leave it"):
+        cells("laboratory", "token-tis", "grpo", overrides=('objective.weight={level="token", max=3.0}',))
+
+
 def test_an_objective_of_parts_is_compared_with_presets() -> None:
     parts = ("objective.name=composed", 'objective.surrogate={kind="clipped"}', 'objective.mask=[{kind="veto"}]')
     made = cells("laboratory", "composed", "grpo", overrides=parts)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import make_dataclass
+from dataclasses import dataclass, make_dataclass
+from typing import Any
 
 import pytest
+import torch
 
 from trimtab.config.objective_sections import COMPOSED, OBJECTIVE_PARTS
 from trimtab.errors import TrimtabError
@@ -143,9 +145,19 @@ def test_parts_may_be_given_as_objects():
         ("grpo", {"advantage": "rloo"}, r"set \[advantage\] kind = 'rloo' in a recipe"),
         # Parts that reject or bound nothing.
         ("geo-mask", {"mask": []}, r"mask = \[\] removes nothing: masks are added to those of geo-mask"),
-        ("geo-mask", {"mask": [BAND]}, r"band_geometric \[0.5, 2\] rejects nothing beside \[0.99, 1.01\]"),
-        ("geo-mask", {"mask": [{**BAND, "min": 0.999, "max": 1.001}]}, "set keep_min and keep_max instead"),
-        ("grpo", {"mask": [{**BAND, "max": 1.5}, BAND]}, r"\[0.5, 2\] rejects nothing beside \[0.5, 1.5\]"),
+        ("geo-mask", {"mask": [BAND]}, r"Band.*min=0.5, max=2.0, .* rejects nothing beside Band.*min=0.99, max=1.01"),
+        (
+            "geo-mask",
+            {"mask": [{**BAND, "min": 0.999, "max": 1.001}]},
+            "bounds of a preset's own mask are keywords",
+        ),
+        ("grpo", {"mask": [{**BAND, "max": 1.5}, BAND]}, r"max=2.0, .* rejects nothing beside .*max=1.5,"),
+        ("k3-mask", {"mask": [{"kind": "k3", "reduce": "mean", "max": 0.5}]}, "rejects nothing beside"),
+        ("opsm", {"mask": [{"kind": "opsm", "delta": 0.2}]}, r"OPSM\(delta=0.2\) rejects nothing beside OPSM"),
+        ("grpo", {"mask": [{"kind": "veto", "min": 0.5}, {"kind": "veto", "min": 0.4}]}, "rejects nothing beside"),
+        ("pnpo", {"clip_low": 1.0, "clip_high": math.inf}, 'clip_high = inf: nothing is dropped, use .* "unclipped"'),
+        ("ctpo", {"clip_low": math.inf, "clip_high": math.inf, "clip_dual": None}, "nothing is clipped"),
+        ("token-tis", {"ratio": {"over": "behavior"}}, 'has a weight, .* take name = "composed"'),
         ("dppo", {"divergence_max": 1.0}, "divergence_max = 1 rejects nothing, as a gap of probabilities is at most 1"),
         *(
             ("grpo", {"mask": [{"kind": "binary_tv", "reduce": reduce, "max": 1}]}, "max = 1 rejects nothing")
@@ -177,6 +189,14 @@ def test_an_unbounded_weight_is_printed_without_a_bound():
         ),
         ("cppo", {"divergence_max": 0.0}, "'cppo': divergence_max = 0 and budget = 0.02 must be finite"),
         ("grpo", {"clip_low": 1.0, "clip_high": math.inf}, "'grpo': clip_low = 1 with clip_high = inf"),
+        (
+            "geo-mask-token-tis",
+            {"keep_min": 0.0, "keep_max": math.inf},
+            "the rule has no effect: give keep_min, keep",
+        ),
+        ("trm", {"k2_max": -1.0, "k3_max": -2.0}, "'trm': k2_max = -1.0, k3_max = -2.0: max = -"),
+        ("sapo", {"tau_positive": -1.0, "tau_negative": 0.0}, "'sapo': tau_positive = -1.0, tau_negative = 0.0: "),
+        ("grpo", {"mask": [{"kind": "k3", "reduce": "tokn", "max": 1}]}, "mask 'k3': reduce = 'tokn': unknown"),
         ("icepop", {"weight_min": 3.0, "weight_max": 2.0}, "'icepop': weight_min = 3.0: [3, 2] must enclose 1"),
         ("sapo", {"tau_positive": 0.0}, "'sapo': tau_positive = 0.0: tau = 0, 1.05: temperatures must be finite"),
         ("trm", {"k3_max": -1.0}, "'trm': k3_max = -1 would reject identical policies or nothing"),
@@ -234,3 +254,39 @@ def test_a_keyword_at_its_default_may_stand_beside_the_part_that_replaces_it():
     assert objective("token-tis", weight={"level": "token"}, weight_max=2.0) == objective(
         "token-tis", weight={"level": "token"}
     )
+
+
+def test_masks_whose_bounds_do_not_hold_each_other_stand_together():
+    masks = [
+        {**BAND, "min": 0.4},
+        {**BAND, "max": 3.0},
+        {**BAND, "level": "token", "min": 0.1},
+        {**BAND, "over": "current", "min": 0.1},
+        {"kind": "k3", "reduce": "mean", "max": 0.1},
+        {"kind": "k3", "reduce": "max", "max": 0.2},
+        {"kind": "veto", "min": 0.4},
+        {"kind": "veto", "min": 0.5, "of": "probability"},
+    ]
+    assert len(objective("grpo", mask=masks).masks) == 8
+
+
+def test_a_keyword_that_only_fits_beside_another_one_is_no_mistake():
+    """Without `k2_positive` the default beside this `k1_positive` is refused, which says nothing about its effect."""
+    with pytest.raises(TrimtabError):
+        objective("vespo", k1_positive=20.0)
+    built = objective("vespo", k1_positive=20.0, k2_positive=20.0, mask=[{"kind": "veto"}])
+    assert built.masks == (Veto(),)
+
+
+def test_parts_with_tensors_of_a_user_s_own_function_are_not_compared():
+    built = objective(f"{__name__}:with_tensor", mask=[{"kind": "veto"}], bound=2.0)
+    assert len(built.masks) == 2
+
+
+@dataclass(frozen=True)
+class Below(Veto):
+    bound: Any = None
+
+
+def with_tensor(bound: float = 1.0):
+    return Objective("mine", Ratio(), Clipped(), masks=(Below(bound=torch.full((2,), bound)),))

@@ -77,11 +77,11 @@ def token_mis(
     """PPO on the token ratio, times the product weight, zeroed outside [weight_min, weight_max].
 
     Use it to drop whole responses whose product weight is too large, instead of truncating it.
-    Liu, Li et al. 2025, "When Speed Kills Stability"; named as in arXiv 2603.19470 Table 1.
+    Liu, Li et al. 2025, "When Speed Kills Stability"; named as in arXiv 2603.19470 Table 1. Other sources call
+    `icepop`, whose weight is that of a token, "token MIS".
     """
     weight = Weight("sequence", "mask", weight_min, weight_max, normalize)
-    note = "token-MIS after ALP Table 1: the weight is per sequence; other sources call icepop 'token MIS'"
-    return Objective("token-mis", Ratio(), Clipped(clip_low, clip_high, clip_dual), weight, notes=(note,))
+    return Objective("token-mis", Ratio(), Clipped(clip_low, clip_high, clip_dual), weight)
 
 
 @preset
