@@ -46,13 +46,7 @@ def train(
     Ctrl-C and SIGTERM end the run after the current step with a checkpoint; a second signal ends it immediately.
     Raises `TrimtabError`, with a one-line message, for every error that the caller can correct.
     """
-    resolved = config if isinstance(config, Config) else load_config(config, overrides)
-    if environment is not None:
-        if not isinstance(environment, type):
-            raise TrimtabError(f"environment is a class, not an instance of {type(environment).__name__}")
-        section = resolved.environment or EnvironmentConfig(name="")
-        name = f"{environment.__module__}:{environment.__qualname__}"
-        resolved = resolved.model_copy(update={"environment": section.model_copy(update={"name": name})})
+    resolved = _resolve(config, overrides, environment)
     if resolved.compare is not None:
         raise TrimtabError(
             "the recipe has a [compare] section, which trains several runs: use `trimtab train`, or leave the section "
@@ -89,6 +83,21 @@ def _refuse_code_on_cluster(**given: Any) -> None:
                 f"{name} is given in code, which cannot be sent to a cluster: name it in the recipe, {name}.name = "
                 f'"module:{kind[name]}"'
             )
+
+
+def _resolve(
+    config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str], environment: type | None
+) -> Config:
+    """Returns the recipe, with `environment.name` from the class."""
+    if environment is None:
+        return config if isinstance(config, Config) else load_config(config, overrides)
+    if not isinstance(environment, type):
+        raise TrimtabError(f"environment is a class, not an instance of {type(environment).__name__}")
+    name = f"{environment.__module__}:{environment.__qualname__}"
+    if not isinstance(config, Config):
+        return load_config(config, [*overrides, f"environment.name={name}"])
+    section = config.environment or EnvironmentConfig(name="")
+    return config.model_copy(update={"environment": section.model_copy(update={"name": name})})
 
 
 def _progress_lines() -> Observer:

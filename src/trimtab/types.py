@@ -94,6 +94,7 @@ class EpisodeOutcome:
         void: the last turn is neither a call nor an answer.
         failure: why the response is dropped: the environment raised or hung.
         reward: from the environment; None where the rewards of the recipe score the response.
+        tool_error: the first error that a call raised, as the model read it.
     """
 
     prompt: Prompt
@@ -102,6 +103,7 @@ class EpisodeOutcome:
     void: bool = False
     failure: str | None = None
     reward: float | None = None
+    tool_error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -130,14 +130,21 @@ def call_tool(environment: Any, call: Call) -> Any:
     signature = inspect.signature(method)
     try:
         if isinstance(call.arguments, str):
-            single = call.arguments.strip() and signature.parameters
-            bound = signature.bind(*([call.arguments] if single else []))
+            bound = _bind_text(signature, call.arguments)
         else:
             bound = signature.bind(**call.arguments)
     except TypeError as error:
         raise ToolError(f"{name}: {error}") from None
     _convert(name, method, bound, as_json=isinstance(call.arguments, str))
     return method(*bound.args, **bound.kwargs)
+
+
+def _bind_text(signature: inspect.Signature, text: str) -> inspect.BoundArguments:
+    """Binds a text to the first parameter; a blank one to none."""
+    first = next(iter(signature.parameters.values()), None)
+    if first is None or not text.strip():
+        return signature.bind()
+    return signature.bind(**{first.name: text}) if first.kind is first.KEYWORD_ONLY else signature.bind(text)
 
 
 def _convert(name: str, method: Callable[..., Any], bound: inspect.BoundArguments, *, as_json: bool) -> None:
@@ -160,6 +167,9 @@ def _convert(name: str, method: Callable[..., Any], bound: inspect.BoundArgument
                 with contextlib.suppress(ValidationError):
                     bound.arguments[parameter] = adapter.validate_json(value)
                     continue
+                with contextlib.suppress(ValidationError):
+                    bound.arguments[parameter] = adapter.validate_python(value.strip())
+                    continue
             raise ToolError(f"{name}: {_reason(parameter, error)}") from None
 
 
@@ -168,6 +178,13 @@ def _reason(parameter: str, error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     value = json.dumps(first["input"], default=lambda other: type(other).__name__)
     return f"{'.'.join(map(str, [parameter, *first['loc']]))} = {value[:80]}: {first['msg']}"
+
+
+def _plain(value: Any) -> Any:
+    """Returns a number or an array of NumPy or torch as plain values; raises `TypeError` for others, as json does."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 def text_of(value: Any) -> str:
@@ -185,7 +202,7 @@ def text_of(value: Any) -> str:
         return ""
     if isinstance(value, Mapping | list | tuple | bool):
         try:
-            return json.dumps(value, ensure_ascii=False)
+            return json.dumps(value, ensure_ascii=False, default=_plain)
         except (TypeError, ValueError):
             pass
     if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:

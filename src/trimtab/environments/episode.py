@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import reprlib
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,10 +18,10 @@ from trimtab.environments.background import (
     EnvironmentFailed,
     EnvironmentThread,
     describe,
-    in_background,
 )
 from trimtab.environments.environment import call_tool, row_for, text_of
 from trimtab.environments.formats import Call
+from trimtab.errors import TrimtabWarning
 from trimtab.types import Prompt, TurnResult
 
 
@@ -31,7 +32,8 @@ class Episode:
     Attributes:
         seed: what `reset` gets.
         timeout: seconds of one call.
-        environment: None until it is made; changed under `lock`.
+        environment: None until it is made.
+        tool_error: the first error of a call that raised or could not be made.
         failure: why the episode is dropped.
         length: tokens of the response when its last turn was submitted.
         call, result: the call of a tool at the end of that turn, and what follows it once it is known.
@@ -48,22 +50,15 @@ class Episode:
     length: int = 0
     call: BackgroundCall | None = None
     result: TurnResult | None = None
+    tool_error: str | None = None
     thread: EnvironmentThread = field(default_factory=EnvironmentThread)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    closed: bool = False
 
     def start_constructor(self, factory: Callable[[], Any]) -> BackgroundCall:
         """Begins to make the environment."""
         return self._start(partial(self._make, factory))
 
     def _make(self, factory: Callable[[], Any]) -> None:
-        """Makes the environment, and closes it at once where the episode was closed meanwhile."""
-        environment = factory()
-        with self.lock:
-            closed = self.closed
-            self.environment = None if closed else environment
-        if closed and _has(environment, "close"):
-            in_background(partial(_call, environment, "close"), self.timeout)
+        self.environment = factory()
 
     def start_reset(self) -> BackgroundCall:
         """Begins `reset`, whose value is a text."""
@@ -88,12 +83,23 @@ class Episode:
         return self._start(partial(_call, self.environment, "get_reward"), _finite)
 
     def start_close(self) -> BackgroundCall | None:
-        """Begins `close`; None for a class without it, and where the environment is not made yet: it is closed then."""
-        with self.lock:
-            self.closed = True
+        """Begins `close`; None for a class without it.
+
+        Also None where another method than a tool was given up, such as a constructor or `reset`, and may still open
+        what is to be closed: `close` then runs behind it, in the same thread.
+        """
+        if self.thread.is_busy and self.call is None:
+            self.thread.start_behind(BackgroundCall(self._close_late, float("inf")))
+            return None
         if not _has(self.environment, "close"):
             return None
         return self._start(partial(_call, self.environment, "close"))
+
+    def _close_late(self) -> None:
+        if _has(self.environment, "close"):
+            call = BackgroundCall(partial(_call, self.environment, "close"), self.timeout)
+            call.run()
+            warn_of_failed_close(call)
 
     def value(self, call: BackgroundCall, method: str) -> Any:
         """Returns the value of a call that must not fail, once it has ended; None where it fails, the `failure`."""
@@ -114,6 +120,15 @@ class Episode:
         slots: threading.Semaphore | None = None,
     ) -> BackgroundCall:
         return self.thread.start(BackgroundCall(function, self.timeout, convert, slots))
+
+
+def warn_of_failed_close(call: BackgroundCall) -> None:
+    """Warns where a call of `close` failed: the responses are complete, only what the environment held may be left."""
+    try:
+        call.value()
+    except Exception as error:
+        reason = error if isinstance(error, EnvironmentFailed) else f"raised {describe(error)}"
+        warnings.warn(f"close() of an environment {reason}", TrimtabWarning, stacklevel=2)
 
 
 def _has(environment: Any, method: str) -> bool:

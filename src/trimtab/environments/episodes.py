@@ -6,18 +6,17 @@ import contextlib
 import re
 import reprlib
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
 
 from trimtab.environments.background import BackgroundCall, EnvironmentFailed, describe
-from trimtab.environments.episode import Episode
+from trimtab.environments.episode import Episode, warn_of_failed_close
 from trimtab.environments.formats import Call, Format, ToolError
 from trimtab.environments.plain_text import encodable
 from trimtab.environments.result_encoder import ResultEncoder
-from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.errors import TrimtabError
 from trimtab.seeds import derive
 from trimtab.types import (
     Completion,
@@ -231,19 +230,16 @@ class Episodes:
         closing = [call for episode in self._episodes if (call := episode.start_close()) is not None]
         for call in closing:
             call.wait(float("inf"))
-            try:
-                call.value()
-            except Exception as error:
-                # The responses are complete: what failed is the release of what the environment held.
-                reason = error if isinstance(error, EnvironmentFailed) else f"raised {describe(error)}"
-                warnings.warn(f"close() of an environment {reason}", TrimtabWarning, stacklevel=2)
+            warn_of_failed_close(call)
         for episode in self._episodes:
             episode.thread.end()
 
     def _outcome(self, episode: Episode, completion: Completion) -> EpisodeOutcome:
         void = self._is_void(episode, completion)
         reward = episode.reward if episode.failure is None else None
-        return EpisodeOutcome(episode.prompt, episode.calls, episode.tool_errors, void, episode.failure, reward)
+        return EpisodeOutcome(
+            episode.prompt, episode.calls, episode.tool_errors, void, episode.failure, reward, episode.tool_error
+        )
 
     def _call(self, episode: Episode, completion: Completion) -> Call | ToolError | None:
         """Returns the call at the end of the last turn, or why it cannot be understood."""
@@ -284,7 +280,9 @@ class Episodes:
 
     def _error(self, episode: Episode, error: Exception) -> TurnResult:
         episode.tool_errors += 1
-        return self._observation(episode, f"Error: {error if isinstance(error, ToolError) else describe(error)}")
+        text = f"{error if isinstance(error, ToolError) else describe(error)}"
+        episode.tool_error = episode.tool_error or text
+        return self._observation(episode, f"Error: {text}")
 
     def _observation(self, episode: Episode, text: str) -> TurnResult:
         """Returns a result as an observation, or the end of the response where it does not fit."""

@@ -83,7 +83,7 @@ class Connection:
 def _error_text(data: Mapping[str, Any]) -> str:
     text = f"{data.get('message', 'unknown error')} ({data.get('code', 'no code')})"
     if data.get("code") == "CAPACITY_REACHED":
-        text += ": raise max_concurrent_envs of the server to prompts x samples"
+        text += ": raise max_concurrent_envs of the server (docs/environments.md, OpenEnv)"
     return text
 
 

@@ -128,7 +128,9 @@ class AsyncSource:
             self._abort()
             state.buffer.changed.notify_all()
         threads = [*(thread.thread for thread in self._threads), self._scoring.thread] if self._started else []
-        deadline = time.monotonic() + SHUTDOWN_TIMEOUT
+        # A thread closes the environments of its request, after a call in progress.
+        episodes = self.collector.episodes
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT + (2 * episodes.limits.timeout if episodes is not None else 0)
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         for thread in self._threads:

@@ -125,6 +125,7 @@ class RolloutStats:
     tool_errors: int = 0
     void: int = 0
     failed_episodes: int = 0
+    first_tool_errors: list[str] = field(default_factory=list)  # of each response that has one
     errors: list[str] = field(default_factory=list)
     seconds_generating: float = 0.0
     seconds_scoring: float = 0.0
@@ -138,6 +139,15 @@ class RolloutStats:
             self.tool_errors += outcome.tool_errors
             self.void += outcome.void
             self.failed_episodes += outcome.failure is not None
+            self.first_tool_errors += [] if outcome.tool_error is None else [outcome.tool_error]
+
+    def messages(self) -> list[str]:
+        """What went wrong, each message once."""
+        messages = list(dict.fromkeys(self.errors))
+        if self.first_tool_errors and self.tool_errors == self.calls:
+            count = f"all {self.calls} calls of tools" if self.calls > 1 else "the only call of a tool"
+            messages.append(f"{count} failed, the first: {self.first_tool_errors[0]}")
+        return messages
 
     def add(self, other: RolloutStats) -> None:
         for item in fields(self):

@@ -179,7 +179,8 @@ class EngineThread:
                 collector.episodes.start(prompts, samples, reset_seeds=collector.reset_seeds(request))
             ) as episodes:
                 sampled = self._sample(request, episodes.prompts, episodes.samples, episodes, stats)
-                completions = episodes.finish(sampled)
+                # The episodes of a dropped request are not asked for rewards: calls of their tools may be in progress.
+                completions = episodes.finish(sampled) if self.state.buffer.is_live(request) else sampled
         stats.seconds_generating = time.perf_counter() - start
         stats.decoded, stats.prefilled = self.engine.decoded_tokens - decoded, self.engine.prefilled_tokens - prefilled
         return GeneratedGroups(request, prompts, completions, stats)

@@ -65,7 +65,7 @@ class BuiltTask:
         if schemas and not chat:
             raise TrimtabError(
                 f"environment.format = 'chat' needs prompts in the chat template, and those of task {self.name!r} are "
-                f'{self.prompt_style}: set task.style = "chat", or take another format'
+                f'{self.prompt_style}: take another format, or a task with style = "chat" (file, hf, reasoning-gym)'
             )
         if instructions and chat:
             raise TrimtabError(

@@ -36,7 +36,7 @@ class IdleSteps:
             message = f"it taught nothing: {_explain_missing_signal(trajectories, max_tokens)}"
         else:
             count = len(trajectories)
-            message = f"none of {count} responses ended within sampling.max_tokens = {max_tokens}: raise it?"
+            message = f"none of {count} responses ended within {_limits(trajectories, max_tokens)}: raise it?"
         return message if (self.steps if idle else self._truncated) % MESSAGE_INTERVAL == 1 else None
 
     def error(self, trajectories: Sequence[Trajectory], max_tokens: int, step: int) -> TrimtabError:
@@ -55,8 +55,15 @@ def _explain_missing_signal(trajectories: Sequence[Trajectory], max_tokens: int)
     count, rewards = len(trajectories), sorted({trajectory.reward for trajectory in trajectories})
     received = f"all of them got reward {rewards[0]:g}" if len(rewards) == 1 else "the rewards of every group are equal"
     if _all_truncated(trajectories):
-        return f"none of {count} responses ended within sampling.max_tokens = {max_tokens}, {received}"
+        return f"none of {count} responses ended within {_limits(trajectories, max_tokens)}, {received}"
     return f"of {count} responses {received}"
+
+
+def _limits(trajectories: Sequence[Trajectory], max_tokens: int) -> str:
+    limits = f"sampling.max_tokens = {max_tokens}"
+    if any(trajectory.completion.outcome is not None for trajectory in trajectories):
+        return f"{limits}, environment.max_turns and environment.max_turn_tokens"
+    return limits
 
 
 def _all_truncated(trajectories: Sequence[Trajectory]) -> bool:

@@ -122,7 +122,7 @@ class Trainer:
         metrics |= evaluated
         # 7. write
         self._write(batch, stats, metrics, evaluated)
-        for message in (*dict.fromkeys(rollout.errors), *idle_message):
+        for message in (*rollout.messages(), *idle_message):
             self.observer.message(message)
         self._stop_if_idle(batch)
         return metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sqlite3
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 from trimtab.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread, in_background
 from trimtab.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.environments.formats import Tag
+from trimtab.errors import TrimtabError
 from trimtab.models import bundled
 from trimtab.types import Problem
 
@@ -104,26 +106,89 @@ def test_a_constructor_that_hangs_costs_its_own_episode(tokenizer: Any) -> None:
     episodes.close()
 
 
+@pytest.mark.parametrize("slow", ["__init__", "reset"])
 @pytest.mark.parametrize("late", [False, True])
-def test_an_environment_is_closed_whose_constructor_is_given_up(tokenizer: Any, late: bool) -> None:
-    release, closed = threading.Event(), threading.Event()
+def test_an_environment_is_closed_whose_beginning_is_given_up(tokenizer: Any, slow: str, late: bool) -> None:
+    """What a late constructor or `reset` opens is closed after it has returned, in its thread."""
+    release = threading.Event()
+    closed: list[int] = []
 
-    class Hanging(Counter):
+    class Slow(Counter):
         def __init__(self) -> None:
+            if slow == "__init__":
+                self.open()
+
+        def reset(self, **row: Any) -> None:
+            del row
+            if slow == "reset":
+                self.open()
+
+        def open(self) -> None:
             release.wait()
+            self.connection = sqlite3.connect(":memory:")
+            opened.set()
 
         def close(self) -> None:
-            closed.set()
+            closed.append(self.connection.total_changes)
 
-    episodes = start(tokenizer, Hanging, samples=1, limits=replace(LIMITS, timeout=0.05))
+    opened = threading.Event()
+    episodes = start(tokenizer, Slow, samples=1, limits=replace(LIMITS, timeout=0.05))
     if late:
         episodes.close()
         release.set()
     else:
         release.set()
-        assert until(lambda: episodes._episodes[0].environment is not None)
+        assert opened.wait(10.0)
         episodes.close()
-    assert closed.wait(10.0)
+    assert until(lambda: closed == [0])
+
+
+def test_a_late_close_that_fails_is_reported(tokenizer: Any) -> None:
+    release, reported = threading.Event(), threading.Event()
+
+    class Slow(Counter):
+        def __init__(self) -> None:
+            release.wait()
+
+        async def close(self) -> None:
+            raise OSError("already gone")
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        assert "close() of an environment raised OSError: already gone" in str(message)
+        reported.set()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        start(tokenizer, Slow, samples=1, limits=replace(LIMITS, timeout=0.05)).close()
+        release.set()
+        assert reported.wait(10.0)
+
+
+def test_close_waits_for_a_reset_that_is_interrupted(tokenizer: Any) -> None:
+    """The text of the first `reset` ends the request while the second one still runs."""
+    first, events = threading.Event(), []
+
+    class Begins(Counter):
+        def reset(self, **row: Any) -> str | None:
+            if row["answer"] == "1":
+                first.wait()
+                return "text that no prompt shows"
+            first.set()
+            threading.Event().wait(0.3)  # still runs when the first one has returned
+            events.append("reset")
+            return None
+
+        def close(self) -> None:
+            events.append("close")
+
+    fixed = encode(Problem("p", "How much?", ""), tokenizer)
+    runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, lambda *_: fixed)
+    prompts = [encode(Problem(name, "How much?", name), tokenizer) for name in ("1", "2")]
+    with pytest.raises(TrimtabError, match="is not in the prompt"):
+        runner.start(prompts, 1, reset_seeds=[0, 0])
+    assert events.index("reset") < len(events) - 1, "its close() came after it"
+    assert sorted(events) == ["close", "close", "reset"]
 
 
 def test_an_interrupted_construction_closes_what_was_made_and_what_is_being_made(tokenizer: Any) -> None:

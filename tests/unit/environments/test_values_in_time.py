@@ -6,14 +6,18 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 from tests.unit.environments.test_broken_environments import Tools, finished, saying
 from tests.unit.environments.test_episodes import LIMITS, Counter, answer, append, start, text_of
 from transformers import AutoTokenizer
 
+from trimtab.environments import environment
 from trimtab.environments.background import EnvironmentFailed, in_background
+from trimtab.environments.formats import Call, ToolError
 from trimtab.models import bundled
 
 SHORT = replace(LIMITS, timeout=0.2)
@@ -111,6 +115,26 @@ def test_what_reset_returns_without_a_text_costs_its_episode(tokenizer: Any, val
     reason, reported = finished(start(tokenizer, Returns, limits=SHORT), append(tokenizer, None, "5"))
     assert reason == "stop"
     assert str(reported).startswith(failure)
+
+
+def test_numbers_and_arrays_inside_a_result_become_json() -> None:
+    value = {"diff": np.int64(5), "ok": np.bool_(False), "grid": np.eye(2), "more": [torch.tensor(1.5)]}
+    assert environment.text_of(value) == '{"diff": 5, "ok": false, "grid": [[1.0, 0.0], [0.0, 1.0]], "more": [1.5]}'
+
+
+def test_the_text_of_a_tag_fits_parameters_by_name_and_words_with_blanks_around_them() -> None:
+    class Picking:
+        def pick(self, *, side: Literal["low", "high"]) -> str:
+            """Picks.
+
+            Args:
+                side: which one.
+            """
+            return side
+
+    assert environment.call_tool(Picking(), Call("pick", " low\n")) == "low"
+    with pytest.raises(ToolError, match=r"side = .* Input should be 'low' or 'high'"):
+        environment.call_tool(Picking(), Call("pick", " none "))
 
 
 def test_an_error_whose_text_ends_its_process_is_shown_by_its_type(tokenizer: Any) -> None:

@@ -19,7 +19,7 @@ from trimtab.environments.episodes import EpisodeLimits, EpisodeRunner
 from trimtab.environments.formats import Tag
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.models.laboratory import build
-from trimtab.rollout import engine_thread
+from trimtab.rollout import async_source, engine_thread
 from trimtab.rollout.async_source import AsyncSource
 from trimtab.rollout.buffer import Buffer
 from trimtab.rollout.collector import Collector, Group, PromptStream
@@ -313,6 +313,78 @@ def test_discard_drops_responses_that_are_too_old_and_reports_their_lengths(desk
     assert len({0, 1} - set(consumed)) == 1  # the group of the slow engine
     assert stale == 2
     assert lengths == [1, 1]
+
+
+def test_episodes_of_a_dropped_request_are_not_asked_for_rewards(desk: Open) -> None:
+    """The request of the slow engine is dropped, as above; responses that are used are asked."""
+    began, asked = threading.Event(), []
+
+    class Asked:
+        def reset(self, id: str, **row: Any) -> None:
+            del row
+            self.id = id
+
+        def get_reward(self) -> float:
+            asked.append(self.id)
+            return 0.0
+
+    def slow(call: int, interrupt: AbortSignal) -> int:
+        if call == 0:
+            began.set()
+            until(interrupt)
+            return 1
+        return LENGTH
+
+    def after(_call: int, _interrupt: AbortSignal) -> int:
+        assert began.wait(30)
+        return LENGTH
+
+    one = desk(Scripted(slow), Scripted(after), in_flight="discard", prompts=2, max_lag=1)
+    limits = EpisodeLimits(turns=2, turn_tokens=LENGTH, observation_tokens=8, timeout=30.0)
+    one.feed.collector.episodes = EpisodeRunner(
+        Asked, Tag(()), limits, TOKENIZER, LENGTH, lambda problem, _: encode(TASK, problem, TOKENIZER)
+    )
+    lengths, used, now = [], [], 0
+    while len(lengths) < 2:
+        groups, stats = one.feed.take(now, 9)
+        used += [trajectory.prompt.problem.id for group in groups for trajectory in group]
+        lengths, now = lengths + stats.discarded_lengths, now + 1
+        one.publish(now)
+    dropped = {prompt.problem.id for prompt in PromptStream(TASK, TOKENIZER, seed=0).take(2)} - set(used)
+    assert len(dropped) == 1
+    assert dropped.isdisjoint(asked)
+    assert set(used) <= set(asked)
+
+
+def test_closing_waits_until_environments_are_closed(scorer: rewards.Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_source, "SHUTDOWN_TIMEOUT", 0.01)
+    began, opened, closed = threading.Event(), [], []
+
+    class Slow:
+        def reset(self, id: str, **row: Any) -> None:
+            del row
+            opened.append(id)
+
+        def close(self) -> None:
+            threading.Event().wait(0.3)  # longer than the threads of a run without environments get
+            closed.append(self)
+
+    def act(_call: int, interrupt: AbortSignal) -> int:
+        began.set()
+        until(interrupt)
+        return 1
+
+    limits = EpisodeLimits(turns=2, turn_tokens=LENGTH, observation_tokens=8, timeout=30.0)
+    one = Desk([Scripted(act)], scorer)
+    one.feed.collector.episodes = EpisodeRunner(
+        Slow, Tag(()), limits, TOKENIZER, LENGTH, lambda problem, _: encode(TASK, problem, TOKENIZER)
+    )
+    one.publish(0)
+    threading.Thread(target=lambda: began.wait(30) and one.feed._state.fail(TrimtabError("later"))).start()
+    with pytest.raises(TrimtabError, match="later"):
+        one.feed.take(0, 1)
+    one.feed.close()
+    assert len(opened) == len(closed) == 8
 
 
 def test_generation_pauses_while_an_engine_is_used_for_something_else(desk: Open) -> None:

@@ -233,6 +233,17 @@ def test_void_episodes_are_masked_and_counted_and_their_rewards_stay(
     assert (stats.episodes, stats.calls, stats.tool_errors, stats.void, stats.failed_episodes) == (3, 3, 1, 1, 0)
 
 
+def test_a_batch_whose_calls_all_failed_says_why() -> None:
+    (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).take(1)
+    failing = EpisodeOutcome(prompt, calls=2, tool_errors=2, reward=0.0, tool_error="AttributeError: no attribute x")
+    stats = RolloutStats()
+    stats.add_outcome(failing)
+    stats.add_outcome(EpisodeOutcome(prompt, reward=0.0))
+    assert stats.messages() == ["all 2 calls of tools failed, the first: AttributeError: no attribute x"]
+    stats.add_outcome(EpisodeOutcome(prompt, calls=1, reward=0.0))
+    assert stats.messages() == []
+
+
 def test_failed_episodes_are_dropped_and_counted(scorer: rewards.Scorer) -> None:
     (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).take(1)
     response = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)

@@ -10,7 +10,7 @@ import torch
 from tests.support.trajectories import trajectory
 
 from trimtab.training.idle import IdleSteps
-from trimtab.types import FinishReason, Trajectory
+from trimtab.types import EpisodeOutcome, FinishReason, Trajectory
 
 
 def batch(*rewards: float, finish: FinishReason = "stop") -> tuple[list[Trajectory], torch.Tensor]:
@@ -60,6 +60,16 @@ def test_responses_that_are_all_cut_but_have_different_rewards_are_reported_and_
     assert "none of 2 responses ended within sampling.max_tokens = 8" in line
     assert "nothing" not in line
     assert idle.steps == 0
+
+
+def test_episodes_that_are_all_cut_name_every_bound_that_cuts_them() -> None:
+    rows, advantages = batch(0.0, 1.0, finish="length")
+    rows = [
+        replace(row, completion=replace(row.completion, outcome=EpisodeOutcome(row.prompt, calls=1))) for row in rows
+    ]
+    line = IdleSteps().observe(rows, advantages, 8)
+    assert line is not None
+    assert "sampling.max_tokens = 8, environment.max_turns and environment.max_turn_tokens" in line
 
 
 def test_an_advantage_at_tokens_that_are_not_trained_teaches_nothing() -> None:
