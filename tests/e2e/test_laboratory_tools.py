@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,9 @@ import numpy as np
 import pytest
 
 from trimtab.config import load_config
+from trimtab.environments.formats import Call
 from trimtab.environments.swap_environment import SwapEnvironment
+from trimtab.runs.directory import read_metrics
 from trimtab.runs.trajectories import read
 from trimtab.training.observer import NullObserver
 from trimtab.training.run import train
@@ -43,6 +47,34 @@ def test_a_step_calls_the_tool_and_trains(tmp_path: Path, changes: list[str]) ->
     [file] = (run / "trajectories").iterdir()
     for completion in (one.trajectory.completion for one in read(file)):
         check_rows(completion)
+
+
+class EveryTurnCalls:
+    """Takes every turn for a call, as a model that is not trained writes none."""
+
+    stop = ("=",)
+
+    def parse(self, text: str) -> Call | None:
+        del text
+        return Call("swap", "12")
+
+    def render(self, result: str) -> str:
+        return result or "0"
+
+
+def test_replayed_experts_and_sampling_masks_go_on_over_turns(tmp_path: Path) -> None:
+    changes = ("model.path=laboratory-moe", "sft.steps=5", "routing.replay=rollout", "sampling.top_k=4")
+    forced = (f"environment.format={__name__}:EveryTurnCalls", "environment.max_turn_tokens=6")
+    config = load_config("laboratory-tools", [*SMALL, *changes, *forced, "objective.entropy_coef=0.01"])
+    run = train(config, out=tmp_path / "run", observer=NullObserver()).run
+    [row] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert row["episode/calls"] > 0
+    assert row["episode/failed"] == row["trajectories/dropped"] == 0
+    assert row["optim/grad_norm"] > 0
+    assert row["routing/agreement"] == 1.0
+    assert row["mismatch/k3"] < 1e-10, "the experts and the ids of every token are those of its own position"
+    [file] = (run / "trajectories").iterdir()
+    assert max(int(one.trajectory.completion.turn[-1]) for one in read(file)) > 0
 
 
 class LongRows(SwapEnvironment):
@@ -98,6 +130,72 @@ def test_a_run_with_a_class_of_a_script_is_evaluated_by_the_name_of_its_module(t
     assert named.returncode == 0, named.stderr
     [result] = json.loads(named.stdout)["results"]
     assert result["episodes"]["calls"] > 0
+
+
+DRAWING = """
+import time
+from trimtab.environments.swap_environment import SwapEnvironment
+
+
+class Drawing(SwapEnvironment):
+    \"\"\"Its reward depends on the seed of its reset.\"\"\"
+
+    def reset(self, seed, **row):
+        super().reset(**row)
+        self.drawn = seed % 8 / 100
+        with open("resets", "a") as file:
+            file.write(f"{seed}\\n")
+
+    def swap(self, positions: str) -> str:
+        \"\"\"Swaps.
+
+        Args:
+            positions: two.
+        \"\"\"
+        time.sleep(0.05)  # a kill then falls between two turns, as a rule
+        return super().swap(positions)
+
+    def get_reward(self):
+        return super().get_reward() + self.drawn
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_between_turns_resumes_with_the_same_numbers(tmp_path: Path) -> None:
+    (tmp_path / "drawing.py").write_text(DRAWING)
+    sizes = ("trainer.steps=4", "eval.every=0", "checkpoint.every=1", "environment.name=drawing:Drawing")
+    command = [sys.executable, "-m", "trimtab", "train", "laboratory-tools"]
+    command += [word for change in (*SMALL, *sizes) for word in ("--set", change)]
+
+    def resets() -> list[str]:
+        file = tmp_path / "resets"
+        return file.read_text().split() if file.exists() else []
+
+    def start(out: str, *more: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*command, "--out", out, *more], cwd=tmp_path, stderr=subprocess.DEVNULL)
+
+    assert start("whole").wait(300) == 0
+    seeds = resets()
+    (tmp_path / "resets").unlink()
+    child = start("killed")
+    while len(resets()) < 45 and child.poll() is None:  # 16 a step: in the third one
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(0.01)
+    child.kill()
+    assert child.wait(60) == -signal.SIGKILL
+    assert start("killed", "--resume").wait(300) == 0
+    timed = ("time/", "tokens_per_second/", "memory/")
+    whole, killed = (
+        [
+            {key: value for key, value in row.items() if not key.startswith(timed)}
+            for row in read_metrics(tmp_path / out / "metrics.jsonl")
+        ]
+        for out in ("whole", "killed")
+    )
+    assert killed == whole
+    assert len(whole) == 4
+    assert set(resets()) == set(seeds)
+    assert len(resets()) > len(seeds), "the third step was begun twice"
 
 
 def check_rows(completion: Any) -> None:

@@ -22,7 +22,7 @@ from trimtab.environments.background import (
 from trimtab.environments.environment import call_tool, row_for, text_of
 from trimtab.environments.formats import Call
 from trimtab.errors import TrimtabWarning
-from trimtab.types import Prompt, TurnResult
+from trimtab.types import IntArray, Prompt, TurnResult
 
 
 @dataclass(slots=True)
@@ -35,6 +35,7 @@ class Episode:
         environment: None until it is made.
         tool_error: the first error of a call that raised or could not be made.
         failure: why the episode is dropped.
+        ids: those of the response when its last turn was submitted, and of the result that followed.
         length: tokens of the response when its last turn was submitted.
         call, result: the call of a tool at the end of that turn, and what follows it once it is known.
     """
@@ -47,6 +48,7 @@ class Episode:
     tool_errors: int = 0
     failure: str | None = None
     reward: float | None = None
+    ids: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     length: int = 0
     call: BackgroundCall | None = None
     result: TurnResult | None = None

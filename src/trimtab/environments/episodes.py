@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
 
+import numpy as np
+
 from trimtab.environments.background import BackgroundCall, EnvironmentFailed, describe
 from trimtab.environments.episode import Episode, warn_of_failed_close
 from trimtab.environments.formats import Call, Format, ToolError
@@ -185,6 +187,12 @@ class Episodes:
         n = len(completion.response_ids)
         if n == episode.length:
             return None  # this turn was submitted before, by a call that was aborted
+        if not np.array_equal(completion.response_ids[: len(episode.ids)], episode.ids):
+            raise TrimtabError(
+                f"problem {episode.prompt.problem.id!r}: the engine returned a turn whose response does not begin with "
+                "the tokens of the turns and results before it: it must append to them, and never encode a text again"
+            )
+        episode.ids = completion.response_ids
         episode.length, episode.result, episode.call = n, None, None
         turn = int(completion.turn[-1])
         call = self._call(episode, completion)
@@ -205,6 +213,7 @@ class Episodes:
             if not episode.call.wait(timeout):
                 return None
             episode.result = self._observe(episode, episode.call)
+        episode.ids = np.concatenate([episode.ids[: episode.length], episode.result.ids])
         return episode.result
 
     def finish(self, completions: Sequence[Sequence[Completion]]) -> list[list[Completion]]:

@@ -132,6 +132,20 @@ def answer(episodes: Episodes, completion: Completion, sample: int = 0) -> TurnR
     return result
 
 
+def test_a_turn_that_does_not_begin_with_those_before_it_is_refused(tokenizer: Any) -> None:
+    episodes = start(tokenizer, samples=1)
+    turn = append(tokenizer, None, "<add>2</add>")
+    result = answer(episodes, turn)
+    whole = append(tokenizer, append(tokenizer, turn, text_of(tokenizer, result), sampled=False), "<add>3</add>")
+    for place in (0, len(turn.response_ids)):  # in the first turn, and in its result
+        ids = whole.response_ids.copy()
+        ids[place] += 1
+        with pytest.raises(TrimtabError, match="does not begin with the tokens of the turns and results before it"):
+            episodes.submit(0, 0, replace(whole, response_ids=ids))
+    assert text_of(tokenizer, answer(episodes, whole)) == "<output>5</output>"
+    episodes.close()
+
+
 def text_of(tokenizer: Any, result: TurnResult) -> str:
     return tokenizer.decode(result.ids.tolist())
 

@@ -60,7 +60,9 @@ def test_a_class_names_the_environment_of_a_recipe(config: Any) -> None:
 
 
 def test_a_class_names_the_environment_of_a_recipe_without_one() -> None:
-    section = _resolve({"base": "quickstart", "environment": {"max_turns": 3}}, ["sampling.max_tokens=64"], Unscored).environment
+    section = _resolve(
+        {"base": "quickstart", "environment": {"max_turns": 3}}, ["sampling.max_tokens=64"], Unscored
+    ).environment
     assert section is not None
     assert (section.name, section.max_turns) == (f"{__name__}:Unscored", 3)
 
