@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import torch
-from tests.parity import test_areal, test_miles, test_prime_rl, test_trl, test_verl
+from tests.parity import test_areal, test_miles, test_newer_files, test_prime_rl, test_trl, test_verl
 from tests.parity.conftest import Given, Peer
 
 from trimtab.objectives import Objective, objectives
@@ -40,6 +40,12 @@ def parity() -> dict[str, str]:
         for case, objective in losses.items():
             error = _error(Peer(peer), f"{prefix}{case}", case, objective)
             errors[objective.name][peer] = max(error, errors[objective.name].get(peer, 0.0))
+    for peer in ("trl", "miles"):
+        errors["flash-reinforce"][peer] = max(
+            _error(Peer("newer"), f"{peer}/flash-{delta:g}", "", objective("flash-reinforce", divergence_max=delta))
+            for delta in test_newer_files.THRESHOLDS
+        )
+    errors["score-centering"]["miles"] = max(map(_centering_error, BATCHES))
     errors["a3po"]["areal"] = max(_age_error(case, batch) for case in test_areal.CASES for batch in BATCHES)
     return {name: ", ".join(f"{peer} {error:.0e}" for peer, error in peers.items()) for name, peers in errors.items()}
 
@@ -54,6 +60,13 @@ def _error(peer: Peer, case: str, key: str, objective: Objective) -> float:
         worst = max(worst, abs(loss - peer.scalar(case, batch, "loss")) / max(1.0, abs(loss)))
         worst = max(worst, float((gradient - reference).abs().max() / reference.abs().max().clamp(min=1e-12)))
     return worst
+
+
+def _centering_error(batch: str) -> float:
+    peer, given = Peer("newer"), Given(batch, torch.float64)
+    _, *gradients = test_newer_files.centered(peer, given, "tis-2")
+    references = [peer.tensor("miles/centering-tis-2", batch, key) for key in ("gradient", "head_gradient")]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(gradients, references, strict=True))
 
 
 def _age_error(case: str, batch: str) -> float:

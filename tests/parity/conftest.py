@@ -134,6 +134,11 @@ def areal() -> Peer:
     return Peer("areal")
 
 
+@pytest.fixture(scope="session")
+def newer() -> Peer:
+    return Peer("newer")
+
+
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param

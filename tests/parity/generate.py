@@ -1,6 +1,7 @@
 """Freeze what the peers compute, so that the parity tests need none of them.
 
     python tests/parity/generate.py [--miles CHECKOUT] [--prime-rl CHECKOUT] [--areal CHECKOUT] [--hooks FOLDER]
+        [--newer FOLDER]
 
 Runs in an environment that holds verl and TRL (`make bench-install`). Every peer runs its own code on the same
 seeded batches; inputs are float32 numbers, and the arithmetic is float64, so that what is frozen is the peer's
@@ -137,11 +138,17 @@ def main() -> None:
     parser.add_argument("--prime-rl", type=Path, help="a checkout of prime-rl, with its commit in the file COMMIT")
     parser.add_argument("--areal", type=Path, help="a checkout of AReaL, with its commit in the file COMMIT")
     parser.add_argument("--hooks", type=Path, help="a folder of checkouts (from_hooks.py); only these are frozen")
+    parser.add_argument("--newer", type=Path, help="a folder of files (from_newer_files.py); only these are frozen")
     arguments = parser.parse_args()
     if arguments.hooks is not None:
         import from_hooks
 
         from_hooks.record(make_batches(), arguments.hooks).write("hooks")
+        return
+    if arguments.newer is not None:
+        import from_newer_files
+
+        from_newer_files.record(make_batches(), arguments.newer).write("newer")
         return
 
     import from_trl
