@@ -21,6 +21,7 @@ import torch
 from tests.parity import test_areal, test_miles, test_newer_files, test_prime_rl, test_trl, test_verl
 from tests.parity.conftest import Given, Peer
 
+import trimtab
 from trimtab.objectives import Objective, objectives
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,9 @@ def parity() -> dict[str, str]:
             errors[objective.name][peer] = max(error, errors[objective.name].get(peer, 0.0))
     for peer in ("trl", "miles"):
         errors["flash-reinforce"][peer] = max(
-            _error(Peer("newer"), f"{peer}/flash-{delta:g}", "", objective("flash-reinforce", divergence_max=delta))
+            _error(
+                Peer("newer"), f"{peer}/flash-{delta:g}", "", trimtab.objective("flash-reinforce", divergence_max=delta)
+            )
             for delta in test_newer_files.THRESHOLDS
         )
     errors["score-centering"]["miles"] = max(map(_centering_error, BATCHES))
