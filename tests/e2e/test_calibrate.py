@@ -155,7 +155,7 @@ def test_a_first_batch_that_is_too_small_stops_the_run_in_one_line(tmp_path: Pat
     ("changes", "line"),
     [
         (("objective.name=seq-bypass",), "objective 'seq-bypass' has no bound that calibrate can find"),
-        ((), "objective.calibrate finds weight_max at step 0: leave weight_max out, or calibrate"),
+        ((), "objective.calibrate finds weight_max at step 0: leave weight_max out (unset it where"),
     ],
 )
 def test_invalid_settings_are_refused_before_a_model_is_loaded(changes: tuple[str, ...], line: str) -> None:

@@ -37,7 +37,7 @@ def environment(request: pytest.FixtureRequest) -> Iterator[BuiltEnvironment]:
 def run(environment: BuiltEnvironment, tokenizer: Any, codes: list[str]) -> list[tuple[str, EpisodeOutcome]]:
     """The result of each code, as the call of a response of its own, and the outcome of its episode."""
     runner = environment.runner(tokenizer, 400, encode)
-    episodes = runner.start([encode(Problem("p", "How much?", ""), tokenizer)], len(codes), seed=0)
+    episodes = runner.start([encode(Problem("p", "How much?", ""), tokenizer)], len(codes), reset_seeds=[0])
     turns = [append(tokenizer, None, f"<python>{code}</python>") for code in codes]
     for sample, turn in enumerate(turns):
         episodes.submit(0, sample, turn)

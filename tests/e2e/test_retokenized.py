@@ -171,7 +171,9 @@ def test_ids_that_are_appended_are_clean(
     task = task_of(environment)
     episode_prompts, sampling = prompts_of(task, loaded.tokenizer)
     runner = environment.runner(loaded.tokenizer, MAX_TOKENS, partial(tasks.encode, task))
-    groups = runner.generate(engine, episode_prompts, SAMPLES, sampling, seed=0)
+    groups = runner.generate(
+        engine, episode_prompts, SAMPLES, sampling, seed=0, reset_seeds=range(len(episode_prompts))
+    )
     episodes = [(prompt, one) for prompt, group in zip(episode_prompts, groups, strict=True) for one in group]
     assert sum(int(one.turn[-1]) for _, one in episodes) > len(episodes)
     saved(tmp_path / "appended.parquet", loaded, episodes)

@@ -41,7 +41,7 @@ steps = 100
 - `--set section.key=value` changes one key on the command line: `--set engine.vllm.memory=0.8`. A value is TOML; a bare
   word is text. `--set base=laboratory` changes the base.
 - `base` names a shipped recipe or a `.toml` file. A section of the recipe changes the same section of its base key by
-  key; an objective or a task of another name, and a part of an objective such as `weight`, replaces the base's whole.
+  key; an objective or a task of another name, and a surrogate of another kind, start from their own defaults instead.
 - `unset = ["objective.clip_high", "prefix"]` takes keys and sections of the base back, where a message says to leave
   one out that the base sets; on the command line also `--set unset=prefix`.
 - A path in a recipe file is relative to that file, one on the command line to the current folder.

@@ -139,15 +139,15 @@ def _keys_of(data: Mapping[str, Any], prefix: str = "") -> list[str]:
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
-        extends = key not in OBJECTIVE_PARTS and _extends(merged.get(key), value)
-        merged[key] = _merge(merged[key], value) if extends else value
+        which = "kind" if key in OBJECTIVE_PARTS else "name"
+        merged[key] = _merge(merged[key], value) if _extends(merged.get(key), value, which) else value
     return merged
 
 
-def _extends(old: Any, new: Any) -> bool:
-    """Whether both are sections, and of the same name if they have one; another one starts from its own defaults."""
+def _extends(old: Any, new: Any, which: str) -> bool:
+    """Whether both are sections, of the same `which` if they say one; another one starts from its own defaults."""
     are_sections = isinstance(old, Mapping) and isinstance(new, Mapping)
-    return are_sections and new.get("name", old.get("name")) == old.get("name")
+    return are_sections and new.get(which, old.get(which)) == old.get(which)
 
 
 def _read(recipe: str | Path) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def test_what_a_recipe_takes_back_from_its_base_another_base_need_not_set(tmp_pa
     assert load_config(recipe, ["base=quickstart"]).objective == load_config("quickstart").objective
 
 
-def test_a_part_of_an_objective_replaces_that_of_the_base_whole(tmp_path: Path) -> None:
+def test_a_surrogate_of_another_kind_starts_from_its_own_defaults(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text(
         'base = "laboratory"\n[objective]\nname = "composed"\nmask = [{kind = "veto"}]\n'
         'surrogate = {kind = "clipped", low = 0.1, dual = 3}\nweight = {level = "token", min = 0.5}\n'
@@ -91,8 +91,10 @@ def test_a_part_of_an_objective_replaces_that_of_the_base_whole(tmp_path: Path) 
     assert load_config(recipe).objective.keywords == {
         "mask": [{"kind": "veto"}],
         "surrogate": {"kind": "reinforce"},
-        "weight": {"level": "sequence"},
+        "weight": {"level": "sequence", "min": 0.5},
     }
+    recipe.write_text('base = "base.toml"\n[objective]\nsurrogate = {dual = 4}\n')
+    assert load_config(recipe).objective.keywords["surrogate"] == {"kind": "clipped", "low": 0.1, "dual": 4}
 
 
 @pytest.mark.parametrize(
