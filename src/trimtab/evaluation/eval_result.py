@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.environments.episodes import all_calls_failed
 from trimtab.errors import TrimtabError
 from trimtab.intervals import Interval, problem_interval
 from trimtab.types import EpisodeOutcome
@@ -45,13 +46,17 @@ class ProblemResult:
 
 @dataclass(frozen=True)
 class EpisodeCounts:
-    """Counts over multi-turn responses: their number, calls, calls that raised, void responses, failed environments."""
+    """Counts over multi-turn responses: their number, calls, calls that raised, void responses, failed environments.
+
+    `first_errors` has the first error of a call of each batch.
+    """
 
     episodes: int = 0
     calls: int = 0
     tool_errors: int = 0
     void: int = 0
     failed: int = 0
+    first_errors: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, outcomes: Sequence[EpisodeOutcome]) -> EpisodeCounts:
@@ -61,10 +66,17 @@ class EpisodeCounts:
             tool_errors=sum(outcome.tool_errors for outcome in outcomes),
             void=sum(outcome.void for outcome in outcomes),
             failed=sum(outcome.failure is not None for outcome in outcomes),
+            first_errors=tuple(outcome.tool_error for outcome in outcomes if outcome.tool_error is not None)[:1],
         )
 
     def __add__(self, other: EpisodeCounts) -> EpisodeCounts:
         return EpisodeCounts(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+
+    def message(self) -> str | None:
+        """Returns what the first call raised where all calls failed, else None."""
+        if self.first_errors and self.tool_errors == self.calls:
+            return all_calls_failed(self.calls, self.first_errors[0])
+        return None
 
     def as_dict(self) -> dict[str, float]:
         """Returns calls of an episode, the share of calls that raised, the share of void episodes, and failed ones.

@@ -128,7 +128,7 @@ class Results:
         )
 
     def remarks(self) -> list[str]:
-        """Returns notes on the tables: how prompts were built, prompts that do not fit, failed rewards."""
+        """Returns notes on the tables: how prompts were built, prompts that do not fit, failed rewards and calls."""
         long = [
             f"{model}, {task}: {result.too_long} of {len(result.problems)} prompts do not fit the context with their "
             "response and count as wrong; lower max_tokens or examples"
@@ -136,7 +136,8 @@ class Results:
             if result.too_long
         ]
         failed = [f"first failed reward: {result.errors[0]}" for result in self.measured.values() if result.errors]
-        return list(dict.fromkeys([*self.notes, *long, *failed]))
+        calls = [result.episodes.message() for result in self.measured.values() if result.episodes is not None]
+        return list(dict.fromkeys([*self.notes, *long, *failed, *filter(None, calls)]))
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as JSON types; fractions, not percent."""

@@ -133,7 +133,9 @@ def _parse_part(record: dict[str, Any], path: Path) -> tuple[int, BatchCounts]:
         return number, BatchCounts(
             problems=problems,
             errors=tuple(record.pop("errors")),
-            episodes=None if episodes is None else EpisodeCounts(**episodes),
+            episodes=None
+            if episodes is None
+            else EpisodeCounts(**{**episodes, "first_errors": tuple(episodes["first_errors"])}),
             **record,
         )
     except (KeyError, TypeError, ValueError):

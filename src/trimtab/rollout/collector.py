@@ -12,7 +12,7 @@ import numpy as np
 
 from trimtab import tasks
 from trimtab.config import Config
-from trimtab.environments.episodes import EpisodeRunner, reset_seed
+from trimtab.environments.episodes import EpisodeRunner, all_calls_failed, reset_seed
 from trimtab.errors import TrimtabError
 from trimtab.rewards import Score, Scorer
 from trimtab.rollout.demonstrations import Demonstrations
@@ -145,8 +145,7 @@ class RolloutStats:
         """What went wrong, each message once."""
         messages = list(dict.fromkeys(self.errors))
         if self.first_tool_errors and self.tool_errors == self.calls:
-            count = f"all {self.calls} calls of tools" if self.calls > 1 else "the only call of a tool"
-            messages.append(f"{count} failed, the first: {self.first_tool_errors[0]}")
+            messages.append(all_calls_failed(self.calls, self.first_tool_errors[0]))
         return messages
 
     def add(self, other: RolloutStats) -> None:

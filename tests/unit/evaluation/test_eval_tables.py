@@ -172,6 +172,11 @@ def test_what_is_measured():
 
 
 def test_details_of_a_task_with_an_environment_show_its_episodes():
+    broken = EpisodeCounts(episodes=8, calls=10, tool_errors=10, first_errors=("AttributeError: no y", "other"))
+    results = {("a", "tools", "sampled"): replace(result([(4, 4)]), episodes=broken)}
+    assert Results(("a",), ("tools",), SETTINGS, results).remarks() == [
+        "all 10 calls of tools failed, the first: AttributeError: no y"
+    ]
     counts = EpisodeCounts(episodes=8, calls=10, tool_errors=4, void=2, failed=1)
     measured = {
         ("a", "tools", "sampled"): replace(result([(4, 4)]), episodes=counts),

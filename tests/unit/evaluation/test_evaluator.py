@@ -78,7 +78,7 @@ class Episodes(FakeEngine):
 
 def outcomes(prompt):
     return [
-        EpisodeOutcome(prompt, calls=2, tool_errors=1, reward=1.0),
+        EpisodeOutcome(prompt, calls=2, tool_errors=1, reward=1.0, tool_error="KeyError: 'x'"),
         EpisodeOutcome(prompt, calls=1, void=True, reward=0.0),
         EpisodeOutcome(prompt, reward=0.0),
         EpisodeOutcome(prompt, calls=1, tool_errors=1, failure="a tool did not return"),
