@@ -27,8 +27,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 UNCHECKED = (
     *(f"unit/{part}" for part in ("cli", "diagnosis", "engines", "evaluation", "lab", "report", "rollout", "runs")),
     "e2e",
-    "contract",
-    "parity",
 )
 CHECKED = (
     *("unit/diagnosis/advice", "unit/diagnosis/measure"),

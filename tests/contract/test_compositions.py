@@ -18,6 +18,8 @@ from tests.contract.conftest import Batch, Laboratory
 from trimtab.corrections import LEVELS
 from trimtab.objectives import Objective, objective
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 OVER = st.sampled_from(["proximal", "current"])
 SURROGATES: list[dict[str, Any]] = [
     {"kind": "clipped", "low": 0.2, "high": 0.3, "dual": 2.0},

@@ -238,6 +238,7 @@ def test_a_diverged_model_gives_nan(lab, name):
         assert lab.run(lab.objective(name), batch.changed(current=current)).loss.isnan()
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_it_runs_on_meta_tensors_so_nothing_waits_for_the_device(lab, name):
     plain = lab.Batch.random(1, rows=4).map(lambda tensor: tensor.to("meta"))
     ids = torch.arange(4)[:, None].expand(4, 6).to("meta")

@@ -1,7 +1,7 @@
 """What files of newer versions compute: FlashREINFORCE in TRL and Miles, and score centering in Miles.
 
-No release has them yet. They run as they are, from copies in one folder; what their imports bring is not used by these
-functions, for one process, and is replaced by empty names:
+The pinned peers do not have them. The functions run as they are, from copies of these files in one folder; what their
+imports bring is not used in one process, and is replaced by empty names:
 
     corrections.py               radixark/miles 347a58e6, miles/backends/training_utils/loss/hub/
     score_centering.py           radixark/miles 857598ff, miles/backends/training_utils/loss_hub/

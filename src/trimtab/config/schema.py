@@ -298,7 +298,9 @@ class ShardingConfig(Section):
 class CompareConfig(Section):
     """If present, `trimtab train` trains every objective with every seed and compares them on one page."""
 
-    objectives: list[str] = Field(min_length=1, description="names of objectives, each with its own defaults")
+    objectives: list[str] = Field(
+        min_length=1, description="names of objectives, each with its own defaults, and the masks of the recipe"
+    )
     seeds: list[int] = Field(min_length=1, description="seeds of the runs of each objective")
     workers: Processes = Field(default=2, description="runs at a time, one process each")
 

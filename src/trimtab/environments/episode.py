@@ -90,7 +90,8 @@ class Episode:
         Also None where another method than a tool was given up, such as a constructor or `reset`, and may still open
         what is to be closed: `close` then runs behind it, in the same thread.
         """
-        if self.thread.is_busy and self.call is None:
+        tool_hangs = self.call is not None and not self.call.done
+        if self.thread.is_busy and not tool_hangs:
             self.thread.start_behind(BackgroundCall(self._close_late, float("inf")))
             return None
         if not _has(self.environment, "close"):

@@ -122,14 +122,20 @@ def _with_parts(name: str, values: Mapping[str, Any], parts: Mapping[str, Any], 
     for key in specific:
         try:
             without = _from_keywords(name, {other: value for other, value in specific.items() if other != key})
-            same = compose(without, _completed(without, shared, parts), advantage) == built
+            changed = compose(without, _completed(without, shared, parts), advantage)
         except (TypeError, ValueError):  # the keyword is required, or another one fits only beside it
             continue
-        except RuntimeError:  # a function of your own whose parts hold tensors, which == cannot compare
-            continue
-        if same and without != base:
+        if _are_equal(changed, built) and not _are_equal(without, base):
             raise TrimtabError(f"{key} has no effect beside the given {', '.join(parts)}: leave it out{UNSET}")
     return built
+
+
+def _are_equal(left: Objective, right: Objective) -> bool:
+    """Whether two objectives are equal. Parts of a user's own that hold tensors, which `==` cannot compare, are not."""
+    try:
+        return left == right
+    except RuntimeError:
+        return False
 
 
 def _constructor(name: str) -> Preset:

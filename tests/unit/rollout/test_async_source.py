@@ -66,6 +66,12 @@ def test_batches_of_several_engines_come_in_order(desk: Open, engines: int) -> N
     assert one.steps(6) == [list(range(4 * i, 4 * i + 4)) for i in range(6)]
 
 
+def episodes_of(kind: type) -> EpisodeRunner:
+    """Runs episodes without calls in environments of a class."""
+    limits = EpisodeLimits(turns=2, turn_tokens=LENGTH, observation_tokens=8, timeout=30.0)
+    return EpisodeRunner(kind, Tag(()), limits, TOKENIZER, LENGTH, lambda problem, _: encode(TASK, problem, TOKENIZER))
+
+
 def seeds_of_environments(scorer: rewards.Scorer, engines: int) -> dict[str, int]:
     """The seed that `reset` got for each of the first eight problems."""
     seen: dict[str, int] = {}
@@ -75,11 +81,8 @@ def seeds_of_environments(scorer: rewards.Scorer, engines: int) -> dict[str, int
             del row
             seen[id] = seed
 
-    limits = EpisodeLimits(turns=2, turn_tokens=LENGTH, observation_tokens=8, timeout=30.0)
     one = Desk([Scripted() for _ in range(engines)], scorer)
-    one.feed.collector.episodes = EpisodeRunner(
-        Drawing, Tag(()), limits, TOKENIZER, LENGTH, lambda problem, _: encode(TASK, problem, TOKENIZER)
-    )
+    one.feed.collector.episodes = episodes_of(Drawing)
     try:
         one.publish(0)
         one.steps(2)
@@ -284,8 +287,8 @@ def test_finish_writes_every_response_under_one_version(desk: Open) -> None:
     assert versions(groups) == [[0] * LENGTH] * 8
 
 
-def test_discard_drops_responses_that_are_too_old_and_reports_their_lengths(desk: Open) -> None:
-    """The slow engine holds groups 0 and 1 until they are hopeless; the other one feeds the trainer meanwhile."""
+def slow_and_ready() -> tuple[Scripted, Scripted]:
+    """An engine whose first call ends only when it is interrupted, and one that begins after it."""
     began = threading.Event()
 
     def slow(call: int, interrupt: AbortSignal) -> int:
@@ -295,12 +298,16 @@ def test_discard_drops_responses_that_are_too_old_and_reports_their_lengths(desk
             return 1
         return LENGTH
 
-    def after(_call: int, _interrupt: AbortSignal) -> int:
+    def ready(_call: int, _interrupt: AbortSignal) -> int:
         assert began.wait(30)
         return LENGTH
 
-    lazy = Scripted(slow)
-    one = desk(lazy, Scripted(after), in_flight="discard", prompts=2, max_lag=1)
+    return Scripted(slow), Scripted(ready)
+
+
+def test_discard_drops_responses_that_are_too_old_and_reports_their_lengths(desk: Open) -> None:
+    """The slow engine holds groups 0 and 1 until they are hopeless; the other one feeds the trainer meanwhile."""
+    one = desk(*slow_and_ready(), in_flight="discard", prompts=2, max_lag=1)
     consumed, stale, lengths, now = [], 0, [], 0
     while len(lengths) < 2:
         groups, stats = one.feed.take(now, 9)
@@ -317,7 +324,7 @@ def test_discard_drops_responses_that_are_too_old_and_reports_their_lengths(desk
 
 def test_episodes_of_a_dropped_request_are_not_asked_for_rewards(desk: Open) -> None:
     """The request of the slow engine is dropped, as above; responses that are used are asked."""
-    began, asked = threading.Event(), []
+    asked: list[str] = []
 
     class Asked:
         def reset(self, id: str, **row: Any) -> None:
@@ -328,22 +335,8 @@ def test_episodes_of_a_dropped_request_are_not_asked_for_rewards(desk: Open) -> 
             asked.append(self.id)
             return 0.0
 
-    def slow(call: int, interrupt: AbortSignal) -> int:
-        if call == 0:
-            began.set()
-            until(interrupt)
-            return 1
-        return LENGTH
-
-    def after(_call: int, _interrupt: AbortSignal) -> int:
-        assert began.wait(30)
-        return LENGTH
-
-    one = desk(Scripted(slow), Scripted(after), in_flight="discard", prompts=2, max_lag=1)
-    limits = EpisodeLimits(turns=2, turn_tokens=LENGTH, observation_tokens=8, timeout=30.0)
-    one.feed.collector.episodes = EpisodeRunner(
-        Asked, Tag(()), limits, TOKENIZER, LENGTH, lambda problem, _: encode(TASK, problem, TOKENIZER)
-    )
+    one = desk(*slow_and_ready(), in_flight="discard", prompts=2, max_lag=1)
+    one.feed.collector.episodes = episodes_of(Asked)
     lengths, used, now = [], [], 0
     while len(lengths) < 2:
         groups, stats = one.feed.take(now, 9)
@@ -374,11 +367,8 @@ def test_closing_waits_until_environments_are_closed(scorer: rewards.Scorer, mon
         until(interrupt)
         return 1
 
-    limits = EpisodeLimits(turns=2, turn_tokens=LENGTH, observation_tokens=8, timeout=30.0)
     one = Desk([Scripted(act)], scorer)
-    one.feed.collector.episodes = EpisodeRunner(
-        Slow, Tag(()), limits, TOKENIZER, LENGTH, lambda problem, _: encode(TASK, problem, TOKENIZER)
-    )
+    one.feed.collector.episodes = episodes_of(Slow)
     one.publish(0)
     threading.Thread(target=lambda: began.wait(30) and one.feed._state.fail(TrimtabError("later"))).start()
     with pytest.raises(TrimtabError, match="later"):
