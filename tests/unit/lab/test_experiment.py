@@ -89,6 +89,7 @@ def test_a_method_that_cannot_be_read_is_refused(spec: str) -> None:
         (["base=quickstart"], "base belongs to the experiment, use --model"),
         (["trainer.sync_every=4"], "trainer.sync_every is set by regime 'stale-32'"),
         (["trainer.step=4"], "unknown key 'trainer.step'"),
+        (["unset=prefix"], "methods start from their own defaults; set prefix to"),
     ],
 )
 def test_a_changed_key_that_is_not_free_is_refused_by_name(sets: list[str], line: str) -> None:
