@@ -202,9 +202,7 @@ def _check_sets(sets: Sequence[str], regimes: Sequence[Regime], model: str | Non
     for change in sets:
         key, value = parse_override(change)
         if key == "unset":
-            raise TrimtabError(
-                f"--set {change}: methods start from their own defaults; set {value} to a value instead"
-            )
+            raise TrimtabError(f"--set {change}: methods start from their own defaults; set {value} to a value instead")
         if key in _EXPERIMENT_KEYS or key.startswith("compare"):
             option = _EXPERIMENT_KEYS.get(key, "--methods")
             raise TrimtabError(f"--set {change}: {key} belongs to the experiment, use {option}")
